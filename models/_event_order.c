@@ -1,7 +1,7 @@
-/* The requests and frees of a step in the order of its instants: a counting sort over columns.
+/* Sorts the requests and frees of a step by instant: a counting sort over columns.
 
-   allocator_events.py says what the order is; it does the same without this where there was no compiler, several times
-   slower, and the tests hold the two against each other. */
+   allocator_events.py defines the order. Where there is no compiler, it does the same itself, several times slower; tests
+   compare the two. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -17,7 +17,7 @@ typedef struct {
 
 enum { FREE, LET_GO, BEGINS, KINDS }; /* what happens at an instant, in this order */
 
-/* Whether the entry lives at all: then where it begins, where it ends, and from where on its block is free. */
+/* Whether the entry lives at all; if so, when it begins, when it ends, and from when its block is free. */
 static int lives(const Columns *of, Py_ssize_t entry, int64_t *born, int64_t *dies, int64_t *reusable)
 {
     *born = of->born[entry] < 0 ? 0 : of->born[entry];

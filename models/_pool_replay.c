@@ -1,8 +1,8 @@
 /* A whole run through the pools of the caching allocator in one compiled loop.
 
-   Which block is taken, split and merged is what caching_allocator.py says, rule by rule; the tests hold the two against
-   each other. Sizes and addresses are in units of 512 bytes. It is built where there is a compiler, and not needed: without
-   it caching_allocator.py does the same, some twenty-five times slower. */
+   Which block is taken, split and merged follows caching_allocator.py, rule by rule; tests compare the two. Sizes and
+   addresses are in units of 512 bytes. It is built if there is a compiler, and is not required: without it
+   caching_allocator.py does the same, some twenty-five times slower. */
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -14,16 +14,16 @@ enum { SMALL = 2048, SMALL_SEGMENT = 4096, MIN_LARGE = 20480, LARGE_ROUND = 4096
 
 typedef struct {
     int64_t size, address;
-    int32_t previous, next; /* neighbours in the segment; 0 is no block */
+    int32_t previous, next; /* neighbours in the segment; 0: none */
     char cached;
 } Block;
 
 typedef struct {
-    uint64_t *keys; /* of cached blocks, rising: size, then address; not of the end that can still grow */
-    int32_t *free;  /* the blocks of these keys */
+    uint64_t *keys; /* of cached blocks, ascending by size, then address; the end that can still grow has none */
+    int32_t *free;  /* the blocks that have these keys */
     Py_ssize_t count, room;
-    int64_t end;   /* the next address; where they fall, the lowest so far */
-    int32_t last;  /* of an expandable segment, its last block */
+    int64_t end;   /* the next address; if addresses fall, the lowest so far */
+    int32_t last;  /* the last block of an expandable segment */
     int small;
 } Pool;
 
@@ -33,8 +33,8 @@ typedef struct {
     Pool *pools;
     int64_t reserved, peak_reserved, limit, segment;
     Py_ssize_t num_segments;
-    int32_t spare; /* numbers of blocks that are no more, one after the other by `next`: the heap stays in the cache */
-    int expandable, falling, failed, beyond; /* `beyond`: of what keys can tell apart */
+    int32_t spare; /* list, by `next`, of block numbers to use again, which keeps the heap small enough for the CPU's cache */
+    int expandable, falling, failed, beyond; /* `beyond`: sizes or addresses exceed what keys can hold */
 } Heap;
 
 enum { ADDRESS_BITS = 34 }; /* 8 TiB of addresses, and blocks of up to 512 GiB */
@@ -44,7 +44,7 @@ static uint64_t key(int64_t size, int64_t address)
     return (uint64_t)size << ADDRESS_BITS | (uint64_t)address;
 }
 
-/* The first of the pool's free blocks whose key is not below `wanted`. Without branches that a processor could guess wrong. */
+/* Index of the pool's first free block whose key is at least `wanted`. Without branches, which a CPU could mispredict. */
 static Py_ssize_t find(const Pool *pool, uint64_t wanted)
 {
     const uint64_t *base = pool->keys;
@@ -71,7 +71,7 @@ static Py_ssize_t place_of(const Heap *heap, const Pool *pool, int32_t number)
     return find(pool, key(heap->blocks[number].size, heap->blocks[number].address));
 }
 
-/* Room for one more block, at the end of the pool's free ones; its place. */
+/* Make room for one more free block of the pool; returns its index. */
 static Py_ssize_t append(Heap *heap, Pool *pool)
 {
     if (pool->count == pool->room) {
@@ -90,7 +90,7 @@ static Py_ssize_t append(Heap *heap, Pool *pool)
     return pool->count++;
 }
 
-/* Put block `number` where its key belongs, in place of the one at `from` (-1: of none). */
+/* Insert block `number` by its key, and remove the block at index `from` (-1: none). */
 static void put(Heap *heap, Pool *pool, Py_ssize_t from, int32_t number)
 {
     const Block *block = &heap->blocks[number];
@@ -122,7 +122,7 @@ static void forget(Heap *heap, int32_t number)
     heap->spare = number;
 }
 
-/* A block with the given neighbours; its number. There is room for two of every request. */
+/* Make a block with the given neighbours; returns its number. There is room for two per request. */
 static int32_t add(Heap *heap, int64_t size, int64_t address, int32_t previous, int32_t next)
 {
     int32_t number = heap->spare ? heap->spare : (int32_t)heap->count++;
@@ -149,8 +149,8 @@ static int reserve(Heap *heap, Pool *pool, int64_t size)
     return 1;
 }
 
-/* A block of at least `size` where no free one holds it: a fresh segment, or the end of the expandable one; 0 where the limit
-   forbids it. */
+/* A block of at least `size` when no free one is large enough: a new segment, or the end of the expandable one; 0 if the
+   limit forbids it. */
 static int32_t grow(Heap *heap, Pool *pool, int64_t size)
 {
     int64_t address = pool->end, segment, page, have;
@@ -176,9 +176,9 @@ static int32_t grow(Heap *heap, Pool *pool, int64_t size)
     return pool->last = add(heap, segment, address, pool->last, 0);
 }
 
-enum { NOBODY = INT32_MIN }; /* whose block went back before its time was over */
+enum { NOBODY = INT32_MIN }; /* the holder's block was returned to the driver early */
 
-/* Every wholly cached segment goes back to the driver. */
+/* Return every completely free segment to the driver. */
 static void give_back(Heap *heap, Py_ssize_t num_pools)
 {
     for (Pool *pool = heap->pools; pool < heap->pools + num_pools; pool++) {
@@ -198,7 +198,7 @@ static void give_back(Heap *heap, Py_ssize_t num_pools)
     }
 }
 
-/* Hand out a block of at least `size`, a fresh one where `fresh`; its number, or 0 where the limit forbids it. */
+/* Allocate a block of at least `size`, from the driver if `fresh`; returns its number, 0 if the limit forbids it. */
 static int32_t allocate(Heap *heap, Pool *pool, int64_t size, int fresh)
 {
     Py_ssize_t at = -1;
@@ -295,7 +295,7 @@ static PyObject *replay(PyObject *module, PyObject *args)
     num_events = events.len / 8;
     num_holders = sizes.len / 8;
     heap.expandable = expandable;
-    heap.falling = falling && !expandable; /* pages of one segment always rise */
+    heap.falling = falling && !expandable; /* within a segment, pages always follow each other */
     heap.segment = segment;
     heap.limit = limit;
     heap.room = 2 * num_events + 1;
@@ -340,7 +340,7 @@ static PyObject *replay(PyObject *module, PyObject *args)
             if (!number) {
                 if (heap.expandable || heap.beyond)
                     break;
-                for (Py_ssize_t other = 0; other < num_holders; other++) /* once every stream is done */
+                for (Py_ssize_t other = 0; other < num_holders; other++) /* after all streams are done */
                     if (held[other] < 0 && held[other] != NOBODY) {
                         release(&heap, &heap.pools[((const int64_t *)pools.buf)[other]], -held[other]);
                         held[other] = NOBODY;

@@ -1,6 +1,7 @@
 """How the ledger agrees with the trace of the real step, cell by cell and phase by phase.
 
-Both say what the framework allocates and leave kernels out, so a difference is a tensor that the ledger forgot or invented.
+Both contain what the framework allocates and leave out what kernels allocate, so a difference is a tensor that the ledger
+lacks or has too many.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from peakcast.spec import TrainingJob, job_to_mapping
 
 ONE_GPU_TOLERANCE = 0.001
 PARALLEL_TOLERANCE = 0.005
-"""Largest |ledger / trace - 1| in any phase that counts as agreement."""
+"""The largest |ledger / trace - 1| in any phase that counts as agreement."""
 FIRST_STEP, BETWEEN_STEPS = "first step", "between steps"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Agreement:
-    """One cell: the ledger's bytes over the trace's, minus one, by phase; `reason` when the two cannot be compared."""
+    """One cell: by phase, the ledger's bytes over the trace's, minus one; `reason`: why the two cannot be compared."""
 
     job: TrainingJob
     rank: int | None
@@ -36,7 +37,7 @@ class Agreement:
 
     @property
     def tolerance(self) -> float:
-        """What may be called agreement for this layout."""
+        """The error up to which this layout counts as agreeing."""
         return ONE_GPU_TOLERANCE if self.job.parallelism.world_size == 1 else PARALLEL_TOLERANCE
 
     @property
@@ -45,17 +46,18 @@ class Agreement:
         return not self.reason and abs(self.worst) <= self.tolerance
 
     def to_mapping(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """JSON-able form."""
         job = job_to_mapping(self.job)
         return {"job": job, "rank": self.rank, "errors": self.errors, "holds": self.holds, "reason": self.reason}
 
 
 def agreements(rows: Iterable[Measurement]) -> list[Agreement]:
-    """Each traced row beside the ledger of its job. Rows of a trace that failed say why and hold nothing."""
+    """Each traced row compared with the ledger of its job. Rows of a failed trace have a reason and no errors."""
     return [_agreement(row) for row in rows if row.provenance == "traced"]
 
 
 def _agreement(row: Measurement) -> Agreement:
+    """A traced row compared with the ledger, or the reason why there is nothing to compare."""
     if row.outcome != "ok":
         reason = f"no trace: {row.environment.get('reason', row.outcome)}"
         return Agreement(job=row.job, rank=row.rank, errors={}, reason=reason)

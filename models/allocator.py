@@ -1,4 +1,4 @@
-"""Replays a timeline through the simulated caching allocator: what a step makes PyTorch reserve."""
+"""Replays a timeline through the simulated caching allocator, to find what a step makes PyTorch reserve."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from peakcast.timeline import Timeline
 from peakcast.units import MIB
 
 compiled: Any = None
-with suppress(ImportError):  # built where there was a compiler when peakcast was installed
+with suppress(ImportError):  # it exists if there was a compiler when peakcast was installed
     compiled = importlib.import_module("peakcast.models._pool_replay")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replay:
-    """What a replay ended with, in bytes. `peak_allocated_bytes` counts unsplit slack, as torch does; without it the same
-    tensors need `peak_requested_bytes` (rounded to 512)."""
+    """The results of a replay, in bytes. `peak_allocated_bytes` includes unsplit slack, as torch counts; without slack the
+    same tensors need `peak_requested_bytes` (rounded to 512)."""
 
     peak_allocated_bytes: int
     peak_requested_bytes: int
     peak_reserved_bytes: int
     allocated_bytes: int
-    """Still handed out at the end."""
+    """Still allocated at the end."""
     reserved_bytes: int
     num_segments: int
     num_events: int
@@ -48,10 +48,11 @@ def replay(
 ) -> Replay:
     """Replay one step on an empty allocator.
 
-    Order within an instant: first everything that dies there is freed, in the order of entries, then everything born there
-    is allocated, in the order of entries; so an entry that dies at t makes room for those born at t, as `dies` is the first
-    instant at which it is gone. Entries that never live are skipped; those that outlive the timeline stay allocated.
-    Limits and `newest_first` are those of `CachingAllocator`. Raises: SimulatedOutOfMemoryError (only with a limit).
+    Order within an instant: first everything that dies there is freed, then everything born there is allocated, both in the
+    order of entries. So an entry that dies at t makes room for those born at t (`dies` is the first instant at which it no
+    longer exists). Entries that never live are skipped; those that outlive the timeline stay allocated.
+
+    The limits and `newest_first` are those of `CachingAllocator`. Raises: SimulatedOutOfMemoryError (only with a limit).
     """
     limits = {"capacity_bytes": capacity_bytes, "allowed_bytes": allowed_bytes}
     return replay_run([timeline], settings, newest_first=newest_first, **limits)
@@ -65,10 +66,10 @@ def replay_run(
     allowed_bytes: int | None = None,
     newest_first: bool = False,
 ) -> Replay:
-    """Replay several steps one after the other on one allocator, so that later steps meet the cache of earlier ones.
+    """Replay several steps one after the other on one allocator, so that later steps find the cache of earlier ones.
 
-    What outlives a step is handed to the entry of the next step that is born at instant 0 with the same name, module,
-    category and size (else the same category and size); what no entry takes over is freed between the steps.
+    A tensor that outlives a step continues as the entry of the next step that is born at instant 0 with the same name,
+    module, category and size (else the same category and size). One that no entry continues is freed between the steps.
     """
     settings, run = settings or Allocator(), Run.of(steps)
     if compiled and settings.max_split_size_mb is None and allowed_bytes is None:
@@ -80,7 +81,7 @@ def replay_run(
 
 
 def _replay_calls(run: Run, allocator: CachingAllocator) -> Replay:
-    """Call by call."""
+    """The replay, one call of the simulated allocator after the other."""
     blocks: dict[int, Block] = {}
     sizes, streams = run.num_bytes.tolist(), run.streams.tolist()
     waiting: set[int] = set()
@@ -88,7 +89,7 @@ def _replay_calls(run: Run, allocator: CachingAllocator) -> Replay:
         if event >= len(sizes):
             holder = event - len(sizes)
             waiting.add(holder)
-            allocator.record_stream(blocks[holder], holder)  # as if by a stream for each, so that each is done by itself
+            allocator.record_stream(blocks[holder], holder)  # a stream for each holder, so that each can finish separately
             allocator.release(blocks.pop(holder))
         elif event >= 0:
             blocks[event] = allocator.allocate(sizes[event], streams[event])
@@ -112,8 +113,8 @@ def _replay_calls(run: Run, allocator: CachingAllocator) -> Replay:
 def _replay_compiled(
     run: Run, settings: Allocator, capacity_bytes: int | None, *, newest_first: bool = False
 ) -> Replay | None:
-    """The same in one compiled loop; None where it would not be: where pages of expandable segments go back.
-    Raises: SimulatedOutOfMemoryError."""
+    """Replay a run in one compiled loop, as `_replay_calls` does. Returns None if pages of expandable segments go back to
+    the driver, which the loop cannot do. Raises: SimulatedOutOfMemoryError."""
     units = _rounded(run.num_bytes, settings)
     large = (settings.large_segment_size_mb or 0) * MIB or LARGE_SEGMENT_BYTES
     found = compiled.replay(

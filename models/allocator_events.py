@@ -1,4 +1,4 @@
-"""What the steps of a run ask of the allocator, in order: timelines as one sequence of requests and frees."""
+"""What the steps of a run request from the allocator, in order: timelines as one sequence of requests and frees."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from peakcast.timeline import Category, Timeline
 Ints = npt.NDArray[np.int64]
 
 compiled: Any = None
-with suppress(ImportError):  # built where there was a compiler when peakcast was installed
+with suppress(ImportError):  # it exists if there was a compiler when peakcast was installed
     compiled = importlib.import_module("peakcast.models._event_order")
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Steps as one sequence of events. A *holder* is whoever holds a block: one entry, or entries of several steps that
-    hand it on. `events`: a holder to allocate, its complement (~holder) to free. One whose block another stream still uses
-    is let go first (holder + the number of holders): no longer allocated, and not free before ~holder. Other columns are by
-    holder."""
+    """Steps as one sequence of events. A *holder* is what holds a block: an entry, or entries of several steps of which
+    each continues the one before. `events`: holder means allocate, its complement ~holder means free. If another stream
+    still uses the block, (holder + number of holders) comes first: the block is no longer allocated, but not free before
+    ~holder. The other columns are indexed by holder."""
 
     events: Ints
     num_bytes: Ints
@@ -36,6 +36,7 @@ class Run:
 
     @classmethod
     def of(cls, steps: Sequence[Timeline]) -> Run:
+        """The events of `steps`, one after the other."""
         events = [np.zeros(0, dtype=np.int64)]
         offset, num_holders = 0, sum(len(step.num_bytes) for step in steps)
         before: tuple[Timeline, Ints] | None = None  # a step and the holders of its entries
@@ -44,7 +45,7 @@ class Run:
             offset += len(holders)
             handed_over = np.zeros(len(holders), dtype=bool)
             if before is not None:
-                continued, taken, left = _take_over(step, *before)
+                continued, taken, left = _match_survivors(step, *before)
                 holders[continued], handed_over[continued] = taken, True
                 events.append(~left)
             events.append(_events(step, holders, handed_over, num_holders))
@@ -58,15 +59,16 @@ class Run:
 
 
 def _streams(step: Timeline) -> Ints:
+    """The stream of each entry."""
     if step.streams is None:
         return np.zeros(len(step.num_bytes), dtype=np.int64)
     return step.streams.astype(np.int64)
 
 
 def _events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_], num_holders: int) -> Ints:
-    """The events of a step in order of time: at each instant first what is free from then on, then what is let go, then
-    what is asked for, all in the order of entries. Nobody asks for what was handed over, and what still waits when the step
-    is over is free before the next one."""
+    """The events of a step in order of time. At each instant: first blocks that become free, then those freed while another
+    stream uses them, then requests, each in the order of entries. Entries that continue others are not requested. Blocks
+    that still wait when the step ends are free before the next one."""
     if compiled:
         reusable = step.dies if step.reusable is None else step.reusable
         columns = (step.num_bytes, step.born, step.dies, reusable, holders, handed_over)
@@ -76,7 +78,7 @@ def _events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_], n
 
 
 def _sorted_events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bool_], num_holders: int) -> Ints:
-    """The same by a sort."""
+    """What `_events` returns, computed by sorting instead of compiled code."""
     end = len(step.phases)
     lives = np.flatnonzero((step.num_bytes > 0) & (step.born < np.minimum(step.dies, end)))
     begins, dying = lives[~handed_over[lives]], lives[step.dies[lives] < end]
@@ -89,9 +91,9 @@ def _sorted_events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bo
     return events[np.argsort(when, kind="stable")]
 
 
-def _take_over(step: Timeline, before: Timeline, holders: Ints) -> tuple[Ints, Ints, Ints]:
-    """Entries of this step that continue what outlives the step before, the holders of those there, and the holders that
-    nobody continues."""
+def _match_survivors(step: Timeline, before: Timeline, holders: Ints) -> tuple[Ints, Ints, Ints]:
+    """Match what lives on from the step before to this step's entries. Returns the indices of the entries of this step that
+    continue a holder, those holders, and the holders that no entry continues (they are freed)."""
     end = len(before.phases)
     outlives = np.flatnonzero((before.dies >= end) & (before.born < end) & (before.num_bytes > 0))
     outlives = outlives[np.argsort(before.born[outlives], kind="stable")]
@@ -99,8 +101,8 @@ def _take_over(step: Timeline, before: Timeline, holders: Ints) -> tuple[Ints, I
     ours, theirs = _digests(step, standing), _digests(before, outlives)
     order = np.argsort(ours)
     ours = ours[order]
-    first, last = (np.searchsorted(ours, theirs, side=side) for side in ("left", "right"))  # of those alike
-    if (last - first == 1).all() and np.bincount(first, minlength=1).max() <= 1:  # each goes on as just one
+    first, last = (np.searchsorted(ours, theirs, side=side) for side in ("left", "right"))  # the range of equal digests
+    if (last - first == 1).all() and np.bincount(first, minlength=1).max() <= 1:  # each continues as exactly one entry
         return standing[order[first]], holders[outlives], np.zeros(0, dtype=np.int64)
     wanted = list(zip(_identities(step, standing), standing.tolist(), strict=True))
     taken, left = _matched(wanted, list(zip(_identities(before, outlives), holders[outlives].tolist(), strict=True)))
@@ -113,13 +115,15 @@ _Identity = tuple[int, int, str, str]
 
 
 def _identities(step: Timeline, which: Ints) -> list[_Identity]:
+    """The identities of the entries `which`."""
     entries = which.tolist()
     texts = [step.names[entry] for entry in entries], [step.modules[entry] for entry in entries]
     return list(zip(step.num_bytes[which].tolist(), step.categories[which].tolist(), *texts, strict=True))
 
 
 def _digests(step: Timeline, which: Ints) -> npt.NDArray[np.uint64]:
-    """Identities as numbers of 64 bits: equal ones are equal, others differ but for a chance of one in 10**12."""
+    """Identities as 64-bit numbers: equal identities have equal numbers, others differ except with a probability of one in
+    10**12."""
     digests = (step.num_bytes[which] * len(Category) + step.categories[which]).astype(np.uint64)
     for texts, odd in ((step.names, 0x9E3779B97F4A7C15), (step.modules, 0xC2B2AE3D27D4EB4F)):
         digests = digests * np.uint64(odd) + Texts.of(texts).numbers[which].astype(np.uint64)
@@ -129,6 +133,7 @@ def _digests(step: Timeline, which: Ints) -> npt.NDArray[np.uint64]:
 def _matched(
     wanted: list[tuple[_Identity, int]], survivors: list[tuple[_Identity, int]]
 ) -> tuple[dict[int, int], list[int]]:
+    """Which survivor each wanted entry continues (entry -> holder), and the holders that nothing continues."""
     taken: dict[int, int] = {}
     for parts in (4, 2):  # the same tensor, else one of the same size and category
         shelf: defaultdict[tuple[object, ...], list[tuple[_Identity, int]]] = defaultdict(list)

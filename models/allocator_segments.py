@@ -1,5 +1,5 @@
-"""Where the caching allocator's memory comes from: blocks, pools of the free ones, and the driver's segments, whole or
-grown page by page."""
+"""Where the caching allocator's memory comes from: blocks, pools of free blocks, and the driver's segments, whole or grown
+page by page."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from peakcast.models.allocator_sizes import segment_bytes
 from peakcast.units import round_up
 
 ADDRESS_SPACE_BYTES = 1 << 50
-"""Of an expandable segment where the GPU's memory is not known."""
+"""Size of an expandable segment's address space if the GPU's memory is not known."""
 
 
 class Block:
-    """A piece of a segment: handed out, free, waiting for streams, or (`mapped` False) address space without memory.
-    `previous` and `next` are its neighbours in the same segment, which begins at `origin`."""
+    """A piece of a segment: allocated, free, waiting for streams or, if `mapped` is False, address space without memory.
+    `previous` and `next` are its neighbours in the segment, which begins at `origin`."""
 
     __slots__ = ("address", "age_base", "free", "mapped", "next", "origin", "pool", "previous", "size", "uses", "waits")
 
@@ -34,19 +34,20 @@ class Block:
         self.uses: set[int] = set()
         """Other streams that used it (`record_stream`)."""
         self.waits = 0
-        """Streams whose work must end before it is free."""
+        """Number of streams whose work must end before it is free."""
 
     @property
     def is_split(self) -> bool:
+        """Whether it is only a part of its segment."""
         return self.previous is not None or self.next is not None
 
     @property
     def grown_size(self) -> int:
-        """The size to which it could grow (`expandable_size`)."""
+        """The size that it can grow to (`expandable_size`)."""
         return self.size + (self.next.size if self.next is not None and not self.next.mapped else 0)
 
     def cut(self, size: int) -> Block:
-        """Keep the first `size` bytes; returns the rest, a new neighbour."""
+        """Keep the first `size` bytes; returns the rest as a new neighbour."""
         rest = Block(self.pool, self.address + size, self.size - size, self, self.next)
         if self.next is not None:
             self.next.previous = rest
@@ -54,7 +55,7 @@ class Block:
         return rest
 
     def merge(self) -> None:
-        """Take in the neighbours in the same state, which leave their pool (`try_merge_blocks`)."""
+        """Absorb the neighbours that are in the same state, and remove them from their pool (`try_merge_blocks`)."""
         before, after = self.previous, self.next
         if before is not None and before.mapped == self.mapped and (before.free or not before.mapped):
             self.pool.remove(before)
@@ -71,7 +72,7 @@ class Block:
 
 
 class Pool:
-    """Blocks of one (stream, small or large): `free` sorted by (size, address), `unmapped` by address."""
+    """The blocks of one stream and size class (small or large): `free` sorted by (size, address), `unmapped` by address."""
 
     __slots__ = ("free", "page", "searches", "small", "unmapped")
 
@@ -83,6 +84,7 @@ class Pool:
         self.searches = 0
 
     def insert(self, block: Block) -> None:
+        """Add a free or unmapped block."""
         if block.mapped:
             block.free = True
             block.age_base = self.searches
@@ -91,6 +93,7 @@ class Pool:
             insort(self.unmapped, (block.address, block))
 
     def remove(self, block: Block) -> None:
+        """Remove a block."""
         if block.mapped:
             del self.free[bisect_left(self.free, (block.size, block.address))]
         else:
@@ -98,9 +101,9 @@ class Pool:
 
 
 class Segments:
-    """Whole segments of a driver that can give `capacity_bytes`, of which `allowed_bytes` may be reserved; None: no limit.
-    `falling`: each has a lower address than those before it. `place` is asked first where the next segment begins: a
-    recorded driver's answer, or None for the next free address."""
+    """Whole segments from a driver that can give `capacity_bytes`, of which `allowed_bytes` may be reserved; None: no
+    limit. `falling`: each has a lower address than those before. `place`: asked first where the next segment begins; it
+    gives a recorded driver's answer, or None for the next free address."""
 
     def __init__(
         self,
@@ -120,16 +123,18 @@ class Segments:
         self._next_address = 0
 
     def ask(self, pool: Pool, size: int) -> Block | None:
-        """A block of at least `size` that is in no pool (`alloc_block`); None where the limits forbid it."""
+        """A block of at least `size` bytes that is in no pool (`alloc_block`); None if the limits forbid it."""
         segment = segment_bytes(size, self.large_segment_bytes)
         if self.allowed_bytes is not None and self.reserved_bytes + segment > self.allowed_bytes:
             return None
-        return self._ask(pool, size, segment)
+        return self._find_block(pool, size, segment)
 
-    def _ask(self, pool: Pool, size: int, segment: int) -> Block | None:
+    def _find_block(self, pool: Pool, size: int, segment: int) -> Block | None:
+        """What `ask` does within the limits. `segment`: bytes of the segment that `size` needs."""
         return self._new_segment(pool, segment) if self._reserve(segment) else None
 
     def _new_segment(self, pool: Pool, num_bytes: int) -> Block:
+        """A new segment of `num_bytes`, as one block."""
         begins = self.place(num_bytes) if self.place is not None else None
         if begins is None:
             begins = self._next_address - num_bytes if self.falling else self._next_address
@@ -138,13 +143,13 @@ class Segments:
         return Block(pool, begins, num_bytes)
 
     def _occupied(self, begins: int, num_bytes: int) -> None:
-        """The next free address lies beyond these."""
+        """Move the next free address beyond this range."""
         at = self._next_address
         self._next_address = min(at, begins) if self.falling else max(at, begins + num_bytes)
 
     def adopt(self, pool: Pool, begins: int, pieces: Iterable[tuple[int, bool | None]]) -> list[Block]:
-        """Take over a segment as it was found: (bytes, handed out) of its pieces, in order of address; None is address
-        space without memory. Gives the blocks that are handed out; the others are free in `pool`."""
+        """Add a segment in the state in which it was found. `pieces`: (bytes, whether allocated) in order of address; None
+        means address space without memory. Returns the allocated blocks; the others are free in `pool`."""
         handed_out, last, address = [], None, begins
         for num_bytes, used in pieces:
             block = Block(pool, address, num_bytes, last)
@@ -163,6 +168,7 @@ class Segments:
         return handed_out
 
     def _reserve(self, num_bytes: int) -> bool:
+        """Count `num_bytes` as reserved; False if the driver cannot give them."""
         if self.capacity_bytes is not None and self.reserved_bytes + num_bytes > self.capacity_bytes:
             return False
         self.reserved_bytes += num_bytes
@@ -170,7 +176,7 @@ class Segments:
         return True
 
     def give_back(self, block: Block) -> None:
-        """Return what can be of a free block, a segment if it is whole (`release_block`)."""
+        """Return a free block to the driver, if it is a whole segment (`release_block`)."""
         if block.is_split:
             return
         block.pool.remove(block)
@@ -180,10 +186,10 @@ class Segments:
 
 
 class ExpandableSegments(Segments):
-    """Segments that are address space, to whose pages memory is mapped as it is needed."""
+    """Segments that are address space; memory is mapped to their pages when it is needed."""
 
-    def _ask(self, pool: Pool, size: int, segment: int) -> Block | None:
-        """The lowest place where `size` fits once pages are mapped (`try_allocate_expandable_block`)."""
+    def _find_block(self, pool: Pool, size: int, segment: int) -> Block | None:
+        """The block at the lowest address where `size` fits once pages are mapped (`try_allocate_expandable_block`)."""
         block = self._place(pool, size)
         if not block.mapped and not self._map(block, min(block.size, size)):
             return None
@@ -197,7 +203,7 @@ class ExpandableSegments(Segments):
         return block
 
     def _place(self, pool: Pool, size: int) -> Block:
-        """`find_expandable_block`: the first run of free and unmapped blocks that holds `size`, else a new segment."""
+        """`find_expandable_block`: the first run of free and unmapped blocks with room for `size`, else a new segment."""
         for _, unmapped in pool.unmapped:
             start = unmapped.previous if unmapped.previous is not None and unmapped.previous.free else unmapped
             room = 0
@@ -207,7 +213,7 @@ class ExpandableSegments(Segments):
                 block = block.next
             if room >= size:
                 return start
-        # 9/8 of the GPU's memory; pages that went back leave holes, so that a nearly full GPU may need a second segment
+        # 9/8 of the GPU's memory; returned pages leave holes, so a nearly full GPU may need a second segment
         space = ADDRESS_SPACE_BYTES if self.capacity_bytes is None else round_up(self.capacity_bytes * 9 // 8, pool.page)
         segment = self._new_segment(pool, space)
         segment.mapped = False
@@ -215,7 +221,8 @@ class ExpandableSegments(Segments):
         return segment
 
     def _map(self, block: Block, size: int) -> bool:
-        """Back the first pages of an unmapped block with memory and merge it with free neighbours (`map_block`)."""
+        """Map memory to the first pages of an unmapped block and merge it with free neighbours (`map_block`); False if the
+        driver cannot give it."""
         pool, mapped = block.pool, round_up(size, block.pool.page)
         if not self._reserve(mapped):
             return False
@@ -230,7 +237,7 @@ class ExpandableSegments(Segments):
         return True
 
     def give_back(self, block: Block) -> None:
-        """Unmap the whole pages inside a free block (`unmap_block`). A page is counted from where its segment begins."""
+        """Unmap the whole pages inside a free block (`unmap_block`). Pages count from the beginning of the segment."""
         pool, origin = block.pool, block.origin
         begin = origin + round_up(block.address - origin, pool.page)
         end = origin + (block.address - origin + block.size) // pool.page * pool.page

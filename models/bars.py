@@ -1,4 +1,4 @@
-"""The error bar of one quantity of one job: how far off to expect its prediction to be, and what says so."""
+"""The error bar of one quantity of one job: how large an error to expect, and on what evidence."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from peakcast.spec import TrainingJob
 
 WIDEST = math.log(2.0)
-"""Bars end at a factor of two either way: beyond it a bar says nothing."""
+"""Bars are at most a factor of two in each direction; a wider bar would say nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +38,11 @@ def bar_of(
     gpu: str,
     findings: Iterable[Finding] = (),
 ) -> LogBar:
-    """The bar of `quantity` for `job` on the GPU type `gpu`, by what was `learned` of the quantity (None: nothing).
+    """The bar of `quantity` for `job` on the GPU type `gpu`, from what was `learned` of the quantity (None: nothing).
 
-    `row` are the job's features as the quantity takes them (`features.of_quantity`), `groups` its `grouping.bar_groups`,
-    `findings` what the ledger and the reading of the question leave open. How far the job lies outside the rows is asked of
-    the quantity's own rows: device memory may have none of a framework that allocated memory has many of.
+    `row`: the job's features for this quantity (`features.of_quantity`); `groups`: its `grouping.bar_groups`; `findings`:
+    what the ledger and the reading of the question leave open. How far outside the job is depends on the rows of this
+    quantity: device memory may have no rows of a framework for which allocated memory has many.
     """
     open_questions = tuple(findings)
     unmodelled = any(finding.severity >= OUT_OF_SCOPE_SEVERITY for finding in open_questions)

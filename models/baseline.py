@@ -1,7 +1,5 @@
-"""The analytical baseline of every quantity: what the ledger, the simulated allocator and known constants give.
-
-Nothing here is fitted to measurements. `residual.py` learns what is left.
-"""
+"""The analytical baseline of every quantity, from the ledger, the simulated allocator and known constants. Nothing here is
+fitted to measurements; `residual.py` learns the rest."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ Ledger = Callable[..., Timeline]
 
 NUM_LARGEST = 8
 NEARLY = 0.95
-"""A rank that allocates at least this share of the worst one's peak may reserve more than that."""
+"""A rank that allocates at least this share of the worst rank's peak may reserve more than that rank."""
 
 _HELD = np.zeros(len(Category), dtype=bool)
 _HELD[
@@ -48,7 +46,7 @@ _HELD[
         Category.OPTIMIZER_STATES,
     ]
 ] = True
-"""By category, whether it is held."""
+"""By category, whether it counts as held."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,49 +57,50 @@ class Baseline:
     peak_allocated_bytes: int
     """Largest sum of the timeline's tensors, each rounded to 512 bytes."""
     replayed_allocated_bytes: int
-    """The same peak as the allocator counts it, with the unsplit rest of its blocks: where the residual starts from."""
+    """The same peak as the allocator counts it, including the unsplit rest of its blocks. The residual starts from it."""
     peak_reserved_bytes: int
-    """As the simulated allocator of this GPU ends up with: it gives cached segments back where they would not fit. Of a
-    roomy GPU where the job does not fit at all."""
+    """What the simulated allocator of this GPU ends with; it gives cached segments back if they would not fit. If the job
+    does not fit at all, the value on a GPU with enough memory."""
     num_retries: int
-    """How often it has to give segments back; each costs time, and 0 is the only comfortable number."""
+    """How often it has to give segments back. Each time is slow, and only 0 is comfortable."""
     context_bytes: int
-    """Estimate of what the context and its kernels take outside PyTorch."""
+    """Estimate of what the CUDA context and its kernels take outside PyTorch."""
     communicator_bytes: int
     """Estimate of what NCCL takes outside PyTorch; 0 for one rank."""
     peak_device_bytes: int
     """reserved + context + communicators."""
     peak_host_bytes: int
     held_bytes: int
-    """Parameters, gradients and optimizer states at the instant where they are most: no run needs less."""
+    """The largest sum of parameters, gradients and optimizer states at any instant: no run needs less."""
     peak_phase: str
     phase_peaks_bytes: dict[str, int] = field(default_factory=dict)
     """Allocated peak by phase name of a steady step."""
     steady_state_bytes: int = 0
-    """Allocated between steps, once gradients are released."""
+    """Allocated between steps, after gradients are released."""
     first_step_peak_bytes: int = 0
     largest: tuple[tuple[str, str, int, int], ...] = ()
-    """(name, category, bytes, number of tensors) of the biggest groups at the peak."""
+    """(name, category, bytes, number of tensors) of the largest groups at the peak."""
     composition: dict[str, int] = field(default_factory=dict)
     """Bytes by category name at the peak, largest first."""
     reserved_range_bytes: tuple[int, int] | None = None
-    """The least and the most that the allocator reserves when the requests come in nearly the same order; None where only
-    one order was replayed."""
+    """The least and the most that the allocator reserves if requests come in nearly the same order; None if only one order
+    was replayed."""
     outside: Outside | None = None
-    """What was read on the machine at hand in place of the estimates of context and communicators."""
+    """What was read on this machine, in place of the estimates for context and communicators."""
 
     def start(self, quantity: str) -> int:
-        """Bytes from which the residual of a quantity counts: its baseline, for allocated with the allocator's slack."""
+        """Bytes from which the residual of a quantity counts: its baseline; for allocated memory, that with the allocator's
+        slack."""
         value: int = self.replayed_allocated_bytes if quantity == "peak_allocated_bytes" else getattr(self, quantity)
         return value
 
 
 def baseline(job: TrainingJob, device: Device, rank: int | None = None, *, ledger: Ledger | None = None) -> Baseline:
-    """The analytical peaks of `rank`, or, with None, of the worst rank: the one whose steady step allocates most among
-    the first ranks of all pipeline stages (ranks of one stage hold the same shapes). Reserved memory is then the largest
-    of the ranks that allocate nearly as much, which another one may have.
+    """The analytical peaks of `rank`. None: the worst rank, which is the one whose steady step allocates most among one
+    rank of each pipeline stage, as ranks of a stage hold the same shapes; reserved memory is then the largest among the
+    ranks that allocate nearly as much, because another one may reserve more.
 
-    `ledger` is `peakcast.models.analytical.ledger.ledger` unless another source of timelines is given.
+    `ledger`: a source of timelines; default `peakcast.models.analytical.ledger.ledger`.
     """
     if job.finetuning.method != "full" and job.framework != "megatron":
         require_adapters(job)
@@ -112,9 +111,9 @@ def baseline(job: TrainingJob, device: Device, rank: int | None = None, *, ledge
 def _of_the_ledger(
     job: TrainingJob, device: Device, rank: int | None, source: BaselineName, trace: Trace | None
 ) -> Baseline:
-    """Remembered by its source and by who traces, because an answer and what it says of other GPU types rest on the same
-    one."""
-    if source == "trace":  # which knows no building of the network
+    """The baseline from the ledger, cached also by the source of timelines and the tracer: an answer, and what it says of
+    other GPU types, use the same ones."""
+    if source == "trace":  # a trace does not have the building of the network
         return _baseline(job, device, rank, _analytical_ledger())
     from peakcast.models.analytical.building import building
 
@@ -128,7 +127,7 @@ def _baseline(
     ledger: Ledger,
     before: Callable[[int], Sequence[Timeline]] = lambda chosen: (),
 ) -> Baseline:
-    """`before`: what the run does on a rank before its first step."""
+    """The baseline. `before`: the timelines of what a rank does before its first step."""
     from peakcast.models.analytical.fullest_ranks import fullest_ranks
 
     candidates = fullest_ranks(job) if rank is None else (rank,)
@@ -192,14 +191,14 @@ def _replay_of(
     before: Callable[[int], Sequence[Timeline]],
     outside_bytes: int,
 ) -> Replay:
-    """The replay of the run of `rank`."""
+    """The replay of a run of `rank`."""
     steps = [ledger(job, device=device, rank=rank, step=step) for step in ("first", "steady")]
     return _replay([*before(rank), *steps], job, device, outside_bytes)
 
 
 def _drawn_steps(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:
-    """The steps of a job whose lengths change, each by its largest micro-batch: blocks that shorter ones leave in the cache
-    do not fit longer ones."""
+    """The steps of a job whose lengths change, each represented by its largest micro-batch: cached blocks of shorter ones
+    are too small for longer ones."""
     run = itertools.islice(steps_of_lengths(job, rank), NUM_STEPS)
     largest = [max(step, key=lambda part: (part.num_tokens, part.sequence_length)) for step in run]
     kinds = ["first", *["steady"] * (NUM_STEPS - 1)]
@@ -207,8 +206,9 @@ def _drawn_steps(job: TrainingJob, device: Device, rank: int, ledger: Ledger) ->
 
 
 def _replay(steps: Sequence[Timeline], job: TrainingJob, device: Device, outside_bytes: int) -> Replay:
-    """The run on an allocator with the room that `device` leaves, or on a roomy one where it runs out of memory. The first
-    step and one more are the whole run: further ones reserved nothing new for any of the 123 published configurations."""
+    """The run on an allocator with the memory that `device` leaves or, if it runs out of memory, on one without a limit.
+    The first step and one more represent the whole run: further steps reserved nothing new in any of the 123 published
+    configurations."""
     room_bytes = usable_bytes(job, device) - outside_bytes
     fraction = job.allocator.per_process_memory_fraction
     allowed_bytes = None if fraction is None else int(fraction * device.cuda_memory_bytes)
@@ -230,19 +230,19 @@ def _analytical_ledger() -> Ledger:
 
 
 def usable_bytes(job: TrainingJob, device: Device) -> int:
-    """Memory of `device` that is there for `job`: what others do not hold."""
+    """Bytes of `device` that are available to `job`: those that other processes do not hold."""
     return device.cuda_memory_bytes - int(job.other_memory_fraction * device.cuda_memory_bytes)
 
 
 def _between_steps(steady: Timeline) -> int:
-    """What a steady step leaves, less its inputs."""
+    """What exists after a steady step, without its inputs."""
     end = len(steady.phases)
     left = (steady.born < end) & (steady.dies >= end) & (steady.categories != Category.INPUTS)
     return int(steady.num_bytes[left].sum())
 
 
 def _most_held(timeline: Timeline) -> int:
-    """The largest sum over instants of parameters, gradients and optimizer states."""
+    """The largest sum of parameters, gradients and optimizer states at any instant."""
     held = _HELD[timeline.categories]
     change = np.zeros(len(timeline.phases) + 1, dtype=np.int64)
     end = len(timeline.phases)

@@ -1,15 +1,17 @@
 """A simulation of PyTorch's CUDA caching allocator, call by call; `allocator.py` replays timelines through it.
 
-The allocator is deterministic, so `reserved` is not fitted but replayed: best fit within the pool of a stream, splitting,
+The allocator is deterministic, so reserved memory is replayed, not fitted: best fit within a stream's pool, splitting,
 merging, segments that are kept, and what it gives back before it runs out of memory. Rules and names are those of
 c10/cuda/CUDACachingAllocator.cpp (`DeviceCachingAllocator`) and c10/core/AllocatorConfig.h of torch 2.13.
 
-Held against torch's own compiled allocator (`tests/models/test_torchs_allocator.py`) and against what GPUs recorded
+Compared with torch's own compiled allocator (`tests/models/test_torchs_allocator.py`) and with what GPUs recorded
 (`test_allocator_on_gpus.py`). Not modelled: private pools (CUDA graphs, `MemPool`), and switching expandable segments on or
 off during a run.
-Of equal blocks torch 2.13 takes the one of the oldest segment (pytorch#183591), releases before it the one of the lowest
-address. The driver's addresses fall from one segment to the next: full training of Mistral-7B on an A100 with torch 2.4
-reserves 3.9 GiB more than it would if they rose, and then holds as much outside PyTorch as other runs of that series.
+
+Among equal blocks torch 2.13 takes the one in the oldest segment (pytorch#183591); earlier releases take the one with the
+lowest address. The driver's addresses fall from one segment to the next: full training of Mistral-7B on an A100 with torch
+2.4 reserves 3.9 GiB more than it would if they rose, and with that it holds as much outside PyTorch as other runs of that
+series.
 """
 
 from __future__ import annotations
@@ -32,22 +34,23 @@ __all__ = ["Block", "CachingAllocator", "SimulatedOutOfMemoryError"]
 
 
 class SimulatedOutOfMemoryError(Exception):
-    """The simulated driver had no memory left, even after every wholly free segment went back. All in bytes."""
+    """The simulated driver had no memory left, even after every completely free segment was returned."""
 
     @classmethod
     def asking(cls, size: int, stream: int, reserved: int, limit: int) -> SimulatedOutOfMemoryError:
+        """The error for a request of `size` bytes, with `reserved` of `limit` bytes reserved."""
         return cls(f"{size:,} bytes asked for on stream {stream}, {reserved:,} of {limit:,} reserved")
 
 
 class CachingAllocator:
-    """The allocator of one GPU. `capacity_bytes` is what the driver can give it, None for a roomy GPU; `allowed_bytes` what
-    `per_process_memory_fraction` lets it reserve, None for no such limit. `newest_first`: of equal blocks it takes the one
-    of the newest segment, as before torch 2.13. `place` tells where a fresh segment of so many bytes begins, as a driver
-    did that was recorded; None, and where it gives None: one after the other.
+    """The allocator of one GPU. `capacity_bytes`: what the driver can give it, None for no limit; `allowed_bytes`: what
+    `per_process_memory_fraction` lets it reserve, None for no such limit. `newest_first`: among equal blocks it takes the
+    one in the newest segment, as before torch 2.13. `place`: bytes of a new segment -> its address, as a
+    recorded driver chose it; without `place`, or if it returns None, segments follow each other.
 
-    Attributes, all in bytes: `allocated_bytes` (sum of block sizes handed out, unsplit slack included, as
-    `torch.cuda.memory_allocated`), `reserved_bytes`, and the peaks of both. `num_retries` counts how often cached segments
-    had to go back to the driver to make room.
+    Attributes, in bytes: `allocated_bytes` (sum of allocated blocks, including unsplit slack, as
+    `torch.cuda.memory_allocated`), `reserved_bytes`, and the peaks of both. `num_retries`: how often cached segments had to
+    be returned to the driver to make room.
     """
 
     def __init__(
@@ -90,7 +93,7 @@ class CachingAllocator:
         size = round_request(num_bytes, self.settings.divisions)
         small = size <= SMALL_BYTES
         pool = self._pools.get((stream, small)) or self._pool(stream, small=small)
-        block = self._cached(pool, size) or self._fresh(pool, size, stream)
+        block = self._cached(pool, size) or self._from_driver(pool, size, stream)
         block.free = False
         if self._splits(pool, block.size - size, size):
             pool.insert(block.cut(size))
@@ -99,17 +102,18 @@ class CachingAllocator:
         return block
 
     def _pool(self, stream: int, *, small: bool) -> Pool:
+        """The pool of a stream and size class."""
         page = SMALL_SEGMENT_BYTES if small else self._segments.large_segment_bytes
         return self._pools.setdefault((stream, small), Pool(small, page))
 
     def _splits(self, pool: Pool, remaining: int, size: int) -> bool:
-        """`should_split`."""
+        """`should_split`: whether the rest of a block is split off."""
         if pool.small or self._expandable:
             return remaining >= MIN_BLOCK_BYTES
         return size < self._max_split and remaining > SMALL_BYTES
 
     def _cached(self, pool: Pool, size: int) -> Block | None:
-        """The best fit among the cached blocks, taken out of the pool (`get_free_block`)."""
+        """The best fit among the cached blocks, removed from the pool (`get_free_block`); None if there is none."""
         free = pool.free
         if self._collects:
             for other in self._pools.values():  # PyTorch keeps one count for all streams
@@ -117,7 +121,7 @@ class CachingAllocator:
         at = bisect_left(free, (size,))
         if at == len(free):
             return None
-        if self._expandable:  # a block that can still grow counts as large as it can grow, so it is taken last
+        if self._expandable:  # a block that can still grow counts with the size it can grow to, so it is used last
             while at + 1 < len(free) and free[at + 1][2].grown_size < free[at][2].grown_size:
                 at += 1
         found = free[at][0]
@@ -125,8 +129,8 @@ class CachingAllocator:
             return None
         return free.pop(at)[2]
 
-    def _fresh(self, pool: Pool, size: int, stream: int) -> Block:
-        """Memory from the driver, giving cached memory back for it where there is none left."""
+    def _from_driver(self, pool: Pool, size: int, stream: int) -> Block:
+        """Memory from the driver; cached memory is returned first if there is not enough."""
         if self._collects:
             self._collect_garbage()
         block = self._segments.ask(pool, size)
@@ -144,8 +148,8 @@ class CachingAllocator:
     # -- freeing ------------------------------------------------------------------------------------------------------
 
     def release(self, block: Block) -> None:
-        """Free a block (`free`): it merges with free neighbours and stays reserved. One that other streams used waits until
-        their work is done."""
+        """Free a block (`free`): it merges with free neighbours and stays reserved. A block that other streams used waits
+        until their work is done."""
         self.allocated_bytes -= block.size
         if block.uses:
             block.waits = len(block.uses)
@@ -157,12 +161,12 @@ class CachingAllocator:
         block.pool.insert(block)
 
     def record_stream(self, block: Block, stream: int) -> None:
-        """Another stream than its own uses the block (`recordStream`): once released it waits for that stream's work. A use
-        on the stream that allocated it changes nothing and must not be recorded."""
+        """Another stream uses the block (`recordStream`): once released, it waits for that stream's work. A use on the
+        stream that allocated it changes nothing and must not be recorded."""
         block.uses.add(stream)
 
     def finish(self, stream: int) -> None:
-        """The work that `stream` had so far is done: what waited for it is free (`process_events`)."""
+        """The work that `stream` has so far is done: blocks that waited for it are free (`process_events`)."""
         for block in self._waiting.pop(stream, []):
             block.waits -= 1
             if not block.waits:
@@ -172,8 +176,8 @@ class CachingAllocator:
     # -- starting in the middle of a run ------------------------------------------------------------------------------
 
     def adopt(self, begins: int, pieces: Iterable[tuple[int, bool | None]], stream: int, *, small: bool) -> list[Block]:
-        """Take over a segment of `stream` that begins at address `begins`: (bytes, handed out) of its pieces, in order;
-        None for address space without memory. Gives the blocks that are handed out."""
+        """Add a segment of `stream` that begins at address `begins`. `pieces`: (bytes, whether allocated) in order; None
+        means address space without memory. Returns the allocated blocks."""
         handed_out = self._segments.adopt(self._pool(stream, small=small), begins, pieces)
         self.allocated_bytes += sum(block.size for block in handed_out)
         self.peak_allocated_bytes = max(self.peak_allocated_bytes, self.allocated_bytes)
@@ -186,7 +190,7 @@ class CachingAllocator:
     # -- giving back --------------------------------------------------------------------------------------------------
 
     def empty_cache(self) -> None:
-        """Return every wholly free segment or page (`release_cached_blocks`), once all streams are done."""
+        """Return every completely free segment or page (`release_cached_blocks`), after all streams are done."""
         for stream in list(self._waiting):
             self.finish(stream)
         for _, pool in sorted(self._pools.items()):
@@ -194,7 +198,8 @@ class CachingAllocator:
                 self._segments.give_back(block)
 
     def _release_oversize(self, pool: Pool, size: int) -> bool:
-        """With `max_split_size_mb`: return just enough blocks that are never split (`release_available_cached_blocks`)."""
+        """With `max_split_size_mb`: return just enough of the blocks that are never split
+        (`release_available_cached_blocks`). Whether that is enough."""
         if self.settings.max_split_size_mb is None or self._expandable:
             return False
         wanted = max(size, self._max_split)
@@ -209,8 +214,8 @@ class CachingAllocator:
         return released >= wanted
 
     def _collect_garbage(self) -> None:
-        """Above the threshold, return unsplit cached blocks of at least average age (`garbage_collect_cached_blocks`). The
-        age of a block counts the searches of the large pools since it was freed."""
+        """Above the threshold, return unsplit cached blocks of at least average age (`garbage_collect_cached_blocks`). A
+        block's age is the number of searches in large pools since it was freed."""
         threshold = int((self.settings.garbage_collection_threshold or 0) * (self._segments.allowed_bytes or 0))
         target = self.reserved_bytes - threshold
         if target <= 0 or self._expandable:
@@ -233,10 +238,10 @@ class CachingAllocator:
             blocks = kept
 
     def free_blocks(self) -> list[Block]:
-        """Every cached block, pool by pool; their sizes, those waiting for streams and the allocated bytes add up to the
+        """Every cached block, pool by pool. Their sizes, those of waiting blocks and the allocated bytes add up to the
         reserved bytes."""
         return [block for pool in self._pools.values() for _, _, block in pool.free]
 
     def waiting_blocks(self) -> list[Block]:
-        """Blocks that are released and wait for other streams."""
+        """Blocks that are released and still wait for other streams."""
         return list({id(block): block for blocks in self._waiting.values() for block in blocks}.values())

@@ -1,7 +1,7 @@
-"""`Calibration`: what measurements on one GPU type taught, as plain JSON. Loading one runs no code.
+"""`Calibration`: what was learned from measurements on one GPU type, as plain JSON. Loading one runs no code.
 
-Schema history: 1 (first); 2 (bars are of jobs inside the domain, severities, groups by size, the `published` feature,
-the errors on unseen architectures); 3 (a spread and a domain for each quantity; bars are multiples of the spread).
+Schema history: 1 (first); 2 (bars are of jobs inside the domain, severities, groups by size, the `published` feature, the
+errors on unseen architectures); 3 (a spread and a domain for each quantity; bars are multiples of the spread).
 """
 
 from __future__ import annotations
@@ -29,31 +29,31 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 3
 MAX_FILE_BYTES = 16 * 2**20
-"""A calibration is some hundred kB; anything larger is refused before it is parsed."""
+"""A calibration has some hundred kB; a larger file is refused before it is parsed."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class QuantityCalibration:
-    """Residual, spread and bars of one of the four quantities, and what the rows behind them span."""
+    """Residual, spread and bars of one of the four quantities, and the domain of the rows that they were learned from."""
 
     residual: Residual
     spread: Spread
     intervals: Intervals
     domain: Domain
     rows_by_gpu: dict[str, int]
-    """How many rows of which GPU type both were learned from."""
+    """Number of rows of each GPU type."""
     unseen_errors: dict[str, float] = field(default_factory=dict)
-    """Architecture → mean |log(measured / point)| of its rows when they were predicted without it."""
+    """Architecture → mean |log(measured / point)| of its rows, predicted without it."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Calibration:
-    """Everything learned for one GPU type. Equal ones have equal `to_mapping`."""
+    """Everything learned for one GPU type. Two calibrations are equal if their `to_mapping`s are."""
 
     gpu: str
-    """Catalog name of the GPU type, "none" where nothing was measured."""
+    """Catalog name of the GPU type; "none" if nothing was measured."""
     created: str
-    """ISO date, given by whoever fitted: the same rows and date give the same bytes."""
+    """ISO date, given by the caller of the fit, so that the same rows and date give the same bytes."""
     rows_digest: str
     """SHA-256 of the rows' keys and values."""
     quantities: dict[str, QuantityCalibration] = field(default_factory=dict)
@@ -112,10 +112,11 @@ class Calibration:
 
 
 UNCALIBRATED = Calibration(gpu="none", created="", rows_digest="")
-"""No measurements at all: the baseline alone, with wide bars."""
+"""No measurements: the baseline alone, with wide bars."""
 
 
 def _quantity(value: object, name: str) -> QuantityCalibration:
+    """The calibration of quantity `name` as stored. Raises: CalibrationError."""
     keys = {"residual", "spread", "intervals", "domain", "rows_by_gpu", "unseen_errors"}
     parts = read(value, keys, f"quantities.{name}")
     for key in ("rows_by_gpu", "unseen_errors"):
@@ -142,6 +143,7 @@ def load_calibration(path: Path) -> Calibration:
 
 
 def _parse(content: bytes) -> object:
+    """The value in the text of a JSON file, without NaN and infinity. Raises: CalibrationError."""
     def refuse(constant: str) -> NoReturn:
         raise ValueError(f"{constant} is not a number")
 
@@ -154,7 +156,7 @@ def _parse(content: bytes) -> object:
 
 
 class _Shipped(Mapping[str, Calibration]):
-    """The calibrations in models/calibration/<GPU>.json by GPU type; each is read when it is first asked for."""
+    """The calibrations in models/calibration/<GPU>.json by GPU type; each file is read on first use."""
 
     def __init__(self) -> None:
         self._folder = resources.files("peakcast.models").joinpath("calibration")
@@ -179,17 +181,17 @@ class _Shipped(Mapping[str, Calibration]):
 
 @functools.cache
 def calibrations() -> Mapping[str, Calibration]:
-    """The shipped calibrations by GPU type, read one by one when asked for; `calibrations.cache_clear()` forgets them.
-    Raises (on access): CalibrationError for a damaged one."""
+    """The shipped calibrations by GPU type, each read on first use; `calibrations.cache_clear()` forgets them. Raises (on
+    access): CalibrationError for a damaged one."""
     return _Shipped()
 
 
 def calibration_for(device: Device, available: Mapping[str, Calibration] | None = None) -> Calibration:
-    """The calibration to use on `device`: its own, else its nearest relative's, else none (`UNCALIBRATED`). `available`
-    stands for the shipped ones.
+    """The calibration to use on `device`: its own, else its nearest relative's, else `UNCALIBRATED`. `available`: replaces
+    the shipped ones.
 
-    The nearest relative is the calibrated GPU type of the nearest compute capability whose number of multiprocessors
-    differs least.
+    The nearest relative is the calibrated GPU type with the nearest compute capability and, among those, the most similar
+    number of multiprocessors.
     """
     choices = calibrations() if available is None else available
     if device.name in tuple(choices):
@@ -201,18 +203,20 @@ def calibration_for(device: Device, available: Mapping[str, Calibration] | None 
 
 
 def _known_devices(names: Iterable[str]) -> list[Device]:
+    """The GPU types of the catalog with these names."""
     from peakcast import catalog
 
     found = []
     for name in names:
         try:
             found.append(catalog.gpu(name))
-        except CatalogError:  # a calibration of a GPU that this catalog does not have
+        except CatalogError:  # a calibration for a GPU that this catalog does not have
             continue
     return found
 
 
 def distance(a: Device, b: Device) -> tuple[float, float, str]:
-    """How unlike two GPU types are, for ordering: by compute capability, then by number of multiprocessors (log ratio)."""
+    """How different two GPU types are, for sorting: by compute capability, then by number of multiprocessors (log
+    ratio)."""
     major, minor = (abs(x - y) for x, y in zip(a.compute_capability, b.compute_capability, strict=True))
     return (major * 10.0 + minor, abs(math.log(a.num_sms / b.num_sms)), b.name)

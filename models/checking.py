@@ -1,7 +1,8 @@
-"""Does a calibration still hold? It is put to measurements that it was not made of: those of a user, of today's software.
+"""Whether a calibration still holds, checked against measurements that it was not made from: a user's own, with today's
+software.
 
-A bar promises that 90 % of measurements lie inside, a bound that 95 % lie below. How many rows do is a binomial number, so
-few rows can refute a promise that is far off and none can confirm it alone: the interval says which of the two it is.
+A bar promises that 90 % of measurements are inside, a bound that 95 % are below. The number of rows that are is binomial,
+so few rows can refute a promise that is far off, but cannot confirm one: the confidence interval shows which.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ from peakcast.models.samples import Sample, repeat_weights
 from peakcast.prediction import Interval
 
 CONFIDENCE = 0.95
-"""Of the interval around an observed share: a promise outside it is taken for broken."""
+"""Confidence of the interval around an observed share: a promise outside it counts as broken."""
 ENOUGH_CONFIGURATIONS = 10
-"""With fewer a promise that is not refuted is not confirmed either: 10 of 10 inside still allow for 69 %."""
+"""With fewer configurations, a promise that is not refuted is not confirmed either: 10 of 10 inside are still possible with
+69 %."""
 
 Verdict = Literal["holds", "too few", "broken"]
 
@@ -37,7 +39,7 @@ class Check:
     gpu: str
     quantity: str
     calibration: str
-    """GPU type whose calibration answered."""
+    """The GPU type whose calibration answered."""
     num_rows: int
     num_configurations: int
     num_architectures: int
@@ -51,11 +53,12 @@ class Check:
     above_interval: tuple[float, float]
     median_half_width: float
     outside: dict[str, int]
-    """Why rows lie outside what the calibration has seen (versions, layouts, sizes), and how many do."""
+    """Why rows are outside what the calibration has seen (versions, layouts, sizes), with the number of rows for each
+    reason."""
 
     @property
     def verdict(self) -> Verdict:
-        """`broken` when the rows contradict the bar or the bound, `too few` when there are too few to confirm it."""
+        """`broken` if the rows contradict the bar or the bound, `too few` if there are too few to confirm them."""
         if self.coverage_interval[1] < COVERAGE or self.above_interval[0] > 1 - UPPER_COVERAGE:
             return "broken"
         return "holds" if self.num_configurations >= ENOUGH_CONFIGURATIONS else "too few"
@@ -91,7 +94,7 @@ class Check:
 def check(
     samples: Sequence[Sample], calibration_of: Callable[[Sample], Calibration], quantities: Sequence[str]
 ) -> tuple[Check, ...]:
-    """The checks of every GPU type and quantity that `samples` have, by what `calibration_of` each answers."""
+    """The checks for every GPU type and quantity that `samples` have, with the answers of `calibration_of` each."""
     answered = [(sample, calibration_of(sample)) for sample in samples]
     answers = [answer(sample, calibration) for sample, calibration in answered]
     checks = []
@@ -108,6 +111,7 @@ def check(
 
 
 def _check(gpu: str, quantity: str, rows: Sequence[tuple[Sample, Calibration, Answers]]) -> Check:
+    """The check of one GPU type and quantity."""
     samples = [sample for sample, _, _ in rows]
     weights = np.array(repeat_weights(samples))
     bars: list[Interval] = [found[quantity] for _, _, found in rows]
@@ -144,7 +148,7 @@ def _check(gpu: str, quantity: str, rows: Sequence[tuple[Sample, Calibration, An
 
 
 def binomial_interval(successes: int, num: int, confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """The exact two-sided interval of a share (Clopper & Pearson 1934), by bisection."""
+    """The exact two-sided confidence interval of a share (Clopper & Pearson 1934), by bisection."""
     tail = (1 - confidence) / 2
 
     def at_most(share: float) -> float:

@@ -1,4 +1,4 @@
-"""What a job asks of a GPU type that its chip cannot do."""
+"""What a job needs that the GPU type's chip cannot do."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from peakcast.catalog import Device
 
 FLASH_ATTENTION_2 = (8, 0)
-"""flash-attn 2.8 README: Ampere, Ada or Hopper GPUs."""
+"""Least compute capability. flash-attn 2.8 README: Ampere, Ada or Hopper GPUs."""
 FLOAT8 = {"mxfp8": (10, 0), "blockwise": (9, 0)}
-"""Transformer Engine 2.8 pytorch/fp8.py: check_mxfp8_support, check_fp8_block_scaling_support."""
+"""Least compute capability by recipe. Transformer Engine 2.8 pytorch/fp8.py: check_mxfp8_support,
+check_fp8_block_scaling_support."""
 ANY_FLOAT8 = (8, 9)
-"""check_fp8_support there; torch 2.13 aten/src/ATen/native/cuda/Blas.cpp _scaled_mm_allowed_device."""
+"""Least compute capability for other float8: check_fp8_support there; torch 2.13 aten/src/ATen/native/cuda/Blas.cpp
+_scaled_mm_allowed_device."""
 
 
 def device_findings(job: TrainingJob, device: Device) -> tuple[Finding, ...]:

@@ -1,4 +1,4 @@
-"""The calibrated domain: what the rows of a calibration have in common with a job, and how much bars widen outside."""
+"""The calibrated domain: what the rows of a calibration have in common with a job, and how far outside a job is."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ RANGED = (
 )
 """Features with a calibrated range, all in powers of two."""
 MARGIN = 1.0
-"""A job may lie this far outside a range, in powers of two, before it counts as outside."""
+"""How far a job may be outside a range, in powers of two, before it counts as outside."""
 _KINDS = frozenset(("framework", "layout", "task", "feed_forward", "finetuning"))
-"""Traits that make another kind of job; the others are settings."""
+"""Traits that make a job a different kind of job; the others are settings."""
 _PARAMETERS = {
     "layout": "parallelism",
     "feed_forward": "architecture",
@@ -50,10 +50,10 @@ _PARAMETERS = {
     "lengths": "batch.shortest_sequence",
     "loss": "loss.kind",
 }
-"""Trait → the parameter of a job that decides it, where it has another name."""
+"""Trait → the job's parameter that decides it, if its name is different."""
 OUT_OF_SCOPE_SEVERITY = KINDS["not_modelled"].severity
 MOST_SEVERE = 8
-"""Severities add up to at most this."""
+"""The sum of severities counts as at most this."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +90,8 @@ class Domain:
         )
 
     def outside(self, job: TrainingJob, row: Mapping[str, float]) -> list[Finding]:
-        """Every reason why `job` with the features `row` lies outside, none when it lies inside. An architecture that was
-        never measured is no reason: the bars are made of such."""
+        """Every reason why `job` with the features `row` is outside; empty if it is inside. An architecture that was never
+        measured is not a reason, because the bars come from predictions of unseen architectures."""
         if not self.traits:
             return []
         reasons = [
@@ -122,7 +122,7 @@ class Domain:
         return [*reasons, *unmodelled_versions(job)]
 
     def distance(self, job: TrainingJob, row: Mapping[str, float], gpu: str) -> int:
-        """How far outside `job` with the features `row` lies on the GPU type `gpu`: 0 (inside) to MOST_SEVERE."""
+        """How far outside `job` with the features `row` is on the GPU type `gpu`: from 0 (inside) to MOST_SEVERE."""
         return min(severity(self.outside(job, row)) + (gpu not in self.gpus), MOST_SEVERE)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -157,15 +157,15 @@ class Domain:
 
 
 def severity(findings: Iterable[Finding]) -> int:
-    """How far outside a job lies by `findings` together: 0 to MOST_SEVERE. What the ledger does not cover counts once,
-    however many parts of the job that are."""
+    """How far outside a job is by all `findings` together: from 0 to MOST_SEVERE. What the ledger does not cover counts
+    once, however many parts of the job that are."""
     severities = [finding.severity for finding in findings]
     uncovered = [size for size in severities if size >= OUT_OF_SCOPE_SEVERITY]
     return min(sum(size for size in severities if size < OUT_OF_SCOPE_SEVERITY) + max(uncovered, default=0), MOST_SEVERE)
 
 
 def traits(job: TrainingJob) -> dict[str, str]:
-    """The kinds of thing a job is, each of which a calibration has or has not seen."""
+    """The traits of a job, each of which the rows of a calibration may or may not have."""
     offloads = [name for name in ("parameters", "optimizer", "activations") if getattr(job.offload, name)]
     return {
         "framework": job.framework,
@@ -183,17 +183,18 @@ def traits(job: TrainingJob) -> dict[str, str]:
         "compile": str(job.compile).lower(),
         "offload": "+".join(offloads) or "none",
         "expandable_segments": str(job.allocator.expandable_segments).lower(),
-        # only where they differ: calibrations made before jobs could say so have seen no others
+        # only if they differ from the default: older calibrations do not have these traits
         **({"lengths": "changing"} if lengths_change(job) else {}),
         **({"loss": job.loss.kind} if job.loss.kind != "cross_entropy" else {}),
     }
 
 
 def _minor(version: str) -> str:
+    """major.minor of a version."""
     numbers = release(version)[:2]
     return ".".join(map(str, numbers)) if numbers else version
 
 
 def _plain(value: float) -> str:
-    """A size as a person writes it: whole from 100 on, else three digits."""
+    """A size as a person writes it: whole from 100 on, otherwise three significant digits."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

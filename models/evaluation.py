@@ -2,7 +2,8 @@
 
 Error = point / measured − 1. Every row is predicted by a calibration fitted without its group: its architecture (the
 headline), its model type, its layout, its GPU type, or its source (who measured). Repeats of a configuration share one
-weight, so that a case that was run five times counts once; what they differ by is the floor that no predictor can pass.
+weight, so a case that was run five times counts once; the differences among repeats are a floor below which no predictor
+can get.
 """
 
 from __future__ import annotations
@@ -33,15 +34,15 @@ SPLITS: dict[str, Callable[[Sample], str]] = {
     "source": lambda sample: sample.row.project,
 }
 """What is held out, one group at a time. `architecture` groups by shape (`grouping.architecture_shape`): nearly all rows of
-one published source are the same 12-layer, 512-wide GPT, which must be on one side, and is one unit of evidence.
-`source` is the hardest: whoever asks has another machine and other versions than anybody who measured."""
+one published source are the same 12-layer, 512-wide GPT, which must be on one side and is one unit of evidence. `source` is
+the hardest split: a new user has a different machine and different versions from everyone who measured."""
 NAMED_ABOVE = 0.02
-"""Cells with a larger error are named."""
+"""Cells with a larger error are listed by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """One quantity under one split: overall, by layout, by architecture, by GPU type, by source, and its cells."""
+    """One quantity under one split: overall, by layout, by architecture, by GPU type, by source, and its cells (rows)."""
 
     quantity: str
     held_out: str
@@ -88,19 +89,19 @@ class Evaluation:
     num_rows: int
     num_configurations: int
     left_out: dict[str, int]
-    """Rows that do not count, by reason."""
+    """Numbers of rows that do not count, by reason."""
     versions: dict[str, tuple[str, ...]]
     rows_digest: str
     tables: tuple[Table, ...]
     floors: dict[str, Floor]
-    """Quantity → what repeats of one configuration differ by."""
+    """Quantity → how much repeats of one configuration differ."""
     decisions: tuple[Decisions, ...] = ()
-    """How right the answers to "does it fit" are, on architectures that were not fitted on."""
+    """How often the answers to "does it fit" are right, for architectures that were held out."""
     new_hardware: tuple[LearningPoint, ...] = ()
-    """How the error on a GPU type falls with rows of its own; empty unless asked for."""
+    """How the error on a GPU type falls as it gets rows of its own; empty unless requested."""
 
     def table(self, quantity: str, held_out: str = "architecture") -> Table | None:
-        """The table of a quantity under a split, None where no row has the quantity or nothing could be held out."""
+        """The table of a quantity under a split; None if no row has the quantity or nothing could be held out."""
         return next((t for t in self.tables if (t.quantity, t.held_out) == (quantity, held_out)), None)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -141,9 +142,9 @@ def evaluate(
     scope_of: ScopeOf | None = None,
     new_hardware: bool = False,
 ) -> Evaluation:
-    """Judge the predictor on `rows`: for each split and quantity, every row is predicted without its group, by the very
-    procedure that users get (choice of candidate, bars, widening outside the domain included). `new_hardware` asks for
-    the learning curves too, which take another fit for each of their points."""
+    """Judge the predictor on `rows`: for each split and quantity, every row is predicted without its group, by the same
+    procedure that users get (choice of candidate, bars, widening outside the domain). `new_hardware`: also the learning
+    curves, which need another fit for each point."""
     prepared = prepare(rows, device_of=device_of, baseline_of=baseline_of, scope_of=scope_of)
     asked: dict[str, Any] = {"splits": splits, "quantities": quantities, "make_candidates": make_candidates}
     return evaluate_prepared(prepared, **asked, new_hardware=new_hardware)
@@ -157,7 +158,7 @@ def evaluate_prepared(
     make_candidates: MakeCandidates = candidates,
     new_hardware: bool = False,
 ) -> Evaluation:
-    """As `evaluate`, of rows that were prepared already."""
+    """As `evaluate`, for rows that were prepared already."""
     samples = prepared.samples
     everyone = (*samples, *prepared.censored)
     tables = []
@@ -188,6 +189,7 @@ def evaluate_prepared(
 
 
 def _table(samples: Sequence[Sample], answers: Mapping[int, Answers], quantity: str, split: str) -> Table | None:
+    """The table of one quantity under one split; None if no row was predicted."""
     positions = [p for p, sample in enumerate(samples) if p in answers and sample.measured(quantity) is not None]
     if not positions:
         return None
@@ -208,8 +210,8 @@ def _table(samples: Sequence[Sample], answers: Mapping[int, Answers], quantity: 
     )
 
 
-def _cause(sample: Sample, quantity: str, point: int) -> str:
-    """The sentence of a finding of the answer that names a cause why the `point` of `quantity` may be off, "" without."""
+def _finding_with_cause(sample: Sample, quantity: str, point: int) -> str:
+    """The sentence of a finding that names a cause why the `point` of `quantity` may be off; "" if there is none."""
     caches = quantity in ("peak_reserved_bytes", "peak_device_bytes")
     beside = outside_estimated(sample.baseline, point) if quantity == "peak_device_bytes" else None
     found = (*known_of(sample.row.job), retries(sample.baseline), beside)
@@ -224,6 +226,7 @@ def _cause(sample: Sample, quantity: str, point: int) -> str:
 
 
 def _scored(sample: Sample, interval: Interval, quantity: str, weight: float, repeats: Sequence[int]) -> Scored:
+    """One row with its prediction."""
     row = sample.row
     facts = []
     if len(repeats) > 1:
@@ -250,7 +253,7 @@ def _scored(sample: Sample, interval: Interval, quantity: str, weight: float, re
         upper_95=interval.upper_95,
         weight=weight,
         known=". ".join(facts),
-        finding=_cause(sample, quantity, interval.point),
+        finding=_finding_with_cause(sample, quantity, interval.point),
         baseline_allocated=sample.baseline.peak_allocated_bytes,
         baseline_reserved=sample.baseline.peak_reserved_bytes,
         context=sample.baseline.context_bytes,

@@ -1,6 +1,7 @@
-"""What the residual may look at: numbers with a physical reason, by name. A row of them per (job, device, baseline).
+"""The features from which the residual may learn: numbers with a physical reason, by name, one row for each (job, device,
+baseline).
 
-The residual is relative, log(measured / baseline), so a fixed amount of hidden memory enters as a share of the baseline.
+The residual is relative, log(measured / baseline), so a fixed amount of hidden memory appears as a share of the baseline.
 Flags are 0 or 1. Everything is known before the run.
 """
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from peakcast.catalog import Device
 
 _AS_PARAMETERS = Category.REFERENCE_PARAMETERS
-"""No measured row has any; to what is learned they are parameters."""
+"""No measured row has any; for the fit they count as parameters."""
 _CATEGORIES = tuple(category.name.lower() for category in Category if category is not _AS_PARAMETERS)
 _PHASES = tuple(phase.name.lower() for phase in Phase)
 _ATTENTIONS = ("eager", "sdpa", "flash_attention_2", "flex")
@@ -80,15 +81,15 @@ FEATURES: dict[str, str] = {
 
 
 MONOTONE = {"gib_over_start": 1, "log2_allocated": -1}
-"""Features in which a residual may only rise (1) or only fall (−1), everything else equal: memory of fixed size that no
-tensor explains is a larger share of a smaller job."""
+"""Features with which a residual may only rise (1) or only fall (−1), all else equal: memory of fixed size that no tensor
+explains is a larger share of a smaller job."""
 ENOUGH_FOR_FEATURES = 5
-"""Architectures below which nothing is learned from features: there are some sixty, and a fit to three or four
-architectures tells these apart by whichever feature happens to, and says nothing of a fifth."""
+"""With fewer architectures, nothing is learned from features. There are some sixty features, so a fit to three or four
+architectures would distinguish them by any feature that happens to differ, and say nothing about a fifth."""
 
 
 def sizes(job: TrainingJob, allocated_bytes: int) -> dict[str, float]:
-    """The features that are powers of two: what a job is by size when its baseline allocates `allocated_bytes`."""
+    """The features that are powers of two: the sizes of a job whose baseline allocates `allocated_bytes`."""
     layout, a = job.parallelism, job.architecture
     sequence = job.sequence_length / layout.context_parallel_size
     return {
@@ -108,7 +109,7 @@ def sizes(job: TrainingJob, allocated_bytes: int) -> dict[str, float]:
 
 
 def kinds(job: TrainingJob) -> dict[str, float]:
-    """The features that say what kind of run a job is, whatever it needs: 0 or 1."""
+    """The features that say what kind of run a job is, independent of its sizes: 0 or 1."""
     layout = job.parallelism
     return {
         "sharded": float(layout.sharding in ("fsdp1", "fsdp2", "hsdp") or layout.zero_stage == 3),
@@ -118,6 +119,7 @@ def kinds(job: TrainingJob) -> dict[str, float]:
 
 
 def _axes(layout: Parallelism) -> dict[str, int]:
+    """Number of ranks along each parallel axis."""
     return {
         "data": layout.data_parallel_size,
         "tensor": layout.tensor_parallel_size,
@@ -128,8 +130,8 @@ def _axes(layout: Parallelism) -> dict[str, int]:
 
 
 def features(job: TrainingJob, device: Device, base: Baseline, *, published: bool = False) -> dict[str, float]:
-    """The row of `FEATURES` for one job, device and baseline, of the allocated peak (`of_quantity` for others); every value
-    is finite. `published` tells rows of others from our own and from the run that is asked about."""
+    """The row of `FEATURES` for one job, device and baseline, for the allocated peak (`of_quantity` for others); every
+    value is finite. `published`: whether the row was published by others, not measured by peakcast or being asked about."""
     layout = job.parallelism
     peak = max(base.peak_allocated_bytes, 1)
     phases = sorted(base.phase_peaks_bytes.values(), reverse=True)
@@ -174,5 +176,5 @@ def features(job: TrainingJob, device: Device, base: Baseline, *, published: boo
 
 
 def of_quantity(row: Mapping[str, float], base: Baseline, quantity: str) -> dict[str, float]:
-    """The row of `features` as the residual of `quantity` takes it."""
+    """The row of `features` for the residual of `quantity`."""
     return {**row, "gib_over_start": GIB / max(base.start(quantity), 1)}

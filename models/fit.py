@@ -1,4 +1,4 @@
-"""Fits a `Calibration` for one GPU type from measured rows, the learned half of the predictor."""
+"""Fits a `Calibration` for one GPU type to measured rows: the learned half of the predictor."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from peakcast.records import Measurement
 
 ENOUGH_ROWS = 60
 ENOUGH_ARCHITECTURES = 12
-"""A GPU type with this many rows of this many architectures is fitted on its own rows; with fewer it shares the rows of
-all GPU types, told apart by compute capability and number of multiprocessors. (Coverage of one data set varies with the
-number of architectures: standard deviation 0.047 at 12, 0.040 at 24; ecosystem study, 2026-11-21.)"""
+"""A GPU type with this many rows of this many architectures is fitted to its own rows; one with fewer shares the rows of
+all GPU types, distinguished by compute capability and number of multiprocessors. (Coverage varies between data sets with
+the number of architectures: standard deviation 0.047 at 12, 0.040 at 24; ecosystem study, 2026-11-21.)"""
 
 
 def fit(
@@ -43,16 +43,14 @@ def fit(
     baseline_of: BaselineOf | None = None,
     scope_of: ScopeOf | None = None,
 ) -> Calibration:
-    """The calibration of GPU type `gpu` from `rows` of any GPU types. `created` is its ISO date.
-
-    Raises: CalibrationError when no row counts or too few architectures do.
-    """
+    """The calibration of GPU type `gpu` from `rows` of any GPU types. `created`: its ISO date. Raises: CalibrationError if
+    no row counts or too few architectures do."""
     prepared = prepare(rows, device_of=device_of, baseline_of=baseline_of, scope_of=scope_of)
     return fit_prepared(prepared, gpu, created=created)
 
 
 def fit_prepared(prepared: Samples, gpu: str, *, created: str) -> Calibration:
-    """As `fit`, from rows that were prepared already. Raises: CalibrationError."""
+    """As `fit`, for rows that were prepared already. Raises: CalibrationError."""
     calibration = fit_samples((*prepared.samples, *prepared.censored), gpu, created=created)
     if not calibration.quantities:
         reasons = "; ".join(f"{count} × {reason}" for reason, count in prepared.left_out.items())
@@ -73,8 +71,8 @@ def fit_samples(
     created: str = "",
     learn: Callable[[Sequence[Sample], str], QuantityCalibration] | None = None,
 ) -> Calibration:
-    """As `fit`, from prepared samples (those that went out of memory included, as bounds); a quantity with too few
-    architectures is left out. `learn` is `fit_quantity`."""
+    """As `fit`, for prepared samples, including those that went out of memory, as bounds. A quantity with too few
+    architectures is left out. `learn`: replaces `fit_quantity`."""
     learn = learn or fit_quantity
     quantities: dict[str, QuantityCalibration] = {}
     used: dict[int, Sample] = {}
@@ -93,7 +91,7 @@ def fit_samples(
 
 
 def rows_for(gpu: str, quantity: str, samples: Sequence[Sample]) -> list[Sample]:
-    """The rows from which `gpu` learns a quantity: its own where they are enough, else those of all GPU types."""
+    """The rows from which `gpu` learns a quantity: its own if they are enough, else those of all GPU types."""
     have = [sample for sample in samples if sample.measured(quantity) is not None]
     own = [sample for sample in have if sample.row.gpu == gpu]
     finished = [sample for sample in own if not sample.censored]
@@ -108,8 +106,8 @@ def fit_quantity(
     make_candidates: Callable[[], list[Regressor]] = candidates,
     num_folds: int = NUM_FOLDS,
 ) -> QuantityCalibration:
-    """Residual, spread and bars of one quantity. Spread and bars are made of what the residual's own procedure missed on
-    architectures, and on sources, that it was not shown; a bound counts there only where it was missed."""
+    """Residual, spread and bars of one quantity. Spread and bars are fitted to the residual's errors on architectures, and
+    on sources, that were held out. A bound counts among them only if the prediction was below it."""
     ratios = [sample.log_ratio(quantity) for sample in rows]
     weights = repeat_weights(rows)
     most = max(sample.trust for sample in rows)
@@ -163,7 +161,7 @@ def fit_quantity(
 
 @dataclass(frozen=True, slots=True)
 class _Held:
-    """A row as it was predicted without its unit: by how much it was missed (log), and what that could be expected of."""
+    """A row predicted without its unit: its error (log), and the terms that say how large an error to expect."""
 
     sample: Sample
     unit: str
@@ -173,12 +171,12 @@ class _Held:
 
 
 def _units(rows: Sequence[Sample]) -> tuple[list[str], list[str]]:
-    """What is held out by each split of `Residual`, [rows]."""
+    """The unit of each row in each split of `Residual`, [rows]."""
     return [sample.architecture for sample in rows], [sample.row.project for sample in rows]
 
 
 def _balanced(held: Sequence[_Held]) -> list[float]:
-    """Weights in which a unit of n rows counts as much as √n of them: many rows of one unit tell much the same."""
+    """Weights with which a unit of n rows counts as much as √n rows, because many rows of one unit say much the same."""
     sizes: dict[str, float] = {}
     for row in held:
         sizes[row.unit] = sizes.get(row.unit, 0.0) + row.weight
@@ -197,7 +195,7 @@ def mean_by_architecture(
 
 
 def _severities(rows: Sequence[Sample], folds: Sequence[int]) -> list[int]:
-    """How far each row lay outside the rows that predicted it, those of the other folds, as `bars.bar_of` counts it."""
+    """How far each row was outside the rows that predicted it (those of the other folds), as `bars.bar_of` counts."""
     found = [0] * len(rows)
     for fold in set(folds):
         domain = Domain.of([row for row, its in zip(rows, folds, strict=True) if its != fold and not row.censored])

@@ -1,4 +1,5 @@
-"""The names by which rows are grouped: the architecture (what "unseen" means), the layout, the group of an error bar."""
+"""The names by which rows are grouped: the architecture (which defines "unseen"), the layout, and the groups of an error
+bar."""
 
 from __future__ import annotations
 
@@ -8,17 +9,17 @@ from peakcast.units import GIB
 EVERYTHING = "all"
 """The group that every job belongs to."""
 SIZES_GIB = (5, 20)
-"""Where the allocated baseline becomes `medium` and `large`: below 5 GiB workspaces and buffers of fixed size are percents
-of the peak, above 20 GiB the tensors of the network are nearly all of it."""
+"""Allocated baselines from which a job is `medium` and `large`: below 5 GiB, workspaces and buffers of fixed size are
+several percent of the peak; above 20 GiB, nearly all of it is the network's tensors."""
 
 
 def architecture_shape(job: TrainingJob) -> str:
     """The architecture as a unit of evidence, such as `gpt/512x12/8`: model_type, hidden_size x num_hidden_layers,
-    num_attention_heads, and the experts of a mixture.
+    num_attention_heads, and the number of experts.
 
-    Finer than `model_type`, because one published source trains one small GPT in hundreds of layouts and would otherwise
-    be a single unit beside a model that was run once; never finer than the shape, because rows of one shape share their
-    tensors and would leak from the fit into its judgement.
+    Finer than `model_type`, because one published source trains one small GPT in hundreds of layouts, which would otherwise
+    count as much as a model that was run once. Not finer than the shape, because rows of one shape share their tensors and
+    would leak from the fit into its judgement.
     """
     a = job.architecture
     experts = f"/e{a.moe.num_experts}" if a.moe else ""
@@ -42,13 +43,13 @@ def layout_of(parallelism: Parallelism) -> str:
 
 
 def residual_group(job: TrainingJob) -> str:
-    """The group whose median the residual may learn: framework, layout, and whether a router decides how large tensors are,
-    since what experts leave in the cache is bytes of another order."""
+    """The group whose median the residual may learn: framework, layout, and whether there are experts, whose leftovers in
+    the cache are of another order of magnitude."""
     return f"{job.framework}/{layout_of(job.parallelism)}" + ("/experts" if job.architecture.moe else "")
 
 
 def kind_of(job: TrainingJob) -> str:
-    """What a row is one of in a report: `inference`, `generation`, `fused kernels`, else the method of fine-tuning."""
+    """The kind of row in a report: `inference`, `generation`, `fused kernels`, else the method of fine-tuning."""
     if job.task == "inference":
         return "generation" if (job.inference.new_tokens or 0) > 1 else "inference"
     return "fused kernels" if job.framework_options.get("fused_kernels") else job.finetuning.method
@@ -60,12 +61,12 @@ def size_of(allocated_bytes: int) -> str:
 
 
 def feed_forward_of(job: TrainingJob) -> str:
-    """`experts` or `dense`: what a router sends to a rank depends on the data, which no ledger sees."""
+    """`experts` or `dense`: what a router sends to a rank depends on the data, which no ledger knows."""
     return "experts" if job.architecture.moe else "dense"
 
 
 def bar_groups(job: TrainingJob, allocated_bytes: int) -> tuple[str, ...]:
-    """Groups whose residuals may set the error bar of `job`, finest first, each inside the next: framework, layout,
+    """Groups whose residuals may set the error bar of `job`, finest first, each contained in the next: framework, layout,
     feed-forward and size; without the size; framework, whether it is parallel at all, and feed-forward; feed-forward;
     everything."""
     kind, layout = feed_forward_of(job), layout_of(job.parallelism)

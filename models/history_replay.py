@@ -1,8 +1,9 @@
-"""Replays a recorded allocator history through the simulated allocator: does every allocation land where it really did?
+"""Replays a recorded allocator history through the simulated allocator, to check whether every allocation gets the address
+that it really had.
 
-Twice. First fresh segments begin where the recorded driver put them, so that every block has an address to compare; then
-the simulation chooses addresses itself, as it does for a prediction. What the program gave back to the driver
-(`empty_cache`, or to make room) is given back when it was.
+This is done twice. First, new segments begin where the recorded driver put them, so that every block has an address to
+compare; then the simulation chooses addresses itself, as it does for a prediction. What the program returned to the driver
+(`empty_cache`, or to make room) is returned at the same moments.
 """
 
 from __future__ import annotations
@@ -16,33 +17,36 @@ from peakcast.models.allocator_segments import ADDRESS_SPACE_BYTES, Block
 from peakcast.models.caching_allocator import CachingAllocator
 
 OLDEST_FIRST_SINCE = (2, 13)
-"""Of equal blocks torch takes the one of the lowest address; from here on that of the oldest segment (pytorch#183591)."""
+"""Since this release torch takes, among equal blocks, the one in the oldest segment (pytorch#183591); before, the one with
+the lowest address."""
 SAME_SPACE_BYTES = 1 << 38
-"""Pages of one stream within so much address space are of one expandable segment, which has 9/8 of the GPU's memory."""
+"""Pages of one stream within this much address space belong to one expandable segment, whose size is 9/8 of the GPU's
+memory."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HistoryReplay:
-    """A recorded history beside its simulation; sizes in bytes."""
+    """A recorded history compared with its simulation; sizes in bytes."""
 
     allocations: int
     same_place: int
-    """Allocations that land at the recorded address when segments begin where they did."""
+    """Number of allocations that get the recorded address when segments begin where they did."""
     peak_reserved_bytes: int
-    """Of the simulation that chooses addresses itself."""
+    """From the simulation that chooses addresses itself."""
     recorded_peak_reserved_bytes: int
     peak_allocated_bytes: int
     num_events: int
     reserved_differs: int
-    """Events after which the simulation, with the recorded addresses, has another sum of segments than was recorded."""
+    """Number of events after which the simulation with the recorded addresses has another sum of segments than was
+    recorded."""
     reserved_differs_own_addresses: int
-    """The same when it chooses addresses itself: of equal free blocks it may then take another."""
+    """The same number when the simulation chooses addresses itself: among equal free blocks it may then take another."""
     first_difference: int | None
-    """Number of the first event, from 0, at which it differs."""
+    """Index of the first event, from 0, at which it differs; None if it never does."""
 
     @property
     def agrees(self) -> bool:
-        """Every allocation at its place, every sum of segments and the peak as recorded."""
+        """Whether every address, every sum of segments and the peak are as recorded."""
         same = self.same_place == self.allocations and not self.reserved_differs
         return same and self.peak_reserved_bytes == self.recorded_peak_reserved_bytes
 
@@ -53,12 +57,12 @@ class _Outcome:
     differs: int = 0
     first: int | None = None
     allocated: list[int] = field(default_factory=list)
-    """Bytes handed out before the first event and after each allocation, as the simulation counts them."""
+    """Allocated bytes before the first event and after each allocation, in the simulation."""
 
 
 class _Driver:
-    """Where fresh segments begin: where they were recorded to, or one below (`falling`) or above the other; either way this
-    knows the recorded address of a block, as far as the same segments were asked for."""
+    """Decides where new segments begin: as recorded, or each below (`falling`) or above (`rising`) the one before. In each
+    case it knows a block's recorded address, as long as the simulation requested the same segments."""
 
     def __init__(self, history: History, order: Literal["recorded", "falling", "rising"]) -> None:
         self.order = order
@@ -69,6 +73,7 @@ class _Driver:
         self._shifts: dict[int, int | None] = {}
 
     def place(self, num_bytes: int) -> int | None:
+        """The address of a new segment; None to let the allocator choose."""
         recorded = self.given.popleft() if self.given else None
         if self.order == "recorded":
             return recorded
@@ -78,12 +83,13 @@ class _Driver:
         return begins
 
     def recorded(self, block: Block) -> int | None:
-        """The recorded address of a block; None where its segment was not recorded."""
+        """The recorded address of a block; None if its segment was not recorded."""
         shift = self._shifts.get(block.origin, 0)
         return None if shift is None else block.address + shift
 
     def free_block(self, allocator: CachingAllocator, event: Event) -> Block | None:
-        """The free block that goes back to the driver: the one at the recorded address, else any whole segment so large."""
+        """The free block that goes back to the driver: the one at the recorded address, else any whole segment of this
+        size."""
         free = allocator.free_blocks()
         if not allocator.settings.expandable_segments:
             free = [block for block in free if block.size == event.num_bytes and not block.is_split]
@@ -95,7 +101,8 @@ class _Driver:
 
 
 def replay_history(history: History) -> HistoryReplay:
-    """Replay `history`. Where it does not say which torch recorded it, the order of equal blocks is the one that agrees."""
+    """Replay `history`. If it does not say which torch recorded it, both orders of equal blocks are tried and the better
+    one counts."""
     release = _release(history.torch)
     orders = [release >= OLDEST_FIRST_SINCE] if release else [False, True]
     found = [_replayed(history, oldest_first=oldest_first) for oldest_first in orders[:1]]
@@ -105,11 +112,12 @@ def replay_history(history: History) -> HistoryReplay:
 
 
 def allocated_bytes(history: History) -> list[int]:
-    """Bytes handed out before the first event and after each allocation, what was not split off blocks included."""
+    """Allocated bytes before the first event and after each allocation, including unsplit rests of blocks."""
     return _run(history, "recorded", newest_first=True)[0].allocated
 
 
 def _replayed(history: History, *, oldest_first: bool) -> HistoryReplay:
+    """The replay with one order of equal blocks."""
     own, peaks = _run(history, "rising" if oldest_first else "falling", newest_first=not oldest_first)
     placed = own if oldest_first else _run(history, "recorded", newest_first=True)[0]
     firsts = [each.first for each in (placed, own) if each.first is not None]
@@ -158,28 +166,28 @@ def _run(
         elif action is Action.FREE and address in blocks:
             allocator.release(blocks.pop(address))
         elif address in blocks:
-            _let_go(allocator, blocks, event)
+            _free_on_several_streams(allocator, blocks, event)
         if allocator.reserved_bytes != reserved or (order == "recorded" and not same):
             outcome.differs += allocator.reserved_bytes != reserved
             outcome.first = number if outcome.first is None else outcome.first
     return outcome, allocator
 
 
-def _let_go(allocator: CachingAllocator, blocks: dict[int, Block], event: Event) -> None:
-    """A block that another stream still uses, and the end of that use."""
+def _free_on_several_streams(allocator: CachingAllocator, blocks: dict[int, Block], event: Event) -> None:
+    """A block that is freed while another stream uses it, or the end of that use."""
     if event.action is Action.LET_GO:
-        allocator.record_stream(blocks[event.address], event.address)  # as if by a stream for each, done by itself
+        allocator.record_stream(blocks[event.address], event.address)  # a stream for each block, so each ends separately
         allocator.release(blocks[event.address])
     elif event.action is Action.FREE_LATER:
         block = blocks.pop(event.address)
         if block.waits:
             allocator.finish(event.address)
-        else:  # it was let go before the first event
+        else:  # it was freed before the first event
             allocator.release(block)
 
 
 def start(history: History, allocator: CachingAllocator) -> dict[int, Block]:
-    """Bring an empty allocator into the state before the first event; the blocks handed out, by recorded address."""
+    """Bring an empty allocator into the state before the first event. Returns the allocated blocks by recorded address."""
     given = {block.address: block for block in history.blocks}
     blocks: dict[int, Block] = {}
     for begins, pieces, segment in _spaces(history):
@@ -192,7 +200,8 @@ def start(history: History, allocator: CachingAllocator) -> dict[int, Block]:
 
 
 def _spaces(history: History) -> list[tuple[int, list[tuple[int, bool | None]], Segment]]:
-    """The segments before the first event with their pieces; runs of pages joined to the expandable segment they are of."""
+    """(address, pieces, segment) of the segments before the first event; runs of pages are joined to their expandable
+    segment."""
     given = sorted(history.blocks)
     spaces: list[tuple[int, list[tuple[int, bool | None]], Segment]] = []
     at = 0
@@ -222,7 +231,7 @@ def _spaces(history: History) -> list[tuple[int, list[tuple[int, bool | None]], 
 def _joins(
     spaces: list[tuple[int, list[tuple[int, bool | None]], Segment]], segment: Segment
 ) -> tuple[int, list[tuple[int, bool | None]], Segment] | None:
-    """The expandable segment that a run of pages continues."""
+    """The expandable segment that a run of pages continues; None if it begins a new one."""
     for space in reversed(spaces):
         first = space[2]
         if (first.stream, first.small) == (segment.stream, segment.small):
@@ -231,5 +240,6 @@ def _joins(
 
 
 def _release(text: str) -> tuple[int, ...]:
+    """major.minor of a torch release as numbers; () if it is not known."""
     numbers = text.split("+")[0].split(".")[:2]
     return tuple(int(number) for number in numbers) if numbers and all(n.isdigit() for n in numbers) else ()

@@ -1,4 +1,4 @@
-"""A recorded allocator history as a `Timeline`, so that it can lie beside the ledger's or a trace's."""
+"""A recorded allocator history as a `Timeline`, so that it can be compared with the ledger's or a trace's."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ BEFORE = "there before the recording"
 
 
 def recorded_timeline(history: History) -> Timeline:
-    """What was allocated. Instant 0 is before the first event, every other one follows an allocation.
+    """What was allocated. Instant 0 is before the first event; every later instant follows an allocation.
 
-    An entry has the bytes asked for, rounded to 512; what a block keeps beyond them is in no entry. Memory that a kernel or
-    a library took has the category WORKSPACES, everything else OTHER: a recording does not say what a tensor is for.
+    An entry has the requested bytes, rounded to 512; what a block keeps beyond them is in no entry. Memory that a kernel or
+    a library allocated has the category WORKSPACES, everything else OTHER, as a recording does not say what a tensor is
+    for.
     """
     made: list[tuple[str, Category, int, int, int]] = []
     dies: dict[int, int] = {}

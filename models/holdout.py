@@ -1,4 +1,4 @@
-"""What is predicted of rows that were left out of the fit, by the very procedure that users get."""
+"""Predictions for rows that were left out of the fit, by the same procedure that users get."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peakcast.models.samples import Sample
 from peakcast.prediction import Interval
 
 NUM_FOLDS = 5
-"""Of the cross-validation inside each fit."""
+"""Folds of the cross-validation inside each fit."""
 MakeCandidates = Callable[[], list[Regressor]]
 Answers = dict[str, Interval]
 """Quantity → interval."""
@@ -21,8 +21,8 @@ Answers = dict[str, Interval]
 def held_out(
     samples: Sequence[Sample], group_of: Callable[[Sample], str], make_candidates: MakeCandidates
 ) -> dict[int, Answers]:
-    """The answers for each sample (by position) from a calibration fitted without its group; a group that is all there is
-    has none. Samples that went out of memory are bounds to the fits, and answered too."""
+    """Position of a sample -> its answers from a calibration fitted without its group; a group that contains all samples
+    has none. Samples that went out of memory are bounds for the fits, and are answered too."""
     names = [group_of(sample) for sample in samples]
     answers: dict[int, Answers] = {}
     for left_out in sorted(set(names)):
@@ -35,8 +35,8 @@ def held_out(
 
 
 def answers_of(samples: Sequence[Sample], train: Sequence[Sample], make_candidates: MakeCandidates) -> list[Answers]:
-    """The answers for `samples` from calibrations fitted to `train`: of the sample's own GPU type where that has rows,
-    else of its nearest relative's, as `predict` does."""
+    """The answers for `samples` from calibrations fitted to `train`: of the sample's own GPU type if that has rows, else of
+    its nearest relative, as `predict` does."""
     learn = _Memory(make_candidates)
     devices = {other.row.gpu: other.device for other in train if not other.censored}
     fitted: dict[str, Calibration] = {}
@@ -52,12 +52,12 @@ def answers_of(samples: Sequence[Sample], train: Sequence[Sample], make_candidat
 
 
 def answer(sample: Sample, calibration: Calibration) -> Answers:
-    """What `calibration` answers to the job of `sample`, whose baseline is known already."""
+    """The answers of `calibration` for the job of `sample`, whose baseline is known already."""
     return combine(sample.row.job, sample.baseline, sample.features, calibration, sample.row.gpu)
 
 
 class _Memory:
-    """`fit_quantity` that remembers: GPU types which share all rows share one fit."""
+    """`fit_quantity` with a cache: GPU types that share all rows share one fit."""
 
     def __init__(self, make_candidates: MakeCandidates) -> None:
         self.make_candidates = make_candidates

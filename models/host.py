@@ -1,4 +1,5 @@
-"""Pinned host memory of a rank that offloads: the tensors that left the GPU, as PyTorch's pinned allocator rounds them."""
+"""Pinned host memory of a rank that offloads: the tensors that were moved to the host, as PyTorch's pinned allocator rounds
+them."""
 
 from __future__ import annotations
 
@@ -21,16 +22,18 @@ _OFFLOADED = {
 
 
 def host_bytes(job: TrainingJob, steady_step: Callable[[TrainingJob], Timeline]) -> int:
-    """Pinned host bytes of a rank: 0 without offloading, else every tensor that the same job without offloading has on
-    the GPU at its fullest and the offloading job has not, each rounded up to a power of two. Offloaded activations of
-    Hugging Face are counted copy by copy.
+    """Pinned host bytes of a rank: 0 without offloading. With it, every tensor that the same job without offloading has on
+    the GPU at its fullest moment and the offloading job does not, each rounded up to a power of two. For Hugging Face's
+    offloaded activations, each copy is counted.
 
-    Assumes: one pinned copy of each; loaders' and processes' pageable memory is not counted. An estimate.
+    Assumes: one pinned copy of each; pageable memory of loaders and processes is not counted. An estimate.
+
     Source: CachingHostAllocator rounds every request to the next power of two (torch 2.11; where-memory-goes J).
-    A paged optimizer's states count too: managed memory, which the driver moves between host and GPU as it is used.
-    ZeRO's tensors are counted one by one (`layouts/zero_host.py`), its pageable ones too.
+
+    States of a paged optimizer count too: managed memory, which the driver moves between host and GPU as it is used. ZeRO's
+    tensors are counted one by one (`layouts/zero_host.py`), including pageable ones.
     """
-    megatron = job.framework == "megatron"  # whose optimizer is neither ZeRO's nor bitsandbytes'
+    megatron = job.framework == "megatron"  # its optimizer is neither ZeRO's nor bitsandbytes'
     if job.parallelism.zero_stage and not megatron and (job.offload.optimizer or job.offload.parameters):
         from peakcast.models.analytical.huggingface import zero_host_memory
 
@@ -51,7 +54,7 @@ def host_bytes(job: TrainingJob, steady_step: Callable[[TrainingJob], Timeline])
 
 
 def _fullest(step: Timeline, categories: list[Category]) -> dict[Category, int]:
-    """Power-of-two rounded bytes of each category at the instant where it has most."""
+    """Bytes of each category at the instant where it has most, every tensor rounded up to a power of two."""
     most: dict[Category, int] = {}
     sizes = np.array([power_of_two(size) for size in step.num_bytes.tolist()], dtype=np.int64)
     for category in categories:

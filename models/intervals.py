@@ -1,18 +1,18 @@
-"""Conformal error bars: how far measurements lay from predictions that had not seen them, as quantiles.
+"""Conformal error bars: how far measurements were from predictions that had not seen them, as quantiles.
 
 A score is the residual log(measured / predicted) of a row whose architecture, or whose source, was not in the fit that
-predicted it, divided by the error to be expected of it (`spread.py`): normalised conformal prediction (Papadopoulos et
-al. 2008). A bar is a quantile of the scores of rows like the job at hand, with a finite-sample correction: the new row
-counts as one more row of unknown, possibly infinite score. numpy only.
+predicted it, divided by the error to be expected of it (`spread.py`): normalised conformal prediction (Papadopoulos et al.
+2008). A bar is a quantile of the scores of rows like the job, with a finite-sample correction: the new row counts as one
+more row with an unknown, possibly infinite score. numpy only.
 
-Rows of one architecture are not independent evidence. A row of an architecture with n rows weighs 1 / (1 + (n − 1)·ρ),
-ρ being the correlation of scores within an architecture (the design effect of cluster sampling, Kish 1965), so:
+Rows of one architecture are not independent evidence. A row of an architecture with n rows has the weight 1 / (1 + (n −
+1)·ρ), where ρ is the correlation of scores within an architecture (the design effect of cluster sampling, Kish 1965). So:
 - ρ = 0, or one row each: split conformal prediction with (n + 1)(1 − α) (Vovk et al. 2005; digit for digit crepes, MAPIE);
-- ρ = 1: each architecture is one unit with K + 1 of them (hierarchical conformal prediction, Lee, Barber & Willett 2023).
+- ρ = 1: each architecture is one unit, with K + 1 of them (hierarchical conformal prediction, Lee, Barber & Willett 2023).
 
-Rows were themselves predicted from outside: without their architecture or source their layout, size, framework and versions
-may have been unseen too. How far is part of the expected error, so what a row missed because it was far outside is not
-charged to a job inside, nor twice to one that is as far.
+Rows were themselves predicted from outside: without their architecture or source, their layout, size, framework and
+versions may have been unseen too. How far outside they were is part of the expected error, so a job inside the domain does
+not pay for the errors of rows far outside, and a job as far outside does not pay twice.
 """
 
 from __future__ import annotations
@@ -34,40 +34,38 @@ COVERAGE = 0.90
 UPPER_COVERAGE = 0.95
 """Nominal coverage of the one-sided upper bound."""
 MIN_GROUP_ROWS = 20
-"""Below this, in effective rows, a group's parent sets its bar: the one-sided 95 % quantile needs 19. With the usual
-correlation it is some 40 plain rows, the threshold that kept the worst group's coverage at 0.900 over 40 seeds of
+"""With fewer effective rows, a group's parent sets its bar: the one-sided 95 % quantile needs 19. With the usual
+correlation it is about 40 plain rows, the threshold that kept the worst group's coverage at 0.900 over 40 seeds of
 synthetic data (ecosystem study, 2026-11-21)."""
 MIN_ARCHITECTURES = 3
-"""With fewer no bar can be learned: nothing says how architectures differ."""
+"""With fewer architectures no bar can be learned, because nothing shows how architectures differ."""
 
 Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bar:
-    """Bars of one group, as multiples of the expected error e of a job: the measurement lies within
-    point·exp(±`half_width`·e) with the two-sided coverage and below point·exp(`upper`·e) with the one-sided."""
+    """The bar of one group, in multiples of a job's expected error e: the measurement is within point·exp(±`half_width`·e)
+    with the two-sided coverage, and below point·exp(`upper`·e) with the one-sided."""
 
     half_width: float
     upper: float
     num_rows: int
     num_architectures: int
     effective_rows: float
-    """What the rows are worth as independent ones."""
+    """How many independent rows the group's rows are worth."""
     correlation: float
-    """ρ: of scores within an architecture, 0 to 1."""
+    """ρ, the correlation of scores within an architecture, from 0 to 1."""
     borrowed: str = ""
-    """The larger group whose rows set this bar, "" when its own did."""
+    """The larger group whose rows set this bar; "" if its own did."""
     parametric: bool = False
-    """Rows worth fewer than `min_group_rows`: their quantile is their largest score or beyond, so the narrower of it and
-    a Student t bound is taken (`parametric_bound`)."""
+    """Whether the effective rows are fewer than `min_group_rows`: their quantile is then their largest score or beyond, so
+    the narrower of it and a Student t bound is used (`parametric_bound`)."""
 
 
 class Intervals:
-    """Bars by group, finest group first. Learned: `bars_` (group → `Bar`).
-
-    `coverage`, `upper_coverage`: nominal coverages. `min_group_rows`: see MIN_GROUP_ROWS.
-    """
+    """Bars by group, finest group first. Learned: `bars_` (group → `Bar`). `coverage`, `upper_coverage`: nominal coverages.
+    `min_group_rows`: see MIN_GROUP_ROWS."""
 
     def __init__(
         self,
@@ -88,9 +86,9 @@ class Intervals:
         weights: Sequence[float] | Floats | None = None,
         expected: Sequence[float] | Floats | None = None,
     ) -> Intervals:
-        """Learn the bars. Row i has the out-of-fit residual `residuals[i]`, belongs to `architectures[i]` and to every
-        group of `groups[i]` (finest first, the last one common to all), counts `weights[i]` (1 / repeats), and was expected
-        to be off by `expected[i]` (1 for every row when not given)."""
+        """Learn the bars. Row i has the residual `residuals[i]` from a fit without it, belongs to `architectures[i]` and to
+        every group of `groups[i]` (finest first; the last is common to all rows), has the weight `weights[i]` (1 / repeats)
+        and the expected error `expected[i]` (default: 1)."""
         scores = np.asarray(residuals, dtype=np.float64)
         if expected is not None:
             scores = scores / np.asarray(expected, dtype=np.float64)
@@ -102,6 +100,7 @@ class Intervals:
     def _learn(
         self, scores: Floats, units: npt.NDArray[np.int64], counts: Floats, groups: Sequence[tuple[str, ...]]
     ) -> dict[str, Bar]:
+        """The bar of every group."""
         members: dict[str, list[int]] = {}
         parents: dict[str, str] = {}
         depth: dict[str, int] = {}
@@ -118,16 +117,17 @@ class Intervals:
             parent = bars.get(parents.get(name, ""))
             few = bar is None or bar.effective_rows < self.min_group_rows
             if parent is not None and few:
-                bar = _at_least(bar or _count(scores[rows], units[rows]), parent, parents[name], scores[rows])
+                bar = _no_narrower_than_own(bar or _count(scores[rows], units[rows]), parent, parents[name], scores[rows])
             if bar is not None:
                 bars[name] = bar
         return bars
 
     def bar(self, groups: Sequence[str]) -> tuple[str, Bar] | None:
-        """The finest group of `groups` that has a bar, and the bar; None when not even the widest group has one."""
+        """The finest group of `groups` that has a bar, and that bar; None if none has one."""
         return next(((name, self.bars_[name]) for name in groups if name in self.bars_), None)
 
     def _bar(self, scores: Floats, units: npt.NDArray[np.int64], counts: Floats) -> Bar | None:
+        """The bar from a group's own rows; None if there are too few architectures."""
         num_architectures = len(np.unique(units))
         if num_architectures < MIN_ARCHITECTURES:
             return None
@@ -179,6 +179,7 @@ def _bars_to_mapping(bars: Mapping[str, Bar]) -> dict[str, dict[str, Any]]:
 
 
 def _bars_from_mapping(mapping: object, where: str) -> dict[str, Bar]:
+    """Bars by group, as stored. `where`: the place in the file, for errors. Raises: CalibrationError."""
     if not isinstance(mapping, Mapping):
         raise CalibrationError(f"{where} must be a mapping of groups; fit the calibration again.")
     bars = {}
@@ -198,8 +199,8 @@ def _bars_from_mapping(mapping: object, where: str) -> dict[str, Bar]:
 
 
 def conformal_quantile(scores: Floats, weights: Floats, level: float) -> float:
-    """The smallest score below which at least `level` of the total weight lies, the new row (weight 1, score +inf)
-    included in the total; infinite when the rows weigh too little for that level.
+    """The smallest score up to which at least the share `level` of the total weight lies, where the total includes the new
+    row (weight 1, score +inf); infinite if the rows have too little weight for that level.
 
     With unit weights this is the ceil((n + 1)·level)-th smallest score.
     """
@@ -211,16 +212,17 @@ def conformal_quantile(scores: Floats, weights: Floats, level: float) -> float:
 
 
 def effective_weights(units: npt.NDArray[np.int64], counts: Floats, rho: float) -> Floats:
-    """Weight of each row, `counts` divided by the design effect 1 + (n − 1)·ρ of its architecture's n (weighted) rows."""
+    """The weight of each row: `counts` divided by the design effect 1 + (n − 1)·ρ, where n is the (weighted) number of its
+    architecture's rows."""
     sizes = np.bincount(units, weights=counts)
     effect = 1 + np.maximum(sizes - 1, 0) * rho
     return counts / effect[units]
 
 
 def within_correlation(scores: Floats, units: npt.NDArray[np.int64]) -> float:
-    """ρ: the intraclass correlation of the ranks of `scores` (one-way analysis of variance), 0 to 1; ranks, so that a few
-    wild rows do not hide it. With few architectures it is pulled towards 1, the cautious end, as if two more
-    architectures had been seen whose rows agree entirely."""
+    """ρ: the intraclass correlation of the ranks of `scores` (one-way analysis of variance), from 0 to 1. It uses ranks so
+    that a few extreme rows do not hide it. With few architectures it is pulled towards 1, the cautious end, as if two more
+    architectures had been seen whose rows agree completely."""
     num_units = len(np.unique(units))
     n = len(scores)
     if n == num_units or num_units < 2:
@@ -240,9 +242,9 @@ def within_correlation(scores: Floats, units: npt.NDArray[np.int64]) -> float:
 
 
 def parametric_bound(scores: Floats, units: npt.NDArray[np.int64], counts: Floats, level: float) -> float:
-    """A bound at `level` (one-sided) when rows are too few for a quantile: Student's t, with as many degrees of freedom as
-    architectures, on the score below which 68.3 % of the rows lie (a normal's standard deviation, deaf to a few wild rows);
-    and at least the uncorrected quantile. Every architecture has the same weight."""
+    """A one-sided bound at `level` if rows are too few for a quantile: Student's t, with as many degrees of freedom as
+    architectures, times the score up to which 68.3 % of the rows lie (a normal's standard deviation, insensitive to a few
+    extreme rows); at least the uncorrected quantile. Every architecture has the same weight."""
     sizes = np.bincount(units, weights=counts)
     num = int((sizes > 0).sum())
     shares = counts / sizes[units] / num
@@ -269,6 +271,7 @@ def student_t(level: float, degrees: int) -> float:
 
 
 def _count(scores: Floats, units: npt.NDArray[np.int64]) -> Bar:
+    """A bar with the group's counts only."""
     num = len(np.unique(units))
     return Bar(
         half_width=0.0,
@@ -280,8 +283,9 @@ def _count(scores: Floats, units: npt.NDArray[np.int64]) -> Bar:
     )
 
 
-def _at_least(own: Bar, parent: Bar, parent_name: str, scores: Floats) -> Bar:
-    """The parent's bar for a small group, but never narrower than the middle of what the small group itself showed."""
+def _no_narrower_than_own(own: Bar, parent: Bar, parent_name: str, scores: Floats) -> Bar:
+    """The parent's bar for a small group, but no narrower than the uncorrected quantiles of the small group's own
+    scores."""
     seen = float(np.quantile(np.abs(scores), 0.9))
     return Bar(
         half_width=max(parent.half_width, seen),

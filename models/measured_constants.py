@@ -1,7 +1,7 @@
-"""What a job holds on a GPU outside PyTorch's allocator, by what `peakcast collect constants` read on the machine at hand.
+"""What a job holds on a GPU outside PyTorch's allocator, from what `peakcast collect constants` read on this machine.
 
-A `Device` that carries such readings (`Device.constants`) has the context, the kernels and handles of each library that the
-job uses, and NCCL's communicators measured. The estimates of `device_memory.py` stay what residuals were fitted beside.
+For a `Device` that has such readings (`Device.constants`), the context, the kernels and handles of each library that the
+job uses, and NCCL's communicators are measured. Residuals were still fitted with the estimates of `device_memory.py`.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ COMMUNICATORS = "NCCL's communicators"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """What a job holds outside PyTorch's allocator by the readings of one machine, in bytes."""
+    """What a job holds outside PyTorch's allocator by one machine's readings, in bytes."""
 
     context_bytes: int
     kernels_bytes: int
-    """Kernels that are loaded, and libraries' handles."""
+    """Loaded kernels, and libraries' handles."""
     communicator_bytes: int
-    """Of NCCL; the estimate where none was read."""
+    """NCCL's; an estimate if it was not read."""
     missing: tuple[str, ...]
     """What the job has and nobody read, in words."""
 
     @property
     def num_bytes(self) -> int:
-        """All of it."""
+        """The sum."""
         return self.context_bytes + self.kernels_bytes + self.communicator_bytes
 
 
 def outside(job: TrainingJob, device: Device) -> Outside | None:
-    """What `job` holds outside PyTorch's allocator by the readings that `device` carries; None where it carries none that
-    hold for the job."""
+    """What `job` holds outside PyTorch's allocator by the readings of `device`; None if it has none that apply to the
+    job."""
     own = _own(device, job.versions)
     if own is None:
         return None
@@ -73,7 +73,7 @@ def outside(job: TrainingJob, device: Device) -> Outside | None:
 
 
 def first_uses_of(job: TrainingJob) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The steps of `collectors/first_uses.py` that `job` has: PyTorch's own (one that failed there has no kernels on this
+    """The steps of `collectors/first_uses.py` that `job` takes: PyTorch's own (one that failed there has no kernels on this
     GPU), and those of other libraries, which are read only where they are installed."""
     chosen, optimizer = conventions(job), job.optimizer
     pytorch = list(ALWAYS)
@@ -94,13 +94,13 @@ def first_uses_of(job: TrainingJob) -> tuple[tuple[str, ...], tuple[str, ...]]:
 
 
 def known_context_bytes(device: Device, versions: Mapping[str, Any]) -> int:
-    """The CUDA context on `device`: as read on the machine at hand, else as estimated."""
+    """Bytes of the CUDA context on `device`: as read on this machine, else as estimated."""
     own = _own(device, versions)
     return own.context_bytes if own is not None else context_bytes(device, versions)
 
 
 def rests_on_readings(job: TrainingJob, device: Device) -> str:
-    """What device memory rests on, in a sentence; "" where nothing was read of the GPU type."""
+    """What device memory is based on, as a sentence; "" if nothing was read for the GPU type."""
     own, found = device.constants, outside(job, device)
     if own is None:
         return ""
@@ -121,7 +121,7 @@ def rests_on_readings(job: TrainingJob, device: Device) -> str:
 
 
 def _own(device: Device, versions: Mapping[str, Any]) -> Constants | None:
-    """The readings that `device` carries, unless the job's `versions` mean another major release of CUDA."""
+    """The readings of `device`, unless the job's `versions` mean another major release of CUDA."""
     own = device.constants
     if own is None or not {"cuda", "torch"} & set(own.versions) or not {"cuda", "torch"} & set(resolved(versions)):
         return own
@@ -129,8 +129,8 @@ def _own(device: Device, versions: Mapping[str, Any]) -> Constants | None:
 
 
 def _communicator(own: Constants, num_ranks: int, device: Device, versions: Mapping[str, Any]) -> int:
-    """One communicator of `num_ranks`: as read of so many, else of the next larger number that was read (of the largest
-    where none is), by the ratio of the estimates."""
+    """Bytes of a communicator of `num_ranks`: as read for this number, else scaled by the ratio of the estimates from the
+    next larger number that was read (the largest if there is none)."""
     read = {int(ranks): size for ranks, size in own.communicator_bytes.items()}
     nearest = min((ranks for ranks in read if ranks >= num_ranks), default=max(read))
     estimate, of_nearest = (one_communicator_bytes(device, ranks, versions) for ranks in (num_ranks, nearest))

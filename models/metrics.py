@@ -1,4 +1,5 @@
-"""Accuracy figures of a set of cells: each a weighted statistic, so that repeats of a configuration count once."""
+"""Accuracy figures of a set of cells. Every figure is a weighted statistic, so that repeats of a configuration count
+once."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from peakcast.models.samples import Sample
 
 SILENT_ABOVE = 0.10
-"""An error above this must be announced by a finding of the answer (DESIGN section 6)."""
+"""A finding of the answer must announce an error above this (DESIGN section 6)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,11 +44,12 @@ class Scored:
     known: str = ""
     """What is known about the row that may explain an error."""
     finding: str = ""
-    """What the answer itself says that the ledger does not count, or counts otherwise; "" where it says nothing."""
+    """The sentence in which the answer itself says that the ledger does not count something, or counts it differently; ""
+    if none."""
     baseline_allocated: int = 0
     baseline_reserved: int = 0
     context: int = 0
-    """What the baseline counts inside the quantity: tensors, what the allocator holds, the CUDA context."""
+    """The parts of the baseline that the quantity contains: tensors, what the allocator holds, the CUDA context."""
 
     @property
     def project(self) -> str:
@@ -66,22 +68,22 @@ class Scored:
 
     @property
     def silent(self) -> bool:
-        """Whether it is off by more than SILENT_ABOVE, and the answer does not say why: the worst kind of error."""
+        """Whether the error exceeds SILENT_ABOVE and the answer does not say why, which is the worst kind of error."""
         return abs(self.error) > SILENT_ABOVE and not self.finding
 
     @property
     def covered(self) -> bool:
-        """Whether the measurement lies in the two-sided bar."""
+        """Whether the measurement is inside the two-sided bar."""
         return self.lower <= self.measured <= self.upper
 
     @property
     def half_width(self) -> float:
-        """Half of the two-sided bar over its point."""
+        """Half of the two-sided bar, as a share of the point."""
         return (self.upper - self.lower) / 2 / max(self.point, 1)
 
     @property
     def size(self) -> str:
-        """Framework and measured size, such as `megatron, below 5 GiB`: small peaks are largely workspaces and buffers."""
+        """Framework and measured size, such as `megatron, below 5 GiB`; small peaks are mostly workspaces and buffers."""
         low, high = SIZES_GIB
         ranges = {"small": f"below {low} GiB", "medium": f"{low} to {high} GiB", "large": f"{high} GiB and more"}
         return f"{self.framework}, {ranges[size_of(self.measured)]}"
@@ -110,15 +112,15 @@ class Summary:
     """Sum of weights: repeats count once."""
     num_architectures: int
     errors: Errors
-    """Of baseline + residual."""
+    """Errors of baseline + residual."""
     baseline_errors: Errors
-    """Of the baseline alone."""
+    """Errors of the baseline alone."""
     coverage: float
     """Share of measurements inside the two-sided 90 % interval."""
     upper_coverage: float
     """Share of measurements at or below the one-sided 95 % bound."""
     median_half_width: float
-    """Half of the interval's width over its point."""
+    """Half of the interval's width, as a share of its point."""
     silent_misses: int = 0
     """Rows off by more than SILENT_ABOVE without a finding that says why."""
 
@@ -129,7 +131,7 @@ class Summary:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Floor:
-    """What repeats of one configuration differ by: (largest / smallest − 1) over configurations with repeats."""
+    """How much repeats of one configuration differ: (largest / smallest − 1) over configurations with repeats."""
 
     num_configurations: int
     median: float
@@ -156,7 +158,7 @@ def summarise(cells: Sequence[Scored]) -> Summary:
 
 
 def floor(samples: Sequence[Sample], quantity: str) -> Floor:
-    """The floor of a quantity: how far repeats lie apart."""
+    """The floor of a quantity."""
     repeats: dict[Any, list[int]] = {}
     for sample in samples:
         value = sample.measured(quantity)
@@ -175,7 +177,7 @@ def floor(samples: Sequence[Sample], quantity: str) -> Floor:
 
 
 def weighted_quantile(values: npt.NDArray[np.float64], weights: npt.NDArray[np.float64], level: float) -> float:
-    """The smallest value below or at which `level` of the weight lies."""
+    """The smallest value such that values up to it have at least the share `level` of the weight."""
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[order])
     at = int(np.searchsorted(reached, level * reached[-1] * (1 - 1e-12)))
@@ -183,6 +185,7 @@ def weighted_quantile(values: npt.NDArray[np.float64], weights: npt.NDArray[np.f
 
 
 def _errors(errors: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -> Errors:
+    """The statistics of relative `errors`."""
     size = np.abs(errors)
     return Errors(
         median=weighted_quantile(size, weights, 0.5),
@@ -196,4 +199,5 @@ def _errors(errors: npt.NDArray[np.float64], weights: npt.NDArray[np.float64]) -
 
 
 def _share(holds: npt.NDArray[np.bool_], weights: npt.NDArray[np.float64]) -> float:
+    """The share of the weight for which `holds` is true."""
     return float(weights[holds].sum() / weights.sum())

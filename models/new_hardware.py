@@ -1,7 +1,7 @@
-"""What a GPU type that was never measured gains from a few rows of its own.
+"""How much the accuracy on a GPU type that was never measured gains from a few rows of its own.
 
-For each GPU type in turn, the fit sees every row of the other types and a few of its own, drawn at random; it is judged on
-the cases that ran on all types, less those it was shown. With no row of its own the calibration is that of the nearest
+For each GPU type in turn, the fit gets every row of the other types and a few randomly drawn rows of its own. It is judged
+on the cases that ran on all types, except those in the fit. Without rows of its own the calibration is that of the nearest
 relative, as for any user.
 """
 
@@ -19,20 +19,20 @@ from peakcast.prediction import Interval
 
 COUNTS = (0, 5, 10, 20, 50)
 NUM_DRAWS = 4
-"""Random draws of the rows that are shown; what they give is pooled."""
+"""Number of random draws of the rows; their results are pooled."""
 FEWEST_JUDGED = 5
-"""Cases left to judge on; with fewer a point is not made."""
+"""Least number of cases to judge on; with fewer there is no point."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LearningPoint:
-    """Accuracy on one GPU type after `num_rows` of its own rows. Shares and errors are fractions."""
+    """Accuracy on one GPU type with `num_rows` rows of its own. Shares and errors are fractions."""
 
     gpu: str
     quantity: str
     num_rows: int
     num_judged: int
-    """Cases judged on, over all draws."""
+    """Number of cases judged on, over all draws."""
     median_error: float
     p95_error: float
     coverage: float
@@ -47,7 +47,7 @@ def learning_curves(
     counts: Sequence[int] = COUNTS,
     num_draws: int = NUM_DRAWS,
 ) -> tuple[LearningPoint, ...]:
-    """One point per GPU type, quantity and number of rows, where enough cases ran on every GPU type."""
+    """One point for each GPU type, quantity and number of rows for which enough cases ran on every GPU type."""
     points = []
     for quantity in quantities:
         rows = [sample for sample in samples if sample.censored or sample.measured(quantity) is not None]
@@ -75,12 +75,12 @@ def learning_curves(
 
 
 def _case(sample: Sample) -> tuple[str, int | None]:
-    """What is the same case on another GPU type."""
+    """Equal for the same case on different GPU types."""
     return (sample.row.job.config_hash, sample.row.rank)
 
 
 def _draw(own: Sequence[Sample], count: int, draw: int) -> list[Sample]:
-    """`count` rows of `own` (fewer where it has fewer), of different cases first; the same for the same `draw`."""
+    """`count` rows of `own` (fewer if it has fewer), different cases first; the same for the same `draw`."""
     order = np.random.default_rng(draw).permutation(len(own))
     first: dict[tuple[str, int | None], int] = {}
     for position in order.tolist():
@@ -90,6 +90,7 @@ def _draw(own: Sequence[Sample], count: int, draw: int) -> list[Sample]:
 
 
 def _point(gpu: str, quantity: str, count: int, scored: Sequence[tuple[Sample, Interval]]) -> LearningPoint:
+    """The accuracy of these predictions."""
     weights = np.array(repeat_weights([sample for sample, _ in scored]))
     measured = np.array([sample.measured(quantity) for sample, _ in scored], dtype=np.float64)
     point, lower, upper = (

@@ -1,4 +1,4 @@
-"""That what lies outside PyTorch's allocator is an estimate, where an answer is so small that it matters."""
+"""The finding that memory outside PyTorch's allocator is only an estimate, for answers so small that it matters."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from peakcast.models.metrics import SILENT_ABOVE
 from peakcast.units import MIB, format_gib
 
 ELSEWHERE_BYTES = (1_395 * MIB, 2_417 * MIB)
-"""How much more a GPU held in a run on another machine that was equal in its tensors, its command and its releases of torch
-and accelerate: the most, of one process and of several. Source: A100, fms-acceleration's tables at commits 9239802 and
-876e2ed, 14 runs on one GPU (1,163 MiB in the middle) and 15 on two (1,179). That loading all kernels at once would be such
-a difference: pytorch #86509, 667 MB of a bare process beside 287."""
+"""How much more a GPU held in a run on another machine with equal tensors, command and releases of torch and accelerate:
+the most, for one process and for several. Source: A100, fms-acceleration's tables at commits 9239802 and 876e2ed, 14 runs
+on one GPU (median 1,163 MiB) and 15 on two (1,179). Loading all kernels at once would make such a difference: pytorch
+#86509, 667 MB against 287 for a bare process."""
 
 
 def outside_estimated(base: Baseline, device_bytes: int) -> Finding | None:
-    """The finding for an answer of `device_bytes`, where such a difference would be an error above SILENT_ABOVE; None where
-    it would not, or where readings of the machine at hand stand in the estimate's place."""
+    """The finding for an answer of `device_bytes`, if such a difference would be an error above SILENT_ABOVE; None if not,
+    or if readings of this machine replace the estimate."""
     one, several = ELSEWHERE_BYTES
     more = several if base.communicator_bytes else one
     if base.outside is not None or more <= SILENT_ABOVE * (device_bytes + more):

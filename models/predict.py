@@ -1,4 +1,4 @@
-"""`predict`: baseline + residual + bars, whether it fits, and what the answer rests on."""
+"""`predict`: baseline, residual and bars, whether the job fits, and what the answer is based on."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from peakcast.catalog import Device
 
 NOTABLE_SPREAD = 0.02
-"""Of what nearly the same order of requests reserves, from which on an answer speaks of it."""
+"""If nearly the same order of requests changes reserved memory by more than this share, the answer says so."""
 
 
 def predict(
@@ -50,9 +50,9 @@ def predict(
 ) -> Prediction:
     """The four quantities of `rank` (None: the worst rank) of `job` on `device`, with bars.
 
-    `calibration` None means the shipped one of the GPU type, else its nearest relative's, else none; `UNCALIBRATED` asks
-    for the baseline with default bars. `findings` are those of reading the question. A job that the ledger does not cover
-    is answered, with wider bars and a finding.
+    `calibration` None: the shipped one of the GPU type, else its nearest relative's, else none; `UNCALIBRATED`: the
+    baseline with default bars. `findings`: those of reading the question. A job that the ledger does not cover is answered
+    too, with wider bars and a finding.
     """
     if calibration is None:
         calibration = calibration_for(device)
@@ -90,9 +90,9 @@ def reasons_outside(
     calibration: Calibration,
     known: Iterable[Finding] = (),
 ) -> list[Finding]:
-    """Why `job` on `device` lies outside what is modelled (`known`: what the ledger does not cover, what reading the
-    question found) and outside the rows of allocated memory, of which there are most: what the other quantities rest on is
-    said beside them (`Interval.rests_on`)."""
+    """Why `job` on `device` is outside what is modelled, and outside the rows of allocated memory, which has the most rows.
+    (`Interval.rests_on` says the same of each other quantity.) `known`: what the ledger does not cover, and what reading
+    the question found."""
     learned = calibration.quantities.get("peak_allocated_bytes")
     reasons = [*known, *(learned.domain.outside(job, row) if learned else ())]
     if calibration.gpu == "none":
@@ -112,11 +112,11 @@ def combine(
     gpu: str,
     known: Sequence[Finding] = (),
 ) -> dict[str, Interval]:
-    """Baseline + residual and the bars around it, for each quantity of a job on the GPU type `gpu`. `known`: what the
+    """Each quantity's baseline, corrected by the residual, with its bar, for a job on the GPU type `gpu`. `known`: what the
     ledger does not cover, and what reading the question found.
 
     A point is never below what must exist: the held bytes, and each quantity contains the one before it (device contains
-    reserved contains allocated).
+    reserved, which contains allocated).
     """
     intervals: dict[str, Interval] = {}
     groups = bar_groups(job, base.peak_allocated_bytes)
@@ -143,7 +143,8 @@ def combine(
 
 
 def _with_nearby_orders(intervals: Mapping[str, Interval], base: Baseline) -> dict[str, Interval]:
-    """The same bars, wide enough for all that the allocator reserves when the requests come in nearly the same order."""
+    """`intervals`, widened to include everything that the allocator reserves when requests come in nearly the same
+    order."""
     widened = dict(intervals)
     for quantity in ("peak_reserved_bytes", "peak_device_bytes") if base.reserved_range_bytes else ():
         bar = intervals[quantity]
@@ -155,9 +156,9 @@ def _with_nearby_orders(intervals: Mapping[str, Interval], base: Baseline) -> di
 
 
 def _with_readings(quantity: str, base: Baseline, reserved: int, start: int, exact: float) -> tuple[int, float]:
-    """The baseline `start` and the point `exact` of a quantity as readings of the machine have them. Where they have all
-    that the job holds outside PyTorch's allocator, device memory is what is `reserved` and that, since what the residual
-    has learned is what other machines hold there; where something was not read, it is no less."""
+    """The baseline and the point of a quantity, given what was read on the machine. If all that the job holds outside
+    PyTorch's allocator was read, device memory is `reserved` plus that, as the residual has only learned what other
+    machines hold there. If something was not read, device memory is at least that sum."""
     read = base.outside
     if quantity != "peak_device_bytes" or read is None:
         return start, exact
@@ -166,9 +167,9 @@ def _with_readings(quantity: str, base: Baseline, reserved: int, start: int, exa
 
 
 def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> bool:
-    """Whether `predict` may say that `job` fits when its tensors need `allocated_bytes`, without a replay: so many are
-    reserved at least, and the rest of an answer (context, communicators) does not depend on what is reserved. The bound is
-    that of a job that caches nothing, which is the narrowest."""
+    """Whether `predict` may say that `job` fits if its tensors need `allocated_bytes`, without a replay: reserved memory is
+    at least that, and the rest of an answer (context, communicators) does not depend on it. The bound assumes a job that
+    caches nothing, whose bar is the narrowest."""
     calibration = calibration_for(device)
     read = outside(job, device)
     estimate = context_bytes(device, job.versions) + communicator_bytes(job, device)
@@ -186,7 +187,7 @@ def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> 
 
 
 def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
-    """The same bars made to agree: device memory contains what is reserved, which contains what is allocated. So a lower
+    """`intervals`, made consistent: device memory contains reserved memory, which contains allocated memory. So a lower
     bound of one is a lower bound of the next, and an upper bound of one is an upper bound of those inside it."""
     result = dict(intervals)
     chain = [name for name in QUANTITIES if name != "peak_host_bytes"]
@@ -204,10 +205,12 @@ def nested(intervals: Mapping[str, Interval]) -> dict[str, Interval]:
 
 
 def _spread(ends: tuple[int, int]) -> float:
+    """By what share the larger end exceeds the smaller."""
     return ends[1] / ends[0] - 1
 
 
 def _beyond_positions(job: TrainingJob) -> tuple[Finding, ...]:
+    """A finding if the sequence is longer than the network's table of positions."""
     longest = max(job.sequence_length, job.decoder_sequence_length or 0)
     rows = job.architecture.most_positions
     if rows is None or longest <= rows:
@@ -220,7 +223,8 @@ def _beyond_positions(job: TrainingJob) -> tuple[Finding, ...]:
 
 
 def retries(base: Baseline) -> Finding | None:
-    """That the simulated allocator has to give cached memory back, which nvidia-smi may or may not have seen."""
+    """A finding if the simulated allocator has to give cached memory back to the driver; nvidia-smi may or may not have
+    shown the peak."""
     if not base.num_retries:
         return None
     sentence = (
@@ -239,6 +243,7 @@ def known_of(job: TrainingJob) -> tuple[Finding, ...]:
 
 
 def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | None) -> list[str]:
+    """The sentences of an answer that say what it assumes."""
     sentences = []
     if rank is None and job.parallelism.world_size > 1:
         sentences.append(worst_rank(job, base.rank))

@@ -1,7 +1,7 @@
-"""Whether a new fit may take the place of the one in use: not worse on architectures that neither had seen.
+"""Whether a new fit may replace the one in use: only if it is not worse on architectures that neither had seen.
 
-An architecture's error is what a calibration's own procedure missed on it without having seen it (`unseen_errors`), or,
-where the calibration in use never saw it at all, what that calibration answers to its rows today. Compared architecture by
+An architecture's error is what a calibration's own procedure missed on it without having seen it (`unseen_errors`) or, if
+the calibration in use never saw it, the error of its answers for these rows today. The comparison goes architecture by
 architecture, because rows of one architecture are one piece of evidence.
 """
 
@@ -37,16 +37,16 @@ class QuantityComparison:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Comparison:
-    """A new calibration beside the one in use."""
+    """A new calibration compared with the one in use."""
 
     gpu: str
     quantities: tuple[QuantityComparison, ...]
     lost: tuple[str, ...]
-    """Quantities that the calibration in use has and the new one has not."""
+    """Quantities that the calibration in use has and the new one does not."""
 
     @property
     def promoted(self) -> bool:
-        """Whether the new one takes the place of the old."""
+        """Whether the new one replaces the old one."""
         return not self.lost and not any(comparison.worse for comparison in self.quantities)
 
     @property
@@ -67,7 +67,7 @@ class Comparison:
 
 
 def compare(new: Calibration, old: Calibration, samples: Sequence[Sample]) -> Comparison:
-    """The comparison of two calibrations of one GPU type; `samples` are those that `new` was fitted to."""
+    """The comparison of two calibrations of one GPU type. `samples`: those that `new` was fitted to."""
     found = []
     for quantity, learned in new.quantities.items():
         before = old.quantities.get(quantity)
@@ -82,7 +82,7 @@ def compare(new: Calibration, old: Calibration, samples: Sequence[Sample]) -> Co
 
 
 def _errors_of(old: Calibration, quantity: str, samples: Sequence[Sample], wanted: set[str]) -> Mapping[str, float]:
-    """What `old` misses on architectures that it never saw."""
+    """The errors of `old` on architectures that it never saw."""
     unseen = [
         sample
         for sample in samples
@@ -95,6 +95,7 @@ def _errors_of(old: Calibration, quantity: str, samples: Sequence[Sample], wante
 
 
 def _compare(quantity: str, old: Sequence[float], new: Sequence[float]) -> QuantityComparison:
+    """The comparison of errors, architecture by architecture."""
     differences = [b - a for a, b in zip(old, new, strict=True)]
     count = len(differences)
     mean = math.fsum(differences) / count

@@ -1,8 +1,8 @@
 """The candidates for the residual: small regressors of log(measured / start), from nothing to boosted trees.
 
-Each stores in the constructor, learns in `fit` (attributes ending in `_`), predicts with numpy only, and turns into plain
-JSON and back without running anything. Inputs: X [rows, features] as floats, y [rows] log ratios, weights [rows],
-groups [rows] names.
+Each stores its settings in the constructor, learns in `fit` (attributes ending in `_`), predicts with numpy alone, and
+converts to plain JSON and back without running code. Inputs: X [rows, features] as floats, y [rows] log ratios, weights
+[rows], groups [rows] names.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from peakcast.models.trees import Trees
 
 Floats = npt.NDArray[np.float64]
 ENOUGH_FOR_TREES = 40
-"""Trees have hundreds of leaves to place: on the published rows (29 architectures, 7 sources) they predicted what they had
-not seen worse than ridge or a hidden amount, in every quantity."""
+"""Least number of architectures for trees, which have hundreds of leaves to place: on the published rows (29 architectures,
+7 sources) they predicted unseen rows worse than ridge or a hidden amount, for every quantity."""
 DIRECTIONS = [MONOTONE.get(name, 0) for name in FEATURES]
-"""The sign that physics asks of each feature's effect, 0 where it asks none."""
+"""The sign that physics demands of each feature's effect; 0 if it demands none."""
 
 
 _GPU_KEY = re.compile(r"\d{1,4}(\.\d{1,6})?/\d{1,4}(\.\d{1,6})?")
 
 
 class Regressor(Protocol):
-    """What a candidate can do."""
+    """The interface of a candidate."""
 
     name: ClassVar[str]
     never_takes_away: ClassVar[bool]
-    """Whether no log ratio that it predicts is negative."""
+    """Whether it never predicts a negative log ratio."""
     least_architectures: ClassVar[int]
-    """With fewer it is not tried."""
+    """It is not tried with fewer architectures."""
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> Any:
         """Learn, forgetting any earlier fit; returns self."""
@@ -71,8 +71,8 @@ class Zero:
 
 
 class GroupMedian:
-    """The median log ratio of the job's group, pulled towards the median of all rows, or towards `overall` where that is
-    given, as if `prior_weight` rows of that value had been seen too. Learned: `medians_` (group → value), `overall_`."""
+    """The median log ratio of the job's group, pulled towards the median of all rows (or towards `overall` if given) as if
+    `prior_weight` rows with that value had been seen too. Learned: `medians_` (group → value), `overall_`."""
 
     name: ClassVar[str] = "group_median"
     never_takes_away: ClassVar[bool] = False
@@ -104,9 +104,9 @@ class GroupMedian:
 
 class HiddenBytes:
     """Memory that no tensor explains (a CUDA context, its kernels, workspaces, communicators), the same amount for every
-    job of a group: log(1 + amount / start). Learned: `amounts_`, the median over a group's rows of measured − start in GiB,
-    pulled towards nothing (`GroupMedian`), which is also what a group never seen has: what ranks hide says nothing of one
-    GPU, and what a router hides nothing of a dense network. Never negative: what is hidden can only add."""
+    job of a group: log(1 + amount / start). Learned: `amounts_`, the median of measured − start over a group's rows, in
+    GiB, pulled towards zero (`GroupMedian`). A group never seen has zero, since several ranks' hidden memory says nothing
+    about one GPU, and a router's nothing about a dense network. Never negative: hidden memory can only add."""
 
     name: ClassVar[str] = "hidden_bytes"
     never_takes_away: ClassVar[bool] = True
@@ -130,7 +130,7 @@ class HiddenBytes:
 
 class GpuMedian:
     """The median log ratio of the GPU type, pulled towards that of all: how a type with few rows of its own differs from
-    those that it learns from. A type never seen takes its nearest relative's. Learned: `gpus_`."""
+    those that it learns from. A type never seen uses its nearest relative's. Learned: `gpus_`."""
 
     name: ClassVar[str] = "gpu_median"
     never_takes_away: ClassVar[bool] = False
@@ -145,10 +145,11 @@ class GpuMedian:
     def predict(self, x: Floats, groups: Sequence[str]) -> Floats:
         """The value of each row's GPU type, or of the type nearest to it, as `calibration.distance` orders them."""
         names = self._names(x)
-        nearest = {name: min(self.gpus_.medians_, key=lambda other: _apart(name, other)) for name in set(names)}
+        nearest = {name: min(self.gpus_.medians_, key=lambda other: _gpu_distance(name, other)) for name in set(names)}
         return self.gpus_.predict(x, [nearest[name] for name in names])
 
     def _names(self, x: Floats) -> list[str]:
+        """A key for each row's GPU type."""
         return [f"{capability:g}/{multiprocessors:g}" for capability, multiprocessors in x[:, self.columns]]
 
     def to_mapping(self) -> dict[str, Any]:
@@ -157,9 +158,9 @@ class GpuMedian:
 
 
 class Ridge:
-    """Linear in the standardised features, shrunk: (XᵀWX/Σw + alpha·I)⁻¹, the mean left free. Learned: `mean_`, `scale_`,
-    `coefficients_`, `intercept_`. Features beyond the range seen are held at its edge when predicting; one whose
-    coefficient would contradict DIRECTIONS is left out."""
+    """Linear in the standardised features, shrunk: (XᵀWX/Σw + alpha·I)⁻¹, without shrinking the mean. Learned: `mean_`,
+    `scale_`, `coefficients_`, `intercept_`. When predicting, a feature beyond the range seen counts as at its edge. A
+    feature whose coefficient would contradict DIRECTIONS is left out."""
 
     name: ClassVar[str] = "ridge"
     never_takes_away: ClassVar[bool] = False
@@ -206,7 +207,8 @@ class Ridge:
 
 
 class BoostedTrees:
-    """scikit-learn's HistGradientBoostingRegressor, learned with scikit-learn and evaluated without. Learned: `trees_`."""
+    """scikit-learn's HistGradientBoostingRegressor, fitted with scikit-learn and evaluated without it. Learned:
+    `trees_`."""
 
     name: ClassVar[str] = "boosted_trees"
     never_takes_away: ClassVar[bool] = False
@@ -226,14 +228,14 @@ class BoostedTrees:
             max_iter=self.max_iter,
             learning_rate=self.learning_rate,
             max_leaf_nodes=self.max_leaf_nodes,
-            max_bins=32,  # a few hundred rows: more bins cost six times the time and gain nothing
+            max_bins=32,  # for a few hundred rows, more bins take six times as long and gain nothing
             min_samples_leaf=5,
             l2_regularization=1.0,
             early_stopping=False,
             monotonic_cst=DIRECTIONS,
             random_state=0,
         )
-        with threadpool_limits(1):  # so few rows that more threads only wait for each other
+        with threadpool_limits(1):  # with so few rows, more threads only wait for each other
             model.fit(x, y, sample_weight=weights)
         self.trees_ = Trees.from_scikit_learn(model)
         return self
@@ -295,13 +297,14 @@ def regressor_from_mapping(mapping: Mapping[str, Any], num_features: int) -> Reg
     )
 
 
-def _apart(one: str, other: str) -> tuple[float, float]:
+def _gpu_distance(one: str, other: str) -> tuple[float, float]:
+    """How different two GPU types are, by their keys."""
     (a, a_sms), (b, b_sms) = (tuple(map(float, name.split("/"))) for name in (one, other))
     return (abs(a // 10 - b // 10) * 10 + abs(a % 10 - b % 10), abs(math.log((a_sms or 1e-9) / (b_sms or 1e-9))))
 
 
 def weighted_median(values: Floats, weights: Floats) -> float:
-    """The middle of `values` by weight; the mean of the two middle ones where they tie."""
+    """The middle of `values` by weight; the mean of the two middle ones if they tie."""
     order = np.argsort(values, kind="stable")
     reached = np.cumsum(weights[order]) / weights.sum()
     low = int(np.searchsorted(reached, 0.5 - 1e-12))

@@ -1,4 +1,5 @@
-"""The simulated allocator beside PyTorch's own on the same calls: `python -P -m peakcast.models.replayed FILE FOLDER`.
+"""Compares the simulated allocator with PyTorch's own on the same calls: `python -P -m peakcast.models.replayed FILE
+FOLDER`.
 
 FILE is what `peakcast.collectors.replaying` measured on a GPU for the timelines in FOLDER. Equal means equal to the byte.
 """
@@ -19,7 +20,7 @@ from peakcast.timelines import read_timelines
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Compared:
-    """One timeline under one setting: bytes that PyTorch's allocator and the simulated one reported at most."""
+    """One timeline under one setting: the peaks in bytes of PyTorch's allocator and of the simulated one, as pairs."""
 
     timeline: str
     expandable_segments: bool
@@ -28,13 +29,13 @@ class Compared:
 
     @property
     def equal(self) -> bool:
-        """To the byte, both."""
+        """Whether both peaks are equal to the byte."""
         return self.allocated_bytes[0] == self.allocated_bytes[1] and self.reserved_bytes[0] == self.reserved_bytes[1]
 
 
 def compared(replays: Iterable[Mapping[str, Any]], folder: Path) -> list[Compared]:
-    """Each measured replay beside the simulation of its calls. One that gave memory back, or ran out of it, is left out:
-    what the GPU had room for decided it."""
+    """Each measured replay with the simulation of its calls. One that gave memory back, or ran out of it, is left out,
+    because the GPU's free memory decided it."""
     found = []
     for measured in replays:
         if measured.get("reason") or measured["num_alloc_retries"]:

@@ -1,4 +1,4 @@
-"""What is known to make published runs hold more memory than the simulated allocator reserves, and cannot be simulated."""
+"""Known reasons why published runs hold more memory than the simulated allocator reserves, which cannot be simulated."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from peakcast.spec import TrainingJob
 
 
 def reserved_findings(job: TrainingJob) -> tuple[Finding, ...]:
-    """Where the replay of `job` is known to reserve too little: its tensors are counted, what they leave in the cache
-    depends on timing or data. Bars are those of the rows, which have it."""
+    """Findings for a job whose replay is known to reserve too little: its tensors are counted, but what they leave in the
+    cache depends on timing or data. The bars come from rows that have this effect."""
     return tuple(
         Finding("reserved_beyond_replay", parameter, "more", sentence)
         for holds, parameter, sentence in (

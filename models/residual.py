@@ -1,15 +1,16 @@
-"""The learned residual: what measurements have beyond the analytical baseline, as log(measured / start), the start being
-the baseline, for allocated memory with the simulated allocator's slack (`Baseline.start`).
+"""The learned residual: what measurements show beyond the analytical baseline, as log(measured / start). The start is the
+baseline; for allocated memory, that with the simulated allocator's slack (`Baseline.start`).
 
 Candidates of growing freedom (nothing, a hidden amount, a median per group, ridge, boosted trees) compete by predicting
-architectures they were not fitted on, and sources (who measured) where there are several. One that loses more than the
-baseline alone does, on either, is out. Of the others the simplest wins that is, on either, within one standard error of the
-best. The two are judged apart, because both hold out the same rows: in one list, seven architectures that one source
-measured outvote the sources. What wins is shrunk towards the baseline only as far as the same rule asks for: a share that a
-few units like a little better is chance, and takes away from everybody.
+architectures they were not fitted on and, if there are several sources (who measured), sources they were not fitted on. A
+candidate with a larger error than the baseline alone, in either split, is out. Of the others the simplest wins whose error
+is, in both splits, within one standard error of the best. The splits are judged separately because both hold out the same
+rows: in one list, seven architectures that one source measured would outvote the sources. The winner is shrunk towards the
+baseline only as far as the same rule demands: if shrinking is slightly better for only a few units, that is chance, and
+everyone else would lose by it.
 
-A run that went out of memory is a bound: its peak would have been at least this. It teaches nothing where the fit lies
-above it, and counts as a row at the bound where the fit lies below (`fit_bounded`).
+A run that went out of memory gives a bound: its peak would have been at least that. A bound below the fit teaches nothing;
+one above the fit counts as a row at the bound (`fit_bounded`).
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from peakcast.models.strict import number, read, texts
 
 NUM_FOLDS = 10
 MOST_ROUNDS = 4
-"""Fits of one candidate while bounds come in that it lies below."""
+"""How often one candidate is fitted again because bounds lie above it."""
 SHRINKAGES = (1.0, 0.75, 0.5, 0.25, 0.0)
 WORST_COUNTED = 0.1
-"""Log ratios further than this from the median are learned, and errors beyond it counted, as just this far: such a row is
-a fault of the ledger, not something a residual should chase."""
+"""Log ratios further than this from the median are learned, and larger errors counted, as if they were exactly this far:
+such a row shows a fault of the ledger, not something for a residual to follow."""
 
 LEAST_LOSS = 1e-9
-"""Mean errors that differ by less are equal: sums of floats."""
+"""Mean errors that differ by less count as equal, because they are sums of floats."""
 
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
@@ -42,8 +43,8 @@ Choice = TypeVar("Choice")
 
 
 class HeldOut:
-    """One way of holding rows out: `units` [rows], what counts as one in the error; `folds` [rows], which rows were held
-    out together; `guesses` [rows], what the procedure predicted for each row without its fold."""
+    """One way of holding rows out. `units` [rows]: the unit of each row, each of which counts once in the error; `folds`
+    [rows]: which rows were held out together; `guesses` [rows]: what was predicted for each row without its fold."""
 
     def __init__(self, units: Units, folds: Units) -> None:
         self.units = units
@@ -54,12 +55,12 @@ class HeldOut:
 class Residual:
     """Predicts log(measured / baseline) from features.
 
-    `make_candidates` makes the candidates, simplest first; `num_folds` is the most folds of the grouped cross-validation
-    (each architecture its own fold where there are fewer).
+    `make_candidates`: makes the candidates, simplest first; `num_folds`: the most folds of the grouped cross-validation
+    (with fewer architectures, each is a fold).
 
-    Learned: `regressor_`, `shrinkage_` (0 to 1), `low_` and `high_` (the range of log ratios seen; predictions stay in it),
-    `scores_` (candidate → mean absolute error on what was held out), `splits_` (one `HeldOut` for each way of holding
-    rows out: by architecture, then by source where there are several).
+    Learned: `regressor_`, `shrinkage_` (0 to 1), `low_` and `high_` (the range of log ratios seen, within which predictions
+    stay), `scores_` (candidate → mean absolute error on held-out rows), `splits_` (a `HeldOut` for each way of holding rows
+    out: by architecture, then by source if there are several).
     """
 
     def __init__(self, *, make_candidates: Callable[[], list[Regressor]] = candidates, num_folds: int = NUM_FOLDS) -> None:
@@ -76,9 +77,9 @@ class Residual:
         bounded: Sequence[bool] | None = None,
         sources: Sequence[str] | None = None,
     ) -> Residual:
-        """Learn from rows of `features`; returns self. `architectures` and `sources` are what is held out, `groups` what
-        `GroupMedian` goes by; `weights` count a row less (repeats, trust); where `bounded`, a ratio is only a lower bound.
-        """
+        """Learn from rows of `features`; returns self. `architectures` and `sources`: the names by which rows are held out;
+        `groups`: those that `GroupMedian` uses; `weights`: less than 1 for repeats and less trusted rows; `bounded`:
+        whether a ratio is only a lower bound."""
         x, y = matrix(rows), np.asarray(log_ratios, dtype=np.float64)
         counts = np.ones(len(y)) if weights is None else np.asarray(weights, dtype=np.float64)
         censored = np.zeros(len(y), dtype=bool) if bounded is None else np.asarray(bounded, dtype=bool)
@@ -106,6 +107,7 @@ class Residual:
         }
 
         def lost(guesses: Sequence[Floats], share: float = 1.0) -> list[Floats]:
+            """For each split, the mean error of each unit with `share` of the guesses."""
             parts = []
             for split, guess in zip(self.splits_, guesses, strict=True):
                 missed = y - share * guess
@@ -126,14 +128,14 @@ class Residual:
         return self
 
     def predict(self, rows: Sequence[Mapping[str, float]], groups: Sequence[str]) -> Floats:
-        """Log ratios to add to the baseline's logarithm, [rows]."""
+        """Log ratios to add to the logarithm of the baseline, [rows]."""
         guess = self.shrinkage_ * self.regressor_.predict(matrix(rows), groups)
         clipped: Floats = np.clip(guess, min(self.low_, 0.0), max(self.high_, 0.0))
         return clipped
 
     @property
     def least(self) -> float:
-        """What no prediction lies below."""
+        """A bound below all predictions."""
         return 0.0 if self.regressor_.never_takes_away else self.shrinkage_ and min(self.low_, 0.0)
 
     def _out_of_fold(
@@ -146,6 +148,7 @@ class Residual:
         groups: Sequence[str],
         censored: Flags,
     ) -> Floats:
+        """The candidate's prediction for each row from a fit without the row's fold."""
         guess = np.zeros(len(y))
         names = np.asarray(groups, dtype=object)
         for fold in np.unique(folds):
@@ -208,18 +211,18 @@ def fit_bounded(
 
 
 def matrix(rows: Sequence[Mapping[str, float]]) -> Floats:
-    """[rows, features] in the order of FEATURES."""
+    """The rows as an array [rows, features], in the order of FEATURES."""
     return np.array([[row[name] for name in FEATURES] for row in rows], dtype=np.float64).reshape(len(rows), len(FEATURES))
 
 
 def number_of(names: Sequence[str]) -> Units:
-    """Equal numbers for equal names, [rows]."""
+    """A number for each row, equal for equal names, [rows]."""
     numbers: Units = np.unique(np.asarray(names, dtype=object).astype(str), return_inverse=True)[1]
     return numbers
 
 
 def assign_folds(units: npt.NDArray[np.int64], counts: Floats, num_folds: int) -> npt.NDArray[np.int64]:
-    """A fold for each row: whole units only, the largest first to the lightest fold."""
+    """A fold for each row: whole units only, the largest first, each to the fold with the least weight so far."""
     sizes = np.bincount(units, weights=counts)
     load = np.zeros(min(num_folds, len(sizes)))
     fold_of = np.zeros(len(sizes), dtype=np.int64)
@@ -238,8 +241,9 @@ def per_unit_error(errors: Floats, units: npt.NDArray[np.int64], counts: Floats)
 
 
 def simplest_in_every_split(errors: Mapping[Choice, Sequence[Floats]]) -> Choice:
-    """Of the choices that lose no more than the first does in any split, the first that is within one standard error of the
-    best in every split; where none is, in the last split, the hardest. `errors`: choice → the errors of each split."""
+    """Among the choices whose error exceeds the first choice's in no split, the first that is within one standard error of
+    the best in every split; if there is none, the first that is so in the last split, the hardest. `errors`: choice → the
+    errors of each split."""
     first = next(iter(errors))
     mean = {name: [float(part.mean()) for part in parts] for name, parts in errors.items()}
     harmless = [
@@ -252,8 +256,9 @@ def simplest_in_every_split(errors: Mapping[Choice, Sequence[Floats]]) -> Choice
 
 
 def within_one_standard_error(errors: Mapping[Choice, Floats]) -> list[Choice]:
-    """The choices whose mean error exceeds the best one's by at most one standard error of their difference, unit by unit
-    (paired, so that units which are hard for every candidate do not blur the comparison), in the order of `errors`."""
+    """The choices whose mean error exceeds the best one's by at most one standard error of their difference, in the order
+    of `errors`. Differences are taken unit by unit, so that units which are hard for every candidate do not blur the
+    comparison."""
     best = min(errors, key=lambda name: float(errors[name].mean()))
     found = []
     for name, error in errors.items():

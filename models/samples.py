@@ -1,4 +1,5 @@
-"""Measured rows beside their baselines: what the fit learns from and the evaluation judges on, and what was left out."""
+"""Measured rows with their baselines, from which the fit learns and by which the evaluation judges, and the rows that are
+left out."""
 
 from __future__ import annotations
 
@@ -29,18 +30,19 @@ BaselineOf = Callable[[TrainingJob, "Device", int | None], Baseline]
 DeviceOf = Callable[[str], "Device"]
 ScopeOf = Callable[[TrainingJob], str]
 Asked = tuple[TrainingJob, str, int | None]
-"""A job, the GPU type's name and the rank."""
+"""A job, the name of a GPU type, and a rank."""
 ENOUGH_TO_SHARE = 50
-"""A process that answers fewer takes longer to begin than it saves."""
+"""A process with fewer jobs takes longer to start than it saves."""
 OUT_OF_MEMORY = "outcome is out_of_memory"
 TRUST = {"measured": 1.0, "published": 0.5}
-"""A row of ours, whose versions, allocator and phases are recorded, beside one whose run had to be reconstructed from what
-its authors wrote. Only the ratio matters, and only where both share a fit. A judgement."""
+"""Weight of a row by provenance: one that peakcast measured, with versions, allocator and phases recorded, against one
+whose run was reconstructed from what its authors wrote. Only the ratio matters, and only if both are in one fit. A
+judgement."""
 
 
 RETRIED = 0.1
-"""Of a row whose replay ran into the GPU's end: what the allocator then kept depends to the byte on how much room it had,
-which nobody reports, and a fit of few rows must not hang on it. A judgement."""
+"""Factor on the weight of a row whose replay reached the GPU's end: what the allocator then keeps depends to the byte on
+the free memory, which nobody reports, and a fit of few rows must not depend on it. A judgement."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -52,20 +54,20 @@ class Sample:
     baseline: Baseline
     features: dict[str, float]
     architecture: str
-    """`grouping.architecture_shape`: the unit of evidence."""
+    """`grouping.architecture_shape`, the unit in which evidence is counted."""
     layout: str
     groups: tuple[str, ...]
-    """`grouping.bar_groups`: whose rows may set the error bar, finest first."""
+    """`grouping.bar_groups`: the groups whose rows may set the error bar, finest first."""
 
     def measured(self, quantity: str) -> int | None:
-        """Measured bytes of a quantity, None where the row has none that can be compared."""
+        """Measured bytes of a quantity; None if the row has none that can be compared."""
         value: int | None = getattr(self.row, quantity)
-        if self.censored and quantity == "peak_device_bytes":  # it wanted more than the GPU has
+        if self.censored and quantity == "peak_device_bytes":  # it needed more than the GPU has
             value = max(value or 0, self.device.cuda_memory_bytes)
         return value if value and self.baseline.start(quantity) > 0 else None
 
     def log_ratio(self, quantity: str) -> float:
-        """log(measured / what the residual starts from); of a run that went out of memory, a lower bound of it."""
+        """log(measured / what the residual starts from); for a run that went out of memory, a lower bound of it."""
         return math.log((self.measured(quantity) or 1) / self.baseline.start(quantity))
 
     @property
@@ -75,12 +77,12 @@ class Sample:
 
     @property
     def censored(self) -> bool:
-        """Whether the run went out of memory: what was measured is then a lower bound."""
+        """Whether the run went out of memory, so that measured values are lower bounds."""
         return self.row.outcome == "out_of_memory"
 
     @property
     def trust(self) -> float:
-        """What the row counts for beside others in a fit (`TRUST`, `RETRIED`)."""
+        """The row's weight among others in a fit (`TRUST`, `RETRIED`)."""
         return TRUST[self.row.provenance] * (RETRIED if self.baseline.num_retries else 1.0)
 
     @property
@@ -91,11 +93,12 @@ class Sample:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Samples:
-    """The samples that count, those that went out of memory (bounds to a fit), and the rows left out by reason."""
+    """The samples that count, those that went out of memory (bounds for a fit), and the numbers of rows left out by
+    reason."""
 
     samples: tuple[Sample, ...]
     left_out: dict[str, int]
-    """Rows that may not stand in an accuracy claim, those that went out of memory included."""
+    """Numbers of rows that an accuracy claim may not include, by reason; those that went out of memory are among them."""
     censored: tuple[Sample, ...] = ()
 
 
@@ -106,26 +109,26 @@ def prepare(
     baseline_of: BaselineOf | None = None,
     scope_of: ScopeOf | None = None,
 ) -> Samples:
-    """The rows that may stand in an accuracy claim, each with its baseline; the others counted by reason.
+    """The rows that an accuracy claim may include, each with its baseline, and the numbers of others by reason.
 
-    A row counts when it is `measured` or `published`, finished, in scope of its record and of the ledger, unspoiled, on a
-    GPU of the catalog and has at least one of the four quantities. The three functions default to the catalog's, the
+    A row counts if it is `measured` or `published`, finished, in scope by its record and for the ledger, unspoiled, on a
+    GPU of the catalog, and has at least one of the four quantities. The three functions default to the catalog's, the
     analytical baseline's and the ledger's.
     """
     device_of = device_of or _catalog_device
     scope_of = scope_of or _ledger_scope
     compute = functools.partial(_computed, device_of, baseline_of or baseline)
-    rows = sorted(rows, key=_order)  # so that the same rows give the same fit, whatever file order they came in
+    rows = sorted(rows, key=_order)  # so that the order of rows in files does not change the fit
     why = [_reason(row, scope_of) for row in rows]
     counted = [row for row, reason in zip(rows, why, strict=True) if not reason or reason == OUT_OF_MEMORY]
-    baselines = _baselines({asked: None for row in counted for asked in _asked(row)}, compute)
+    baselines = _baselines({asked: None for row in counted for asked in _baselines_needed(row)}, compute)
     kept: list[Sample] = []
     censored: list[Sample] = []
     reasons: Counter[str] = Counter()
     for row, reason in zip(rows, why, strict=True):
         if not reason or reason == OUT_OF_MEMORY:
             try:
-                base, *others = (_given(baselines[asked]) for asked in _asked(row))
+                base, *others = (_baseline_or_raise(baselines[asked]) for asked in _baselines_needed(row))
                 if others:
                     base = _mean_device(base, others, row.job)
                 sample = _sample(row, device_of(row.gpu), base)
@@ -139,8 +142,8 @@ def prepare(
     return Samples(samples=tuple(kept), left_out=dict(sorted(reasons.items())), censored=tuple(censored))
 
 
-def _asked(row: Measurement) -> list[Asked]:
-    """Whose baselines a row needs: its rank's and, of a mean over GPUs, that of each other kind of rank."""
+def _baselines_needed(row: Measurement) -> list[Asked]:
+    """Whose baselines a row needs: its rank's and, if it is a mean over GPUs, those of ranks that differ."""
     ranks = [row.rank]
     if row.environment.get(DEVICE_MEAN):
         ranks += [rank for rank in ranks_by_shard(row.job, 0) if rank != row.rank]
@@ -148,12 +151,13 @@ def _asked(row: Measurement) -> list[Asked]:
 
 
 def _computed(device_of: DeviceOf, compute: BaselineOf, asked: Asked) -> Baseline:
+    """The baseline of one question."""
     job, gpu, rank = asked
     return compute(job, device_of(gpu), rank)
 
 
 def _baselines(asked: Iterable[Asked], compute: Callable[[Asked], Baseline]) -> dict[Asked, Baseline | Exception]:
-    """Each baseline, or why there is none: many are shared out to as many processes as there are cores."""
+    """Each question's baseline, or the error. Many questions are divided among as many processes as there are cores."""
     found: dict[Asked, Baseline | Exception] = {}
     waiting = list(asked)
     processes = min(available_cores(), len(waiting) // ENOUGH_TO_SHARE)
@@ -169,13 +173,15 @@ def _baselines(asked: Iterable[Asked], compute: Callable[[Asked], Baseline]) -> 
     return found
 
 
-def _given(answer: Baseline | Exception) -> Baseline:
+def _baseline_or_raise(answer: Baseline | Exception) -> Baseline:
+    """The baseline; raises the error in its place."""
     if isinstance(answer, Exception):
         raise answer
     return answer
 
 
 def _sample(row: Measurement, device: Device, base: Baseline) -> Sample:
+    """A row with its baseline, features and groups."""
     base = base if row.collectives == "nccl" else _without_communicators(base)
     return Sample(
         row=row,
@@ -189,26 +195,26 @@ def _sample(row: Measurement, device: Device, base: Baseline) -> Sample:
 
 
 def repeat_weights(samples: Sequence[Sample]) -> list[float]:
-    """1 / repeats for each sample, so that a configuration counts once however often it was run."""
+    """1 / (number of repeats) for each sample, so that a configuration counts once however often it was run."""
     counts = Counter(sample.configuration for sample in samples)
     return [1 / counts[sample.configuration] for sample in samples]
 
 
 def rows_digest(samples: Iterable[Sample]) -> str:
-    """SHA-256 (hex) of the rows' keys and measured values, whatever their order."""
+    """SHA-256 (hex) of the rows' keys and measured values, independent of their order."""
     facts = sorted(_order(sample.row) for sample in samples)
     return hashlib.sha256(canonical_json(facts).encode()).hexdigest()
 
 
 def _without_communicators(base: Baseline) -> Baseline:
-    """The baseline of a run whose collectives were not NCCL's, which then has no buffers of its own on the GPU."""
+    """The baseline of a run with other collectives than NCCL's, which has none of NCCL's buffers on the GPU."""
     device_bytes = base.peak_device_bytes - base.communicator_bytes
     return replace(base, communicator_bytes=0, peak_device_bytes=device_bytes)
 
 
 def _mean_device(base: Baseline, others: Sequence[Baseline], job: TrainingJob) -> Baseline:
-    """The baseline of a rank with the reserved and device memory that all GPUs of the job have in the mean, where all other
-    ranks are like `others`, the first of them (none: all are alike)."""
+    """The baseline with the mean of reserved and device memory over all GPUs of the job, if all other ranks are like the
+    first of `others` (empty: all are like this one)."""
     if not others:
         return base
     ranks = job.parallelism.world_size
@@ -218,17 +224,19 @@ def _mean_device(base: Baseline, others: Sequence[Baseline], job: TrainingJob) -
 
 
 def _kind(reason: str) -> str:
-    """The first sentence of a reason without the names and numbers of the row: one line per kind of row left out."""
+    """A reason's first sentence without the names and numbers of its row, so that one line stands for each kind."""
     for pattern in (r"\s*\([^()]*=[^()]*\)", r"'[^']*' ?", r"[-+]\d[\d.]*% "):
         reason = re.sub(pattern, "", reason)
     return reason.split(". ")[0].rstrip(".")
 
 
 def _order(row: Measurement) -> list[Any]:
+    """A sort key: the row's key and its measured values."""
     return [row.key, *(getattr(row, quantity) or 0 for quantity in QUANTITIES)]
 
 
 def _reason(row: Measurement, scope_of: ScopeOf) -> str:
+    """Why the row does not count; "" if it does."""
     if row.provenance not in ("measured", "published"):
         return f"provenance is {row.provenance}"
     if row.outcome not in ("ok", "out_of_memory"):

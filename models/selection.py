@@ -1,9 +1,10 @@
-"""Which cells to measure next: those that tell most about all the others, given what has been measured.
+"""Which cells to measure next: those that tell most about all others, given what has been measured.
 
-What the baseline misses is taken for a Gaussian process whose covariance is the sum of what two jobs share: the
-architecture, the layout, and a smooth function of the residual's features. Measuring a cell leaves every other one with a
-smaller variance; the next cell is the one with the largest left (a pivoted Cholesky decomposition: greedy D-optimal design,
-Gramacy, Surrogates, 2020, section 6). A new architecture or layout has all of its variance left, so breadth comes first.
+The baseline's errors are modelled as a Gaussian process. Its covariance is the sum of what two jobs share: the
+architecture, the layout, and a smooth function of the residual's features. Measuring a cell lowers the variance of every
+other; the next cell is the one with the largest remaining variance (a pivoted Cholesky decomposition: greedy D-optimal
+design, Gramacy, Surrogates, 2020, section 6). A new architecture or layout keeps all of its variance, so breadth comes
+first.
 """
 
 from __future__ import annotations
@@ -26,15 +27,15 @@ if TYPE_CHECKING:
 
 Array = npt.NDArray[np.float64]
 SHARES = {"architecture": 0.5, "layout": 0.2, "features": 0.3}
-"""Variance that equal architectures, equal layouts and near features share. On the published rows the scores of one
+"""Variance shared by equal architectures, equal layouts and near features. On the published rows, errors of one
 architecture correlate most (docs/decisions/2026-11-evidence-by-architecture.md)."""
 NOISE = 0.01
-"""Variance of a repeat beside that of 1 between jobs."""
+"""Variance between repeats, where the variance between jobs is 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """A job as the covariance sees it."""
+    """What the covariance depends on."""
 
     architecture: str
     layout: str
@@ -81,7 +82,7 @@ def _measure(left: Array, variance: Array, index: int) -> None:
 
 
 def covariance(points: Sequence[Point]) -> Array:
-    """How much the errors of each two points are expected to share; 1 on the diagonal."""
+    """How much the errors of each pair of points are expected to share; 1 on the diagonal. [num_points, num_points]"""
     rows = np.array([p.features for p in points], dtype=np.float64)
     spread = rows.std(axis=0)
     rows = (rows[:, spread > 0] - rows[:, spread > 0].mean(axis=0)) / spread[spread > 0]
@@ -97,13 +98,14 @@ def covariance(points: Sequence[Point]) -> Array:
 
 
 def _equal(names: Sequence[str]) -> Array:
+    """1 where two names are equal, else 0. [num_names, num_names]"""
     numbers = np.unique(np.array(names), return_inverse=True)[1]
     same: Array = (numbers[:, None] == numbers[None, :]).astype(np.float64)
     return same
 
 
 def expected(cells: Sequence[Point], values: Sequence[float], asked: Sequence[Point]) -> Array:
-    """What the process expects at `asked`, given `values` at `cells`."""
+    """The expected values at `asked`, given `values` at `cells`. [num_asked]"""
     joint = covariance([*cells, *asked])
     n = len(cells)
     weights = np.linalg.solve(joint[:n, :n] + NOISE * np.eye(n), np.asarray(values) - np.mean(values))

@@ -1,7 +1,7 @@
-"""Whether the informative order pays, on rows that are there: `python -P -m peakcast.models.selection_trial`.
+"""Whether the informative order of measuring helps, tried on existing rows: `python -P -m peakcast.models.selection_trial`.
 
-The error of what is expected for all rows from the first of them, in the informative order and in random ones. How much
-there is to gain depends on the rows: on some that the ledger meets already it is little.
+It compares the error of the expected values for all rows, given the first of them, in the informative order and in random
+orders. How much there is to gain depends on the rows: little where the ledger is right already.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ PARTS = (0.5, 0.95)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trial:
-    """Quantiles (`PARTS`) of the absolute error after `count` cells; of random orders their mean."""
+    """Quantiles (`PARTS`) of the absolute error after `count` cells; for random orders, their mean."""
 
     count: int
     informative: tuple[float, ...]
@@ -31,14 +31,14 @@ class Trial:
 
 
 def errors(order: Sequence[int], points: Sequence[Point], values: Sequence[float]) -> Array:
-    """|expected − true| of every point, once those of `order` are known."""
+    """|expected − true| of every point, once the values of the points in `order` are known."""
     guess = expected([points[i] for i in order], [values[i] for i in order], points)
     off: Array = np.abs(guess - np.asarray(values))
     return off
 
 
 def random_orders(number: int, num_orders: int = NUM_ORDERS) -> list[list[int]]:
-    """Orders of `number` things, the same ones each time."""
+    """Random orders of `number` items, the same ones each time."""
     orders = []
     for seed in range(num_orders):
         order = list(range(number))
@@ -52,6 +52,7 @@ def trials(points: Sequence[Point], values: Sequence[float], counts: Sequence[in
     informative, orders = most_informative(points), random_orders(len(points))
 
     def quantiles(order: Sequence[int]) -> Array:
+        """Quantiles of the error when the cells of `order` are known."""
         found: Array = np.quantile(errors(order, points, values), PARTS)
         return found
 

@@ -1,8 +1,8 @@
-"""A table of jobs answered row by row: what the registered model does, apart from MLflow.
+"""Answers a table of jobs row by row: what the registered model does, without MLflow.
 
-A row is a job either as JSON in the column `job`, in any form that a job file has, or spread over columns named by the
-paths of its fields (`architecture`, `sequence_length`, `parallelism.tensor_parallel_size`, ...); empty cells mean defaults,
-but a column that is empty in every row is refused, since NaN in a request looks just so.
+A row is a job, either as JSON in the column `job`, in any form that a job file may have, or spread over columns named by
+the paths of its fields (`architecture`, `sequence_length`, `parallelism.tensor_parallel_size`, ...). Empty cells mean
+defaults, but a column that is empty in every row is refused, since NaN in a request looks the same.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from peakcast.prediction import QUANTITIES
 JOB = "job"
 PARTS = ("baseline", "point", "lower", "upper", "upper_95")
 MAX_JOB_CHARACTERS = 1_000_000
-"""A job longer than this is not one; refused before it is parsed."""
+"""A longer text is not a job; it is refused before it is parsed."""
 MAX_ROWS = 1_000
-"""Of one request."""
+"""Rows of one request."""
 REQUEST_SECONDS = 45.0
-"""For one request: MLflow's server gives up on it after 60, and would go on computing for nobody."""
+"""Time for one request. MLflow's server gives up after 60 s, and the computation would continue for nobody."""
 
 
 @cache
 def job_columns() -> tuple[str, ...]:
-    """The columns that a job can be spread over: every field's path, the architecture as a name or a mapping."""
+    """The columns over which a job can be spread: every field's path; the architecture as a name or a mapping."""
     from peakcast import catalog
     from peakcast.spec import TrainingJob, job_to_mapping
 
@@ -45,7 +45,7 @@ def job_columns() -> tuple[str, ...]:
 def rows_of(table: Any) -> list[dict[str, Any]]:
     """The rows of a table: a pandas DataFrame, a mapping of columns to lists, or a list of rows.
 
-    Raises: SpecError where it is none of these, is empty or too long, or has a column that no job has.
+    Raises: SpecError if it is none of these, is empty or too long, or has a column that no job has.
     """
     import pandas  # type: ignore[import-untyped,unused-ignore]
 
@@ -106,7 +106,7 @@ def job_of(row: Mapping[str, Any]) -> dict[str, Any]:
 
 def answer_row(row: Mapping[str, Any], calibration: Calibration) -> dict[str, Any]:
     """`fits`; for each quantity `<quantity>.baseline`, `.point`, `.lower`, `.upper`, `.upper_95` in bytes, and `.rests_on`;
-    `findings` and `assumptions` as `Prediction.to_mapping` has them.
+    `findings` and `assumptions` as in `Prediction.to_mapping`.
 
     Raises: SpecError or CatalogError naming what is wrong with the job.
     """
@@ -118,7 +118,7 @@ def answer_row(row: Mapping[str, Any], calibration: Calibration) -> dict[str, An
     from peakcast.models.predict import predict
 
     job = job_of(row)
-    if isinstance(job.get("architecture"), str):  # who asks over the network may name files of theirs, not of ours
+    if isinstance(job.get("architecture"), str):  # a name only: a remote request must not make us read our files
         job = {**job, "architecture": catalog.architecture(job["architecture"])}
     device = replace(catalog.gpu(calibration.gpu), constants=own_constants(calibration.gpu))
     prediction = predict(job_from_mapping(job), device, calibration=calibration)
@@ -131,7 +131,7 @@ def answer_row(row: Mapping[str, Any], calibration: Calibration) -> dict[str, An
 
 
 def answer_rows(rows: Sequence[Mapping[str, Any]], calibration: Calibration) -> list[dict[str, Any]]:
-    """`answer_row` of each, all within `REQUEST_SECONDS`. Raises: SpecError or CatalogError naming the row."""
+    """`answer_row` of each row, all within `REQUEST_SECONDS`. Raises: SpecError or CatalogError naming the row."""
     found: list[dict[str, Any]] = []
     try:
         with limited(REQUEST_SECONDS):

@@ -1,11 +1,11 @@
-"""How large an error to expect of a job's prediction: the scale in which error bars are measured.
+"""How large an error to expect of a job's prediction: the scale of the error bars.
 
-Errors are not equally large everywhere. What nobody can see from outside (a CUDA context, kernels) is bytes, and so a
-larger share of a small job; what the allocator caches depends on the order of requests; a router sends where the data say;
-a compiler may fuse otherwise; a kind of job that was never measured may hide anything. Each is a term, the expected
-|log(measured / predicted)| is their sum, and its coefficients are learned from predictions of rows that were held out, by
-architecture and by source. Where rows say nothing of a term its prior stands: `PRIORS` is the one list of what is judged
-and not measured.
+Errors are not equally large for all jobs. What cannot be seen from outside (a CUDA context, kernels) is a number of bytes,
+and so a larger share of a small job. What the allocator caches depends on the order of requests. A router sends tokens
+depending on the data. A compiler may fuse differently. A kind of job that was never measured may differ in any way. Each is
+a term; the expected |log(measured / predicted)| is their sum. The coefficients are learned from predictions of rows that
+were held out, by architecture and by source. A term about which rows say nothing keeps its prior: `PRIORS` is the one list
+of what is judged and not measured.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TERMS: dict[str, str] = {
     "outside": "per step of severity: kinds of jobs, sizes and versions that were not measured",
     "unmodelled": "something that the ledger names and does not count",
 }
-"""Term → what it stands for."""
+"""Term → what it represents."""
 
 PRIORS: dict[str, dict[str, float]] = {
     "peak_allocated_bytes": {
@@ -52,30 +52,30 @@ PRIORS: dict[str, dict[str, float]] = {
         "outside": 0.02, "unmodelled": 0.11,
     },
 }  # fmt: skip
-"""Expected |log error| per unit of each term where nothing was measured: judgements, with their reasons.
-
-- `fixed`: of allocated memory workspaces of some MiB; of reserved a segment or two; of device memory what equal processes
-  differ by in GiB: eight tables of one benchmark on A100 by 0.05, but one of them by 1.2; another's 138 rows by 0.02, but
-  nine of GPTQ by 0.85; 31 readings after NCCL's start on 8 × H100 by 0.02, but one by 0.33. In the mean 0.02 to 0.2.
-- `cached`: equal ranks of one run differ by up to 2.6 % in reserved memory, at a cache of 10 to 30 %.
-- `routed`: runs of one mixture that differ in nothing but the run are up to 6 % apart.
-- `compiled`: the same source on the same torch spreads by 1.0 % in the median, 12.6 % at worst.
-- `outside`: the best published predictor of unseen configurations errs by 4 % in the median; jobs of another framework,
-  layout and task lie 6 to 8 steps outside.
+"""Expected |log error| per unit of each term if nothing was measured: judgements, with their reasons.
+- `fixed`: for allocated memory, workspaces of some MiB; for reserved, a segment or two; for device memory, how much equal
+  processes differ, in GiB: eight tables of one benchmark on A100 by 0.05, but one of them by 1.2; another's 138 rows by
+  0.02, but nine of GPTQ by 0.85; 31 readings after NCCL's start on 8 × H100 by 0.02, but one by 0.33. On average 0.02 to
+  0.2.
+- `cached`: equal ranks of one run differ by up to 2.6 % in reserved memory, with a cache of 10 to 30 %.
+- `routed`: runs of one mixture of experts with equal settings are up to 6 % apart.
+- `compiled`: the same source on the same torch varies by 1.0 % at the median, 12.6 % at worst.
+- `outside`: the best published predictor of unseen configurations has a median error of 4 %; jobs of another framework,
+  layout and task are 6 to 8 steps outside.
 - `unmodelled`: the mean over the published rows that are out of scope (66 of allocated, 66 of reserved, 103 of device
-  memory), each error counted up to `WORST_COUNTED`; half of them are off by less than 5, 11 and 17 %. Of host memory no row
-  says it.
-"""
+  memory), each error counted up to `WORST_COUNTED`; half of them are off by less than 5, 11 and 17 %. For host memory there
+  is no row."""
 PRIOR_ROWS = 4.0
-"""A prior counts as so many rows of its own in a fit."""
+"""A prior counts as this many rows of its own in a fit."""
 LEAST_SHARE = 0.25
-"""A coefficient stays at least this share of its prior: what half a dozen sources do not show, a seventh may."""
+"""A coefficient keeps at least this share of its prior: a seventh source may show what half a dozen sources do not."""
 JUDGED_FACTOR = math.log(10.0)
-"""Bar over expected error where no row says it: 90 % of exponentially distributed errors lie below 2.3 times their mean."""
+"""Bar divided by expected error if no row says it: 90 % of exponentially distributed errors are below 2.3 times their
+mean."""
 LEAST = 2e-4
-"""Expected errors are at least this: the 512-byte rounding and driver noise that nothing explains."""
+"""Least expected error: the 512-byte rounding, and noise of the driver that nothing explains."""
 WORST_COUNTED = 0.3
-"""An error beyond this is learned as this: such a row is a fault to be named, not a spread."""
+"""A larger error is learned as this: such a row shows a fault that should be named, not a spread."""
 ROUNDS = 8
 
 _NAMES = tuple(TERMS)
@@ -93,8 +93,8 @@ class Spread:
     ) -> Spread:
         """Learn from `errors` (log ratios of held-out rows), each row with its `terms` (`terms_of`) and weight.
 
-        Least squares of |error| with coefficients of at least 0 and rows weighted by 1 / expected², repeated: relative to
-        the error expected of it every row then tells as much.
+        Least squares of |error| with coefficients of at least 0, repeated with rows weighted by 1 / expected²: relative to
+        the error expected of it, every row then says equally much.
         """
         from scipy.optimize import nnls
 
@@ -113,7 +113,7 @@ class Spread:
             coefficients = nnls(rows, targets)[0]
         coefficients = np.maximum(coefficients, LEAST_SHARE * prior)
         self.coefficients_ = {name: float(value) for name, value in zip(_NAMES, coefficients, strict=True)}
-        self.coefficients_["unmodelled"] = PRIORS[self.quantity]["unmodelled"]  # such rows stand in no fit
+        self.coefficients_["unmodelled"] = PRIORS[self.quantity]["unmodelled"]  # such rows are in no fit
         return self
 
     def predict(self, terms: Mapping[str, float]) -> float:
@@ -134,8 +134,8 @@ class Spread:
 
 
 def terms_of(row: Mapping[str, float], quantity: str, severity: float, *, unmodelled: bool = False) -> dict[str, float]:
-    """The terms of a job: `row` are its features (`features.of_quantity`), `severity` how far outside the measured domain
-    it lies (`Domain.distance`)."""
+    """The terms of a job. `row`: its features (`features.of_quantity`); `severity`: how far outside the measured domain it
+    is (`Domain.distance`)."""
     caches = quantity in ("peak_reserved_bytes", "peak_device_bytes")
     return {
         "always": 1.0,

@@ -1,4 +1,4 @@
-"""Reading plain JSON values strictly: every key, type and range is checked before a number is believed."""
+"""Strict reading of plain JSON values: every key, type and range is checked before a value is used."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ def number(value: object, where: str, *, low: float = -math.inf, high: float = m
 
 
 def text(value: object, where: str) -> str:
-    """`value` as a text. Raises: CalibrationError."""
+    """`value` as a string. Raises: CalibrationError."""
     if not isinstance(value, str):
         raise CalibrationError(f"{where}={value!r} must be a text; {WAY_OUT}.", parameter=where, value=value)
     return value
 
 
 def texts(value: object, where: str) -> list[str]:
-    """`value` as a list of texts. Raises: CalibrationError."""
+    """`value` as a list of strings. Raises: CalibrationError."""
     if not isinstance(value, list):
         raise CalibrationError(f"{where} must be a list of texts; {WAY_OUT}.", parameter=where)
     return [text(item, where) for item in value]
 
 
 def flag(value: object, where: str) -> bool:
-    """`value` as true or false. Raises: CalibrationError."""
+    """`value` as a bool. Raises: CalibrationError."""
     if not isinstance(value, bool):
         raise CalibrationError(f"{where}={value!r} must be true or false; {WAY_OUT}.", parameter=where, value=value)
     return value

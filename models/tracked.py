@@ -10,11 +10,11 @@ from peakcast.models.evaluation import Evaluation
 from peakcast.models.metrics import Summary
 
 TARGET = 0.01
-"""The accuracy aimed at: an absolute error of 1 %."""
+"""The accuracy target: an absolute error of 1 %."""
 
 
 def headline(evaluation: Evaluation) -> dict[str, float]:
-    """What an evaluation says of architectures that were not fitted on, over all GPU types, decisions included."""
+    """The figures of an evaluation on architectures that were held out, over all GPU types, including decisions."""
     values: dict[str, float] = {"rows_left_out": float(sum(evaluation.left_out.values()))}
     for table in evaluation.tables:
         if table.held_out == "architecture":
@@ -32,7 +32,7 @@ def headline(evaluation: Evaluation) -> dict[str, float]:
 
 
 def metrics(summary: Summary) -> dict[str, float]:
-    """A summary as flat metrics; errors and shares are fractions, the target is an error of TARGET."""
+    """A summary as flat metrics. Errors and shares are fractions; the target is an error of TARGET."""
     return {
         "median_error": summary.errors.median,
         "mean_error": summary.errors.mean,

@@ -1,4 +1,4 @@
-"""Gradient-boosted trees as plain arrays: written once by scikit-learn, evaluated by numpy, read back from JSON."""
+"""Gradient-boosted trees as plain arrays: made once from scikit-learn's, evaluated with numpy, read from JSON."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from peakcast.errors import CalibrationError
 from peakcast.models.strict import WAY_OUT, number, numbers, read
 
 MAX_NODES = 200_000
-"""More nodes than any calibration has; refused before anything is built of them."""
+"""More nodes than any calibration has; a file with more is refused before anything is built."""
 
 
 @dataclass(frozen=True, eq=False)
 class Trees:
     """All trees in one set of node arrays; a leaf is its own child.
 
-    Shapes: `roots` [num_trees]; the others [num_nodes]. Node i goes to `left[i]` where x[feature[i]] <= threshold[i], else
-    to `right[i]`. Children stand behind their parent, so every path ends.
+    Shapes: `roots` [num_trees]; the others [num_nodes]. From node i go to `left[i]` if x[feature[i]] <= threshold[i], else
+    to `right[i]`. Children come after their parent in the arrays, so every path ends.
     """
 
     start: float
@@ -34,7 +34,7 @@ class Trees:
 
     @classmethod
     def from_scikit_learn(cls, model: Any) -> Trees:
-        """The trees of a fitted HistGradientBoostingRegressor (scikit-learn 1.6 to 1.9; checked by a test against its own
+        """The trees of a fitted HistGradientBoostingRegressor (scikit-learn 1.6 to 1.9; a test compares them with its own
         `predict`, because `_predictors` is not public)."""
         columns: dict[str, list[Any]] = {name: [] for name in ("feature", "threshold", "left", "right", "value")}
         roots = []

@@ -1,4 +1,4 @@
-"""Whether a job fits: its intervals against what is there for a rank, and what they leave out."""
+"""Whether a job fits: its intervals compared with the memory that a rank has, and what the intervals leave out."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from peakcast.catalog import Device
 
 USUAL_HOST_BYTES_PER_GPU = 256 * GIB
-"""Host memory for each GPU of a usual node, a large one: 2 TB beside 8 GPUs (NVIDIA DGX H100 data sheet)."""
+"""Host memory for each GPU of a usual node, a large one: 2 TB for 8 GPUs (NVIDIA DGX H100 data sheet)."""
 
 FROM_BEST: tuple[Fits, ...] = ("yes", "uncertain", "no")
 AGAINST: dict[Fits, Direction] = {"yes": "more", "no": "less"}
-"""Verdict -> direction of what would speak against it."""
+"""Verdict -> direction of a finding that contradicts it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
-    """A verdict, the limit that decides it, and a finding where it needs one."""
+    """A verdict, the limit that decides it, and a finding if one is needed."""
 
     fits: Fits
     limit: Limit
@@ -33,8 +33,8 @@ class Judgement:
 
 
 def limits(job: TrainingJob, device: Device) -> tuple[Limit, ...]:
-    """What is there for a rank of `job`, in bytes: of the GPU, of what its allocator may reserve, and of the node's host
-    memory, which the ranks on a node share. Without `device.host_memory_bytes` a usual node's is taken, as not known."""
+    """The memory that a rank of `job` has, in bytes: of the GPU, of what its allocator may reserve, and of the node's host
+    memory, which the ranks on a node share. Without `device.host_memory_bytes`, a usual node's, marked as not known."""
     found = [Limit("peak_device_bytes", usable_bytes(job, device))]
     fraction = job.allocator.per_process_memory_fraction
     if fraction is not None:
@@ -53,15 +53,15 @@ def judge(intervals: Mapping[str, Interval], limits: Sequence[Limit], findings: 
     """Whether the job fits.
 
     Each limit has a verdict. `yes`: the one-sided 95 % bound of its quantity is below it. `no`: even the lower end is above
-    it, and, of GPU memory, that of the tensors alone with what lies outside PyTorch too. Else `uncertain`. (Near its limit
-    the allocator frees cached segments and tries again, so a job whose cache alone would not fit may still run.) A limit
-    that is not known never says `no`. The worst verdict counts.
+    it and, for GPU memory, so is the lower end of the tensors alone plus what is outside PyTorch. Otherwise `uncertain`.
+    (Near its limit the allocator frees cached segments and tries again, so a job whose cache does not fit may still run.) A
+    limit that is not known never gives `no`. The worst verdict counts.
 
-    Then what the numbers leave out. A finding is called uncounted (`findings.KINDS`) where the ledger does not count
-    something that the job has, or a configuration asks for something that a job cannot say. Its size is not known, so no
-    bar covers it: `yes` becomes `uncertain` beside one whose direction is "more", `no` beside one with direction "less".
-    Where the direction is not known, or something was only never measured, bars are wider, and no verdict changes. Nor does
-    a job fit that would not run (`Kind.prevents`): `yes` becomes `uncertain`.
+    Then the findings. One is called uncounted (`findings.KINDS`) if the ledger does not count something that the job has,
+    or if a configuration asks for something that a job cannot express. Its size is not known, so no bar covers it: with
+    direction "more" it turns `yes` into `uncertain`, with direction "less" it turns `no` into `uncertain`. If the direction
+    is not known, or something was only never measured, bars are wider, and no verdict changes. A job that would fail
+    (`Kind.prevents`) does not fit either: `yes` becomes `uncertain`.
     """
     found = tuple(findings)
     judged = [_judged(intervals, limit) for limit in limits]
@@ -83,6 +83,7 @@ def prevented(findings: Iterable[Finding]) -> bool:
 
 
 def _judged(intervals: Mapping[str, Interval], limit: Limit) -> Judgement:
+    """The verdict of one limit. `there` is the memory that it allows."""
     bar, there = intervals[limit.quantity], limit.num_bytes
     if not limit.known:
         return Judgement("yes", limit) if bar.point <= there else Judgement("uncertain", limit, _host_memory(bar, there))

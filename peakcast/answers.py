@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextvars import copy_context
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,14 +15,13 @@ from peakcast.readings import with_others
 from peakcast.recording import ensure_recipe, timelines_from
 
 if TYPE_CHECKING:
+    from peakcast.advised import Advice
     from peakcast.models.calibration import Calibration
-    from peakcast.prediction import Answer, Prediction
+    from peakcast.prediction import Answer, GpuVerdict, Prediction
 
 
 def answer(asked: Question, calibration: Calibration | str | Path | None = None) -> Prediction:
     """The prediction for a question that was read already."""
-    from dataclasses import replace
-
     from peakcast.models.calibration import load_calibration
     from peakcast.models.predict import predict as predict_job
 
@@ -42,8 +44,8 @@ def full_answer(
     all_ranks: bool = False,
     baseline: str = "auto",
 ) -> Answer:
-    """`answer` with what one asks next: which GPU types would fit, what to try first, what is not modelled, every rank.
-    `baseline`: where timelines come from, as in `api.predict`."""
+    """`answer` with what one asks next: which GPU types would fit and what to try first, both computed when they are read,
+    what is not modelled, every rank. `baseline`: where timelines come from, as in `api.predict`."""
     with timelines_from(baseline):
         ensure_recipe(asked.job)
         return _full_answer(asked, calibration, all_ranks=all_ranks, advises=baseline != "trace")
@@ -63,21 +65,32 @@ def answer_from_trace(
 def _full_answer(
     asked: Question, calibration: Calibration | str | Path | None, *, all_ranks: bool, advises: bool
 ) -> Answer:
-    from dataclasses import replace
-
-    from peakcast.explaining import outlook
-    from peakcast.explaining.advice import first_to_try
+    from peakcast.explaining.outlook import not_modelled, rank_peak, stages
     from peakcast.prediction import Answer
 
     prediction = answer(asked, calibration)
-    gpus = outlook.gpu_verdicts(asked.job, asked.device, asked.rank, asked.translation.findings)
+    here = copy_context()  # what is read later comes from the timelines that are chosen now
     return Answer(
         **vars(prediction),
-        gpus=tuple(replace(item, fits=prediction.fits) if item.gpu == prediction.gpu else item for item in gpus),
-        first_to_try=first_to_try(asked.job, asked.device, prediction.rank) if advises else (),
-        not_modelled=outlook.not_modelled(asked.job),
+        job=asked.job,
+        compare_gpus=partial(here.run, _gpus, asked, prediction),
+        advise=partial(here.run, _advice, asked, prediction) if advises else tuple,
+        not_modelled=not_modelled(asked.job),
         ranks=tuple(
-            outlook.rank_peak(stage, answer(replace(asked, rank=stage.rank), calibration))
-            for stage in (outlook.stages(asked.job) if all_ranks else ())
+            rank_peak(stage, answer(replace(asked, rank=stage.rank), calibration))
+            for stage in (stages(asked.job) if all_ranks else ())
         ),
     )
+
+
+def _gpus(asked: Question, prediction: Prediction) -> tuple[GpuVerdict, ...]:
+    from peakcast.explaining.outlook import gpu_verdicts
+
+    found = gpu_verdicts(asked.job, asked.device, asked.rank, asked.translation.findings)
+    return tuple(replace(item, fits=prediction.fits) if item.gpu == prediction.gpu else item for item in found)
+
+
+def _advice(asked: Question, prediction: Prediction) -> tuple[Advice, ...]:
+    from peakcast.explaining.advice import first_to_try
+
+    return first_to_try(asked.job, asked.device, prediction.rank)

@@ -208,7 +208,8 @@ def yaml_value(text: str) -> Any:
         _weigh(yaml.parse(text, Loader=loader))
         return plain(yaml.load(text, Loader=loader))
     except yaml.YAMLError as error:
-        raise ValueError(error) from error
+        # libyaml's scanner has a limit of its own since PyYAML 6.0.4, 1,000 levels, and gives up first
+        raise ValueError(_TOO_DEEP if "nesting depth" in str(error) else error) from error
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
     except (OverflowError, AttributeError, TypeError, KeyError, IndexError) as error:  # of its readers of dates and numbers

@@ -161,7 +161,7 @@ def answered(
     return replace(
         found,
         assumptions=(*_said(seen), *found.assumptions),
-        first_to_try=_advice(job, device, rank, seen),
+        advise=partial(_advice, job, device, rank, seen),
         not_modelled=tuple(gap.removeprefix("evaluation, " if seen.evaluated else "") for gap in found.not_modelled),
         findings=ordered((*found.findings, *_few_steps(seen))),
     )

@@ -28,6 +28,8 @@ class Kind:
     """Whether there would be no run to have a peak; then no verdict is `yes`."""
     together: str = ""
     """A sentence for several such findings, with their parameters in the place of {}."""
+    routine: bool = False
+    """Whether it says no more than what the bars rest on, or that all is as it should be: in the details of an answer."""
 
 
 UNSEEN = "the bars are wider, because no measured run is like this one in {}."
@@ -38,7 +40,7 @@ KINDS = {
     "nearly_modelled": Kind("the ledger differs from a trace of such jobs, by at most the share that is said", 6),
     "run_would_fail": Kind("a library refuses such a job; the answer is as if it ran", 6, prevents=True),
     "setting_ignored": Kind("a setting of the job that no ledger looks at, and that may matter", 1, True),
-    "setting_without_effect": Kind("a setting that does nothing beside the rest of the job"),
+    "setting_without_effect": Kind("a setting that does nothing beside the rest of the job", routine=True),
     "setting_not_modelled": Kind("a configuration asks for something that a job cannot say", 2, True),
     "setting_unknown": Kind(
         "a key of a configuration that peakcast does not know; it is left out",
@@ -47,20 +49,25 @@ KINDS = {
     ),
     "setting_reinterpreted": Kind("a configuration could be read in more than one way; the sentence says how it was read"),
     "positions_exceeded": Kind("the sequence is longer than the network's table of positions", prevents=True),
-    "kind_not_measured": Kind("no measured run has this framework, layout, task or kind of layer", 2, together=UNSEEN),
-    "setting_not_measured": Kind("no measured run has this setting", 1, together=UNSEEN),
-    "size_not_measured": Kind("a size of the job is far outside the measured range", 1, together=UNSEEN),
-    "version_not_measured": Kind("measured runs have other releases of this package", 1, together=UNSEEN),
+    "kind_not_measured": Kind(
+        "no measured run has this framework, layout, task or kind of layer", 2, together=UNSEEN, routine=True
+    ),
+    "setting_not_measured": Kind("no measured run has this setting", 1, together=UNSEEN, routine=True),
+    "size_not_measured": Kind("a size of the job is far outside the measured range", 1, together=UNSEEN, routine=True),
+    "version_not_measured": Kind("measured runs have other releases of this package", 1, together=UNSEEN, routine=True),
     "version_not_modelled": Kind("no convention of this package's releases is known", 1),
-    "gpu_not_measured": Kind("the bars come from measurements on another GPU type", 1),
-    "not_calibrated": Kind("no measurements stand behind the bars"),
+    "gpu_not_measured": Kind("the bars come from measurements on another GPU type", 1, routine=True),
+    "not_calibrated": Kind("no measurements stand behind the bars", routine=True),
     "cache_beyond_capacity": Kind("the tensors may fit, the allocator's cache does not"),
     "host_memory_not_given": Kind("the host memory that is needed is more than a usual node has"),
     "reserved_beyond_replay": Kind("published runs of such jobs hold more than the simulated allocator reserves"),
     "allocator_retries": Kind("the simulated allocator runs out of memory and frees its cache to go on"),
+    "default_changed": Kind("the default of a setting does not suit this network; the sentence says what is taken"),
     "value_assumed": Kind("a script that ran on fake tensors read a value that only a run on data has, and was given one"),
     "script_part_skipped": Kind("a part of a script, such as saving a checkpoint, that a dry run skips"),
-    "outside_estimated": Kind("what lies outside PyTorch's allocator is an estimate, and a large share of a small peak"),
+    "outside_estimated": Kind(
+        "what lies outside PyTorch's allocator is an estimate, and a large share of a small peak", routine=True
+    ),
 }
 """Every code a finding can have. A code keeps its meaning; a new meaning is a new code."""
 OF_THE_CACHE = frozenset(("reserved_beyond_replay", "allocator_retries"))

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
 
 from peakcast.advised import Advice, plain
 from peakcast.findings import Finding, sentences
+
+if TYPE_CHECKING:
+    from peakcast.spec import TrainingJob
 
 SEEN_BY = {
     "peak_allocated_bytes": "torch.cuda.max_memory_allocated",
@@ -149,16 +154,27 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Prediction):
-    """A prediction with what one asks next."""
+    """A prediction with what one asks next. Other GPU types and advice take ten times as long as the prediction itself, so
+    they are computed when they are first read."""
 
-    gpus: tuple[GpuVerdict, ...]
-    """Every GPU type of the catalog, the smallest first."""
-    first_to_try: tuple[Advice, ...]
-    """Each change on top of those before it."""
+    job: TrainingJob
+    """The job that was asked about, as it was read."""
+    compare_gpus: Callable[[], tuple[GpuVerdict, ...]] = field(repr=False, compare=False)
+    advise: Callable[[], tuple[Advice, ...]] = field(repr=False, compare=False)
     not_modelled: tuple[str, ...]
     """What a run may allocate that no number here contains."""
     ranks: tuple[RankPeak, ...] = ()
     """A line per distinct rank, where that was asked."""
+
+    @cached_property
+    def gpus(self) -> tuple[GpuVerdict, ...]:
+        """Every GPU type of the catalog, the smallest first."""
+        return self.compare_gpus()
+
+    @cached_property
+    def first_to_try(self) -> tuple[Advice, ...]:
+        """What would lower the peak, each change on top of those before it."""
+        return self.advise()
 
     def to_mapping(self) -> dict[str, Any]:
         """The prediction's mapping and the lists above."""

@@ -5,33 +5,48 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from peakcast.findings import KINDS, Finding, ordered
+from peakcast.labels import OF_LIMIT, VERDICTS, WOULD_FAIL
 from peakcast.prediction import Interval, Prediction
-from peakcast.units import format_gib
+from peakcast.units import GIB, format_gib
 
 NUM_SHOWN = 5
 """Findings, and assumptions, that are printed unless all are asked for."""
-OF = {"peak_device_bytes": "", "peak_reserved_bytes": " for PyTorch's allocator", "peak_host_bytes": " of host memory"}
-"""What a limit is of, after its size."""
+SURE = "95 % sure"
+"""How sure the one-sided bounds of an interval are."""
+
+
+def verdict_words(p: Prediction) -> str:
+    """The verdict in a few words; a run that a library refuses would fail, however much memory there is."""
+    return WOULD_FAIL if preventing(p) else VERDICTS[p.fits]
 
 
 def verdict_reason(p: Prediction) -> str:
-    """Why the verdict is what it is, as the end of a sentence."""
+    """How much is expected, how sure that is, and of how much: the end of the sentence that begins with the verdict."""
     bar: Interval = getattr(p, p.limit.quantity)
-    there, what = format_gib(p.limit.num_bytes), OF[p.limit.quantity]
-    at_most, span = format_gib(bar.upper_95), f"between {format_gib(bar.lower)} and {format_gib(bar.upper_95)}"
-    if p.fits == "yes":
-        return f"{at_most} of {there}{what} at most, with 95 % confidence"
+    what = OF_LIMIT[p.limit.quantity]
+    there, expected = format_gib(p.limit.num_bytes), format_gib(bar.point)
+    expect = f"expect {bar.point / GIB:.2f} of {there}{what}"
     if not p.limit.known:
-        return f"about {format_gib(bar.point)}{what} a rank are needed, and a usual node has {there} a GPU"
-    if p.fits == "no" and not _may_be_lower(p):
-        return f"at least {format_gib(bar.lower)}{what} would be needed, and {there} are there"
-    if p.fits == "uncertain" and any(KINDS[finding.code].prevents for finding in p.findings):
-        return f"what is counted needs {span} of {there}{what}, and the run would fail"
+        return f"expect {expected}{what} a rank, where a usual node has {there} a GPU"
+    if preventing(p):
+        return f"if it ran, {expect}"
     if p.fits == "uncertain" and bar.upper_95 < p.limit.num_bytes:
-        return f"what is counted needs {at_most} of {there}{what} at most, and something that needs more is not counted"
+        counted = all(finding.direction == "less" or not finding.uncounted for finding in p.findings)
+        return f"{expect}, {'unless a warning below holds' if counted else 'and more for something that is not counted'}"
     if p.fits == "uncertain" and bar.lower > p.limit.num_bytes and _may_be_lower(p):
-        return f"what is counted needs {span} of {there}{what}, and something that needs less is not counted"
-    return f"{span}{what} are needed, and {there} are there"
+        return f"expect {expected}{what} where there are {there}, but less for something that is not counted"
+    if p.fits == "yes":
+        return f"{expect}, at most {bar.upper_95 / GIB:.2f} ({SURE})"
+    if p.fits == "no" and not _may_be_lower(p):
+        return f"expect {expected}{what}, at least {bar.lower / GIB:.2f} ({SURE}), where there are {there}"
+    return f"{expect}, but {bar.lower / GIB:.2f} to {format_gib(bar.upper_95)} are possible"
+
+
+def preventing(p: Prediction) -> Finding | None:
+    """The finding that says that the run would fail, which decides the answer where memory does not."""
+    if p.fits == "no":
+        return None
+    return next((finding for finding in p.findings if KINDS[finding.code].prevents), None)
 
 
 def _may_be_lower(p: Prediction) -> bool:
@@ -39,11 +54,16 @@ def _may_be_lower(p: Prediction) -> bool:
     return any(finding.uncounted and finding.direction != "more" for finding in p.findings)
 
 
-def warnings_shown(findings: Iterable[Finding], *, whole: bool = False) -> list[str]:
-    """What `findings` say, as `Warning: ...` lines, at most `NUM_SHOWN` of them and then how many are left. `whole`: all of
+def notable(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """Those of `findings` that an answer says at once, what may move it most first; the others are `Kind.routine`."""
+    return tuple(finding for finding in ordered(findings) if not KINDS[finding.code].routine)
+
+
+def warnings_shown(findings: Iterable[Finding], *, whole: bool = False, most: int = NUM_SHOWN) -> list[str]:
+    """What `findings` say, as `Warning: ...` lines, at most `most` of them and then how many are left. `whole`: all of
     them, each by itself."""
     found = ordered(findings)
-    return _shown("Warning", [f.sentence for f in found] if whole else _together(found), "warning", whole)
+    return _shown("Warning", [f.sentence for f in found] if whole else _together(found), "warning", whole, most)
 
 
 def warning_sentences(findings: Iterable[Finding]) -> list[str]:
@@ -56,12 +76,11 @@ def assumptions_shown(assumptions: Sequence[str], *, whole: bool = False) -> lis
     return _shown("Assumed", assumptions, "assumption", whole)
 
 
-def _shown(title: str, sentences: Sequence[str], noun: str, whole: bool) -> list[str]:
-    shown = sentences if whole or len(sentences) <= NUM_SHOWN + 1 else sentences[:NUM_SHOWN]
+def _shown(title: str, sentences: Sequence[str], noun: str, whole: bool, most: int = NUM_SHOWN) -> list[str]:
+    shown = sentences if whole or len(sentences) <= most + 1 else sentences[:most]
     left = len(sentences) - len(shown)
-    return [f"{title}: {sentence}" for sentence in shown] + (
-        [f"{left} more {noun}s; --all-findings prints them."] if left else []
-    )
+    rest = [f"{left} more {noun}s; --details prints them."] if left else []
+    return [f"{title}: {sentence}" for sentence in shown] + rest
 
 
 def _together(findings: Sequence[Finding]) -> list[str]:

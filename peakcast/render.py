@@ -12,9 +12,8 @@ from dataclasses import asdict, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peakcast.prediction import QUANTITIES, SEEN_BY, Answer, Interval, Prediction
-from peakcast.remarks import assumptions_shown, verdict_reason, warnings_shown
-from peakcast.units import GIB, format_gib
+from peakcast.remarks import assumptions_shown, warnings_shown
+from peakcast.units import format_gib
 
 if TYPE_CHECKING:
     from peakcast.calibrating import Checked, Fitted
@@ -23,14 +22,7 @@ if TYPE_CHECKING:
     from peakcast.installation import Installation
     from peakcast.models.evaluation import Evaluation
 
-VERDICTS = {
-    "yes": "fits",
-    "no": "does NOT fit",
-    "uncertain": "may or may not fit",
-}
-NOT_COVERED = "not known, since the ledger does not cover this job in full"
 WIDTH = 100
-NUM_LARGEST = 5
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------
@@ -53,101 +45,7 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-# -- a prediction -----------------------------------------------------------------------------------------------------
-
-
-def prediction_text(prediction: Answer, *, whole: bool = False) -> str:
-    """One screen: does it fit, the four peaks with their bars, what the peak is made of, what the answer rests on. `whole`:
-    with every warning and assumption."""
-    p = prediction
-    blocks = [
-        f"{VERDICTS[p.fits]} on {p.gpu}: {verdict_reason(p)}",
-        _quantities(p),
-        _moment(p),
-        _ranks(p),
-        _composition(p),
-        _outlook(p),
-        _notes(p, whole),
-    ]
-    return "\n\n".join(block for block in blocks if block)
-
-
-def _quantities(p: Prediction) -> str:
-    lines = [f"{'peak':<12}{'GiB':>9}{'90 % bar':>20}{'95 % below':>13}   as seen by"]
-    for quantity in QUANTITIES:
-        bar: Interval = getattr(p, quantity)
-        name = quantity.removeprefix("peak_").removesuffix("_bytes")
-        span = f"{bar.lower / GIB:.2f} – {bar.upper / GIB:.2f}"
-        lines.append(f"{name:<12}{bar.point / GIB:>9.2f} {span:>19} {bar.upper_95 / GIB:>12.2f}   {SEEN_BY[quantity]}")
-    return "\n".join(lines)
-
-
-def _moment(p: Prediction) -> str:
-    phases = ", ".join(f"{name.replace('_', ' ')} {size / GIB:.2f}" for name, size in p.phase_peaks_bytes.items())
-    return _wrapped(
-        f"The peak is in {p.peak_phase.replace('_', ' ')}, on rank {p.rank}. By phase in GiB: {phases}; "
-        f"first step {p.first_step_peak_bytes / GIB:.2f}, between steps {p.steady_state_bytes / GIB:.2f}."
-    )
-
-
-def _composition(p: Prediction) -> str:
-    total = max(sum(p.composition.values()), 1)
-    lines = ["At the peak:"]
-    for name, size in p.composition.items():
-        if size / total >= 0.0005:
-            lines.append(f"  {name.replace('_', ' '):<24}{size / GIB:>8.2f} GiB {size / total:>6.1%}")
-    lines.append("Biggest tensors:")
-    for name, category, size, number in p.largest[:NUM_LARGEST]:
-        shown = name if len(name) <= 44 else "…" + name[-43:]
-        tensors = f"{number} tensors" if number > 1 else "1 tensor"
-        lines.append(f"  {shown:<44} {size / GIB:>8.2f} GiB  {tensors}, {category.replace('_', ' ')}")
-    return "\n".join(lines)
-
-
-def _ranks(p: Answer) -> str:
-    if not p.ranks:
-        return ""
-    numbers = f"{'allocated':>12}{'device':>9}{'95 % below':>12}"
-    lines = [f"{'rank':<6}{'alike':>6}{'stage':>7}{'layers':>10}{numbers}   fits, peak in"]
-    for item in p.ranks:
-        layers = f"{item.layers[0]}–{item.layers[-1]}" if item.layers else "none"
-        if len(item.layers) > 1 and item.layers[-1] - item.layers[0] >= len(item.layers):
-            layers = f"{len(item.layers)}"
-        lines.append(
-            f"{item.rank:<6}{item.num_ranks:>6}{item.stage:>7}{layers:>10}{item.peak_allocated_bytes.point / GIB:>12.2f}"
-            f"{item.peak_device_bytes.point / GIB:>9.2f}{item.peak_device_bytes.upper_95 / GIB:>12.2f}   "
-            f"{item.fits}, {item.peak_phase.replace('_', ' ')}"
-        )
-    return "\n".join(lines)
-
-
-def _outlook(p: Answer) -> str:
-    """Which GPU types would fit, what to try first, what is not modelled."""
-    lines = []
-    for fits, words in (("yes", "Would fit on"), ("uncertain", "Might fit on")):
-        names = [gpu.gpu for gpu in p.gpus if gpu.fits == fits]
-        if names or fits == "yes":
-            lines.append(_wrapped(f"{words}: {', '.join(names) or 'no GPU type of the catalog'}."))
-    if p.first_to_try:
-        from peakcast.explaining.steps import steps_text
-
-        lines.append(steps_text(p.first_to_try))
-    else:
-        why = NOT_COVERED if not p.is_covered else "nothing that peakcast can compute lowers this peak by itself"
-        lines.append(_wrapped(f"First to try: {why}."))
-    if p.fits != "yes":
-        lines.append("Over more GPUs: `peakcast search` with --num-gpus lists the layouts that fit.")
-    lines.append(_wrapped(f"Not modelled: {'; '.join(p.not_modelled)}."))
-    return "\n".join(lines)
-
-
-def _notes(p: Prediction, whole: bool) -> str:
-    lines = warnings_shown(p.findings, whole=whole)
-    if p.calibration == p.gpu:
-        inside = "like the runs measured there" if p.inside_calibrated_domain else "unlike the runs measured there"
-        lines.append(f"The bars come from the calibration of {p.calibration}; this job is {inside}.")
-    lines += assumptions_shown(p.assumptions, whole=whole)
-    return "\n".join(map(_wrapped, lines))
+# -- a job -----------------------------------------------------------------------------------------------------------
 
 
 def _wrapped(text: str) -> str:

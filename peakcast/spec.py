@@ -28,6 +28,8 @@ from peakcast.parallelism import Parallelism as Parallelism
 from peakcast.parallelism import PipelineSchedule as PipelineSchedule
 from peakcast.parallelism import check_layout
 
+DEFAULT_LENGTH = 2048
+"""Tokens of a sequence where a job does not say."""
 Framework = Literal["huggingface", "torch", "megatron", "deepspeed"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 OptimizerName = Literal[
@@ -175,7 +177,7 @@ class TrainingJob(HashedOnce):
     versions: FrozenMapping = field(default_factory=FrozenMapping)
     """Package versions (`torch: "2.4.1"`) and the stack whose conventions hold, where they matter."""
     micro_batch_size: int = 1
-    sequence_length: int = 2048
+    sequence_length: int = DEFAULT_LENGTH
     """Tokens of each sequence of a micro-batch; of an encoder-decoder, what the encoder reads."""
     decoder_sequence_length: int | None = unsaid(None)
     """Tokens of each of an encoder-decoder's targets; null means `sequence_length`."""

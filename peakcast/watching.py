@@ -19,6 +19,7 @@ from peakcast import catalog
 from peakcast.answers import answer
 from peakcast.catalog import Device
 from peakcast.errors import PeakcastError, SpecError
+from peakcast.labels import VERDICTS
 from peakcast.questions import Question, question
 from peakcast.units import format_gib
 
@@ -67,8 +68,7 @@ class Watch:
         self.question = question(job, device)
         self.prediction = answer(self.question)
         bar = self.prediction.peak_allocated_bytes
-        fits = {"yes": "fits", "no": "does not fit", "uncertain": "may or may not fit"}[self.prediction.fits]
-        self.say(f"peakcast: {fits} on {device.name}; allocated peak {_bar(bar)} predicted")
+        self.say(f"peakcast: {VERDICTS[self.prediction.fits]} on {device.name}; allocated peak {_bar(bar)} predicted")
 
     def __enter__(self) -> Watch:
         self._observation.start()

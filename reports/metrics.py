@@ -16,9 +16,10 @@ from peakcast.units import GIB
 CHAIN = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
 """Quantities each of which contains the one before."""
 SMALL_BYTES = SIZES_GIB[0] * GIB
+LARGE = f"≥ {SIZES_GIB[0]} GiB"
 SIZES: dict[str, Callable[[int], bool]] = {
-    "≥ 5 GiB": lambda measured: measured >= SMALL_BYTES,
-    "< 5 GiB": lambda measured: measured < SMALL_BYTES,
+    LARGE: lambda measured: measured >= SMALL_BYTES,
+    f"< {SIZES_GIB[0]} GiB": lambda measured: measured < SMALL_BYTES,
 }
 """Sizes of measured peaks: of small ones workspaces and buffers are a large part."""
 EVERY_GPU = "all"

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from peakcast.errors import RecordError
 from peakcast.models.evaluation import Evaluation
-from peakcast.reports.tables import headline_markdown
+from peakcast.reports.tables import short_markdown
 
 BEGIN = "<!-- accuracy: written by `peakcast evaluate --write-readme README.md` -->"
 END = "<!-- /accuracy -->"
@@ -39,7 +39,7 @@ def write_table(evaluation: Evaluation, path: Path) -> None:
     try:
         text = path.read_text(encoding="utf-8")
         old = f"{BEGIN}\n{accuracy_table(text, path)}{END}"
-        path.write_text(text.replace(old, f"{BEGIN}\n{headline_markdown(evaluation)}{END}"), encoding="utf-8")
+        path.write_text(text.replace(old, f"{BEGIN}\n{short_markdown(evaluation)}{END}"), encoding="utf-8")
     except OSError as error:
         raise RecordError(f"{path} cannot be rewritten: {error.strerror}; check the path.", parameter="path") from error
 

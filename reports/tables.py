@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 from peakcast.models.evaluation import Evaluation
 from peakcast.models.metrics import Summary
-from peakcast.reports.metrics import HeadlineRow, headline
+from peakcast.reports.metrics import LARGE, HeadlineRow, headline
 
 QUANTITY_NAMES = {
     "peak_allocated_bytes": "allocated",
@@ -41,6 +41,14 @@ HEADLINE_COLUMNS = (
 )
 FIGURE_COLUMNS = HEADLINE_COLUMNS[HEADLINE_COLUMNS.index("rows") : HEADLINE_COLUMNS.index("target")]
 """The columns of `figures`."""
+SHORT_COLUMNS = (
+    *("GPU", "peak", "rows", "architectures", "median", "p95"),
+    *("90 % bars cover", "half-width", "silent misses", "target"),
+)
+"""The columns of the README's table, which has the rows of at least 5 GiB."""
+SMALL_NOTE = (
+    "Peaks below 5 GiB, of which buffers of fixed size are a large part, and every other figure are in the reports.\n"
+)
 
 
 def percent(value: float, digits: int | None = None) -> str:
@@ -88,6 +96,17 @@ def headline_cells(evaluation: Evaluation, gpu: str | None = None) -> list[list[
 def headline_markdown(evaluation: Evaluation, gpu: str | None = None) -> str:
     """The accuracy table as Markdown, closed by a newline, with a sentence on what it says."""
     return markdown_table(HEADLINE_COLUMNS, headline_cells(evaluation, gpu)) + "\n" + headline_note(evaluation) + "\n"
+
+
+def short_markdown(evaluation: Evaluation) -> str:
+    """The README's accuracy table: of rows of at least 5 GiB, what decides whether to trust an answer."""
+    large = [cells for cells in headline_cells(evaluation) if cells[HEADLINE_COLUMNS.index("size")] == LARGE]
+    return markdown_table(SHORT_COLUMNS, map(short_cells, large)) + "\n" + headline_note(evaluation) + "\n" + SMALL_NOTE
+
+
+def short_cells(cells: Sequence[str]) -> list[str]:
+    """The cells of SHORT_COLUMNS, of a line of the whole table."""
+    return [cells[HEADLINE_COLUMNS.index(column)] for column in SHORT_COLUMNS]
 
 
 def headline_note(evaluation: Evaluation) -> str:

@@ -245,3 +245,16 @@ def test_a_folder_that_cannot_be_written_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "taken").write_text("")
     with pytest.raises(PeakcastError, match="cannot be written"):
         api.fit("A100-80GB", output=tmp_path / "taken" / "inside")
+
+
+def test_advice_and_other_gpus_are_computed_when_they_are_read() -> None:
+    answer = api.predict({"architecture": "llama-3.2-1b", "sequence_length": 512}, "H100-80GB")
+    assert not {"first_to_try", "gpus"} & set(vars(answer))
+    assert answer.first_to_try is answer.first_to_try
+    assert next(gpu.fits for gpu in answer.gpus if gpu.gpu == "H100-80GB") == answer.fits
+
+
+def test_what_is_read_later_rests_on_the_same_timelines() -> None:
+    answer = api.predict({"architecture": "llama-3.2-1b", "sequence_length": 512}, "H100-80GB", baseline="ledger")
+    again = api.predict({"architecture": "llama-3.2-1b", "sequence_length": 512}, "H100-80GB")
+    assert answer.first_to_try == again.first_to_try

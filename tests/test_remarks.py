@@ -4,9 +4,17 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast.findings import KINDS, LESS, MORE, UNKNOWN, Finding, first, found, ordered
+from peakcast.findings import FAILS, KINDS, LESS, MORE, UNKNOWN, Finding, first, found, ordered
 from peakcast.prediction import Interval, Limit, Prediction
-from peakcast.remarks import NUM_SHOWN, assumptions_shown, verdict_reason, warnings_shown
+from peakcast.remarks import (
+    NUM_SHOWN,
+    assumptions_shown,
+    notable,
+    preventing,
+    verdict_reason,
+    verdict_words,
+    warnings_shown,
+)
 from peakcast.units import GIB
 
 UNKEYED = Finding("setting_unknown", "odd", "either", "odd is not known here.")
@@ -36,18 +44,39 @@ def prediction(fits: str, lower: float, upper: float, *findings: Finding, limit:
 
 def test_at_least_is_said_only_where_nothing_may_lower_it() -> None:
     sure, unknown = prediction("no", 90, 100), found("it is not modelled.", "it", effect=UNKNOWN)
-    assert verdict_reason(sure) == "at least 90.00 GiB would be needed, and 80.00 GiB are there"
+    assert verdict_reason(sure) == "expect 95.00 GiB, at least 90.00 (95 % sure), where there are 80.00 GiB"
     assert "at least" not in verdict_reason(replace(sure, findings=(unknown,)))
     assert "at least" in verdict_reason(replace(sure, findings=(found("it needs more.", "it", effect=MORE),)))
     less = prediction("uncertain", 90, 100, found("it saves memory.", "it", effect=LESS))
-    assert verdict_reason(less).endswith("something that needs less is not counted")
+    assert verdict_reason(less) == "expect 95.00 GiB where there are 80.00 GiB, but less for something that is not counted"
     more = prediction("uncertain", 10, 20, found("it needs more.", "it", effect=MORE))
-    assert verdict_reason(more).endswith("something that needs more is not counted")
+    assert verdict_reason(more) == "expect 15.00 of 80.00 GiB, and more for something that is not counted"
+
+
+def test_the_sentence_says_what_is_expected_and_how_sure_that_is() -> None:
+    assert verdict_reason(prediction("yes", 40, 50)) == "expect 45.00 of 80.00 GiB, at most 50.00 (95 % sure)"
+    unsure = verdict_reason(prediction("uncertain", 70, 90))
+    assert unsure == "expect 80.00 of 80.00 GiB, but 70.00 to 90.00 GiB are possible"
+    meant = Finding("setting_reinterpreted", "", "more", "it may be another job as well.")
+    assert verdict_reason(prediction("uncertain", 40, 50, meant)).endswith("unless a warning below holds")
+
+
+def test_a_run_that_a_library_refuses_is_said_to_fail() -> None:
+    refused = found("it cannot be.", "it", effect=FAILS)
+    asked = prediction("uncertain", 40, 50, refused)
+    assert preventing(asked) is refused
+    assert verdict_words(asked) == "would fail"
+    assert verdict_reason(asked) == "if it ran, expect 45.00 of 80.00 GiB"
+    assert verdict_words(prediction("no", 90, 95, refused)) == "does not fit"
+
+
+def test_findings_that_bars_have_already_are_left_to_the_details() -> None:
+    assert notable([UNSEEN, UNKEYED]) == (UNKEYED,)
 
 
 def test_the_reason_names_what_is_short() -> None:
     host = Limit("peak_host_bytes", 64 * GIB)
-    assert "of host memory would be needed" in verdict_reason(prediction("no", 90, 100, limit=host))
+    assert verdict_reason(prediction("no", 90, 100, limit=host)).startswith("expect 95.00 GiB of host memory, at least")
     usual = replace(host, known=False)
     assert "a usual node has 64.00 GiB a GPU" in verdict_reason(prediction("uncertain", 90, 100, limit=usual))
 
@@ -69,10 +98,10 @@ def test_the_rest_is_counted() -> None:
     said = [f"number {number}." for number in range(9)]
     lines = assumptions_shown(said)
     assert lines[:NUM_SHOWN] == [f"Assumed: {sentence}" for sentence in said[:NUM_SHOWN]]
-    assert lines[NUM_SHOWN:] == ["4 more assumptions; --all-findings prints them."]
+    assert lines[NUM_SHOWN:] == ["4 more assumptions; --details prints them."]
     assert len(assumptions_shown(said, whole=True)) == 9
     many = [found(sentence, "it") for sentence in said]
-    assert warnings_shown(many)[NUM_SHOWN:] == ["4 more warnings; --all-findings prints them."]
+    assert warnings_shown(many)[NUM_SHOWN:] == ["4 more warnings; --details prints them."]
 
 
 def test_a_check_says_what_it_is_about_and_which_way() -> None:

@@ -1,7 +1,8 @@
-"""The tensors of each adapter method: what it stores on projections and the network, what autograd keeps of its forward.
+"""The tensors of each adapter method: what it stores on projections and on the network, and what autograd saves in its
+forward.
 
-Source: peft 0.21 tuners/*/layer.py, named in each entry; checked against peft's own modules, tensor by tensor and saved
-tensor by saved tensor, in `tests/models/analytical/test_adapter_methods.py`. LoRA's own forward is `hf_builder.py`'s.
+Source: peft 0.21 tuners/*/layer.py, named in each entry. Checked against peft's own modules, tensor by tensor and saved
+tensor by saved tensor, in `tests/models/analytical/test_adapter_methods.py`. LoRA's own forward is in `hf_builder.py`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ class AdapterMethod(NamedTuple):
 
     on_matrix: Callable[[Matrix], list[Made]] = lambda matrix: []
     keeps: Callable[[Matrix, int], Kept] = lambda matrix, rows: Kept()
-    """Of a projection on `rows` tokens."""
+    """(matrix, rows = number of tokens) -> what autograd saves for this projection."""
     on_network: OnNetwork | None = None
-    """Tensors that stand once, given the settings and the adapted projections in the order of the network."""
+    """Tensors that exist once for the network, given the settings and the adapted projections in the order of the
+    network."""
     virtual_tokens: bool = False
-    """Whether its tokens are put in front of every sequence."""
+    """Whether it puts tokens in front of every sequence."""
 
 
 def matrix_of(tuning: Finetuning, name: str, shape: tuple[int, ...], layer: int = 0) -> Matrix:
@@ -41,23 +43,24 @@ def matrix_of(tuning: Finetuning, name: str, shape: tuple[int, ...], layer: int 
 
 
 def virtual_tokens(tuning: Finetuning) -> int:
-    """Tokens that the method puts in front of every sequence."""
+    """Number of tokens that the method puts in front of every sequence."""
     if tuning.method == "full" or not METHODS[tuning.method].virtual_tokens:
         return 0
     return int(settings_of(tuning.method, tuning.settings)["num_virtual_tokens"])
 
 
 def _low_rank(a: str, b: str) -> Callable[[Matrix], list[Made]]:
+    """Two low-rank factors with the names `a` and `b`."""
     return lambda m: [Made(a, (m.rank, m.columns_in)), Made(b, (m.rows_out, m.rank))]
 
 
 def _chain(m: Matrix, rows: int) -> Kept:
-    """An input in the adapter's dtype and the product with the first matrix."""
+    """An input in the adapter's dtype, and its product with the first factor."""
     return Kept((rows * m.columns_in, rows * m.rank))
 
 
 def _change(m: Matrix, rows: int) -> Kept:
-    """The whole change of the weight, which multiplies an input in the adapter's dtype."""
+    """The whole change of the weight, and an input in the adapter's dtype, which it multiplies."""
     return Kept((m.rows_out * m.columns_in, rows * m.columns_in))
 
 
@@ -65,7 +68,7 @@ def _change(m: Matrix, rows: int) -> Kept:
 
 
 def _adaption_prompt(architecture: Architecture, settings: Mapping[str, Any], matrices: list[Matrix]) -> list[Made]:
-    """Of each of the last layers a prompt and its gate, in the weights' dtype (tuners/adaption_prompt/layer.py)."""
+    """For each of the last layers a prompt and its gate, in the weights' dtype (tuners/adaption_prompt/layer.py)."""
     layers, width = settings["adapter_layers"] or architecture.num_hidden_layers, architecture.hidden_size
     one = [Made("adaption_prompt", (1, settings["adapter_len"], width)), Made("adaption_gate", (1,))]
     return one * min(int(layers), architecture.num_hidden_layers)
@@ -111,7 +114,7 @@ def _delora(m: Matrix) -> list[Made]:
 
 
 def _glora(m: Matrix) -> list[Made]:
-    """Paths A and B change the weight by products with it, C, D and E the bias; a constant path trains nothing."""
+    """Paths A and B change the weight by products with it; C, D and E change the bias. A constant path trains nothing."""
     square = {
         "lora": [Made("Xd", (m.rows_out, m.rank)), Made("Xu", (m.rank, m.columns_in))],
         "vector": [Made("X", (m.rows_out, 1))],
@@ -139,7 +142,7 @@ def _ia3_keeps(m: Matrix, rows: int) -> Kept:
 
 
 def _lily(m: Matrix) -> list[Made]:
-    """Some layers share an A; B's are shared by all layers (`_lily_network`)."""
+    """Some layers share an A; all layers share the Bs (`_lily_network`)."""
     own = [Made("lily_router", (m.settings["num_B"], m.rank))]
     return own + ([Made("lily_A", (m.rank, m.columns_in))] if m.layer % m.settings["stride_A"] == 0 else [])
 
@@ -150,7 +153,8 @@ def _lily_network(architecture: Architecture, settings: Mapping[str, Any], matri
 
 
 def _lokr(m: Matrix) -> list[Made]:
-    """A Kronecker product of two matrices, the second, and the first if asked, of low rank where that is smaller."""
+    """A Kronecker product of two matrices. The second is low-rank if that is smaller; so is the first if the settings ask
+    for it."""
     factor = m.settings["decompose_factor"]
     (out_small, out_large), (in_small, in_large) = factors(m.rows_out, factor), factors(m.columns_in, factor)
     split = m.settings["decompose_both"] and m.rank < max(out_small, in_small) / 2
@@ -177,14 +181,15 @@ def factors(number: int, factor: int) -> tuple[int, int]:
 
 
 def _ln_tuning(architecture: Architecture, settings: Mapping[str, Any], matrices: list[Matrix]) -> list[Made]:
-    """A trained copy of every norm of the stream, in the weights' dtype (tuners/ln_tuning/layer.py)."""
+    """A trained copy of every norm of the residual stream, in the weights' dtype (tuners/ln_tuning/layer.py)."""
     parts = ("weight", "bias") if architecture.normalization == "layernorm" else ("weight",)
     norms = 2 * architecture.num_hidden_layers + 1
     return [Made(f"norm.{part}", (architecture.hidden_size,)) for _ in range(norms) for part in parts]
 
 
 def _oft(m: Matrix) -> list[Made]:
-    """Blocks of a rotation of the input, each by its upper triangle; `rank` of them, or of `oft_block_size`."""
+    """Blocks of a rotation of the input, each stored as its upper triangle: `rank` blocks, or blocks of
+    `oft_block_size`."""
     size = m.settings["oft_block_size"] if not m.rank else m.columns_in // m.rank
     triangle, blocks = size * (size - 1) // 2, m.columns_in // size
     indices = [Made(name, (triangle,), trains=False, element_bytes=INT64) for name in ("oft_R.rows", "oft_R.cols")]
@@ -201,7 +206,7 @@ def _prompts(architecture: Architecture, settings: Mapping[str, Any], matrices: 
 
 
 def _p_tuning(architecture: Architecture, settings: Mapping[str, Any], matrices: list[Matrix]) -> list[Made]:
-    """Prompts through a perceptron of three layers (tuners/p_tuning/model.py, MLP)."""
+    """Prompts that pass through a perceptron of three layers (tuners/p_tuning/model.py, MLP)."""
     width = architecture.hidden_size
     inner = int(settings["encoder_hidden_size"] or width)
     sides = ((inner, width), (inner, inner), (width, inner))
@@ -210,7 +215,7 @@ def _p_tuning(architecture: Architecture, settings: Mapping[str, Any], matrices:
 
 
 def _prefix_tuning(architecture: Architecture, settings: Mapping[str, Any], matrices: list[Matrix]) -> list[Made]:
-    """Keys and values of every layer for the prefix's tokens, as they are or made by a perceptron."""
+    """Keys and values of every layer for the prefix's tokens, stored directly or computed by a perceptron."""
     token = architecture.num_key_value_heads * architecture.head_dim
     tokens, out = settings["num_virtual_tokens"], 2 * architecture.num_hidden_layers * token
     if not settings["prefix_projection"]:
@@ -254,7 +259,7 @@ def _shira(m: Matrix) -> list[Made]:
 
 
 def _spectrum(name: str) -> Callable[[Matrix], list[Made]]:
-    """So many coefficients of a transformed weight, and where they are."""
+    """Coefficients of a transformed weight, and their positions."""
 
     def made(m: Matrix) -> list[Made]:
         number = m.settings["n_frequency"]
@@ -268,7 +273,7 @@ def _waveft_keeps(m: Matrix, rows: int) -> Kept:
 
 
 def _unilora(m: Matrix) -> list[Made]:
-    """Every element of a LoRA is one of few trained numbers, times a scale."""
+    """Every element of a LoRA is one of a few trained numbers, times a scale."""
     sides = (m.rank, m.columns_in), (m.rows_out, m.rank)
     kinds = (("indices", INT64), ("scales", FP32))
     return [Made(f"unilora_{kind}", side, trains=False, element_bytes=size) for kind, size in kinds for side in sides]
@@ -288,7 +293,7 @@ def _vblora_keeps(m: Matrix, rows: int) -> Kept:
 
 
 def _vera_network(architecture: Architecture, settings: Mapping[str, Any], matrices: list[Matrix]) -> list[Made]:
-    """One pair of random matrices, as large as the largest projection's sides, in every layer the same."""
+    """One pair of random matrices, as large as the largest projection's sides, that all layers share."""
     wide, tall, rank = max(m.columns_in for m in matrices), max(m.rows_out for m in matrices), matrices[0].rank
     return [
         Made("vera_A", (rank, wide), trains=False, element_bytes=FP32),

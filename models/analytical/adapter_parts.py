@@ -1,4 +1,4 @@
-"""What the entries of `adapter_methods.py` are made of: a tensor, a projection, and what autograd keeps."""
+"""The parts of the entries of `adapter_methods.py`: a tensor, a projection, and what autograd saves."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ class Made(NamedTuple):
     shape: tuple[int, ...]
     trains: bool = True
     element_bytes: int | None = None
-    """None: the adapters' own dtype."""
+    """Bytes of an element; None: as the adapters' own dtype."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
 
 class Matrix(NamedTuple):
-    """A projection that is adapted, or of which the network's tensors are made."""
+    """A projection that is adapted, or from whose sizes the network's tensors follow."""
 
     name: str
     rows_out: int
@@ -34,13 +34,13 @@ class Matrix(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What autograd keeps of a projection's forward beside what it would anyway."""
+    """What autograd saves in a projection's forward because of the adapter."""
 
     wide: tuple[int, ...] = ()
-    """Elements of tensors in the adapters' dtype."""
+    """Elements of saved tensors in the adapters' dtype."""
     narrow: tuple[int, ...] = ()
-    """... and of tensors in the dtype that the network computes in."""
+    """Elements of saved tensors in the dtype in which the network computes."""
     inputs: bool = False
-    """The projection's own input too."""
+    """Whether the projection's own input is saved too."""
     result: bool = False
-    """... and its result before the adapter."""
+    """Whether the projection's output before the adapter is saved too."""

@@ -1,6 +1,6 @@
-"""Which named targets of adapters the ledger gives one, and the refusal where nothing would train.
+"""Which of the named adapter targets the ledger covers, and the refusal if nothing would train.
 
-Source: peft 0.21 tuners/tuners_utils.py `inject_adapter`: names that match no module are passed over, unless none does.
+Source: peft 0.21 tuners/tuners_utils.py `inject_adapter`: names that match no module are ignored, unless none matches.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from peakcast.spec import TrainingJob
 ENDS = ("embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out")
 """What families call the token table and the head."""
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""What families call the matrices of an expert, where each is a Linear."""
+"""What families call the matrices of an expert, if each is a Linear."""
 
 STACKED_EXPERTS_ADAPTED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen3_moe")
 """Families of which peft takes these names, and all-linear, for their stacked experts and the router too (peft 0.21
@@ -43,7 +43,7 @@ UNCONFIRMED = {
 
 
 def _method_reason(job: TrainingJob) -> Finding | None:
-    """What of a method other than LoRA's is not counted, or not confirmed."""
+    """What of a method other than LoRA is not counted, or not confirmed."""
     method, layout = job.finetuning.method, job.parallelism
     if method in ("full", "lora", "qlora"):
         return None
@@ -89,12 +89,12 @@ def adapter_reason(job: TrainingJob) -> Finding | None:
 
 
 def targets_taken(job: TrainingJob) -> str:
-    """What of `finetuning.targets` is not as it was said, as an assumption: names that are none of this network, or what is
-    taken where nothing is named and peft has no default; "" for neither."""
+    """An assumption about `finetuning.targets`: which names this network does not have, or what is assumed if none are
+    named and peft has no default; "" if neither."""
     if job.finetuning.method in ("full", *ON_NETWORK):
         return ""
     if not job.finetuning.targets:
-        return "" if has_default_targets(job.architecture) else _taken_by_default(job.architecture)
+        return "" if has_default_targets(job.architecture) else _default_targets_assumed(job.architecture)
     projections = _projections(job.architecture), _projections(job.architecture, ("shared_expert",))
     known = {*projections[0], *projections[1], *ENDS, *EXPERTS, "all-linear"}
     unknown = [repr(target) for target in job.finetuning.targets if target not in known]
@@ -106,7 +106,7 @@ def targets_taken(job: TrainingJob) -> str:
     )
 
 
-def _taken_by_default(architecture: Architecture) -> str:
+def _default_targets_assumed(architecture: Architecture) -> str:
     return (
         f"adapters are taken to be on {', '.join(default_adapter_targets(architecture))}: finetuning.targets names none, "
         f"and peft, which has no default for model_type={architecture.model_type!r}, raises an error without; name some "
@@ -115,8 +115,8 @@ def _taken_by_default(architecture: Architecture) -> str:
 
 
 def require_adapters(job: TrainingJob) -> None:
-    """Refuse a job whose adapters are on nothing, as peft does. Raises: SpecError."""
-    if recipe_of(job) is not None:  # peft has put them there
+    """Refuse a job whose adapters match nothing, as peft does. Raises: SpecError."""
+    if recipe_of(job) is not None:  # the recipe was recorded with adapters that peft made
         return
     projections, targets = _projections(job.architecture), job.finetuning.targets
     if job.finetuning.method in ON_NETWORK or any(

@@ -1,4 +1,4 @@
-"""What peft gives an adapter in each family when `finetuning.targets` names nothing."""
+"""Which projections peft adapts in each family if `finetuning.targets` names none."""
 
 from __future__ import annotations
 
@@ -32,25 +32,26 @@ DEFAULT_TARGETS: dict[str, tuple[str, ...]] = {
     "stablelm": _QUERY_AND_VALUE,
     "t5": ("q", "v"),
 }
-"""`model_type` -> the last parts of the names of its projections. Of any other family peft asks for `target_modules` and
-raises an error. Source: peft 0.21 `utils/constants.py` TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING."""
+"""`model_type` -> the last parts of the projections' names. For any other family peft demands `target_modules` and raises
+an error. Source: peft 0.21 `utils/constants.py` TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING."""
 
 
 OTHER_DEFAULTS: dict[str, tuple[str, ...]] = {
     "beft": ("v_proj",),
     "ia3": ("k_proj", "v_proj", "down_proj"),
 }
-"""Of methods whose defaults are others, in the families that have Llama's names. Source: each method's mapping there."""
+"""Method -> its defaults, where they differ, in the families that have Llama's names. Source: each method's mapping
+there."""
 
 
 def has_default_targets(architecture: Architecture) -> bool:
-    """Whether peft knows what to adapt in this family."""
+    """Whether peft has default targets for this family."""
     return architecture.model_type in DEFAULT_TARGETS
 
 
 def default_adapter_targets(architecture: Architecture, method: str = "lora") -> tuple[str, ...]:
-    """The last parts of the names of the projections that get an adapter when none are named; where peft knows none, q and
-    v, or the fused qkv."""
+    """The last parts of the names of the projections that get an adapter if none are named; where peft has no default, q
+    and v, or the fused qkv."""
     if method in OTHER_DEFAULTS and DEFAULT_TARGETS.get(architecture.model_type) == _QUERY_AND_VALUE:
         return OTHER_DEFAULTS[method]
     usual = (leaf_names(architecture).qkv,) if architecture.fused_qkv else _QUERY_AND_VALUE

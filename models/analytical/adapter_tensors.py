@@ -16,7 +16,7 @@ from peakcast.spec import Finetuning
 ADAPTED_ROLES = ("attention", "mlp")
 """Roles of the matrices that get adapters in the ledger."""
 NETWORK = "adapters"
-"""The module under which stands what an adapter method has once."""
+"""The module name of tensors that an adapter method has once for the network."""
 
 
 def adapted_matrices(architecture: Architecture, tuning: Finetuning) -> Iterator[Matrix]:
@@ -30,7 +30,8 @@ def adapted_matrices(architecture: Architecture, tuning: Finetuning) -> Iterator
 
 @lru_cache(maxsize=64)
 def network_tensors(architecture: Architecture, tuning: Finetuning) -> tuple[Made, ...]:
-    """What the method has once, and not on each projection; names are numbered where one occurs again."""
+    """The tensors that the method has once for the network, not on each projection; equal names are made distinct by a
+    number."""
     on_network = None if tuning.method == "full" else METHODS[tuning.method].on_network
     if on_network is None:
         return ()

@@ -1,4 +1,4 @@
-"""What autograd makes while it runs the operations of a tape backward, by its own rules (`tape.py` has them)."""
+"""The tensors that autograd makes while it runs a tape's operations backward. The rules are listed in `tape.py`."""
 
 from __future__ import annotations
 
@@ -9,20 +9,21 @@ from peakcast.models.analytical.template import HANDED_IN, Waiting
 from peakcast.timeline import Category
 
 Row = tuple[str, int, int, int, bool, int, bool, bool, int, bool, int]
-"""Name, category, bytes, born, whether in backward, dies, whether in backward, whether a parameter's gradient, dies
-without a graph, whether selective checkpointing keeps it, stream."""
+"""Name, category, bytes, born, whether `born` counts in backward, dies, whether `dies` counts in backward, whether it is a
+parameter's gradient, dies without a graph, whether selective checkpointing keeps it, stream."""
 TEMPORARY, GRADIENT = int(Category.TEMPORARIES), int(Category.GRADIENTS)
 
 
 def workspace_rows(weight: WeightGradient, instant: int) -> list[Row]:
-    """What the kernel that sums a parameter's gradient takes for itself, at backward instant `instant`."""
+    """Rows of the workspaces that the kernel which sums a parameter's gradient allocates at backward instant `instant`."""
     name, kind = f"{weight.name}.workspace", int(Category.WORKSPACES)
     after = instant + 1
     return [(name, kind, size, instant, True, after, True, False, after, False, 0) for size in weight.workspaces]
 
 
 class _Gradient:
-    """A gradient on its way: `holders` are the tensors that it is the gradient of and that have not run backward."""
+    """A gradient that some operation has yet to read. `holders`: how many references to it exist, one for each tensor that
+    it is the gradient of and whose operation has not yet run backward."""
 
     __slots__ = ("born", "holders", "name", "num_bytes", "stream")
 
@@ -31,13 +32,13 @@ class _Gradient:
 
 
 class Backward:
-    """One run of `operations` backward, in `order`. `rows`: everything that it makes.
+    """One run of `operations` backward, in `order`; `rows` are the tensors that it makes.
 
-    `shared`: tensors (by id) that another block owns; a gradient of one is added at once to one held there, and
-    `gradient_from` says from which instant. `turns`: of operations whose weights' gradients come later, their turns; what
-    comes to them is `waiting`. `saves_on_cpu`: what was kept comes back from the host for each operation. `beside`: a
-    second result, whose gradient comes from outside too and is held there. `released`: of operations, the bytes that were
-    kept to their backward.
+    `shared`: ids of tensors that another block owns; a gradient of one is added at once to the gradient there, and
+    `gradient_from` says from which instant. `turns`: for operations whose weights get their gradients later, their position
+    in that order; the gradients that wait for it are in `waiting`. `saves_on_cpu`: saved tensors are copied back from the
+    host for each operation. `beside`: a second output, whose gradient comes from outside too and lives to the end.
+    `released`: by operation, the bytes of saved tensors that its backward frees.
     """
 
     def __init__(
@@ -55,7 +56,7 @@ class Backward:
         self.rows: list[Row] = []
         self.gradient_from: dict[int, int] = {}
         self.added_to_handed_in: int | None = None
-        """As the template has it."""
+        """As `Template.added_to_handed_in`; None: this backward reads the gradient to its end."""
         self._shared, self._turns, self._saves_on_cpu, self._released = shared, turns, saves_on_cpu, released
         self._held: dict[int, _Gradient] = {}
         self._hooked: dict[_Gradient, int] = {}
@@ -66,7 +67,7 @@ class Backward:
             self._live(f"{HANDED_IN}_beside", beside.num_bytes, 0, len(order))
         for instant, index in enumerate(order):
             self._run(operations[index], index, instant)
-        for gradient in dict.fromkeys(self._held.values()):  # the input's gradient, handed on at the end
+        for gradient in dict.fromkeys(self._held.values()):  # the input's gradient, which goes to the block before
             if gradient not in self._hooked:
                 self._live(gradient.name, gradient.num_bytes, gradient.born, len(order), gradient.stream)
         self.waiting = [
@@ -74,10 +75,13 @@ class Backward:
         ]
 
     def _live(self, name: str, num_bytes: int, born: int, dies: int, stream: int = 0) -> None:
+        """Add a row for a temporary of backward that lives from `born` until before `dies`; none if it has no bytes."""
         if num_bytes > 0:
             self.rows.append((name, TEMPORARY, num_bytes, born, True, dies, True, False, dies, False, stream))
 
     def _run(self, operation: Operation, index: int, instant: int) -> None:
+        """Run one operation backward: use its incoming gradients, make those of its inputs and weights, free what is left.
+        """
         later, after = index in self._turns, instant + 1
         incoming = [self._held.pop(id(output)) for output in operation.outputs if id(output) in self._held]
         touched = incoming.copy()
@@ -104,13 +108,13 @@ class Backward:
                 self._live(f"{operation.name}.from_cpu", size, instant, after)
         for gradient in incoming:
             gradient.holders -= 1
-        if largest_sum:  # made when what came in and what was kept has gone (engine.cpp evaluate_function)
+        if largest_sum:  # made after incoming gradients and saved tensors are freed (engine.cpp evaluate_function)
             gone = self._released.get(index, 0) + sum(one.num_bytes for one in set(incoming) if one.holders <= 0)
             self._live(f"{operation.name}.gradient", largest_sum - gone, instant, after)
         self._release(touched if len(incoming) < 2 else dict.fromkeys(touched), after)
 
     def _release(self, gradients: Iterable[_Gradient], after: int) -> None:
-        """Those that nobody holds any more are gone at the instant `after`."""
+        """Free the gradients with no holders at the instant `after`."""
         for gradient in gradients:
             if gradient.holders <= 0:
                 if gradient.name == HANDED_IN and self.added_to_handed_in is None:
@@ -118,8 +122,8 @@ class Backward:
                 self._live(gradient.name, gradient.num_bytes, gradient.born, after, gradient.stream)
 
     def _hold(self, tensor: Tensor, gradient: _Gradient, name: str, instant: int) -> int:
-        """`gradient` of `tensor` waits for the operation that made `tensor`, or is added to the one that waits; bytes of
-        the sum where that is a new tensor, else 0."""
+        """Keep `gradient` until the operation that made `tensor` runs backward, or add it to the gradient already kept.
+        Returns the bytes of the sum if that is a new tensor, else 0."""
         key, after = id(tensor), instant + 1
         if key in self._shared:
             self.gradient_from.setdefault(key, after)
@@ -128,7 +132,7 @@ class Backward:
         if existing is None:
             gradient.holders += 1
             self._held[key] = gradient
-        elif existing.holders > 1:  # somebody else still needs the first one: the sum is a new tensor
+        elif existing.holders > 1:  # another operation still reads the first one, so the sum is a new tensor
             existing.holders -= 1
             self._held[key] = _Gradient(tensor.num_bytes, after, name, 1)
             return tensor.num_bytes
@@ -137,7 +141,7 @@ class Backward:
         return 0
 
     def _weights_backward(self, operation: Operation, instant: int, made_at: int) -> None:
-        """The gradients of an operation's weights, and what its backward needs meanwhile."""
+        """Add the gradients of an operation's weights and the temporaries of its backward."""
         after = instant + 1
         for weight in operation.weight_gradients:
             if weight.num_bytes > 0:

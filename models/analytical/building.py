@@ -1,8 +1,8 @@
 """What building a network leaves in the allocator's cache before the first step.
 
-Only where the building is the framework's own, so that its order is known: FSDP1 makes one unit after the other of a
-network that lies on the host; Megatron-LM makes weights on the GPU and copies them into buffers (`megatron_building.py`).
-How weights come there, are read or quantised is the loader's, and in no timeline.
+It is known only where the framework itself builds, in a known order: FSDP1 makes one unit after the other from a network on
+the host; Megatron-LM makes weights on the GPU and copies them into buffers (`megatron_building.py`). What a loader does
+(reading, placing or quantising weights) is in no timeline.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from peakcast.timeline import Timeline
 
 
 def building(job: TrainingJob, rank: int | None = None) -> list[Timeline]:
-    """One timeline, which ends with what stands before the first step; none where nothing is known of it."""
+    """One timeline, which ends with what exists before the first step; empty if the building is not known."""
     step = Step()
     if job.framework == "megatron":
         build_megatron(step, job, rank or 0)

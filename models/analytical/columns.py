@@ -1,4 +1,4 @@
-"""Tensors and their lives in columns: what a step holds beside the runs of its blocks."""
+"""Tensors and their lifetimes as columns of an array, for what a step holds apart from its blocks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which compiled steps the ledger covers: those whose trace it equals (`peakcast verify agreement`, the compiled cells)."""
+"""Which compiled steps the ledger covers: those with which it agrees in a trace (`peakcast verify agreement`, the compiled
+cells)."""
 
 from __future__ import annotations
 
@@ -21,11 +22,12 @@ TRACED = {
     "layers in shards": (*PLAIN, "gemma", "gemma2", "gemma3_text", "gpt2", "phi3", "qwen3"),
     "layers in shards with accelerate": (*PLAIN, "gemma", "gemma2", "phi3", "qwen3"),
 }
-"""What changes a family's graphs, and the families whose graphs were compared with it. Plainly, all of FAMILIES were."""
+"""What changes a family's graphs -> the families whose graphs were compared with it. Without such a change, all of FAMILIES
+were."""
 
 
 def compile_reason(job: TrainingJob) -> Finding | None:
-    """Why the ledger does not cover the compiled `job`, as a finding; None when it does, or nothing is compiled."""
+    """Why the ledger does not cover the compiled `job`, as a finding; None if it does, or if nothing is compiled."""
     if not job.compile:
         return None
     if conventions(job).get("compiled_regions") == "loss":
@@ -35,7 +37,7 @@ def compile_reason(job: TrainingJob) -> Finding | None:
     architecture, convention, checkpointing = job.architecture, conventions(job), job.activation_checkpointing
     tuning, adapts = job.finetuning, job.finetuning.method != "full"
     autocast = bool(convention.get("autocast"))
-    cast = autocast and job.parallelism.world_size == 1  # the weights themselves; FSDP2 gathers them narrow
+    cast = autocast and job.parallelism.world_size == 1  # weights are cast; FSDP2 gathers them narrow already
     whole, accelerate = convention.get("compiled_regions") == "network", job.framework == "huggingface"
     checks: tuple[Check, ...] = (
         (job.framework not in ("huggingface", "torch"), f"with framework={job.framework!r}"),
@@ -103,13 +105,13 @@ def compile_reason(job: TrainingJob) -> Finding | None:
 
 
 def _loss_reason(job: TrainingJob) -> Finding | None:
-    """... where the loss alone is compiled, whose two kernels are known over whole logits."""
+    """Why the job is out of scope if only the loss is compiled, whose two kernels are known for whole logits; else None."""
     split = job.parallelism.tensor_parallel_size > 1 or job.loss.kind != "cross_entropy"
     return found(f"compile=true of a loss over logits in parts is not modelled{TRACE}", "compile") if split else None
 
 
 def _in_shards(job: TrainingJob) -> bool:
-    """Layers that are compiled one by one, each a unit of FSDP2 or HSDP, and nothing else is split."""
+    """Whether layers are compiled one by one, each a unit of FSDP2 or HSDP, and nothing else is divided."""
     layout = job.parallelism
     alone = layout.world_size == layout.data_parallel_size and layout.sharding in ("fsdp2", "hsdp")
     return alone and layout.world_size > 1 and conventions(job).get("compiled_regions") == "layers"

@@ -9,7 +9,7 @@ from peakcast.spec import TrainingJob
 
 
 def data_parallel_reason(job: TrainingJob) -> Finding | None:
-    """Why the ledger does not cover how replicas share weights and gradients, as a finding; None when it does."""
+    """Why the ledger does not cover how replicas share weights and gradients, as a finding; None if it does."""
     chosen, layout = conventions(job), job.parallelism
     if layout.num_replicas == 1:
         return None
@@ -81,14 +81,15 @@ def data_parallel_reason(job: TrainingJob) -> Finding | None:
 
 
 def _early_fsdp2(job: TrainingJob) -> bool:
-    """Whether torchtitan ran it when FSDP2 was new, with fixed segments and nothing but shards."""
+    """Whether torchtitan ran it when FSDP2 was new, with fixed segments and FSDP2 as its only parallelism."""
     alone = job.parallelism.world_size == job.parallelism.num_replicas
     early = "torchtitan" in job.versions and torch_release(job.versions) < (2, 6)
     return job.framework == "torch" and early and alone and not job.allocator.expandable_segments
 
 
 def matrix_optimizer_reason(job: TrainingJob) -> Finding | None:
-    """Why the ledger does not cover an optimizer that looks at whole matrices where ranks hold parts of them; else None."""
+    """Why the ledger does not cover an optimizer that needs whole matrices when ranks hold parts of them; None if it
+    does."""
     layout, name = job.parallelism, job.optimizer.name
     sharding = layout.sharding if layout.num_replicas > 1 else "none"
     parts = sharding in ("fsdp2", "hsdp") or (layout.tensor_parallel_size > 1 and job.framework == "torch")

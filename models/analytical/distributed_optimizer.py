@@ -1,8 +1,10 @@
 """Megatron-LM's parameter and gradient buffers and its optimizer states, replicated or sharded over data parallelism.
 
 Sources: megatron-core 0.13.1 `distributed/param_and_grad_buffer.py`, `optimizer/distrib_optimizer.py`.
+
 Every model chunk has one contiguous gradient buffer, in fp32 unless fp16 gradients are asked for. The distributed optimizer
-also moves the parameters into a buffer padded alike, and owns 1/n of the fp32 main parameters and of the Adam states.
+also moves the parameters into a buffer with the same padding, and owns 1/n of the fp32 main parameters and of the Adam
+states.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from peakcast.units import round_up
 
 FP32 = 4
 PARAMETER_ALIGNMENT = 64
-"""Elements: parameters start at 128-byte addresses (`_pad_start_of_param_if_needed`)."""
+"""In elements: parameters start at 128-byte addresses (`_pad_start_of_param_if_needed`)."""
 BUCKET_ALIGNMENT = 128
 HIGH_BANDWIDTH_BUCKET_ALIGNMENT = 2**16
 
@@ -30,20 +32,21 @@ class BufferRules:
     sharded: bool
     """Whether the distributed optimizer is in use."""
     shards: int
-    """Ranks over which it shards: data × context parallel size, per optimizer instance."""
+    """Number of ranks that share it: data × context parallel size, for each optimizer instance."""
     bucket_size: int | None = None
-    """Elements after which a bucket closes; None for one bucket (no overlap, or not the first stage)."""
+    """Number of elements after which a bucket closes; None: a single bucket (no overlap, or not the first stage)."""
     high_bandwidth_padding: bool = False
 
     @property
     def bucket_divisor(self) -> int:
-        """Elements: every bucket's length is a multiple of this."""
+        """Every bucket's length is a multiple of this number of elements."""
         padding = HIGH_BANDWIDTH_BUCKET_ALIGNMENT if self.high_bandwidth_padding else BUCKET_ALIGNMENT
         return math.lcm(self.shards, padding)
 
 
 def bucket_size(overlap: bool, pipeline_rank: int, data_parallel_size: int, asked: int = 0) -> int | None:
-    """Elements per bucket: max(40M, 1M × data-parallel size) with overlap on the first stage, else a single bucket."""
+    """Elements per bucket: max(40M, 1M × data-parallel size) with overlap on the first stage, else None, for a single
+    bucket."""
     if not overlap or pipeline_rank > 0:
         return None
     return asked or max(40_000_000, 1_000_000 * data_parallel_size)
@@ -51,7 +54,8 @@ def bucket_size(overlap: bool, pipeline_rank: int, data_parallel_size: int, aske
 
 @lru_cache(maxsize=512)
 def laid_out(parameters: tuple[Parameter, ...], rules: BufferRules) -> tuple[list[tuple[Parameter, int]], list[int]]:
-    """(parameter, first element) of each in the order in which backward reaches them, and where each bucket ends."""
+    """(parameter, its first element) in the order in which backward reaches them, and the element at which each bucket
+    ends."""
     starts: list[tuple[Parameter, int]] = []
     ends: list[int] = []
     start = bucket_start = end = 0
@@ -79,8 +83,8 @@ def buffer_elements(parameters: Sequence[Parameter], rules: BufferRules) -> int:
 
 
 def shard_pieces(parameters: Sequence[Parameter], rules: BufferRules, shard: int = 0) -> list[tuple[Parameter, int]]:
-    """(parameter, elements) that the optimizer of a rank owns: all of them, or of every bucket part `shard` of `shards`.
-    Megatron cuts buckets, not parameters: a rank owns whole parameters but for the first and the last."""
+    """(parameter, elements) that the optimizer of a rank owns: everything or, if sharded, part `shard` of `shards` of every
+    bucket. Megatron divides buckets, not parameters, so only the first and the last parameter of a part may be cut."""
     if not rules.sharded:
         return [(parameter, parameter.numel) for parameter in parameters]
     starts, ends = laid_out(tuple(parameters), rules)

@@ -1,4 +1,5 @@
-"""One micro-batch of an encoder-decoder: two stacks of layers on the step's instants, and what a whole stack shares.
+"""One micro-batch of an encoder-decoder: two stacks of layers placed on the step, and the tensors that a whole stack
+shares.
 
 Source: transformers 5.17 `models/t5/modeling_t5.py` T5Stack, T5ForConditionalGeneration.
 """
@@ -34,7 +35,7 @@ INT64 = 8
 
 @dataclass
 class _Stack:
-    """One stack of layers on a step."""
+    """A stack of layers, encoder or decoder, on a step."""
 
     timeline: Step
     job: TrainingJob
@@ -46,9 +47,10 @@ class _Stack:
         self.checkpointed = self.job.activation_checkpointing.mode != "none"
         self.forward: list[Run] = []
         self.backward: dict[int, Run] = {}
-        """By place in the stack: the run that the backward belongs to."""
+        """The run whose backward was placed, by position in the stack."""
 
     def run_forward(self, keeps_gradients: bool) -> None:
+        """Run all layers forward."""
         for place, context in enumerate(self.contexts):
             template = t5_layer(T5Layer(context=context, source_length=self.source_length, first=place == 0))
             module = f"layers.{self.first_index + place}"
@@ -58,6 +60,7 @@ class _Stack:
                 self.forward.append(self.timeline.run_forward(template, module, keeps_gradients=keeps_gradients))
 
     def run_backward(self, keeps_gradients: bool) -> None:
+        """Run all layers backward, recomputing checkpointed ones."""
         for place in reversed(range(len(self.forward))):
             run = self.forward[place]
             if self.checkpointed:
@@ -70,19 +73,20 @@ class _Stack:
                 self.backward[place] = run
 
     def at(self, place: int, label: str) -> int:
-        """The instant of the operation `label` of the layer's forward."""
+        """The instant of operation `label` in the forward of the layer at `place`."""
         run = self.forward[place]
         return run.forward_start + run.template.forward_labels.index(label)
 
     def backward_at(self, place: int, label: str) -> int:
-        """... of its backward."""
+        """The instant of operation `label` in the backward of the layer at `place`."""
         run = self.backward[place]
         assert run.backward_start is not None
         return run.backward_start + run.template.in_backward[label]
 
     def kept_until(self, name: str) -> int:
-        """The instant from which no layer keeps what all of them read: for backward, or under checkpointing as an argument
-        of the second layer, since the first makes its own again; 0 where it is not kept."""
+        """The instant from which no layer keeps the shared tensor `name`; 0 if none ever does. Autograd saves it for
+        backward. Under checkpointing it is an argument of the layers' checkpoints, from the second on, as the first layer's
+        recomputation makes its own."""
         if self.checkpointed:
             second = self.backward.get(1)
             return self._ended(second) if second is not None else 0
@@ -90,20 +94,22 @@ class _Stack:
         return 0 if kept is None else (self.backward[0].backward_start or 0) + kept
 
     def gradient_from(self, name: str) -> int | None:
-        """The instant from which a gradient of it exists; the last layer's backward runs first."""
+        """The instant from which a gradient of the shared tensor `name` exists: in the last layer's backward, which runs
+        first. None if it has no gradient."""
         run = self.backward[len(self.forward) - 1]
         made = run.template.elsewhere[name].gradient_from
         return None if made is None else (run.backward_start or 0) + made
 
     @staticmethod
     def _ended(run: Run) -> int:
+        """The instant after a run's backward."""
         return (run.backward_start or 0) + run.template.num_backward
 
 
 def encoder_decoder_micro_batch(
     timeline: Step, job: TrainingJob, context: HFContext, *, keeps_gradients: bool, last: bool
 ) -> Run:
-    """Forward, loss and backward of one micro-batch; returns the run of its head and loss."""
+    """Add forward, loss and backward of one micro-batch; returns the run of its head and loss."""
     architecture, target = job.architecture, target_context(context, job)
     encoder = _Stack(timeline, job, _contexts(context, job, architecture.num_hidden_layers), 0)
     decoder = _Stack(
@@ -113,15 +119,15 @@ def encoder_decoder_micro_batch(
         architecture.num_hidden_layers,
         context.sequence,
     )
-    # enable_input_require_grads makes what is looked up a leaf, which the graph keeps with its gradient
+    # enable_input_require_grads makes the embedding's output a leaf, which the graph keeps with its gradient
     leaf = job.finetuning.method != "full" and decoder.checkpointed
-    read = timeline.run_forward(embedding(_first(encoder)), "embedding", keeps_gradients=keeps_gradients)
+    read = timeline.run_forward(embedding(_embedding_context(encoder)), "embedding", keeps_gradients=keeps_gradients)
     encoder.run_forward(keeps_gradients)
     states = timeline.run_forward(encoder_end(context), "head", keeps_gradients=keeps_gradients)
     encoded = _forward_ends(states)
     _hold_embeddings(timeline, context, read, encoded, leaf)
     shifted = timeline.now
-    targets = timeline.run_forward(embedding(_first(decoder)), "embedding", keeps_gradients=keeps_gradients)
+    targets = timeline.run_forward(embedding(_embedding_context(decoder)), "embedding", keeps_gradients=keeps_gradients)
     decoder.run_forward(keeps_gradients)
     loss = timeline.run_forward(head(target), "head", keeps_gradients=keeps_gradients)
     if context.autocast:
@@ -136,7 +142,7 @@ def encoder_decoder_micro_batch(
     timeline.run_backward(targets)
     timeline.hold("decoder_input_ids", Category.INPUTS, target.rows * INT64, shifted, timeline.now, "embedding")
     states_gradient = decoder.gradient_from(ENCODER_STATES)
-    if states_gradient is not None:  # to which every layer adds; from here on its own block's backward has it
+    if states_gradient is not None:  # every layer adds to it; from here on the block of the encoder's end has it
         size = context.rows * architecture.hidden_size * context.stream_bytes
         timeline.hold(f"{ENCODER_STATES}.grad", Category.TEMPORARIES, size, states_gradient, timeline.now, "head")
     _hold_causal_mask(timeline, decoder, target, encoded, decoded)
@@ -156,19 +162,21 @@ def encoder_decoder_micro_batch(
 
 
 def _contexts(context: HFContext, job: TrainingJob, num_layers: int) -> list[HFContext]:
-    """The contexts of a stack's layers. Adapters without checkpointing: nothing before the first one is kept."""
+    """The contexts of a stack's layers. With adapters and without checkpointing, nothing before the first adapter is
+    saved."""
     checkpointed = job.activation_checkpointing.mode != "none"
     layer = replace(found_again(job, context), checkpointed=True) if checkpointed else context
     bare = job.finetuning.method != "full" and not checkpointed
     return [replace(layer, input_requires_grad=place > 0 or not bare) for place in range(num_layers)]
 
 
-def _first(stack: _Stack) -> HFContext:
+def _embedding_context(stack: _Stack) -> HFContext:
     """The context of a stack's embedding."""
     return replace(stack.contexts[0], checkpointed=False)
 
 
 def _forward_ends(run: Run) -> int:
+    """The instant after a run's forward."""
     return run.forward_start + run.template.num_forward
 
 
@@ -181,7 +189,7 @@ def _decoder_returns(loss: Run) -> int:
 
 
 def _hold_embeddings(timeline: Step, context: HFContext, embedded: Run, returned: int, leaf: bool) -> None:
-    """A stack's own variable of what it looked up; without dropout that is its first layer's input, and a leaf (see below)
+    """Hold the embeddings that a stack's variable refers to. Without dropout they are its first layer's input, and a leaf
     is kept anyway."""
     if context.architecture.embedding_dropout and not leaf:
         size = context.rows * context.architecture.hidden_size * context.weight_bytes
@@ -189,8 +197,8 @@ def _hold_embeddings(timeline: Step, context: HFContext, embedded: Run, returned
 
 
 def _hold_encoder_states(timeline: Step, context: HFContext, decoder: _Stack, born: int, returned: int) -> int:
-    """The states, kept by every decoder layer and by the model's outputs; returns the instant from which the graph has let
-    go of them."""
+    """Hold the encoder's output, which every decoder layer saves and the model's outputs refer to. Returns the instant from
+    which the graph no longer keeps it."""
     size = context.rows * context.architecture.hidden_size * context.stream_bytes
     kept = timeline.now if decoder.checkpointed else decoder.kept_until(ENCODER_STATES)
     timeline.hold(ENCODER_STATES, Category.ACTIVATIONS, size, born, max(returned, kept), "head")
@@ -198,7 +206,8 @@ def _hold_encoder_states(timeline: Step, context: HFContext, decoder: _Stack, bo
 
 
 def _hold_positions(timeline: Step, stack: _Stack, context: HFContext, returned: int) -> None:
-    """The bias of relative positions that the first layer made, and its gradient until the table's is made of it."""
+    """Hold the bias of relative positions that the first layer makes, and its gradient until the table's gradient has been
+    computed from it."""
     size, module = position_bias_bytes(context), stack.forward[0].module
     made = stack.at(0, RELATIVE)
     kept = stack.kept_until(POSITION_BIAS)
@@ -216,7 +225,7 @@ def _hold_positions(timeline: Step, stack: _Stack, context: HFContext, returned:
 
 
 def _hold_causal_mask(timeline: Step, decoder: _Stack, target: HFContext, born: int, returned: int) -> None:
-    """Eager attention's additive mask of the decoder [batch, 1, sequence, sequence]; sdpa builds one in each layer."""
+    """Hold eager attention's additive mask of the decoder [batch, 1, sequence, sequence]; sdpa makes one in each layer."""
     if target.attention == "eager":
         size = target.batch * target.sequence**2 * target.weight_bytes
         dies = timeline.now if decoder.checkpointed else returned
@@ -224,8 +233,8 @@ def _hold_causal_mask(timeline: Step, decoder: _Stack, target: HFContext, born: 
 
 
 def _hold_cross_positions(timeline: Step, decoder: _Stack, target: HFContext, returned: int) -> None:
-    """The zeros that the first cross-attention makes for all. Under checkpointing they ask for a gradient
-    (`position_bias.requires_grad = True`), and the graph holds them and it until the loss is gone."""
+    """Hold the zeros that the first cross-attention makes for all layers. Under checkpointing they require a gradient
+    (`position_bias.requires_grad = True`), and the graph keeps them and that gradient until the loss is freed."""
     size, module = cross_position_bias_bytes(target, decoder.source_length), decoder.forward[0].module
     made = decoder.at(0, f"{CROSS}.v") + 1
     kept = timeline.now if decoder.checkpointed else decoder.kept_until(CROSS_POSITION_BIAS)
@@ -242,9 +251,10 @@ def _hold_cross_positions(timeline: Step, decoder: _Stack, target: HFContext, re
 
 
 def outputs_of(job: TrainingJob, context: HFContext) -> list[tuple[str, str, int]]:
-    """What the outputs hold beside the logits, which a plain loop keeps with them: (name, module, bytes). The encoder's
-    states; keys and values of both attentions, since the decoder's configuration keeps `use_cache`; under checkpointing,
-    through the graph, the zeros of cross-attention and what adapters make a leaf in the encoder, and their gradients."""
+    """(name, module, bytes) of what the outputs refer to besides logits, which a plain loop keeps with them: the encoder's
+    output; keys and values of both attentions, as the decoder's configuration keeps `use_cache`. Under checkpointing
+    instead, through the graph: the zeros of cross-attention, the encoder's embeddings if adapters make them a leaf, and the
+    gradients of both."""
     architecture, target = job.architecture, target_context(context, job)
     states = (ENCODER_STATES, "head", context.rows * architecture.hidden_size * context.stream_bytes)
     decoder = range(architecture.num_hidden_layers, architecture.num_layers)
@@ -262,7 +272,8 @@ def outputs_of(job: TrainingJob, context: HFContext) -> list[tuple[str, str, int
 def _hold_outputs(
     timeline: Step, decoder: _Stack, context: HFContext, job: TrainingJob, forgotten: int, last: bool
 ) -> None:
-    """... from when backward has let go of them: of the encoder's states at `forgotten`."""
+    """Hold `outputs_of` from the moment backward frees its own references, which for the encoder's output is
+    `forgotten`."""
     if conventions(job).get("outputs_dropped"):
         return
     dies = timeline.now if conventions(job).get("trainer") or not last else FOREVER

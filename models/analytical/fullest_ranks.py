@@ -1,5 +1,5 @@
-"""Which ranks of a job to compare for its worst one: those that differ by their place in the layout, and of each pipeline
-stage the one whose optimizer owns most, where ranks own whole tensors."""
+"""Which ranks of a job to compare when looking for its worst: one for each place in the layout that differs. Where ranks
+own whole tensors, of the ranks with the same place the one whose optimizer owns most."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from peakcast.spec import TrainingJob
 
 
 def fullest_ranks(job: TrainingJob) -> tuple[int, ...]:
-    """`ranks_that_differ`, each with its place in the ring of attention, of the fullest optimizer of its stage."""
+    """`ranks_that_differ`, each replaced by the rank of its data-parallel group whose optimizer owns most."""
     ranks = ranks_that_differ(job)
     return tuple(_fullest(job, rank) for rank in ranks) if owns_whole_tensors(job) else ranks
 
 
 @lru_cache(maxsize=1024)
 def _fullest(job: TrainingJob, rank: int) -> int:
+    """The rank, among the data-parallel replicas of `rank`, whose optimizer owns most."""
     layout = job.parallelism
     between = layout.tensor_parallel_size * layout.context_parallel_size
     return max(range(rank, rank + layout.data_parallel_size * between, between), key=lambda other: _owned(job, other))

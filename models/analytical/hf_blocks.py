@@ -1,4 +1,4 @@
-"""The blocks of a Hugging Face network: which template each layer has, and its layers run forward and backward."""
+"""The blocks of a Hugging Face network: which template each layer has, and how layers run forward and backward."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ COMPILED: dict[tuple[str, str], frozenset[str]] = {
     ("layers", "torch"): frozenset({"layers", "loss"}),
     ("loss", "torch"): frozenset({"loss"}),
 }
-"""(regions, stack) -> what is compiled: layers; embedding and final norm; the loss; the making of the mask
-(`collectors/frameworks/compiled.py`)."""
+"""(regions, stack) -> the parts that are compiled: "layers"; "ends", the embedding and the final norm; "loss"; "mask", the
+computation of the mask (`collectors/frameworks/compiled.py`)."""
 
 
 class Blocks:
-    """The templates of one job's network. Equal layers have one context, which is asked for its template once."""
+    """The templates of one job's network. Equal layers share one context object, whose template is made once."""
 
     def __init__(self, job: TrainingJob, context: HFContext) -> None:
         checkpointing = job.activation_checkpointing
@@ -63,11 +63,12 @@ class Blocks:
         self.checkpointed = [
             again and (around or not compiled) for again, compiled in zip(recomputed, self.compiled, strict=True)
         ]
-        """Which layers run again before their backward; what other compiled ones compute again is inside their backward."""
+        """Which layers are recomputed before their backward. What other compiled layers recompute is part of their
+        backward."""
         self._made: dict[tuple[int, bool, bool], Template] = {}
 
     def network(self) -> Template | None:
-        """All of it as one block, where it is compiled so."""
+        """One template for the whole network if it is compiled as a whole; else None."""
         alone = self.job.parallelism.world_size == 1 and not self.job.offload.activations
         if not (self.job.compile and alone):
             return None
@@ -81,11 +82,11 @@ class Blocks:
         return compiled_network(tuple(contexts), tuple(kinds[one] for one in self.contexts), tuple(self.recomputed))
 
     def embedding(self) -> Template:
-        """The embedding, as the first layer needs its result."""
+        """The template of the embedding, whose output requires a gradient if the first layer needs it."""
         return embedding(replace(self.context, input_requires_grad=self.contexts[0].input_requires_grad))
 
     def layer(self, index: int, *, input_held: bool = False) -> Template:
-        """Layer `index`. `input_held`: somebody else than the layer holds its input."""
+        """The template of layer `index`. `input_held`: something outside the layer keeps its input alive."""
         one = self.contexts[index]
         key = id(one), self.recomputed[index], input_held
         if key not in self._made:
@@ -100,7 +101,8 @@ class Blocks:
     def forward(
         self, step: Step, layers: Iterable[int], *, keeps_gradients: bool = True, input_held: bool = False
     ) -> dict[int, Run]:
-        """Run `layers` forward. `input_held`: of the first of them."""
+        """Run `layers` forward and return their runs by index. `input_held`: something keeps the first one's input
+        alive."""
         runs: dict[int, Run] = {}
         for index in layers:
             template, module = self.layer(index, input_held=input_held and not runs), f"layers.{index}"
@@ -119,7 +121,8 @@ class Blocks:
         input_held: bool = False,
         gradient_held: bool = False,
     ) -> None:
-        """Run the backward of what `forward` gave. `gradient_held`: somebody else holds the gradient that comes in."""
+        """Run the backward of the runs that `forward` returned. `gradient_held`: something outside the last layer keeps the
+        gradient that comes into it alive."""
         first, last = min(runs, default=0), max(runs, default=0)
         for index, run in reversed(list(runs.items())):
             if self.checkpointed[index]:
@@ -131,7 +134,7 @@ class Blocks:
 
 
 def _compiled_alone(job: TrainingJob, contexts: Sequence[HFContext]) -> list[bool]:
-    """Which layers are compiled by themselves. Modules of compiled graphs are loaded where something is compiled."""
+    """Which layers are compiled one by one. (Modules about compiled graphs are imported only if something is compiled.)"""
     if not job.compile or job.offload.activations:
         return [False] * len(contexts)
     from peakcast.models.analytical.blocks.compiled_layer import is_compiled_alone
@@ -140,14 +143,15 @@ def _compiled_alone(job: TrainingJob, contexts: Sequence[HFContext]) -> list[boo
 
 
 def _compiled(context: HFContext, recomputes: bool) -> Template:
+    """The template of a compiled layer; `recomputes`: its backward recomputes what checkpointing does not keep."""
     from peakcast.models.analytical.blocks.compiled_layer import compiled_layer
 
     return compiled_layer(context, recomputes)
 
 
 def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) -> HFContext:
-    """What every block of `job` depends on, on global `rank`. `gpu` (multiprocessors, threads of each): also what its
-    kernels allocate inside themselves."""
+    """What every block of `job` depends on, on global `rank`. `gpu`: (multiprocessors, threads of each), to include what
+    kernels allocate for themselves."""
     convention, stack = conventions(job), DRIVEN_BY.get(job.framework, job.framework)
     compiled = COMPILED[convention["compiled_regions"], stack] if job.compile else frozenset()
     if not convention.get("compiles_loss", True):
@@ -211,6 +215,7 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
 
 
 def _kernels(convention: Mapping[str, Any]) -> Kernels:
+    """Which fused kernels the convention replaces modules by."""
     return Kernels(
         norm=convention.get("norm_kernel") == "fused",
         rotary=convention.get("rotary_kernel") == "fused",
@@ -221,37 +226,39 @@ def _kernels(convention: Mapping[str, Any]) -> Kernels:
 
 
 def _narrows_final_norm(job: TrainingJob) -> bool:
-    """Whether accelerate has the last norm in a group with the lm_head, and so FSDP2 casts what it returns (accelerate 1.15
-    `fsdp2_prepare_model`, `set_mixed_precision`; torch 2.13 `_register_group_forward_hooks`)."""
+    """Whether accelerate puts the last norm into one FSDP2 group with the lm_head, so that FSDP2 casts the norm's output
+    (accelerate 1.15 `fsdp2_prepare_model`, `set_mixed_precision`; torch 2.13 `_register_group_forward_hooks`)."""
     sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and mixes_precision(job) and job.framework == "huggingface"
     return sharded and finds_final_norm(job) and conventions(job)["fsdp2_units"] == "ends"
 
 
 def first_context(job: TrainingJob, context: HFContext) -> HFContext:
-    """`context` as a training's first forward finds it: FSDP1's units without `use_orig_params` have views of what they are
-    gathered to only when that has happened once, and till then those of what they were built from (torch 2.13
-    `_flat_param.py`, `_use_unsharded_views`). Layers that run again find the others then (`found_again`)."""
+    """`context` for a training's first forward. Without `use_orig_params`, parameters of FSDP1's units become views of the
+    gathered tensor only when a unit has been gathered once; until then they are views of the tensor it was built from
+    (torch 2.13 `_flat_param.py`, `_use_unsharded_views`). Recomputed layers use the later views (`found_again`)."""
     layout = job.parallelism
     sharded = layout.sharding == "fsdp1" and layout.num_replicas > 1 and job.finetuning.method != "full"
     return replace(context, adapter_input_bytes=int(DTYPE_BYTES[adapter_dtype(job)])) if sharded else context
 
 
 def found_again(job: TrainingJob, context: HFContext) -> HFContext:
-    """`context` as any later forward finds it."""
+    """`context` for any later forward, or for a recomputation."""
     return replace(context, adapter_input_bytes=_adapter_input_bytes(job))
 
 
 def _adapter_input_bytes(job: TrainingJob) -> int:
+    """Bytes of one element of an adapter's input."""
     narrowed = mixes_precision(job) and not adapters_are_units(job)
     return int(DTYPE_BYTES[gathered_dtype(job) if narrowed else adapter_dtype(job)])
 
 
 def target_context(context: HFContext, job: TrainingJob) -> HFContext:
-    """The context of what is predicted: of an encoder-decoder, as many tokens as the decoder reads."""
+    """The context of the tokens that are predicted: for an encoder-decoder, as many as the decoder reads."""
     return replace(context, sequence=job.decoder_sequence_length) if job.decoder_sequence_length else context
 
 
 def _cached_matmuls(job: TrainingJob) -> int:
+    """n if selective checkpointing keeps the first of every n matrix products; 0 without selective checkpointing."""
     selective = job.activation_checkpointing.mode == "selective"
     return int(conventions(job).get("selective_checkpointing_matmuls", 1)) if selective else 0
 
@@ -271,7 +278,7 @@ def _layer_contexts(context: HFContext, job: TrainingJob) -> list[HFContext]:
 
 
 def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContext:
-    """The context of decoder layer `index`: equal layers get equal contexts, and so share a template."""
+    """The context of decoder layer `index`."""
     adapters_alone = job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
     skips = context.float8_skips
     if context.float8 and index == 0:
@@ -295,5 +302,6 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
 
 
 def _first_linear(architecture: Architecture) -> str:
+    """The name of the first projection of attention."""
     names = leaf_names(architecture)
     return names.qkv if architecture.fused_qkv else names.q

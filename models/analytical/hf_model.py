@@ -1,5 +1,5 @@
-"""What a Hugging Face model's own forward holds beside its blocks: buffers, embeddings by name, masks, rotary tables, and
-the gradient of a tied table that waits for its other half."""
+"""Tensors that a Hugging Face model's own forward holds outside its blocks: buffers, embeddings in local variables, masks,
+rotary tables, and the lm_head's half of a tied table's gradient."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ INT64 = 8
 
 
 def hold_buffers(timeline: Step, job: TrainingJob) -> None:
-    """Buffers of size: in old code a causal mask for the longest sequence, or tables of positions in every layer."""
+    """Hold large buffers: older modelling code has a causal mask for the longest sequence, or position tables in every
+    layer."""
     family, longest = traits(job.architecture), job.architecture.max_position_embeddings
     layers = [f"layers.{index}" for index in range(job.architecture.num_hidden_layers)]
     buffers = [("causal_mask", "", longest**2)] * family.causal_mask_buffer
@@ -43,7 +44,7 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
 
 
 def hold_shared_inputs(timeline: Step, job: TrainingJob) -> None:
-    """What is made of the inputs before context parallelism cuts them; they stay whole, a part being a view."""
+    """Hold what is made of the inputs before context parallelism splits them. They stay whole, because a part is a view."""
     tokens, ranks = job.micro_batch_size * job.sequence_length, job.parallelism.context_parallel_size
     if ranks > 1:
         timeline.hold("shift_labels", Category.INPUTS, tokens * INT64, 0)
@@ -51,7 +52,8 @@ def hold_shared_inputs(timeline: Step, job: TrainingJob) -> None:
 
 
 def hold_parts_of_inputs(timeline: Step, job: TrainingJob, start: int) -> None:
-    """Copies of this rank's parts of them, of the last one two, while `context_parallel` (torch 2.13) is entered."""
+    """Hold copies of this rank's parts of the inputs, two of the last one, while `context_parallel` (torch 2.13) is
+    entered."""
     ranks, kinds = job.parallelism.context_parallel_size, 4 + bool(conventions(job).get("trainer"))
     if ranks > 1:
         size = job.micro_batch_size * job.sequence_length // ranks * INT64
@@ -61,43 +63,44 @@ def hold_parts_of_inputs(timeline: Step, job: TrainingJob, start: int) -> None:
 def hold_embeddings(
     timeline: Step, layers: Sequence[HFContext], embedded: Run, checkpointed: bool, offloads: bool, dies: int
 ) -> None:
-    """Variables of the model's forward, until its last norm is done. `checkpointed`: whether the first layer is;
-    `offloads`: whether its input goes to the host."""
+    """Hold the embeddings that variables of the model's forward refer to, until its last norm is done. `checkpointed`:
+    whether the first layer is checkpointed; `offloads`: whether that layer's input is offloaded to the host."""
     one = layers[0]
     if one.architecture.embedding_norm and one.architecture.kind == "decoder" and one.trainable and not one.saves_on_cpu:
-        return  # the norm keeps it
+        return  # the norm saves it
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
     if is_input:
         if offloads and checkpointed and not layers[0].trainable and hands_on_itself(layers[0]):
             return  # a leaf (`hold_leaf`)
         if not offloads and (checkpointed or layer_template(layers[0]).keeps_input):
-            return  # the checkpoint or the graph holds it anyway
+            return  # the checkpoint or the graph keeps it anyway
         born += layer_template(layers[0]).num_forward
     elif layers[0].input_requires_grad and not (layers[0].trainable or layers[0].neftune):
-        sizes = sizes[1:]  # a leaf that requires a gradient: its own node keeps it (noise makes it another tensor)
+        sizes = sizes[1:]  # a leaf that requires a gradient: its own node keeps it (with noise it is another tensor)
     for size in sizes:
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
 
 
 def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
-    """What the embedding has made, until backward has ended now, where peft's `enable_input_require_grads` makes it a leaf:
-    its node holds it when the checkpoint's copy is on the host."""
+    """Hold the embedding's output until now, the end of backward, if peft's `enable_input_require_grads` makes it a leaf.
+    Its node keeps it although the checkpoint's copy is on the host."""
     if not first.trainable and hands_on_itself(first):
         born = embedded.forward_start + embedded.template.num_forward + layer_template(first).num_forward
         timeline.hold("embedding.output", Category.ACTIVATIONS, first.input_bytes, born, timeline.now, "embedding")
 
 
 def model_ends(loss: Run) -> int:
-    """The instant of the lm_head, or of a loss that has it inside: the model's last norm is done and the variables of its
-    forward are gone."""
+    """The instant of the lm_head, or of a loss that includes it. The model's last norm is done then, and the variables of
+    its forward are freed."""
     labels = loss.template.forward_labels
     head = next(index for index, label in enumerate(labels) if label.startswith("lm_head"))
     return loss.forward_start + min(head, loss.template.loss_from)
 
 
 def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
-    """A tied table's gradient from the lm_head waits for the embedding's before it is added to one that exists."""
+    """Hold the lm_head's gradient of a tied table until `dies`: it waits for the embedding's gradient, and their sum is
+    added to the existing `.grad`."""
     template = loss.template
     for index in np.flatnonzero(template.weight_gradient):
         if template.names[index] == "lm_head.weight.grad" and loss.backward_start is not None:
@@ -107,7 +110,8 @@ def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
 
 
 def hold_for_tied_product(timeline: Step, loss: Run, context: HFContext) -> None:
-    """What the product that ends backward reads: the final norm's result and the gradient of the logits."""
+    """Hold the operands of the matrix product that ends backward: the final norm's output and the gradient of the
+    logits."""
     token, architecture, ends = context.rows * context.compute_bytes, context.architecture, timeline.now
     timeline.hold("final_norm", Category.ACTIVATIONS, token * architecture.hidden_size, model_ends(loss) + 1, ends)
     if loss.backward_start is not None:
@@ -116,14 +120,15 @@ def hold_for_tied_product(timeline: Step, loss: Run, context: HFContext) -> None
 
 
 def hold_logits_of_compiling(timeline: Step, context: HFContext, logits: int, loss_made: int) -> None:
-    """Where the loss is apart from a network compiled whole, the first forward's logits hang in a cycle of references."""
+    """Hold the first forward's logits if the loss is outside a network that is compiled whole: a reference cycle keeps
+    them."""
     if traits(context.architecture).loss_apart and "mask" in context.compiled:
         timeline.hold("logits", Category.LOGITS, logits, loss_made + 1, FOREVER, "head")
 
 
 def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None = None) -> list[int]:
-    """For each kind of layer, in the order of their first layers, the instant after the last backward of those of `runs`
-    that are of that kind, or `ended` where none is."""
+    """For each kind of layer (ordered by the first layer of each), the instant after the last backward of its layers in
+    `runs`; `ended` if `runs` has none of them."""
     kinds, dies = attends_to_everything(layers[0].architecture), []
     for kind in dict.fromkeys(kinds):
         run = next((runs[index] for index, one in enumerate(kinds) if one == kind and index in runs), None)
@@ -133,9 +138,11 @@ def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: in
 
 
 def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
-    """Bytes of the model's attention masks, one per kind of layer: for eager in the embeddings' dtype, for sdpa bool and
-    shared by all sequences unless the batch asks for one each, for flash attention the batch's own; and whether layers take
-    them as an argument."""
+    """Bytes of the model's attention masks, one for each kind of layer, and whether layers take them as an argument.
+
+    Eager attention has masks in the embeddings' dtype. sdpa has bool masks that all sequences share, unless the batch needs
+    one for each. Flash attention uses the batch's own mask.
+    """
     one = layers[0]
     scores = one.sequence**2
     family = traits(one.architecture)
@@ -155,23 +162,23 @@ def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
         return [one.batch * scores * element] * kinds, True
     if one.attention == "flash_attention_2" and one.valid_rows:  # which tokens are no padding, as bool: [batch, sequence]
         return [one.batch * one.sequence], True
-    taken = list(dict.fromkeys(layer.masked for layer in layers))  # kinds in the order of their first layers
+    taken = list(dict.fromkeys(layer.masked for layer in layers))  # one per kind, in the order of their first layers
     if one.attention != "sdpa" or not (any(taken) or family.masks_for_both_kinds):
         return [], any(taken)
     return [scores * element * masked for masked in taken] if any(taken) else [scores * element], any(taken)
 
 
 def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: Sequence[int]) -> None:
-    """`mask_bytes`: they live until the model's forward has `ended`, and those that checkpointed layers take as an argument
-    until `dies`."""
+    """Hold the masks of `mask_bytes` until the model's forward has `ended`; those that layers take as an argument, until
+    `dies`."""
     sizes, taken = mask_bytes(layers)
     for size, end in itertools.zip_longest(sizes, dies[: len(sizes) * taken], fillvalue=ended):
         timeline.hold("attention_mask", Category.INPUTS, size, start, end)
 
 
 def hold_masks_from_host(timeline: Step, layers: Sequence[HFContext], checkpointed: Iterable[Run], reentrant: bool) -> None:
-    """Copies of an offloaded mask that a checkpoint has saved: each layer that runs again gets its own; a reentrant one's
-    function names it to its end."""
+    """Hold the copies of a mask that a checkpoint saved and offloaded: each recomputed layer gets its own copy. Under a
+    reentrant checkpoint a variable refers to it until the end of the layer's backward."""
     sizes, taken = mask_bytes(layers)
     for run in checkpointed if taken else ():
         if again := run.recomputation:
@@ -181,8 +188,9 @@ def hold_masks_from_host(timeline: Step, layers: Sequence[HFContext], checkpoint
 
 
 def arguments_of_layers(job: TrainingJob, layers: Sequence[HFContext]) -> list[tuple[str, int]]:
-    """What the model hands to every layer by name: to a reentrant checkpoint these are no tensors to save but parts of the
-    call, and its node has them as long as there is a graph (torch `utils/checkpoint.py`, `ctx.run_function`)."""
+    """(name, bytes) of the tensors that the model passes to every layer by keyword. A reentrant checkpoint does not save
+    these as tensors; its node keeps them, as part of the call, as long as the graph exists (torch `utils/checkpoint.py`,
+    `ctx.run_function`)."""
     sizes, taken = mask_bytes(layers)
     named = taken and not traits(job.architecture).mask_by_position
     tables = [("rotary", size) for _, _, size in _rotary_tables_of(job, layers[0])]
@@ -190,8 +198,8 @@ def arguments_of_layers(job: TrainingJob, layers: Sequence[HFContext]) -> list[t
 
 
 def attention_weights_bytes(layer: HFContext) -> int:
-    """Bytes of the attention weights that a layer returns, where its family returns them and attention makes any; flash
-    attention's output is in their place."""
+    """Bytes of the attention weights that a layer returns; 0 if its family or its attention returns none. With flash
+    attention the layer returns attention's output in their place."""
     family = traits(layer.architecture)
     if not family.returns_attention_weights or layer.attention not in ("eager", "flash_attention_2"):
         return 0
@@ -202,7 +210,7 @@ def attention_weights_bytes(layer: HFContext) -> int:
 
 
 def attends_without_graph(run: Run) -> bool:
-    """Whether nothing of a layer's attention is kept for backward: where neither its input nor a projection trains."""
+    """Whether a layer's attention saves nothing for backward, because neither its input nor a projection trains."""
     kept = zip(run.template.names, run.template.dies_backward.tolist(), strict=True)
     return not any(keeps and name.startswith("self_attn.") for name, keeps in kept)
 
@@ -210,8 +218,8 @@ def attends_without_graph(run: Run) -> bool:
 def hold_attention_weights(
     timeline: Step, layer: HFContext, first_runs: Mapping[int, Run], layers: Mapping[int, Run]
 ) -> None:
-    """Attention weights that a layer of `first_runs` returned, where no graph keeps them here, while the next of all
-    layers runs."""
+    """Hold the attention weights that a layer of `first_runs` returned, which no graph saves, while the next of `layers`
+    runs."""
     size = attention_weights_bytes(layer)
     for index, run in first_runs.items() if size else ():
         if index + 1 in layers:
@@ -221,8 +229,9 @@ def hold_attention_weights(
 
 
 def hold_cast_weights(timeline: Step, runs: Iterable[Run], *, owned: bool) -> None:
-    """The narrow copies of weights that autocast caches until the forward ends, now: those of blocks that have no graph,
-    and where a graph owns what it keeps, those that it does not keep (an adapter's whose input needs no gradient)."""
+    """Hold until now, the end of forward, the narrow copies of weights that autocast caches: those of blocks without a
+    graph and, if graphs own what they save (`owned`), those that no graph saves (an adapter's whose input needs no
+    gradient)."""
     for run in runs:
         template, born = run.template, run.forward_start + run.template.num_forward
         kept = template.dies_backward if owned else np.zeros_like(template.dies_backward)
@@ -232,8 +241,8 @@ def hold_cast_weights(timeline: Step, runs: Iterable[Run], *, owned: bool) -> No
 
 
 def _rotary_tables_of(job: TrainingJob, context: HFContext) -> list[tuple[str, str, int]]:
-    """What the model makes for all layers to rotate a micro-batch's positions."""
-    if "mask" in context.compiled:  # computed anew in each kernel
+    """(name, module, bytes) of what the model makes for all layers to rotate the positions of a micro-batch."""
+    if "mask" in context.compiled:  # each kernel recomputes them
         return []
     # where ranks share a sequence, each sequence of a batch has positions of its own
     tokens = context.rows if context.ring.ranks > 1 else context.sequence
@@ -241,15 +250,15 @@ def _rotary_tables_of(job: TrainingJob, context: HFContext) -> list[tuple[str, s
 
 
 def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None) -> list[int]:
-    """For each kind of layer, the instant from which nobody needs its cosines and sines. `ended`: that of the model's
-    forward; None where layers run again, which ask for them."""
+    """For each kind of layer, the instant from which nothing refers to its cosines and sines. `ended`: the end of the
+    model's forward; None if layers are recomputed, which reads the tables again."""
     one, family = layers[0], traits(layers[0].architecture)
     dies = last_readers(layers, runs)
     if ended is None or "layers" in one.compiled:
         return dies
     if one.saves_on_cpu or family.rotary_tables_per_layer:  # the host, or every layer, has copies
         return [ended] * len(dies)
-    if not any("rotary" in label for label in runs[0].template.backward_labels):  # nothing there needs a gradient
+    if not any("rotary" in label for label in runs[0].template.backward_labels):  # the first layer's need no gradient
         kinds = attends_to_everything(layers[0].architecture)
         after = runs.get(kinds.index(kinds[0], 1) if kinds[0] in kinds[1:] else len(kinds))
         dies[0] = (after.backward_start or 0) + after.template.num_backward if after else ended
@@ -257,7 +266,7 @@ def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: 
 
 
 def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, start: int, dies: Sequence[int] = ()) -> None:
-    """cos and sin of every position, shared by all layers of a kind until `dies`, or until now."""
+    """Hold the cosines and sines of every position, which all layers of a kind share, until `dies`, or until now."""
     for index, (name, _, size) in enumerate(_rotary_tables_of(job, context)):
         timeline.hold(name, Category.ACTIVATIONS, size, start, dies[index // 2] if dies else timeline.now)
 

@@ -1,7 +1,8 @@
-"""The ledger of a Hugging Face (or plain PyTorch) training step on one rank: blocks placed on the step's instants.
+"""The ledger of one training step of a Hugging Face (or plain PyTorch) job on one rank: blocks placed on the step's
+instants.
 
-What only some jobs need (inference, encoder-decoders, DeepSpeed's ZeRO) is imported where it is used: a prediction at the
-command line lasts half a second, most of it imports.
+Modules that only some jobs need (inference, encoder-decoders, DeepSpeed's ZeRO) are imported inside functions: a prediction
+on the command line takes half a second, and most of that is imports.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from typing import TYPE_CHECKING
 from peakcast.allocator import Allocator
 from peakcast.catalog import Device
 from peakcast.conventions import conventions
-from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.blocks.hf_context import HFContext
 from peakcast.models.analytical.blocks.hf_ends import head, logits_bytes_kept_by_outputs, tied_in_graph
 from peakcast.models.analytical.blocks.hf_traits import traits
@@ -68,9 +68,9 @@ INT64 = 8
 def huggingface_ledger(
     job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: str = "steady"
 ) -> Timeline:
-    """Every tensor of one step of `job` on `rank` (None: the first). `step`: "first" (no optimizer states until its
-    optimizer step) or "steady" (any later one). `device` adds what kernels and libraries allocate inside themselves on that
-    GPU type; without it the timeline is what a trace sees."""
+    """The timeline of one step of `job` on `rank` (None: the first rank). `step`: "first" (optimizer states do not exist
+    before the optimizer step) or "steady" (any later step). With a `device`, it includes what kernels and libraries
+    allocate for themselves on that GPU type; without one, it has what a trace sees."""
     job = as_trained(job)
     alone = job.parallelism.world_size == 1 and not job.parallelism.zero_stage
     if alone and job.gradient_accumulation_steps == 1 and job.task != "inference":
@@ -90,7 +90,7 @@ def huggingface_ledger(
     timeline = Step(hooks=layout)
     layout.hold_resident(timeline)
     hold_reference(timeline, job)
-    timeline.run_again(_workspaces(device, job.versions))
+    timeline.run_again(_workspaces(training_workspaces(device, job)))
     _hold_before_forward(timeline, job)
     _micro_batches(timeline, job, context, layout, step)
     if alone:
@@ -101,9 +101,9 @@ def huggingface_ledger(
 
 
 def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
-    """A step of one micro-batch, of parts that many jobs have in common."""
+    """A step of one micro-batch on one GPU, assembled from recorded parts that similar jobs share."""
     before, context, start, ended = _one_micro_batch(_graph_job(job), kernels_of(device))
-    timeline = before.fork(_resident(weights_job(job)), _workspaces(device, job.versions))
+    timeline = before.fork(_resident(weights_job(job)), _workspaces(training_workspaces(device, job)))
     if step == "steady":
         _hold_previous_outputs(timeline, job, context, start, ended)
     else:
@@ -114,6 +114,7 @@ def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
 
 
 def _optimizer_on_one_gpu(timeline: Step, job: TrainingJob, step: str) -> None:
+    """Add the optimizer step of a job on one GPU, and the instant at which `.grad`s are freed."""
     if optimizer_rule(job).updates_in_backward:
         place_optimizer_step(timeline, job, layout_of(job, stored_parameters(job)), step)
     else:
@@ -122,7 +123,7 @@ def _optimizer_on_one_gpu(timeline: Step, job: TrainingJob, step: str) -> None:
 
 
 def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout: Layout, step: str) -> None:
-    """As many micro-batches as differ: the first, which makes the gradients, and the last, which may reduce them."""
+    """Add the micro-batches that differ: the first, which makes the gradients, and the last, which may reduce them."""
     micro_batches = min(job.gradient_accumulation_steps, 2)
     adds_tied = job.architecture.tie_word_embeddings and not optimizer_rule(job).updates_in_backward
     for micro_batch in range(micro_batches):
@@ -146,8 +147,9 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
 
 @lru_cache(maxsize=8)
 def _one_micro_batch(job: TrainingJob, gpu: tuple[int, int] | None) -> tuple[Step, HFContext, int, int]:
-    """A step of one GPU and one micro-batch up to its optimizer, which a first step and any later one have in common, less
-    what stands before it; its context; the instants at which the micro-batch starts and at which its loss is there."""
+    """A step on one GPU with one micro-batch, up to the optimizer step: the part that the first and later steps share,
+    without what exists before the step. Returns the step, its context, the instant at which the micro-batch starts, and the
+    instant at which its loss exists."""
     context, timeline = block_context(job, gpu), Step()
     _hold_before_forward(timeline, job)
     start = timeline.now
@@ -157,19 +159,20 @@ def _one_micro_batch(job: TrainingJob, gpu: tuple[int, int] | None) -> tuple[Ste
 
 @lru_cache(maxsize=1024)
 def _graph_job(job: TrainingJob) -> TrainingJob:
-    """The job with what changes nothing of forward and backward set aside: jobs alike in the rest share those."""
+    """The job with the settings that do not affect forward and backward replaced by defaults, so that jobs alike in all
+    else share one cached result."""
     return job.replace(optimizer=Optimizer(), allocator=Allocator())
 
 
 @lru_cache(maxsize=1024)
 def _updated_job(job: TrainingJob) -> TrainingJob:
-    """The job with what changes neither its weights nor their update set aside."""
+    """The job with the settings that affect neither its weights nor their update replaced by defaults."""
     return weights_job(job).replace(optimizer=job.optimizer)
 
 
 @lru_cache(maxsize=256)
 def _resident(job: TrainingJob) -> Recording:
-    """What one GPU that holds everything has before the step, recorded."""
+    """What exists on one GPU that holds the whole network before the step, as a recording."""
     step = Step()
     layout_of(job, stored_parameters(job)).hold_resident(step)
     hold_reference(step, job)
@@ -177,16 +180,16 @@ def _resident(job: TrainingJob) -> Recording:
 
 
 @lru_cache(maxsize=64)
-def _workspaces(device: Device | None, versions: FrozenMapping) -> Recording:
-    """What libraries have from the step's beginning on, recorded."""
+def _workspaces(workspaces: tuple[tuple[str, str, int], ...]) -> Recording:
+    """The library workspaces that exist from the step's beginning on, (name, thread, bytes) each, as a recording."""
     step = Step()
-    step.hold_all(training_workspaces(device, versions), Category.WORKSPACES)
+    step.hold_all(workspaces, Category.WORKSPACES)
     return step.record()
 
 
 @lru_cache(maxsize=256)
 def _optimizer_stepped(job: TrainingJob, step: str) -> Recording:
-    """The optimizer's step on one GPU that holds everything, recorded."""
+    """The optimizer step on one GPU that holds the whole network, as a recording."""
     recorded = Step()
     recorded.moment("before", Phase.BACKWARD)
     place_optimizer_step(recorded, job, layout_of(job, stored_parameters(job)), step)
@@ -194,13 +197,13 @@ def _optimizer_stepped(job: TrainingJob, step: str) -> Recording:
 
 
 def paged_state_bytes(job: TrainingJob) -> int:
-    """Bytes of optimizer states that this rank keeps in managed memory, outside PyTorch's allocator (bitsandbytes)."""
+    """Bytes of the optimizer states that this rank keeps in managed memory, outside PyTorch's allocator (bitsandbytes)."""
     rule, options, layout = optimizer_rule(job), optimizer_options(job, "steady"), layout_of(job, stored_parameters(job))
     return sum(rule.paged(tensor, options) for tensor in layout.optimized())
 
 
 def zero_host_memory(job: TrainingJob) -> HostMemory:
-    """What the rank that holds most of a ZeRO job keeps on the host."""
+    """What a ZeRO job keeps on the host, for the rank that keeps most."""
     from peakcast.models.analytical.layouts.zero3 import Zero3
     from peakcast.models.analytical.layouts.zero12 import Zero12
     from peakcast.models.analytical.layouts.zero_host import host_memory
@@ -214,7 +217,7 @@ def zero_host_memory(job: TrainingJob) -> HostMemory:
 
 
 def _hold_before_forward(timeline: Step, job: TrainingJob) -> None:
-    """What is there when the step begins, beside what the layout and libraries hold."""
+    """Hold the inputs and buffers that exist when the step begins."""
     joined = job.batch.form == "padding_free"
     tokens = job.num_tokens if joined else job.micro_batch_size * job.sequence_length
     hold_shared_inputs(timeline, job)
@@ -229,7 +232,7 @@ def _hold_before_forward(timeline: Step, job: TrainingJob) -> None:
 
 
 def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_gradients: bool, last: bool) -> Run:
-    """Forward, loss and backward of one micro-batch; returns the run of its head."""
+    """Add forward, loss and backward of one micro-batch; returns the run of its head."""
     if job.architecture.kind == "encoder_decoder":
         from peakcast.models.analytical.encoder_decoder import encoder_decoder_micro_batch
 
@@ -256,11 +259,11 @@ def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_
         hold_cast_weights(timeline, checkpointed.values(), owned=False)
         others = [run for index, run in runs.items() if index not in checkpointed]
         hold_cast_weights(timeline, [*others, loss], owned=not context.saves_on_cpu)
-    for run in checkpointed.values() if returned else ():  # until `outputs` is dropped
+    for run in checkpointed.values() if returned else ():  # the model's outputs refer to the cache
         born = run.forward_start + run.template.num_forward
         timeline.hold("past_key_values", Category.ACTIVATIONS, returned, born, timeline.now, run.module)
     bare = {0: runs[0]} if 0 not in checkpointed and attends_without_graph(runs[0]) else {}
-    ungraphed = runs if job.offload.activations else bare | checkpointed  # whose graph keeps nothing on the GPU
+    ungraphed = runs if job.offload.activations else bare | checkpointed  # their graphs save nothing on the GPU
     hold_attention_weights(timeline, blocks.contexts[0], ungraphed, runs)
     hold_embeddings(timeline, blocks.contexts, embedded, blocks.checkpointed[0], job.offload.activations, model_ends(loss))
     if job.loss.kind != "cross_entropy":
@@ -270,7 +273,7 @@ def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
     in_graph = traits(job.architecture).scores_biased_and_filled and not job.offload.activations
     masks_kept = checkpointed or "mask" in context.compiled or in_graph
-    # what is added to scores is in no graph, but among the arguments of a checkpoint
+    # no graph saves the mask that is added to scores, but a checkpoint keeps it as an argument
     readers = checkpointed if checkpointed and (job.attention == "eager" or len(checkpointed) < len(runs)) else runs
     dies = last_readers(blocks.contexts, readers, model_ends(loss)) if masks_kept else []
     read = last_rotations(blocks.contexts, runs, None if checkpointed else model_ends(loss))
@@ -283,10 +286,10 @@ def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_
         _end_with_graph(timeline, [loss, *runs.values(), embedded])
     timeline.end_backward()
     named = not traits(job.architecture).mask_by_position
-    if not named and job.offload.activations:  # saved as tensors are, it goes to the host
+    if not named and job.offload.activations:  # the checkpoint saves the mask as a tensor, so it goes to the host
         dies = []
         hold_masks_from_host(timeline, blocks.contexts, checkpointed.values(), job.activation_checkpointing.use_reentrant)
-    if named and job.activation_checkpointing.use_reentrant:  # a node has its arguments as long as there is a graph
+    if named and job.activation_checkpointing.use_reentrant:  # the checkpoint's node keeps its arguments with the graph
         dies, read = [timeline.now] * len(dies), [timeline.now] * len(read)
     hold_rotary_tables(timeline, job, context, start, read)
     hold_masks(timeline, blocks.contexts, start, model_ends(loss), dies)
@@ -295,23 +298,24 @@ def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_
 
 
 def _end_with_graph(timeline: Step, runs: Sequence[Run]) -> None:
-    """The gradients of `runs` are results of one graph, which are added to others when it has ended."""
+    """The gradients of `runs` are outputs of one graph: they are added to existing ones only after that graph has ended."""
     for run in runs:
         run.gradients_die = timeline.now
 
 
 def _kept_logits(job: TrainingJob, context: HFContext) -> int:
-    """Bytes of `outputs.logits`; accelerate's `convert_outputs_to_fp32` widens them under autocast."""
+    """Bytes of `outputs.logits`. Under autocast, accelerate's `convert_outputs_to_fp32` widens them to fp32."""
     return logits_bytes_kept_by_outputs(context, widened=bool(conventions(job).get("trainer")))
 
 
 def _hold_logits(timeline: Step, job: TrainingJob, context: HFContext, loss: Run, last: bool) -> None:
-    """A plain loop keeps `outputs.logits` until the next forward; the Trainer drops them before backward, or at its end."""
+    """Hold `outputs.logits`: a plain loop refers to them until the next forward returns; the Trainer drops them before
+    backward or at its end, depending on its release."""
     if not conventions(job).get("outputs_dropped"):
         size = _kept_logits(job, context)
         dies = timeline.now if conventions(job).get("trainer") or not last else FOREVER
         born = loss.forward_start + loss.template.num_forward
-        if "loss" in context.compiled and loss.backward_start is not None:  # kept as they are until the loss's backward
+        if "loss" in context.compiled and loss.backward_start is not None:  # until then the compiled loss saves them
             born = loss.backward_start + 1 + loss.template.in_backward.get("d_logits", 0)
         timeline.hold("outputs.logits", Category.LOGITS, size, born, dies, "head")
         for name, num_bytes in _kept_by_graph_of_outputs(job, context):
@@ -319,7 +323,8 @@ def _hold_logits(timeline: Step, job: TrainingJob, context: HFContext, loss: Run
 
 
 def _hold_previous_outputs(timeline: Step, job: TrainingJob, context: HFContext, start: int, ended: int) -> None:
-    """A plain loop's `outputs` is assigned again only when the next forward has returned: two sets of logits meet."""
+    """Hold the last step's outputs during forward. A plain loop assigns `outputs` again only when the next forward has
+    returned, so two sets of logits exist at once."""
     if not conventions(job).get("outputs_dropped") and not conventions(job).get("trainer"):
         target = target_context(context, job)
         timeline.hold("outputs.logits", Category.LOGITS, _kept_logits(job, target), start, ended, "head")
@@ -332,8 +337,9 @@ def _hold_previous_outputs(timeline: Step, job: TrainingJob, context: HFContext,
 
 
 def _kept_by_graph_of_outputs(job: TrainingJob, context: HFContext) -> list[tuple[str, int]]:
-    """What a graph that has run backward still holds as long as outputs hold it: peft's enable_input_require_grads makes
-    the embedding's output a leaf, which keeps its gradient; and reentrant checkpoints have been called with arguments."""
+    """(name, bytes) of what the graph still keeps after backward, as long as `outputs` refers to it. peft's
+    enable_input_require_grads makes the embedding's output a leaf, which keeps its gradient; and nodes of reentrant
+    checkpoints keep their arguments."""
     checkpointing = job.activation_checkpointing
     kept: list[tuple[str, int]] = []
     if checkpointing.mode == "none" or conventions(job).get("trainer"):
@@ -346,9 +352,9 @@ def _kept_by_graph_of_outputs(job: TrainingJob, context: HFContext) -> list[tupl
 
 
 def pinned_activation_bytes(job: TrainingJob) -> list[int]:
-    """Sizes of the host copies that offloaded activations are, at the end of forward: the inputs of checkpointed layers, or
-    without checkpointing everything that autograd keeps (`save_on_cpu`: a tensor kept twice is copied twice, and
-    parameters are copied as well)."""
+    """Sizes of the host copies of offloaded activations at the end of forward: the inputs of checkpointed layers or,
+    without checkpointing, every saved tensor (`save_on_cpu` copies a tensor once for each operation that saves it, and
+    copies parameters as well)."""
     checkpointing, blocks = job.activation_checkpointing, Blocks(job, block_context(job, None))
     if checkpointing.mode != "none":
         return [one.input_bytes for one, held in zip(blocks.contexts, blocks.checkpointed, strict=True) if held]

@@ -1,7 +1,7 @@
-"""Settings of a job that no ledger looks at, each said by name: what it would change, and which way.
+"""Settings of a job that no ledger reads: for each, what it would change, and in which direction.
 
-A convention that no ledger reads is here or in `CANNOT_MATTER` of `tests/models/analytical/test_every_setting.py`, with the
-reason why it cannot matter.
+A convention that no ledger reads is listed here, or in `CANNOT_MATTER` of `tests/models/analytical/test_every_setting.py`
+with the reason why it cannot matter.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from peakcast.spec import Precision, TrainingJob
 
 DEFAULT = Precision()
 WIDTH = {"float32": 4, "float8": 1}
-"""Bytes of dtypes that have not two."""
+"""Bytes of an element, for dtypes whose elements do not have two."""
 _BUFFERS = "keeps communication buffers of Transformer Engine on the GPU (userbuffers)"
 _BACKEND = "chooses among attention kernels whose workspaces differ; give framework_options.attention_backend instead"
 IGNORED: dict[str, dict[str, tuple[str, Direction]]] = {
@@ -38,7 +38,7 @@ IGNORED: dict[str, dict[str, tuple[str, Direction]]] = {
 
 @dataclass(frozen=True, slots=True)
 class _Idle:
-    """Fields that do nothing in a job for which `holds`, since `why`."""
+    """Fields that have no effect in a job for which `holds` is true, because of `why`."""
 
     group: str
     names: tuple[str, ...]
@@ -80,11 +80,11 @@ IDLE = (
         "DeepSpeed offloads parameters with zero_stage=3 only",
     ),
 )
-"""What does nothing beside the rest of a job. Somebody set it, and may have meant another job."""
+"""Settings that have no effect together with the rest of a job. Someone set them, and may have meant a different job."""
 
 
 def ignored_findings(job: TrainingJob) -> tuple[Finding, ...]:
-    """A finding for each setting of `job` that is not taken into account."""
+    """A finding for each setting of `job` that is not counted or has no effect."""
     found = []
     for name, (effect, direction) in IGNORED.get(job.framework, {}).items():
         value = job.framework_options.get(name)
@@ -99,6 +99,7 @@ def _ignored(parameter: str, value: object, why: str, direction: Direction) -> F
 
 
 def _of_megatron(job: TrainingJob) -> Iterator[Finding]:
+    """Settings that the ledger of Megatron-LM does not count."""
     if job.compile:
         yield _ignored("compile", True, "the answer is for Megatron's own fused kernels", "either")
     if job.loss.fused_linear_cross_entropy:
@@ -110,6 +111,7 @@ def _of_megatron(job: TrainingJob) -> Iterator[Finding]:
 
 
 def _of_torch(job: TrainingJob) -> Iterator[Finding]:
+    """Settings that the ledger of Hugging Face and torch jobs does not count."""
     precision, recomputation = job.precision, job.activation_checkpointing
     trained = precision.parameters if job.finetuning.method == "full" else adapter_dtype(job)
     for name, why in (
@@ -130,6 +132,7 @@ def _of_torch(job: TrainingJob) -> Iterator[Finding]:
 
 
 def _idle(job: TrainingJob) -> Iterator[Finding]:
+    """Settings that have no effect because of another setting (`IDLE`), where they differ from their defaults."""
     for idle in IDLE:
         group = getattr(job, idle.group)
         for name in idle.names if idle.holds(job) else ():
@@ -141,6 +144,7 @@ def _idle(job: TrainingJob) -> Iterator[Finding]:
 
 
 def _expert_tensor_parallel(job: TrainingJob) -> tuple[Finding, ...]:
+    """Whether `expert_tensor_parallel_size` is ignored, or has no effect."""
     layout, name = job.parallelism, "parallelism.expert_tensor_parallel_size"
     size = layout.expert_tensor_parallel_size
     if size in (None, layout.tensor_parallel_size):

@@ -1,7 +1,7 @@
 """The ledger of generation with Hugging Face transformers on one GPU: weights, prefill, the growing cache, decoding.
 
 All of it is phase FORWARD; the labels say "prefill" and "decode". Source: transformers 5.17 generation/utils.py `_prefill`
-and `_sample`, cache_utils.py; run without a graph, so a tensor dies after its last reader.
+and `_sample`, cache_utils.py. There is no graph, so a tensor is freed after its last reader.
 """
 
 from __future__ import annotations
@@ -23,36 +23,38 @@ from peakcast.models.analytical.quantization import scratch_bytes
 from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.models.analytical.stored_parameters import quantised_shapes
 from peakcast.models.analytical.template import Template
-from peakcast.models.analytical.workspaces import training_workspaces
+from peakcast.models.analytical.workspaces import FORWARD_THREAD, training_workspaces
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Timeline
 
 FP32 = 4
 INT64 = 8
 MAX_DECODE_FORWARDS = 64
-"""Decoding forwards on the timeline: all where there are fewer, else evenly spread and always the last two, of which one
-makes caches while the other's are there. Every one is like its neighbour with a longer cache, so the peak is exact. What is
-reserved rests on the history between: 64 of 511 are within 0.5 % of what was measured (optimum-benchmark), as are all."""
+"""How many decoding forwards are on the timeline: all if there are fewer, else evenly spread ones and always the last two,
+since the next to last makes a cache while the one before still exists. Each forward is like its neighbour with a longer
+cache, so the peak is exact. Reserved memory depends on the history in between: 64 of 511 forwards are within 0.5 % of what
+was measured (optimum-benchmark), as are all 511."""
 
 
 class LayerTurn(NamedTuple):
-    """What all layers of one kind do in a forward."""
+    """What every layer of one kind does in a forward."""
 
     template: Template
     made: tuple[tuple[str, int, int], ...]
-    """Of each of a layer's caches: its name, the instant of the layer's at which it is there, its bytes."""
+    """For each of a layer's caches: its name, the instant of the layer from which it exists, its bytes."""
     replaced: tuple[int, ...]
-    """... and the instant from which the one before it has no name in the cache."""
+    """For each of them: the instant from which the cache no longer refers to the tensor it replaces."""
     returned_bytes: int
-    """Attention weights, which the model's loop names until the next layer's."""
+    """Bytes of the attention weights, which a variable of the model's loop refers to until the next layer returns its
+    own."""
 
 
 @lru_cache(maxsize=1)
 def inference_ledger(
     job: TrainingJob, context: HFContext, weights: tuple[tuple[str, str, int], ...], device: Device | None
 ) -> Timeline:
-    """Every tensor of a generation of `job` on one GPU: a prompt of `inference.prompt_length` (null: sequence_length)
-    tokens and `inference.new_tokens` more (null: 1, prefill alone). `weights`: (name, module, bytes)."""
+    """Every tensor of a generation of `job` on one GPU: a prompt of `inference.prompt_length` tokens (null:
+    sequence_length) and `inference.new_tokens` more (null: 1, prefill alone). `weights`: (name, module, bytes)."""
     still = replace(context.architecture, attention_dropout=0.0, hidden_dropout=0.0, embedding_dropout=0.0)  # model.eval()
     context = replace(context, architecture=still)
     timeline = Step()
@@ -60,11 +62,12 @@ def inference_ledger(
     hold_buffers(timeline, job)
     unpacked = scratch_bytes(str(conventions(job).get("gptq_kernel", "")), quantised_shapes(job))
     timeline.hold("exllama.scratch", Category.WORKSPACES, unpacked, 0)
-    timeline.hold_all(training_workspaces(device, job.versions)[:1], Category.WORKSPACES)  # no autograd thread
+    alone = [entry for entry in training_workspaces(device, job) if entry[1] == FORWARD_THREAD]
+    timeline.hold_all(alone, Category.WORKSPACES)
     prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
     token = job.micro_batch_size * INT64
-    timeline.hold("input_ids", Category.INPUTS, prompt * token, 0)  # the caller's, beside those that grow
-    full = prompt + new - 1  # the last token is never fed
+    timeline.hold("input_ids", Category.INPUTS, prompt * token, 0)  # the caller's own; those that grow are held below
+    full = prompt + new - 1  # the last token is generated but never an input
     static = job.inference.cache == "static"
     layers = range(job.architecture.num_hidden_layers)
     windows = [window_of(job.architecture, layer) for layer in layers]
@@ -72,7 +75,7 @@ def inference_ledger(
     caches = {(layer, name): (0, 0) for layer in layers for name in CACHES}  # born, bytes
     chosen = conventions(job)
     logits_kept, keeps_last = str(chosen.get("generate_logits", "last")), bool(chosen.get("generation_keeps_last_cache"))
-    logits_before = 0  # bytes that the variables of the last forward name until they name this one's
+    logits_before = 0  # bytes of the last forward's logits, to which variables refer until this forward's exist
     for past in (0, *_decoded(prompt, full)):
         forward = replace(context, sequence=1 if past else prompt)
         caches_before = dict(caches)
@@ -95,10 +98,10 @@ def inference_ledger(
         head = next_token_head(forward, logits_kept)
         begins = timeline.run_without_graph(head, "head").forward_start
         ends = begins + head.forward_labels.index("last_position")
-        is_input, sizes = embedding_variables(forward)  # the first layer's input, which that layer has meanwhile
+        is_input, sizes = embedding_variables(forward)  # if it is the first layer's input, that layer holds it meanwhile
         for size in sizes:
             timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, first_ends if is_input else embedded, ends)
-        if None not in seen:  # the mask of a kind that no layer is of
+        if None not in seen:  # the model also makes the mask of full attention, although no layer uses it
             turn = turns[windows[0]]
             seen[None] = _with_cache(forward, None, turn, past, follows=static and past > 0)
         _hold_inputs_of_the_model(timeline, seen, start, ends)
@@ -120,7 +123,7 @@ def inference_ledger(
 
 
 def _decoded(prompt: int, full: int) -> list[int]:
-    """Tokens in the cache before each decoding forward that is shown, ascending; the last is `full` - 1."""
+    """Tokens in the cache before each decoding forward on the timeline, ascending; the last is `full` - 1."""
     count = full - prompt
     if count <= MAX_DECODE_FORWARDS:
         return list(range(prompt, full))
@@ -130,7 +133,7 @@ def _decoded(prompt: int, full: int) -> list[int]:
 
 def _layer_turn(context: HFContext, length: int) -> LayerTurn:
     """A layer's forward, after which its cache keeps `length` tokens. A dynamic cache is concatenated, so its old and new
-    keys meet; a static one is made once."""
+    keys exist together; a static one is made once."""
     template = decoder_layer(context)
     label, grows = template.forward_labels.index, context.cache in ("grows", "slides")
     sizes = layer_cache_bytes(context, length)
@@ -142,7 +145,7 @@ def _layer_turn(context: HFContext, length: int) -> LayerTurn:
 def _run_layer(
     timeline: Step, turn: LayerTurn, layer: int, caches: dict[tuple[int, str], tuple[int, int]], *, lets_go: bool
 ) -> None:
-    """Run `layer` and put down what its cache keeps of it. `lets_go`: whether nobody else names what was there before."""
+    """Run `layer` and record its caches. `lets_go`: whether nothing else refers to the caches that they replace."""
     module = f"layers.{layer}"
     start = timeline.run_without_graph(turn.template, module).forward_start
     for index, (name, now, size) in enumerate(turn.made):
@@ -155,10 +158,11 @@ def _run_layer(
 
 
 def _with_cache(context: HFContext, window: int | None, turn: CacheTurn, past: int, *, follows: bool) -> HFContext:
-    """What a layer with a `window`, or without, sees of what its cache gives. `follows`: of a static cache, on a prompt.
+    """The context of a layer with a `window` (or None), given what its cache does. `follows`: whether a static cache
+    already contains a prompt.
 
     Source: transformers 5.17 masking_utils.py `_ignore_causal_mask_sdpa`, `flash_attention_mask`; sdpa_attention.py:
-    without a mask a prompt takes of a static cache what was given.
+    without a mask, a prompt reads of a static cache only the part that has been filled.
     """
     always = traits(context.architecture).always_masked
     masked = always or follows or (window is not None and turn.length >= window)
@@ -168,12 +172,12 @@ def _with_cache(context: HFContext, window: int | None, turn: CacheTurn, past: i
 
 
 def _hold_inputs_of_the_model(timeline: Step, seen: Mapping[int | None, HFContext], start: int, ends: int) -> None:
-    """What the model's own forward makes for all layers and keeps until it returns: masks [micro_batch_size, 1, sequence,
-    keys], of bools where sdpa needs one and additive for eager, one for each kind of layer; and rotary tables."""
+    """Hold what the model's own forward makes for all layers and keeps until it returns: masks [micro_batch_size, 1,
+    sequence, keys], bool if sdpa needs one and additive for eager, one for each kind of layer; and rotary tables."""
     one = next(iter(seen.values()))
     architecture = one.architecture
     kinds = [seen[None], seen.get(architecture.sliding_window, one)][-kinds_of_masks(architecture) :]
-    if traits(architecture).masks_for_both_kinds:  # of a window of 0, which is never long enough
+    if traits(architecture).masks_for_both_kinds:  # the second has a window of 0, which every length exceeds
         kinds[-1] = replace(kinds[-1], masked=True)
     for kind in kinds:
         size = kind.compute_bytes if kind.attention == "eager" else int(kind.attention == "sdpa" and kind.masked)

@@ -1,4 +1,4 @@
-"""Which fused kernels the ledger covers where, and what is said of those that are asked for by half."""
+"""For which jobs the ledger covers fused kernels, and what an answer says if a job asks for only half of Liger's."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ LIGER_FAMILIES = (
     *("llama", "ministral", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe"),
     "smollm3",
 )
-"""Families that the ledger has of those for which liger_kernel 0.8.5 patches modules (transformers/monkey_patch.py)."""
+"""The families of the ledger for which liger_kernel 0.8.5 patches modules (transformers/monkey_patch.py)."""
 FMS_FAMILIES = ("gpt_bigcode", "granite", "granitemoe", "llama", "mistral", "mixtral")
-"""Those that fms-acceleration's kernels know (framework_plugin_fast_kernels.py restricted_model_archs)."""
+"""The families for which fms-acceleration has kernels (framework_plugin_fast_kernels.py restricted_model_archs)."""
 UNSLOTH_FAMILIES = ("cohere", "gemma", "gemma2", "granite", "llama", "mistral", "qwen2", "qwen3")
-"""Dense families with a file of their own in unsloth 2025.11.4 `models/`; it compiles others as they are."""
+"""Dense families with a file of their own in unsloth 2025.11.4 `models/`; it compiles other families' own code."""
 LAYER_KERNELS = ("norm_kernel", "rotary_kernel", "gated_activation_kernel")
 
 
 def fused_kernels_reason(job: TrainingJob) -> Finding | None:
-    """What of the fused kernels of `job` the ledger does not count, as a finding; None when it counts them all."""
+    """What of the job's fused kernels the ledger does not count, as a finding; None if it counts them all."""
     family, chosen = job.architecture.model_type, conventions(job)
     liger, loss = bool(chosen.get("liger_kernels")), str(chosen.get("loss_kernel", "eager"))
     ligers_loss = loss == "fused_linear" and not chosen.get("loss_chunks")
@@ -76,7 +76,7 @@ def fused_kernels_reason(job: TrainingJob) -> Finding | None:
 
 
 def kernels_taken(job: TrainingJob) -> str:
-    """That one half of Liger is asked for, which `use_liger_kernel` never gives; "" otherwise."""
+    """An assumption for a job that asks for only one half of Liger, which `use_liger_kernel` never does; "" otherwise."""
     chosen = conventions(job)
     layers = all(chosen.get(name) == "fused" for name in LAYER_KERNELS)
     if chosen.get("loss_kernel") == "fused_linear" and not chosen.get("loss_chunks") and not layers:

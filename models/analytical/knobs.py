@@ -1,5 +1,5 @@
-"""Jobs that differ in a few knobs, as columns: a job's keys, dotted where nested ("parallelism.tensor_parallel_size"), each
-with one value a job."""
+"""Jobs that differ in a few knobs, as columns: for each dotted key of a job ("parallelism.tensor_parallel_size") one value
+per job."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ Columns = Mapping[str, npt.NDArray[Any]]
 
 
 def num_combinations(job: TrainingJob, columns: Columns) -> int:
-    """How many jobs `columns` are. Raises: SpecError for knobs that are no keys of a job or differ in length."""
+    """How many jobs `columns` describe. Raises: SpecError for knobs that are not keys of a job, or columns that differ in
+    length."""
     for name, values in columns.items():
         owner: object = job
         for part in name.split("."):
@@ -34,7 +35,8 @@ def num_combinations(job: TrainingJob, columns: Columns) -> int:
 
 
 def groups(columns: Columns, which: Ints) -> Iterator[tuple[dict[str, Any], Ints]]:
-    """Combinations that share all of `columns`: the values, and which."""
+    """Groups of the combinations `which` that have the same value in every column: those values, and the members'
+    indices."""
     code, num_codes = np.zeros(len(which), dtype=np.int64), 1
     for values in columns.values():
         digit, base = _digits(values)
@@ -49,7 +51,7 @@ def groups(columns: Columns, which: Ints) -> Iterator[tuple[dict[str, Any], Ints
 
 
 def _digits(values: npt.NDArray[Any]) -> tuple[Ints, int]:
-    """Whole numbers from 0 on that tell the values of a column apart, and a bound beyond them."""
+    """A code from 0 on for each value, equal for equal values, and a number above all codes."""
     if values.dtype.kind in "iub" and len(values) and int(np.ptp(values.astype(np.int64))) < 2**16:
         whole = values.astype(np.int64)
         digits = whole - whole.min()
@@ -60,7 +62,7 @@ def _digits(values: npt.NDArray[Any]) -> tuple[Ints, int]:
 
 
 def with_knobs(job: TrainingJob, changes: Mapping[str, Any]) -> TrainingJob:
-    """`job` with dotted keys changed. Raises: SpecError where the result is no valid job."""
+    """`job` with dotted keys changed. Raises: SpecError if the result is not a valid job."""
     nested: dict[str, Any] = {}
     for name, value in changes.items():
         part, _, key = name.partition(".")

@@ -1,4 +1,4 @@
-"""Megatron-LM's layer-wise distributed optimizer, which shards Muon: a rank owns whole matrices, since Newton-Schulz
+"""Megatron-LM's layer-wise distributed optimizer, which shards Muon: a rank owns whole matrices, because Newton-Schulz
 iterations need them whole.
 
 Sources: megatron-core 0.16.1 `optimizer/layer_wise_optimizer.py` `shard_params`, `optimizer/muon.py`; since 0.18 (pull
@@ -18,7 +18,7 @@ from peakcast.models.analytical.megatron_parameters import Parameter
 from peakcast.units import round_up
 
 FULL_ENOUGH = 0.9
-"""A bucket with one large matrix closes once so much of it is no padding (`PADDING_FLOOR`)."""
+"""A bucket with one large matrix closes once this share of it is filled (`PADDING_FLOOR`)."""
 FP32 = 4
 Pieces = list[tuple[Parameter, int]]
 """Parameters, and how many of their elements an optimizer owns."""
@@ -26,8 +26,8 @@ Pieces = list[tuple[Parameter, int]]
 
 @lru_cache(maxsize=64)
 def ping_pong(parameters: tuple[Parameter, ...], shards: int) -> list[Pieces]:
-    """What the optimizer of each of `shards` ranks owns: tensors in the order of their sizes, dealt out to all ranks forth
-    and back."""
+    """What the optimizer of each of `shards` ranks owns: tensors sorted by size are dealt out to ranks 0 to n - 1, then
+    back from n - 1 to 0, and so on."""
     turns = [*range(shards), *reversed(range(shards))]
     owned: list[Counter[int]] = [Counter() for _ in range(shards)]
     for number, (numel, i) in enumerate(sorted(_tensors(enumerate(parameters)))):
@@ -37,7 +37,7 @@ def ping_pong(parameters: tuple[Parameter, ...], shards: int) -> list[Pieces]:
 
 @lru_cache(maxsize=64)
 def packed(parameters: tuple[Parameter, ...], rules: BufferRules) -> tuple[int, list[Pieces]]:
-    """The elements of the buffer of `parameters`, and what of it each rank owns. Each bucket has a part for every rank, as
+    """The elements of the buffer of `parameters`, and what each rank owns of it. Each bucket has one part per rank, all as
     long as the fullest: its tensors go, the largest first, to the rank that has least so far."""
     elements, owned = 0, [Counter[int]() for _ in range(rules.shards)]
     for bucket in _buckets(parameters, rules):
@@ -52,16 +52,17 @@ def packed(parameters: tuple[Parameter, ...], rules: BufferRules) -> tuple[int, 
 
 
 def _tensors(parameters: Iterable[tuple[int, Parameter]]) -> list[tuple[int, int]]:
-    """(elements, number of its parameter) of every tensor."""
+    """(elements, index of its parameter) of every tensor."""
     return [(p.numel // p.tensors, i) for i, p in parameters for _ in range(p.tensors)]
 
 
 def _pieces(parameters: Sequence[Parameter], owned: Counter[int]) -> Pieces:
+    """`owned`, elements by the index of a parameter, as `Pieces`."""
     return [(parameters[i], numel) for i, numel in sorted(owned.items())]
 
 
 def _buckets(parameters: Sequence[Parameter], rules: BufferRules) -> Iterable[list[tuple[int, Parameter]]]:
-    """Parameters by bucket, with their numbers, in the order in which backward reaches them."""
+    """Parameters, with their indices, by bucket, in the order in which backward reaches them."""
     bucket: list[tuple[int, Parameter]] = []
     for i, p in reversed(list(enumerate(parameters))):
         bucket.append((i, p))
@@ -77,10 +78,10 @@ def _buckets(parameters: Sequence[Parameter], rules: BufferRules) -> Iterable[li
 
 
 def orthogonalized_bytes(parameter: Parameter, parts: Sequence[int] = ()) -> int:
-    """The most bytes that Muon's update of one tensor of `parameter` has at once, beside its state: the fp32 result, that
-    scaled, and scaled again (`orth_grad * scale_factor * extra_scale_factor`); the Newton-Schulz iterations, in bf16, have
-    less. A fused projection is orthogonalized in `parts` (rows of query, key and value): copies of all, results so far,
-    and that of the part at hand.
+    """The most bytes that Muon's update of one tensor of `parameter` allocates at once, apart from its state: the fp32
+    result, the scaled result, and that scaled again (`orth_grad * scale_factor * extra_scale_factor`). The Newton-Schulz
+    iterations, in bf16, need less. A fused projection is orthogonalized in `parts` (rows of query, key and value): copies
+    of all parts, the results so far, and the three of the current part.
 
     Source: Emerging-Optimizers `muon_utils.py` `newton_schulz`; megatron-core 0.16.1 `optimizer/muon.py`
     `TensorParallelMuon.orthogonalize`.

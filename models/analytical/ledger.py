@@ -1,4 +1,4 @@
-"""The ledger's one door: a job and a rank in, a `Timeline` out."""
+"""The ledger's entry point: from a job and a rank to a `Timeline`."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Step = Literal["first", "steady"]
 
 
 def ledger(job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: Step = "steady") -> Timeline:
-    """Every tensor of one training step of `job` on `rank` (None: rank 0), in closed form, or as its recipe has it.
+    """Every tensor of one training step of `job` on `rank` (None: rank 0), in closed form or from the job's recipe. `step`:
+    "first", or "steady" for any later one. With a `device`, it includes library workspaces and what kernels allocate for
+    themselves on that GPU type; without one, the timeline has what a trace sees.
 
-    `step`: "first", or "steady" for any later one. `device` adds library workspaces and what kernels allocate inside
-    themselves on that GPU type; without it the timeline is what a trace sees.
-    A job outside `scope.out_of_scope` is answered as far as the ledger goes: ask that function first.
+    A job outside `scope.out_of_scope` is answered as far as the ledger goes; ask that function first.
     """
     try:
         return _ledger(job, device, rank, step)
@@ -36,6 +36,7 @@ def ledger(job: TrainingJob, *, device: Device | None = None, rank: int | None =
 
 
 def _ledger(job: TrainingJob, device: Device | None, rank: int | None, step: Step) -> Timeline:
+    """`ledger`, with whichever of trace, recipe or framework ledger the job needs."""
     if (trace := tracer()) is not None:
         return trace(job, rank or 0, device.name if device is not None else None)[step]
     if wants_recipe(job):

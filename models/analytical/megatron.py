@@ -25,11 +25,11 @@ __all__ = ["megatron_ledger", "megatron_out_of_scope"]
 def megatron_ledger(
     job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: str = "steady"
 ) -> Timeline:
-    """Every tensor of one step of `job` on global `rank` (None: the first). `step`: "first" (no optimizer states until its
-    optimizer step, no workspace of the backward thread until its first product) or "steady". `device` adds what libraries
-    and kernels allocate inside themselves on that GPU type."""
+    """Every tensor of one step of `job` on global `rank` (None: the first). `step`: "first" (optimizer states do not exist
+    before the optimizer step, nor the backward thread's workspace before its first matrix product) or "steady". With a
+    `device`, it includes what libraries and kernels allocate for themselves on that GPU type."""
     share, first = rank_share(job, device, rank or 0), step == "first"
-    weights, turns = weights_share(share), _turned(activations_share(share))
+    weights, turns = weights_share(share), _turns_run(activations_share(share))
     done = turns.step.fork(parameters_held(weights))
     _hold_deferred(done, turns, first)
     hold_workspaces(done, share, *((turns.first_product, turns.first_backward) if first else (0, {})))
@@ -45,14 +45,14 @@ def megatron_ledger(
 
 
 @lru_cache(maxsize=64)
-def _turned(share: RankShare) -> Turns:
-    """The forward and backward turns of a rank, which a first step and any later one have in common."""
+def _turns_run(share: RankShare) -> Turns:
+    """The forward and backward turns of a rank, which the first step and later ones share."""
     return Turns(share)
 
 
 def _hold_deferred(step: Step, turns: Turns, first: bool) -> None:
-    """What waits for the end of all turns: of the output layer the gradient and the input, whose graph leads to the stage's
-    own input with its gradient; and what the inputs are gathered into then, for good.
+    """Hold what waits for the end of all turns: the gradient and the input of the output layer, whose graph leads to the
+    stage's own input and its gradient; and the buffers into which the inputs are gathered then, which stay.
 
     Source: megatron-core 0.16.1 `tensor_parallel/layers.py` `embedding_activation_buffer`, `utils.py`
     `drain_embedding_wgrad_compute` (buffers "mpu_0" and "mpu_1").
@@ -61,15 +61,15 @@ def _hold_deferred(step: Step, turns: Turns, first: bool) -> None:
     logits, stream = context.rows * context.vocabulary * context.element_bytes, context.stream_bytes
     for number, count in turns.deferred.items():
         start = turns.spans[number].start
-        ran = start + turns.head.in_backward["output_layer"] + 1  # until then the head has both
+        ran = start + turns.head.in_backward["output_layer"] + 1  # until then the head's template has both
         for name, category, size, born in (
             ("deferred.logits_gradient", Category.LOGITS, logits, ran),
             ("deferred.output_layer_input", Category.ACTIVATIONS, stream, ran),
-            ("deferred.input", Category.ACTIVATIONS, stream, step.now),  # `megatron_received.py` has this one's
+            ("deferred.input", Category.ACTIVATIONS, stream, step.now),  # `megatron_received.py` holds this micro-batch's
             ("deferred.input_gradient", Category.TEMPORARIES, stream, step.now),
         ):
             step.hold(name, category, size, born, step.now, "head")
-            step.hold(name, category, (count - 1) * size, start, step.now, "head")  # of micro-batches before
+            step.hold(name, category, (count - 1) * size, start, step.now, "head")  # those of earlier micro-batches
     if turns.deferred and context.sequence_parallel:
         for _ in range(2):
             born, size = step.now if first else 0, context.gathered_bytes
@@ -77,7 +77,7 @@ def _hold_deferred(step: Step, turns: Turns, first: bool) -> None:
 
 
 def _hold_exchanged(step: Step, turns: Turns) -> None:
-    """Inputs from other stages, their gradients and those of outputs."""
+    """Hold inputs from other stages, their gradients, and gradients of outputs."""
     share, layout = turns.share, turns.share.job.parallelism
     stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
     if stages == 1:
@@ -96,8 +96,9 @@ def _hold_exchanged(step: Step, turns: Turns) -> None:
 
 
 def _hold_dispatchers(step: Step, turns: Turns) -> None:
-    """What the token dispatchers of the rank's routed layers name as attributes, from one step into the next. While there
-    is a graph, between a forward and its backward or while a layer runs again, that counts what both hold."""
+    """Hold what attributes of token dispatchers refer to, for the rank's routed layers, from one step into the next.
+    Between a layer's forward (or recomputation) and its backward there is a graph, whose entries already include what both
+    keep."""
     share, architecture = turns.share, turns.share.job.architecture
     if share.context.experts is None or not turns.spans:
         return

@@ -23,7 +23,7 @@ FP8, FP32 = 1, 4
 
 def owned_parameters(share: RankShare) -> list[list[Parameter]]:
     """The parameters of each model chunk."""
-    return _owned_parameters(activations_share(share))  # data parallelism cuts buffers, not parameters
+    return _owned_parameters(activations_share(share))  # data parallelism divides buffers, not parameters
 
 
 @lru_cache(maxsize=512)
@@ -37,8 +37,8 @@ def _owned_parameters(share: RankShare) -> list[list[Parameter]]:
 
 
 def buffer_rules(share: RankShare, *, expert: bool = False) -> BufferRules:
-    """How the buffers of the rank's chunks are laid out and sharded; `expert`: those of the routed experts, whose replicas
-    are what is left of a stage's ranks after expert and expert tensor parallelism."""
+    """How the buffers of the rank's chunks are laid out and sharded. `expert`: those of the routed experts, whose replicas
+    are the ranks of a stage divided by expert and expert tensor parallelism."""
     layout, convention = share.job.parallelism, share.convention
     replicas = layout.data_parallel_size * layout.context_parallel_size
     shards = replicas
@@ -54,7 +54,7 @@ def buffer_rules(share: RankShare, *, expert: bool = False) -> BufferRules:
 
 
 def _place_among_replicas(share: RankShare, *, expert: bool) -> int:
-    """The rank's number among those that hold the same parameters, or the same routed experts (megatron-core 0.16.1
+    """The rank's position among those that hold the same parameters, or the same routed experts (megatron-core 0.16.1
     `parallel_state.py`: orders tp-cp-ep-dp-pp and, for experts, tp-ep-dp-pp)."""
     experts = share.context.experts
     if expert and experts is not None:
@@ -63,7 +63,8 @@ def _place_among_replicas(share: RankShare, *, expert: bool) -> int:
 
 
 def is_fp8_parameter(share: RankShare, parameter: Parameter) -> bool:
-    """Whether the parameter itself is FP8: the weight of a projection of Transformer Engine, if asked for."""
+    """Whether the parameter itself is FP8: the weight of one of Transformer Engine's projections, if the job asks for
+    it."""
     asked = bool(share.context.fp8_recipe) and bool(share.convention.get("fp8_param_gather"))
     return asked and ".linear_" in parameter.name and parameter.name.endswith("weight") and len(parameter.shape) > 1
 
@@ -75,7 +76,8 @@ def owns_whole_tensors(job: TrainingJob) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Buffer:
-    """A contiguous buffer: its parameters, how it is laid out, its elements, and what this rank's optimizer owns of it."""
+    """A contiguous buffer: its parameters, its layout rules, its number of elements, and the pieces that this rank's
+    optimizer owns."""
 
     parameters: list[Parameter]
     rules: BufferRules
@@ -92,9 +94,9 @@ class Buffer:
 
 @lru_cache(maxsize=64)
 def buffers(share: RankShare) -> list[Buffer]:
-    """The contiguous buffers of the rank: one per chunk for the parameters that every data-parallel rank has, one for those
-    of the routed experts (`distributed_data_parallel.py`: `dense_params`, `expert_parallel_params`), and of either one for
-    each dtype (`fp8-param-gather`), or for the matrices that a layer-wise optimizer owns whole."""
+    """The contiguous buffers of the rank: for each chunk, one for the parameters that every data-parallel rank has and one
+    for those of the routed experts (`distributed_data_parallel.py`: `dense_params`, `expert_parallel_params`); each again
+    divided by dtype (`fp8-param-gather`), or with a layer-wise optimizer by whether it owns the parameter whole."""
     found = []
     width = int(DTYPE_BYTES[share.job.precision.parameters])
     layer_wise = owns_whole_tensors(share.job)
@@ -120,7 +122,7 @@ def buffers(share: RankShare) -> list[Buffer]:
 
 
 def _dealt_out(share: RankShare, width: int) -> list[Buffer]:
-    """The buffers where whole tensors of all chunks are dealt out to the ranks' optimizers, and nothing else is sharded."""
+    """The buffers if whole tensors of all chunks are dealt out to the ranks' optimizers, and nothing else is sharded."""
     found = []
     for expert in (False, True):
         rules, place = buffer_rules(share, expert=expert), _place_among_replicas(share, expert=expert)
@@ -134,7 +136,7 @@ def _dealt_out(share: RankShare, width: int) -> list[Buffer]:
 
 
 def tensors_of(pieces: Iterable[tuple[Parameter, int]], suffix: str, width: int) -> list[tuple[str, str, int]]:
-    """(name, module, bytes) of the tensors of `width` bytes an element for the first elements of each parameter."""
+    """(name, module, bytes) of the tensors with the first elements of each parameter, at `width` bytes per element."""
     return [(f"{p.name}{suffix}", p.module, part * width) for p, numel in pieces for part in p.parts(numel)]
 
 

@@ -1,8 +1,9 @@
-"""How a Megatron-LM rank comes to its parameters and buffers before the first step, and what that leaves in the cache.
+"""How a Megatron-LM rank makes its parameters and buffers before the first step, and what that leaves in the allocator's
+cache.
 
-Every weight is first a tensor of its own on the GPU. Then DDP makes the buffers of each model chunk beside them, copies the
-weights into the parameter buffer and frees them one by one; their segments stay cached. Last the optimizer makes its fp32
-parameters, each by way of a copy in the parameters' dtype.
+Every weight is first a tensor of its own on the GPU. Then DDP makes the buffers of each model chunk, copies the weights
+into the parameter buffer and frees them one by one; their segments stay cached. Last, the optimizer makes its fp32
+parameters, each from a copy in the parameters' dtype.
 
 Source: megatron-core 0.14.0 `distributed/param_and_grad_buffer.py` `_ParamAndGradBuffer.__init__`,
 `distributed/distributed_data_parallel.py`, `optimizer/distrib_optimizer.py` `_build_model_and_main_param_groups`
@@ -21,9 +22,9 @@ from peakcast.units import DTYPE_BYTES
 
 
 def build_megatron(step: Step, job: TrainingJob, rank: int) -> None:
-    """The building of `job` on global `rank`, placed on `step`, which ends with what stands before the first step."""
+    """Add the building of `job` on global `rank` to `step`, which ends with what exists before the first step."""
     share = weights_share(rank_share(job, None, rank))
-    if is_fully_sharded(share):  # which empties the cache once its buffers are made
+    if is_fully_sharded(share):  # Megatron-FSDP empties the cache after it has made its buffers
         step.moment("sharded", Phase.INIT)
         hold_parameters(step, share)
         step.moment("built", Phase.INIT)

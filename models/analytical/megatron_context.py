@@ -1,4 +1,4 @@
-"""From a job to what its Megatron-LM blocks depend on on one rank: sizes after splitting, and choices made by the flags."""
+"""From a job to the context of its Megatron-LM blocks on one rank: sizes after splitting, and what the flags choose."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ from peakcast.units import DTYPE_BYTES, round_up
 
 ROUTINGS = ("balanced", "worst_case")
 PARTS = frozenset({"mamba", "attention", "mlp", "moe"})
-"""What a layer of a hybrid may be."""
+"""What a layer of a hybrid network may consist of."""
 FUSED_SOFTMAX_LONGEST = {True: 16384, False: 4096}
-"""Longest keys of the fused softmax, by "is Transformer Engine": its `softmax.py`, megatron-core `fused_softmax.py`."""
+"""The longest keys for the fused softmax, by whether it is Transformer Engine's: its `softmax.py`, megatron-core
+`fused_softmax.py`."""
 
 
 def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> MegatronContext:
-    """The context of every block of `job` on one rank, the one at `place` among those that share a sequence."""
+    """The context of every block of `job` on one rank, whose position among those that share a sequence is `place`."""
     architecture, layout, convention = job.architecture, job.parallelism, conventions(job)
     tensor = layout.tensor_parallel_size
     engine = convention.get("transformer_impl", "transformer_engine") == "transformer_engine"
@@ -36,7 +37,7 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
     activation = {"gelu": "gelu", "gelu_new": "gelu", "relu2": "squared_relu"}.get(architecture.hidden_act, "other")
     legacy = bool(convention.get("use_legacy_models"))
     fusion = convention.get("bias_swiglu_fusion" if architecture.gated_mlp else "bias_gelu_fusion", True)
-    if legacy and architecture.gated_mlp:  # `ParallelMLP` knows bias_gelu_impl alone
+    if legacy and architecture.gated_mlp:  # `ParallelMLP` has only bias_gelu_impl
         fusion = False
     rotary = architecture.position_embedding == "rope" and architecture.mla is None
     exchange = str(convention.get("cp_comm_type", "p2p")).split()[0]
@@ -97,7 +98,7 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         masked_tokens=architecture.kind == "encoder",
         output_bias=architecture.kind == "encoder"
         or (architecture.kind == "encoder_decoder" and architecture.tie_word_embeddings),
-        # a T5's are Transformer Engine's or none (megatron-core 0.16.1 `t5_spec.py`, TENorm)
+        # T5 has Transformer Engine's norms or none (megatron-core 0.16.1 `t5_spec.py`, TENorm)
         final_norms=architecture.kind != "encoder_decoder" or convention.get("adam_library") != "torch",
         token_types=architecture.type_vocab_size,
         mamba=mamba_context(job) if architecture.ssm is not None else None,
@@ -105,7 +106,7 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
 
 
 def target_context(job: TrainingJob, context: MegatronContext) -> MegatronContext:
-    """The context of a decoder layer that reads an encoder with `context`, and of all that follows it."""
+    """The context of a decoder layer that reads an encoder with `context`, and of everything after it."""
     length = (job.decoder_sequence_length or job.sequence_length) // job.parallelism.context_parallel_size
     return replace(context, sequence=length, source_sequence=context.sequence, padding=False)
 
@@ -167,7 +168,8 @@ def expert_context(job: TrainingJob) -> ExpertContext:
 
 
 def _fused_weighted_activation(job: TrainingJob) -> bool:
-    """SwiGLU and quick GEGLU with their fusion; squared ReLU on demand."""
+    """Whether one kernel applies activation and probability: SwiGLU and quick GEGLU with their fusion; squared ReLU if
+    asked for."""
     architecture, convention = job.architecture, conventions(job)
     if architecture.gated_mlp:
         return bool(convention.get("bias_swiglu_fusion", True))
@@ -205,7 +207,7 @@ def mamba_context(job: TrainingJob) -> MambaContext:
 
 
 def part_context(context: MegatronContext, part: str) -> MegatronContext:
-    """The context of a hybrid's layer that is `part`, one of `PARTS`; of any other the whole layer's."""
+    """The context of a hybrid's layer that consists of `part`, one of `PARTS`; for any other `part`, the whole layer's."""
     if part == "moe":
         return replace(context, part="mlp")
     if part not in PARTS:
@@ -214,13 +216,14 @@ def part_context(context: MegatronContext, part: str) -> MegatronContext:
 
 
 def recomputes(job: TrainingJob, module: str) -> bool:
-    """Whether selective recomputation names `module`."""
+    """Whether selective recomputation includes `module`."""
     recompute = job.activation_checkpointing
     return recompute.mode == "selective" and module in recompute.modules
 
 
 def attention_core(job: TrainingJob, device: Device | None) -> AttentionCore:
-    """Which attention runs. `auto` is Transformer Engine's choice, by the GPU and by whether it must be deterministic."""
+    """Which attention kernel runs. `auto` is Transformer Engine's choice, by the GPU and by whether it must be
+    deterministic."""
     convention = conventions(job)
     if convention.get("transformer_impl", "transformer_engine") == "local":
         return "flash" if convention.get("use_legacy_models") and convention.get("use_flash_attn") else "local"
@@ -239,17 +242,19 @@ def attention_core(job: TrainingJob, device: Device | None) -> AttentionCore:
 
 
 def _deterministic(convention: Mapping[str, Any]) -> bool:
+    """Whether attention must be deterministic."""
     return str(convention.get("nvte_allow_nondeterministic_algo", "")) == "0"
 
 
 def _softmax_in_fp32(convention: Mapping[str, Any]) -> bool:
-    """megatron-core's own attention widens on demand, and where scores are scaled by layer (`transformer_config.py`)."""
+    """Whether megatron-core's own attention widens scores: if asked for, or if they are scaled by layer
+    (`transformer_config.py`)."""
     return bool(convention.get("attention_softmax_in_fp32") or convention.get("apply_query_key_layer_scaling"))
 
 
 def _fused_softmax(engine: bool, convention: Mapping[str, Any], sequence: int, job: TrainingJob) -> bool:
-    """Whether the softmax kernel without an fp32 copy applies to unfused attention (`is_kernel_available`). Transformer
-    Engine knows nothing of `masked_softmax_fusion` (2.8 `softmax.py` asks NVTE_MASKED_SOFTMAX_FUSION)."""
+    """Whether unfused attention can use the softmax kernel without an fp32 copy (`is_kernel_available`). Transformer Engine
+    ignores `masked_softmax_fusion` (2.8 `softmax.py` reads NVTE_MASKED_SOFTMAX_FUSION)."""
     heads = job.architecture.num_attention_heads // job.parallelism.tensor_parallel_size
     return (
         (engine or bool(convention.get("masked_softmax_fusion", True)))

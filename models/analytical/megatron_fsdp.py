@@ -1,9 +1,10 @@
 """Megatron-FSDP with everything sharded (`--data-parallel-sharding-strategy optim_grads_params`): what a rank keeps of its
 buckets, and when it has whole ones.
 
-A bucket has the parameters of one transformer layer, its routed experts apart, or what lies outside of layers. Source:
-megatron-core 0.16.1 `distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py` (`_get_parameter_groups`,
-`AllGatherPipeline`, `GradReducePipeline`), `megatron_fsdp.py` (`_register_fsdp_hooks`, `finish_grad_sync`).
+A bucket has the parameters of one transformer layer, with its routed experts in a bucket of their own, or parameters
+outside layers. Source: megatron-core 0.16.1 `distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py`
+(`_get_parameter_groups`, `AllGatherPipeline`, `GradReducePipeline`), `megatron_fsdp.py` (`_register_fsdp_hooks`,
+`finish_grad_sync`).
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from peakcast.units import DTYPE_BYTES, round_up
 FP32 = 4
 ENDS = ("embedding", "head")
 LEAST_IN_FLIGHT = 10**9
-"""Elements, unless two layers are more: `suggested_communication_unit_size`, called a cap there. Pull request 7134 of
-Megatron-LM (September 2026) makes one of it; no release with that was read."""
+"""In elements, unless two layers have more: `suggested_communication_unit_size`, which is called a cap there. Pull request
+7134 of Megatron-LM (September 2026) makes it one; no release with that was read."""
 GATHERS = 1
-"""The stream on which buckets are made and gathered (`side_stream_for_param_gather`)."""
+"""The stream on which buckets are allocated and gathered (`side_stream_for_param_gather`)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Parameters that are gathered and whose gradients are reduced together."""
+    """Parameters that are gathered together and whose gradients are reduced together."""
 
     modules: frozenset[str]
     elements: int
-    """Of all of them, padded so that every rank has as many rows."""
+    """Elements of all its parameters, padded so that every rank has equally many rows."""
     shards: int
 
     @property
     def is_unit(self) -> bool:
-        """Whether it is freed after use: a layer's."""
+        """Whether it belongs to a layer, so that it is freed after use."""
         return not self.modules & set(ENDS)
 
     @property
     def shard_elements(self) -> int:
-        """The part that this rank keeps."""
+        """Elements of the part that this rank keeps."""
         return self.elements // self.shards
 
 
@@ -57,8 +58,8 @@ def is_fully_sharded(share: RankShare) -> bool:
 
 @lru_cache(maxsize=64)
 def buckets(parameters: tuple[Parameter, ...], shards: int, expert_shards: int, largest: int | None) -> tuple[Bucket, ...]:
-    """The buckets of a model in the order of their numbers: first those outside of layers, which are cut after `largest`
-    elements, then the layers' own."""
+    """The buckets of a model in the order of their numbers: first those outside layers, divided after `largest` elements,
+    then the layers' own."""
     outside = [p for p in parameters if p.module in ENDS]
     parts: list[list[Parameter]] = [[]]
     for p in outside:
@@ -73,6 +74,7 @@ def buckets(parameters: tuple[Parameter, ...], shards: int, expert_shards: int, 
 
 
 def _bucket(parameters: Sequence[Parameter], shards: int) -> Bucket:
+    """The bucket of these parameters."""
     row = math.prod(max((p.shape[1 + p.stacked :] for p in parameters), key=math.prod))
     total = sum(p.numel for p in parameters)
     return Bucket(frozenset(p.module for p in parameters), round_up(total, shards * row), shards)
@@ -90,7 +92,8 @@ def buckets_of(share: RankShare, parameters: Sequence[Parameter]) -> tuple[Bucke
 
 
 def hold_shards(step: Step, share: RankShare, found: Sequence[Bucket]) -> None:
-    """This rank's parts of all parameters, in the model's dtype and fp32, and of their gradients, which are one buffer."""
+    """Hold this rank's parts of all parameters, in the model's dtype and in fp32, and of their gradients, which are one
+    buffer."""
     precision = share.job.precision
     weight, gradient = int(DTYPE_BYTES[precision.parameters]), int(DTYPE_BYTES[precision.gradients])
     for bucket in found:
@@ -104,19 +107,19 @@ def hold_shards(step: Step, share: RankShare, found: Sequence[Bucket]) -> None:
 
 @dataclass
 class WholeBuckets(Hooks):
-    """Gathers buckets before modules run and lets go of layers' after, and holds gradients until they are reduced."""
+    """Gathers buckets before modules run, frees those of layers after, and holds gradients until they are reduced."""
 
     buckets: tuple[Bucket, ...]
     weight_bytes: int
     gradient_bytes: int
     fuses_gradients: bool
     in_flight: int
-    """Elements whose gradients may wait for their reduction, and twice those that are gathered ahead
+    """Elements whose gradients may wait for reduction, and twice the elements that are gathered ahead
     (`suggested_communication_unit_size`)."""
     _gathered: dict[int, list[int]] = field(default_factory=dict)
     _gradients: dict[int, list[int]] = field(default_factory=dict)
     _waiting: list[int] = field(default_factory=list)
-    """Buckets whose reduction has been started, oldest first."""
+    """Buckets whose reduction has started, oldest first."""
 
     def before_forward(self, step: Step, module: str) -> None:
         self._gather(step, module, ahead=1)
@@ -130,7 +133,7 @@ class WholeBuckets(Hooks):
             self._take_gradients(step, module, step.now)
 
     def after_backward(self, step: Step, run: Run) -> None:
-        if run.module in ENDS:  # a fused product writes into the bucket, others are copied there: the last norm's first
+        if run.module in ENDS:  # a fused product writes into the bucket; other gradients are copied, the last norm's first
             at = (run.backward_start or 0) + run.template.in_backward.get("output_layer", 0)
             self._take_gradients(step, run.module, at if self.fuses_gradients else step.now)
         self._release(step, run.module)
@@ -143,23 +146,24 @@ class WholeBuckets(Hooks):
                 self._waiting.append(number)
 
     def end_of_backward(self, step: Step) -> None:
-        """All reductions are waited for (`_root_post_backward`)."""
+        """Wait for all reductions (`_root_post_backward`)."""
         for handles in self._gradients.values():
             step.free(handles)
         self._gradients.clear()
         self._waiting.clear()
 
     def end_of_step(self, step: Step) -> None:
-        """What is still gathered is let go of before the optimizer runs (`finish_grad_sync`)."""
+        """Free what is still gathered before the optimizer runs (`finish_grad_sync`)."""
         for handles in self._gathered.values():
             step.free(handles)
         self._gathered.clear()
 
     def _numbers(self, module: str) -> list[int]:
+        """Numbers of the buckets of `module`."""
         return [i for i, bucket in enumerate(self.buckets) if module in bucket.modules]
 
     def _gather(self, step: Step, module: str, *, ahead: int) -> None:
-        """The buckets of `module`, and those that follow by number, up or down, as `all_gather_params` does."""
+        """Gather the buckets of `module`, and those that follow by number, up or down, as `all_gather_params` does."""
         wanted = self._numbers(module)
         following = wanted[-1] + 1 if ahead > 0 else wanted[0] - 1
         size = 0
@@ -175,7 +179,7 @@ class WholeBuckets(Hooks):
                 )
 
     def _take_gradients(self, step: Step, module: str, born: int) -> None:
-        """The whole buckets that the gradients of `module` go into."""
+        """Allocate the whole buckets into which the gradients of `module` are written."""
         for number in self._numbers(module):
             if number not in self._gradients:
                 size = self.buckets[number].elements * self.gradient_bytes
@@ -184,13 +188,14 @@ class WholeBuckets(Hooks):
                 )
 
     def _release(self, step: Step, module: str) -> None:
+        """Free the buckets of `module`, if they are a layer's."""
         for number in self._numbers(module):
             if self.buckets[number].is_unit and number in self._gathered:
                 step.free(self._gathered.pop(number))
 
 
 def whole_buckets(share: RankShare, parameters: Sequence[Parameter]) -> WholeBuckets:
-    """The hooks of this rank's model."""
+    """The hooks for this rank's model."""
     precision, found = share.job.precision, buckets_of(share, parameters)
     layers = share.job.architecture.num_hidden_layers
     two_layers = 2 * (sum(bucket.elements for bucket in found if bucket.is_unit) // layers)

@@ -20,7 +20,7 @@ INT64 = 8
 
 @dataclass(frozen=True, slots=True)
 class Input:
-    """One tensor of a micro-batch, and whether it is read until the backward is done or until the forward is."""
+    """One tensor of a micro-batch. `until_backward`: whether it lives to the end of the backward (else of the forward)."""
 
     name: str
     num_bytes: int
@@ -28,9 +28,9 @@ class Input:
 
 
 def inputs(share: RankShare, chunk: Chunk) -> Iterator[Input]:
-    """What `chunk` reads of a micro-batch: ids and labels until its backward is done, the attention mask until its forward
-    is (checkpoints, and the graph of megatron-core's unfused softmax, keep it until their backward). Stages between the
-    ends read none of them."""
+    """What `chunk` reads of a micro-batch. Ids and labels live to the end of its backward; the attention mask to the end of
+    its forward, unless checkpoints, or the graph of megatron-core's unfused softmax, keep it until their backward. Stages
+    between the ends read none."""
     context = share.context
     tokens = context.batch * context.sequence
     reads = chunk.is_first or (chunk.is_last and share.job.architecture.num_nextn_predict_layers > 0)
@@ -52,17 +52,18 @@ def inputs(share: RankShare, chunk: Chunk) -> Iterator[Input]:
 
 
 def hold_inputs(step: Step, share: RankShare, chunk: Chunk, start: int, end: int) -> None:
-    """Hold on `step`, whose backward of the micro-batch has just run, what its forward from `start` to `end` read."""
+    """Hold, on a `step` whose backward of the micro-batch has just run, what its forward from `start` to `end` read."""
     for one in inputs(share, chunk):
         step.hold(one.name, Category.INPUTS, one.num_bytes, start, step.now if one.until_backward else end)
 
 
 def hold_saved_batches(step: Step, share: RankShare, spans: Sequence[Span]) -> None:
-    """Hold on `step`, whose turns are `spans`, every micro-batch from its use to the beginning of the next step:
-    `RerunDataIterator` saves what it hands out, to run a step again, and `get_batch` puts the tensors on the GPU into that
-    same dictionary, so that the saved batches are on the GPU too. The first rank of a tensor-parallel group reads batches;
-    others receive copies. (`rerun_state_machine.py` `RerunDataIterator.__next__`, `advance`; `pretrain_gpt.py` `get_batch`
-    since Megatron-LM's pull request 4103; pull request 5635 saves a copy of the dictionary.)"""
+    """Hold, on a `step` with the turns `spans`, every micro-batch from its use to the beginning of the next step.
+    `RerunDataIterator` saves the dictionaries that it returns, to be able to run a step again, and `get_batch` puts the
+    tensors on the GPU into the same dictionary, so the saved batches are on the GPU too. The first rank of a
+    tensor-parallel group reads batches; the others receive copies. (`rerun_state_machine.py` `RerunDataIterator.__next__`,
+    `advance`; `pretrain_gpt.py` `get_batch` since Megatron-LM's pull request 4103; pull request 5635 saves a copy of the
+    dictionary.)"""
     reads = share.shard % share.job.parallelism.tensor_parallel_size == 0
     if not (share.convention.get("saves_batches_on_gpu") and reads) or share.context.padding:  # BERT and T5 have their own
         return
@@ -74,20 +75,20 @@ def hold_saved_batches(step: Step, share: RankShare, spans: Sequence[Span]) -> N
             for one in inputs(share, chunk):
                 since = backwards[number, span.turn.chunk] if one.until_backward else span.end
                 step.hold(f"saved.{one.name}", Category.OTHER, one.num_bytes, since, module="batches")
-                if number == 0:  # which stands for those that are not placed
+                if number == 0:  # it also represents the micro-batches that are not simulated
                     step.hold(f"saved.{one.name}", Category.OTHER, unplaced * one.num_bytes, since, module="batches")
 
 
 def reads_mask(share: RankShare, chunk: Chunk) -> bool:
-    """Whether the layers of `chunk` are handed an attention mask: those between the ends are not (`get_batch`), but for a
-    BERT's, whose every stage reads a batch."""
+    """Whether the layers of `chunk` get an attention mask: those between the ends do not (`get_batch`), except BERT's,
+    whose every stage reads a batch."""
     made = share.context.padding or bool(share.convention.get("create_attention_mask_in_dataloader", True))
     return share.context.masked_tokens or (made and (chunk.is_first or chunk.is_last))
 
 
 def _mask_bytes(share: RankShare) -> int:
-    """Bytes of the boolean masks: a GPT's is causal, of all pairs of tokens; those of BERT and T5 are of padding, which
-    Transformer Engine's attention takes as one number a token (megatron-core 0.16.1 `bert_model.py`
+    """Bytes of the boolean masks. GPT's is causal, over all pairs of tokens; those of BERT and T5 mark padding, for which
+    Transformer Engine's attention uses one number per token (megatron-core 0.16.1 `bert_model.py`
     `bert_extended_attention_mask`, `t5_dataset.py` `config_attention_mask`)."""
     context = share.context
     pairs = context.batch * context.sequence * share.job.sequence_length

@@ -32,21 +32,22 @@ def widens_gradients(share: RankShare) -> bool:
 
 
 def hold_previous_gradients(step: Step, share: RankShare) -> None:
-    """Those of the step before, until `zero_grad`, with which a step begins once the buffers are zero."""
+    """Hold the fp32 gradients of the step before until `zero_grad`, with which a step begins after the buffers are
+    zeroed."""
     for buffer in buffers(share):
         step.hold_all(tensors_of(buffer.pieces, ".main_grad", FP32), Category.GRADIENTS, 0, 1)
 
 
 def state_names(share: RankShare, parameter: Parameter) -> tuple[str, ...]:
-    """The states of `parameter`: one of a matrix under Muon, else Adam's two."""
+    """Names of the states of `parameter`: one for a matrix under Muon, else Adam's two."""
     if share.job.optimizer.name == "muon" and parameter.is_matrix:
         return ("momentum_buffer",)
     return ("exp_avg", "exp_avg_sq")
 
 
 def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
-    """The optimizer on the fp32 parameters that the rank owns: states made by the first step; gradients narrower than fp32
-    get an fp32 copy that lives until the next step's `zero_grad`."""
+    """Add the optimizer step on the fp32 parameters that the rank owns. The first step makes the states. Gradients narrower
+    than fp32 get an fp32 copy that lives until the next step's `zero_grad`."""
     now = step.moment("optimizer.step", Phase.OPTIMIZER_STEP)
     born = now if first else 0
     width = int(DTYPE_BYTES[share.job.precision.optimizer_states])
@@ -79,9 +80,9 @@ def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
 
 
 def _orthogonalize(step: Step, share: RankShare, now: int) -> None:
-    """What Muon's update of the largest matrix has for itself; and, where tensors are dealt out, the updated ones of all
-    ranks as they are gathered, beside this rank's in one piece (megatron-core 0.16.1 `layer_wise_optimizer.py`
-    `allgather_params`: experts after the others)."""
+    """Hold the temporaries of Muon's update of the largest matrix. If tensors are dealt out to the ranks, hold also the
+    updated tensors of all ranks as they are gathered, together with this rank's in one piece (megatron-core 0.16.1
+    `layer_wise_optimizer.py` `allgather_params`: experts after the others)."""
     context, found = share.context, buffers(share)
     fused = context.heads * context.head_dim, context.key_value, context.key_value
     sizes = [

@@ -1,7 +1,8 @@
 """The parameters of a Megatron-LM GPT on one rank, in registration order: what one model chunk holds.
 
-Source: megatron-core 0.13.1 `models/gpt/gpt_model.py`, `transformer/`. Attention and feed-forward projections are cut over
-the tensor-parallel group; norms, the position embedding and the biases of row-parallel projections are whole on every rank.
+Source: megatron-core 0.13.1 `models/gpt/gpt_model.py`, `transformer/`. Projections of attention and feed-forward are split
+over the tensor-parallel group; norms, the position embedding and the biases of row-parallel projections are whole on every
+rank.
 """
 
 from __future__ import annotations
@@ -17,18 +18,19 @@ from peakcast.models.analytical.pipeline import Chunk
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """One parameter of a rank, or all local experts' of one name: `numel` elements on this rank; `shape` of the matrix, or
-    (numel,), after the number of experts."""
+    """One parameter of a rank, or one parameter of all its local experts: `numel` elements on this rank. `shape`: the
+    matrix's, or (numel,); if `stacked`, after the number of experts."""
 
     name: str
     module: str
     shape: tuple[int, ...]
     own_bucket: bool = False
-    """The distributed optimizer gives an embedding that two stages share a bucket of its own."""
+    """Whether the distributed optimizer gives it a bucket of its own, as it does for an embedding that two stages share."""
     expert: bool = False
-    """Whether it is replicated over the expert data-parallel group only, and lies in that group's buffers."""
+    """Whether it is replicated over the expert data-parallel group only, and so lies in that group's buffers."""
     tensors: int = 1
-    """How many tensors of one size it is: one for each local expert, unless a grouped product reads them as one."""
+    """Number of equal tensors that it consists of: one for each local expert, unless a grouped product reads them as
+    one."""
     stacked: bool = False
     """Whether `shape` begins with the number of experts."""
 
@@ -38,14 +40,14 @@ class Parameter:
 
     @property
     def is_matrix(self) -> bool:
-        """Whether Muon updates it: a matrix that is neither the table nor the output layer (megatron-core 0.16.1
+        """Whether Muon updates it: a matrix that is neither the token table nor the output layer (megatron-core 0.16.1
         `optimizer/muon.py`, `is_embedding_or_output_parameter`)."""
         return len(self.shape) == 2 + self.stacked and self.name not in ("word_embeddings.weight", "output_layer.weight")
 
     def parts(self, numel: int) -> list[int]:
-        """The elements of each of its tensors, of which the first `numel` are wanted: whole tensors and what is left."""
+        """How its first `numel` elements are distributed over its tensors: elements of each, whole tensors first."""
         one = self.numel // self.tensors
-        if not one:  # of a Mamba of the first kind, which has no heads here and is out of scope
+        if not one:  # a Mamba-1, which has no heads here and is out of scope
             return []
         return [one] * (numel // one) + ([numel % one] if numel % one else [])
 
@@ -55,7 +57,7 @@ _product = cache(math.prod)
 
 @lru_cache(maxsize=512)
 def layer_parameters(context: MegatronContext) -> tuple[Parameter, ...]:
-    """Parameters of one decoder layer, or of the one part that a hybrid's layer is."""
+    """The parameters of one decoder layer, or of the one part that a hybrid's layer consists of."""
     if context.part == "mamba" and context.mamba is not None:
         return tuple(_mamba(context, context.mamba))
     if context.part == "mlp":
@@ -82,7 +84,7 @@ def _attention(context: MegatronContext) -> Iterator[Parameter]:
 
 
 def _mamba(context: MegatronContext, mamba: MambaContext) -> Iterator[Parameter]:
-    """Source: megatron-core 0.18 `ssm/mamba_mixer.py`; A_log and D become as narrow as the model."""
+    """Source: megatron-core 0.18 `ssm/mamba_mixer.py`; A_log and D have the model's narrow dtype."""
     yield Parameter("mixer.conv1d.weight", "", (mamba.convolved, 1, mamba.kernel))
     yield Parameter("mixer.conv1d.bias", "", (mamba.convolved,))
     for name in ("dt_bias", "A_log", "D"):
@@ -130,9 +132,10 @@ def _dense(context: MegatronContext) -> Iterator[Parameter]:
 
 
 def _routed(context: MegatronContext, experts: ExpertContext) -> Iterator[Parameter]:
+    """The parameters of a mixture of experts."""
     yield from _norm(context, "pre_mlp_layernorm", context.hidden)
     yield Parameter("mlp.router.weight", "", (experts.num_experts, context.hidden))
-    for p in _feed_forward(context, "mlp.experts", experts.ffn):  # all local experts' matrices as one
+    for p in _feed_forward(context, "mlp.experts", experts.ffn):  # one entry for all local experts' matrices
         tensors = 1 if experts.joined_weights else experts.local_experts
         shape, replicated = (experts.local_experts, *p.shape), experts.expert_parallel_size > 1
         yield replace(p, shape=shape, expert=replicated, tensors=tensors, stacked=True)
@@ -159,7 +162,7 @@ def _norm(context: MegatronContext, name: str, width: int) -> Iterator[Parameter
 
 
 def _prediction(context: MegatronContext) -> Iterator[Parameter]:
-    """A multi-token-prediction layer."""
+    """The parameters of a multi-token-prediction layer."""
     yield from _norm(context, "enorm", context.hidden)
     yield from _norm(context, "hnorm", context.hidden)
     yield Parameter("eh_proj.weight", "", (context.hidden // context.tensor_parallel_size, 2 * context.hidden))
@@ -170,9 +173,10 @@ def _prediction(context: MegatronContext) -> Iterator[Parameter]:
 def chunk_parameters(
     contexts: Callable[[int], MegatronContext], chunk: Chunk, *, tied: bool, pipelined: bool, ahead: Sequence[int] = ()
 ) -> list[Parameter]:
-    """Parameters of a model chunk whose layer i has `contexts(i)`. A tied output layer on another stage than the embedding
-    holds its own copy; so does the last stage under multi-token prediction, whose layers are those numbered `ahead`, and
-    there, where both ends are, the copies are two (megatron-core 0.16.1 `gpt_model.py`, `skip_weight_param_allocation`)."""
+    """The parameters of a model chunk whose layer i has `contexts(i)`. A tied output layer on another stage than the
+    embedding has its own copy of the table. So has the last stage under multi-token prediction, whose layers have the
+    numbers `ahead`; if both ends are on that stage, there are two copies (megatron-core 0.16.1 `gpt_model.py`,
+    `skip_weight_param_allocation`)."""
     shares, context = (tied or bool(ahead)) and pipelined, contexts(0)
     embeds = chunk.is_first or (chunk.is_last and bool(ahead))
     parameters = list(_embeddings(context, own_bucket=shares)) if embeds else []
@@ -199,7 +203,7 @@ def chunk_parameters(
 
 
 def _embeddings(context: MegatronContext, *, own_bucket: bool) -> Iterator[Parameter]:
-    """The token table and, where there are such, those of positions and of token types."""
+    """The token table and, if there are such, the tables of positions and of token types."""
     yield Parameter("word_embeddings.weight", "embedding", (context.vocabulary, context.hidden), own_bucket=own_bucket)
     if context.positions:
         yield Parameter("position_embeddings.weight", "embedding", (context.positions, context.hidden))
@@ -215,7 +219,7 @@ def _masked_token_head(context: MegatronContext) -> Iterator[Parameter]:
 
 
 def _sentence_head(context: MegatronContext) -> Iterator[Parameter]:
-    """BERT's two logits per sample, from its first token. Source: `models/bert/bert_model.py`, `pooler.py`."""
+    """BERT's two logits per sample, from the sample's first token. Source: `models/bert/bert_model.py`, `pooler.py`."""
     yield Parameter("binary_head.weight", "", (2, context.hidden))
     yield Parameter("binary_head.bias", "", (2,))
     yield Parameter("pooler.dense.weight", "", (context.hidden, context.hidden))

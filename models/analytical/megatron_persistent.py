@@ -1,4 +1,5 @@
-"""What a Megatron-LM rank's libraries hold all along: workspaces, cached tables and placeholders, FP8 copies of weights."""
+"""What a Megatron-LM rank's libraries hold during the whole step: workspaces, cached tables and placeholders, FP8 copies of
+weights."""
 
 from __future__ import annotations
 
@@ -15,22 +16,24 @@ from peakcast.models.analytical.workspaces import cublas_workspace_bytes
 from peakcast.timeline import Category
 
 MXFP8_BLOCK = 32
-"""Elements that share a one-byte scale."""
+"""Number of elements that share a one-byte scale."""
 FP8_STATE_TENSORS = 5
-"""Of a projection with delayed scaling: scales and histories, forward and backward, and the weight's inverse scale."""
+"""Tensors of a projection with delayed scaling: scales and histories, forward and backward, and the weight's inverse
+scale."""
 CONTAINS_NORM = {"linear_qkv": True, "linear_fc1": True, "linear_proj": False, "linear_fc2": False}
 """Transformer Engine's projections, and whether the norm before is part of them. When their backward makes a placeholder,
-it has let go of the norm's result and of what it gathered (2.8 `pytorch/module/layernorm_linear.py`, `linear.py`)."""
+the norm's output and what was gathered are freed (2.8 `pytorch/module/layernorm_linear.py`, `linear.py`)."""
 GROUPED_PRODUCT_STREAMS = 4
-"""Streams of Transformer Engine's grouped products, a workspace each (`get_num_cublas_streams`, 2.8 `multi_stream.cpp`)."""
+"""Streams of Transformer Engine's grouped products, each with a workspace (`get_num_cublas_streams`, 2.8
+`multi_stream.cpp`)."""
 
 
 def hold_workspaces(step: Step, share: RankShare, first_product: int, first_backward: Mapping[str, int]) -> None:
-    """The global memory buffer, placeholder gradients, and the workspaces of both threads. `first_product`: the instant of
-    the backward thread's first matrix product; `first_backward`: of each operation's first backward, by label. 0 and empty
-    in a steady step."""
+    """Hold the global memory buffer, placeholder gradients, and the workspaces of both threads. `first_product`: the
+    instant of the backward thread's first matrix product; `first_backward`: by label, when each operation first runs
+    backward. In a steady step they are 0 and empty."""
     context = share.context
-    for number, chunk in enumerate(share.chunks):  # every RotaryEmbedding caches its answer: a model's, a latent layer's
+    for number, chunk in enumerate(share.chunks):  # every RotaryEmbedding caches its table: one per model or latent layer
         predicted = share.job.architecture.num_nextn_predict_layers if chunk.is_last else 0
         for _ in range(len(chunk.layers) + predicted if context.latent is not None else 1):
             width = context.rotary_dim if context.latent is None else context.latent.rotary_dim
@@ -41,7 +44,7 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
         ran = [(first_backward[label], label) for label in labels if label in first_backward]
         born, first = min(ran, default=(first_product, ""))
         if context.transformer_engine and first in CONTAINS_NORM:
-            norm = CONTAINS_NORM[first] and not context.fp8_recipe  # in FP8 others are there until the norm is done
+            norm = CONTAINS_NORM[first] and not context.fp8_recipe  # in FP8 other tensors exist until the norm is done
             gone = context.stream_bytes * norm + context.gathered_bytes * context.sequence_parallel
             if size > gone:
                 step.hold("placeholder_weight_gradient", Category.OTHER, size - gone, born, born + 1)
@@ -54,7 +57,7 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
 
 
 def _hold_library_workspaces(step: Step, share: RankShare, device: Device, first_product: int) -> None:
-    """What Transformer Engine and cuBLAS keep for their products on this GPU."""
+    """Hold the workspaces of Transformer Engine and cuBLAS on this GPU."""
     context = share.context
     size, experts = transformer_engine_workspace_bytes(device), context.experts if share.has_experts else None
     routes = experts is not None and bool(share.convention.get("moe_router_uses_transformer_engine", True))
@@ -75,10 +78,11 @@ def _hold_library_workspaces(step: Step, share: RankShare, device: Device, first
 
 
 def hold_fp8_weights(step: Step, share: RankShare, first_recomputed: Mapping[int, int]) -> None:
-    """The FP8 copies of projections' weights that Transformer Engine makes for a step's first micro-batch and keeps, by
-    rows and by columns; Blackwell multiplies either layout of a tensor with one scale. With delayed scaling also scales and
-    histories of maxima, forward and backward, of every projection. Copies by columns are for the backward: in a first step
-    those of a checkpointed layer or feed-forward are made when it runs again, at the instant in `first_recomputed`.
+    """Hold the FP8 copies of projections' weights, by rows and by columns, which Transformer Engine makes in a step's first
+    micro-batch and keeps. Blackwell can multiply either layout of a tensor with a single scale. With delayed scaling, also
+    scales and histories of maxima, forward and backward, of every projection. Copies by columns are for the backward: in a
+    first step, those of a checkpointed layer or feed-forward are made when it is recomputed, at the instant in
+    `first_recomputed`.
 
     Source: Transformer Engine 2.8 `pytorch/module/base.py` `get_weight_workspace`, `pytorch/csrc/quantizer.cpp`
     `Float8Quantizer::create_tensor`, `pytorch/tensor/mxfp8_tensor.py` `make_empty`.
@@ -104,10 +108,10 @@ def hold_fp8_weights(step: Step, share: RankShare, first_recomputed: Mapping[int
 
 
 def _with_columns_at_once(share: RankShare) -> tuple[str, ...]:
-    """Ends of the names of weights that a first forward copies by columns whatever is checkpointed. `Linear` looks whether
-    FP8 is on around the checkpoint (Transformer Engine 2.8 `pytorch/module/linear.py`, `columnwise_usage`): around one of
-    a feed-forward it is, around a layer's with delayed scaling alone (megatron-core 0.16.1 `transformer_block.py`,
-    `use_outer_quantization_context`)."""
+    """Suffixes of the names of weights that a first forward copies by columns even under checkpointing. `Linear` checks
+    whether FP8 is on around the checkpoint (Transformer Engine 2.8 `pytorch/module/linear.py`, `columnwise_usage`): it is
+    around a feed-forward's checkpoint; around a layer's only with delayed scaling (megatron-core 0.16.1
+    `transformer_block.py`, `use_outer_quantization_context`)."""
     plain = ("linear_proj.weight", "linear_fc2.weight")
     if share.job.activation_checkpointing.mode != "full":
         return (*plain, "linear_qkv.weight")
@@ -115,17 +119,18 @@ def _with_columns_at_once(share: RankShare) -> tuple[str, ...]:
 
 
 def _uses_torch_products(share: RankShare) -> bool:
-    """Transformer Engine's projections have their own workspace: torch's is for the output layer and unfused attention."""
+    """Whether torch's own matrix products run: for the output layer and unfused attention. Transformer Engine's projections
+    have a workspace of their own."""
     unfused = share.context.attention in ("unfused", "local")
     return not share.context.transformer_engine or unfused or share.has_head
 
 
 def memory_buffer_bytes(share: RankShare) -> int:
-    """Bytes of `GlobalMemoryBuffer`'s "mpu" tensor, the largest of what asks for it: gathered inputs of megatron-core's own
-    projections under sequence parallelism, and the local attention's scores."""
+    """Bytes of `GlobalMemoryBuffer`'s "mpu" tensor, which is as large as its largest user: gathered inputs of
+    megatron-core's own projections under sequence parallelism, or the local attention's scores."""
     context = share.context
     gathers = context.sequence_parallel and (not context.transformer_engine or share.has_head)
-    own = context.attention == "local"  # which writes its scores there
+    own = context.attention == "local"  # it writes its scores there
     scores = context.score_elements * context.element_bytes if own else 0
     experts = context.experts
     dispatched = 0
@@ -137,9 +142,9 @@ def memory_buffer_bytes(share: RankShare) -> int:
 
 @lru_cache(maxsize=512)
 def placeholder_shapes(share: RankShare) -> dict[tuple[int, int], set[str]]:
-    """Shapes of the placeholder gradients that Transformer Engine caches (`get_dummy_wgrad`, which megatron-core's own
-    projections call too) under gradient-accumulation fusion: one per shape of a projection on this rank. With the labels of
-    the projections that have it: whichever runs backward first makes it."""
+    """Shapes of the placeholder gradients that Transformer Engine caches under gradient-accumulation fusion
+    (`get_dummy_wgrad`, which megatron-core's own projections call too): one for each shape of a projection on this rank,
+    with the labels of the projections of that shape. The first of them to run backward makes it."""
     context = share.context
     shapes: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
     if not context.gradient_accumulation_fusion:

@@ -1,5 +1,5 @@
-"""What the Megatron-LM ledger covers: GPT models, dense or routed, BERT and T5, trained with Adam or Muon. The rest is
-refused by name."""
+"""What the Megatron-LM ledger covers: GPT models, dense or routed, BERT and T5, trained with Adam or Muon. Everything else
+gives a finding."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def megatron_out_of_scope(job: TrainingJob) -> str:
 
 
 def _architecture_reason(job: TrainingJob) -> Finding | None:
+    """What of the network is out of scope; None if nothing is."""
     architecture = job.architecture
     checks: list[Check] = [
         (
@@ -74,6 +75,7 @@ def _is_known_hybrid(architecture: Architecture) -> bool:
 
 
 def _training_reason(job: TrainingJob) -> Finding | None:
+    """What of task, precision, layout and recomputation is out of scope; None if nothing is."""
     layout, recompute = job.parallelism, job.activation_checkpointing
     others = set(recompute.modules) - RECOMPUTABLE_MODULES if recompute.mode != "none" else set()
     checks: list[Check] = [
@@ -248,6 +250,7 @@ def _float8_checks(job: TrainingJob) -> list[Check]:
 
 
 def _option_reason(job: TrainingJob) -> Finding | None:
+    """Which of the framework options is out of scope; None if none is."""
     convention = conventions(job)
     names = (
         "use_precision_aware_optimizer",
@@ -282,6 +285,7 @@ def _option_reason(job: TrainingJob) -> Finding | None:
 
 
 def _expert_reason(job: TrainingJob) -> Finding | None:
+    """What of latent attention, multi-token prediction and experts is out of scope; None if nothing is."""
     architecture, convention, layout = job.architecture, conventions(job), job.parallelism
     local = convention.get("transformer_impl", "transformer_engine") == "local"
     full = job.activation_checkpointing.mode == "full"

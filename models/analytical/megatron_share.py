@@ -1,4 +1,4 @@
-"""A Megatron-LM rank's share of a job: its stage, its chunks of the model, and what their blocks depend on."""
+"""What a Megatron-LM rank has of a job: its stage, its chunks of the network, and the context of their blocks."""
 
 from __future__ import annotations
 
@@ -18,32 +18,33 @@ from peakcast.spec import ActivationCheckpointing, TrainingJob
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankShare:
-    """One rank's share of a job: its stage, its model chunks and what their blocks depend on. There is one object for each
-    job, device and stage, so that what is derived from it can be kept."""
+    """What one rank has of a job: its stage, its model chunks and the context of their blocks. There is one object for each
+    job, device and stage, so that what is derived from it can be cached."""
 
     job: TrainingJob
     device: Device | None
     stage: int
     place: int
-    """Among the ranks that share a sequence (context parallelism)."""
+    """The rank's position among the ranks that share a sequence (context parallelism)."""
     shard: int
-    """Among the ranks of its stage: it says which part of the buffers its distributed optimizer owns."""
+    """The rank's position among the ranks of its stage, which decides the part of the buffers that its distributed
+    optimizer owns."""
     chunks: tuple[Chunk, ...]
     context: MegatronContext
     dense: MegatronContext
-    """As `context`, of a layer without routed experts."""
+    """As `context`, for a layer without routed experts."""
     target: MegatronContext | None
-    """As `context`, of an encoder-decoder's decoder."""
+    """As `context`, for the decoder of an encoder-decoder."""
     convention: Mapping[str, Any]
     parts: Mapping[str, MegatronContext]
-    """As `context`, of each kind of a hybrid's layers."""
+    """As `context`, for each kind of a hybrid's layers."""
 
     @property
     def has_head(self) -> bool:
         return any(chunk.is_last for chunk in self.chunks)
 
     def layer_context(self, layer: int) -> MegatronContext:
-        """The context of layer `layer`: the leading layers of a mixture of experts may be dense; an encoder's layers come
+        """The context of layer `layer`. The leading layers of a mixture of experts may be dense; an encoder's layers come
         before its decoder's."""
         if self.parts:
             return self.parts[self.job.architecture.layer_types[layer]]
@@ -57,14 +58,14 @@ class RankShare:
 
     @property
     def has_experts(self) -> bool:
-        """Whether a layer on this rank is routed, a predicted one too."""
+        """Whether any layer on this rank is routed, including multi-token-prediction layers."""
         ahead = self.has_head and self.job.architecture.num_nextn_predict_layers > 0
         last = self.layer_context(self.job.architecture.num_hidden_layers - 1)
         return any(one.experts is not None for one in (*self.layer_contexts, *([last] if ahead else [])))
 
     @property
     def micro_batches_in_a_row(self) -> int:
-        """Micro-batches that a virtual stage runs before the next one does."""
+        """Number of micro-batches that a virtual stage runs before the next one runs."""
         asked = int(self.convention.get("microbatch_group_size_per_virtual_pipeline_stage", 0) or 0)
         return asked or self.job.parallelism.pipeline_parallel_size
 
@@ -84,6 +85,8 @@ def rank_share(job: TrainingJob, device: Device | None, rank: int) -> RankShare:
 
 @lru_cache(maxsize=8192)
 def _stage_share(job: TrainingJob, device: Device | None, stage: int, place: int = 0, shard: int = 0) -> RankShare:
+    """`rank_share` for a pipeline stage, the place among ranks that share a sequence, and the place in the stage (`shard`);
+    cached."""
     convention = conventions(job)
     chunks = stage_chunks(job.architecture.num_layers, job.parallelism, stage)
     context = layer_context(job, device, place)
@@ -94,12 +97,14 @@ def _stage_share(job: TrainingJob, device: Device | None, stage: int, place: int
 
 
 def weights_share(share: RankShare) -> RankShare:
-    """The share of the job with what does not change its parameters set aside: jobs alike in the rest share it."""
+    """The share of the job with the settings that do not change its parameters replaced by defaults, so that jobs alike in
+    all else share it."""
     return _stage_share(_weights_job(share.job), None, share.stage, shard=share.shard)
 
 
 @lru_cache(maxsize=1024)
 def _weights_job(job: TrainingJob) -> TrainingJob:
+    """The job with the settings that do not change its parameters replaced by defaults."""
     layout = job.parallelism
     return job.replace(
         micro_batch_size=1,
@@ -112,8 +117,8 @@ def _weights_job(job: TrainingJob) -> TrainingJob:
 
 
 def activations_share(share: RankShare) -> RankShare:
-    """The share of a job with the same turns: one whose data parallelism is set aside, which no dense block depends on,
-    unless the layers' parameters are sharded over it."""
+    """The share of a job with the same turns but without data parallelism, on which no dense block depends, unless the
+    layers' parameters are sharded over it."""
     job, layout = share.job, share.job.parallelism
     if share.convention.get("use_megatron_fsdp"):
         return share

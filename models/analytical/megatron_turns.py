@@ -25,30 +25,30 @@ from peakcast.models.analytical.template import Template
 from peakcast.timeline import Category, Phase
 
 RECOMPUTED_EXPERTS = "moe"
-"""The operation that is a whole mixture of experts, recomputed (`routed_feed_forward`)."""
+"""The label of the operation that represents a whole recomputed mixture of experts (`routed_feed_forward`)."""
 RECOMPUTED_PROJECTIONS = {
     "mlp": {"linear_fc2": 0, "linear_fc1": 1},
     "shared_experts": {"shared_experts.linear_fc2": 0, "shared_experts.linear_fc1": 1},
 }
-"""Those in parts of a layer that run again, each part one operation of its template; whether they come after
-its peak, which in FP8 is that of its first one."""
+"""Projections in recomputed parts of a layer, by part; each part is one operation of the template. The number is 1 for a
+projection that comes after the part's peak, which in FP8 is that of its first projection."""
 
 
 @lru_cache(maxsize=1024)
 def layer_template(context: MegatronContext, input_held: bool, makes_mask: bool, without_graph: bool) -> Template:
-    """The template of a layer that owns its input, or of one whose input somebody else holds."""
+    """The template of a layer that owns its input or, with `input_held`, of one whose input other code holds."""
     return decoder_layer(replace(context, checkpointed=input_held, makes_mask=makes_mask, without_graph=without_graph))
 
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """A group of checkpointed layers: its first forward instant, the one after its last, and its layers."""
+    """A group of checkpointed layers: its first forward instant, the instant after its last, and its layers."""
 
     begin: int
     end: int
     layers: range
     received: bool
-    """Whether its input was received from another stage, which is then held as such."""
+    """Whether its input was received from another stage, and is held as a received tensor."""
 
 
 @dataclass(slots=True)
@@ -57,7 +57,7 @@ class _MicroBatch:
 
     start: int
     runs: list[list[Run] | _Checkpoint]
-    """Runs of one template that follow each other, and checkpointed groups."""
+    """Consecutive runs of one template, and checkpointed groups."""
     end: int = 0
 
 
@@ -69,8 +69,7 @@ class Turns:
         self.fully_sharded = whole_buckets(share, owned_parameters(share)[0]) if is_fully_sharded(share) else None
         self.step = Step(hooks=self.fully_sharded) if self.fully_sharded is not None else Step()
         self.templates: dict[tuple[int, bool, bool], Template] = {}
-        """Layers, by their number, whether somebody else holds their input, and whether they run for their result alone;
-        and what those of one kind share."""
+        """Templates by layer, whether other code holds the layer's input, and whether it runs without a graph."""
         self.kinds: dict[tuple[int, bool, bool, bool], Template] = {}
         self.unmasked = {layer for chunk in share.chunks if not reads_mask(share, chunk) for layer in chunk.layers}
         self.alike: dict[range, list[tuple[Template, list[str], bool]]] = {}
@@ -78,14 +77,15 @@ class Turns:
         self.spans: list[Span] = []
         self.first_product = 0
         self.deferred: dict[int, int] = {}
-        """By the number of their backward's span, micro-batches whose output layer's weight gradient waits for the end."""
+        """By the number of their backward's span: how many micro-batches' output-layer weight gradients wait for the
+        end."""
         self.is_first_backward = False
         self.first_backward: dict[str, int] = {}
-        """The instants at which the operations of the first backward run for the first time, by label."""
+        """By label, the instant at which an operation first runs backward."""
         self.first_recomputed: dict[int, int] = {}
-        """The instants at which checkpointed layers, or their feed-forwards, run again for the first time, by layer."""
+        """By layer, the instant at which a checkpointed layer, or its feed-forward, is recomputed for the first time."""
         self.recomputed: dict[int, list[tuple[int, int]]] = {}
-        """By checkpointed layer, the instants from and to which its group runs again and backward."""
+        """By checkpointed layer, (begin, end) of each recomputation and backward of its group."""
         self.leaves = Leaves(share.context.stream_bytes)
         if widens_gradients(share):
             self.step.moment("zero_grad", Phase.FORWARD)
@@ -102,6 +102,7 @@ class Turns:
     # -- forward and backward -----------------------------------------------------------------------------------------
 
     def _turns(self) -> Sequence[Turn]:
+        """The turns to simulate."""
         layout = self.share.job.parallelism
         sizes = layout.pipeline_parallel_size, layout.virtual_pipeline_stages, self.share.stage
         group = self.share.micro_batches_in_a_row
@@ -109,6 +110,7 @@ class Turns:
         return schedule(*sizes, steps, group)
 
     def _forward(self, turn: Turn) -> None:
+        """Add a forward turn."""
         chunk, step = self.share.chunks[turn.chunk], self.step
         state = _MicroBatch(step.now, [])
         if chunk.is_first:
@@ -122,7 +124,7 @@ class Turns:
                 self._hold_masks(begin)
                 state.runs.append(_Checkpoint(begin, step.now, layers, received=self._receives(chunk, layers[0])))
             else:
-                for template, modules, turns in self._alike(chunk, layers):
+                for template, modules, turns in self._groups_with_one_template(chunk, layers):
                     if turns:
                         state.runs += self._turn_to_decoder()
                     runs = step.run_forward_in_turn(template, modules, keeps_gradients=False)
@@ -139,13 +141,13 @@ class Turns:
             step.hold("output_tensor", Category.ACTIVATIONS, self.share.context.stream_bytes, sent, sent + 1)
         state.end = step.now
         self.spans.append(Span(turn, state.start, step.now))
-        if chunk.is_last and len(self.share.chunks) > 1:  # what comes next is asked for before the backward
+        if chunk.is_last and len(self.share.chunks) > 1:  # the next input is requested before the backward
             step.moment("receive_forward", Phase.LOSS)
         self.alive[turn.micro_batch, turn.chunk] = state
 
-    def _alike(self, chunk: Chunk, layers: range) -> list[tuple[Template, list[str], bool]]:
-        """`layers` of a chunk, those of one template that follow each other together: it, their names, and whether the
-        model turns from its encoder to its decoder before them."""
+    def _groups_with_one_template(self, chunk: Chunk, layers: range) -> list[tuple[Template, list[str], bool]]:
+        """The `layers` of a chunk in groups of consecutive layers with one template: (template, names, whether the network
+        passes from its encoder to its decoder before them)."""
         if layers not in self.alike:
             decoder = self.share.job.architecture.num_hidden_layers
             templates = {i: self._layer(i, self._receives(chunk, i)) for i in layers}
@@ -157,13 +159,13 @@ class Turns:
         return self.alike[layers]
 
     def _turn_to_decoder(self) -> list[list[Run]]:
-        """Between an encoder's last layer and its decoder's first one."""
-        target = embedding(self.share.layer_context(self._last()))
+        """Run what is between an encoder's last layer and its decoder's first."""
+        target = embedding(self.share.layer_context(self._last_layer()))
         blocks = ((encoder_end(self.share.context), "encoder"), (target, "embedding"))
         return [[self.step.run_forward(template, module, keeps_gradients=False)] for template, module in blocks]
 
-    def _last(self) -> int:
-        """The number of the model's last layer."""
+    def _last_layer(self) -> int:
+        """Index of the network's last layer."""
         return self.share.job.architecture.num_layers - 1
 
     @staticmethod
@@ -176,8 +178,9 @@ class Turns:
         return embedding(self.share.context)
 
     def _hold_masks(self, begin: int) -> None:
-        """Of the checkpointed group that began at `begin`: residuals are added under `enable_grad` (megatron-core 0.16.1
-        `transformer_layer.py`, `bias_dropout_add_exec_handler`), so the graph of a bias keeps masks to the group's end."""
+        """Hold the dropout masks of the checkpointed group that began at `begin`. Residuals are added under `enable_grad`
+        (megatron-core 0.16.1 `transformer_layer.py`, `bias_dropout_add_exec_handler`), so the graph of a bias keeps masks
+        to the end of the group."""
         context, step = self.share.context, self.step
         if not (context.linear_bias and context.hidden_dropout > 0):
             return
@@ -186,7 +189,8 @@ class Turns:
                 step.hold("dropout_mask", Category.ACTIVATIONS, dropout_mask_bytes(context), instant + 1, step.now)
 
     def _layer(self, layer: int, input_held: bool, *, without_graph: bool = False) -> Template:
-        """Decoder layer `layer`; `input_held`: somebody else holds its input (a checkpoint, the receiving buffer)."""
+        """The template of decoder layer `layer`. `input_held`: other code holds its input (a checkpoint, the receive
+        buffer)."""
         place = layer, input_held, without_graph
         template = self.templates.get(place)
         if template is None:
@@ -199,11 +203,13 @@ class Turns:
 
     @cached_property
     def head(self) -> Template:
-        context = replace(self.share.layer_context(self._last()), checkpointed=not self.share.chunks[-1].layers)
+        """The template of the head."""
+        context = replace(self.share.layer_context(self._last_layer()), checkpointed=not self.share.chunks[-1].layers)
         return head(context, self.share.job.architecture.num_nextn_predict_layers)
 
     def _groups(self, layers: range) -> list[tuple[range, bool]]:
-        """Layers of a chunk in the groups in which they are checkpointed (`_checkpointed_forward`)."""
+        """The layers of a chunk, in the groups in which they are checkpointed (`_checkpointed_forward`), and whether each
+        is."""
         recompute = self.share.job.activation_checkpointing
         if recompute.mode != "full" or not layers:
             return [(layers, False)]
@@ -213,11 +219,12 @@ class Turns:
         return [(layers[i : i + 1], True) for i in range(min(size, len(layers)))] + [(layers[size:], False)]
 
     def _backward(self, turn: Turn) -> None:
+        """Add a backward turn."""
         state, step = self.alive.pop((turn.micro_batch, turn.chunk)), self.step
         share = self.share
         chunk, context, started = share.chunks[turn.chunk], share.context, step.now
         self.is_first_backward = turn.micro_batch == 0
-        if not self.first_product:  # the loss itself multiplies no matrices: the output layer is the first that does
+        if not self.first_product:  # the loss has no matrix products, so the output layer's is the first
             self.first_product = started + (self.head.in_backward["output_layer"] if chunk.is_last else 0)
         if not chunk.is_last:
             step.moment("receive_backward", Phase.BACKWARD)
@@ -247,13 +254,13 @@ class Turns:
             step.moment("send_backward", Phase.BACKWARD)
 
     def _run_backward(self, runs: Sequence[Run]) -> None:
-        """Runs of one template backward, the last one first."""
+        """Run consecutive runs of one template backward, the last one first."""
         start = self.step.now
         self.step.run_backward_in_turn(runs)
         instants = runs[0].template.in_backward
         if RECOMPUTED_EXPERTS in instants or "mlp" in instants:
             for run in reversed(runs):
-                self._ran_again(run, run.backward_start or 0)
+                self._note_recomputed_parts(run, run.backward_start or 0)
         if self.is_first_backward and instants.keys() - self.first_backward:
             ran = {label: start + at for label, at in instants.items()}
             for part, labels in RECOMPUTED_PROJECTIONS.items():
@@ -261,27 +268,28 @@ class Turns:
                 ran |= {label: ran[part] + late * after for label, late in labels.items()} if part in ran else {}
             self.first_backward = ran | self.first_backward
 
-    def _ran_again(self, run: Run, start: int) -> None:
-        """The backward of a layer, which began at `start`, of which a part was computed again."""
+    def _note_recomputed_parts(self, run: Run, start: int) -> None:
+        """Note the recomputed parts of a layer whose backward began at `start`."""
         instants = run.template.in_backward
         layer = int(run.module.removeprefix("layers."))
-        if RECOMPUTED_EXPERTS in instants:  # its input is the norm's result, whose gradient the norm reads
+        if RECOMPUTED_EXPERTS in instants:  # its input is the norm's output, whose gradient the norm's backward reads
             used = start + instants["pre_mlp_layernorm"] + 1
             self.leaves.released(range(layer, layer + 1), start + instants[RECOMPUTED_EXPERTS], None)
             self.leaves.named(range(layer, layer + 1), used, received=False)
             self.leaves.lower_done(used)
-        if "mlp" in instants:  # a feed-forward that runs again
+        if "mlp" in instants:  # a recomputed feed-forward
             self.first_recomputed.setdefault(layer, start + instants["mlp"])
 
     @staticmethod
     def _summed(run: Run) -> int:
-        """The instant at which a layer's backward adds the gradient that was handed in to the one of its feed-forward."""
+        """The instant at which a layer's backward adds the incoming gradient to that of its feed-forward."""
         template, start = run.template, run.backward_start or 0
         return start + template.in_backward.get("self_attn_bda", template.num_backward)
 
     def _hold_tied_gradient(self, started: int) -> None:
-        """A table that both ends use gets its gradient when both have given theirs: the output layer's waits for the
-        embedding's, which is added to it in place. To a cached placeholder, which others hold, it is added anew."""
+        """Hold the output layer's gradient of a table that both ends use: it waits for the embedding's, which is added to
+        it in place. A cached placeholder, to which other code refers, cannot be added to in place, so the sum is a new
+        tensor."""
         context, step = self.share.context, self.step
         size = context.vocabulary * context.hidden * context.element_bytes
         cached = context.gradient_accumulation_fusion and context.cached_output_placeholder
@@ -289,11 +297,11 @@ class Turns:
         step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
 
     def _hold_encoder_states(self, runs: list[Run]) -> None:
-        """What an encoder hands to its decoder: every decoder layer keeps it and adds to its gradient."""
+        """Hold what an encoder passes to its decoder: every decoder layer saves it and adds to its gradient."""
         end = next((place for place, run in enumerate(runs) if run.module == "encoder"), None)
-        if end is None:  # recomputed, or on another stage: out of scope
+        if end is None:  # it is recomputed, or on another stage; both are out of scope
             return
-        made, read = runs[end], runs[end + 2 : -1]  # between them the decoder's embedding, after them the head
+        made, read = runs[end], runs[end + 2 : -1]  # the decoder's embedding is between them, the head comes after
         first, last = (layer.template.elsewhere[ENCODER_STATES] for layer in (read[0], read[-1]))
         assert first.kept_until is not None
         assert last.gradient_from is not None
@@ -305,8 +313,9 @@ class Turns:
         hold(f"{ENCODER_STATES}.grad", Category.TEMPORARIES, size, gradient, made.backward_start, "encoder")
 
     def _defer_output_layer(self) -> None:
-        """`--defer-embedding-wgrad-compute`: the first micro-batches, up to `--wgrad-deferral-limit` (0: all), whose output
-        layer waits for the end; the first of those that are placed stands for all that are not."""
+        """`--defer-embedding-wgrad-compute`: note which micro-batches' output-layer gradients wait for the end: the first
+        ones, up to `--wgrad-deferral-limit` (0: all). The first simulated micro-batch represents all that are not
+        simulated."""
         share, micro_batches = self.share, self.share.job.gradient_accumulation_steps
         limit = min(int(share.convention.get("wgrad_deferral_limit", 0) or 0) or micro_batches, micro_batches)
         placed = len(self._turns()) // (2 * len(share.chunks))
@@ -315,8 +324,9 @@ class Turns:
             self.deferred[len(self.spans) - 1] = count
 
     def _recompute(self, checkpoint: _Checkpoint, *, keeps_gradient: bool) -> int:
-        """A checkpointed group in backward: all its layers forward again, then backward; the checkpoint holds the input and
-        the gradient that was handed in (`keeps_gradient`: unless others do). Returns when the sum with that begins."""
+        """Add the backward of a checkpointed group: all its layers forward again, then backward. The checkpoint holds the
+        input and the incoming gradient (`keeps_gradient`: unless other code does). Returns the instant from which the sum
+        with that gradient exists."""
         step, start, size = self.step, self.step.now, self.share.context.stream_bytes
         runs = []
         for i in checkpoint.layers:
@@ -333,7 +343,7 @@ class Turns:
         if keeps_gradient:
             step.hold("gradient", Category.TEMPORARIES, size, summed, step.now, "checkpoint")
         lives = [(size, checkpoint.begin, step.now)]
-        if self.share.convention.get("distribute_saved_activations"):  # whole while its layers run
+        if self.share.convention.get("distribute_saved_activations"):  # it is whole only while the group's layers run
             part = size // self.share.context.tensor_parallel_size
             lives = [(size, checkpoint.begin, checkpoint.end), (part, checkpoint.end, start), (size, start, step.now)]
         for held, born, dies in () if checkpoint.received else lives:
@@ -343,8 +353,8 @@ class Turns:
         return summed
 
     def _dispatched(self, layers: range, run: Run, replaced: int | None = None) -> None:
-        """A layer of the checkpointed group `layers` has run: if it is the group's last routed one, its dispatcher, which
-        took others' probabilities before, was the last that named the graph of the group's recomputation."""
+        """A layer of the checkpointed group `layers` has run. If it is the group's last routed layer, its dispatcher now
+        refers to new probabilities, and nothing refers to the graph of the group's recomputation any more."""
         routed = [layer for layer in layers if self.share.is_routed(layer)]
         if routed and run.module == f"layers.{routed[-1]}":
             at = next(i for i, label in enumerate(run.template.forward_labels) if label.startswith("dispatch"))

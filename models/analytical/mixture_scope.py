@@ -1,4 +1,4 @@
-"""Which kernels a family does not have, and which mixtures of settings differ from their traces."""
+"""Which kernels a family does not have, and which combinations of settings differ from their traces."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from peakcast.spec import TrainingJob
 NO_FLASH_ATTENTION = ("bloom", "codegen", "mpt")
 """transformers 5.17 models/*/modeling_*.py: `_supports_flash_attn` is not set."""
 NO_FLEX_ATTENTION = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "olmoe", "stablelm")
-"""... nor `_supports_flex_attn`."""
+"""Families whose classes do not set `_supports_flex_attn` either."""
 
 
 def kernels_reason(job: TrainingJob) -> Finding | None:
-    """What of kernels that are asked for the family does not have, or the ledger does not count."""
+    """Which attention kernel the job asks for that the family does not have, or that the ledger does not count; None if
+    neither."""
     family = job.architecture.model_type
     flash, flex = job.attention == "flash_attention_2", job.attention == "flex"
     checks: list[Check] = [
@@ -86,14 +87,14 @@ def kernels_reason(job: TrainingJob) -> Finding | None:
 
 
 def mixture_reason(job: TrainingJob) -> Finding | None:
-    """Mixtures of which traces of small networks showed more, or less, than the ledger has."""
+    """Combinations for which traces of small networks showed more, or less, than the ledger has."""
     if job.task != "train":
         return None
     architecture, checkpointing = job.architecture, job.activation_checkpointing
     adapts, autocast = job.finetuning.method != "full", bool(conventions(job).get("autocast"))
     reentrant = checkpointing.mode == "full" and checkpointing.use_reentrant
     leaves = reentrant and architecture.kind == "encoder"
-    if architecture.norm_placement == "post":  # projections read a layer's input, not a norm
+    if architecture.norm_placement == "post":  # projections read the layer's input, not a norm's output
         leaves = reentrant or (adapts and checkpointing.mode != "none")
     checks: list[Check] = [
         (

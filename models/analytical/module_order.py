@@ -1,4 +1,5 @@
-"""The order in which a network's modules register their parameters: in which optimizers and FSDP2 take them."""
+"""The order in which a network's modules register their parameters, which is the order in which optimizers and FSDP2
+process them."""
 
 from __future__ import annotations
 
@@ -20,12 +21,12 @@ class _Tensor(Protocol):
 T = TypeVar("T", bound=_Tensor)
 
 NORMS_FIRST = ("bert", "bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt")
-"""Families whose layers register a norm before the matrices that it is for (transformers 5.17 modeling_*.py)."""
+"""Families whose layers register a norm before the matrices that read it (transformers 5.17 modeling_*.py)."""
 
 
 def in_order_of_modules(tensors: Sequence[T], architecture: Architecture) -> list[T]:
-    """`tensors`, module by module: most of transformers' layers register their norms after their matrices. Those of a
-    recorded network are in its order already."""
+    """`tensors` in the order of registration, module by module. Most of transformers' layers register their norms after
+    their matrices. Tensors of a recorded network are in the right order already."""
     if architecture.configuration or architecture.model_type in NORMS_FIRST:
         return list(tensors)
     by_module: dict[str, list[T]] = {}
@@ -37,6 +38,6 @@ def in_order_of_modules(tensors: Sequence[T], architecture: Architecture) -> lis
 
 
 def _is_norm(tensor: _Tensor) -> bool:
-    """Of the residual stream: other vectors are biases, each after its matrix, or norms inside attention. (Of FSDP1's
-    pieces all are vectors by their shapes.)"""
+    """Whether the tensor is a norm of the residual stream. Other vectors are biases, each registered after its matrix, or
+    norms inside attention. (FSDP1's flattened pieces are all vectors, so shapes cannot tell.)"""
     return not tensor.decays and not tensor.name.startswith(("self_attn.", "mlp."))

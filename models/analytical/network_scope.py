@@ -18,10 +18,11 @@ from peakcast.spec import Offload, TrainingJob
 
 
 def architecture_reason(architecture: Architecture) -> Finding | None:
+    """Why the ledger does not cover the network, as a finding; None if it does."""
     sentence = _unmodelled_network(architecture)
     if not sentence:
         return None
-    # of state-space layers the ledger has what the kernels save, and not what they allocate for a moment
+    # for state-space layers the ledger has what the kernels save, but not their temporaries
     return found(sentence, "architecture", effect=MORE if architecture.kind == "hybrid" else UNKNOWN)
 
 
@@ -58,6 +59,7 @@ def _unmodelled_network(architecture: Architecture) -> str:
 
 
 def encoder_decoder_reason(job: TrainingJob) -> Finding | None:
+    """Why the ledger does not cover an encoder-decoder's training, as a finding; None if it does."""
     if job.architecture.kind != "encoder_decoder":
         return None
     checkpointing, layout = job.activation_checkpointing, job.parallelism

@@ -1,4 +1,4 @@
-"""The operations of a block as a tape records them: what each allocates, what autograd keeps, what its backward makes."""
+"""The operations of a block as a tape records them: what each allocates, what autograd saves, what its backward makes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from peakcast.timeline import Category
 
 KINDS = ("attention", "flex", "reduce_scatter", "topk", "all_to_all")
-"""Operations beside matrix products ("matmul") whose results selective checkpointing may keep: which of them it does is a
-convention, `selective_checkpointing_keeps`."""
+"""Kinds of operations, other than matrix products ("matmul"), whose results selective checkpointing may keep. Which of them
+it keeps is a convention, `selective_checkpointing_keeps`."""
 
 
 class Storage:
-    """Bytes of one allocation and how long they live on this tape."""
+    """One allocation, and what decides how long it lives on this tape."""
 
     __slots__ = (
         "born",
@@ -35,14 +35,14 @@ class Storage:
         self.category = int(category)
         self.born = born
         self.last_read = born
-        self.last_saver: int | None = None  # the earliest operation that keeps it: the last to run in backward
-        self.of_graph = False  # an attribute of a node, not among what autograd keeps for it: there as long as the graph
+        self.last_saver: int | None = None  # of the operations that save it, the first in forward, so the last in backward
+        self.of_graph = False  # an attribute of a graph node, not a saved tensor: it lives as long as the graph
         self.stream = 0
-        self.made_again: int | None = None  # the operation in whose backward it is made again, having been let go after it
+        self.made_again: int | None = None  # it is freed after this operation and recomputed in that one's backward
 
 
 class Tensor:
-    """A view of a storage: `num_bytes` are its own (the size of its gradient in its own dtype)."""
+    """A view of a storage. `num_bytes` is the view's own size, which is also the size of its gradient."""
 
     __slots__ = ("num_bytes", "requires_grad", "storage")
 
@@ -54,8 +54,8 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
-    """A parameter's gradient as an operation's backward makes it. `workspaces`: bytes of each block of memory that the
-    kernel which sums it takes for itself."""
+    """A parameter's gradient that an operation's backward makes. `workspaces`: bytes of each block of memory that the
+    kernel which sums it allocates for itself."""
 
     name: str
     num_bytes: int
@@ -64,27 +64,27 @@ class WeightGradient:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SideStream:
-    """What an operation allocates while a second stream is the current one, from whose memory the first cannot take."""
+    """What an operation allocates on a second stream. The allocator never gives one stream's cached blocks to another."""
 
     saved_bytes: Sequence[int] = ()
-    """Of further tensors that it makes and keeps."""
+    """Sizes of further tensors that it makes and saves."""
     forward_temporaries: Sequence[int] = ()
     backward_temporaries: Sequence[int] = ()
     result: bool = False
-    """Whether its result is."""
+    """Whether its output is allocated there."""
     gradients: bool = False
-    """Whether the gradients of its inputs are."""
+    """Whether the gradients of its inputs are allocated there."""
 
 
 NO_SIDE_STREAM = SideStream()
 SIDE_STREAM = 1
-"""The number of that stream; 0 is the one that computes."""
+"""The number of that stream; the computing stream is 0."""
 
 
 @dataclass(slots=True)
 class Operation:
-    """One forward operation. `gradients` pairs an input with the bytes of its new gradient, or None when the incoming
-    gradient is passed on as it is."""
+    """One forward operation. `gradients`: for each input that gets a gradient, the input and the bytes of the new gradient,
+    or None if the incoming gradient is passed on unchanged."""
 
     name: str
     outputs: list[Tensor]
@@ -94,14 +94,15 @@ class Operation:
     """(bytes, stream) of each."""
     backward_temporaries: Sequence[tuple[int, int]]
     gradients_in_place: bool = False
-    """Its backward writes the gradients into what it kept: they begin where that ends."""
+    """Its backward writes the gradients into its saved tensors, so they begin when those end."""
     saved_bytes: Sequence[int] = ()
-    """Sizes of the tensors that autograd keeps for it, each counted for itself, parameters too."""
+    """Sizes of all tensors that autograd saves for it, parameters too."""
     keeps_results: bool = False
-    """Whether something of that is there only when it has run: its result, what it makes beside that, or, of a
-    `torch.autograd.Function`, anything."""
+    """Whether a tensor that it saves exists only after it has run: its output, one that it makes beside that or, for a
+    `torch.autograd.Function`, any."""
     gradients_stream: int = 0
 
     @property
     def has_backward(self) -> bool:
+        """Whether any of its outputs requires a gradient."""
         return self.outputs[0].requires_grad or any(output.requires_grad for output in self.outputs)

@@ -1,4 +1,4 @@
-"""Places an optimizer on a step: master parameters, states, gradient clipping, the step's temporaries, `zero_grad`."""
+"""Adds an optimizer to a step: main parameters, states, gradient clipping, the step's temporaries, `zero_grad`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,12 @@ from peakcast.timeline import Category, Phase
 from peakcast.units import DTYPE_BYTES
 
 SCALAR_BYTES = FP32
-"""One number, 512 bytes after rounding: clip_grad_norm_ makes one per gradient and no other tensor of size."""
+"""One number, which the allocator rounds to 512 bytes. clip_grad_norm_ makes one per gradient and no larger tensor."""
 
 
 def place_optimizer_step(timeline: Step, job: TrainingJob, layout: Layout, step: str) -> None:
-    """Everything from the end of backward to the end of the step, of what `layout` lets this rank update."""
+    """Add everything from the end of backward to the end of the step, for the tensors that this rank updates under
+    `layout`."""
     rule, options, trained = optimizer_rule(job), optimizer_options(job, step), layout.optimized()
     if rule.updates_in_backward and trained and not layout.updates:
         timeline.update_in_backward = _updates(job, rule, trained, options)
@@ -50,7 +51,7 @@ def place_optimizer_step(timeline: Step, job: TrainingJob, layout: Layout, step:
 
 
 def hand_updates(job: TrainingJob, layout: Layout, step: str) -> None:
-    """Tell `layout` what each update in backward takes, where that comes with its reductions."""
+    """Give `layout` what each update during backward allocates, if updates run together with the layout's reductions."""
     rule = optimizer_rule(job)
     if layout.updates_as_reduced and rule.updates_in_backward == "at_once":
         alone = _updates(job, rule, layout.optimized(), optimizer_options(job, step)).alone
@@ -58,7 +59,7 @@ def hand_updates(job: TrainingJob, layout: Layout, step: str) -> None:
 
 
 def _updates(job: TrainingJob, rule: OptimizerRule, trained: Sequence[TrainedTensor], options: Options) -> UpdateInBackward:
-    """What each update in backward takes."""
+    """What each update during backward allocates."""
     summed = frozenset({"lm_head.weight.grad"} if job.architecture.tie_word_embeddings else ())
     if rule.updates_in_backward == "one_behind":
         width = trained[0].element_bytes
@@ -74,12 +75,14 @@ def _updates(job: TrainingJob, rule: OptimizerRule, trained: Sequence[TrainedTen
 
 
 def _states(rule: OptimizerRule, tensors: Iterable[TrainedTensor], options: Options) -> list[tuple[str, str, int]]:
+    """(name, module, bytes) of the states of `tensors`."""
     return [(f"{t.name}.{name}", t.module, size) for t in tensors for name, size in rule.states(t, options)]
 
 
 def _clip(timeline: Step, job: TrainingJob, trained: Sequence[TrainedTensor]) -> None:
-    """clip_grad_norm_ (torch 2.13 nn/utils/clip_grad.py): one norm per gradient, the scaling is in place. With fp16 under
-    autocast GradScaler.unscale_ before it (torch/amp/grad_scaler.py): in place too, its scalars live until update()."""
+    """Add clip_grad_norm_ (torch 2.13 nn/utils/clip_grad.py), which makes one norm per gradient and scales in place. With
+    fp16 under autocast, GradScaler.unscale_ runs before it (torch/amp/grad_scaler.py), in place too; its scalars live until
+    update()."""
     clip = timeline.moment("clip_grad_norm_", Phase.GRADIENT_CLIPPING)
     norms = ((f"{tensor.name}.norm", tensor.module, SCALAR_BYTES) for tensor in trained)
     timeline.hold_all(norms, Category.TEMPORARIES, clip, clip + 1)
@@ -93,7 +96,7 @@ def _clip(timeline: Step, job: TrainingJob, trained: Sequence[TrainedTensor]) ->
 
 
 def _main_parameters(timeline: Step, job: TrainingJob, trained: Sequence[TrainedTensor]) -> list[TrainedTensor]:
-    """What the optimizer really updates: a separate master copy where the job has one, as wide as its dtype."""
+    """The tensors that the optimizer updates: copies in the dtype of the main parameters, if the job has them."""
     if job.precision.main_parameters is None:
         return list(trained)
     width = int(DTYPE_BYTES[job.precision.main_parameters])
@@ -103,15 +106,16 @@ def _main_parameters(timeline: Step, job: TrainingJob, trained: Sequence[Trained
 
 
 def _groups(job: TrainingJob, layout: Layout, tensors: list[TrainedTensor]) -> Iterable[list[TrainedTensor]]:
-    """The Trainer makes two groups, with and without weight decay; a plain loop makes one, in the order of the modules:
-    most of transformers' layers register their norms after their matrices."""
+    """The parameter groups. The Trainer makes two, with and without weight decay; a plain loop makes one, in the order of
+    `module_order.py`."""
     by_decay = bool(conventions(job).get("trainer"))
     groups = layout.update_groups(tensors, by_decay=by_decay)
     return groups if by_decay else [in_order_of_modules(group, job.architecture) for group in groups]
 
 
 def _step(timeline: Step, rule: OptimizerRule, group: Sequence[TrainedTensor], options: Options) -> None:
-    """One parameter group: its states, made at its first step at the latest, and the temporaries moment by moment."""
+    """Add the step of one parameter group: its states, made in its first step if not before, and its temporaries, moment by
+    moment."""
     run = Locals()
     rule.step(run, group, options)
     run.leave()

@@ -1,4 +1,4 @@
-"""Optimizers: which rule holds for a job. The rules are in `optimizer_rules/`, one file per library or family."""
+"""Which rule describes a job's optimizer. The rules are in `optimizer_rules/`, one file for each library or family."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ RULES: dict[tuple[str, str, str], OptimizerRule] = {
     **{(name, "torchao", implementation): rule for (name, implementation), rule in low_bit.TORCHAO.items()},
     **others.RULES,
 }
-"""(name, library, implementation) -> rule; implementation "" where a library has only one. Of several libraries the
-first is taken unless the framework has a convention `<name>_library`."""
+"""(name, library, implementation) -> rule; implementation "" if a library has only one. If several libraries have the
+optimizer, the first is used unless the framework has a convention `<name>_library`."""
 
 
 def optimizer_rule(job: TrainingJob) -> OptimizerRule:
-    """The rule of the job's optimizer. Raises: SpecError when it is not modelled, naming those that are."""
+    """The rule of the job's optimizer. Raises: SpecError if there is none, naming those that exist."""
     name, implementation = job.optimizer.name, _implementation(job)
     libraries = list(dict.fromkeys(library for known, library, _ in RULES if known == name))
     library = str(conventions(job).get(f"{name}_library", libraries[0] if libraries else ""))
@@ -36,23 +36,23 @@ def optimizer_rule(job: TrainingJob) -> OptimizerRule:
             parameter="optimizer.name",
             value=name,
         )
-    return _at_once(rule) if conventions(job).get("optimizer_in_backward") and not rule.updates_in_backward else rule
+    return _in_backward(rule) if conventions(job).get("optimizer_in_backward") and not rule.updates_in_backward else rule
 
 
 @lru_cache(maxsize=64)
-def _at_once(rule: OptimizerRule) -> OptimizerRule:
-    """The rule where every parameter has an optimizer of its own, which steps as soon as the gradient is there."""
+def _in_backward(rule: OptimizerRule) -> OptimizerRule:
+    """The rule with an optimizer for each parameter, which steps as soon as the gradient is ready."""
     return replace(rule, updates_in_backward="at_once")
 
 
 def adamw_rule(job: TrainingJob) -> OptimizerRule:
-    """The rule of the AdamW that updates what the job's optimizer does not take."""
+    """The rule of the AdamW that updates the parameters which the job's optimizer leaves out."""
     return RULES["adamw", "torch", _implementation(job)]
 
 
 def _implementation(job: TrainingJob) -> str:
-    """The Trainer steps parameter by parameter where some are DTensors and some are not, as its tensor parallelism leaves
-    them (transformers 5.17 trainer_optimizer.py `_get_adamw_torch`)."""
+    """Which implementation of the optimizer runs. The Trainer steps parameter by parameter if some are DTensors and some
+    are not, as its tensor parallelism leaves them (transformers 5.17 trainer_optimizer.py `_get_adamw_torch`)."""
     if job.framework != "huggingface" or job.parallelism.tensor_parallel_size == 1:
         return job.optimizer.implementation
     architecture, full = job.architecture, job.finetuning.method == "full"

@@ -15,11 +15,11 @@ PIPELINE_SCHEDULES = {
     *(("zero_bubble", False), ("zero_bubble", True), ("zero_bubble_v", True)),
     ("dualpipe_v", True),
 }
-"""(schedule, whether a rank has several stages) that torch has and the ledger knows."""
+"""(schedule, whether a rank has several stages): the combinations that torch has and the ledger covers."""
 
 
 def parallel_reason(job: TrainingJob) -> Finding | None:
-    """Why the ledger does not cover the job's layout beyond data parallelism, as a finding; None when it does."""
+    """Why the ledger does not cover the job's layout beyond data parallelism, as a finding; None if it does."""
     layout, reasons = job.parallelism, [data_parallel_reason(job)]
     if layout.tensor_parallel_size > 1:
         reasons.append(tensor_reason(job))
@@ -37,6 +37,7 @@ def parallel_reason(job: TrainingJob) -> Finding | None:
 
 
 def _expert_reason(job: TrainingJob) -> Finding | None:
+    """Why expert parallelism is out of scope; None if it is not."""
     layout = job.parallelism
     size = f"expert_parallel_size={layout.expert_parallel_size} is modelled for Megatron and torchtitan's experts"
     if expert_ranks(job) == 1:
@@ -68,6 +69,7 @@ def _expert_reason(job: TrainingJob) -> Finding | None:
 
 
 def _context_reason(job: TrainingJob) -> Finding | None:
+    """Why context parallelism is out of scope; None if it is not."""
     architecture, layout, ranks = job.architecture, job.parallelism, job.parallelism.context_parallel_size
     half = ("bfloat16", "float16")
     autocast = bool(job.framework_options.get("autocast"))
@@ -131,11 +133,12 @@ def _context_reason(job: TrainingJob) -> Finding | None:
 
 
 def rounds(job: TrainingJob) -> int:
-    """In how many rounds ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble take their micro-batches."""
+    """Number of rounds in which ScheduleInterleaved1F1B and ScheduleInterleavedZeroBubble run their micro-batches."""
     return max(1, job.gradient_accumulation_steps // job.parallelism.pipeline_parallel_size)
 
 
 def _pipeline_reason(job: TrainingJob) -> Finding | None:
+    """Why pipeline parallelism is out of scope; None if it is not."""
     architecture, layout = job.architecture, job.parallelism
     several, split = layout.virtual_pipeline_stages > 1, layout.pipeline_schedule in SPLIT_BACKWARD
     beside = layout.num_replicas > 1
@@ -145,7 +148,7 @@ def _pipeline_reason(job: TrainingJob) -> Finding | None:
             f"pipeline parallelism is modelled for framework='megatron' and 'torch', not {job.framework!r}.",
         ),
         (
-            # SmolLM3's fourth layers take no positions: a stage of such alone lets go of the tables
+            # SmolLM3's every fourth layer has no rotation: a stage with only such layers frees the tables
             not like_llama(architecture) or architecture.model_type == "smollm3",
             f"pipeline parallelism of {architecture.model_type!r} is not modelled: that of layers like Llama's is.",
         ),

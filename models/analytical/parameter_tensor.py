@@ -1,4 +1,4 @@
-"""`ParameterTensor`: one trainable tensor, and the pieces of which every network's inventory is made."""
+"""`ParameterTensor`, one trainable tensor, and the projections and norms of which inventories are made."""
 
 from __future__ import annotations
 
@@ -43,14 +43,15 @@ class ParameterTensor:
 def linear(
     name: str, out_features: int, in_features: int, role: Role, split: Literal[0, 1] | None, *, bias: bool
 ) -> Iterator[ParameterTensor]:
-    """A projection; `split` 0 is column-parallel (its bias is split too), 1 row-parallel (its bias is replicated)."""
+    """The tensors of a projection. `split` 0: column-parallel, its bias is split too; 1: row-parallel, its bias is
+    replicated."""
     yield ParameterTensor(f"{name}.weight", (out_features, in_features), role, split)
     if bias:
         yield ParameterTensor(f"{name}.bias", (out_features,), role, 0 if split == 0 else None)
 
 
 def norm(architecture: Architecture, name: str, width: int) -> Iterator[ParameterTensor]:
-    """What the architecture's norm over `width` elements trains."""
+    """The tensors that the architecture's norm over `width` elements trains."""
     if architecture.normalization != "nonparametric":
         yield ParameterTensor(f"{name}.weight", (width,), "norm", None)
     if architecture.normalization == "layernorm":

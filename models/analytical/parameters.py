@@ -1,10 +1,11 @@
-"""The inventory of trainable tensors, as Hugging Face makes them: names, shapes, roles, and how tensor parallelism
-splits them.
+"""The inventory of trainable tensors as Hugging Face makes them: names, shapes, roles, and how tensor parallelism splits
+them.
 
-Shapes: a projection is [out_features, in_features] as in `nn.Linear` (GPT-2's `Conv1D` keeps the transpose); the experts
-of a layer are one [num_experts, ...] tensor as in transformers 5 (earlier versions kept a tensor per expert).
-Names have no layer index and the canonical prefixes `self_attn.` and `mlp.`; the last part is the family's own, because
-adapter targets are written with it. Buffers (DeepSeek-V3's correction bias, rotary tables) are not in it.
+Shapes: a projection is [out_features, in_features] as in `nn.Linear` (GPT-2's `Conv1D` stores the transpose); the experts
+of a layer are one [num_experts, ...] tensor as in transformers 5 (earlier versions had one tensor per expert).
+
+Names have no layer index. They start with `self_attn.` or `mlp.` for every family; the last part is the family's own,
+because users write adapter targets with it. Buffers (DeepSeek-V3's correction bias, rotary tables) are not included.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from peakcast.models.analytical.parameters_t5 import t5_head, t5_layer
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeafNames:
-    """The last part of a family's projection names."""
+    """The last parts of a family's projection names."""
 
     qkv: str = "qkv_proj"
     q: str = "q_proj"
@@ -33,9 +34,9 @@ class LeafNames:
     down: str = "down_proj"
     gate_up: str = "gate_up_proj"
     out_first: bool = False
-    """Attention makes its output projection before the others: the order of `parameters()`."""
+    """Attention registers its output projection before the others, as the order of `parameters()` shows."""
     experts_first: bool = False
-    """... and a routed feed-forward its experts before the router."""
+    """A mixture of experts registers its experts before the router."""
 
 
 _GPT2_NAMES = LeafNames(qkv="c_attn", out="c_proj", up="c_fc", down="c_proj")
@@ -75,12 +76,12 @@ LEAF_NAMES: dict[str, LeafNames] = {
 
 
 def leaf_names(architecture: Architecture) -> LeafNames:
-    """The last part of the projection names of `architecture`'s family."""
+    """The projection names of `architecture`'s family."""
     return LEAF_NAMES.get(architecture.model_type, LeafNames())
 
 
 def embedding_parameters(architecture: Architecture) -> tuple[ParameterTensor, ...]:
-    """Token table, learned positions, token types, and the norm after them where there is one."""
+    """Token table, learned positions, token types, and the norm after them if there is one."""
     width = architecture.hidden_size
     tables = [ParameterTensor("embed_tokens.weight", (architecture.vocab_size, width), "embedding", 0)]
     if architecture.position_embedding == "learned":
@@ -95,7 +96,8 @@ def embedding_parameters(architecture: Architecture) -> tuple[ParameterTensor, .
 
 
 def layer_parameters(architecture: Architecture, layer: int) -> tuple[ParameterTensor, ...]:
-    """The tensors of layer `layer` (from 0; the encoder's before the decoder's): norms, attention, feed-forward."""
+    """The tensors of layer `layer`: norms, attention, feed-forward. Layers count from 0, an encoder's before the
+    decoder's."""
     if architecture.kind == "encoder_decoder":
         return t5_layer(architecture, layer)
     if architecture.layer_types:
@@ -104,8 +106,8 @@ def layer_parameters(architecture: Architecture, layer: int) -> tuple[ParameterT
 
 
 def head_parameters(architecture: Architecture, *, scores: bool = False) -> tuple[ParameterTensor, ...]:
-    """Final norm and lm_head (its weight only where it is not the token table's); an encoder's masked-token head.
-    `scores`: of a sequence classifier with one output, which has its own head in the place of the lm_head."""
+    """Final norm and lm_head (whose weight is left out if it is tied to the token table); an encoder's masked-token head.
+    `scores`: the network is a sequence classifier with one output, whose own head replaces the lm_head."""
     width = architecture.hidden_size
     tensors: list[ParameterTensor] = []
     if architecture.kind == "encoder":
@@ -124,10 +126,10 @@ def head_parameters(architecture: Architecture, *, scores: bool = False) -> tupl
 
 @cache
 def num_parameters(architecture: Architecture) -> int:
-    """Trainable elements of the whole network: tied weights once, multi-token-prediction layers left out."""
+    """Trainable elements of the whole network. Tied weights count once; multi-token-prediction layers are left out."""
     total = sum(t.numel for t in embedding_parameters(architecture) + head_parameters(architecture))
     layers = (layer_parameters(architecture, layer) for layer in range(architecture.num_layers))
-    numels: dict[int, int] = {}  # equal layers are one tuple
+    numels: dict[int, int] = {}  # by id: equal layers share one tuple
     for tensors in layers:
         if id(tensors) not in numels:
             numels[id(tensors)] = sum(tensor.numel for tensor in tensors)
@@ -137,6 +139,7 @@ def num_parameters(architecture: Architecture) -> int:
 
 @cache
 def _layer(architecture: Architecture, routed: bool) -> tuple[ParameterTensor, ...]:
+    """The tensors of a layer with a mixture of experts (`routed`) or a dense feed-forward."""
     tensors = list(_norms(architecture))
     tensors.extend(_attention(architecture))
     if routed and architecture.moe is not None:
@@ -148,7 +151,8 @@ def _layer(architecture: Architecture, routed: bool) -> tuple[ParameterTensor, .
 
 @cache
 def _hybrid_layer(architecture: Architecture, parts: str) -> tuple[ParameterTensor, ...]:
-    """A layer of the given parts: a norm before each group of those that read the same."""
+    """The tensors of a layer of a hybrid network. `parts`: names joined by "+" for parts in sequence and "|" for parts that
+    read the same norm; there is one norm for each group in sequence."""
     tensors: list[ParameterTensor] = []
     for number, group in enumerate(parts.split("+")):
         tensors.extend(norm(architecture, f"norm_{number}", architecture.hidden_size))
@@ -158,6 +162,7 @@ def _hybrid_layer(architecture: Architecture, parts: str) -> tuple[ParameterTens
 
 
 def _part(architecture: Architecture, part: str) -> Iterator[ParameterTensor]:
+    """The tensors of one part of a hybrid layer."""
     if part == "mamba" and architecture.ssm is not None:
         return state_space(architecture, architecture.ssm)
     if part == "moe" and architecture.moe is not None:
@@ -190,6 +195,7 @@ def _norms(architecture: Architecture) -> Iterator[ParameterTensor]:
 
 
 def _attention(architecture: Architecture) -> Iterator[ParameterTensor]:
+    """The tensors of attention."""
     if architecture.mla is not None:
         yield from _latent_attention(architecture, architecture.mla)
         return
@@ -211,6 +217,7 @@ def _attention(architecture: Architecture) -> Iterator[ParameterTensor]:
 
 
 def _qk_norms(architecture: Architecture) -> Iterator[ParameterTensor]:
+    """The norms of queries and keys inside attention."""
     dim = architecture.head_dim
     for name, heads in (("q_norm", architecture.num_attention_heads), ("k_norm", architecture.num_key_value_heads)):
         if architecture.qk_norm == "head":
@@ -222,7 +229,7 @@ def _qk_norms(architecture: Architecture) -> Iterator[ParameterTensor]:
 
 
 def _latent_attention(architecture: Architecture, mla: MultiLatentAttention) -> Iterator[ParameterTensor]:
-    """Low-rank attention: the down-projections are replicated, the up-projections split over heads.
+    """Low-rank attention: the down-projections are replicated, the up-projections are split over heads.
 
     Source: DeepSeek-V2, arXiv:2405.04434, section 2.1; transformers `models/deepseek_v3/modeling_deepseek_v3.py`.
     """

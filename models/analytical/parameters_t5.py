@@ -12,7 +12,8 @@ SELF, CROSS, FEED_FORWARD = "self_attn", "cross_attn", "mlp"
 
 
 def t5_layer(architecture: Architecture, layer: int) -> tuple[ParameterTensor, ...]:
-    """The tensors of layer `layer`: the encoder's from 0, then the decoder's. The first of each has the table."""
+    """The tensors of layer `layer`; the encoder's layers come first, then the decoder's. The first layer of each has the
+    table of relative positions."""
     decodes = layer >= architecture.num_hidden_layers
     return _t5_layer(architecture, decodes, layer in (0, architecture.num_hidden_layers))
 
@@ -39,7 +40,7 @@ def t5_head(architecture: Architecture) -> Iterator[ParameterTensor]:
 
 
 def up_projections(architecture: Architecture) -> tuple[str, ...]:
-    """The names of the feed-forward's projections to `intermediate_size`, the activated one first."""
+    """Names of the feed-forward's projections to `intermediate_size`; the one with the activation first."""
     return ("wi_0", "wi_1") if architecture.gated_mlp else ("wi",)
 
 

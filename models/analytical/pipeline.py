@@ -1,7 +1,7 @@
-"""Pipelining: which layers a rank holds, and the order in which it runs micro-batches forward and backward.
+"""Pipeline parallelism: which layers a rank holds, and in which order it runs micro-batches forward and backward.
 
-Reusable by every framework that runs 1F1B or its interleaved form (Narayanan et al. 2021, arXiv:2104.04473). The orders
-are those of megatron-core 0.13.1 `pipeline_parallel/schedules.py`.
+Used by every framework that runs 1F1B or its interleaved form (Narayanan et al. 2021, arXiv:2104.04473). The orders are
+those of megatron-core 0.13.1 `pipeline_parallel/schedules.py`.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from peakcast.parallelism import V_SHAPED
 from peakcast.spec import Parallelism
 
 SPLIT_BACKWARD = ("zero_bubble", "zero_bubble_v", "dualpipe_v")
-"""Schedules in which a backward may come in two halves."""
+"""Schedules that may split a backward into two halves."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chunk:
-    """A model chunk (virtual stage) of a rank: its layers, and whether it has the model's ends."""
+    """A model chunk (virtual stage) of a rank: its layers, and whether it has the network's embedding and its head."""
 
     layers: range
     is_first: bool
     is_last: bool
     from_here: bool = False
-    """The chunk before it in the model is this rank's too, and hands over what it gives."""
+    """The chunk before it in the network is on this rank too, and passes its output on directly."""
     to_here: bool = False
-    """... and so is the one behind it."""
+    """The chunk after it in the network is on this rank too."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One entry of a rank's schedule: run `chunk` on `micro_batch`, forward or backward. `half`: of a backward in two, the
-    inputs' gradients or the weights'."""
+    """One entry of a rank's schedule: run `chunk` on `micro_batch`, forward or backward. `half`: of a backward that is
+    split in two, the gradients of inputs or those of weights."""
 
     forward: bool
     micro_batch: int
@@ -63,7 +63,7 @@ def pipeline_rank(layout: Parallelism, rank: int, *, pipeline_innermost: bool = 
 
 
 def place_in_stage(layout: Parallelism, rank: int, *, pipeline_innermost: bool = False) -> int:
-    """The number of global `rank` among the ranks of its pipeline stage, in the order tp-cp-ep-dp."""
+    """The position of global `rank` among the ranks of its pipeline stage, in the order tp-cp-ep-dp."""
     inside = layout.tensor_parallel_size * layout.context_parallel_size
     if pipeline_innermost:
         return rank // (inside * layout.pipeline_parallel_size) * inside + rank % inside
@@ -72,7 +72,7 @@ def place_in_stage(layout: Parallelism, rank: int, *, pipeline_innermost: bool =
 
 @lru_cache(maxsize=4096)
 def stage_chunks(num_layers: int, layout: Parallelism, pipeline_rank: int) -> tuple[Chunk, ...]:
-    """The chunks of stage `pipeline_rank` in model order."""
+    """The chunks of stage `pipeline_rank`, in the order of the network."""
     stages = virtual_stages(layout, pipeline_rank)
     total = layout.pipeline_parallel_size * layout.virtual_pipeline_stages
     sizes = layout.pipeline_layers or (num_layers // total,) * total
@@ -89,8 +89,8 @@ def stage_chunks(num_layers: int, layout: Parallelism, pipeline_rank: int) -> tu
 
 
 def virtual_stages(layout: Parallelism, pipeline_rank: int) -> tuple[int, ...]:
-    """The virtual stages of `pipeline_rank`: every p-th one, or, in the schedules of a V, one on the way there and one on
-    the way back (torch 2.13 `pipelining/_utils.py` generate_stage_to_rank_mapping)."""
+    """The virtual stages of `pipeline_rank`: every p-th one or, in V-shaped schedules, one on the way down and one on the
+    way back (torch 2.13 `pipelining/_utils.py` generate_stage_to_rank_mapping)."""
     ranks, back = layout.pipeline_parallel_size, layout.pipeline_schedule in V_SHAPED
     return tuple(
         chunk * ranks + (ranks - 1 - pipeline_rank if back and chunk % 2 else pipeline_rank)
@@ -99,7 +99,7 @@ def virtual_stages(layout: Parallelism, pipeline_rank: int) -> tuple[int, ...]:
 
 
 def warmup_turns(stages: int, virtual_stages: int, pipeline_rank: int, group: int, num_micro_batches: int) -> int:
-    """Forward turns before forward and backward alternate (`get_pp_rank_microbatches`)."""
+    """How many forward turns run before forward and backward alternate (`get_pp_rank_microbatches`)."""
     if stages == 1:
         return 0
     if virtual_stages == 1:
@@ -113,7 +113,8 @@ def warmup_turns(stages: int, virtual_stages: int, pipeline_rank: int, group: in
 def schedule(
     stages: int, virtual_stages: int, pipeline_rank: int, num_micro_batches: int, group: int | None = None
 ) -> tuple[Turn, ...]:
-    """The turns of stage `pipeline_rank` in order; `group`: micro-batches per virtual stage in a row (default: stages)."""
+    """The turns of stage `pipeline_rank` in order. `group`: how many micro-batches a virtual stage runs in a row (default:
+    the number of stages)."""
     group = group or stages
     table = _table(num_micro_batches, virtual_stages, group)
     warmup = warmup_turns(stages, virtual_stages, pipeline_rank, group, num_micro_batches)
@@ -140,7 +141,7 @@ def _table(num_micro_batches: int, virtual_stages: int, group: int) -> list[tupl
 def representative_micro_batches(
     stages: int, virtual_stages: int, pipeline_rank: int, num_micro_batches: int, group: int | None = None
 ) -> int:
-    """The fewest micro-batches whose schedule reaches the same most in flight, and two more: what is worth simulating."""
+    """How many micro-batches to simulate: the fewest whose schedule reaches the same most in flight, and two more."""
     group = group or stages
     if virtual_stages == 1:
         return min(num_micro_batches, stages - pipeline_rank + 2)
@@ -150,7 +151,7 @@ def representative_micro_batches(
 
 
 def most_in_flight(turns: Sequence[Turn]) -> int:
-    """The largest number of forward turns whose backward has not run yet."""
+    """The largest number of micro-batches that have run forward but not yet backward."""
     most = now = 0
     for turn in turns:
         now += 1 if turn.forward else -(turn.half != "inputs")
@@ -178,7 +179,8 @@ def turns_of_rank(layout: Parallelism, stage: int, num_micro_batches: int) -> tu
 
 
 def _zero_bubble(stages: int, virtual: int, stage: int, num_micro_batches: int, group: int) -> tuple[Turn, ...]:
-    """`ScheduleInterleavedZeroBubble` (`_get_1f1b_rank_ops`): weights' gradients follow `stage` backwards behind."""
+    """`ScheduleInterleavedZeroBubble` (`_get_1f1b_rank_ops`): the weights' half of a backward runs `stage` backwards
+    later."""
     table = _table(num_micro_batches, virtual, group)
     warmup = min((virtual - 1) * group + stages - 1 - stage, len(table))
     backward = [(micro_batch, virtual - 1 - chunk) for micro_batch, chunk in table]
@@ -192,7 +194,8 @@ def _zero_bubble(stages: int, virtual: int, stage: int, num_micro_batches: int, 
 
 
 def _zero_bubble_v(stages: int, stage: int, num_micro_batches: int) -> tuple[Turn, ...]:
-    """`ScheduleZBVZeroBubble`: two stages per rank, and weights' gradients at once but for the last `stage` of each."""
+    """`ScheduleZBVZeroBubble`: two stages per rank. The weights' half follows at once, except for the last `stage` of
+    each."""
     planned = max(2 * stages - 1, num_micro_batches)
     turns: list[Turn] = []
     done: Counter[tuple[int, str]] = Counter()
@@ -224,9 +227,9 @@ def _zero_bubble_v(stages: int, stage: int, num_micro_batches: int) -> tuple[Tur
 
 
 def _dualpipe_v(stages: int, stage: int, num_micro_batches: int) -> tuple[Turn, ...]:
-    """`ScheduleDualPipeV`, whose overlapped forwards and backwards torch runs one after the other: backwards are whole but
-    where the pipeline fills and drains."""
-    # F0: a forward of chunk 0; B1: a whole backward of chunk 1; I1: that of its inputs alone; W: the oldest of weights
+    """`ScheduleDualPipeV`. torch runs its overlapped forwards and backwards one after the other, so a backward is split
+    only while the pipeline fills and drains."""
+    # F0: forward of chunk 0; B1: whole backward of chunk 1; I1: its inputs' half; W: the oldest weights' half still to run
     ahead, half, odd = stages - stage - 1, (stage + 1) // 2, stage % 2 == 1
     emptying = [
         step
@@ -260,12 +263,14 @@ def _dualpipe_v(stages: int, stage: int, num_micro_batches: int) -> tuple[Turn, 
 
 
 def _round(layout: Parallelism, num_micro_batches: int) -> int:
-    """Micro-batches per round (`ScheduleInterleaved1F1B`): as many rounds as there are full groups of one per stage."""
+    """Micro-batches per round (`ScheduleInterleaved1F1B`). There are as many rounds as full groups of one micro-batch per
+    stage."""
     return num_micro_batches // max(1, num_micro_batches // layout.pipeline_parallel_size)
 
 
 def simulated_micro_batches(layout: Parallelism, stage: int, num_micro_batches: int) -> int:
-    """How many micro-batches show all that more of them would: all, where each waits for the last or leaves a gradient."""
+    """How many micro-batches to simulate so that more would change nothing: all, if each waits for the last one or leaves a
+    gradient behind."""
     if layout.pipeline_schedule in ("gpipe", *SPLIT_BACKWARD):
         return num_micro_batches
     stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages

@@ -1,4 +1,5 @@
-"""Runs of blocks as columns: every entry of every run of a template is placed by a few vectorised additions."""
+"""Places runs of blocks on a step: the lifetimes of all tensors of all runs of a template, by a few vectorised additions.
+"""
 
 from __future__ import annotations
 
@@ -13,41 +14,43 @@ from peakcast.models.analytical.template import Template
 from peakcast.texts import Texts
 
 FOREVER = 2**62
-"""A `dies` beyond every instant: alive to the end of the step."""
+"""A `dies` beyond every instant: the tensor lives to the end of the step."""
 
 Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
 class Run:
-    """One run of a block: `forward_start` is where it ran forward with a graph, until its backward is placed."""
+    """One run of a block. `forward_start`: the first instant of its forward. `backward_start`: that of its backward; None:
+    not placed yet; -1: it ran under no_grad, so it has none."""
 
     template: Template
     module: str
     forward_start: int
     backward_start: int | None = None
     keeps_gradients: bool = True
-    """Whether its parameter gradients become new `.grad` tensors (else they are added to ones that exist)."""
+    """Whether its parameter gradients become new `.grad` tensors; otherwise they are added to existing ones."""
     recomputation: Run | None = None
-    """Of a run under checkpointing: the run in backward that uses what the template says is cached."""
+    """For a run under checkpointing: the run in backward that recomputes it and reuses its cached results."""
     uses_cached: bool = False
-    """Of that recomputation: what is cached is there already."""
+    """For such a recomputation: the cached results exist already."""
     stops_early: bool = False
-    """Of that recomputation: it ends when all is there that autograd keeps (non-reentrant checkpointing)."""
+    """For such a recomputation: it ends once all saved tensors exist (non-reentrant checkpointing)."""
     gradients_die: int | Ints | None = None
-    """The instant at which somebody takes its parameter gradients away, or that of each; None: they stay as `.grad`."""
+    """The instant at which its parameter gradients are freed, one for all or one for each; None: they stay as `.grad`."""
     gradients_reusable: int | Ints | None = None
-    """The instant from which their blocks are free, or that of each, where that is later."""
+    """The instant from which the blocks of its gradients can be reused, one for all or one for each, if that is later."""
 
     def take_gradients(self, instant: int, operation: str = "") -> None:
-        """Somebody takes its parameter gradients away: those of one operation, or all."""
+        """Its parameter gradients are freed at `instant`: those of one operation, or all."""
         self.gradients_die = self._with(self.gradients_die, FOREVER, instant, operation)
 
     def reuse_gradients(self, instant: int, operation: str = "") -> None:
-        """Their blocks are free: those of one operation, or all."""
+        """The blocks of its gradients can be reused from `instant` on: those of one operation, or of all."""
         self.gradients_reusable = self._with(self.gradients_reusable, 0, instant, operation)
 
     def _with(self, instants: int | Ints | None, otherwise: int, instant: int, operation: str) -> int | Ints:
+        """`instants` with `instant` set for one operation, or for all. `otherwise`: the value where none was set before."""
         if not operation:
             return instant
         if not isinstance(instants, np.ndarray):
@@ -58,20 +61,20 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class Placed:
-    """Entries of runs in columns, template by template. What waits for the end of the step, which is not known yet, counts
+    """The entries of placed runs, template by template. Instants from the end of the step on, which is not known yet, count
     from FOREVER. `columns`: [8, num_entries], as in `columns.py`."""
 
     columns: Ints
     waits: bool
-    """Whether any entry is born with the end of the step only."""
+    """Whether any entry is born at the end of the step or later."""
     kept: Ints
-    """Which entries are `.grad` tensors: they die with `Step.gradients_die`."""
+    """Indices of the entries that stay as `.grad` tensors: they die at `Step.gradients_die`."""
     gradients: Ints
-    """Which entries are a parameter's gradient, kept or added to one that exists."""
+    """Indices of the entries that are a parameter's gradient, whether kept or added to an existing one."""
 
 
 def place(runs: Sequence[Run]) -> Placed:
-    """The entries of `runs`, those of one template together."""
+    """The entries of `runs`; runs of the same template are placed together."""
     groups: dict[int, list[Run]] = {}
     for run in runs:
         groups.setdefault(id(run.template), []).append(run)
@@ -101,8 +104,8 @@ def place(runs: Sequence[Run]) -> Placed:
 
 
 def _place(template: Template, runs: Sequence[Run], born: Ints, dies: Ints) -> npt.NDArray[np.bool_]:
-    """Fill in `born` and `dies` of every entry of every run of one template, both [num_runs, num_entries]; returns which
-    runs keep their parameters' gradients, [num_runs]."""
+    """Fill in `born` and `dies` of every entry of all runs of one template, both [num_runs, num_entries]. Returns which
+    runs keep their parameter gradients, [num_runs]."""
     forward = np.array([run.forward_start for run in runs], dtype=np.int64)
     backward = np.array([FOREVER if run.backward_start is None else run.backward_start for run in runs], dtype=np.int64)
     span = (backward - forward)[:, None]
@@ -118,7 +121,7 @@ def _place(template: Template, runs: Sequence[Run], born: Ints, dies: Ints) -> n
             keeping[row] = False
             dies[row, template.gradient_columns] = taken
     if without_graph.any():
-        # under no_grad nothing is kept for backward: it dies after its last reader, and the backward's entries never are
+        # under no_grad nothing is saved: a tensor dies after its last reader, and there is no backward to make any
         dies[without_graph] = forward[without_graph, None] + template.dies_without_graph
         never = without_graph[:, None] & template.born_backward
         born[never] = dies[never] = FOREVER

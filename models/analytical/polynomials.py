@@ -1,4 +1,4 @@
-"""Bytes of every tensor of a step as a polynomial in micro-batch and sequence length, and the peaks that follow from it."""
+"""The bytes of every tensor of a step as a polynomial in micro-batch and sequence length, and the peaks that follow."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from peakcast.timeline import Timeline
 
 Ints = npt.NDArray[np.int64]
 PARTS = 64
-"""Coefficients are counted in parts of a byte: a dropout mask has an eighth of one per element, a layout divides it."""
+"""Coefficients are in fractions of a byte: a dropout mask has an eighth of a byte per element, and a layout divides it."""
 UNIT = MIN_BLOCK_BYTES * PARTS
 BOUND = 1.02
-"""What a tensor that is no polynomial is given beyond its largest bytes per token at the corners."""
+"""Factor by which a tensor that is not a polynomial may exceed its largest bytes per token at the corners."""
 POINTS_AT_ONCE = 128
 SHRINKS = 0.9
-"""Instants are thinned out until a round leaves more than this part of them."""
+"""Instants are thinned out until a round leaves more than this share of them."""
 EXPONENTS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))
-"""Of micro-batch and sequence length, term by term."""
+"""Exponents of micro-batch and sequence length, term by term."""
 
 
 @dataclass(frozen=True, slots=True)
 class Polynomials:
-    """Bytes of every tensor as a polynomial. `coefficients` [num_terms, num_entries] are in 1/PARTS of a byte; lives are
-    those of `lives`; the tensors of `odd` are no polynomials and have at most `odd_rate` parts per token."""
+    """The bytes of every tensor as a polynomial. `coefficients` [num_terms, num_entries] are in 1/PARTS of a byte.
+    Lifetimes are those of `lives`. Tensors marked `odd` are not polynomials; they have at most `odd_rate` parts per
+    token."""
 
     lives: Timeline
     exponents: tuple[tuple[int, int], ...]
@@ -35,11 +36,11 @@ class Polynomials:
     odd: npt.NDArray[np.bool_]
     odd_rate: npt.NDArray[np.float64]
     added: Ints
-    """Bytes that each layout has beyond the first at each instant, [num_layouts, num_instants]."""
+    """Bytes that each layout has beyond the first layout at each instant, [num_layouts, num_instants]."""
 
     @classmethod
     def through(cls, timelines: Sequence[Timeline], samples: Sequence[tuple[int, int]]) -> Polynomials | None:
-        """The polynomials through samples; None where lives differ between them."""
+        """The polynomials through the samples; None if lifetimes differ between them."""
         if not all(_same_lives(timelines[0], other) for other in timelines[1:]):
             return None
         exponents = EXPONENTS if len(samples) == len(EXPONENTS) else EXPONENTS[:2]
@@ -54,14 +55,14 @@ class Polynomials:
         return cls(timelines[0], exponents, coefficients, odd, np.zeros(len(odd)), nothing)
 
     def with_layouts(self, timelines: Sequence[Timeline]) -> Polynomials | None:
-        """With what each layout's timeline has beyond the first one's; None where they differ in their instants."""
+        """With the bytes that each layout's timeline has beyond the first one's; None if their instants differ."""
         if any(len(timeline.phases) != len(self.lives.phases) for timeline in timelines):
             return None
         totals = np.stack([timeline.totals for timeline in timelines])
         return replace(self, added=totals - totals[0])
 
     def adds(self, layout: int, point: tuple[int, int], timeline: Timeline) -> bool:
-        """Whether what `layout` has beyond the first one is the same at `point`, a sample."""
+        """Whether the bytes that `layout` has beyond the first one are the same at the sample `point`."""
         sizes = _powers(np.array(point)[:, None], self.exponents)[:, 0] @ self.coefficients
         if self.odd.any() or len(timeline.phases) != len(self.lives.phases):
             sizes = np.where(self.odd, 0, sizes)
@@ -72,7 +73,7 @@ class Polynomials:
         return bool(((expected == timeline.totals) | odd_lives).all())
 
     def checked(self, corners: Mapping[tuple[int, int], Timeline]) -> Polynomials | None:
-        """With what does not hold at `corners` marked as odd; None where lives differ."""
+        """With the tensors marked as odd whose polynomial is wrong at `corners`; None if lifetimes differ."""
         if not all(_same_lives(self.lives, timeline) for timeline in corners.values()):
             return None
         odd, rate = self.odd.copy(), np.zeros(len(self.odd))
@@ -83,13 +84,13 @@ class Polynomials:
         return replace(self, odd=odd, odd_rate=rate * BOUND)
 
     def peaks(self, points: Ints) -> tuple[Ints, npt.NDArray[np.bool_]]:
-        """Peak bytes [num_layouts, num_points] at `points` [2, num_points], and where they are certain."""
+        """Peak bytes [num_layouts, num_points] at `points` [2, num_points], and whether each is certain."""
         coefficients = np.where(self.odd, 0, self.coefficients)
         irregular = np.flatnonzero((coefficients % UNIT).any(axis=0))
         classes, which = np.unique(coefficients[:, irregular], axis=1, return_inverse=True)
         counted = np.zeros((classes.shape[1], len(self.odd)), dtype=np.int64)
         counted[which, irregular] = 1
-        # [num_rows, num_instants]: coefficients of what lives at an instant, then how many of each class do
+        # [num_rows, num_instants]: summed coefficients of the tensors alive at an instant, then their number in each class
         rows = self._sums(np.concatenate([coefficients, counted]))
         powers = _powers(points, self.exponents)
         unrounded = classes.T @ powers
@@ -98,7 +99,7 @@ class Polynomials:
         tokens = points[0] * points[1]
         shape = len(self.added), points.shape[1]
         peaks, bounds = np.zeros(shape, dtype=np.int64), np.zeros(shape, dtype=np.int64)
-        for instants in _alike(self.added):
+        for instants in _instants_with_equal_differences(self.added):
             added = self.added[:, instants[:1]] * PARTS
             peaks = np.maximum(peaks, _largest(rows[:, instants], weights) + added)
             touched = instants[more[instants] > 0]
@@ -108,7 +109,8 @@ class Polynomials:
         return peaks // PARTS, bounds <= peaks
 
     def _sums(self, values: Ints) -> Ints:
-        """What each row of `values` [num_rows, num_entries] adds up to over what lives at each instant."""
+        """For each row of `values` [num_rows, num_entries], its sum over the tensors alive at each instant. [num_rows,
+        num_instants]"""
         n = len(self.lives.phases)
         born, dies = np.minimum(self.lives.born, n), np.minimum(self.lives.dies, n)
         sums = np.zeros((len(values), n), dtype=np.int64)
@@ -120,11 +122,12 @@ class Polynomials:
 
 
 def _powers(points: Ints, exponents: Sequence[tuple[int, int]]) -> Ints:
-    """[num_terms, num_points]."""
+    """The powers of micro-batch and sequence length, [num_terms, num_points]."""
     return np.stack([points[0] ** i * points[1] ** j for i, j in exponents])
 
 
 def _same_lives(one: Timeline, other: Timeline) -> bool:
+    """Whether two timelines have the same tensors with the same lifetimes, apart from sizes."""
     return (
         len(one.phases) == len(other.phases)
         and np.array_equal(one.born, other.born)
@@ -134,14 +137,15 @@ def _same_lives(one: Timeline, other: Timeline) -> bool:
 
 
 def _rounded(sizes: Ints) -> Ints:
+    """Sizes rounded as the allocator does."""
     return -(-sizes // UNIT) * UNIT
 
 
 def _largest(rows: Ints, weights: Ints) -> Ints:
     """The largest of `rows`.T @ `weights` over the columns of `rows` (instants), [num_points].
 
-    Points come in the order of their tokens, and weights are not negative. Of some neighbours at a time only the instants
-    are multiplied out whose upper bound there reaches the best lower bound: a few of thousands.
+    Points are sorted by tokens, and weights are not negative. For some neighbouring points at a time, only those instants
+    are multiplied out whose upper bound reaches the best lower bound: a few of thousands.
     """
     rows = _undominated(rows)
     largest = np.empty(weights.shape[1], dtype=np.int64)
@@ -156,19 +160,19 @@ def _largest(rows: Ints, weights: Ints) -> Ints:
 
 
 def _undominated(rows: Ints) -> Ints:
-    """`rows` without the columns that are nowhere above a neighbour: no weights make them the largest."""
+    """`rows` without the columns that nowhere exceed a neighbour: no weights make them the largest."""
     while True:
         rising, falling = rows[:, :-1] <= rows[:, 1:], rows[:, 1:] <= rows[:, :-1]
         below_next = rising.all(axis=0)
         kept = np.ones(rows.shape[1], dtype=bool)
         kept[:-1] &= ~below_next
-        kept[1:] &= ~falling.all(axis=0) | below_next  # of equal ones the last stays
+        kept[1:] &= ~falling.all(axis=0) | below_next  # of equal columns the last stays
         if kept.mean() > SHRINKS:
             return rows
         rows = rows[:, kept]
 
 
-def _alike(added: Ints) -> list[Ints]:
-    """Instants in a row at which the layouts differ by the same bytes."""
+def _instants_with_equal_differences(added: Ints) -> list[Ints]:
+    """Groups of consecutive instants at which the layouts differ by the same bytes."""
     changes = np.flatnonzero((added[:, 1:] != added[:, :-1]).any(axis=0)) + 1
     return np.split(np.arange(added.shape[1]), changes)

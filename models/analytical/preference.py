@@ -1,9 +1,10 @@
-"""What preference training adds to a step: a reference, its forward beside the policy's graph, and per-token results.
+"""What preference training adds to a step: a reference model, its forward while the policy's graph exists, and results per
+token.
 
-Source: trl 1.16.0 `trainer/dpo_trainer.py` DPOTrainer.__init__ and _compute_loss, as in `kto_trainer.py`: the policy's
-forward comes first, then, under no_grad, that of a copy of the network in the policy's dtype, or of the policy with its
-adapters switched off and without checkpointing. Under autocast the copy, whose parameters still ask for gradients, has its
-weights cast and cached.
+Source: trl 1.16.0 `trainer/dpo_trainer.py` DPOTrainer.__init__ and _compute_loss, likewise `kto_trainer.py`. The policy
+runs forward first. Then the reference runs under no_grad: a copy of the network in the policy's dtype, or the policy itself
+with its adapters switched off and without checkpointing. Under autocast the copy's weights are cast and cached, because its
+parameters still require gradients.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from peakcast.spec import ActivationCheckpointing, Finetuning, TrainingJob
 from peakcast.timeline import Category, Phase
 
 SWITCHED_OFF = ("none",)
-"""Targets of an adapter that is not there."""
+"""Adapter targets that match no module: the adapters are switched off."""
 NAME = "reference."
 
 
 def as_trained(job: TrainingJob) -> TrainingJob:
-    """`job` with the network as its trainer has it: no dropout, which GRPO alone leaves on, of a classifier no table that
-    the head shares, and adapters under ZeRO-3 checkpointed with use_reentrant, whatever is said."""
+    """`job` with the network as its trainer builds it: without dropout, which only GRPO leaves on; for a classifier without
+    a table shared with the head; under ZeRO-3 with adapters checkpointed with use_reentrant, whatever the job says."""
     if job.loss.kind != "cross_entropy" and job.finetuning.method != "full" and job.parallelism.zero_stage == 3:
         job = job.replace(activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=True))
     if job.loss.kind in ("cross_entropy", "grpo"):
@@ -48,10 +49,10 @@ def as_trained(job: TrainingJob) -> TrainingJob:
 
 
 def hold_reference(timeline: Step, job: TrainingJob) -> None:
-    """The frozen copy's parameters, where there is one."""
+    """Hold the parameters of the frozen copy, if there is one."""
     if job.reference == "model":
         kept = Step()
-        layout_of(_alone(job), stored_parameters(_alone(job))).hold_resident(kept)
+        layout_of(_reference_job(job), stored_parameters(_reference_job(job))).hold_resident(kept)
         held = kept.timeline()
         rows = zip(held.names, held.modules, held.categories.tolist(), held.num_bytes.tolist(), strict=True)
         weights = [(name, NAME + module, size) for name, module, kind, size in rows if kind == Category.PARAMETERS]
@@ -59,20 +60,20 @@ def hold_reference(timeline: Step, job: TrainingJob) -> None:
 
 
 def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start: int) -> None:
-    """What comes between the policy's head and backward. `start`: of the micro-batch."""
+    """Add what happens between the policy's head and its backward. `start`: the instant at which the micro-batch begins."""
     if job.loss.kind == "reward":
         return
     born, tokens = timeline.now, policy.rows * INT64
-    if job.loss.kind == "grpo":  # its reference has run when the completions were made; prompt and completion are joined
+    if job.loss.kind == "grpo":  # its reference ran when completions were generated; prompt and completion are joined
         timeline.hold_all((("input_ids", "", tokens), ("attention_mask", "", tokens)), Category.INPUTS, start, born)
-    elif job.loss.kind == "kto":  # every prompt once more, with another's completion
+    elif job.loss.kind == "kto":  # every prompt again, with the completion of another
         kl = [(f"KL_{name}", "", tokens) for name in ("input_ids", "attention_mask", "completion_mask")]
         timeline.hold_all(kl, Category.INPUTS)
     if job.reference in ("model", "adapter_off") and job.loss.kind != "grpo":
         begin, copied = timeline.now, job.reference == "model"
-        for _ in range(2 if job.loss.kind == "kto" else 1):  # also of every prompt with another's completion
-            _run(timeline, _alone(job), NAME if copied else "")
-        timeline.phases[begin:] = bytes((Phase.LOSS,)) * (timeline.now - begin)  # what gathers its weights too
+        for _ in range(2 if job.loss.kind == "kto" else 1):  # KTO's second is for prompts with another's completion
+            _run(timeline, _reference_job(job), NAME if copied else "")
+        timeline.phases[begin:] = bytes((Phase.LOSS,)) * (timeline.now - begin)  # gathering its weights included
     scored = scored_rows(policy) if policy.loss != "cross_entropy" else 0
     per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32)]
     per_token += [("mean_logits", "head", scored * FP32), ("is_top1", "head", scored)]
@@ -80,23 +81,23 @@ def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start
     timeline.hold("labels", Category.INPUTS, tokens, start, timeline.now)
 
 
-def _alone(job: TrainingJob) -> TrainingJob:
-    """The job as the reference is run."""
+def _reference_job(job: TrainingJob) -> TrainingJob:
+    """The job as the reference model runs it."""
     tuning = job.finetuning
     off = Finetuning() if job.reference == "model" else replace(tuning, targets=SWITCHED_OFF)
     return job.replace(finetuning=off, activation_checkpointing=ActivationCheckpointing())
 
 
 def forward_beforehand(timeline: Step, job: TrainingJob) -> None:
-    """KTO's forward of every prompt with another's completion, of which only how likely that is remains."""
+    """Add KTO's forward of every prompt with another's completion, of which only the log-probability remains."""
     unchecked = job.replace(activation_checkpointing=ActivationCheckpointing())
     begin = timeline.now
     _run(timeline, unchecked, prefix="", phase=Phase.FORWARD)
-    timeline.phases[begin:] = bytes((Phase.FORWARD,)) * (timeline.now - begin)  # its head too
+    timeline.phases[begin:] = bytes((Phase.FORWARD,)) * (timeline.now - begin)  # its head included
 
 
 def _run(timeline: Step, job: TrainingJob, prefix: str, phase: Phase = Phase.LOSS) -> None:
-    """A network's forward of which nothing is kept. `prefix`: "" for the policy's own, whose layout gathers it."""
+    """Add a network's forward that saves nothing. `prefix`: "" for the policy itself, whose layout gathers it."""
     context = block_context(job, None)
     blocks, start = Blocks(job, context), timeline.now
     shards = _gathered_whole(timeline, job) if prefix == NAME else None
@@ -125,7 +126,8 @@ def _run(timeline: Step, job: TrainingJob, prefix: str, phase: Phase = Phase.LOS
 
 def _gathered_whole(timeline: Step, job: TrainingJob) -> FSDP2 | None:
     """FSDP2's copy is one group (`prepare_fsdp`, trl 1.16.0 `models/utils.py`): all of it is gathered before it runs, and
-    stays beside the output of its all-gather until the root's forward, which is its own, ends."""
+    the output of its all-gather lives until the root's forward, which is the copy's own, ends. Returns the copy's layout;
+    None for another."""
     tensors = stored_parameters(job)
     layout = layout_of(job, tensors)
     if not isinstance(layout, FSDP2):
@@ -136,8 +138,8 @@ def _gathered_whole(timeline: Step, job: TrainingJob) -> FSDP2 | None:
 
 
 def _fetch(timeline: Step, job: TrainingJob, prefix: str, runs: list[tuple[str, Run]]) -> None:
-    """ZeRO-3's copy is an engine of its own (`prepare_deepspeed`), which fetches what each module needs. (FSDP1's is read
-    from `prepare_fsdp` and compared with no trace: its units are gathered block by block.)"""
+    """Gather the reference's weights. ZeRO-3's copy has an engine of its own (`prepare_deepspeed`), which gathers what each
+    module needs. FSDP1's is read from `prepare_fsdp` and compared with no trace: its units are gathered block by block."""
     if prefix == NAME and job.parallelism.sharding == "fsdp1" and job.parallelism.num_replicas > 1:
         for name, run in runs:
             size = sum(t.numel * t.gathered_bytes for t in stored_parameters(job) if t.module == name)
@@ -152,15 +154,15 @@ def _fetch(timeline: Step, job: TrainingJob, prefix: str, runs: list[tuple[str, 
 
 
 def hold_whole_head(timeline: Step, job: TrainingJob, head: Run) -> None:
-    """The head's weight, up to now, where FSDP2 has it apart: no module of it runs, so TRL itself gathers it
-    (`full_tensor` in trl 1.16.0 `trainer/utils.py`), for each forward anew."""
+    """Hold the head's weight until now if FSDP2 has it as a group of its own: its module does not run, so TRL gathers it
+    (`full_tensor` in trl 1.16.0 `trainer/utils.py`), again for each forward."""
     if not gathers_head_itself(job):
         return
     weights = [t for t in stored_parameters(job) if t.name.startswith("lm_head.")]
     size = sum(t.numel * t.element_bytes for t in weights)
     timeline.hold("gathered", Category.COMMUNICATION_BUFFERS, size, model_ends(head), timeline.now, "head")
-    if any(t.element_bytes != t.gathered_bytes for t in weights):  # as it is stored, and narrowed part by part
-        parts = {head.forward_start: 1, head.backward_start or -1: 2}  # in backward a variable names the last one
+    if any(t.element_bytes != t.gathered_bytes for t in weights):  # gathered in its stored dtype, then narrowed in parts
+        parts = {head.forward_start: 1, head.backward_start or -1: 2}  # in backward a variable refers to the last part
         for begins, num_parts in parts.items():
             labels = timeline.labels[max(begins, 0) : timeline.now]
             if begins < 0 or (label := "lm_head.log_probabilities") not in labels:
@@ -170,8 +172,8 @@ def hold_whole_head(timeline: Step, job: TrainingJob, head: Run) -> None:
 
 
 def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list[Run], prefix: str) -> None:
-    """The narrow copies of weights that ask for gradients, cached until the forward under autocast ends. (Adapters that are
-    switched off are no modules of the network that runs.)"""
+    """Hold the narrow copies of weights that require gradients, which autocast caches until the forward ends. (Adapters
+    that are switched off are not modules of the network that runs.)"""
     switched_off = job.finetuning.targets == SWITCHED_OFF
     size, tensors = autocast_copy_bytes(context), () if switched_off else stored_parameters(job)
     for run in runs:

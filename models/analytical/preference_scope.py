@@ -1,5 +1,5 @@
-"""Which preference training the ledger covers: TRL's, where its trace equals it (`peakcast verify agreement-trl`, and
-`agreement-trl-deepspeed`)."""
+"""Which preference training the ledger covers: TRL's, in settings where its trace agrees (`peakcast verify agreement-trl`,
+and `agreement-trl-deepspeed`)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ from peakcast.spec import Batch, Offload, Parallelism, TrainingJob
 
 
 def makes_whole_logits(job: TrainingJob) -> bool:
-    """Whether log-probabilities are computed of whole logits, which are then taken as the cross entropy's."""
+    """Whether log-probabilities are computed from whole logits, which then count as those of cross entropy do."""
     return job.loss.kind in REFERRING and conventions(job).get("preference_logits") == "whole"
 
 
 def preference_reason(job: TrainingJob) -> Finding | None:
-    """Why the ledger does not cover `job`'s loss, as a finding; None when it does, or when it is the plain one."""
+    """Why the ledger does not cover the job's loss, as a finding; None if it does, or if the loss is plain cross
+    entropy."""
     kind = job.loss.kind
     if kind == "cross_entropy":
         return None
@@ -50,7 +51,8 @@ def preference_reason(job: TrainingJob) -> Finding | None:
 
 
 def _shards(job: TrainingJob) -> str:
-    """What was compared with no trace of how ranks share the network, "" where they share nothing but gradients."""
+    """Which division of the network among ranks was compared with no trace, as the end of a sentence; "" if ranks share
+    only gradients."""
     layout = job.parallelism
     ranks = layout.data_parallel_size
     if layout == Parallelism(data_parallel_size=ranks):
@@ -65,6 +67,7 @@ def _shards(job: TrainingJob) -> str:
 
 
 def _zero(job: TrainingJob) -> str:
+    """Why preference training under ZeRO is out of scope; "" if it is not."""
     stage = job.parallelism.zero_stage
     if job.parallelism.data_parallel_size == 1:
         return "under ZeRO was compared with traces of several ranks only."

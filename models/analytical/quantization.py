@@ -1,4 +1,4 @@
-"""Quantised base weights: what a frozen Linear keeps instead of its matrix, and what using it allocates.
+"""Quantised base weights: the tensors that replace a frozen Linear's matrix, and what using them allocates.
 
 Sources: bitsandbytes 0.43-0.50 `functional.py` (quantize_4bit, QuantState), `nn/modules.py` (Linear4bit); AutoGPTQ
 `qlinear_tritonv2.py` (where-memory-goes H). Confirmed on published A100 runs of Mistral-7B to 0.02 %.
@@ -13,20 +13,20 @@ from peakcast.spec import Finetuning
 NF4_BLOCK = 64
 NF4_NESTED_BLOCK = 256
 PARAMETERS = frozenset({"weight", "qweight", "qzeros"})
-"""Those that are a module's parameters, which FSDP shards. bitsandbytes keeps the rest in the weight's `quant_state`;
+"""Tensors that are parameters of a module, which FSDP shards. bitsandbytes keeps the others in the weight's `quant_state`;
 fms-acceleration makes parameters of qweight and qzeros (`framework_plugin_autogptq.py`, PATCH_FOR_FSDP_TRITON_V2). What
 published runs of Mistral-7B hold after a step on two GPUs confirms both to 0.1 MB."""
 
 EXLLAMA_ROWS, EXLLAMA_BATCHES, FP32 = 2048, 8, 4
-"""Tokens and sequences for which exllama v2 has room where nothing else is asked for."""
+"""Tokens and sequences for which exllama v2 allocates room unless it is told otherwise; bytes of a float."""
 
 
 def scratch_bytes(kernel: str, shapes: Iterable[tuple[int, ...]]) -> int:
-    """Bytes that `kernel` keeps for unpacked matrices of `shapes`, (out_features, in_features) each, shared by all of them;
-    v2 has room for results too.
+    """Bytes of the buffer into which `kernel` unpacks matrices, shared by all of them. `shapes`: (out_features,
+    in_features) of each. exllama v2's buffer also has room for results.
 
-    Source: AutoGPTQ 0.5 modeling/_utils.py autogptq_post_init (temp_dq, in half precision), nn_modules/qlinear/
-    qlinear_exllamav2.py temp_dq_size, temp_fwd_size.
+    Source: AutoGPTQ 0.5 modeling/_utils.py autogptq_post_init (temp_dq, in half precision),
+    nn_modules/qlinear/qlinear_exllamav2.py temp_dq_size, temp_fwd_size.
     """
     matrices = [(out_features * in_features * 2, out_features) for out_features, in_features in shapes]
     room = EXLLAMA_ROWS * EXLLAMA_BATCHES * FP32 * (kernel == "exllamav2")
@@ -36,8 +36,8 @@ def scratch_bytes(kernel: str, shapes: Iterable[tuple[int, ...]]) -> int:
 def quantized_linear_bytes(
     shape: tuple[int, int], tuning: Finetuning, gptq_group_size: int = 128, *, gptq_biased: bool = False
 ) -> list[tuple[str, int]]:
-    """(name, bytes) of the tensors that stand for a [out_features, in_features] weight. `gptq_group_size`: input
-    features that share a scale; -1 for all of them. `gptq_biased`: with the bias that optimum gives every QuantLinear."""
+    """(name, bytes) of the tensors that replace a [out_features, in_features] weight. `gptq_group_size`: how many input
+    features share a scale; -1 for all of them. `gptq_biased`: include the bias that optimum gives every QuantLinear."""
     out_features, in_features = shape
     numel = out_features * in_features
     if tuning.quantization == "gptq":

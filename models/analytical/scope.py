@@ -1,4 +1,5 @@
-"""What the ledger covers. A job outside is named with its reason; it is never answered as if it were inside."""
+"""What the ledger covers. For a job that it does not cover, findings give the reasons; the answer never passes for one
+inside."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from peakcast.spec import Offload, TrainingJob
 
 
 def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
-    """Why the ledger does not cover `job`: a finding for each part that it does not, none when it covers all."""
+    """Why the ledger does not cover `job`: a finding for each part of it; none if it covers all."""
     if tracer() is not None:
         return ()
     if wants_recipe(job):
@@ -51,7 +52,7 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
 
 
 def out_of_scope(job: TrainingJob) -> str:
-    """What `scope_findings` say, as one text; "" when the ledger covers `job`."""
+    """The sentences of `scope_findings` as one text; "" if the ledger covers `job`."""
     return " ".join(sentences(scope_findings(job)))
 
 
@@ -63,7 +64,7 @@ def _batch_reason(job: TrainingJob) -> Finding | None:
 
 
 def _lengths_reason(job: TrainingJob) -> Finding | None:
-    """Where lengths change from step to step, what is run by no collector."""
+    """Changing lengths in settings that no collector runs."""
     layout = job.parallelism
     shared = layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.context_parallel_size > 1
     otherwise = job.compile or job.task != "train" or job.framework == "megatron" or job.architecture.kind != "decoder"
@@ -77,7 +78,7 @@ def _lengths_reason(job: TrainingJob) -> Finding | None:
 
 
 def _in_backward_reason(job: TrainingJob) -> Finding | None:
-    """What of optimizers that update in backward no trace has confirmed."""
+    """What of optimizers that update during backward no trace has confirmed."""
     at_once = bool(conventions(job).get("optimizer_in_backward"))
     if job.optimizer.name not in ("lomo", "adalomo") and not at_once:
         return None
@@ -123,25 +124,26 @@ def _in_backward_reason(job: TrainingJob) -> Finding | None:
 
 
 def _under_fsdp2(job: TrainingJob) -> bool:
-    """Whether FSDP2, or HSDP, shards what no pipeline and no ZeRO divides."""
+    """Whether FSDP2 or HSDP shards the network, and neither a pipeline nor ZeRO divides it."""
     layout = job.parallelism
     return layout.sharding in ("fsdp2", "hsdp") and layout.pipeline_parallel_size == 1 and not layout.zero_stage
 
 
 def _plain_float8(job: TrainingJob) -> bool:
-    """Whether float8 is torchao's over weights that blocks see in bf16, as which FSDP's mixed precision gathers wider ones.
-    GPT-2's Conv1D is no nn.Linear and stays as it is."""
+    """Whether float8 is torchao's over weights that blocks use in bf16; FSDP's mixed precision gathers wider weights so.
+    GPT-2's Conv1D is not an nn.Linear and is not converted."""
     plain = job.task == "train" and job.finetuning.method == "full" and job.framework in ("huggingface", "torch")
     wide = gathered_dtype(job) == "bfloat16" and not job.framework_options.get("autocast")
     return plain and wide and job.architecture.model_type not in ("gpt2", "gpt_bigcode")
 
 
 def _rows(job: TrainingJob) -> int:
-    """Tokens of a micro-batch, with padding where it has some."""
+    """Tokens of a micro-batch, including padding."""
     return job.num_tokens if job.batch.form == "padding_free" else job.micro_batch_size * job.sequence_length
 
 
 def _huggingface_reason(job: TrainingJob) -> Finding | None:
+    """Why a Hugging Face or torch job is out of scope; None if it is not."""
     checks: list[Check] = [
         (
             job.task == "inference" and job.architecture.kind == "encoder",

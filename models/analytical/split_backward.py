@@ -1,6 +1,8 @@
-"""When weights get their gradients, and what waits for that, where backward is split in two.
+"""When weights get their gradients in a backward that is split in two, and which tensors wait for that.
 
-The inputs' half retains the graph; the weights' half takes them in the order of `parameters()`, each as a graph of its own.
+The first half computes the inputs' gradients and retains the graph. The second half computes the weights' gradients in the
+order of `parameters()`, each as a graph of its own.
+
 Source: torch 2.13 `distributed/pipelining/_backward.py`.
 """
 
@@ -11,11 +13,12 @@ from collections.abc import Collection, Mapping
 from peakcast.models.analytical.template import INPUTS_DONE
 
 PARTS = ("self_attn", "mlp")
-"""Of a layer, in the order of `parameters()`; its own norms come after them."""
+"""The modules of a layer in the order of `parameters()`; the layer's own norms come after them."""
 
 
 def weight_turns(names: Mapping[int, str]) -> dict[int, int]:
-    """The turns of operations with a weight, by their index in forward; `names` are theirs. A part's norms are last."""
+    """The position of each operation that has a weight in the order of the second half, by its index in forward. `names`:
+    those operations' names by index. Within a module of `PARTS`, norms come last."""
 
     def place(index: int) -> tuple[int, bool]:
         part, _, rest = names[index].partition(".")
@@ -25,8 +28,9 @@ def weight_turns(names: Mapping[int, str]) -> dict[int, int]:
 
 
 def waits_until(savers: Collection[int], turns: Mapping[int, int]) -> tuple[int | None, int]:
-    """`Waiting.until` and `until_on_top` of what the operations `savers` keep: one with a weight lets go when it has run,
-    another when no operation above it is left whose weight is still to come."""
+    """`Waiting.until` and `Waiting.until_on_top` of a tensor that the operations `savers` save. An operation with a weight
+    frees its saved tensors when it has run; one without a weight, when the weights of all operations above it have their
+    gradients."""
     held = [
         turns[saver] if saver in turns else max((turn for one, turn in turns.items() if one > saver), default=INPUTS_DONE)
         for saver in savers

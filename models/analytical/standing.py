@@ -1,5 +1,5 @@
-"""Bounds below every peak of a rank that cost less than its timeline: what stands on it all through a step, whatever is
-computed, and what shallower networks need."""
+"""Lower bounds of a rank's peak that cost less than its timeline: what exists during the whole step, and what shallower
+networks need."""
 
 from __future__ import annotations
 
@@ -16,23 +16,25 @@ from peakcast.timeline import Phase
 
 
 def standing_bytes(job: TrainingJob, stage: int) -> int:
-    """Bytes of weights, gradient buffers, main parameters and optimizer states that the first rank of pipeline stage
-    `stage` holds from the beginning to the end of a steady step (elsewhere than in Megatron-LM gradients come and go)."""
+    """Bytes of the weights, gradient buffers, main parameters and optimizer states that the first rank of pipeline stage
+    `stage` holds from the beginning to the end of a steady step. (Only Megatron-LM has gradient buffers that last;
+    elsewhere gradients come and go.)"""
     layout = job.parallelism
-    # context-parallel ranks are replicas to all that stands, and sequence parallelism splits activations alone
+    # for weights and states, context-parallel ranks are replicas; sequence parallelism splits activations alone
     replicas = layout.data_parallel_size * layout.context_parallel_size
     shards = replace(layout, data_parallel_size=replicas, context_parallel_size=1, sequence_parallel=False)
     alike = job.replace(
         parallelism=layout if layout.sharding == "hsdp" else shards,
         gradient_accumulation_steps=1,
     )
-    if not wants_recipe(job):  # of another batch or other checkpoints there may be no recipe, which knows the weights
+    if not wants_recipe(job):  # weights come from the recipe, and there may be none for another batch or checkpointing
         alike = alike.replace(micro_batch_size=1, activation_checkpointing=ActivationCheckpointing())
     return _megatron(alike, stage) if job.framework == "megatron" else _torch(alike, stage)
 
 
 @lru_cache(maxsize=4096)
 def _megatron(job: TrainingJob, stage: int) -> int:
+    """`standing_bytes` of a Megatron-LM job."""
     from peakcast.models.analytical.megatron_buffers import parameters_held
     from peakcast.models.analytical.megatron_optimizer import optimizer_stepped
     from peakcast.models.analytical.megatron_share import rank_share, weights_share
@@ -44,6 +46,7 @@ def _megatron(job: TrainingJob, stage: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _torch(job: TrainingJob, stage: int) -> int:
+    """`standing_bytes` of any other job."""
     from peakcast.models.analytical.layouts import layout_of
     from peakcast.models.analytical.optimizer_step import place_optimizer_step
     from peakcast.models.analytical.stored_parameters import stored_parameters
@@ -58,16 +61,17 @@ def _torch(job: TrainingJob, stage: int) -> int:
 
 
 SHALLOW = (4, 6)
-"""Layers of each stage in the networks that bound a deeper one: more than FSDP gathers at a time."""
+"""Layers per stage of the two networks that bound a deeper one: more than FSDP gathers at a time."""
 
 
 def bound_by_depth(job: TrainingJob, peak_bytes: Callable[[TrainingJob], int]) -> int:
-    """A bound below the peak of `job` by `peak_bytes` of two shallower networks; 0, no bound, where its layers differ.
+    """A lower bound of the peak of `job`, from the peaks that `peak_bytes` finds for two shallower networks; 0 (no bound)
+    if its layers differ from each other.
 
-    At each instant of a step a rank holds an amount that is affine in the number of layers that are alike. The peak is the
-    largest of these, so it is convex in the depth, and no deeper network is below the line through two shallower ones. Two
-    things end with the network and are not affine: the layers that FSDP has gathered ahead, which `SHALLOW` allows for, and
-    DeepSpeed's buckets, which get no bound.
+    At each instant of a step, a rank's memory is an affine function of the number of equal layers. The peak is the largest
+    of these functions, so it is convex in the depth, and a deeper network lies on or above the line through two shallower
+    ones. Two things are not affine: the layers that FSDP gathers ahead, for which `SHALLOW` is deep enough, and DeepSpeed's
+    buckets, for which there is no bound.
     """
     architecture, layout = job.architecture, job.parallelism
     per_stage = architecture.num_hidden_layers // (layout.pipeline_parallel_size * layout.virtual_pipeline_stages)
@@ -81,12 +85,13 @@ def bound_by_depth(job: TrainingJob, peak_bytes: Callable[[TrainingJob], int]) -
 
 
 def _alike(job: TrainingJob) -> bool:
-    """Whether every layer of the network is like every other."""
+    """Whether all layers of the network are equal."""
     a = job.architecture
     routed = a.moe is None or (a.moe.first_k_dense_replace == 0 and a.moe.moe_layer_freq == 1)
     return a.kind == "decoder" and routed and kinds_of_layers(a) == 1 and job.activation_checkpointing.every_n_layers == 1
 
 
 def _all_along(recorded: Recording) -> int:
+    """Bytes of what the recording holds from its beginning to its end."""
     sizes, born, dies = recorded.columns[NUM_BYTES], recorded.columns[BORN], recorded.columns[DIES]
     return int(sizes[(born == 0) & (dies == FOREVER)].sum())

@@ -1,8 +1,8 @@
-"""Assembles a step: places block templates on the instants of a step and gives the `Timeline`.
+"""Assembles a step: places block templates on the instants of a step and returns the `Timeline`.
 
-A ledger reserves instants in the order in which the framework runs them (`run_forward`, `run_backward`, `moment`) and
-says what else lives when (`hold`, or `allocate` now and `free` later). What happens around each run of a block is left to
-`Hooks`, which data-parallel layouts fill in. `placing.py` turns the runs into columns.
+A ledger reserves instants in the order in which the framework runs its operations (`run_forward`, `run_backward`, `moment`)
+and says what else exists when (`hold`, or `allocate` and later `free`). What a data-parallel layout does around each run of
+a block is in its `Hooks`. `placing.py` turns the runs into columns.
 """
 
 from __future__ import annotations
@@ -42,23 +42,23 @@ __all__ = ["FOREVER", "Hooks", "Run", "Step"]
 
 
 class Hooks:
-    """What happens around each run of a block: nothing, here. `module` is the name under which the block was run."""
+    """What happens around each run of a block; nothing by default. `module` is the name under which the block runs."""
 
     def before_forward(self, step: Step, module: str) -> None:
-        """Before the block's first instant of forward."""
+        """Called before the block's first forward instant."""
 
     def while_forward(self, step: Step, run: Run) -> None:
-        """Once its instants of forward are there, also where it runs again in backward: what happens at some of them
-        (`Step.within`)."""
+        """Called when the block's forward instants have been reserved, also those of a recomputation, to add what happens
+        at some of them (`Step.within`)."""
 
     def after_forward(self, step: Step, module: str) -> None:
-        """After its last instant of forward."""
+        """Called after the block's last forward instant."""
 
     def before_backward(self, step: Step, module: str) -> None:
-        """Before its backward, or the recomputation that belongs to it."""
+        """Called before the block's backward, and before its recomputation if it has one."""
 
     def after_backward(self, step: Step, run: Run) -> None:
-        """After its backward; may set `run.gradients_die`, also later."""
+        """Called after the block's backward; may set `run.gradients_die`, now or later."""
 
 
 _MOMENTS = ("before_forward", "while_forward", "after_forward", "before_backward", "after_backward")
@@ -66,47 +66,48 @@ _MOMENTS = ("before_forward", "while_forward", "after_forward", "before_backward
 
 @dataclass
 class Step:
-    """The instants and entries of one step, in the making."""
+    """The instants and tensors of one step while they are being written down."""
 
     phases: bytearray = field(default_factory=bytearray)
     labels: list[str] = field(default_factory=list)
     _runs: list[Run] = field(default_factory=list)
     _placed: list[Placed] = field(default_factory=list)
-    """Runs of the step that this one was forked from."""
+    """Placed runs of the steps from which this one was forked."""
     _own: tuple[int, Placed] | None = None
-    """So many of `_runs`, placed for the forks to share."""
+    """(number of `_runs`, those runs placed), so that all forks share the placing."""
     _held: list[Columns] = field(default_factory=list)
-    """What `Recording.columns` has, in the order in which it was held."""
+    """Columns of the tensors held, in the order in which they were held; layout as `Recording.columns`."""
     _single: array[int] = field(default_factory=lambda: array("q"))
-    """Tensors held one by one since, the numbers of each after the other."""
+    """Tensors that were held one by one since then: eight numbers each, in the order of `columns.py`."""
     gradients_die: int = FOREVER
     """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
     update_in_backward: UpdateInBackward | None = None
-    """Where an optimizer updates in backward."""
+    """Set if an optimizer updates parameters during backward."""
     _backward_ends: list[int] = field(default_factory=list)
     hooks: Hooks = field(default_factory=Hooks)
     _allocated: dict[int, tuple[str, Category, int, int, str, int]] = field(default_factory=dict)
-    _let_go: dict[int, tuple[str, Category, int, int, str, int, int]] = field(default_factory=dict)
-    """Of `_allocated`, and the instant since when it is gone: what a stream still uses."""
+    _freed_not_reusable: dict[int, tuple[str, Category, int, int, str, int, int]] = field(default_factory=dict)
+    """Tensors that were freed while another stream still uses their blocks: as `_allocated`, and the instant of the free.
+    """
     _next_handle: int = 0
     _within: int | None = None
-    """The instant of a block that is looked at again (`within`)."""
-    _handed_on: int | None = None
-    """The instant from which hooks have run since the last block: what it hands to the next one lives on meanwhile."""
+    """While `within` is active: its instant."""
+    _block_ended: int | None = None
+    """The instant at which the last block ended, if hooks have run since: its output lives on while they do."""
 
     def __post_init__(self) -> None:
         self._watched = any(getattr(type(self.hooks), name) is not getattr(Hooks, name) for name in _MOMENTS)
 
     @property
     def now(self) -> int:
-        """The instant that comes next."""
+        """The next instant to be reserved or, while `within` is active, its instant."""
         return len(self.phases) if self._within is None else self._within
 
     @contextmanager
     def within(self, instant: int) -> Iterator[None]:
-        """Meanwhile `now` is an instant of a block that has been run: the operation at that instant is about to run. What
-        is made and gone again before it does is not seen: it is less than what the operation makes itself, or than what
-        the one before has let go of."""
+        """For the time of this context, `now` is an instant of a block that has been run, just before the operation at that
+        instant. A tensor made and freed before the operation runs is not counted: it is smaller than what the operation
+        itself makes or than what the one before has freed."""
         self._within = instant
         try:
             yield
@@ -114,7 +115,7 @@ class Step:
             self._within = None
 
     def moment(self, label: str, phase: Phase) -> int:
-        """Reserve one instant; returns it."""
+        """Reserve one instant and return it."""
         if self._within is not None:
             return self._within
         self.phases.append(int(phase))
@@ -124,7 +125,7 @@ class Step:
     def run_forward(
         self, template: Template, module: str, phase: Phase = Phase.FORWARD, *, keeps_gradients: bool = True
     ) -> Run:
-        """Run a block forward, keeping what autograd keeps; place its backward later with `run_backward`."""
+        """Run a block forward with a graph; place its backward later with `run_backward`. Returns the run."""
         if self._watched:
             self._enter(template, module, phase)
         start = len(self.phases)
@@ -137,11 +138,11 @@ class Step:
         if self._watched and phase != Phase.BACKWARD:
             ended = self.now
             self.hooks.after_forward(self, module)
-            self._hand_on(ended)
+            self._note_block_end(ended)
         return run
 
     def run_forward_in_turn(self, template: Template, modules: Sequence[str], *, keeps_gradients: bool = True) -> list[Run]:
-        """Run a block forward under each of the names `modules`, one after the other."""
+        """Run a block forward once for each name in `modules`, one after the other. Returns the runs."""
         if self._watched:
             return [self.run_forward(template, module, keeps_gradients=keeps_gradients) for module in modules]
         start, length = len(self.phases), template.num_forward
@@ -152,21 +153,21 @@ class Step:
         return runs
 
     def run_backward(self, run: Run, phase: Phase = Phase.BACKWARD) -> None:
-        """Run the backward of an earlier forward."""
+        """Run the backward of a run of `run_forward`."""
         if self._watched:
-            since = self._since()
+            since = self._take_block_end()
             self.hooks.before_backward(self, run.module)
-            self._carry("gradient", Category.TEMPORARIES, run.template.handed_in_bytes, since, run.module)
+            self._hold_between_blocks("gradient", Category.TEMPORARIES, run.template.handed_in_bytes, since, run.module)
         run.backward_start = len(self.phases)
         self.phases += run.template.backward_phases[phase]
         self.labels += run.template.backward_labels
         if self._watched:
             ended = self.now
             self.hooks.after_backward(self, run)
-            self._hand_on(ended)
+            self._note_block_end(ended)
 
     def run_backward_in_turn(self, runs: Sequence[Run]) -> None:
-        """Run the backward of earlier forwards of one template, the last one first."""
+        """Run the backward of several runs of one template, the last run first."""
         if self._watched:
             for run in reversed(runs):
                 self.run_backward(run)
@@ -180,7 +181,7 @@ class Step:
         self.labels += template.backward_labels * len(runs)
 
     def made_bytes(self) -> Columns:
-        """Of each instant so far, the bytes that a block's operation allocates there, passing ones too."""
+        """Bytes that a block's operation allocates at each instant so far, temporaries included. [now]"""
         made = np.zeros(self.now, dtype=np.int64)
         for run in self._runs:
             forward, backward = run.template.made_bytes
@@ -190,35 +191,38 @@ class Step:
         return made
 
     def _enter(self, template: Template, module: str, phase: Phase) -> None:
-        """What hooks do before a block runs forward, for the first time or again in backward."""
-        since = self._since()
+        """Call the hooks that come before a block runs forward, for the first time or as a recomputation."""
+        since = self._take_block_end()
         if phase == Phase.BACKWARD:
-            self._carry("gradient", Category.TEMPORARIES, template.input_bytes, since, module)
+            self._hold_between_blocks("gradient", Category.TEMPORARIES, template.input_bytes, since, module)
             self.hooks.before_backward(self, module)
         else:
             self.hooks.before_forward(self, module)
-            self._carry("hidden_states", Category.ACTIVATIONS, template.input_bytes, since, module)
+            self._hold_between_blocks("hidden_states", Category.ACTIVATIONS, template.input_bytes, since, module)
 
-    def _since(self) -> int:
-        since, self._handed_on = self._handed_on, None
+    def _take_block_end(self) -> int:
+        """The instant at which the last block ended if hooks have run since, else `now`."""
+        since, self._block_ended = self._block_ended, None
         return self.now if since is None else since
 
-    def _carry(self, name: str, category: Category, num_bytes: int, since: int, module: str) -> None:
-        """What a block hands to the next one, while hooks run between them."""
+    def _hold_between_blocks(self, name: str, category: Category, num_bytes: int, since: int, module: str) -> None:
+        """Keep the tensor that one block hands to the next alive while hooks run between them."""
         if since < self.now:
             self.hold(name, category, num_bytes, since, self.now, module)
 
-    def _hand_on(self, ended: int) -> None:
+    def _note_block_end(self, ended: int) -> None:
+        """Note that the last block ended at `ended`, if hooks have run since."""
         if self.now > ended:
-            self._handed_on = ended
+            self._block_ended = ended
 
     def end_backward(self) -> None:
-        """`loss.backward()` returns."""
+        """Reserve the instant at which `loss.backward()` returns."""
         self._backward_ends.append(self.moment("backward ends", Phase.BACKWARD))
 
     def run_without_graph(self, template: Template, module: str, phase: Phase = Phase.FORWARD) -> Run:
-        """Run a block forward under checkpointing: nothing outlives it but its input, which the caller holds (`hold`),
-        and what the template says is cached, until `recomputation` is set and done with it."""
+        """Run a block forward under checkpointing and return the run. Only two things outlive it: its input, which the
+        caller must `hold`, and the results that selective checkpointing keeps, until the run in `recomputation` has used
+        them."""
         run = self.run_forward(template, module, phase)
         run.backward_start = -1
         return run
@@ -234,13 +238,13 @@ class Step:
         stream: int = 0,
         reusable: int = 0,
     ) -> None:
-        """One tensor alive from `born` until before `dies`; its bytes are rounded as the allocator does. `reusable`: from
-        when on its block is free, where that is later."""
+        """Add one tensor that lives from `born` until before `dies`; its bytes are rounded as the allocator does.
+        `reusable`: the instant from which its block can be reused, if that is later."""
         if num_bytes > 0 and born < dies:
             self._single.extend((number_of(name), number_of(module), category, num_bytes, born, dies, stream, reusable))
 
     def _gather(self) -> list[Columns]:
-        """All that is held."""
+        """The columns of everything held so far."""
         if self._single:
             columns = np.frombuffer(self._single, dtype=np.int64).reshape(-1, WIDTH).T
             columns[NUM_BYTES] = -(-columns[NUM_BYTES] // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
@@ -251,12 +255,12 @@ class Step:
     def hold_all(
         self, tensors: Iterable[tuple[str, str, int]], category: Category, born: int = 0, dies: int = FOREVER
     ) -> None:
-        """(name, module, bytes) of tensors of one category with one life, such as all parameters."""
+        """Add tensors, given as (name, module, bytes), that share a category and a lifetime, such as all parameters."""
         self._gather().append(tensors_held(tensors, int(category), born, dies))
 
     def record(self) -> Recording:
-        """What this step holds and runs, blocks apart. Instant 0 stands for the beginning of any step; further instants
-        follow where it is run again."""
+        """What this step holds and runs, apart from blocks, to be repeated with `run_again`. Instant 0 stands for the
+        beginning of any step; the further instants are added where it is repeated."""
         columns = np.concatenate([np.zeros((WIDTH, 0), np.int64), *self._gather()], axis=1)
         return Recording(columns, phases=bytes(self.phases[1:]), labels=tuple(self.labels[1:]))
 
@@ -282,8 +286,8 @@ class Step:
         born: int | None = None,
         stream: int = 0,
     ) -> list[int]:
-        """Tensors of the given bytes from `born` (the next instant) on, until `free`d or to the end of the step; returns
-        their handles. `stream`: on which they are allocated, 0 being the one that computes."""
+        """Add tensors of the given bytes that live from `born` (default: the next instant) until they are freed, or to the
+        end of the step. Returns their handles. `stream`: where they are allocated; 0 is the computing stream."""
         handles = []
         for num_bytes in sizes:
             handle = self._next_handle
@@ -293,30 +297,31 @@ class Step:
         return handles
 
     def free(self, handles: list[int]) -> None:
-        """Tensors of `allocate` are gone from the next instant on; empties the list."""
+        """Free tensors of `allocate` from the next instant on; empties the list of handles."""
         for handle in handles:
             name, category, num_bytes, since, module, stream = self._allocated.pop(handle)
             self.hold(name, category, num_bytes, since, self.now, module, stream)
         handles.clear()
 
     def let_go(self, handles: list[int]) -> list[int]:
-        """Tensors of `allocate` are gone from the next instant on, while another stream still uses their blocks
-        (`record_stream`): these are free once the handles, which are returned, come to `reuse`. Empties the list."""
+        """Free tensors of `allocate` from the next instant on, while another stream still uses their blocks
+        (`record_stream`). The blocks can be reused once the returned handles are given to `reuse`. Empties the list of
+        handles."""
         for handle in handles:
-            self._let_go[handle] = (*self._allocated.pop(handle), self.now)
+            self._freed_not_reusable[handle] = (*self._allocated.pop(handle), self.now)
         waiting = handles.copy()
         handles.clear()
         return waiting
 
     def reuse(self, handles: Iterable[int]) -> None:
-        """From the next instant on the blocks that were `let_go` are free."""
+        """The blocks of tensors that were `let_go` can be reused from the next instant on."""
         for handle in handles:
-            name, category, num_bytes, since, module, stream, gone = self._let_go.pop(handle)
+            name, category, num_bytes, since, module, stream, gone = self._freed_not_reusable.pop(handle)
             self.hold(name, category, num_bytes, since, gone, module, stream, self.now)
 
     def fork(self, *first: Recording) -> Step:
-        """A step that goes on from here, with what `first` holds before anything that is held here. This one stays as it
-        is; blocks whose backward is still to come must not go on in both."""
+        """A copy of this step from which to go on; `first` comes before everything that is held here. This step stays
+        unchanged. A block whose backward is still to come may be continued in only one of the two."""
         if self._own is None or self._own[0] != len(self._runs):
             self._own = len(self._runs), place(self._runs)
         forked = copy(self)
@@ -324,16 +329,16 @@ class Step:
         forked._placed, forked._own, forked._runs = [*self._placed, self._own[1]], None, []
         forked._held, forked._single = [*(part.columns for part in first), *self._gather()], array("q")
         forked._backward_ends, forked._allocated = self._backward_ends.copy(), self._allocated.copy()
-        forked._let_go = self._let_go.copy()
+        forked._freed_not_reusable = self._freed_not_reusable.copy()
         return forked
 
     def timeline(self) -> Timeline:
-        """The finished `Timeline`."""
+        """The `Timeline` of the finished step."""
         n = len(self.phases)
         for name, category, num_bytes, since, module, stream in self._allocated.values():
             self.hold(name, category, num_bytes, since, FOREVER, module, stream)
         self._allocated.clear()
-        self.reuse(list(self._let_go))
+        self.reuse(list(self._freed_not_reusable))
         placed = [*self._placed, place(self._runs)] if self._runs else self._placed
         none = np.zeros((WIDTH, 0), dtype=np.int64)
         columns = np.concatenate([none, *(runs.columns for runs in placed), *self._gather()], axis=1)

@@ -30,14 +30,15 @@ from peakcast.units import DTYPE_BYTES
 
 FP32 = 4
 QUANTISED_ROLES = ("attention", "mlp", "shared_expert")
-"""Every Linear inside the layers; embeddings, norms and lm_head are not quantised."""
+"""Roles of every Linear inside the layers, all quantised; embeddings, norms and lm_head are not."""
 ROUTED_ROLES = ("expert", "router")
-"""What is quantised too where a library has Linears for it, or the checkpoint is (GPTQ)."""
+"""Roles that are quantised too if a library makes Linears of them, or if the checkpoint is quantised (GPTQ)."""
 
 
 @lru_cache(maxsize=1024)
 def weights_job(job: TrainingJob) -> TrainingJob:
-    """The job with what changes none of its weights set aside: jobs alike in the rest share those."""
+    """The job with the settings that affect none of its weights replaced by defaults, so that jobs alike in all else share
+    one cached result."""
     return job.replace(
         micro_batch_size=1,
         gradient_accumulation_steps=1,
@@ -51,7 +52,7 @@ def weights_job(job: TrainingJob) -> TrainingJob:
 
 
 def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
-    """Every tensor of the network as a rank stores it, before data parallelism."""
+    """Every tensor of the network as a rank stores it, before data parallelism divides it."""
     if (recipe := recipe_of(job)) is not None:
         return recorded_parameters(job, recipe)
     return _stored_parameters(weights_job(job))
@@ -59,12 +60,13 @@ def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
 
 @lru_cache(maxsize=512)
 def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
+    """`stored_parameters` of a network without a recipe, cached by the settings that matter."""
     size, used = int(DTYPE_BYTES[job.precision.parameters]), int(DTYPE_BYTES[gathered_dtype(job)])
     ranks = expert_ranks(job)
     everything = [(module, _rank_experts(tensor, ranks)) for module, tensor in _all_parameters(job)]
     group = tensor_parallel(job)
     waits = group.table and job.parallelism.num_replicas > 1 and not group.table_reduced
-    # a table that the lm_head shares gets its gradient from there too, split: the sum is
+    # a tied table also gets a gradient from the lm_head, which is split, so the sum is split
     alone = group.table and job.parallelism.num_replicas == 1 and not job.architecture.tie_word_embeddings
     if job.finetuning.method == "full" and not (job.task == "inference" and job.finetuning.quantization):
         return tuple(
@@ -97,13 +99,13 @@ def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
                 own, gathered = (made.element_bytes, made.element_bytes) if made.element_bytes else (width, mixed)
                 part = StoredTensor(f"{name}.{made.name}", module, made.shape, own, gathered, trains=made.trains)
                 stored.append(replace(part, sharded=not whole, sums_gradient=sums and made.name == "lora_B"))
-        elif name == "score":  # of a classifier peft trains a copy of the head itself (`modules_to_save`)
+        elif name == "score":  # peft trains a copy of a classifier's head itself (`modules_to_save`)
             stored.append(StoredTensor(f"{name}.copy", module, tensor.shape, size, used, trains=True))
     return tuple(stored)
 
 
 def _rank_experts(tensor: ParameterTensor, ranks: int) -> ParameterTensor:
-    """What a rank has of the experts, which are stacked along the first dimension."""
+    """`tensor` with this rank's part of the experts, which are stacked along the first dimension."""
     if tensor.role != "expert" or ranks == 1:
         return tensor
     num_experts, *rest = tensor.shape
@@ -111,7 +113,8 @@ def _rank_experts(tensor: ParameterTensor, ranks: int) -> ParameterTensor:
 
 
 def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, used: int) -> list[StoredTensor]:
-    """What stands in memory for a weight that does not train: quantised when it is a Linear inside a layer."""
+    """The stored form of a weight that does not train: quantised if its role is one of `quantised_roles`, else the weight
+    itself."""
     if len(tensor.shape) >= 2 and tensor.role in quantised_roles(job):
         *stacked, out_features, in_features = tensor.shape  # experts may be stacked along a first dimension
         chosen = conventions(job)
@@ -135,10 +138,10 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
 
 
 def quantised_roles(job: TrainingJob) -> tuple[str, ...]:
-    """Roles of the matrices that are quantised.
+    """Roles of the matrices that are quantised; empty without quantization.
 
     Source: transformers 5.17 integrations/bitsandbytes.py replace_with_bnb_linear (`type(module) is nn.Linear`),
-    models/mixtral/modeling_mixtral.py MixtralExperts and MixtralTopKRouter (parameters of their own).
+    models/mixtral/modeling_mixtral.py MixtralExperts and MixtralTopKRouter (these are parameters, not Linears).
     """
     method = job.finetuning.quantization
     if not method:
@@ -148,21 +151,23 @@ def quantised_roles(job: TrainingJob) -> tuple[str, ...]:
 
 
 def _layer(module: str) -> int:
-    """The number of the layer that is called `module`; 0 of what is none."""
+    """The index of the layer named `module`; 0 if it is not a layer."""
     return int(module.rpartition(".")[2]) if module.startswith("layers.") else 0
 
 
 def quantised_shapes(job: TrainingJob) -> list[tuple[int, ...]]:
-    """[out_features, in_features] of every matrix that is quantised, experts apart."""
+    """[out_features, in_features] of every matrix that is quantised; stacked experts appear once."""
     roles = quantised_roles(job)
     return [tensor.shape[-2:] for _, tensor in _all_parameters(job) if len(tensor.shape) > 1 and tensor.role in roles]
 
 
 def _adapted(name: str, job: TrainingJob) -> bool:
+    """Whether an adapter is put on the matrix `name`."""
     return is_adapter_target(name, job.finetuning, job.architecture)
 
 
 def _all_parameters(job: TrainingJob) -> Iterator[tuple[str, ParameterTensor]]:
+    """(module, tensor) of the whole network: embedding, layers, head."""
     architecture = job.architecture
     for tensor in embedding_parameters(architecture):
         yield "embedding", tensor

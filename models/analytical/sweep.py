@@ -1,16 +1,16 @@
-"""Peaks of very many jobs that differ in a few knobs, as arrays and without a Python object per job: what `search` ranks.
+"""Peaks of very many jobs that differ in a few knobs, as arrays and without a Python object per job; `search` ranks them.
 
-No second copy of any formula: the ledger is asked. Jobs that differ in micro-batch b and sequence length s alone have the
-same tensors with the same lives, and nearly every tensor has c0 + c1·b + c2·s + c3·b·s + c4·s² + c5·b·s² bytes before they
-are rounded to 512. So a few timelines give the coefficients of every tensor and these the polynomial of every
-instant, whose largest value is the peak. Rounding is exact too: to the polynomials the padding of the tensors whose bytes
-are no multiple of 512 is added, class by class.
+There is no second copy of any formula: the ledger computes everything. Jobs that differ only in micro-batch b and sequence
+length s have the same tensors with the same lifetimes, and nearly every tensor has c0 + c1·b + c2·s + c3·b·s + c4·s² +
+c5·b·s² bytes before it is rounded to 512. So a few timelines give the coefficients of every tensor, these give a polynomial
+for every instant, and the largest value is the peak. Rounding is exact too: the padding of tensors whose bytes are not a
+multiple of 512 is added class by class.
 
-What is exact: the samples give the coefficients to the byte, and the ledger itself is asked at the corners of every range.
-A tensor that is not such a polynomial (the embedding's workspace) is bounded by its largest bytes per token at the corners,
-and a combination whose peak it could touch is asked of the ledger. Where lives differ (a kernel that is chosen by length) a
-range is halved, down to single combinations. Between corners that agree, nothing is checked. Data parallelism adds or takes
-away bytes instant by instant, whatever the micro-batch: each of its sizes costs one timeline.
+What is exact: the samples give the coefficients to the byte, and the ledger itself is run at the corners of every range. A
+tensor that is not such a polynomial (the embedding's workspace) is bounded by its largest bytes per token at the corners,
+and where it could affect a combination's peak, the ledger is run for that combination. Where lifetimes differ (a kernel
+that is chosen by length), a range is halved, down to single combinations. Between corners that agree, nothing is checked.
+Data parallelism adds or removes bytes at each instant, whatever the micro-batch: each of its sizes costs one timeline.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from peakcast.timeline import Timeline
 from peakcast.workers import LostError
 
 REFUSED = -1
-"""The "peak" of a combination that is no valid job."""
+"""The "peak" of a combination that is not a valid job."""
 SAMPLE = 512
-"""Samples are taken at multiples of it: every term but the constant one is then a multiple of 512, and not rounded."""
+"""Samples are at multiples of this, so every term but the constant one is a multiple of 512 and is not rounded."""
 ADDED = ("parallelism.data_parallel_size", "parallelism.zero_stage")
-"""Knobs that change what is held all along, and no activation: what each combination adds is taken from one timeline, and
-checked on another micro-batch and length for the last one."""
+"""Knobs that change what is held during the whole step, but no activation: one timeline gives what each combination adds,
+and the last one is checked at another micro-batch and length."""
 _SPLIT_LENGTH = ("context_parallel_size", "tensor_parallel_size")
 
 
@@ -53,12 +53,13 @@ def sweep(
     stage: int | None = None,
     processes: int = 1,
 ) -> Ints:
-    """Peak bytes of a steady step of `job` with each combination of `knobs`, [num_combinations]; -1 where the combination
-    is no valid job.
+    """Peak bytes of a steady step of `job` with each combination of `knobs`, [num_combinations]; -1 if the combination is
+    not a valid job.
 
     `knobs`: a job's keys, dotted where nested ("parallelism.tensor_parallel_size"), each with an array of one value per
-    combination. `stage`: whose peaks, a pipeline stage's; None for the fullest. `processes` share the work.
-    Raises: SpecError for knobs that are no keys of a job or differ in length; LostError where a process was ended from
+    combination. `stage`: the pipeline stage; None for the fullest. `processes`: how many share the work.
+
+    Raises: SpecError for knobs that are not keys of a job or differ in length; LostError if a process was ended from
     outside.
     """
     columns = {name: np.asarray(values) for name, values in knobs.items()}
@@ -89,6 +90,7 @@ _Task = tuple[TrainingJob, Mapping[str, Any], list[dict[str, Any]], Ints, Ints, 
 
 
 def _map(function: Callable[[_Task], Ints], tasks: Sequence[_Task], processes: int) -> Iterator[Ints]:
+    """The results of `function` for each task, in order."""
     if processes < 2 or len(tasks) < 2:
         yield from map(function, tasks)
         return
@@ -103,7 +105,8 @@ def _map(function: Callable[[_Task], Ints], tasks: Sequence[_Task], processes: i
 
 
 def _place_fewest_micro_batches(job: TrainingJob, columns: dict[str, npt.NDArray[Any]]) -> None:
-    """The same peaks with as few micro-batches as the ledger places, so that they do not tell structures apart."""
+    """Reduce the numbers of micro-batches to the fewest with the same peak, so that they do not make jobs look
+    different."""
     name = "gradient_accumulation_steps"
     if name not in columns:
         return
@@ -116,7 +119,7 @@ def _place_fewest_micro_batches(job: TrainingJob, columns: dict[str, npt.NDArray
 
 
 def _peaks(device: Device | None, stage: int | None, task: _Task) -> Ints:
-    """Peaks of the jobs that differ in micro-batch, sequence length and what only adds, in any order."""
+    """Peaks of the jobs of one task, which differ in micro-batch, sequence length and knobs of `ADDED`, in any order."""
     base, changes, variants, variant_of, batch, sequence = task
     peaks = np.full(len(batch), REFUSED, dtype=np.int64)
     sequence = np.where(np.isin(sequence, _valid_lengths(base, changes, np.unique(sequence))), sequence, 0)
@@ -134,6 +137,7 @@ def _peaks(device: Device | None, stage: int | None, task: _Task) -> Ints:
 
 
 def _valid_lengths(base: TrainingJob, changes: Mapping[str, Any], lengths: Ints) -> list[int]:
+    """Those of `lengths` with which the job is valid."""
     valid: list[int] = []
     try:
         job = with_knobs(base, {**changes, "sequence_length": _sample_length(base, changes)})
@@ -155,27 +159,28 @@ def _sample_length(base: TrainingJob, changes: Mapping[str, Any]) -> int:
 
 
 def fullest_stages(job: TrainingJob) -> list[int]:
-    """The pipeline stages that can be the fullest: of those between the ends, which hold equal layers in an even split, the
-    first has the most micro-batches in flight."""
+    """The pipeline stages that can be the fullest: the first, the second and the last. Stages between the ends hold equal
+    layers if the split is even, and the first of them has the most micro-batches in flight."""
     stages = job.parallelism.pipeline_parallel_size
     return list(range(stages)) if job.parallelism.pipeline_layers else sorted({0, min(1, stages - 1), stages - 1})
 
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """The ledger of one stage as a function of the layout's number, micro-batch and sequence length."""
+    """The ledger of one stage as a function of the layout's index, micro-batch and sequence length."""
 
     layouts: tuple[TrainingJob, ...]
     device: Device | None
     stage: int
 
     def timeline(self, layout: int, batch: int, sequence: int) -> Timeline:
+        """The timeline of a steady step."""
         job = self.layouts[layout].replace(micro_batch_size=batch, sequence_length=sequence)
         rank = self.stage * (job.parallelism.world_size // job.parallelism.pipeline_parallel_size)
         return ledger(job, device=self.device, rank=rank, step="steady")
 
     def one_by_one(self, points: Ints) -> Ints:
-        """Peaks [num_layouts, num_points] at `points` [2, num_points], each by its ledger."""
+        """Peaks [num_layouts, num_points] at `points` [2, num_points], each from its own ledger."""
         return np.array(
             [
                 [self.timeline(layout, b, s).peak().num_bytes for b, s in points.T.tolist()]
@@ -185,7 +190,7 @@ class _Asked:
         ).reshape(len(self.layouts), -1)
 
     def peaks(self, points: Ints) -> Ints:
-        """Peaks [num_layouts, num_points] at distinct `points`: by polynomials where that saves ledgers."""
+        """Peaks [num_layouts, num_points] at distinct `points`, by polynomials if that needs fewer ledgers."""
         lengths = np.unique(points[1]).tolist()
         if len(lengths) > 1:
             # the square of the length is in the attention scores, which only some kernels keep in memory
@@ -208,7 +213,7 @@ class _Asked:
         return found
 
     def _by_ranges(self, points: Ints, fitted: Polynomials) -> Ints:
-        """Peaks at points in the order of their tokens, halved until lives are the same at all corners."""
+        """Peaks at points sorted by tokens; ranges are halved until lifetimes are the same at all corners."""
         if points.shape[1] <= 3:
             return self.one_by_one(points)
         checked = fitted.checked({corner: self.timeline(0, *corner) for corner in _corners(points)})
@@ -223,7 +228,7 @@ class _Asked:
 
 
 def _corners(points: Ints) -> list[tuple[int, int]]:
-    """The first and the last of `points` and, where these are not the extremes of both coordinates, points that are."""
+    """The first and the last of `points` and, if these are not the extremes of both coordinates, points that are."""
     chosen = [0, points.shape[1] - 1]
     for coordinate in points:
         for extreme in (coordinate.min(), coordinate.max()):

@@ -1,15 +1,14 @@
-"""A tape: the operations of one block, from which the life of every tensor follows.
+"""A tape: the operations of one block, from which the lifetime of every tensor follows.
 
-A block (a decoder layer, the loss, ...) is written once, as the operations that its framework runs in forward. Each says
-what it allocates, what autograd keeps of it until backward, and what its backward allocates. `Tape.finish` runs the
-operations forward and then backward with autograd's own rules of life and returns a `Template`: entries relative to the
-block's first forward instant and its first backward instant, which `step.py` places as often as the block occurs.
+A block (a decoder layer, the loss, ...) is written once, as the operations that its framework runs in forward.
+`Tape.finish` applies autograd's rules for freeing tensors and returns a `Template`: tensors whose lifetimes count from the
+first instant of the block's forward or backward. `step.py` places the template each time the block runs.
 
 Autograd's rules, as in torch 2.x (torch/csrc/autograd/engine.cpp):
-- a tensor lives until its last reader has run, or, when kept, until the backward of the operations that keep it has run;
-- a node's incoming gradient and its kept tensors are released after the node has run (`release_variables`);
+- a tensor is freed after its last reader or, if saved, after the backward of the last operation that saved it;
+- a node's incoming gradient and its saved tensors are freed after the node has run (`release_variables`);
 - nodes run in reverse order of creation; a parameter's gradient is accumulated as soon as it is computed;
-- a second gradient of the same tensor is added in place when nobody else holds the first one (`InputBuffer::add`).
+- a second gradient of the same tensor is added in place if nothing else refers to the first one (`InputBuffer::add`).
 """
 
 from __future__ import annotations
@@ -42,9 +41,10 @@ __all__ = ["Tape", "Tensor", "WeightGradient"]
 class Tape:
     """Records the operations of one block; `finish` turns them into a `Template`.
 
-    `saves_on_cpu`: what autograd keeps is copied to the host and comes back, each tensor for itself, while the operation
-    that kept it runs backward (`torch.autograd.graph.save_on_cpu`, which copies parameters as well).
-    `splits_backward`: inputs' gradients first, weights' later (`split_backward.py`); a hook keeps what comes to each.
+    `saves_on_cpu`: saved tensors are copied to the host and back for their operation's backward
+    (`torch.autograd.graph.save_on_cpu`, which copies parameters too). `splits_backward`: the weights' gradients come after
+    the inputs' (`split_backward.py`), and hooks keep what they need. `gpu`: (multiprocessors, threads of each), or None to
+    leave out what kernels allocate for themselves.
     """
 
     def __init__(
@@ -61,28 +61,25 @@ class Tape:
         self._loss_from: int | None = None
 
     def summed(self, name: str, columns: int, rows: int, num_bytes: int) -> WeightGradient:
-        """The gradient of a vector of `columns`, which torch sums over `rows`; where the tape is for a GPU
-        (multiprocessors, threads of each), with what the kernel takes for itself."""
+        """The gradient of a vector of `columns` elements, summed over `rows`; with a `gpu`, its kernel's workspaces too."""
         workspaces: tuple[int, ...] = ()
         if self._gpu is not None and (taken := reduction(columns, rows, *self._gpu, reduced_is_contiguous=False)):
             workspaces = taken.buffer_bytes, taken.semaphore_bytes
         return WeightGradient(name, num_bytes, workspaces)
 
-    # -- building -----------------------------------------------------------------------------------------------------
-
     def input(
         self, num_bytes: int, *, requires_grad: bool = True, owned: bool = True, name: str = "hidden_states"
     ) -> Tensor:
-        """The block's input: made by the block before, owned by this one from its first instant on (or, when not
-        `owned`, held by somebody else for at least as long)."""
+        """The block's input, which the block before made and this one owns. If not `owned`, something else keeps it alive
+        for at least as long, and it has no bytes here."""
         storage = Storage(name, num_bytes if owned else 0, Category.ACTIVATIONS, 0)
         self._storages.append(storage)
         self._input = Tensor(storage, num_bytes, requires_grad)
         return self._input
 
     def elsewhere(self, num_bytes: int, name: str, *, requires_grad: bool = True) -> Tensor:
-        """A tensor that another block owns and several read. A gradient made here is added at once to one that the other
-        block holds; `Template.elsewhere` says from when it is there, and how long the tensor is kept."""
+        """A tensor that another block owns and several read. Its gradients are added to the owner's at once.
+        `Template.elsewhere` says until when this block saves it and from when its gradient exists."""
         storage = Storage(name, 0, Category.ACTIVATIONS, 0)
         self._elsewhere[name] = Tensor(storage, num_bytes, requires_grad)
         return self._elsewhere[name]
@@ -111,12 +108,12 @@ class Tape:
     ) -> Tensor:
         """Append an operation and return its output.
 
-        `reads`: tensors it reads. `saves`: those of them that autograd keeps; `saves_output`: its own result too;
-        `extra_saved_bytes`: further tensors made and kept (softmax statistics, dropout masks). `gradients`: which inputs
-        get a gradient, default each read that needs one, of its own size. `view_of`: the output shares that storage.
-        Temporaries live during the operation only. `kind` ("matmul" or one of `KINDS`): what selective checkpointing
-        goes by. `is_function`: a `torch.autograd.Function`, which keeps tensors when it has run. `side`: what it allocates
-        on a second stream.
+        `reads`: its inputs. `saves`: those that autograd saves; `saves_output`: its output too; `extra_saved_bytes`:
+        further tensors that it makes and saves (softmax statistics, dropout masks). `gradients`: (input, bytes of its
+        gradient), by default for each input that requires one. `view_of`: the output shares this storage. Temporaries exist
+        during the operation only. `kind`: "matmul" or one of `KINDS`, by which selective checkpointing decides.
+        `is_function`: a `torch.autograd.Function`, which saves tensors after it has run. `side`: allocations on a second
+        stream.
         """
         index = len(self._operations)
         needs_grad = bool(weight_gradients)
@@ -177,8 +174,9 @@ class Tape:
         backward_temporary_bytes: int = 0,
         gradients_in_place: bool = False,
     ) -> list[Tensor]:
-        """A `torch.autograd.Function` whose forward is the operations appended before, which are in no graph: its results,
-        `made` by them, of `reads`. Its backward runs when the gradients of all of them are there."""
+        """Append a `torch.autograd.Function` whose forward is the operations appended before, which build no graph. They
+        read `reads` and make `made`. Returns its outputs, with the storages of `made`; its backward needs the gradients of
+        all."""
         index = len(self._operations)
         for tensor in (*made, *reads):
             tensor.storage.last_read = max(tensor.storage.last_read, index)
@@ -198,7 +196,8 @@ class Tape:
         return outputs
 
     def split(self, tensor: Tensor, sizes: Sequence[int], name: str = "split") -> list[Tensor]:
-        """Views of `tensor` of the given bytes; their gradients are concatenated into a new one in backward."""
+        """Views of `tensor` with the given sizes in bytes. In backward their gradients are concatenated into a new
+        tensor."""
         index = len(self._operations)
         tensor.storage.last_read = index
         views = [Tensor(tensor.storage, size, tensor.requires_grad) for size in sizes]
@@ -207,38 +206,36 @@ class Tape:
         return views
 
     def hold(self, tensor: Tensor) -> None:
-        """A variable of the calling code keeps `tensor` alive until the operation appended last."""
+        """A variable of the calling code keeps `tensor` alive until the last appended operation has run."""
         tensor.storage.last_read = max(tensor.storage.last_read, len(self._operations) - 1)
 
     def keep(self, tensor: Tensor) -> None:
-        """Autograd keeps `tensor` until the backward of the operation that was appended last has run."""
+        """Autograd saves `tensor` for the backward of the last appended operation."""
         self._keep(tensor.storage, len(self._operations) - 1)
 
     @property
     def num_tensors(self) -> int:
-        """Tensors made so far: marks a place on the tape for `make_again`."""
+        """How many tensors have been made so far; marks a position on the tape for `make_again`."""
         return len(self._storages)
 
     def make_again(self, begin: int, end: int) -> None:
-        """The tensors made from `num_tensors` = `begin` to `end` are let go now, and made again when the operation appended
-        last runs backward (megatron-core's `CheckpointWithoutOutput`). What is gone again in that pass itself is
-        not counted."""
+        """Free the tensors made while `num_tensors` went from `begin` to `end`, and recompute them in the backward of the
+        last appended operation (megatron-core's `CheckpointWithoutOutput`), without the recomputation's temporaries."""
         for storage in self._storages[begin:end]:
             storage.made_again = len(self._operations) - 1
 
     def keep_with_graph(self, tensor: Tensor) -> None:
-        """A node of the graph has `tensor` as an attribute, which nothing releases before the graph goes."""
+        """A node of the graph has `tensor` as an attribute: it is freed with the graph."""
         tensor.storage.of_graph = True
 
     def begin_loss(self) -> None:
-        """The operations from here on are the loss."""
+        """Operations appended from here on belong to the loss."""
         self._loss_from = len(self._operations)
 
     def _keep(self, storage: Storage, index: int) -> None:
+        """Note that operation `index` saves `storage`."""
         self._savers.setdefault(id(storage), []).append(index)
         storage.last_saver = index if storage.last_saver is None else min(storage.last_saver, index)
-
-    # -- finishing ----------------------------------------------------------------------------------------------------
 
     def finish(
         self,
@@ -248,10 +245,10 @@ class Tape:
         cached_kinds: frozenset[str] = frozenset({"attention"}),
         beside: Tensor | None = None,
     ) -> Template:
-        """The block's entries. `output` is handed to the next block and its gradient comes from there. `cached_matmuls`:
-        selective checkpointing keeps the results of one in so many matrix products (0: nothing at all) and of operations of
-        `cached_kinds`. `beside`: what a reentrant checkpoint's function returns beside it, as `Template.beside_bytes`
-        says."""
+        """The block's `Template`. `output` goes to the next block, which returns its gradient. `cached_matmuls`: n if
+        selective checkpointing keeps the first of every n matrix products (0: it is not used) and every operation of
+        `cached_kinds`. `beside`: a second tensor that the block returns to a reentrant checkpoint
+        (`Template.beside_bytes`)."""
         num_forward = len(self._operations)
         backward = [index for index in reversed(range(num_forward)) if self._operations[index].has_backward]
         ends = {index: instant + 1 for instant, index in enumerate(backward)}
@@ -277,7 +274,7 @@ class Tape:
                 storage.last_read = min(storage.last_read, storage.made_again)
                 if saver is not None:
                     again = ends[storage.made_again] - 1
-                    self._made_again(rows, storage, again, saver)
+                    self._append_recomputed(rows, storage, again, saver)
                     saver = None
             last, kept = storage.last_read + 1, id(storage) in cached
             dies, in_backward = (last, False) if saver is None else (saver, True)
@@ -287,7 +284,7 @@ class Tape:
                 waiting.append(Waiting(storage.name, storage.category, storage.num_bytes, *life))
                 continue
             if kept and storage.born >= last_saver:
-                dies, in_backward = len(backward), True  # a recomputation stops there and never asks for it
+                dies, in_backward = len(backward), True  # the recomputation stops before it would read this
             if storage.of_graph or (beside is not None and storage is beside.storage):
                 dies, in_backward = len(backward), True
             if in_backward and dies == saver and storage.last_saver is not None:
@@ -319,6 +316,7 @@ class Tape:
         return replace(template, later=self._later(turns, waiting)) if self._splits_backward else template
 
     def _later(self, turns: dict[int, int], waiting: list[Waiting]) -> Later:
+        """The second half of a split backward: a template for each weight's gradient, and the tensors that wait for it."""
         weights = []
         for index in turns:
             operation = self._operations[index]
@@ -335,11 +333,13 @@ class Tape:
         return Later(tuple(weights), tuple(rounded))
 
     @staticmethod
-    def _made_again(rows: list[Row], storage: Storage, born: int, dies: int) -> None:
+    def _append_recomputed(rows: list[Row], storage: Storage, born: int, dies: int) -> None:
+        """Add the row of a tensor that `make_again` recomputes at backward instant `born`."""
         life = (born, True, dies, True, False, dies, False)
         rows.append((storage.name, storage.category, storage.num_bytes, *life, storage.stream))
 
     def _cached(self, cached_matmuls: int, kept: frozenset[str]) -> set[int]:
+        """Ids of the storages that selective checkpointing keeps: the first of every n products, and the kinds `kept`."""
         matmuls, cached = 0, set()
         for storage in self._storages:
             if storage.kind == "matmul":
@@ -349,14 +349,15 @@ class Tape:
         return cached
 
     def _recomputed(self, backward: list[int]) -> int:
-        """Instants of a recomputation that stops when the last tensor is there that autograd keeps: inputs are kept before
-        an operation runs, results and what it makes beside them when it has (torch tools/autograd/gen_variable_type.py)."""
+        """How many forward instants a recomputation runs, until the last saved tensor exists. Inputs are saved before an
+        operation runs; its output, and what it makes beside that, after (torch tools/autograd/gen_variable_type.py)."""
         last = max((i for i in backward if any(self._operations[i].saved_bytes)), default=-1)
         return last + (last >= 0 and self._operations[last].keeps_results)
 
     def _template(
         self, rows: list[Row], backward: list[int], elsewhere: dict[str, Elsewhere], added: int | None = None
     ) -> Template:
+        """The rows as a template. `backward`: indices of operations, in the order in which their backward runs."""
         columns = list(zip(*rows, strict=True)) if rows else [()] * 11
         names, categories, sizes, born, born_b, dies, dies_b, weights, without_graph, cached, streams = columns
         instants = np.array((sizes, born, dies, without_graph), dtype=np.int64)
@@ -394,6 +395,6 @@ class Tape:
 
 
 def _temporaries(own: int | Sequence[int], aside: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(bytes, stream) of an operation's temporaries on the stream that computes and on the side stream."""
+    """(bytes, stream) of temporaries: `own` on the computing stream, `aside` on the side stream."""
     sizes = (own,) if isinstance(own, int) else own
     return (*((size, 0) for size in sizes if size > 0), *((size, SIDE_STREAM) for size in aside if size > 0))

@@ -16,10 +16,12 @@ TENSOR_PARALLEL_FAMILIES = frozenset(
         *("granite", "olmo", "olmo2", "phi", "phi3", "starcoder2"),
     }
 )
-"""`model_type` of families with other layers than Llama's whose `base_model_tp_plan` of transformers 5.17 was traced."""
+"""`model_type` of families whose layers differ from Llama's and whose `base_model_tp_plan` of transformers 5.17 was
+traced."""
 
 
 def tensor_reason(job: TrainingJob) -> Finding | None:
+    """Why the ledger does not cover the job's tensor parallelism, as a finding; None if it does."""
     architecture, layout, ranks = job.architecture, job.parallelism, job.parallelism.tensor_parallel_size
     library = job.framework == "huggingface"
     checks: list[Check] = [
@@ -131,7 +133,7 @@ def tensor_reason(job: TrainingJob) -> Finding | None:
 
 
 def _adapters_left_out(job: TrainingJob) -> str:
-    """What of adapters that torch's plan splits no trace has confirmed, as the end of a sentence; "" for nothing."""
+    """Which adapters that torch's plan splits no trace has confirmed, as the end of a sentence; "" if none."""
     if job.finetuning.method == "full" or job.framework != "torch":
         return ""
     layout = job.parallelism
@@ -148,13 +150,15 @@ def _adapters_left_out(job: TrainingJob) -> str:
 
 
 def _adapts_whole_parts(job: TrainingJob) -> bool:
+    """Whether adapters are on parts of a layer whose outputs tensor parallelism gathers."""
     matrices = (tensor.name.removesuffix(".weight") for tensor in layer_parameters(job.architecture, 0))
     adapted = {name for name in matrices if is_adapter_target(name, job.finetuning, job.architecture)}
     return any(name.partition(".")[0] in traits(job.architecture).whole_parts for name in adapted)
 
 
 def like_llama(architecture: Architecture) -> bool:
-    """Norm, separate projections, gated feed-forward of separate matrices: what both plans name."""
+    """Whether layers are like Llama's: RMSNorm, separate projections, a gated feed-forward of separate matrices, which both
+    plans name."""
     plain = architecture.kind == "decoder" and architecture.moe is None and architecture.mla is None
     separate = architecture.gated_mlp and not (architecture.fused_qkv or architecture.fused_gate_up)
     usual = architecture.normalization == "rmsnorm" and architecture.norm_placement == "pre"

@@ -9,7 +9,7 @@ from peakcast.spec import Offload, TrainingJob
 
 
 def zero_reason(job: TrainingJob) -> Finding | None:
-    """What of DeepSpeed's ZeRO no trace has confirmed, as a finding; None where one has."""
+    """What of the job's ZeRO settings no trace has confirmed, as a finding; None if all were confirmed."""
     layout, optimizer = job.parallelism, job.optimizer
     if layout.zero_stage == 0:
         return None
@@ -83,13 +83,14 @@ def zero_reason(job: TrainingJob) -> Finding | None:
 
 
 def _beside_scattered_gradients(job: TrainingJob) -> bool:
-    """Whether the job has what was not traced together with gradients that wait where backward has made them."""
+    """Whether the job has settings that were not traced together with gradients that stay where backward made them."""
     overlaps = job.parallelism.zero_stage < 3 and conventions(job).get("overlap_comm") is True
     return overlaps or _beside_plain_weights(job)
 
 
 def _beside_early_reduction(job: TrainingJob) -> bool:
-    """Whether the job has what was not traced, or missed by 2 %, where stage 1 reduces in backward."""
+    """Whether the job has settings that were not traced, or were 2 % off, together with stage 1 reducing during
+    backward."""
     shared = job.architecture.tie_word_embeddings and job.gradient_accumulation_steps > 1
     return shared or _beside_plain_weights(job)
 

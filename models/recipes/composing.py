@@ -1,5 +1,5 @@
-"""A recipe's step on one rank: its blocks placed on a `Step`, with the layouts, optimizers and allocator that every block
-has, hand-written or recorded."""
+"""A recipe's step on one rank: its blocks placed on a `Step`, with the layouts, optimizers and allocator that all blocks
+use, whether written by hand or recorded."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from peakcast.timeline import Category, Phase, Timeline
 
 ADAPTERS = (".lora_A", ".lora_B")
 DIFFERENT_MICRO_BATCHES = 2
-"""The first makes the gradients, any later one adds to them."""
+"""The first micro-batch makes the gradients, later ones add to them."""
 PRODUCTS = ("mm.", "addmm.", "bmm.")
-"""How the labels of matrix products begin."""
+"""Prefixes of the labels of matrix products."""
 
 
 def recipe_ledger(
     job: TrainingJob, recipe: Recipe, *, device: Device | None = None, rank: int | None = None, step: str = "steady"
 ) -> Timeline:
-    """As `peakcast.models.analytical.ledger.ledger`, of the network that `recipe` was recorded of."""
+    """As `peakcast.models.analytical.ledger.ledger`, for the network that `recipe` was recorded from."""
     job = described(job, recipe)
     network, tensors = _Network(recipe, job), recorded_parameters(job, recipe)
     modules = RecordedModules(recipe.walk, network.deep, network.names, tensors)
@@ -46,7 +46,7 @@ def recipe_ledger(
     hand_updates(job, layout, step)
     timeline = Step(hooks=layout)
     layout.hold_resident(timeline)
-    timeline.hold_all(training_workspaces(device, job.versions), Category.WORKSPACES)
+    timeline.hold_all(training_workspaces(device, job), Category.WORKSPACES)
     network.run(timeline, layout, min(job.gradient_accumulation_steps, DIFFERENT_MICRO_BATCHES))
     place_optimizer_step(timeline, job, layout, step)
     network.hold_across(timeline, first_step=step == "first")
@@ -55,18 +55,18 @@ def recipe_ledger(
 
 @dataclass(frozen=True)
 class RecordedTemplate(Template):
-    """A place's template, whose entries bear the names of modules and not of operations."""
+    """A place's template. Its entries have the names of modules, not of operations."""
 
     made: tuple[Ints, Ints] = field(kw_only=True)
 
     @property
     def made_bytes(self) -> tuple[Ints, Ints]:
-        """Of each forward, then of each backward instant, the bytes that its operation allocates, for other places too."""
+        """Bytes that the operation at each forward instant and at each backward instant allocates, for other places too."""
         return self.made
 
 
 class _Network:
-    """The places of a deep network, their templates and runs."""
+    """The places of a deep network, with their templates and runs."""
 
     def __init__(self, recipe: Recipe, job: TrainingJob) -> None:
         self.walk = recipe.walk
@@ -77,7 +77,7 @@ class _Network:
         self.runs: list[list[Run]] = []
 
     def run(self, timeline: Step, layout: Layout, num_micro_batches: int) -> None:
-        """Run the recorded micro-batch so many times."""
+        """Run the recorded micro-batch this many times."""
         templates = [self._template(place) for place in range(self.walk.num_places)]
         for micro_batch in range(num_micro_batches):
             first, last = micro_batch == 0, micro_batch == num_micro_batches - 1
@@ -92,12 +92,12 @@ class _Network:
             self.runs.append(runs)
 
     def hold_across(self, timeline: Step, *, first_step: bool) -> None:
-        """What lives in more than one place, or longer than its micro-batch."""
+        """Hold what lives in more than one place, or longer than its micro-batch."""
         lives = self.deep.lives
         crosses = ~self._local()[self.deep.entries]
         before, after = lives[BORN_STRETCH] < 0, lives[DIES_STRETCH] < 0
         stays, leaves = crosses & before & after, crosses & before & ~after
-        if first_step:  # no step was before it
+        if first_step:  # what an earlier step made does not exist
             stays, leaves = stays & (lives[BORN] == 0), leaves & (lives[BORN] == 0)
         starts = self._starts()
         self._hold(timeline, np.flatnonzero(stays | leaves), starts[0])
@@ -111,7 +111,8 @@ class _Network:
             self._hold(timeline, np.flatnonzero(crosses & ~before & ends), own)
 
     def _left_over(self, leaving: Ints, left: Ints) -> tuple[Ints, Ints]:
-        """Of what a micro-batch finds and lets go, `leaving`, that which the one before made and left."""
+        """Pairs of entries (one that a micro-batch finds and frees, one that the micro-batch before made and left) that are
+        the same tensor."""
         names = self.walk.names
         made: dict[tuple[str, int], list[int]] = {}
         for entry in left.tolist():
@@ -126,8 +127,8 @@ class _Network:
         return both[:, 0], both[:, 1]
 
     def _hold(self, timeline: Step, which: Ints, starts: Ints, born: Ints | int = 0) -> None:
-        """Hold some entries of the deep network, for a micro-batch whose stretches begin at `starts`; what it has not made
-        itself since `born`."""
+        """Hold some entries of the deep network, for a micro-batch whose stretches begin at `starts`. Entries that it did
+        not make itself exist since `born`."""
         lives, entries = self.deep.lives, self.deep.entries[which]
         born_in, dies_in = lives[BORN_STRETCH, which], lives[DIES_STRETCH, which]
         columns = np.zeros((WIDTH, len(which)), dtype=np.int64)
@@ -139,7 +140,7 @@ class _Network:
         timeline.run_again(Recording(columns[:, columns[3] > 0]))
 
     def _starts(self) -> list[Ints]:
-        """The first instant of each stretch, by micro-batch."""
+        """For each micro-batch, the first instant of each stretch."""
         return [
             np.array(
                 [*(run.forward_start for run in runs), *(run.backward_start or 0 for run in reversed(runs))], dtype=np.int64
@@ -148,7 +149,7 @@ class _Network:
         ]
 
     def _local(self) -> npt.NDArray[np.bool_]:
-        """Which of the recipe's entries live in one place, parameters' gradients among them."""
+        """Which of the recipe's entries live in one place only, counting parameters' gradients."""
         lives = self.walk.lives
         born, dies = lives[BORN_STRETCH], lives[DIES_STRETCH]
         one_place = place_of(born, self.walk.num_places) == place_of(dies, self.walk.num_places)
@@ -156,7 +157,7 @@ class _Network:
         return local
 
     def _template(self, place: int) -> Template:
-        """What lives in `place` of the recipe's network in one micro-batch."""
+        """The template of what lives in `place` of the recipe's network during one micro-batch."""
         walk = self.walk
         forward, backward = place, 2 * walk.num_places - 1 - place
         born = walk.lives[BORN_STRETCH]
@@ -182,17 +183,17 @@ class _Network:
             num_recomputed=len(phases),
             num_backward=len(walk.phases[backward]),
             forward_labels=_naming_adapters(walk.labels[forward], walk.visits[forward], {}),
-            backward_labels=_hooked(labels) if place == walk.num_places - 1 else labels,
+            backward_labels=_with_head_label(labels) if place == walk.num_places - 1 else labels,
             input_bytes=0,
             keeps_input=False,
             asks_late_bytes=0,
             saved_bytes=[],
             loss_from=len(phases) if loss < 0 else loss,
             added_to_handed_in=len(walk.phases[backward]),
-            made=(self._made(forward), self._made(backward)),
+            made=(self._allocated_bytes(forward), self._allocated_bytes(backward)),
         )
 
-    def _made(self, stretch: int) -> Ints:
+    def _allocated_bytes(self, stretch: int) -> Ints:
         """Bytes that each operation of a stretch allocates."""
         born = self.walk.lives[:, self.walk.lives[BORN_STRETCH] == stretch][BORN]
         made = self.num_bytes[self.walk.lives[BORN_STRETCH] == stretch]
@@ -200,8 +201,9 @@ class _Network:
 
 
 def _naming_adapters(labels: Sequence[str], visits: Sequence[Visit], made: Mapping[str, int]) -> list[str]:
-    """The labels of a stretch, with those operations named after an adapter's matrix for which FSDP1 gathers it: the first
-    one that uses it, where it runs "again" too, or the last before its gradient is there, the instants `made`."""
+    """The labels of a stretch, in which the operations for which FSDP1 gathers an adapter's matrix are named after it: the
+    first that reads it (also in a recomputation), and in backward the last before its gradient exists. `made`: the instants
+    of those gradients."""
     named = list(labels)
     for visit in visits:
         operation = visit.module.removesuffix(".default")
@@ -213,14 +215,15 @@ def _naming_adapters(labels: Sequence[str], visits: Sequence[Visit], made: Mappi
     return named
 
 
-def _hooked(labels: Sequence[str]) -> list[str]:
-    """The operations of the head's backward. The first product is the lm_head's own, where its layout's hooks are: what
-    runs before it is the loss's."""
+def _with_head_label(labels: Sequence[str]) -> list[str]:
+    """The labels of the head's backward. The first product is the lm_head's own, at which its layout's hooks run; what runs
+    before belongs to the loss."""
     first = next((index for index, label in enumerate(labels) if label.startswith(PRODUCTS)), None)
     return [f"lm_head.{label}" if index == first else label for index, label in enumerate(labels)]
 
 
 def _module(place: int, num_places: int) -> str:
+    """The name of a place."""
     if place % 2:
         return f"layers.{place // 2}"
     return "embedding" if place == 0 else "head" if place == num_places - 1 else f"between.{place}"

@@ -1,5 +1,5 @@
-"""Conditions: everything of a job on which its recipe depends, as values under flat names, so that two can be laid side by
-side."""
+"""Conditions: everything of a job on which its recipe depends, as values with flat names, so that two jobs can be
+compared."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ IDLE = re.compile(
     r"|output_attentions|output_hidden_states|transformers_version|torch_dtype|dtype|_\w+|alpha|initializer_\w+|init_\w+|\w*_eps|\w*_epsilon"
     r"|pretraining_tp|task_specific_params|max_new_tokens|router_aux_loss_coef"
 )
-"""Names of what changes no tensor of a training step: how weights are drawn, tokens numbered, small terms added."""
+"""Names of settings that change no tensor of a training step: how weights are initialised, tokens numbered, small terms
+added."""
 ROTARY = re.compile(r"(rope_\w+|\w+_rope\w*)(\..*)?|rotary_base|default_theta")
 ROTARY_SHARE = "partial_rotary_factor"
 OF_LENGTH = ("dynamic", "longrope")
-"""Kinds of rotary embedding whose frequencies are computed anew in a step (transformers modeling_rope_utils.py
-`dynamic_rope_update`); those of all other kinds are ready before it."""
+"""Kinds of rotary embedding whose frequencies are recomputed in a step (transformers modeling_rope_utils.py
+`dynamic_rope_update`); those of other kinds exist before it."""
 
 
 def conditions(job: TrainingJob, defaults: Conditions | None = None) -> dict[str, Any]:
-    """Those of `job`: of its own fields what is not usual, so that fields which jobs get later on change nothing, and its
-    network's configuration, where what is not said is as in `defaults`, the library's."""
+    """The conditions of `job`: its own fields where they differ from the defaults (so that fields added to jobs later
+    change nothing), and its network's configuration. `defaults`: the library's defaults, for what that does not say."""
     own = flat(job_to_mapping(regime(job)))
     usual = flat(job_to_mapping(TrainingJob(architecture=job.architecture)))
     fields = (name for name in own if not name.startswith("architecture."))
@@ -51,13 +52,14 @@ def conditions(job: TrainingJob, defaults: Conditions | None = None) -> dict[str
 
 
 def implied(job: TrainingJob, defaults: Conditions) -> dict[str, Any]:
-    """What the configuration of the job's network leaves to Hugging Face's conventions."""
+    """What the job's network leaves to Hugging Face's conventions."""
     given = {name: value for name, value in network_values(job.architecture).items() if value is not None}
     return _implied({**defaults, **given})
 
 
 def _implied(network: Conditions) -> dict[str, Any]:
-    """As most `configuration_*.py` of transformers have it, where a family knows the name."""
+    """Values that follow from others of the network, as most `configuration_*.py` of transformers define them, for names
+    that the family has."""
     found: dict[str, Any] = {}
     for name, heads in network.items():
         prefix = name.removesuffix("num_attention_heads")

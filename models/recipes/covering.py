@@ -1,4 +1,4 @@
-"""Which jobs recipes cover, as findings about those that they do not."""
+"""Which jobs recipes cover, and findings about those that they do not."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from peakcast.spec import Offload, TrainingJob
 from peakcast.versions import release
 
 FRAMEWORKS = ("huggingface", "torch", "deepspeed")
-"""Stacks whose loops are recorded."""
+"""Stacks whose training loops can be recorded."""
 METHODS = ("full", "lora", "qlora")
 
 
 def cannot_be_recorded(job: TrainingJob) -> str:
-    """Why no recipe of `job` is ever made, whatever is installed; "" where one can be."""
+    """Why no recipe of `job` can be made, whatever is installed; "" if one can."""
     layout, adapts = job.parallelism, job.finetuning.method != "full"
     checks = (
         (job.framework not in FRAMEWORKS, f"framework={job.framework!r} is not recorded"),
@@ -65,7 +65,7 @@ def cannot_be_recorded(job: TrainingJob) -> str:
 
 
 def no_recipe(job: TrainingJob) -> str:
-    """Why a job that wants a recipe has none; "" where it has one."""
+    """Why a job that needs a recipe has none; "" if it has one."""
     if recipe_of(job) is not None and not cannot_be_recorded(job):
         return ""
     reason = brought.why_not(job) if (brought := lent()) is not None else why_not(job)
@@ -73,7 +73,7 @@ def no_recipe(job: TrainingJob) -> str:
 
 
 def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
-    """What of a job that wants a recipe is not as recorded."""
+    """Findings about what differs from the recording, for a job that needs a recipe."""
     if reason := no_recipe(job):
         return (found(f"{_wanting(job.architecture)}, and {reason}{_instead(job.architecture)}", "architecture"),)
     if sees_images(job.architecture) and not job.images.per_sequence:
@@ -109,7 +109,7 @@ def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
 
 
 def recorded_with(job: TrainingJob) -> str:
-    """The sentence that says which recipe stands behind an answer; "" where none does."""
+    """A sentence that says from which recipe an answer comes; "" if from none."""
     recipe = recipe_of(job)
     if recipe is None or no_recipe(job):
         return ""
@@ -126,6 +126,7 @@ def recorded_with(job: TrainingJob) -> str:
 
 
 def _wanting(architecture: Architecture) -> str:
+    """Why the job needs a recipe."""
     if architecture.kind == "multimodal":
         return f"{architecture.name!r} is a vision-language model"
     if architecture.model_type in FAMILIES:
@@ -134,7 +135,7 @@ def _wanting(architecture: Architecture) -> str:
 
 
 def _instead(architecture: Architecture) -> str:
-    """What stands in for a network without a recipe, and what of its configuration that passes by."""
+    """What is used in place of a recipe, and which keys of the configuration that ignores."""
     if architecture.kind == "multimodal":
         return "; its language model alone is counted, without images and without its vision tower."
     if architecture.model_type in FAMILIES:

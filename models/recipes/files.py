@@ -1,4 +1,4 @@
-"""Recipes as data: a list of them in a compressed JSON file. Reading one runs nothing; a damaged one is refused."""
+"""Recipes as data: a list of them in a compressed JSON file. Reading one runs no code; a damaged file is refused."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ T = TypeVar("T")
 SCHEMA = 2
 MAX_FILE_BYTES = 2**24
 MAX_CONTENT_BYTES = 2**28
-"""A recipe of 600 layers that all differ has some 50 MB of JSON."""
+"""A recipe of 600 layers that all differ has about 50 MB of JSON."""
 _WALK = ("categories", "lives", "gradients")
 _VISIT = ("runs", "enters", "module", "instant", "weights")
 
 
 def written(recipes: list[Recipe]) -> bytes:
-    """The content of a file of `recipes`: the same bytes for the same recipes."""
+    """The content of a file of `recipes`; the same recipes give the same bytes."""
     text = json.dumps({"schema_version": SCHEMA, "recipes": [to_mapping(one) for one in recipes]}, separators=(",", ":"))
     return gzip.compress(text.encode(), mtime=0)
 
 
 def read(path: Path) -> list[Recipe]:
-    """The recipes in the file at `path`. Raises: RecordError when it has none."""
+    """The recipes in the file at `path`. Raises: RecordError if it has none."""
     return reading(path, lambda content: [from_mapping(one) for one in content["recipes"]])
 
 
 def reading(path: Path, parse: Callable[[dict[str, Any]], T]) -> T:
-    """What `parse` finds in the content of the file at `path`. Raises: RecordError when that is not what it should be."""
+    """What `parse` returns for the content of the file at `path`. Raises: RecordError if the content is not valid."""
     try:
         with gzip.open(io.BytesIO(file_bytes(path, MAX_FILE_BYTES))) as file:
             content = file.read(MAX_CONTENT_BYTES + 1)
@@ -87,7 +87,7 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
 
 
 def from_mapping(mapping: dict[str, Any]) -> Recipe:
-    """The recipe of plain data. Raises: ValueError, KeyError, TypeError for what is none."""
+    """The recipe of plain data. Raises: ValueError, KeyError, TypeError if the data is not a recipe."""
     names = tuple(map(str, mapping["names"]))
     count, places = len(names), int(mapping["num_places"])
     columns = {name: np.array(mapping[name], dtype=np.int64) for name in _WALK}

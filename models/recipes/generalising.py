@@ -1,4 +1,4 @@
-"""Generalising: which numbers of a configuration a recipe may vary in, and how sizes follow from them, told by walks."""
+"""Finds by walks which numbers of a configuration may vary in a recipe, and how sizes follow from them."""
 
 from __future__ import annotations
 
@@ -21,28 +21,26 @@ from peakcast.models.recipes.widths import Sample, Widths, learned
 from peakcast.spec import TrainingJob
 
 PINNED = re.compile(r"\w*(window|chunk|layer|block|interval|period|offset|step)\w*")
-"""Names of numbers that decide from which length, or in which layer, other operations run: a few lengths and layers may not
-show it."""
+"""Names of numbers that decide from which length, or in which layer, other operations run. A few lengths and layers might
+not show that."""
 COUNTED = re.compile(r"(num|n)_\w+|\w*(_heads|_experts|_k|topk)")
-"""Names of numbers of heads, experts and the like, as opposed to widths."""
+"""Names of numbers that count heads, experts and the like, in contrast to widths."""
 HEADS = re.compile(r"num_(attention_)?heads|n_heads?|\w*encoder_attention_heads|\w*decoder_attention_heads")
 RANK = "finetuning.rank"
-"""The only number that is not the network's."""
+"""The only number that is not part of the network's configuration."""
 SMALLEST = 2
-"""Smaller numbers, one group of heads say, are cases of their own."""
+"""Smaller numbers, such as one group of heads, are special cases."""
 ROUNDS = 6
-"""Numbers whose effect is no sum of products are pinned, and the rest is walked again."""
+"""Most rounds in which numbers whose effect is no sum of products are pinned and the rest is walked again."""
 
 Change = Callable[[str, int, bool], int]
 
 
 def kind_of(record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditions) -> Kind | None:
-    """All networks for which `recipe`, which is of `job`, stands; None where no other network confirms it.
-
-    `record` takes what it takes for a recipe, and then values that are other than the job's.
-    """
+    """All networks that `recipe`, which is one of `job`, represents; None if no other network confirms it. `record`: takes
+    the arguments of `recipe.Record` and then values that differ from the job's."""
     layers = None if recipe.repeats is None else recipe.walk.num_layers
-    plain = recipe.layers == job.architecture.num_layers  # else a tower's blocks stand beside those that are counted
+    plain = recipe.layers == job.architecture.num_layers  # else a tower's blocks are counted as well
     how = recipe.repeats if plain else None
     shown = job.architecture if how is None or layers is None else with_layers(job.architecture, layers)
     base = conditions(job.replace(architecture=shown), defaults)
@@ -66,18 +64,18 @@ def kind_of(record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditio
 
 @dataclass
 class _Explored:
-    """Walks of networks with other values, and what they say."""
+    """Walks of networks with changed values, and what they show."""
 
     record: Record
     recipe: Recipe
     layers: int | None
     base: Conditions
     implied: Conditions
-    """What the configuration leaves to convention: it is said, so that it stays when other numbers change."""
+    """What the configuration leaves to convention, given explicitly so that it stays when other numbers change."""
     idle: set[str] = field(default_factory=set)
     same_as: dict[str, str] = field(default_factory=dict)
     singles: dict[str, tuple[Fraction, Ints]] = field(default_factory=dict)
-    """By name: one number (and those that are the same as it) multiplied by a factor, and what sizes are then."""
+    """By name: the factor by which one number (and those that must equal it) was multiplied, and the sizes then."""
 
     def __post_init__(self) -> None:
         shortest, longest = self.recipe.lengths
@@ -92,7 +90,7 @@ class _Explored:
     # -- one number at a time ------------------------------------------------------------------------------------------
 
     def look(self) -> None:
-        """Find which numbers may be others."""
+        """Find which numbers may vary."""
         numbers = {name: value for name, value in self.base.items() if _may_vary(name, value)}
         whole = {name: value for name, value in numbers.items() if isinstance(value, int)}
         alone = {name for name in whole if self._changes([name])}
@@ -112,7 +110,8 @@ class _Explored:
             del self.singles[name]
 
     def _changes(self, names: list[str]) -> bool:
-        """Whether numbers of one value may be another one; what sizes are then is kept under the first name."""
+        """Whether the numbers `names`, which have one value, may have another. The sizes then are kept under the first
+        name."""
         for factor in (Fraction(2), Fraction(1, 2)):
             value = factor * self.base[names[0]]
             if value.denominator == 1 and value >= SMALLEST:
@@ -123,7 +122,7 @@ class _Explored:
         return False
 
     def _is_idle(self, names: Iterable[str]) -> bool:
-        """Whether other values of all `names` change nothing where sequences are long either."""
+        """Whether other values of all `names` change nothing, even for long sequences."""
         values = {name: self.base[name] for name in names}
         others = {name: value / 2 if isinstance(value, float) else 2 * value for name, value in values.items()}
         walk = self._walk(others, self.far)
@@ -132,15 +131,15 @@ class _Explored:
     # -- many at a time ------------------------------------------------------------------------------------------------
 
     def widths(self) -> tuple[Widths, Ints] | None:
-        """How sizes follow from values, and the values that were walked; None where no network confirms it in which many
-        numbers are others."""
+        """How sizes follow from values, and the values that were walked; None if no network with many changed numbers
+        confirms it."""
         for _ in range(ROUNDS):
             self._pin_unexplained()
             if not self.singles:
                 return None
-            first = learned(self._keys(), self._values(), self._before, self._lone())[0]
+            first = learned(self._keys(), self._values(), self._before, self._one_changed())[0]
             corners = [self._corner(first, attempts, self.near) for attempts in (LARGE, SMALL)]
-            samples = [*self._lone(), *(Sample(_factors(one[0], self._values()), one[1]) for one in corners if one)]
+            samples = [*self._one_changed(), *(Sample(_factors(one[0], self._values()), one[1]) for one in corners if one)]
             widths, unexplained = learned(self._keys(), self._values(), self._before, samples)
             last = self._corner(widths, UNEVEN, self.other)
             wrong = {*unexplained.tolist(), *(self._wrong(widths, *last) if last else ())}
@@ -161,12 +160,12 @@ class _Explored:
         return [int(self.base[key]) for key in self._keys()]
 
     def _values_of_one(self, name: str) -> list[int]:
-        """The values in the walk in which `name` alone was another."""
+        """The values in the walk in which only `name` was changed."""
         changed = {name: int(self.singles[name][0] * self.base[name])}
         return [changed.get(key, value) for key, value in zip(self._keys(), self._values(), strict=True)]
 
-    def _lone(self, leaving: str = "") -> list[Sample]:
-        """The walks in which one number was another, without that of `leaving`."""
+    def _one_changed(self, leaving: str = "") -> list[Sample]:
+        """The walks in which one number was changed, without that of `leaving`."""
         values = self._values()
         return [
             Sample(_factors(self._values_of_one(name), values), found)
@@ -175,50 +174,53 @@ class _Explored:
         ]
 
     def _pin_unexplained(self) -> None:
-        """Leave numbers as they are until sums of products explain all sizes: those first that leave the fewest open."""
-        while self.singles and len(left := learned(self._keys(), self._values(), self._before, self._lone())[1]):
+        """Fix numbers at their values until sums of products explain all sizes, those first that leave the fewest sizes
+        unexplained."""
+        while self.singles and len(left := learned(self._keys(), self._values(), self._before, self._one_changed())[1]):
             open_without = {}
             for name in self._dependence(left.tolist()):
-                samples = [Sample(one.factors, one.numbers[left]) for one in self._lone(leaving=name)]
+                samples = [Sample(one.factors, one.numbers[left]) for one in self._one_changed(leaving=name)]
                 open_without[name] = len(learned(self._keys(), self._values(), self._before[left], samples)[1])
             self._pin(min(open_without, key=lambda name: (open_without[name], name)))
 
     def _dependence(self, which: list[int]) -> dict[str, int]:
-        """How many of some sizes each number changes."""
+        """How many of the sizes `which` each number changes."""
         found = {name: int((one[which] != self._before[which]).sum()) for name, (_, one) in self.singles.items()}
         return {name: count for name, count in found.items() if count} or found
 
     def _pin(self, name: str) -> None:
+        """Fix a number at its value."""
         del self.singles[name]
         self.same_as = {member: leader for member, leader in self.same_as.items() if leader != name}
 
     def _corner(self, widths: Widths, attempts: Iterable[Change], point: Point) -> tuple[list[int], Ints] | None:
-        """The first change of all numbers with which the same operations run: the values, and what sizes are then."""
+        """The first change of all numbers with which the same operations run: (values, sizes); None if there is none."""
         keys, before = self._keys(), self._values()
         for change in attempts:
             rises = [self.singles[key][0] > 1 for key in keys]
             values = [max(SMALLEST, change(key, value, rise)) for key, value, rise in zip(keys, before, rises, strict=True)]
-            if values != before and self._told(widths, values) is not None:
+            if values != before and self._recipe_with(widths, values) is not None:
                 walk = self._walk(dict(zip(keys, values, strict=True)), point)
                 if walk is not None:
                     return values, numbers_of(walk, walk.raw_bytes)
         return None
 
     def _wrong(self, widths: Widths, values: list[int], found: Ints) -> list[int]:
-        """The numbers that `widths` tells wrongly for a network with `values`, at another batch and length."""
-        recipe = self._told(widths, values)
+        """Indices of the numbers that `widths` gets wrong for a network with `values`, at another batch and length."""
+        recipe = self._recipe_with(widths, values)
         assert recipe is not None
         return np.flatnonzero(numbers_of(recipe.walk, recipe.sizes.at(*self.other)) != found).tolist()
 
-    def _told(self, widths: Widths, values: list[int]) -> Recipe | None:
-        """The recipe of a network with `values`; None where none can be: 21 heads of a width of 1,600, say."""
+    def _recipe_with(self, widths: Widths, values: list[int]) -> Recipe | None:
+        """The recipe of a network with `values`; None if there is no such network, as with 21 heads and a width of
+        1,600."""
         try:
             return with_values(self.recipe, widths, values, self.recipe.walk.num_layers)
         except ValueError:
             return None
 
     def _walk(self, changes: Mapping[str, int | float], point: Point) -> Walk | None:
-        """A walk with other values; None where other operations run, or the library does not take them."""
+        """A walk with changed values; None if other operations run, or if the library does not accept them."""
         changes = {
             **self.implied,
             **changes,
@@ -232,6 +234,7 @@ class _Explored:
 
 
 def _may_vary(name: str, value: object) -> bool:
+    """Whether a condition is a number that might vary."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or PINNED.fullmatch(name.rpartition(".")[2]):
         return False
     if not (name.startswith(NETWORK) or name == RANK):
@@ -240,10 +243,12 @@ def _may_vary(name: str, value: object) -> bool:
 
 
 def _structure(walk: Walk) -> list[tuple[object, ...]]:
+    """A walk's parameters without their sizes."""
     return [(module, name, len(shape), *rest) for module, name, shape, *rest in walk.parameters]
 
 
 def _factors(values: Iterable[int], base: Iterable[int]) -> tuple[Fraction, ...]:
+    """By what each value differs from the base."""
     return tuple(Fraction(one, other) for one, other in zip(values, base, strict=True))
 
 
@@ -251,6 +256,7 @@ def _factors(values: Iterable[int], base: Iterable[int]) -> tuple[Fraction, ...]
 
 
 def _times(factor: int | Fraction) -> Change:
+    """A change by a factor, for numbers that stay whole."""
     def changed(name: str, value: int, rises: bool) -> int:
         return int(value * factor) if value * factor % 1 == 0 and (rises or factor < 1) else value
 
@@ -258,20 +264,20 @@ def _times(factor: int | Fraction) -> Change:
 
 
 def _few(name: str, value: int, rises: bool) -> int:
-    """As few groups and experts as there can be without being a case of their own, of fewer heads."""
+    """The change to few groups and experts (1 could be a special case), and to a quarter of everything else."""
     last = name.rpartition(".")[2]
     few = COUNTED.fullmatch(last) and not HEADS.fullmatch(last)
     return SMALLEST if few else _times(Fraction(1, 4))(name, value, rises)
 
 
 def _odd(name: str, value: int, rises: bool) -> int:
-    """As `_uneven`, and with odd numbers of heads and experts."""
+    """The change of `_uneven`, with odd numbers of heads and experts."""
     other = _uneven(name, value, rises)
     return other | 1 if COUNTED.fullmatch(name.rpartition(".")[2]) else other
 
 
 def _uneven(name: str, value: int, rises: bool) -> int:
-    """As uneven as published networks have it: an odd vocabulary, 20 heads of 80."""
+    """The change to numbers as uneven as in published networks: an odd vocabulary, 20 heads of 80."""
     if "vocab" in name:
         return value * 5 // 8 | 1
     return value * 5 // 8 if value % 8 == 0 else value

@@ -1,7 +1,7 @@
-"""`Kind`: all networks for which one recipe stands, since they differ in widths, depth and other numbers alone.
+"""`Kind`: all networks that one recipe represents, because they differ only in widths, depth and other numbers.
 
-What changes a size is found by walks in which one number of the configuration is another, and confirmed by walks in which
-all are (`generalising.py`). What is no number, or changes which operations run, stays as recorded.
+Walks in which one number of the configuration is changed show what it does to sizes; walks in which all are changed confirm
+it (`generalising.py`). What is not a number, or changes which operations run, must be as recorded.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ from peakcast.spec import TrainingJob
 
 @dataclass(frozen=True)
 class Kind:
-    """Networks like the recorded one, which has `conditions`. Layers are counted as its configuration does."""
+    """Networks like the recorded one, which has `conditions`. Layers are counted as its configuration counts them."""
 
     conditions: Conditions
-    """At the recorded depth."""
+    """Those of the recorded network, at the recorded depth."""
     defaults: Conditions
-    """What the library takes where a configuration says nothing."""
+    """The library's defaults, for what a configuration does not say."""
     layers: int
-    """That were recorded."""
+    """Number of layers that were recorded."""
     prefix: int
-    """Layers before those that repeat."""
+    """Number of layers before those that repeat."""
     unit: int
-    """Layers that repeat together; 0: none do, and the depth is as recorded."""
+    """Number of layers that repeat together; 0: none do, so the depth must be as recorded."""
     idle: tuple[str, ...]
-    """Numbers that change nothing, as long as they are there: a dropout of 0 and no soft cap run other operations."""
+    """Numbers that change nothing as long as they are present: a dropout of 0, or no soft cap, runs other operations."""
     same_as: Mapping[str, str]
-    """Numbers that have to be equal to others, which are keys of `widths`."""
+    """Numbers that must equal others: name -> a key of `widths`."""
     widths: Widths
     confirmed: Ints
-    """[num_walks, num_keys]: the values of `widths.keys` that were walked."""
+    """[num_walks, num_keys]: the values of `widths.keys` in the walks."""
 
     def values(self, job: TrainingJob) -> list[int] | None:
-        """The values of `widths.keys` in the job's network; None where that is of another kind."""
+        """The values of `widths.keys` in the job's network; None if the network is of another kind."""
         order = self._layers_of(job.architecture.num_hidden_layers)
         if order is None:
             return None
@@ -62,7 +62,7 @@ class Kind:
         return [int(value) for value in values if value is not None]
 
     def _layers_of(self, layers: int) -> list[int] | None:
-        """For each of `layers` layers the recorded one that it is like; None where there cannot be so many."""
+        """For each of `layers` layers, the recorded layer that it equals; None if no such network has that number."""
         more, ends = layers - self.layers, self.prefix + self.unit
         if more < 0 or (more and (not self.unit or more % self.unit)):
             return None
@@ -70,18 +70,19 @@ class Kind:
         return [*range(ends), *repeated, *range(ends, self.layers)]
 
     def _fixed(self, asked: Conditions) -> dict[str, object]:
-        """What has to be as recorded."""
+        """The conditions that must be as recorded."""
         free = {*self.widths.keys, *self.idle, *self.same_as}
         return {name: value for name, value in asked.items() if name not in free}
 
     def _confirms(self, values: Sequence[object]) -> bool:
-        """Whether values lie between walked ones, as even as those, and are equal to one another where walked ones were."""
+        """Whether values are between those of walks, divisible by at least the same powers of two, and equal to each other
+        where those of a walk were."""
         if any(isinstance(value, bool) or not isinstance(value, int) for value in values):
             return False
         asked = np.array(values, dtype=np.int64)
         if (asked < self.confirmed.min(axis=0)).any() or (asked > self.confirmed.max(axis=0)).any():
             return False
-        if (_twos(asked) < _twos(self.confirmed).min(axis=0)).any():
+        if (_powers_of_two(asked) < _powers_of_two(self.confirmed).min(axis=0)).any():
             return False
         equal = self.confirmed[:, :, None] == self.confirmed[:, None, :]
         own = asked[:, None] == asked[None, :]
@@ -89,7 +90,8 @@ class Kind:
 
 
 def with_values(recipe: Recipe, widths: Widths, values: Sequence[int], layers: int) -> Recipe:
-    """`recipe` of a network with these values of `widths.keys` and so many blocks. Raises: ValueError where none is."""
+    """`recipe` for a network with these values of `widths.keys` and this number of blocks. Raises: ValueError if there is
+    no such network."""
     walk, sizes = recipe.walk, recipe.sizes
     num_entries = len(walk.names)
     sides = [side for _, _, shape, _, _ in walk.parameters for side in shape]
@@ -109,18 +111,18 @@ def with_values(recipe: Recipe, widths: Widths, values: Sequence[int], layers: i
 
 
 def numbers_of(walk: Walk, num_bytes: Ints) -> Ints:
-    """What widths explain: the bytes of every tensor, and then the sides of every weight."""
+    """The numbers that widths explain: the bytes of every tensor, then the sides of every weight."""
     sides = [side for _, _, shape, _, _ in walk.parameters for side in shape]
     return np.array([*num_bytes.tolist(), *sides], dtype=np.int64)
 
 
 def _is_number_like(value: object, recorded: object) -> bool:
-    """Whether a number that changes nothing is one as that which was recorded: neither missing nor 0, nor 1 of a count."""
+    """Whether a number without effect is like the recorded one: present, not 0, and not a count of 1."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not value:
         return False
     return isinstance(recorded, float) or value > 1
 
 
-def _twos(values: Ints) -> Ints:
+def _powers_of_two(values: Ints) -> Ints:
     """The largest power of two that divides each value."""
     return values & -values

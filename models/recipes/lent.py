@@ -1,4 +1,4 @@
-"""Recipes that somebody brings along, in the place of those on the shelf: what a file of them answers, and nothing else."""
+"""Recipes that a user brings along, used instead of the shipped ones; a job that the file does not cover gets no answer."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ class Lent:
     recipes: tuple[Recipe, ...]
 
     def recipe_of(self, job: TrainingJob) -> Recipe | None:
-        """The one that holds for `job`."""
-        if not self._is_of(job):
+        """The recipe that covers `job`; None if there is none."""
+        if not self._covers(job):
             return None
         return next((one for one in self.recipes if one.covers(job.micro_batch_size, job.sequence_length)), None)
 
     def why_not(self, job: TrainingJob) -> str:
-        """Why none of them holds for `job`; "" where one does."""
-        if not self._is_of(job):
+        """Why none of the recipes covers `job`; "" if one does."""
+        if not self._covers(job):
             return f"the recipe is of another {', '.join(self.other_fields(job))}"
         return "" if self.recipe_of(job) is not None else "the recipe is of other batches or lengths"
 
     def covered(self, name: str, job: TrainingJob) -> tuple[int, int]:
-        """The least and the most of "micro_batch_size" or "sequence_length" for which `job`, else as it is, is covered;
-        (1, 0) where nothing is."""
+        """The smallest and the largest value of "micro_batch_size" or "sequence_length" with which `job`, otherwise
+        unchanged, is covered; (1, 0) if none is."""
         batch, length = job.micro_batch_size, job.sequence_length
         if name == "micro_batch_size":
             found = [one.batches for one in self.recipes if one.covers(one.batches[0], length)]
@@ -45,23 +45,24 @@ class Lent:
 
     def other_fields(self, job: TrainingJob) -> list[str]:
         """The fields of the regime in which `job` differs."""
-        return _other_fields(_alone(self.job), _alone(job))
+        return _other_fields(_without_name(self.job), _without_name(job))
 
-    def _is_of(self, job: TrainingJob) -> bool:
-        return _alone(self.job) == _alone(job)
+    def _covers(self, job: TrainingJob) -> bool:
+        """Whether `job` has the network and regime of these recipes."""
+        return _without_name(self.job) == _without_name(job)
 
 
 _LENT: ContextVar[Lent | None] = ContextVar("lent recipes", default=None)
 
 
 def lent() -> Lent | None:
-    """The recipes that were brought along."""
+    """The recipes that were brought along; None if there are none."""
     return _LENT.get()
 
 
 @contextmanager
 def lending(recipes: Lent | None) -> Iterator[None]:
-    """In here answers come from these recipes alone (None: from the shelf's and the ledger, as ever)."""
+    """Inside this context, answers come from these recipes alone (None: from the shelf and the ledger, as usual)."""
     token = _LENT.set(recipes)
     try:
         yield
@@ -70,14 +71,14 @@ def lending(recipes: Lent | None) -> Iterator[None]:
 
 
 @lru_cache(maxsize=1024)
-def _alone(job: TrainingJob) -> TrainingJob:
-    """The regime of `job`, whatever its network is called."""
+def _without_name(job: TrainingJob) -> TrainingJob:
+    """The regime of `job`, without its network's name."""
     found = regime(job)
     return found.replace(architecture=replace(found.architecture, name=""))
 
 
 def _other_fields(one: TrainingJob, other: TrainingJob) -> list[str]:
-    """Where the two differ, by the names of their fields."""
+    """The names of the fields in which the two differ."""
     found: list[str] = []
 
     def compare(ours: Any, theirs: Any, name: str) -> None:

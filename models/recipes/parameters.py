@@ -14,14 +14,14 @@ from peakcast.units import DTYPE_BYTES
 
 
 def described(job: TrainingJob, recipe: Recipe) -> TrainingJob:
-    """The job with what the recipe knows of its network."""
+    """The job, with what the recipe knows of its network added."""
     if job.architecture.kind != "undescribed":
         return job
     return job.replace(architecture=replace(job.architecture, tie_word_embeddings=recipe.tied))
 
 
 def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor, ...]:
-    """Every tensor of the network as a rank stores it, in the order of its modules."""
+    """Every tensor of the network as a rank stores it, in the order of the modules."""
     found: dict[str, list[tuple[str, tuple[int, ...], int, bool]]] = {}
     for module, name, shape, size, trains in recipe.walk.parameters:
         found.setdefault(module, []).append((name, shape, size, trains))
@@ -35,9 +35,9 @@ def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor,
     tensors = []
     for module, source in [*order, ("head", "head")]:
         for name, shape, size, trains in found.get(source, []):
-            own = stored if size == used else size  # what the library keeps wide stays so
+            own = stored if size == used else size  # what the library keeps in fp32 stays in fp32
             if ".lora_" in name:
                 own = adapters
-            gathered = used if mixes_precision(job) and own > 1 else own  # packed bytes are no numbers to narrow
+            gathered = used if mixes_precision(job) and own > 1 else own  # packed bytes are not cast
             tensors.append(StoredTensor(name, module, shape, own, gathered, trains, decays=len(shape) > 1))
     return tuple(tensors)

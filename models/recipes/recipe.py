@@ -1,4 +1,4 @@
-"""`Recipe`: what a network allocates in a step on one GPU, for any batch and length in its range."""
+"""`Recipe`: what a network allocates in a step on one GPU, for any micro-batch and length within its range."""
 
 from __future__ import annotations
 
@@ -17,52 +17,54 @@ from peakcast.models.recipes.walk import Ints, Walk
 Point = tuple[int, int]
 """Micro-batch size and sequence length."""
 Record = Callable[..., Walk]
-"""Layers (None: all), micro-batch size, sequence length, and of how many steps (default: 2) the last -> the walk."""
+"""(layers (None: all), micro-batch size, sequence length, number of steps (default: 2), whose last is recorded) -> the
+walk."""
 LENGTHS = (256, 512, 768)
-"""Lengths that most networks treat alike: no window of theirs ends in between."""
+"""Lengths for which most networks run the same operations: no sliding window ends between them."""
 UNEVEN = 331
-"""A length that no kernel's tile divides."""
+"""A length that is a multiple of no kernel's tile."""
 FAR = (5, 65536)
-"""A micro-batch and a length that few exceed: where the operations are the same there, they are in between."""
+"""A micro-batch and a length that few jobs exceed: if the operations are the same there, they are the same in between."""
 FEWEST = 128
-"""Where a network takes no lengths like these: parts of what it takes, if that is at least so much."""
+"""If a network does not accept lengths like these: fractions of its longest, if that is at least this number of tokens."""
 LARGEST_BATCH = 2**16
 EVEN = 8
-"""Lengths that are a multiple of this run the same kernels."""
+"""Lengths that are multiples of this run the same kernels."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """A network's step. `walk` is a short network's; `repeats` says how it is deepened (None: it is of the full depth)."""
+    """A network's step. `walk`: that of a short network; `repeats`: how layers are added to it (None: it has the full
+    depth)."""
 
     walk: Walk
     repeats: Repeats | None
     layers: int
-    """Of the network that was asked for."""
+    """Number of layers of the network itself."""
     sizes: Sizes
     batches: tuple[int, int]
-    """The smallest and the largest micro-batch for which it holds."""
+    """The smallest and the largest micro-batch that it covers."""
     lengths: tuple[int, int]
-    """The shortest and the longest sequence."""
+    """The shortest and the longest sequence that it covers."""
     even: bool = False
-    """Whether it holds for lengths that are multiples of `EVEN` only."""
+    """Whether it covers only lengths that are multiples of `EVEN`."""
     versions: FrozenMapping = field(default_factory=FrozenMapping)
-    """Releases of the libraries that it was recorded with."""
+    """Releases of the libraries with which it was recorded."""
 
     def covers(self, batch: int, length: int) -> bool:
-        """Whether it holds for a micro-batch of so many sequences of this length."""
+        """Whether it covers a micro-batch of `batch` sequences of this length."""
         inside = self.batches[0] <= batch <= self.batches[1] and self.lengths[0] <= length <= self.lengths[1]
         return inside and not (self.even and length % EVEN)
 
     @property
     def tied(self) -> bool:
-        """Whether the lm_head uses the embedding's table: it has no weight of its own."""
+        """Whether the lm_head uses the embedding's table, that is, has no weight of its own."""
         return not any(module == "head" and len(shape) == 2 for module, _, shape, _, _ in self.walk.parameters)
 
     @property
     def odd_ends(self) -> bool:
-        """Whether matrices stand outside the blocks that are neither the embedding's nor the lm_head's, a prediction head's
-        or a projector's say, or between the blocks."""
+        """Whether there are matrices outside the blocks that are neither the embedding's nor the lm_head's (a prediction
+        head's or a projector's, for example), or matrices between the blocks."""
         matrices = [(module, shape) for module, _, shape, _, _ in self.walk.parameters if len(shape) > 1]
         tables = {shape for module, shape in matrices if module == "embedding"}
         return any(
@@ -73,20 +75,21 @@ class Recipe:
 def recorded(
     record: Record, asked: Point, most: int | None = None, images: int = 0, nearer: Sequence[Point] = ()
 ) -> Recipe:
-    """The recipe of a network that covers `asked`; no sequence is longer than `most`, and each has so many `images`. Where
-    the farthest point confirms nothing, the first of `nearer` that does says how far it holds.
+    """The recipe of a network that covers `asked`; no sequence is longer than `most`, and each has `images` images. If the
+    farthest point confirms nothing, the first point of `nearer` that does is the end of the range.
 
-    A walk of the whole network tells which layers repeat; the others are of a network with two of each, in a few small
-    batches and lengths that run the same operations as the asked one. An uneven length and a far one confirm what follows
-    from them, and what they do not confirm narrows the range, to the asked point alone where no polynomials go through.
+    A walk of the whole network shows which layers repeat. The other walks are of a network with two of each, for a few
+    small batches and lengths that run the same operations as the asked one. An uneven length and a far one confirm the
+    sizes that follow from them; what they do not confirm narrows the range, down to the asked point alone if no polynomials
+    fit.
 
-    Raises: CollectorError when the network cannot be recorded at all.
+    Raises: CollectorError if the network cannot be recorded at all.
     """
     batch, length = asked
     batches = (1,) if batch == 1 else (2, 3)
     first = (batches[0], length)
-    whole = record(None, *first, 1)  # one step tells which layers are alike, and takes half the time
-    room = -(-images * (whole.image_tokens + 1) // LENGTHS[0]) * LENGTHS[0]  # what images take of a sequence
+    whole = record(None, *first, 1)  # one step shows which layers are equal, and takes half the time of two
+    room = -(-images * (whole.image_tokens + 1) // LENGTHS[0]) * LENGTHS[0]  # tokens of a sequence that images use
     small = LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room
     if most is not None and small[2] > most >= FEWEST and not images:
         small = most // 4 // EVEN * EVEN, most // 2 // EVEN * EVEN, most * 3 // 4 // EVEN * EVEN
@@ -107,7 +110,7 @@ def recorded(
                     walks[point] = other
         return point in walks
 
-    if images and batch > 1 and not alike((batches[-1], length)):  # operations run for the images of each sequence
+    if images and batch > 1 and not alike((batches[-1], length)):  # each sequence's images add operations
         batches, walk = (batch,), record(depth, *asked)
         walks, how = {asked: walk}, repeats(walk, *short[1:]) if short is not None and depth is not None else None
     for lengths in (small, _near(length)):
@@ -120,13 +123,13 @@ def recorded(
                 return _widened(recipe, walks, alike, most, nearer)
     own = walks[asked] if asked in walks else record(None, *asked)
     how = how if asked in walks else None
-    return Recipe(own, how, whole.num_layers, _alone(own, asked), (batch, batch), (length, length))
+    return Recipe(own, how, whole.num_layers, _sizes_of_walk(own, asked), (batch, batch), (length, length))
 
 
 def _repeats(whole: Walk, walk: Walk, short: tuple[int, int, int]) -> Repeats | None:
-    """How a short walk is deepened; None where that does not give the whole network's, tensor by tensor."""
+    """How layers are added to a short walk; None if that does not give the whole network's walk, tensor by tensor."""
     how = repeats(walk, *short[1:]) if walk.num_layers == short[0] else None
-    if how is None:  # nor is it where the library makes another network of the same count, an encoder and a decoder say
+    if how is None:  # or the library makes a different network for this count, for example an encoder and a decoder
         return None
     deep = deepened(walk, how, whole.num_layers)
     one = np.vstack([deep.lives, walk.raw_bytes[deep.entries], walk.categories[deep.entries]])
@@ -134,8 +137,8 @@ def _repeats(whole: Walk, walk: Walk, short: tuple[int, int, int]) -> Repeats | 
     return how if one.shape == other.shape and np.array_equal(_sorted(one), _sorted(other)) else None
 
 
-def _alone(walk: Walk, point: Point) -> Sizes:
-    """The sizes of one walk, for its own batch and length."""
+def _sizes_of_walk(walk: Walk, point: Point) -> Sizes:
+    """The sizes of one walk, for its own batch and length only."""
     sizes = through({point: walk.raw_bytes}, [point])
     assert sizes is not None
     return sizes
@@ -144,11 +147,11 @@ def _alone(walk: Walk, point: Point) -> Sizes:
 def _widened(
     recipe: Recipe, walks: dict[Point, Walk], alike: Callable[[Point], bool], most: int | None, nearer: Sequence[Point]
 ) -> Recipe:
-    """The recipe with as wide a range as an uneven length and a far point confirm, each for itself."""
+    """The recipe with as wide a range as an uneven length and a far point confirm, each by itself."""
     batch, alone = recipe.batches[0], recipe.batches[0] == recipe.batches[1]
     uneven = batch, recipe.lengths[0] + UNEVEN - LENGTHS[0]
     longest = max(recipe.lengths[1], min(FAR[1], FAR[1] if most is None else most))
-    far = batch if alone else FAR[0] * max(1, FAR[1] // longest), longest  # as many tokens: some code goes by their number
+    far = batch if alone else FAR[0] * max(1, FAR[1] // longest), longest  # as many tokens: some code depends on them
     told = recipe.sizes.confirmed({uneven: walks[uneven].raw_bytes}) if alike(uneven) else None
     recipe = replace(recipe, sizes=told or recipe.sizes, even=told is None and bool(uneven[1] % EVEN))
     others = ((batch if alone else many, length) for many, length in nearer if recipe.lengths[1] <= length < longest)
@@ -160,10 +163,11 @@ def _widened(
 
 
 def _sorted(columns: Ints) -> Ints:
+    """The columns in a fixed order."""
     return columns[:, np.lexsort(columns)]
 
 
 def _near(length: int) -> tuple[int, int, int]:
-    """Lengths just below one, itself among them."""
+    """Three lengths up to `length`, close to each other."""
     step = max(1, length // 16 // EVEN * EVEN)
     return length - 2 * step, length - step, length

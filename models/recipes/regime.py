@@ -1,4 +1,5 @@
-"""What of a job changes a recipe: the network, its kernels, precision, checkpoints, adapters and the form of a batch."""
+"""The parts of a job that change its recipe: the network, its kernels, precision, checkpoints, adapters and the form of a
+batch."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ from peakcast.spec import Finetuning, Optimizer, Precision, TrainingJob
 
 
 def regime(job: TrainingJob) -> TrainingJob:
-    """The job on one GPU whose recipe `job` shares: what the layout, the optimizer and the allocator do is not recorded,
-    but for ZeRO-3's linear layers, which keep more beside frozen weights. Every micro-batch runs alike: what differs is
-    what becomes of its gradients, which is the layout's."""
+    """The job on one GPU that has the same recipe as `job`. What the layout, the optimizer and the allocator do is not
+    recorded, except ZeRO-3's linear layers, which save more if weights are frozen. All micro-batches run alike; what
+    becomes of their gradients is up to the layout."""
     precision = job.precision
     adapts = job.finetuning.method != "full"
     adapters = used_adapter_dtype(job) if adapts else None
@@ -21,7 +22,7 @@ def regime(job: TrainingJob) -> TrainingJob:
     driven = DRIVEN_BY.get(job.framework, job.framework)
     return job.replace(
         framework=driven,
-        framework_options=_known_to(driven, job),
+        framework_options=_framework_options(driven, job),
         finetuning=build(Finetuning, to_mapping(job.finetuning) | {"adapter_dtype": adapters}),
         micro_batch_size=1,
         sequence_length=1,
@@ -35,12 +36,12 @@ def regime(job: TrainingJob) -> TrainingJob:
 
 
 def used_adapter_dtype(job: TrainingJob) -> str:
-    """The dtype in which adapters are used: FSDP's mixed precision gathers them as the other weights."""
+    """The dtype in which adapters are used: FSDP's mixed precision gathers them like other weights."""
     return gathered_dtype(job) if mixes_precision(job) else adapter_dtype(job)
 
 
-def _known_to(framework: str, job: TrainingJob) -> FrozenMapping:
-    """The options of a job that another framework drives: not those that the layout's own engine has beside."""
+def _framework_options(framework: str, job: TrainingJob) -> FrozenMapping:
+    """The options of a job that the framework which runs its loop knows, without those of the layout's own engine."""
     if framework == job.framework:
         return job.framework_options
     known = conventions(job.replace(framework=framework, framework_options=FrozenMapping()))

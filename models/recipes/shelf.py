@@ -1,7 +1,7 @@
-"""The shelf: where recipes are kept, and which of them a job is answered by.
+"""The shelf: where recipes are stored, and which of them answers a job.
 
-Recipes lie in files, one for each network and regime (`regime.py`) and the releases they were recorded with: those of this
-installation first, then those that come with peakcast. What was found once stays in memory.
+There is a file for each network, regime (`regime.py`) and set of releases: those recorded in this installation come first,
+then those shipped with peakcast. What was found once stays in memory.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from peakcast.models.recipes.shipped import shipped_recipe
 from peakcast.spec import TrainingJob, canonical_json, job_to_mapping
 
 MOST = 16
-"""Recipes of one regime that are kept, for ranges of batch and length."""
+"""Most recipes of one regime that are kept, for different ranges of batch and length."""
 LIBRARIES = ("torch", "transformers", "peft")
-"""Packages whose release a recipe depends on."""
+"""Packages whose releases a recipe depends on."""
 NAMELESS = r"[^A-Za-z0-9_.]"
-"""What of a family's name is not part of a file's."""
+"""Characters of a family's name that are replaced in a file's name."""
 _found: dict[str, list[Recipe]] = {}
 _reasons: dict[str, str] = {}
-"""Why what was asked for could not be recorded."""
+"""Why a job could not be recorded, by shelf name."""
 
 
 def wants_recipe(job: TrainingJob) -> bool:
-    """Whether `job` is to be answered by a recipe: its family is not the ledger's, or it is asked for so."""
+    """Whether a recipe should answer `job`: the ledger does not know its family, or a recipe is asked for."""
     return lent() is not None or chosen() == "recipe" or (chosen() == "auto" and bool(job.architecture.configuration))
 
 
 def recipe_of(job: TrainingJob) -> Recipe | None:
-    """The recipe by which `job` is answered; None: none is wanted, or none is there."""
+    """The recipe that answers `job`; None if none is wanted, or there is none."""
     if (brought := lent()) is not None:
         return brought.recipe_of(job)
     if not wants_recipe(job):
@@ -52,18 +52,18 @@ def recipe_of(job: TrainingJob) -> Recipe | None:
 
 
 def recipes_of(job: TrainingJob) -> list[Recipe]:
-    """All recipes of the job's network and regime: those of the releases that it names, else those of what is installed."""
+    """All recipes of the job's network and regime: of the releases that it names, else of the installed ones."""
     return _recipes(shelf_name(job)) or _recipes(shelf_name(job.replace(versions=FrozenMapping())))
 
 
 def shelve(job: TrainingJob, recipe: Recipe) -> None:
-    """Keep a recipe of `job` for later, under the releases it was recorded with, in a file where one can be."""
+    """Keep a recipe of `job` for later, under the releases with which it was recorded, in a file if one can be written."""
     name = shelf_name(job.replace(versions=FrozenMapping(recipe.versions)))
     _found[name] = [recipe, *_recipes(name)][:MOST]
     try:
         replace_file(_own_folder() / f"{name}.json.gz", files.written(_found[name]))
     except RecordError:
-        return  # the answer at hand has it all the same
+        return  # it stays in memory all the same
 
 
 def could_not_record(job: TrainingJob, reason: str) -> None:
@@ -72,7 +72,7 @@ def could_not_record(job: TrainingJob, reason: str) -> None:
 
 
 def why_not(job: TrainingJob) -> str:
-    """Why `job` could not be recorded; "" where nobody tried."""
+    """Why `job` could not be recorded; "" if nobody tried."""
     return _reasons.get(shelf_name(job), "")
 
 
@@ -88,7 +88,7 @@ def shelf_name(job: TrainingJob) -> str:
 
 @cache
 def installed() -> dict[str, str]:
-    """Releases of the libraries here that recipes depend on."""
+    """Releases of the installed libraries that recipes depend on."""
     found = {}
     for package in LIBRARIES:
         try:
@@ -99,21 +99,23 @@ def installed() -> dict[str, str]:
 
 
 def public(version: str) -> str:
-    """A release without the build that it is of: "2.13.0" of "2.13.0+cpu"."""
+    """A release without its build: "2.13.0" for "2.13.0+cpu"."""
     return version.partition("+")[0]
 
 
 def _recipes(name: str) -> list[Recipe]:
+    """The recipes in the file with this shelf name."""
     if name not in _found:
         path = _own_folder() / f"{name}.json.gz"
         try:
             _found[name] = files.read(path) if path.is_file() else []
         except RecordError:
-            _found[name] = []  # recorded anew, in its place
+            _found[name] = []  # it is recorded again and replaced
     return _found[name]
 
 
 def _own_folder() -> Path:
+    """The folder for recipes recorded by this installation."""
     if own := os.environ.get("PEAKCAST_RECIPES"):
         return Path(own)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "peakcast" / "recipes"

@@ -1,7 +1,7 @@
 """Recipes that come with peakcast: `datasets/recipes/<release of transformers>/<family>.json.gz`.
 
-A file lists kinds of networks of one family (`kinds.py`), each with the recipe that stands for it; equal recipes are in it
-once. Reading one runs nothing, and reads the recipe that is needed only.
+A file lists kinds of networks of one family (`kinds.py`), each with the recipe that represents it; equal recipes are stored
+once. Reading a file runs no code, and parses only the recipe that is needed.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from peakcast.spec import TrainingJob
 from peakcast.versions import release
 
 STACK = "transformers-"
-"""How the names of folders begin; the release follows."""
+"""The prefix of folder names; the release follows."""
 Shipped = tuple[Kind, str]
-"""A kind of network, and the text of its recipe."""
+"""A kind of network, and its recipe as text."""
 
 
 def shipped_recipe(job: TrainingJob) -> Recipe | None:
-    """The recipe of `job` among those that come with peakcast: of the release of transformers that the job names, else of
-    the newest."""
+    """The shipped recipe that covers `job`, of the release of transformers that the job names, else of the newest; None if
+    there is none."""
     found = _of_regime(regime(job), str(job.versions.get("transformers", "")))
     return next((one for one in found if one.covers(job.micro_batch_size, job.sequence_length)), None)
 
 
 @lru_cache(maxsize=256)
 def _of_regime(job: TrainingJob, asked: str) -> tuple[Recipe, ...]:
-    """All recipes of the job's network, for whatever batch and length."""
+    """All shipped recipes of the job's network, for any batch and length."""
     family = file_name(job.architecture.model_type)
     stacks = sorted(_stacks(), key=lambda path: release(path.name.removeprefix(STACK)), reverse=True)
     named = [one for one in stacks if asked and _minor(one.name.removeprefix(STACK)) == _minor(asked)]
@@ -50,6 +50,7 @@ def _of_regime(job: TrainingJob, asked: str) -> tuple[Recipe, ...]:
 
 
 def _recipes_of(job: TrainingJob, path: Path) -> list[Recipe]:
+    """The recipes in the file at `path` that represent the job's network."""
     found = []
     for kind, text in read(path) if path.is_file() else ():
         values = kind.values(job)
@@ -58,23 +59,25 @@ def _recipes_of(job: TrainingJob, path: Path) -> list[Recipe]:
             blocks = recipe.walk.num_layers + job.architecture.num_hidden_layers - kind.layers
             try:
                 found.append(with_values(recipe, kind.widths, values, blocks if kind.unit else recipe.layers))
-            except ValueError:  # no such network is
+            except ValueError:  # no network has these values
                 continue
     return found
 
 
 def _minor(version: str) -> tuple[int, ...]:
+    """major.minor of a release."""
     return release(version)[:2]
 
 
 @lru_cache(maxsize=1)
 def _stacks() -> tuple[Path, ...]:
+    """The folders of all releases."""
     folders = [Path(one) / "datasets" / "recipes" for one in peakcast.__path__]
     return tuple(one for folder in folders if folder.is_dir() for one in folder.iterdir() if one.name.startswith(STACK))
 
 
 def file_name(family: str) -> str:
-    """Of the file of a family's recipes."""
+    """The name of the file with a family's recipes."""
     return f"{re.sub(r'[^A-Za-z0-9_.-]', '_', family)}.json.gz"
 
 
@@ -82,7 +85,7 @@ def file_name(family: str) -> str:
 
 
 def written(shipped: Sequence[tuple[Kind, Recipe]]) -> bytes:
-    """The content of a file: the same bytes for the same kinds and recipes."""
+    """The content of a file; the same kinds and recipes give the same bytes."""
     texts = [json.dumps(files.to_mapping(recipe), separators=(",", ":"), sort_keys=True) for _, recipe in shipped]
     bodies = list(dict.fromkeys(texts))
     kinds = [{**_mapping(kind), "recipe": bodies.index(text)} for (kind, _), text in zip(shipped, texts, strict=True)]
@@ -91,18 +94,18 @@ def written(shipped: Sequence[tuple[Kind, Recipe]]) -> bytes:
 
 
 def all_of(path: Path) -> list[tuple[Kind, Recipe]]:
-    """All kinds in the file at `path`, none where there is no file, with their recipes. Raises: RecordError."""
+    """All kinds in the file at `path` with their recipes; empty if there is no file. Raises: RecordError."""
     return [(kind, _parsed(text)) for kind, text in read(path)] if path.is_file() else []
 
 
 def read(path: Path) -> tuple[Shipped, ...]:
-    """The kinds in the file at `path`, with the texts of their recipes. Raises: RecordError when it has none."""
+    """The kinds in the file at `path`, with their recipes as text. Raises: RecordError if it has none."""
     return _read(path, path.stat().st_mtime_ns)
 
 
 @lru_cache(maxsize=64)
 def _read(path: Path, changed: int) -> tuple[Shipped, ...]:
-    """As it was at the time of its last change."""
+    """The content of the file at the time of its last change, cached."""
     return files.reading(
         path, lambda content: tuple((_kind(one), str(content["recipes"][one["recipe"]])) for one in content["kinds"])
     )
@@ -114,6 +117,7 @@ def _parsed(text: str) -> Recipe:
 
 
 def _mapping(kind: Kind) -> dict[str, Any]:
+    """A kind as JSON stores it; `_kind` reads it."""
     widths = kind.widths
     return {
         **{name: getattr(kind, name) for name in ("layers", "prefix", "unit")},
@@ -128,6 +132,7 @@ def _mapping(kind: Kind) -> dict[str, Any]:
 
 
 def _kind(mapping: Mapping[str, Any]) -> Kind:
+    """A kind from what `_mapping` wrote. Raises: ValueError, KeyError or TypeError if it is damaged."""
     keys = tuple(map(str, mapping["keys"]))
     products = tuple(tuple(map(int, one)) for one in mapping["products"])
     parts = np.array(mapping["parts"], dtype=np.int64).reshape(4, -1)

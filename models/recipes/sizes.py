@@ -1,4 +1,4 @@
-"""Sizes: bytes of every tensor as a polynomial in micro-batch and sequence length, through a few walks."""
+"""Sizes: the bytes of every tensor as a polynomial in micro-batch and sequence length, determined by a few walks."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from peakcast.models.analytical.polynomials import EXPONENTS, PARTS
 from peakcast.models.recipes.walk import Ints
 
 LARGEST = 2.0**62
-"""Of what is counted in 64 bits, with room for rounding."""
+"""Least bytes that are too many for 64 bits, with a margin for rounding."""
 CONSTANT = ((0, 0),)
 LENGTH_EXPONENTS = ((0, 0), (0, 1), (0, 2))
-"""Where the micro-batch is one."""
+"""Exponents if the micro-batch is always one."""
 MULTIPLES = (1, 8, 16, 32, 64, 128, 256)
-"""To which kernels round the length of a sequence up."""
+"""Multiples to which kernels round up the length of a sequence."""
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Bytes of each tensor. `coefficients` [num_terms, num_entries] are in 1/PARTS of a byte; `multiples` [num_entries]: to
-    what the length is rounded up first."""
+    """The bytes of each tensor. `coefficients` [num_terms, num_entries] are in 1/PARTS of a byte; `multiples`
+    [num_entries]: the multiple to which the length is first rounded up."""
 
     exponents: tuple[tuple[int, int], ...]
     coefficients: Ints
     multiples: Ints
 
     def at(self, batch: int, length: int) -> Ints:
-        """Bytes of each tensor, unrounded."""
+        """Bytes of each tensor, not rounded. [num_entries]"""
         found = np.zeros(len(self.multiples), dtype=np.int64)
         for multiple in np.unique(self.multiples).tolist():
             which = self.multiples == multiple
@@ -41,7 +41,8 @@ class Sizes:
         return found
 
     def confirmed(self, samples: Mapping[tuple[int, int], Ints]) -> Sizes | None:
-        """With what rounds lengths up, as `samples` show; None where a tensor of theirs has another size all the same."""
+        """With the multiples to which lengths are rounded up, as `samples` show; None if a tensor still has another size in
+        one of them."""
         found = self
         for multiple in MULTIPLES:
             wrong = found.wrong(samples)
@@ -51,7 +52,7 @@ class Sizes:
         return None if found.wrong(samples).any() else found
 
     def wrong(self, samples: Mapping[tuple[int, int], Ints]) -> npt.NDArray[np.bool_]:
-        """Which tensors have another size in one of `samples`."""
+        """Which tensors have another size in one of `samples`. [num_entries]"""
         wrong = np.zeros(len(self.multiples), dtype=bool)
         for point, num_bytes in samples.items():
             wrong |= self.at(*point) != num_bytes
@@ -59,8 +60,8 @@ class Sizes:
 
 
 def through(samples: Mapping[tuple[int, int], Ints], solving: Sequence[tuple[int, int]]) -> Sizes | None:
-    """The polynomials that the points `solving` determine of `samples`, (batch, length) -> bytes of each tensor; None where
-    another sample has other sizes."""
+    """The polynomials through the points `solving`. `samples`: (batch, length) -> bytes of each tensor; None if another
+    sample has other sizes."""
     exponents = {1: CONSTANT, 3: LENGTH_EXPONENTS, 6: EXPONENTS}[len(solving)]
     powers = np.stack([_powers(*point, exponents) for point in solving])
     bytes_of = np.stack([samples[point] for point in solving])
@@ -71,4 +72,5 @@ def through(samples: Mapping[tuple[int, int], Ints], solving: Sequence[tuple[int
 
 
 def _powers(batch: int, length: int, exponents: Sequence[tuple[int, int]]) -> Ints:
+    """The powers of batch and length, term by term."""
     return np.array([batch**i * length**j for i, j in exponents], dtype=np.int64)

@@ -1,4 +1,4 @@
-"""The modules of a recorded network under ZeRO-3: their turns, as they were entered and left."""
+"""The modules of a recorded network under ZeRO-3: the turns in which they were entered and left."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from peakcast.models.recipes.walk import Visit, Walk
 
 
 class RecordedModules:
-    """Stands in the place of `layouts.zero3_modules.Modules`. `names`: of each place of the deep network."""
+    """Replaces `layouts.zero3_modules.Modules` for a recorded network. `names`: the name of each place of the deep
+    network."""
 
     tied = False
-    """Gradients of a table that both ends share are recorded as what they add up to."""
+    """False: the gradients of a table that both ends share are recorded as their sum."""
     leaf = ""
     between_stacks = False
     unread: frozenset[StoredTensor] = frozenset()
@@ -26,14 +27,14 @@ class RecordedModules:
         self._sources = deep.sources.tolist()
         self._weights = {(t.module, t.name): t for t in tensors}
         self.tensors: dict[str, list[StoredTensor]] = {name: [] for name in names}
-        """Of each block."""
+        """The tensors of each block."""
         for tensor in tensors:
             self.tensors[tensor.module].append(tensor)
 
     def turns(
         self, module: str, labels: Sequence[str], begins: int, *, again: bool = False, backward: bool = False
     ) -> list[Turn]:
-        """Those of a block, forward or backward, with what is computed again in between."""
+        """The turns of a block, forward or backward, including recomputations in between."""
         place = self._places[module]
         source = self._sources[place]
         visits = self._walk.visits[2 * self._walk.num_places - 1 - source if backward else source]
@@ -44,8 +45,8 @@ class RecordedModules:
 
 
 def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, str], StoredTensor]) -> list[Turn]:
-    """The turns of modules at the place of `block`, or before it. A module with weights and others inside it keeps its own
-    until it is left."""
+    """The turns of modules at the place of `block`, or before it. A module that has weights and contains other modules
+    keeps its weights until it is left."""
     left: dict[int, int] = {}
     entered: dict[tuple[str, str], list[int]] = {}
     for index, visit in enumerate(visits):
@@ -55,7 +56,7 @@ def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, st
         elif open_ones:
             left[open_ones.pop()] = index
     around: dict[int, Turn] = {}
-    """By the visit that ends them."""
+    """Second turns of such modules, by the index of the visit that ends them."""
     found = []
     for index, visit in enumerate(visits):
         if not visit.enters:

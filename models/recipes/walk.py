@@ -1,5 +1,5 @@
-"""`Walk`: one recorded step as `peakcast.collectors.tracing.walks` writes it, in columns, without instants at which nothing
-is made."""
+"""`Walk`: one recorded step as `peakcast.collectors.tracing.walks` writes it, as columns, without instants at which nothing
+is allocated."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 PLACE, BORN_STRETCH, BORN, DIES_STRETCH, DIES, HANDED_ON_STRETCH, HANDED_ON = range(7)
-"""The rows of `Walk.lives`. Stretches and places: `collectors/tracing/walks.py`."""
+"""The rows of `Walk.lives`. Stretches and places: `collectors/tracing/stretches.py`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A module is entered or left before the operation `instant` of a stretch. `runs`: "forward", "again" (a checkpoint) or
-    "backward". `weights`: those that it reads, as module ("": the block at its place or after it) and name."""
+    """A module is entered or left, before the operation `instant` of a stretch. `runs`: "forward", "again" (a
+    recomputation) or "backward". `weights`: the weights that it reads, as (module, name); module "" means the block at its
+    place or after it."""
 
     runs: str
     enters: bool
@@ -29,37 +30,37 @@ class Visit:
 
 @dataclass(frozen=True)
 class Walk:
-    """One step of a network on one GPU, of one micro-batch. Entries are in the order in which they were made."""
+    """One step of a network on one GPU, of one micro-batch. Entries are in the order in which they were allocated."""
 
     num_places: int
     labels: tuple[tuple[str, ...], ...]
-    """Of each stretch, the operations that make something."""
+    """For each stretch, the operations that allocate something."""
     phases: tuple[bytes, ...]
     names: tuple[str, ...]
     categories: Ints
     raw_bytes: Ints
-    """As asked for, before any rounding."""
+    """Bytes as requested, not rounded."""
     lives: Ints
-    """[7, num_entries]: PLACE, BORN_STRETCH (-1: before this step), BORN (of those: 0 before the first step, 1 since),
-    DIES_STRETCH (-1: not in this step), DIES; of a gradient, when autograd hands it to its parameter, HANDED_ON_STRETCH
-    (-1 of others) and HANDED_ON. Instants count from the stretch's first."""
+    """[7, num_entries]: PLACE; BORN_STRETCH (-1: before this step); BORN (if before this step: 0 before the first step, 1
+    since); DIES_STRETCH (-1: not in this step); DIES; for a gradient, when autograd gives it to its parameter:
+    HANDED_ON_STRETCH (-1 for other tensors) and HANDED_ON. Instants count from the stretch's first."""
     gradients: npt.NDArray[np.bool_]
     parameters: tuple[tuple[str, str, tuple[int, ...], int, bool], ...]
-    """Module, name, shape, bytes of an element, whether it trains."""
+    """(module, name, shape, bytes of an element, whether it trains) of each."""
     wrapped: bool = True
     """Whether FSDP makes a unit of each block."""
     visits: tuple[tuple[Visit, ...], ...] = ()
-    """Of each stretch, the modules that are entered and left, in order."""
+    """For each stretch, the modules that are entered and left, in order."""
     image_tokens: int = 0
-    """Tokens that stand for each image of the batch."""
+    """Number of tokens that represent each image of the batch."""
 
     @property
     def num_layers(self) -> int:
-        """Blocks of the network."""
+        """Number of blocks of the network."""
         return self.num_places // 2
 
     def same_program(self, other: Walk) -> bool:
-        """Whether both ran the same operations, whose results live alike: only sizes may differ."""
+        """Whether both ran the same operations, with results of the same lifetimes; only sizes may differ."""
         return (
             self.labels == other.labels
             and self.phases == other.phases
@@ -70,7 +71,7 @@ class Walk:
 
     @classmethod
     def read(cls, mapping: Mapping[str, Any]) -> Walk:
-        """The walk of what a worker wrote."""
+        """The walk that a worker wrote."""
         names, *columns = zip(*mapping["entries"], strict=True)
         categories, raw, *rows, gradients = np.array(columns, dtype=np.int64)
         lives = np.stack(rows)
@@ -80,7 +81,7 @@ class Walk:
             kept = np.unique(born[born_stretch == index])
             labels.append(tuple(every_label[instant] for instant in kept))
             phases.append(bytes(every_phase[instant] for instant in kept))
-            # gone, or handed on, when the next operation that makes something begins
+            # a tensor dies, or goes to its parameter, when the next operation that allocates begins
             for stretch, row in ((BORN_STRETCH, BORN), (DIES_STRETCH, DIES), (HANDED_ON_STRETCH, HANDED_ON)):
                 of = lives[stretch] == index
                 lives[row, of] = np.searchsorted(kept, lives[row, of])

@@ -1,8 +1,8 @@
-"""Widths: how the sizes of a recorded network follow from the numbers of its configuration.
+"""How the sizes of a recorded network follow from the numbers of its configuration.
 
-A size is a product of powers of them (`hidden_size * vocab_size`), or a sum of a few such products, as that of one
-projection for queries, keys and values. Walks of networks in which one number at a time is another tell the powers; walks
-in which many are have the last word.
+A size is a product of powers of them (`hidden_size * vocab_size`), or a sum of a few such products, as for one projection
+to queries, keys and values. Walks of networks in which one number at a time is changed show the powers; walks in which many
+are changed decide.
 """
 
 from __future__ import annotations
@@ -17,16 +17,18 @@ import numpy as np
 from peakcast.models.recipes.walk import Ints
 
 POWERS = (0, 1, 2, -1, -2)
-"""Of one number in one size, the usual ones first: `head_dim` is `hidden_size / num_attention_heads` in most families."""
+"""Powers of one number in one size, the usual ones first: `head_dim` is `hidden_size / num_attention_heads` in most
+families."""
 Product = tuple[int, ...]
 """The power of each number."""
 Sum = tuple[tuple[Fraction, Product], ...]
-"""The share that each product has of a size where nothing is changed."""
+"""(share, product): the share that each product has of a size in the recorded network."""
 
 
 @dataclass(frozen=True)
 class Sample:
-    """A walk of a network in which numbers were multiplied. `factors`: by what, in the order of `Widths.keys`."""
+    """A walk of a network in which numbers were multiplied. `factors`: by how much, in the order of `Widths.keys`;
+    `numbers`: the sizes then."""
 
     factors: tuple[Fraction, ...]
     numbers: Ints
@@ -34,20 +36,18 @@ class Sample:
 
 @dataclass(frozen=True)
 class Widths:
-    """What each of a recipe's numbers, bytes or the sides of weights, is in terms of the values of `keys`."""
+    """How each of a recipe's numbers (bytes, or sides of weights) follows from the values of `keys`."""
 
     keys: tuple[str, ...]
     base: tuple[int, ...]
-    """The values of the network that was recorded."""
+    """The values in the recorded network."""
     products: tuple[Product, ...]
     parts: Ints
-    """[4, num_parts]: number, product, numerator and denominator of its share."""
+    """[4, num_parts]: index of the number, index of the product, numerator and denominator of its share."""
 
     def scaled(self, columns: Ints, values: Sequence[int]) -> Ints:
-        """`columns` [num_rows, num_numbers] of the recorded network, for one with these `values`.
-
-        Raises: ValueError where they would not be whole: no such network is.
-        """
+        """`columns` [num_rows, num_numbers] of the recorded network, for a network with these `values`. Raises: ValueError
+        if they would not be whole numbers: there is no such network."""
         factors = [Fraction(1)] * len(self.products)
         for index, product in enumerate(self.products):
             for now, before, power in zip(values, self.base, product, strict=True):
@@ -56,8 +56,8 @@ class Widths:
         times = [factors[product] * Fraction(top, bottom) for product, top, bottom in self.parts[1:].T.tolist()]
         found = np.zeros(columns.shape, dtype=object)
         bottoms = np.array([one.denominator for one in times], dtype=object)
-        shared = columns[:, number].astype(object) * [one.numerator for one in times]  # whole numbers of any length
-        for row in range(len(columns)):  # of sums, parts may be fractions that only together are whole
+        shared = columns[:, number].astype(object) * [one.numerator for one in times]  # Python ints, which cannot overflow
+        for row in range(len(columns)):  # parts of a sum may be fractions, although the sum is whole
             whole = (shared[row] % bottoms == 0).all()
             pairs = zip(shared[row], bottoms, strict=True)
             np.add.at(
@@ -69,8 +69,8 @@ class Widths:
 
 
 def learned(keys: Sequence[str], base: Sequence[int], numbers: Ints, samples: Sequence[Sample]) -> tuple[Widths, Ints]:
-    """The widths that explain all `samples` of what is `numbers` in the recorded network, and which numbers they cannot
-    explain (for those they say that nothing changes them)."""
+    """The widths that explain all `samples`, and the indices of the numbers that they cannot explain (for which they say
+    that nothing changes them). `numbers`: those of the recorded network."""
     factors = [sample.factors for sample in samples]
     found: dict[tuple[Fraction, ...], Sum | None] = {}
     products: dict[Product, int] = {}
@@ -89,14 +89,14 @@ def learned(keys: Sequence[str], base: Sequence[int], numbers: Ints, samples: Se
 
 
 def _ratios(numbers: Ints, samples: Sequence[Sample]) -> Iterator[tuple[Fraction, ...]]:
-    """Of each number, by what each sample multiplies it."""
+    """For each number, by what each sample multiplies it."""
     changed = zip(*(sample.numbers.tolist() for sample in samples), strict=True)
     for number, row in zip(numbers.tolist(), changed, strict=True):
         yield tuple(Fraction(one, number) if number else Fraction(one == 0) for one in row)
 
 
 def _sums(factors: Sequence[tuple[Fraction, ...]], ratios: Sequence[Fraction]) -> Iterator[Sum]:
-    """Sums that have these `ratios` where numbers are multiplied by `factors`, the simplest first."""
+    """Sums that have these `ratios` when numbers are multiplied by `factors`, the simplest first."""
     lone = {
         which[0]: (one[which[0]], ratio)
         for one, ratio in zip(factors, ratios, strict=True)
@@ -117,10 +117,11 @@ def _sums(factors: Sequence[tuple[Fraction, ...]], ratios: Sequence[Fraction]) -
 
 
 MOST_CANDIDATES = 4096
-"""Combinations of powers that are tried for a sum."""
+"""Most combinations of powers that are tried for a sum."""
 
 
 def _value(terms: Sum, factors: Sequence[Fraction]) -> Fraction:
+    """The factor of a sum when the numbers are multiplied by `factors`."""
     total = Fraction(0)
     for share, product in terms:
         for factor, power in zip(factors, product, strict=True):
@@ -131,7 +132,8 @@ def _value(terms: Sum, factors: Sequence[Fraction]) -> Fraction:
 
 
 def _powers(shares: Sequence[Fraction], factor: Fraction, ratio: Fraction) -> list[Product]:
-    """The powers that a number may have in products whose sum is multiplied by `ratio` when it is by `factor`."""
+    """The powers that a number may have in products whose sum is multiplied by `ratio` when the number is multiplied by
+    `factor`, the smallest first."""
 
     def total(powers: Product) -> Fraction:
         return sum((share * factor**power for share, power in zip(shares, powers, strict=True)), Fraction(0))
@@ -141,8 +143,8 @@ def _powers(shares: Sequence[Fraction], factor: Fraction, ratio: Fraction) -> li
 
 
 def _shares(lone: Mapping[int, tuple[Fraction, Fraction]]) -> Iterator[tuple[Fraction, ...]]:
-    """Shares that products may have: one product, then two, then three. A number that is in some of the products changes
-    the whole by their share."""
+    """Shares that products may have: one product, then two, then three. A number that occurs in some of the products
+    changes the sum by their share."""
     yield (Fraction(1),)
     whole = Fraction(1)
     of_one: set[Fraction] = set()

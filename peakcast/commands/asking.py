@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from peakcast.commands.application import AllFindings, Gpu, GpusPerNode, HostMemory, Json, app
+from peakcast.commands.application import Details, Gpu, GpusPerNode, HostMemory, Json, app
 from peakcast.errors import SpecError
 from peakcast.job_flags import VERSIONS, AskedJob, takes_job
 
@@ -32,7 +32,7 @@ def predict(
     all_ranks: Annotated[bool, typer.Option("--all-ranks", help="Add a line for every distinct rank.")] = False,
     host_memory_gib: HostMemory = None,
     gpus_per_node: GpusPerNode = None,
-    all_findings: AllFindings = False,
+    details: Details = False,
     baseline: Annotated[str, typer.Option(help="auto, ledger, recipe (of the library installed here) or trace.")] = "auto",
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
     print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, ask nothing.")] = False,
@@ -59,7 +59,7 @@ def predict(
         return
     options: dict[str, Any] = {"all_ranks": all_ranks, "baseline": baseline, "recipe": asked.recipe}
     options |= {"host_memory_gib": host_memory_gib, "gpus_per_node": gpus_per_node}
-    _answer(asked.read(), gpu, rank, calibration, options, json=json, all_findings=all_findings)
+    _answer(asked.read(), gpu, rank, calibration, options, json=json, details=details)
 
 
 @app.command(
@@ -74,7 +74,7 @@ def megatron(
     rank: Annotated[str, typer.Option(help="worst, last, or a number.")] = "worst",
     host_memory_gib: HostMemory = None,
     gpus_per_node: GpusPerNode = None,
-    all_findings: AllFindings = False,
+    details: Details = False,
     versions: Annotated[str | None, VERSIONS["versions"][1]] = None,
     container: Annotated[str | None, VERSIONS["container"][1]] = None,
     here: Annotated[bool, VERSIONS["here"][1]] = False,
@@ -92,7 +92,7 @@ def megatron(
         print(render.job_text(asked, as_json=json))
         return
     options = {"host_memory_gib": host_memory_gib, "gpus_per_node": gpus_per_node}
-    _answer(asked, gpu, rank, calibration, options, json=json, all_findings=all_findings)
+    _answer(asked, gpu, rank, calibration, options, json=json, details=details)
 
 
 @app.command(epilog="Example: peakcast explain --model llama-3.1-8b --gpu H100-80GB --picture step.png")
@@ -107,7 +107,7 @@ def explain(
     snapshot: Annotated[Path | None, typer.Option(help="Also write it for PyTorch's memory viewer (a pickle).")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Run the real library on fake tensors, without a GPU.")] = False,
     module: Annotated[str | None, typer.Option(help="Trace FILE.py:FUNCTION, which returns (model, step).")] = None,
-    all_findings: AllFindings = False,
+    details: Details = False,
     json: Json = False,
 ) -> None:
     """Explain the memory of one rank of JOB: why the peak is where it is, layer by layer, and what would lower it."""
@@ -127,7 +127,7 @@ def explain(
         picture=picture,
         snapshot=snapshot,
     )
-    print(render.json_text(found.to_mapping()) if json else explanation_text(found, layers=layers, whole=all_findings))
+    print(render.json_text(found.to_mapping()) if json else explanation_text(found, layers=layers, whole=details))
 
 
 @app.command(epilog="Example: peakcast search --model llama-3.1-70b --framework megatron --gpu H100-80GB --num-gpus 64")
@@ -200,14 +200,15 @@ def _answer(
     options: dict[str, Any],
     *,
     json: bool,
-    all_findings: bool,
+    details: bool,
 ) -> None:
     """Print the prediction for a job that was read and exit with whether it fits. `options`: further ones of `predict`."""
     from peakcast import api, render
+    from peakcast.screen import prediction_text
 
     if gpu is None:
         raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")
     prediction = api.predict(asked, gpu, rank=rank, calibration=calibration, **options)
-    text = render.json_text(prediction.to_mapping()) if json else render.prediction_text(prediction, whole=all_findings)
+    text = render.json_text(prediction.to_mapping()) if json else prediction_text(prediction, details=details)
     print(text)
     raise typer.Exit(FITS_EXIT_CODES[prediction.fits])

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from peakcast.commands.application import AllFindings, Gpu, Json, app
+from peakcast.commands.application import Details, Gpu, Json, app
 from peakcast.commands.asking import FITS_EXIT_CODES
 from peakcast.errors import ScriptError, SpecError
 
@@ -33,7 +33,7 @@ def dryrun(
     timeout_seconds: Annotated[float, typer.Option(min=1.0, help="Longest that the script may take.")] = 600.0,
     memory_gib: Annotated[float | None, typer.Option(help="Host memory for it; default: 80 % of what is free.")] = None,
     output: Annotated[bool, typer.Option("--show-output", help="Show what the script prints.")] = False,
-    all_findings: AllFindings = False,
+    details: Details = False,
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
     json: Json = False,
 ) -> None:
@@ -42,6 +42,7 @@ def dryrun(
     Exits with 0 when it fits, 3 when not, 4 when that is uncertain, 2 when the script cannot be followed.
     """
     from peakcast import api, render
+    from peakcast.screen import prediction_text
 
     if gpu is None:
         raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")
@@ -65,7 +66,7 @@ def dryrun(
         if error.last_lines and not output:
             print("\n".join(f"  | {line}" for line in error.last_lines), file=sys.stderr)
         raise
-    print(render.json_text(found.to_mapping()) if json else render.prediction_text(found.answer, whole=all_findings))
+    print(render.json_text(found.to_mapping()) if json else prediction_text(found.answer, details=details))
     if found.not_kept:
         raise SpecError(found.not_kept, parameter="save_recipe", value=str(save_recipe))
     if found.kept is not None:

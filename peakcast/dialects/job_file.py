@@ -18,8 +18,9 @@ from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.translation import Notes, Translation
 from peakcast.errors import CatalogError, SpecError, near_misses
 from peakcast.fields import FrozenMapping, build
+from peakcast.findings import Finding
 from peakcast.parallelism import layers_beside_ends
-from peakcast.spec import TrainingJob
+from peakcast.spec import DEFAULT_LENGTH, TrainingJob
 from peakcast.versions import check_versions
 
 
@@ -40,12 +41,19 @@ def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
     values["architecture"] = resolve_architecture(values["architecture"])
     if "versions" in values:
         values["versions"] = check_versions(values["versions"])
+    values |= _shorter_default(values)
     job = _checkpointing_as_released(build(TrainingJob, _with_stage_layers(values)), values)
     if set(job.finetuning.targets) & set(PROJECTIONS):
         named = litgpt_targets(job.finetuning.targets, job.architecture)
         job = job.replace(finetuning=replace(job.finetuning, targets=named))
     check_framework_options(job)
     return job
+
+
+def _shorter_default(values: Mapping[str, Any]) -> dict[str, int]:
+    """The length of a job that gives none, where its network has a table of fewer positions than the default length."""
+    most = values["architecture"].most_positions
+    return {"sequence_length": most} if "sequence_length" not in values and most and most < DEFAULT_LENGTH else {}
 
 
 def _checkpointing_as_released(job: TrainingJob, values: Mapping[str, Any]) -> TrainingJob:
@@ -135,7 +143,14 @@ def read_job(mapping: Mapping[str, Any]) -> Translation:
     notes = Notes()
     job = job_from_mapping(mapping)
     note_network(mapping["architecture"], notes)
-    return notes.finish(job)
+    read = notes.finish(job)
+    if "sequence_length" in mapping or job.sequence_length == DEFAULT_LENGTH:
+        return read
+    sentence = (
+        f"sequence_length is not given, and {job.sequence_length} is taken instead of {DEFAULT_LENGTH}: "
+        f"{job.architecture.name!r} has no more positions."
+    )
+    return replace(read, findings=(*read.findings, Finding("default_changed", "sequence_length", "either", sentence)))
 
 
 def _file_named(name: str) -> Path | None:

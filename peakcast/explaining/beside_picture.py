@@ -12,8 +12,8 @@ import numpy.typing as npt
 from peakcast.drawing import INK, STYLE
 from peakcast.explaining.beside import Beside, shares
 from peakcast.explaining.picture import DIM, RED, SHADES, check_picture_path
-from peakcast.explaining.reason import phase_name
 from peakcast.explaining.stack import sampled, spans
+from peakcast.labels import phase_title
 from peakcast.timeline import Phase, Timeline
 from peakcast.units import GIB
 
@@ -89,6 +89,6 @@ def _shade(axes: Any, recorded: Timeline, instants: npt.NDArray[np.int64], top: 
         if stop - start > widest.get(phase, (0, 0))[1] - widest.get(phase, (0, 0))[0]:
             widest[phase] = (start, stop)
     for phase, (start, stop) in widest.items():
-        name = "not recorded" if phase is Phase.INIT else phase_name(phase.name.lower()).removeprefix("the ")
+        name = "not recorded" if phase is Phase.INIT else phase_title(phase.name.lower())
         if stop - start > 0.02 * COLUMNS:
             axes.text((start + stop) / 2, top * 1.2, name, ha="center", va="top", fontsize=8, color=DIM)

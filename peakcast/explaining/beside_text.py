@@ -6,8 +6,8 @@ import textwrap
 from collections.abc import Iterator, Sequence
 
 from peakcast.explaining.beside import Beside, Moment, SizeRow
-from peakcast.explaining.reason import phase_name
 from peakcast.explaining.steps import WIDTH
+from peakcast.labels import phase_title
 from peakcast.models.history_replay import HistoryReplay
 from peakcast.replaying import Replayed
 from peakcast.timeline import Phase
@@ -67,7 +67,7 @@ def _numbers(m: Moment) -> str:
 
 def _phase(moment: Moment) -> str:
     phase = Phase[moment.phase.upper()]
-    return "not recorded" if phase is Phase.INIT else phase_name(moment.phase).removeprefix("the ")
+    return "not recorded" if phase is Phase.INIT else phase_title(moment.phase)
 
 
 def _sizes(moment: Moment) -> Iterator[str]:

@@ -10,8 +10,8 @@ import numpy as np
 
 from peakcast.drawing import INK, STYLE
 from peakcast.errors import SpecError
-from peakcast.explaining.reason import phase_name
 from peakcast.explaining.stack import BANDS, sampled, stacked
+from peakcast.labels import phase_title
 from peakcast.timeline import Phase, Timeline
 from peakcast.units import GIB
 
@@ -109,7 +109,7 @@ def _shade(axes: Any, timeline: Timeline, instants: Any) -> None:
         if phase not in widest or stop - start > widest[phase][1] - widest[phase][0]:
             widest[phase] = (start, stop)
     stretches = sorted((start, stop, phase) for phase, (start, stop) in widest.items())
-    names = [phase_name(phase.name.lower()).removeprefix("the ") for *_, phase in stretches]
+    names = [phase_title(phase.name.lower()) for *_, phase in stretches]
     widths = [stop - start for start, stop, _ in stretches]
     names = [n.replace(" ", "\n") if width < NARROW * COLUMNS else n for n, width in zip(names, widths, strict=True)]
     rooms = [LETTER * COLUMNS * max(map(len, name.split("\n"))) for name in names]

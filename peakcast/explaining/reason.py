@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.explanation import PeakReason
+from peakcast.labels import category_name, phase_name
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase, Timeline
 from peakcast.units import format_gib
@@ -20,29 +21,6 @@ WORTH_NAMING = 0.005
 """Categories below this part of the peak are not named in sentences."""
 WORTH_EXPLAINING = 0.05
 """A mechanism is explained when it makes up this part of the peak."""
-PHASE_NAMES = {
-    Phase.INIT: "set-up",
-    Phase.FORWARD: "the forward pass",
-    Phase.LOSS: "the loss",
-    Phase.BACKWARD: "the backward pass",
-    Phase.GRADIENT_CLIPPING: "gradient clipping",
-    Phase.OPTIMIZER_STEP: "the optimizer step",
-}
-CATEGORY_NAMES = {
-    Category.PARAMETERS: "weights",
-    Category.MAIN_PARAMETERS: "main weights",
-    Category.GRADIENTS: "gradients",
-    Category.OPTIMIZER_STATES: "optimizer states",
-    Category.ACTIVATIONS: "activations",
-    Category.LOGITS: "logits",
-    Category.TEMPORARIES: "temporaries",
-    Category.OPTIMIZER_TEMPORARIES: "optimizer temporaries",
-    Category.COMMUNICATION_BUFFERS: "communication buffers",
-    Category.WORKSPACES: "library workspaces",
-    Category.INPUTS: "inputs",
-    Category.OTHER: "other",
-    Category.REFERENCE_PARAMETERS: "reference weights",
-}
 
 
 def peak_reason(timeline: Timeline, job: TrainingJob | None) -> PeakReason:
@@ -87,16 +65,6 @@ def _with_sentences(reason: PeakReason, timeline: Timeline, job: TrainingJob | N
 
 
 # -- sentences that every peak has --------------------------------------------------------------------------------------
-
-
-def phase_name(phase: str) -> str:
-    """The phase called `phase` in the JSON, for a sentence."""
-    return PHASE_NAMES[Phase[phase.upper()]]
-
-
-def category_name(category: str) -> str:
-    """The category called `category` in the JSON, for people."""
-    return CATEGORY_NAMES[Category[category.upper()]]
 
 
 def _where(reason: PeakReason) -> str:

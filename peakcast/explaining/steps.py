@@ -14,13 +14,19 @@ WIDTH = 100
 
 def steps_text(steps: Sequence[Advice]) -> str:
     """What to try first: a line for each change on top of those before it."""
-    lines = ["First to try, each on top of those before it:"]
+    lines = ["First to try, each on top of those before it; allocated peak:"]
     for item in steps:
         other = "" if item.same_training else " (trains differently)"
-        what = f"−{item.saved_bytes / GIB:.2f} to {item.peak_bytes / GIB:.2f} GiB: {item.sentence}{other}"
+        what = f"{lowered(item)}: {item.sentence}{other}"
         flags = flags_text(item.changes)
         lines += [f"  {what}; {flags}"] if len(what) + len(flags) < WIDTH - 4 else [f"  {what}", f"      {flags}"]
     return "\n".join(lines)
+
+
+def lowered(item: Advice) -> str:
+    """The peak that a change leads to, and what it saves."""
+    reserved = " reserved" if item.quantity == "peak_reserved_bytes" else ""
+    return f"{item.peak_bytes / GIB:.2f} GiB{reserved} (−{item.saved_bytes / GIB:.2f})"
 
 
 def flags_text(changes: Mapping[str, Any]) -> str:

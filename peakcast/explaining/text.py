@@ -9,8 +9,7 @@ from typing import Any
 
 from peakcast.advised import Advice
 from peakcast.explaining.blocks import blocks
-from peakcast.explaining.reason import category_name, phase_name
-from peakcast.explaining.steps import WIDTH, flags_text, steps_text, value_text
+from peakcast.explaining.steps import WIDTH, flags_text, lowered, steps_text, value_text
 from peakcast.explanation import (
     COLUMNS,
     Change,
@@ -21,6 +20,7 @@ from peakcast.explanation import (
     ModuleRow,
     ParameterRow,
 )
+from peakcast.labels import category_name, phase_name, phase_title
 from peakcast.remarks import assumptions_shown, warnings_shown
 from peakcast.units import GIB, MIB, format_gib
 
@@ -175,8 +175,7 @@ def advice_text(advice: Sequence[Advice]) -> str:
         lines = []
         for item in advice:
             if item.same_training is same:
-                reserved = " reserved" if item.quantity == "peak_reserved_bytes" else ""
-                lines.append(f"  −{item.saved_bytes / GIB:.2f} to {item.peak_bytes / GIB:.2f}{reserved}: {item.sentence}")
+                lines.append(f"  {lowered(item)}: {item.sentence}")
                 lines.append(textwrap.indent(_wrapped(f"{flags_text(item.changes)}; price: {item.price}"), " " * 6))
         sections += [_section(title, lines)] if lines else []
     return "\n\n".join(sections)
@@ -191,7 +190,7 @@ def comparison_text(comparison: Comparison) -> str:
     moved = f"in {phases[0]}" if phases[0] == phases[1] else f"from {phases[0]} to {phases[1]}"
     lines = fields or ["  the jobs are equal"]
     lines.append(f"  peak {format_gib(before)} → {format_gib(after)} ({(after - before) / GIB:+.2f}), {moved}")
-    lines += _changes("phase by phase", c.phases, lambda change: phase_name(change.name).removeprefix("the "))
+    lines += _changes("phase by phase", c.phases, lambda change: phase_title(change.name))
     lines += _changes("at the peak, by kind", c.categories, lambda change: category_name(change.name))
     tensors = c.tensors[:NUM_TENSORS]
     lines += _changes("at the peak, by tensor", tensors, lambda change: f"{change.name} ({category_name(change.category)})")

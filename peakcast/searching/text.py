@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import textwrap
 
+from peakcast.labels import SHORT_VERDICTS, VERDICTS
 from peakcast.remarks import warnings_shown
 from peakcast.searching.found import Found, Largest, Plan
 from peakcast.spec import TrainingJob
 from peakcast.units import GIB
 
 WIDTH = 110
-VERDICTS = {"yes": "fits", "uncertain": "may fit", "no": "does not fit"}
 SHORT = (
     ("tensor_parallel_size", "tp"),
     ("pipeline_parallel_size", "pp"),
@@ -64,7 +64,7 @@ def plan_line(number: int, plan: Plan) -> str:
     again = f"{plan.recompute * 100:.0f} %"
     return (
         f"{number:>3} {plan_words(job):<30} {job.micro_batch_size:>5} {job.gradient_accumulation_steps:>5} "
-        f"{job.activation_checkpointing.mode:<13} {VERDICTS[plan.fits]:<8} {bar.point / GIB:>10.2f}"
+        f"{job.activation_checkpointing.mode:<13} {SHORT_VERDICTS[plan.fits]:<8} {bar.point / GIB:>10.2f}"
         f" {bar.upper_95 / GIB:>10.2f} {again:>6} {plan.sent_bytes / GIB:>8.1f}"
     )
 

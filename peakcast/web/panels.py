@@ -7,24 +7,20 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from peakcast.drawing import inline_svg
-from peakcast.explaining.reason import category_name, phase_name
 from peakcast.explaining.steps import flags_text
 from peakcast.explanation import COLUMNS
 from peakcast.findings import ordered, sentences
+from peakcast.labels import category_name, phase_title, quantity_name, sentence_start
 from peakcast.prediction import QUANTITIES, SEEN_BY
-from peakcast.remarks import verdict_reason, warning_sentences
+from peakcast.remarks import verdict_reason, verdict_words, warning_sentences
 from peakcast.units import GIB, format_gib
 from peakcast.web.asking import Answered
 
 if TYPE_CHECKING:
     from jinja2 import Environment
 
-VERDICTS = {
-    "yes": ("fits", "It fits."),
-    "no": ("not", "It does not fit."),
-    "uncertain": ("unsure", "It may or may not fit."),
-}
-"""`Prediction.fits` -> class of the page's style, and words."""
+STYLES = {"yes": "fits", "no": "not", "uncertain": "unsure"}
+"""`Prediction.fits` -> class of the page's style."""
 ROOM = 1.05
 """The tracks are this much longer than what they show, so that the GPU's end is seen."""
 TOP = 5
@@ -34,14 +30,12 @@ NUM_ADVICE = 6
 def answer_html(found: Answered) -> str:
     """The verdict, the four quantities with their bars, what the peak is made of, what to try."""
     p, e = found.prediction, found.explanation
-    style, words = VERDICTS[p.fits]
-    reason = verdict_reason(p)
     scale = max(p.capacity_bytes, *(getattr(p, name).upper_95 for name in QUANTITIES)) * ROOM
     return _render(
         "answer.html.j2",
-        style=style,
-        words=words,
-        reason=reason[:1].upper() + reason[1:],
+        style=STYLES[p.fits],
+        words=sentence_start(verdict_words(p)) + ".",
+        reason=sentence_start(verdict_reason(p)),
         architecture=found.job.architecture.name,
         prediction=p,
         capacity=100 * p.capacity_bytes / scale,
@@ -57,7 +51,7 @@ def answer_html(found: Answered) -> str:
 def _quantity(prediction: Any, name: str, scale: int) -> dict[str, Any]:
     bar = getattr(prediction, name)
     shares = {end: 100 * getattr(bar, end) / scale for end in ("point", "lower", "upper")}
-    return {"name": name.removeprefix("peak_").removesuffix("_bytes"), "bar": bar, "shares": shares, "seen": SEEN_BY[name]}
+    return {"name": quantity_name(name), "bar": bar, "shares": shares, "seen": SEEN_BY[name]}
 
 
 def timeline_html(found: Answered) -> str:
@@ -112,7 +106,7 @@ def _environment() -> Environment:
     environment.filters.update(
         gib=lambda value: format_gib(value),
         gib3=lambda value: f"{value / GIB:.3f}",
-        phase=lambda name: phase_name(name).removeprefix("the "),
+        phase=phase_title,
         category=category_name,
     )
     return environment

@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import pytest
 
+from peakcast.api import predict
 from peakcast.batch import predict_batch
 from peakcast.catalog import architecture, gpu
 from peakcast.models import allocator
@@ -23,6 +24,7 @@ from peakcast.models.analytical.knobs import with_knobs
 from peakcast.models.analytical.ledger import ledger
 from peakcast.models.analytical.sweep import sweep
 from peakcast.models.caching_allocator import CachingAllocator
+from peakcast.questions import translation_of
 from peakcast.searching.search import search
 from peakcast.searching.space import candidates
 from peakcast.searching.walk import fullest
@@ -267,3 +269,22 @@ def test_a_cold_predict_beside_importing_what_it_stands_on(benchmark, tmp_path):
     imports = fastest(lambda: process("import numpy, typer.main"), 5)
     benchmark.extra_info["times_its_imports"] = round(benchmark.stats.stats.min / imports, 2)
     assert benchmark.stats.stats.min < 4 * imports
+
+
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_a_prediction_in_python_beside_its_ledgers(benchmark, method):
+    """The usual question, each time of another length: other GPU types and advice are computed when they are read."""
+    lengths = itertools.count(1)
+
+    def job():
+        asked = {"architecture": "llama-3.1-8b", "sequence_length": 8192 - 8 * next(lengths)}
+        return {**asked, "finetuning": {"method": method, **({"rank": 16} if method == "lora" else {})}}
+
+    predict(job(), DEVICE)
+    benchmark(lambda: predict(job(), DEVICE))
+    ledgers = fastest(lambda: [ledger(translation_of(job()).job, device=DEVICE, step=step) for step in ("first", "steady")])
+    advised = fastest(lambda: predict(job(), DEVICE).first_to_try)
+    benchmark.extra_info["times_its_two_ledgers"] = round(benchmark.stats.stats.min / ledgers, 2)
+    benchmark.extra_info["times_faster_than_with_advice"] = round(advised / benchmark.stats.stats.min, 1)
+    assert benchmark.stats.stats.min < 4 * ledgers
+    assert benchmark.stats.stats.min < advised / 3

@@ -48,7 +48,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-@pytest.mark.parametrize("cell", JOBS)
+LONGEST = ("of several micro-batches", "with another optimizer step")
+"""Cells whose traces take longest."""
+
+
+@pytest.mark.parametrize("cell", [pytest.param(cell, marks=[pytest.mark.whole] * (cell in LONGEST)) for cell in JOBS])
 def test_a_recipe_equals_the_trace_phase_by_phase(cell, ledger_equals_trace):
     """Within 0.1 % in each phase of the first and of a steady step."""
     if JOBS[cell].framework == "deepspeed":
@@ -76,6 +80,7 @@ def test_answers_say_what_they_rest_on(recorded: Path) -> None:
     assert sum(row.num_parameters for row in found.modules) == sum(math.prod(row.rank_shape) for row in found.parameters)
 
 
+@pytest.mark.whole
 def test_adapters_of_a_network_that_generates_nothing_are_recorded(ledger_equals_trace) -> None:
     """Of masked words: peft is told no task, for its class of generating networks asks for what this one has not."""
     network = {"model_type": "modernbert", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}

@@ -38,7 +38,11 @@ STARTS = {
 }
 
 
-@pytest.mark.parametrize("how", STARTS)
+QUICK = ("python", "shell", "process")
+"""Each start follows the same way; the others take half a minute more."""
+
+
+@pytest.mark.parametrize("how", [how if how in QUICK else pytest.param(how, marks=pytest.mark.whole) for how in STARTS])
 def test_a_program_that_trains_is_followed(how, train, tmp_path):
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text(

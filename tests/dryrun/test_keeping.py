@@ -108,6 +108,7 @@ def test_an_explanation_is_of_it_and_of_what_is_changed(kept):
     assert json.loads(done)["comparison"]["peak_bytes"][1] > found.timeline.peak().num_bytes
 
 
+@pytest.mark.whole
 def test_what_record_writes_is_asked_in_the_same_way(kept, tmp_path):
     path, job = tmp_path / "recorded.json.gz", read_kept(kept).job
     api.record(job, output=path)

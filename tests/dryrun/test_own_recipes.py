@@ -56,6 +56,7 @@ def test_few_layers_stand_for_all_and_no_length_is_beyond_the_script_s_positions
         peakcast.predict(job.replace(sequence_length=512), "H100-80GB", recipe=kept)
 
 
+@pytest.mark.whole
 def test_several_ranks_are_placed_on_the_walk_of_one(kept, tmp_path):
     path = tmp_path / "ranks.json.gz"
     words = [sys.executable, "-P", "-m", "peakcast", "dryrun", "--gpu", "H100-80GB", "--save-recipe", str(path), "--"]
@@ -77,6 +78,7 @@ def test_it_is_searched(kept):
     assert any("precision.parameters" in reason for reason in sharded.left_out)
 
 
+@pytest.mark.whole
 def test_evaluations_between_steps_are_left_out_and_a_sequence_has_layers_too(kept, run_script, tmp_path):
     path = tmp_path / "kept.json.gz"
     options = {"skip_evaluation": True, "save_recipe": path}

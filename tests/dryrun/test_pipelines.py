@@ -17,7 +17,14 @@ def parameters_of(rank, chunks=1, ranks=3):
     return sum(256 * (one + 1) * 1024 + 1024 + 1024 * 256 * (one + 2) + 256 * (one + 2) for one in stages)
 
 
-@pytest.mark.parametrize(("rank", "chunks", "asked"), [(0, 1, []), (2, 1, [0, 1]), (1, 2, [0, 2, 3])])
+RANKS = [
+    (0, 1, []),
+    pytest.param(2, 1, [0, 1], marks=pytest.mark.whole),
+    (1, 2, [0, 2, 3]),
+]
+
+
+@pytest.mark.parametrize(("rank", "chunks", "asked"), RANKS)
 def test_each_rank_of_a_pipeline_has_the_shapes_that_the_one_before_it_sends(rank, chunks, asked):
     lines = []
     words = ["torchrun", "--nproc-per-node", "3", SCRIPT, str(chunks)]

@@ -7,7 +7,7 @@ import pytest
 from peakcast.errors import RecordError
 from peakcast.models.evaluation import Evaluation
 from peakcast.reports.readme import BEGIN, END, accuracy_table, commands, with_outputs, write_table
-from peakcast.reports.tables import headline_markdown
+from peakcast.reports.tables import short_markdown
 
 TEXT = f"""# Title
 ```console
@@ -28,9 +28,9 @@ def test_the_table_is_replaced_between_its_markers_and_nothing_else(evaluation: 
     path = tmp_path / "README.md"
     path.write_text(TEXT)
     write_table(evaluation, path)
-    assert path.read_text() == TEXT.replace("old table\n", headline_markdown(evaluation))
+    assert path.read_text() == TEXT.replace("old table\n", short_markdown(evaluation))
     write_table(evaluation, path)
-    assert accuracy_table(path.read_text(), path) == headline_markdown(evaluation)
+    assert accuracy_table(path.read_text(), path) == short_markdown(evaluation)
 
 
 def test_a_file_without_markers_is_refused_and_left_alone(evaluation: Evaluation, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The activation functions of transformers (`activations.py`): which are one operation, and which are written out."""
+"""The activation functions of transformers (`activations.py`): some are one operation, others are written out in Python."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ FP32 = 4
 
 
 def activation(build: BlockBuilder, x: Tensor) -> Tensor:
-    """The activation function. gelu_new is Python code in transformers (activations.py NewGELUActivation)."""
+    """The activation function of `x`. gelu_new is Python code in transformers (activations.py NewGELUActivation)."""
     context, tape, name = build.context, build.tape, build.context.architecture.hidden_act
     if name in ("gelu_new", "gelu_fast"):
         half, wide = ops.scale(tape, x, "mlp.gelu_new.half"), x
-        if context.autocast and context.compute_bytes != FP32:  # pow is on autocast's fp32 list; what follows stays wide
+        if context.autocast and context.compute_bytes != FP32:  # pow is on autocast's fp32 list; later results stay wide
             wide = ops.cast(tape, x, x.num_bytes // context.compute_bytes * FP32, "mlp.gelu_new.to_float32")
         cube = ops.unary(tape, wide, "mlp.gelu_new.pow", backward_temporary_bytes=2 * wide.num_bytes)
         cube = ops.scale(tape, cube, "mlp.gelu_new.coefficient")
@@ -23,9 +23,9 @@ def activation(build: BlockBuilder, x: Tensor) -> Tensor:
         tanh = ops.unary_of_result(tape, inner, "mlp.gelu_new.tanh")
         shifted = tape.operation("mlp.gelu_new.one_plus", [tanh], tanh.num_bytes, gradients=[(tanh, None)])
         product = ops.multiply(tape, half, shifted, "mlp.gelu_new.product", recomputed=context.lets_go)
-        tape.hold(x)  # the module's argument
+        tape.hold(x)  # the module's argument refers to it
         return product
-    if name == "relu2" and context.kernels.gated_activation:  # keeps its input (liger_kernel 0.8 ops/relu_squared.py)
+    if name == "relu2" and context.kernels.gated_activation:  # saves its input (liger_kernel 0.8 ops/relu_squared.py)
         return ops.unary(tape, x, "mlp.relu2")
     if name == "relu2":
         relu = base = ops.unary_of_result(tape, x, "mlp.relu")

@@ -1,8 +1,8 @@
-"""Attention between q, k, v and the output, by kernel: what each allocates and autograd keeps.
+"""Attention from q, k, v to the output, by kernel: what each kernel allocates and what autograd saves for it.
 
 Shapes: q [batch, heads, sequence, head_dim], k and v [batch, key_value_heads, sequence, head_dim]. Sizes come from the
-tensors, so a kernel also serves heads of unequal widths. Sources: torch 2.11-2.13 aten/src/ATen/native/transformers
-(`attention.cpp`, `cuda/sdp_utils.cpp`, `cuda/attention.cu`), transformers 5.17 `integrations/`.
+tensors, so heads of unequal widths work too. Sources: torch 2.11-2.13 aten/src/ATen/native/transformers (`attention.cpp`,
+`cuda/sdp_utils.cpp`, `cuda/attention.cu`), transformers 5.17 `integrations/`.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ Kernel = Callable[[BlockBuilder, Tensor, Tensor, Tensor], Tensor]
 
 
 def attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q, k, v to the heads' outputs, by the kernel that the job takes. Of a static cache sdpa's prefill takes what was
-    given, and flash attention what there is, as a view (transformers 5.17 `sdpa_attention.py`, `_upad_input`)."""
+    """The heads' outputs for q, k, v, by the job's kernel. With a static cache, sdpa's prefill reads the new keys and
+    values themselves, and flash attention a view of the filled part (transformers 5.17 `sdpa_attention.py`,
+    `_upad_input`)."""
     context = build.context
     if context.cache_length > context.keys:
         k, v = (
@@ -38,9 +39,9 @@ def attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def attention_kernel(context: HFContext) -> str:
-    """The kernel of one layer. sdpa: flash needs half precision, no mask, one head width of at most 256 and shared key
-    heads; the memory-efficient kernel as many key as query heads (torch <= 2.13, `check_batch_size_and_num_heads_dense`);
-    what neither takes is computed step by step."""
+    """The kernel of one layer. For sdpa: flash needs half precision, no mask, one head width of at most 256, and a kernel
+    that shares key heads; the memory-efficient kernel needs as many key as query heads (torch <= 2.13,
+    `check_batch_size_and_num_heads_dense`); everything else is computed step by step ("math")."""
     if context.ring.ranks > 1:
         return "ring"
     if context.attention == "eager":
@@ -59,6 +60,7 @@ def attention_kernel(context: HFContext) -> str:
 
 
 def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Flash attention, sdpa's or the package's."""
     context, mla = build.context, build.context.architecture.mla
     variables = q, k, v = _as_sdpa_takes_them(build, q, k, v)
     repeated = context.repeats_key_value or (context.attention == "sdpa" and context.sdpa_repeats_key_value)
@@ -90,23 +92,23 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     )
     if unpadded:
         output = build.tape.operation("self_attn.pad", [output], whole)
-        for variable in (q, k, v, *indices):  # of `_flash_attention_forward`
+        for variable in (q, k, v, *indices):  # variables of `_flash_attention_forward` refer to them
             build.tape.hold(variable)
     for variable in widened:
         build.tape.hold(variable)
     output = build.tape.operation("self_attn.crop", [output], narrow) if narrow else output
-    if context.attention == "sdpa" and context.sdpa_copies:  # laid out as the queries were
+    if context.attention == "sdpa" and context.sdpa_copies:  # the output has the layout of the queries
         output = ops.copy(build.tape, output, "self_attn.contiguous")
         for variable in variables:
             build.tape.hold(variable)
-    if traits(context.architecture).returns_attention_weights:  # in their place
+    if traits(context.architecture).returns_attention_weights:  # the layer returns the output in their place
         build.variables.append(output)
         build.attention_weights = output
     return output
 
 
 def _as_sdpa_takes_them(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What releases of transformers before 4.56 make of q, k and v before they call sdpa (`sdpa_attention_forward`)."""
+    """q, k and v as releases of transformers before 4.56 pass them to sdpa (`sdpa_attention_forward`)."""
     context = build.context
     if context.attention != "sdpa":
         return q, k, v
@@ -115,14 +117,14 @@ def _as_sdpa_takes_them(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) ->
         k, v = repeat_key_value(build, q, k, v)
     if context.sdpa_copies:
         q = ops.copy(build.tape, q, "self_attn.contiguous_q")
-        if (k, v) == before or key_heads == 1:  # copied already where repeated, and one head is expanded as a view
+        if (k, v) == before or key_heads == 1:  # repeating has copied them already, except a single head, which is a view
             k, v = (ops.copy(build.tape, x, f"self_attn.contiguous_{name}") for x, name in ((k, "k"), (v, "v")))
     return q, k, v
 
 
 def _contiguous(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
-    """Joined sequences are one dimension: what is a slice of a fused projection, or laid out head by head, is copied.
-    Source: transformers 5.17 modeling_flash_attention_utils.py `_prepare_from_posids`."""
+    """Joined sequences are one dimension: a tensor that is a slice of a fused projection, or laid out head by head, is
+    copied. Source: transformers 5.17 modeling_flash_attention_utils.py `_prepare_from_posids`."""
     architecture = build.context.architecture
     single = name != "q" and attention_key_heads(architecture) == 1
     by_head = name != "v" and joins_heads(architecture) and not single
@@ -131,7 +133,7 @@ def _contiguous(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
 
 
 def _ring(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's ring attention over the ranks that share the sequence: what it makes in passing is counted at its fullest."""
+    """torch's ring attention over the ranks that share the sequence. Its temporaries count at their fullest moment."""
     context = build.context
     q, k, v = _to_compute_dtype(build, q, k, v)
     statistics = FP32 * context.rows * context.architecture.num_attention_heads
@@ -154,16 +156,16 @@ def _ring(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _without_padding(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
-    """The tokens that are no padding, gathered; the gradient is scattered into zeros of full size. Traced with
-    kernels that do nothing (`tracing/flash_attention_stub.py`).
-    Source: transformers 5.17 modeling_flash_attention_utils.py `_upad_input`, `_pad_input`."""
+    """The tokens that are not padding, gathered; backward scatters the gradient into zeros of full size. Traced with
+    kernels that do nothing (`tracing/flash_attention_stub.py`). Source: transformers 5.17 modeling_flash_attention_utils.py
+    `_upad_input`, `_pad_input`."""
     context = build.context
     return build.tape.operation(f"self_attn.unpad_{name}", [x], x.num_bytes // context.rows * context.valid_rows)
 
 
 def _filled(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
-    """What a static cache has so far, gathered as if the rest were padding: keys and values are laid out token by token
-    first; a single query is as it is, and of several it is named where they were."""
+    """The filled part of a static cache, gathered as if the rest were padding: (q, k, v) and, for several queries, the
+    indices, which variables refer to. Keys and values are first laid out token by token; a single query stays as it is."""
     context, tape = build.context, build.tape
     indices = tape.operation("self_attn.filled.indices", [], context.batch * context.keys * INT64, gradients=[])
     taken = [
@@ -176,15 +178,14 @@ def _filled(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor
 
 
 def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """FlexAttention as transformers compiles it by itself. Forward keeps q, k, v, the output and a statistic in fp32; a
-    second one, in natural units, is returned, narrow, as the attention's weights. Backward first makes the row sums "delta"
-    (zeros stand for the gradient of the second statistic), and then the gradients without the output. The masks' block
-    indices belong to the model.
-
-    Source: transformers 5.17 integrations/flex_attention.py; torch 2.13 _inductor/kernel/flex/flex_attention.py."""
+    """FlexAttention, which transformers compiles by itself. Forward saves q, k, v, the output and a statistic in fp32. It
+    also returns a second statistic, in natural units and narrow, as the attention's weights. Backward first computes the
+    row sums "delta" (with zeros for the gradient of the second statistic), then the gradients without the output. The
+    masks' block indices belong to the model. Source: transformers 5.17 integrations/flex_attention.py; torch 2.13
+    _inductor/kernel/flex/flex_attention.py."""
     context, tape = build.context, build.tape
     heads, key_heads = context.architecture.num_attention_heads, attention_key_heads(context.architecture)
-    repeats = bool(heads & (heads - 1))  # of which the kernel shares no key heads
+    repeats = bool(heads & (heads - 1))  # the kernel shares key heads only for a power of two of heads
     repeated = k, v = repeat_key_value(build, q, k, v) if repeats else (k, v)
     q, k, v = _to_compute_dtype(build, q, k, v, repeated=repeats)
     statistics = FP32 * context.rows * heads
@@ -197,9 +198,9 @@ def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         saves=[q, k, v],
         extra_saved_bytes=[statistics],
         backward_temporary_bytes=statistics,
-        kind="flex",  # compiled by itself, it is an operator to those policies alone that name it
+        kind="flex",  # compiled by itself: only checkpointing policies that name it keep its output
     )
-    # what comes back for it is laid out as it is: a copy where that is not token by token (torch runtime_wrappers.py
+    # its gradient must have its layout: backward copies unless that is token by token (torch runtime_wrappers.py
     # coerce_tangent_and_suggest_memory_format)
     output = tape.operation(
         "self_attn.flex_attention.delta",
@@ -224,7 +225,7 @@ def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _scaled_for_sinks(build: BlockBuilder, output: Tensor, row_bytes: int) -> Tensor:
-    """FlexAttention's output times exp(statistic - logsumexp of statistic and sink), of `row_bytes` each (gpt-oss)."""
+    """FlexAttention's output times exp(statistic - logsumexp of statistic and sink), each of `row_bytes` (gpt-oss)."""
     context, tape = build.context, build.tape
     sinks = WeightGradient("self_attn.sinks.grad", context.architecture.num_attention_heads * context.weight_bytes)
     factor = tape.operation(
@@ -232,7 +233,7 @@ def _scaled_for_sinks(build: BlockBuilder, output: Tensor, row_bytes: int) -> Te
         [output],
         row_bytes,
         saves_output=True,
-        extra_saved_bytes=[2 * row_bytes, row_bytes],  # statistic beside sink; logsumexp of the two
+        extra_saved_bytes=[2 * row_bytes, row_bytes],  # statistic and sink side by side; their logsumexp
         gradients=[],
         weight_gradients=[sinks] if context.trainable else [],
         forward_temporary_bytes=row_bytes,  # the difference
@@ -258,8 +259,8 @@ def flex_block_mask_bytes(batch: int, sequence: int) -> int:
 
 
 def flash_backward_bytes(context: HFContext) -> int:
-    """Bytes that the flash-attention backward allocates inside itself: fp32 dq accumulator and row sums, and for grouped
-    queries dk, dv at all heads. Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp mha_bwd."""
+    """Bytes that the flash-attention backward allocates for itself: an fp32 dq accumulator and row sums and, for grouped
+    queries, dk and dv for all heads. Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp mha_bwd."""
     architecture = context.architecture
     heads, dim = architecture.num_attention_heads, architecture.head_dim
     rows = context.valid_rows or context.rows
@@ -275,9 +276,9 @@ def flash_backward_bytes(context: HFContext) -> int:
 
 
 def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """The memory-efficient kernel. A bool mask becomes an additive one in q's dtype for every layer anew
-    (`convert_boolean_attn_mask`), which is kept, expanded to all heads: a copy on the host, and what comes back from it,
-    is as large as that. Key heads are copied for every query head by transformers."""
+    """The memory-efficient kernel. For every layer, a bool mask becomes an additive one in q's dtype
+    (`convert_boolean_attn_mask`), which is saved expanded to all heads: offloading it copies it at that size, both to the
+    host and back. transformers copies key heads for every query head."""
     context, tape = build.context, build.tape
     heads = context.architecture.num_attention_heads
     if context.sdpa_repeats_key_value or context.sdpa_copies:
@@ -285,11 +286,11 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     repeated = (k, v) if context.sdpa_repeats_key_value else repeat_key_value(build, q, k, v)
     q, k, v = _to_compute_dtype(build, q, *repeated, repeated=True)
     bias = []
-    # compiled, and in older releases, one is made for all layers (`hold_masks`)
+    # if compiled, and in older releases, all layers share one mask (`hold_masks`)
     if context.masked and "mask" not in context.compiled and not context.mask_is_additive:
         size = context.batch * context.sequence * context.keys * context.compute_bytes
         mask = tape.operation("self_attn.additive_mask", [], size, gradients=[])
-        # kept as it is expanded to all heads, which `save_on_cpu` writes out (torch `cuda/attention.cu` preprocess_mask)
+        # saved as a view of all heads, which `save_on_cpu` copies at full size (torch `cuda/attention.cu` preprocess_mask)
         bias.append(Tensor(mask.storage, size * heads, requires_grad=False))
     kept = [FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64]
     output = tape.operation(
@@ -298,25 +299,25 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         v.num_bytes // context.keys * context.sequence,
         saves=[q, k, v, *bias],
         saves_output=True,
-        extra_saved_bytes=[] if context.cache else kept,  # without a graph the kernel makes none
+        extra_saved_bytes=[] if context.cache else kept,  # without a graph the kernel makes no statistics
         # the row sums "delta" of the backward (attention_backward.cu)
         backward_temporary_bytes=FP32 * context.rows * heads if context.gpu else 0,
         kind="attention",
     )
-    for variable in repeated:  # of transformers' `sdpa_attention_forward`
+    for variable in repeated:  # variables of transformers' `sdpa_attention_forward` refer to them
         tape.hold(variable)
     return output
 
 
 def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`_scaled_dot_product_attention_math`: everything in fp32 and every intermediate alive until it returns."""
+    """`_scaled_dot_product_attention_math`: everything in fp32, and every intermediate lives until it returns."""
     context, tape, architecture = build.context, build.tape, build.context.architecture
     heads, narrow = architecture.num_attention_heads, q.num_bytes
     q, k, v = _to_compute_dtype(build, q, k, v)
     local = [q32, k32, v32] = [to_float32(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
     query = ops.scale(tape, q32, "self_attn.math.scale_q")
     local.append(query)
-    if context.masked or context.sequence > 1:  # else a single token sees all keys
+    if context.masked or context.sequence > 1:  # a single token needs no mask
         mask_bytes = (context.batch * context.compute_bytes if context.masked else FP32) * context.sequence * context.keys
         local.append(tape.operation("self_attn.math.mask", [], mask_bytes, gradients=[]))
     if traits(architecture).grouped_query_kernel:
@@ -325,18 +326,18 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     scaled = ops.scale(tape, k32, "self_attn.math.scale_k")
     key = _broadcast_heads(build, q32, scaled)
     elements = context.batch * heads * context.sequence * context.keys
-    if context.batch > 1 < context.sequence:  # matmul joins the dimensions of sequences and heads, which lie apart in q
+    if context.batch > 1 < context.sequence:  # matmul joins the batch and head dimensions, which are not adjacent in q
         query = ops.copy(tape, query, "self_attn.math.contiguous_q")
     scores = ops.matmul(tape, query, key, elements * FP32, "self_attn.math.scores")
     tape.hold(scaled)  # the product's argument
     scores = ops.in_place(tape, scores, "self_attn.math.add_mask")
-    # _safe_softmax also makes a bool of every score and selects into a new tensor, inside one operator
+    # inside one operator, _safe_softmax also makes a bool for every score and selects into a new tensor
     hidden = 5 * elements if context.gpu else 0
     weights = tape.operation(
         "self_attn.math.softmax", [scores], scores.num_bytes, saves_output=True, forward_temporary_bytes=hidden
     )
     weights = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.math.dropout")
-    if context.compute_bytes != FP32:  # the second result, which nobody takes
+    if context.compute_bytes != FP32:  # the second output, which nothing uses
         local.append(tape.operation("self_attn.math.weights", [weights], elements * context.compute_bytes, gradients=[]))
     v32 = _broadcast_heads(build, q32, v32)
     output = ops.matmul(tape, weights, v32, q32.num_bytes, "self_attn.math.output")
@@ -345,12 +346,12 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         output = ops.cast(tape, output, narrow, "self_attn.math.to_narrow")
     for tensor in local:
         tape.hold(tensor)
-    # written head by head: laid out token by token for the output projection
+    # the output is laid out head by head; the output projection needs it token by token
     return ops.copy(tape, output, "self_attn.contiguous") if context.sequence > 1 else output
 
 
 def _broadcast_heads(build: BlockBuilder, q: Tensor, x: Tensor) -> Tensor:
-    """matmul's expansion of a single key head to all query heads: a view for one sequence, else a copy."""
+    """x with its single key head expanded to all query heads by matmul: a view for one sequence, else a copy."""
     size = q.num_bytes // build.context.sequence * build.context.keys
     if x.num_bytes == size:
         return x
@@ -361,8 +362,8 @@ def _broadcast_heads(build: BlockBuilder, q: Tensor, x: Tensor) -> Tensor:
 def _to_compute_dtype(
     build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor, *, repeated: bool = False
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast, attention runs in the compute dtype and keeps narrow copies of wide q, k, v, which may be `repeated`
-    for every query head."""
+    """q, k and v in the dtype in which attention runs. Under autocast it saves narrow copies of wide ones. `repeated`: k
+    and v have been repeated for every query head."""
     context, architecture = build.context, build.context.architecture
     if not context.autocast:
         return q, k, v

@@ -1,9 +1,9 @@
-"""The cross entropy over one chunk of the logits after the other: whole logits are there, but narrow, and what widens them
-or is made of that is there chunk by chunk.
+"""Cross entropy over one chunk of the logits after the other. Whole logits exist, but narrow; only one chunk at a time is
+widened or processed further.
 
-Source: torchtune 0.6.1 modules/loss/ce_chunked_output_loss.py CEWithChunkedOutputLoss (`num_output_chunks`, 8), which
-has a product of the lm_head for each chunk (modules/transformer.py chunked_output); training/_compile.py compile_loss
-compiles each chunk's cross entropy. litgpt 0.5.13 utils.py chunked_cross_entropy: chunks of 128 tokens, not widened.
+Source: torchtune 0.6.1 modules/loss/ce_chunked_output_loss.py CEWithChunkedOutputLoss (`num_output_chunks`, 8), which has a
+product of the lm_head for each chunk (modules/transformer.py chunked_output); training/_compile.py compile_loss compiles
+each chunk's cross entropy. litgpt 0.5.13 utils.py chunked_cross_entropy: chunks of 128 tokens, not widened.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ FP32 = 4
 
 
 def chunked_cross_entropy(tape: Tape, logits: Tensor, context: HFContext) -> None:
-    """Backward comes to all chunks' losses before any of the lm_head: a chunk's gradient takes the place of what it kept.
-    Eager, all log-softmax are kept in fp32 and a chunk's two gradients pass; compiled, the logits are kept as they are."""
+    """Append the loss. Backward runs through all chunks' losses before the lm_head, so a chunk's gradient takes the place
+    of its saved tensor. Eager, all log-softmax are saved in fp32 and a chunk's two gradients are temporaries; compiled, the
+    logits are saved as they are."""
     chunks, narrow = context.logits_chunks, logits.num_bytes
     widens = context.autocast or context.logits_upcast != "none"
     wide = narrow // context.compute_bytes * FP32 if widens else narrow
@@ -32,7 +33,7 @@ def chunked_cross_entropy(tape: Tape, logits: Tensor, context: HFContext) -> Non
         FP32,
         saves=[parts] if compiled else [],
         extra_saved_bytes=[context.rows * FP32] * 2 if compiled else [wide],
-        gradients=[(parts, 0)],  # in what is let go
+        gradients=[(parts, 0)],  # in the place of the saved tensors
         forward_temporary_bytes=wide // chunks if widens and not compiled else 0,  # a chunk widened
         backward_temporary_bytes=narrow // chunks if compiled else 2 * wide // chunks,
         category=Category.LOGITS,

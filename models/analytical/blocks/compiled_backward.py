@@ -12,27 +12,29 @@ from peakcast.models.analytical.blocks.inductor_kernels import Op
 from peakcast.models.analytical.template import HANDED_IN
 
 ROWS_SUMMED = 128
-"""A norm's weight and a bias get their gradients in two steps; the first sums so many rows each (read off the traces)."""
+"""The gradients of a norm's weight and of a bias are computed in two steps; the first sums groups of this many rows (read
+off the traces)."""
 
 READS_AGAIN = 4
-"""What is read more than once is a buffer where it reads more than so many (torch 2.13 `_inductor/config.py`
-realize_reads_threshold)."""
+"""An intermediate that is used more than once becomes a buffer if it reads more buffers than this (torch 2.13
+`_inductor/config.py` realize_reads_threshold)."""
 CONV1D = ("gpt2",)
-"""Families whose products are `addmm` of a transposed weight, of whose two gradients the weight's comes last."""
+"""Families whose products are `addmm` of a transposed weight, whose weight gradient is computed after the input's."""
 
 
 class LayerOps(LayerForward):
-    """Of one layer, forward and backward."""
+    """The operations of one layer, forward and backward."""
 
     def _inside_backward(self) -> dict[str, int]:
-        """What the attention's backward kernel allocates for itself."""
+        """Bytes that attention's backward kernel allocates for itself, by name."""
         if not self.context.gpu:
             return {}
         sums = FP32 * self.context.rows * self.context.architecture.num_attention_heads  # "delta" (attention_backward.cu)
         return {"d_attention.temporary": sums if self.masked else flash_backward_bytes(self.context)}
 
     def backward(self, *, is_result: bool = True) -> list[Op]:
-        """From HANDED_IN, and NARROWED where products are narrower, to `d_input`, which `is_result` or not."""
+        """The operations from HANDED_IN (and NARROWED, if products are narrower) to `d_input`. `is_result`: whether
+        `d_input` leaves the graph."""
         incoming, narrow = (NARROWED, "d_middle.narrow") if self.casts else (HANDED_IN, "d_middle")
         if "down" in self.adapted:
             incoming = f"{HANDED_IN}.copy"
@@ -81,7 +83,8 @@ class LayerOps(LayerForward):
         *,
         is_result: bool = False,
     ) -> list[Op]:
-        """From the gradients of what a norm gave, and `added`, to that of the `stream` it read; and its weight's."""
+        """From the gradients of a norm's output, and `added`, to the gradient of the `stream` that it read; and the
+        gradient of its weight."""
         reads = f"{of_products} {self.statistics(norm)} {stream}"
         kept = self.centers and len(f"{stream} {self.statistics(norm)}".split()) > READS_AGAIN
         normed = f"norm_{norm}.normed.wide" if kept else ""
@@ -96,31 +99,31 @@ class LayerOps(LayerForward):
 
     @property
     def normed_apart(self) -> bool:
-        """Whether `d_middle` is the second norm's share of that gradient, in fp32, to which each reader adds what was
-        handed in: so it is where the stream itself is a sum that each reader makes."""
+        """Whether `d_middle` is only the second norm's share of the gradient, in fp32, to which each reader adds the
+        incoming gradient. So it is if the stream itself is a sum that each reader computes."""
         return self.sandwiched and self.sums_again and not self.recomputes
 
     @property
     def changes_sums(self) -> bool:
-        """Whether what a sub-layer gives is not added to the stream as it is."""
+        """Whether a sub-layer's output is changed before it is added to the stream."""
         return self.sandwiched or self.drops
 
     @property
     def _inside(self) -> tuple[str, ...]:
-        """The products that read the second norm."""
+        """The products that read the second norm's output."""
         if self.context.architecture.fused_gate_up:
             return ("gate_up",)
         return ("up", "gate") if self.context.architecture.gated_mlp else ("up",)
 
     def _after_sum(self) -> list[Op]:
-        """The gradient of what the feed-forward gives, where that is normed or parts of it are dropped."""
+        """The gradient of the feed-forward's output, if that is normalised or dropped out."""
         if self.sandwiched:
             reads = f"{HANDED_IN} down post_2.rstd"
             return [*self._norm_weight("post_2", reads), op("d_down", reads, self.hidden, fuses=f"{HANDED_IN} post_2.rstd")]
         return [op("d_down", f"{HANDED_IN} down.dropped", self.hidden, fuses=HANDED_IN)] if self.drops else []
 
     def _feed_forward_back(self, incoming: str) -> list[Op]:
-        """From the gradient of its result to those of what its products read."""
+        """From the gradient of the feed-forward's output to those of the products' inputs."""
         architecture, hidden, inner = self.context.architecture, self.hidden, self.inner
         through = [
             *self._adapter_back("down", f"{HANDED_IN}.wide", "product", "d_product.wide", inner),
@@ -152,7 +155,7 @@ class LayerOps(LayerForward):
         ]
 
     def _attention_back(self) -> list[Op]:
-        """From the gradient of its result to those of what the projections read."""
+        """From the gradient of attention's output to those of the projections' inputs."""
         architecture, hidden = self.context.architecture, self.hidden
         d_attended = "d_attended_added" if "o" in self.adapted else "d_attended"
         ops = [op(d_attended, "d_attended d_attended.wide", self.q, replaces="d_attended")] if "o" in self.adapted else []
@@ -165,7 +168,7 @@ class LayerOps(LayerForward):
         if architecture.fused_qkv:
             given, size = " ".join(gradients), self.q + 2 * self.k
             turned = architecture.position_embedding == "rope"
-            if turned:  # where kernels compute the tables, in two; else in one, whose parts are no buffers
+            if turned:  # if kernels compute the tables, in two kernels; else in one, whose parts are not buffers
                 of_sines = {"d_k_of_sines": self.k, "d_q_of_sines": self.q}
                 parts = of_sines if self.masked else {"d_qkv_of_sines": size, "d_qkv_by_head": size}
                 ops.append(op("d_of_sines", given, writes=parts))
@@ -192,7 +195,8 @@ class LayerOps(LayerForward):
         return ops
 
     def back(self, name: str, reads: str, result: str, gradient: str, size: int, elements: int | None = None) -> list[Op]:
-        """Of a product: its weight's gradient, and that of what it read. `elements`: of a weight that is no layer's."""
+        """The backward of a product: the gradients of its weight and of its input. `elements`: the weight's, if it is not a
+        layer's."""
         if not self.trains:
             return [op(result, gradient, size)]
         elements = self._weight(name) if elements is None else elements
@@ -207,7 +211,7 @@ class LayerOps(LayerForward):
         ]
 
     def _adapter_back(self, name: str, gradient: str, read: str, result: str, size: int) -> list[Op]:
-        """Of a product's adapter, which read a copy of `read`."""
+        """The backward of a product's adapter, which read a copy of `read`."""
         if name not in self.adapted:
             return []
         context, row = self.context, self.rank * self.context.adapter_bytes
@@ -223,8 +227,9 @@ class LayerOps(LayerForward):
     def stream_gradient(
         self, name: str, reads: str, replaces: str, *, is_result: bool = False, normed: str = ""
     ) -> Op:
-        """Of the residual stream. By the same kernel the product that reads it gets a narrow one, where products are
-        narrower, or where it has an adapter a copy and a wide one. `normed`: what the norm gave before its weight."""
+        """The gradient of the residual stream. The same kernel also makes copies of it for the product that reads it: a
+        narrow one if products are narrower, a copy and a wide one if it has an adapter. `normed`: the name of the norm's
+        output before its weight, if that is a buffer."""
         read_by = "o" if name == "d_middle" else "down"
         apart = name == "d_middle" and self.normed_apart
         writes = {name: self.hidden * FP32 // self.context.compute_bytes if apart else self.stream}
@@ -240,6 +245,7 @@ class LayerOps(LayerForward):
         return op(name, reads, writes=writes, wide=self.casts or apart, replaces=replaces, is_result=is_result)
 
     def _norm_weight(self, name: str, reads: str, fuses: str = "") -> list[Op]:
+        """The gradients of a norm's weight and bias."""
         width = self.context.architecture.hidden_size
         both = self.summed(f"{name}.weight", f"{name}.partial", reads, width, fuses)
         if not (self.centers and both):
@@ -253,12 +259,12 @@ class LayerOps(LayerForward):
         ]
 
     def _bias(self, name: str, reads: str, has: bool) -> list[Op]:
-        """The gradient of a product's bias."""
+        """The gradient of a product's bias, if it `has` one."""
         _, columns = products(self.context.architecture)[name]
         return self.summed(f"{name}.bias", f"{name}.bias.partial", reads, columns) if has else []
 
     def summed(self, name: str, partial: str, reads: str, width: int, fuses: str = "") -> list[Op]:
-        """The gradient of `width` numbers with which every token's were multiplied, or to which they were added."""
+        """The gradient of a vector of `width` elements that every token was multiplied by or had added."""
         if not self.trains:
             return []
         size = -(-self.context.rows // ROWS_SUMMED) * width * FP32
@@ -268,7 +274,8 @@ class LayerOps(LayerForward):
         ]
 
     def _rotated_back(self, name: str, size: int) -> list[Op]:
-        """The gradient of a projection from that of what was rotated, and normalised before where each head is."""
+        """From the gradient of rotated queries or keys to that of their projection, through the norm of each head if there
+        is one."""
         given, ops = f"d_{name}_rotary", list[Op]()
         by_head = self.context.architecture.qk_norm != "none"
         widens = self.casts or traits(self.context.architecture).norm_weight_in_float32

@@ -1,9 +1,9 @@
-"""The operations of a decoder layer's forward in a graph that torch.compile compiles, and so its buffers.
+"""The operations of a decoder layer's forward in a graph that torch.compile compiles, from which its buffers follow.
 
-Between matrix products everything elementwise is one kernel, of which only results are buffers. Names are those of one
-layer; `compiled_ops.named` puts it into a network's graph.
+Between matrix products, everything elementwise is one kernel, and only its results are buffers. Names are those of one
+layer; `compiled_ops.named` puts them into a network's graph.
 
-Source: graphs that torch 2.13 lowers of transformers' Llama, Mistral, Qwen2, Qwen3 and Gemma (`TORCH_LOGS=output_code`).
+Source: graphs that torch 2.13 lowers for transformers' Llama, Mistral, Qwen2, Qwen3 and Gemma (`TORCH_LOGS=output_code`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from peakcast.units import round_up
 
 @cache
 def products(architecture: Architecture) -> dict[str, tuple[int, int]]:
-    """A layer's products, in their order, with the columns of what each reads and of what it gives."""
+    """A layer's matrix products in order: name -> (columns that it reads, columns that it gives)."""
     hidden, inner, q, k = (
         architecture.hidden_size,
         architecture.intermediate_size,
@@ -40,7 +40,7 @@ def products(architecture: Architecture) -> dict[str, tuple[int, int]]:
 
 
 def adapted(context: HFContext) -> frozenset[str]:
-    """The products with adapters."""
+    """Names of the products that have adapters."""
     if context.trainable:
         return frozenset()
     leaves = leaf_names(context.architecture)
@@ -51,10 +51,10 @@ def adapted(context: HFContext) -> frozenset[str]:
 
 
 class LayerForward:
-    """Of one layer. `sums_again`: whoever reads the stream after attention adds up the layer's input and what attention
-    gave, so it is no buffer. torch does so where the input comes from outside or from a lookup; where another sum made it,
-    that and its reader on the other side of attention are too far apart for a recomputation
-    (`_functorch/partitioners.py`, ban_recompute_used_far_apart)."""
+    """The forward of one layer. `sums_again`: every kernel that reads the residual stream after attention adds the layer's
+    input and attention's output itself, so their sum is not a buffer. torch does so if the input comes from outside the
+    graph or from a lookup. If another sum made the input, that sum and its reader after attention are too far apart to
+    recompute it (`_functorch/partitioners.py`, ban_recompute_used_far_apart)."""
 
     def __init__(
         self, context: HFContext, *, sums_again: bool = True, recomputes: bool = False, given: str = INPUT
@@ -64,34 +64,34 @@ class LayerForward:
         self.sums_again = sums_again
         self.recomputes = recomputes
         self.given = given
-        """The layer's input, or what it is computed of by whoever reads it."""
+        """The layer's input, or the buffers from which its readers compute it."""
         self.trains = context.trainable
         self.casts = context.autocast and context.weight_bytes > size
-        """Whether weights are wider than products: each is converted before, and its gradient after."""
+        """Whether weights are wider than products: each is converted before its product, and its gradient after."""
         self.hidden, self.inner = rows * architecture.hidden_size * size, rows * architecture.intermediate_size * size
         self.stream = rows * architecture.hidden_size * context.stream_bytes
         self.q, self.k = rows * architecture.query_size * size, rows * architecture.key_value_size * size
         self.masked = "mask" in context.compiled
         self.grouped = self.masked and self.q != self.k
         self.expands = self.grouped and architecture.num_key_value_heads > 1
-        """Whether keys and values are copied for every head, as the kernel wants them that takes a mask; of a single one
-        the heads are views."""
+        """Whether keys and values are copied for every head, as the kernel with a mask needs them; a single head is
+        expanded as a view."""
         self.lays_out = self.masked and self.trains and architecture.qk_norm == "none"
-        """Whether what comes back by head is laid out by token in a kernel of its own, in place."""
+        """Whether a gradient laid out head by head is rearranged token by token in a kernel of its own, in place."""
         self.sandwiched = architecture.norm_placement == "pre_and_post"
-        """Whether what a sub-layer gives is normed before it is added to the stream."""
+        """Whether a sub-layer's output is normalised before it is added to the stream."""
         self.drops = architecture.hidden_dropout > 0
-        """... or some of it set to zero."""
+        """Whether dropout is applied to a sub-layer's output before it is added to the stream."""
         self.centers = architecture.normalization == "layernorm"
         self.adapted = adapted(context)
         fused = architecture.fused_qkv and architecture.position_embedding == "rope"
         self.parts_read = {"qkv": self.k} if fused else {}
-        """Of what backward finds, that of which it reads a part: values lie in what one product gave, and are its only
-        part that is read as it is."""
+        """Name -> bytes of the part of a saved tensor that backward reads: values are a part of the fused projection's
+        output, and the only part read unchanged."""
 
     def forward(self, *, again: bool = False) -> list[Op]:
-        """From INPUT to OUTPUT; `again` in the graph of backward."""
-        kept = "norm_2.normed.wide" if again and self.sandwiched else ""  # of a long sum, which its weight's gradient reads
+        """The operations from INPUT to OUTPUT; `again`: as recomputed in the backward graph."""
+        kept = "norm_2.normed.wide" if again and self.sandwiched else ""  # the norm's weight gradient reads it
         added = f"{self.given} {self._added_to_stream('o')}"
         summed = op("middle", added, self.stream, wide=self.casts, replaces="o", fuses="post_1.rstd o.dropped")
         return [
@@ -116,16 +116,17 @@ class LayerForward:
 
     @property
     def middle(self) -> str:
-        """The stream after attention, or what it is the sum of."""
+        """The stream after attention, or the names of the buffers whose sum it is."""
         return f"{self._added_to_stream('o')} {self.given}" if self.sums_again else "middle"
 
     def _added_to_stream(self, name: str) -> str:
-        """What `name` gives, with what whoever adds it to the stream does to it."""
+        """The buffers from which a kernel computes what is added to the stream for the product `name`: the product's output
+        and, if that is normalised or dropped out on the way, the norm's factors or the dropout mask."""
         later = {"o": "post_1.rstd", "down": "post_2.rstd"}[name] if self.sandwiched else f"{name}.dropped"
         return f"{self._result(name)} {later}" if self.sandwiched or self.drops else self._result(name)
 
     def _before_sum(self, name: str, number: int) -> list[Op]:
-        """What is kept of that: the factors of a norm, or which elements are not dropped."""
+        """The operations that make those factors or that mask."""
         if self.sandwiched:
             return [op(f"post_{number}.rstd", name, self.context.rows * FP32, wide=True)]
         return [op(f"{name}.dropped", SEEDS, self.hidden // self.context.compute_bytes)] if self.drops else []
@@ -133,8 +134,8 @@ class LayerForward:
     def norm(
         self, name: str, stream: str, fuses: str, fuses_result: str, of: str = "", kept: str = ""
     ) -> list[Op]:
-        """Of the stream; its factors, and in a LayerNorm its means, are kept. `of`: the products that read it. `kept`: what
-        it is before its weight, in fp32."""
+        """A norm of `stream`; its factors and, for LayerNorm, its means are saved. `of`: the products that read the output.
+        `kept`: the name of the fp32 tensor before the weight, if that is a buffer."""
         made = dict.fromkeys(self.statistics(name).split(), self.context.rows * FP32)
         reads, results = f"{stream} {self.statistics(name)}", {f"norm_{name}": self.hidden}
         if kept:
@@ -146,10 +147,11 @@ class LayerForward:
         ]
 
     def statistics(self, name: str) -> str:
-        """What is kept of a norm beside what it reads."""
+        """Names of what a norm saves besides its input."""
         return f"rstd_{name} mean_{name}" if self.centers else f"rstd_{name}"
 
     def _queries_keys_values(self) -> list[Op]:
+        """The projections and the rotation."""
         if self.context.architecture.fused_qkv:
             rotated = {"q_rotary": self.q, "k_rotary": self.q if self.expands else self.k}
             turns = self.context.architecture.position_embedding == "rope"
@@ -171,6 +173,7 @@ class LayerForward:
         ]
 
     def _feed_forward(self) -> list[Op]:
+        """The feed-forward."""
         architecture, inner = self.context.architecture, self.inner
         if architecture.fused_gate_up or not architecture.gated_mlp:
             name, columns = ("gate_up", 2) if architecture.gated_mlp else ("up", 1)
@@ -190,6 +193,7 @@ class LayerForward:
         ]
 
     def _projected(self, name: str, reads: str, size: int, widened: Sequence[Op] = ()) -> list[Op]:
+        """A matrix product with its cast weight or its adapter."""
         if name in self.adapted:
             rows, wide = self.context.rows, self.context.adapter_bytes
             return [
@@ -204,32 +208,34 @@ class LayerForward:
         return [cast, op(name, f"{reads} {name}.cast", size)]
 
     def _result(self, name: str) -> str:
-        """Of a product, with what its adapter adds, which whoever reads it does."""
+        """A product's output and, with an adapter, the adapter's output, which the reader adds."""
         return f"{name} {name}.lora_B" if name in self.adapted else name
 
     def _added(self, name: str) -> str:
+        """The name of a product's output with its adapter's output added."""
         return f"{name}_added" if name in self.adapted else name
 
     def _widened(self, name: str, reads: str, size: int, of: Iterable[str]) -> list[Op]:
-        """The copy of `name` that the adapters of products `of` read, made by the same kernel."""
+        """The fp32 copy of `name` that the adapters of products `of` read; the same kernel makes it."""
         wide = size // self.context.compute_bytes * self.context.adapter_bytes
         return [op(f"{name}.wide", reads, wide, wide=True, fuses=name)] if self.adapted.intersection(of) else []
 
     @property
     def rank(self) -> int:
-        """Of the adapters."""
+        """The rank of the adapters."""
         return self.context.finetuning.rank or 0
 
     def _weight(self, name: str) -> int:
-        """Elements of a product's weight."""
+        """Number of elements of a product's weight."""
         inputs, outputs = products(self.context.architecture)[name]
         return inputs * outputs
 
     def _rotated(self, name: str, size: int) -> list[Op]:
+        """The rotation of queries or keys that have no norm."""
         return [] if self.context.architecture.qk_norm != "none" else [op(f"{name}_rotary", self._result(name), size)]
 
     def _rotated_by_head(self, name: str, size: int) -> list[Op]:
-        """With a norm of each head, which is one kernel with the rotation."""
+        """The norm of each head and the rotation, which are one kernel."""
         if self.context.architecture.qk_norm == "none":
             return []
         rows = size // (self.context.architecture.head_dim * self.context.compute_bytes)
@@ -237,6 +243,7 @@ class LayerForward:
         return [op(f"{name}_rotary", name, writes={f"{name}_rstd": rows * FP32, f"{name}_rotary": size})]
 
     def _attention(self) -> Op:
+        """The attention kernel."""
         heads, context = self.context.architecture.num_attention_heads, self.context
         if self.masked:  # the memory-efficient kernel: statistics of whole blocks of 32 queries
             statistics = context.batch * heads * round_up(context.sequence, 32) * FP32
@@ -247,6 +254,7 @@ class LayerForward:
 
     @property
     def _value(self) -> str:
+        """The name of the buffer that attention reads as values."""
         if self.expands:
             return "v_expanded"
         if self.context.architecture.fused_qkv:
@@ -255,5 +263,6 @@ class LayerForward:
 
     @property
     def _attention_reads(self) -> str:
+        """Names of the buffers that attention reads."""
         turned = "q_rotary k_rotary " if self.context.architecture.position_embedding == "rope" else ""
         return f"{turned}{self._value}" + (f" {MASK}" if self.masked else "")

@@ -1,10 +1,10 @@
-"""A decoder layer that torch.compile compiles by itself: the operations of its two graphs, and so its buffers.
+"""A decoder layer that torch.compile compiles by itself: the operations of its two graphs, from which its buffers follow.
 
-Forward keeps what the partitioner chose: without checkpointing what the kernels before and after each matrix product made,
-nothing under full checkpointing, what the policy says under selective. Backward computes the rest again, just before it is
-first needed. Between matrix products everything elementwise is one kernel, of which only results are buffers.
+Forward saves what the partitioner chose: without checkpointing, what the kernels before and after each matrix product make;
+nothing under full checkpointing; what the policy says under selective checkpointing. Backward recomputes the rest just
+before it is first needed. Between matrix products everything elementwise is one kernel, and only its results are buffers.
 
-Source: graphs that torch 2.13 lowers of transformers' Llama, Mistral, Qwen2 and Qwen3 (`TORCH_LOGS=output_code`).
+Source: graphs that torch 2.13 lowers for transformers' Llama, Mistral, Qwen2 and Qwen3 (`TORCH_LOGS=output_code`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ FAMILIES = ("gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "phi3"
 
 
 def is_compiled_alone(context: HFContext) -> bool:
-    """Whether these are the graphs of the context's layer."""
+    """Whether this module describes the graphs of the context's layer."""
     dense = context.architecture.model_type in FAMILIES and not (context.routed or context.num_sequences)
     plain = dense and context.trainable and not context.masked
     whole = context.group == WHOLE and not (context.splits_backward or context.saves_on_cpu)
@@ -38,14 +38,14 @@ def is_compiled_alone(context: HFContext) -> bool:
 
 @lru_cache(maxsize=256)
 def compiled_layer(context: HFContext, recomputes: bool) -> Template:
-    """One layer, forward and backward: [micro_batch_size, sequence_length, hidden_size] in and out. `recomputes`: with
-    checkpointing inside it, of which `context.cached_matmuls` says what it keeps; around it, the context is `checkpointed`:
-    somebody else holds the layer's input."""
+    """One layer, forward and backward: [micro_batch_size, sequence_length, hidden_size] in and out. `recomputes`:
+    checkpointing is inside the compiled part, and `context.cached_matmuls` says what it keeps. If it is around it, the
+    context is `checkpointed`: the checkpoint holds the layer's input."""
     return _template(context, *graphs(context, recomputes))
 
 
 def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, InductorGraph]:
-    """Its forward and backward."""
+    """The layer's forward and backward graphs."""
     ops = LayerOps(context, recomputes=recomputes)
     forward, backward = ops.forward(), ops.backward()
     if ops.drops:
@@ -57,7 +57,7 @@ def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, Inducto
 
 
 def kept_of(context: HFContext, forward: Sequence[Op], recomputes: bool) -> set[str]:
-    """What a layer's forward may keep: of what backward reads, with checkpointing only what the policy keeps."""
+    """Names of what a layer's forward may save for backward; with checkpointing, only what the policy keeps."""
     if not recomputes:
         return {name for one in forward for name in one.writes}
     if not context.cached_matmuls:
@@ -68,7 +68,7 @@ def kept_of(context: HFContext, forward: Sequence[Op], recomputes: bool) -> set[
 
 
 def _template(context: HFContext, first: InductorGraph, second: InductorGraph) -> Template:
-    """Both graphs as one block. A parameter's gradient leaves the backward graph when that ends."""
+    """Both graphs as one block. Parameter gradients leave the backward graph when it ends."""
     hidden, owned = context.input_bytes, 0 if context.checkpointed else context.input_bytes
     given = Given(INPUT, Category.ACTIVATIONS, owned, False), Given(HANDED_IN, Category.TEMPORARIES, hidden, True)
     return compiled_template(first, second, given, input_bytes=hidden)

@@ -1,7 +1,7 @@
-"""A decoder that torch.compile compiles whole, with its loss: one graph forward and one backward.
+"""A decoder that torch.compile compiles as a whole, with its loss: one graph forward and one backward.
 
-Its layers are those of `compiled_layer.py`, one after the other; what differs is what lies between them. Inductor schedules
-all of backward at once, so a weight's gradient may wait until its end where that does not raise the peak.
+Its layers are those of `compiled_layer.py`, one after the other; what lies between them differs. Inductor schedules all of
+backward at once, so a weight's gradient may be computed as late as the end if that does not raise the peak.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from peakcast.timeline import Category
 
 WHOLE_NETWORK = frozenset({"layers", "ends", "loss", "mask"})
 TANGENT = "logits.tangent"
-"""The gradient of the logits, which are a result of the graph beside the loss: zeros as large as they are."""
+"""The gradient of the logits, which the graph returns besides the loss: zeros of the same size."""
 
 HIDDEN_TANGENT = "hidden_states.tangent"
-"""... and where the loss is apart, of what the final norm gives, which is a result then."""
+"""The gradient of the final norm's output, which the graph returns if the loss is a graph of its own."""
 
 
 def is_compiled_whole(context: HFContext) -> bool:
-    """Whether these are the graphs of the context's network."""
+    """Whether this module describes the graphs of the context's network."""
     dense = context.architecture.model_type in FAMILIES and context.architecture.moe is None
     plain = _trains_as_traced(context) and context.group == WHOLE and not context.saves_on_cpu
     whole_loss = context.loss == "cross_entropy" and not context.fused_loss
@@ -50,7 +50,7 @@ def is_compiled_whole(context: HFContext) -> bool:
 
 
 def _trains_as_traced(context: HFContext) -> bool:
-    """Everything, or fp32 adapters alone."""
+    """Whether everything trains, or fp32 adapters alone, as in the traces."""
     tuning = context.finetuning
     plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout or context.autocast)
     plain = plain and not (context.architecture.fused_qkv or context.architecture.fused_gate_up)
@@ -59,8 +59,8 @@ def _trains_as_traced(context: HFContext) -> bool:
 
 @lru_cache(maxsize=64)
 def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], again: tuple[bool, ...]) -> Template:
-    """A network whose layer i is of the kind `kinds[layers[i]]` and, where `again[i]`, checkpointed: ids in, loss and
-    logits out."""
+    """A network whose layer i has the context `kinds[layers[i]]` and is checkpointed if `again[i]`: ids in, loss and logits
+    out."""
     first, second = graphs(tuple(kinds[kind] for kind in layers), again)
     if traits(kinds[0].architecture).loss_apart:
         given = Given(HIDDEN_TANGENT, Category.TEMPORARIES, first.size_of("norm_final"), True, born=1)
@@ -70,6 +70,7 @@ def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], agai
 
 
 def _module_of(name: str) -> tuple[str, str]:
+    """(module, own name) of the operation `name`."""
     layer, _, own = name.partition(".")
     if layer.isdecimal():
         return f"layers.{layer}", own
@@ -77,11 +78,11 @@ def _module_of(name: str) -> tuple[str, str]:
 
 
 def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Graph, Graph]:
-    """Forward and backward of a network with these `layers`."""
+    """The forward and backward graphs of a network with these `layers`."""
     one, size = layers[0], layers[0].compute_bytes
     embedded, reads = _embedded(one, len(layers))
-    made = traits(one.architecture).scaled_embedding or len(reads.split()) > 1  # not looked up alone: can be repeated
-    looked_up = one.trainable and not made  # a table that does not train is looked up again instead
+    made = traits(one.architecture).scaled_embedding or len(reads.split()) > 1  # computed, so it can be recomputed
+    looked_up = one.trainable and not made  # rows of a frozen table are looked up again instead
     parts = [
         _layer(layer, again[index] or (index == 0 and looked_up), again[index], reads if index == 0 else INPUT)
         for index, layer in enumerate(layers)
@@ -138,19 +139,19 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
 def _layer(
     context: HFContext, sums_again: bool, recomputes: bool, given: str
 ) -> tuple[LayerOps, list[Op], list[Op]]:
-    """Of a kind of layer, of which a network has many, its operations forward and backward."""
+    """The operations of one kind of layer, forward and backward; cached, because a network has many layers of a kind."""
     ops = LayerOps(context, sums_again=sums_again, recomputes=recomputes, given=given)
     return ops, ops.forward(), ops.backward(is_result=False)
 
 
 def _masks(context: HFContext, layers: int) -> list[str]:
-    """Of each layer the mask: those that attend through a window have one of their own, also where it hides nothing."""
+    """The name of each layer's mask. Layers with a sliding window have a mask of their own, even if it hides nothing."""
     kinds = attends_to_everything(context.architecture)
     return [MASK if kind == kinds[0] else f"{MASK}.other" for kind in kinds[:layers]]
 
 
 def _wanted(ops: list[Op]) -> list[Op]:
-    """Those of `ops` that a result needs."""
+    """Those of `ops` from which a result is computed."""
     read: set[str] = set()
     found = []
     for one in reversed(ops):
@@ -161,8 +162,8 @@ def _wanted(ops: list[Op]) -> list[Op]:
 
 
 def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:
-    """Of the layer that is first computed again: its attention gets a mask that is written out for every head, and what it
-    computed is read for the final norm too, so that the sums over rows of both norms are one kernel."""
+    """The backward of the layer that is recomputed first. Its attention gets a mask that is written out for every head. The
+    final norm reads the same recomputed buffers, so the sums over rows of both norms are one kernel."""
     size = context.batch * context.architecture.num_attention_heads * context.sequence**2 * context.compute_bytes
     found = []
     for one in backward:
@@ -176,7 +177,8 @@ def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:
 
 
 def _embedded(context: HFContext, layers: int) -> tuple[list[Op], str]:
-    """What the first layer reads: a row for every token, or what it is computed of where positions are looked up too."""
+    """The operations before the first layer, and the names of the buffers that it reads: a row for every token and, with
+    learned positions, what its input is computed from."""
     architecture, rows = context.architecture, context.rows
     if not context.trainable:
         return [], "embedding"
@@ -197,7 +199,7 @@ def _embedded(context: HFContext, layers: int) -> tuple[list[Op], str]:
 
 
 def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tuple[list[Op], list[Op]]:
-    """Final norm and lm_head, forward and backward, which finds what the norm read in `given_again`."""
+    """The final norm and the lm_head, forward and backward. `given_again`: what backward reads as the norm's input."""
     architecture = context.architecture
     logits = context.rows * architecture.vocab_size * context.compute_bytes
     weight = architecture.vocab_size * architecture.hidden_size
@@ -239,8 +241,8 @@ def _loss(context: HFContext) -> tuple[list[Op], list[Op]]:
 
 
 def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
-    """The embedding's gradient: rows added up in fp32 (`_decomp` embedding_dense_backward), by the kernel that would make
-    the first layer's gradient, which is taken out of `backward` unless positions read it too."""
+    """The embedding's gradient: rows are summed in fp32 (`_decomp` embedding_dense_backward), by the kernel that would make
+    the first layer's gradient. That one is removed from `backward` unless positions read it too."""
     at = max(index for index, each in enumerate(backward) if each.name == "0.d_input")
     if not context.trainable:
         del backward[at]
@@ -259,14 +261,14 @@ def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
         ops += _positions_back(context)
     if tied and wide:
         return [*ops, op(name, f"{table} embed_tokens.rows lm_head.grad", size, wide=True, is_result=True)]
-    if tied:  # the head's product and the sum are one operation (`_inductor/fx_passes/post_grad.py` addmm)
+    if tied:  # the lm_head's product and the sum are one operation (`_inductor/fx_passes/post_grad.py` addmm)
         narrow = op("embed_tokens.narrow", f"{table} embed_tokens.rows", size)
         return [*ops, narrow, op(name, "embed_tokens.narrow d_logits norm_final", size, is_result=True)]
     return ops if wide else [*ops, op(name, f"{table} embed_tokens.rows", size, is_result=True)]
 
 
 def _positions_back(context: HFContext) -> list[Op]:
-    """As of the tokens."""
+    """The gradient of learned positions, computed like the embedding's."""
     elements = context.architecture.max_position_embeddings * context.architecture.hidden_size
     name, table = "embed_positions.weight.grad", "embed_positions.table"
     return [

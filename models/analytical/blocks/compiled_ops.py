@@ -1,4 +1,4 @@
-"""How operations of compiled graphs are written down, put into a larger graph, and done again."""
+"""How operations of compiled graphs are written down, put into a larger graph, and recomputed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def op(
     is_result: bool = False,
     wide: bool = False,
 ) -> Op:
-    """An operation whose names are written in one string."""
+    """An operation; each argument with several names is one string, separated by spaces."""
     return Op(
         name=name,
         reads=tuple(reads.split()),
@@ -41,7 +41,7 @@ def op(
 
 
 class _Names(dict[str, str]):
-    """Names with a prefix, but those that are there already."""
+    """name -> prefix + name, except for the names in `others`."""
 
     def __init__(self, prefix: str, others: Mapping[str, str]) -> None:
         super().__init__(others)
@@ -53,7 +53,7 @@ class _Names(dict[str, str]):
 
 
 def named(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]:
-    """`ops` with `prefix` before every name but `others`, which get theirs."""
+    """`ops` with `prefix` before every name, except those in `others`, which are replaced as given there."""
     names = _Names(prefix, others)
     return [
         Op(
@@ -71,7 +71,7 @@ def named(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]
 
 
 def recomputed(forward: Sequence[Op], backward: Sequence[Op], kept: set[str]) -> list[Op]:
-    """`backward`, and of `forward` what it needs and does not find, each just before its first reader
+    """`backward` with the operations of `forward` that it needs and that are not `kept`, each just before its first reader
     (`_functorch/partitioners.py` reordering_to_mimic_autograd_engine)."""
     maker = {name: one for one in forward for name in one.writes if name not in kept}
     place = {one.name: index for index, one in enumerate(forward)}

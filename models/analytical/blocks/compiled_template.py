@@ -15,15 +15,15 @@ from peakcast.timeline import Category
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """A tensor that comes from outside, and goes with its last reader in backward."""
+    """A tensor that comes from outside and is freed after its last reader in backward."""
 
     name: str
     category: Category
     num_bytes: int
     in_backward: bool
-    """Whether it comes with backward, or with forward."""
+    """Whether it comes during backward (else during forward)."""
     born: int = 0
-    """The instant of that at which it comes."""
+    """The instant at which it comes."""
 
 
 def compiled_template(
@@ -34,7 +34,8 @@ def compiled_template(
     input_bytes: int = 0,
     module_of: Callable[[str], tuple[str, str]] | None = None,
 ) -> Template:
-    """`first` forward, `second` backward. `module_of` splits an operation's name into its module's and its own."""
+    """The template of `first` as forward and `second` as backward. `module_of`: splits an operation's name into (module,
+    own name)."""
     lives, _ = first.lives()
     backward, kept_until = second.lives()
     passing = int(Category.TEMPORARIES)

@@ -1,4 +1,4 @@
-"""Attention step by step, as each family's own code has it: scores, mask, softmax, times v.
+"""Attention computed step by step, as each family's own code does it: scores, mask, softmax, times v.
 
 Source: transformers 5.17 `models/<model_type>/modeling_<model_type>.py`, `eager_attention_forward`.
 """
@@ -16,13 +16,13 @@ INT64 = 8
 
 
 def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`eager_attention_forward`: scores, softmax (in fp32 and converted back, in most families), times v."""
+    """`eager_attention_forward`: scores, softmax (in most families in fp32 and converted back), times v."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
     heads, size = architecture.num_attention_heads, context.compute_bytes
     family = traits(architecture)
     elements = context.batch * heads * context.sequence * context.keys
     query_bytes = q.num_bytes // (context.rows * _query_width(architecture))
-    # laid out head by head: a cache's tensors, repeated key heads, and what is concatenated of a rotated and another part;
+    # laid out head by head: a cache's tensors, repeated key heads, and concatenations of a rotated and another part;
     # not a single head that is expanded, nor what multi-latent attention expands of its cache
     key_heads = attention_key_heads(architecture)
     single = key_heads == 1 < heads
@@ -36,7 +36,7 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
         v = _joined(build, v, "v", by_head=cached)
     joined = joins_heads(architecture)
     # under autocast matmul makes narrow copies of wide q and k
-    single_token = context.sequence == 1  # laid out either way at once
+    single_token = context.sequence == 1  # then both layouts are the same
     q_used = _joined(build, _narrow(build, q, size, "q"), "q", by_head=joined or single_token)
     k_used = _joined(build, _narrow(build, k, size, "k"), "k", by_head=(joined and not single) or laid_out)
     scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
@@ -71,14 +71,14 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
         tape.hold(variable)
     if family.joins_heads_first or family.scores_biased_and_filled:
         build.attention_variables.extend((*named, *variables, output))
-    build.variables.append(returned)  # the attention module returns them too
+    build.variables.append(returned)  # the attention module also returns the weights
     build.attention_weights = returned
     return output
 
 
 def _softmax(build: BlockBuilder, scores: Tensor, elements: int, query_bytes: int) -> tuple[Tensor, list[Tensor]]:
-    """In fp32 and, in most families, converted to the queries' dtype; the variable of the scores is assigned only when that
-    has returned. Also what is named to the end of attention."""
+    """The attention weights and the tensors to which variables refer until attention returns. In fp32 and, in most
+    families, converted to the queries' dtype; the scores' variable is reassigned only after that."""
     context, tape = build.context, build.tape
     wide, family = elements * FP32, traits(context.architecture)
     narrow = elements * (query_bytes if family.eager_softmax == "float32" else context.compute_bytes)
@@ -87,20 +87,20 @@ def _softmax(build: BlockBuilder, scores: Tensor, elements: int, query_bytes: in
     tape.hold(scores)
     if weights.num_bytes != narrow and family.eager_softmax != "wide":
         weights = ops.cast(tape, weights, narrow, "self_attn.softmax.to_narrow")
-        if family.eager_softmax == "float32" and not family.scores_in_float32:  # others convert in a line of their own
+        if family.eager_softmax == "float32" and not family.scores_in_float32:  # others convert in a separate statement
             tape.hold(scores)
     return weights, []
 
 
 def softmax(build: BlockBuilder, x: Tensor, num_bytes: int, name: str) -> Tensor:
-    """A softmax whose result has `num_bytes`: of a wider dtype it converts its argument, but for float16."""
+    """A softmax whose output has `num_bytes`. For a wider dtype its input is converted first, except float16."""
     if x.num_bytes != num_bytes and not build.context.float16:
         x = ops.cast(build.tape, x, num_bytes, f"{name}.to_float32")
     return build.tape.operation(name, [x], num_bytes, saves_output=True)
 
 
 def _add_mask(build: BlockBuilder, scores: Tensor, elements: int) -> Tensor:
-    """The mask has the embeddings' dtype: under autocast a wide one widens the scores."""
+    """Scores plus the mask, which has the embeddings' dtype: under autocast a wide mask widens the scores."""
     size = max(scores.num_bytes, elements * build.context.weight_bytes)
     passed_on = None if size == scores.num_bytes else scores.num_bytes
     return build.tape.operation("self_attn.add_mask", [scores], size, gradients=[(scores, passed_on)])
@@ -109,10 +109,11 @@ def _add_mask(build: BlockBuilder, scores: Tensor, elements: int) -> Tensor:
 def _softmax_with_sinks(
     build: BlockBuilder, scores: Tensor, elements: int, query_bytes: int
 ) -> tuple[Tensor, list[Tensor]]:
-    """gpt-oss: one score more per row, a parameter of each head; less its largest, softmaxed, and cut off again."""
+    """gpt-oss: each row gets one more score, a parameter of the head; the row's largest is subtracted, then softmax, then
+    the extra column is cut off. Returns as `_softmax`."""
     context, tape = build.context, build.tape
     heads, rows = context.architecture.num_attention_heads, context.rows * context.architecture.num_attention_heads
-    element = max(context.weight_bytes, context.compute_bytes)  # concatenated to the parameters, in the wider dtype
+    element = max(context.weight_bytes, context.compute_bytes)  # concatenated with the parameters, in the wider dtype
     whole = (elements + rows) * element
     sinks = [WeightGradient("self_attn.sinks.grad", heads * context.weight_bytes)] if context.trainable else []
     argument = scores
@@ -138,12 +139,12 @@ def _softmax_with_sinks(
 
 
 def _joined(build: BlockBuilder, x: Tensor, name: str, *, by_head: bool = False) -> Tensor:
-    """`matmul` joins the dimensions of sequences and heads: a copy, unless the tensor is laid out head by head."""
+    """x as `matmul` reads it, which joins the batch and head dimensions: a copy, unless x is laid out head by head."""
     return ops.copy(build.tape, x, f"self_attn.joined_{name}") if build.context.batch > 1 and not by_head else x
 
 
 def _narrow(build: BlockBuilder, x: Tensor, element_bytes: int, name: str) -> Tensor:
-    """q, or k for every query head, as the product takes it."""
+    """q, or k for every query head, in the product's dtype."""
     context = build.context
     length = context.sequence if name == "q" else context.keys
     size = context.batch * length * _query_width(context.architecture) * element_bytes
@@ -151,6 +152,7 @@ def _narrow(build: BlockBuilder, x: Tensor, element_bytes: int, name: str) -> Te
 
 
 def _query_width(architecture: Architecture) -> int:
+    """Elements of a token's queries over all heads."""
     mla = architecture.mla
     width = mla.qk_nope_head_dim + mla.qk_rope_head_dim if mla else architecture.head_dim
     return architecture.num_attention_heads * width
@@ -159,7 +161,8 @@ def _query_width(architecture: Architecture) -> int:
 def repeat_key_value(
     build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor, *, interleaved: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """`repeat_kv`: copies of k and v for every query head; `interleaved`: also of a single one."""
+    """`repeat_kv`: copies of k and v for every query head. A single key head is expanded as a view, unless
+    `interleaved`."""
     tape, key_heads = build.tape, attention_key_heads(build.context.architecture)
     if key_heads == build.context.architecture.num_attention_heads:
         return k, v
@@ -170,5 +173,6 @@ def repeat_key_value(
 
 
 def to_float32(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
+    """x in fp32."""
     size = build.context.compute_bytes
     return ops.cast(build.tape, x, x.num_bytes // size * FP32, f"self_attn.math.{name}32") if size != FP32 else x

@@ -1,9 +1,10 @@
-"""A Linear computed in float8 with dynamic tensorwise scales, eagerly: torchao's Float8Linear.
+"""A Linear computed eagerly in float8 with dynamic tensorwise scales: torchao's Float8Linear.
 
-Between forward and backward it keeps what a plain Linear keeps, its wide input; fp8 copies of input, weight and gradient
-are made when they are used. Eager conversion of n elements passes through two fp32 tensors of n.
+Between forward and backward it saves what a plain Linear saves, its wide input; fp8 copies of input, weight and gradient
+are made each time they are used. Eager conversion of n elements makes two fp32 tensors of n on the way.
+
 Source: torchao 0.18 float8/float8_linear.py matmul_with_hp_or_float8_args, float8_training_tensor.py _ToFloat8ConstrFunc,
-float8_ops.py preprocess_addmm. Compiled, these conversions fuse: compile is not modelled.
+float8_ops.py preprocess_addmm. Compiled, these conversions fuse; that is not modelled.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 
 CONVERSION_BYTES = 4 + 4 + 1
-"""Per element at the fullest moment of a conversion: the scaled fp32 tensor, its clamped copy, the result."""
+"""Bytes per element at the fullest moment of a conversion: the scaled fp32 tensor, its clamped copy, the result."""
 
 
 def float8_linear(

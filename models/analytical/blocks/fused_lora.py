@@ -1,11 +1,11 @@
-"""A Linear and its adapter as one autograd function, as Unsloth wrote them and fms-acceleration took them over.
+"""A Linear and its adapter as one autograd function, as Unsloth wrote them and fms-acceleration adopted them.
 
-Queries, keys and values are one function, the attention's output another, a gated feed-forward a third. Each keeps its
-input, and one copy of it after dropout for each adapter (none without dropout), but no dropout masks and no low-rank
-products. A quantised weight is made whole for its product and freed; the input's gradient takes the input's place.
+Queries, keys and values are one function, attention's output projection another, a gated feed-forward a third. Each saves
+its input and, with dropout, a copy of it after dropout for each adapter, but no dropout masks and no low-rank products. A
+quantised weight is dequantised for its product and freed; the input's gradient overwrites the input.
 
 Source: fms-acceleration `fused_ops/unsloth_lora/bnb/fast_lora.py` (LoRA_QKV, LoRA_W, LoRA_MLP), `gptq/fast_lora.py`,
-`unsloth_lora/utils.py` matmul_lora; unsloth 2025.11.4 `kernels/fast_lora.py`, where nothing is dropped.
+`unsloth_lora/utils.py` matmul_lora; unsloth 2025.11.4 `kernels/fast_lora.py`, which has no dropout.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from peakcast.models.analytical.tape import Tensor, WeightGradient
 
 
 def is_fused(build: BlockBuilder, names: Sequence[str], bias: bool) -> bool:
-    """Whether the projections `names`, which may have biases, are one function: the kernel is in use and each of them has
-    an adapter. Unsloth's is for adapters without dropout on matrices without biases ("fused_plain"; unsloth 2025.11.4
-    `models/llama.py` patch_peft_model)."""
+    """Whether the projections `names` are one function: the kernel is in use and each of them has an adapter. `bias`:
+    whether they have biases. Unsloth's kernel requires adapters without dropout on matrices without biases ("fused_plain";
+    unsloth 2025.11.4 `models/llama.py` patch_peft_model)."""
     context, tuning = build.context, build.context.finetuning
     if context.kernels.lora == "eager" or tuning.method == "full":
         return False
@@ -29,7 +29,7 @@ def is_fused(build: BlockBuilder, names: Sequence[str], bias: bool) -> bool:
 
 
 def fused_projections(build: BlockBuilder, x: Tensor, in_features: int, outputs: Sequence[tuple[str, int]]) -> list[Tensor]:
-    """x to each of `outputs` (name, out_features), as one function of x."""
+    """The projections of x to each of `outputs` (name, out_features), as one function of x."""
     made, kept, gradients = list[Tensor](), [x], list[WeightGradient]()
     for name, out_features in outputs:
         y, dropped = _projected(build, x, in_features, out_features, name)
@@ -37,9 +37,9 @@ def fused_projections(build: BlockBuilder, x: Tensor, in_features: int, outputs:
         kept += dropped
         gradients += _adapter_gradients(build, in_features, out_features, name)
     matrix = max(_matrix_bytes(build, in_features, out_features) for _, out_features in outputs)
-    alone = len(outputs) == 1  # its gradient is a tensor of its own, beside which the matrix is
+    alone = len(outputs) == 1  # its gradient is a tensor of its own, while the dequantised matrix exists
     in_place = not alone and build.context.finetuning.quantization != "gptq"  # `torch.matmul(dQ, QW.t(), out=X)`
-    product = 0 if alone else x.num_bytes  # that of a further projection, before it is added
+    product = 0 if alone else x.num_bytes  # a further projection's gradient of x, before it is added
     results = build.tape.function(
         ".lora_".join((outputs[0][0], "function")),
         made,
@@ -54,7 +54,7 @@ def fused_projections(build: BlockBuilder, x: Tensor, in_features: int, outputs:
 
 
 def fused_feed_forward(build: BlockBuilder, x: Tensor, width: int, inner: int, names: tuple[str, str, str]) -> Tensor:
-    """down(act(gate(x))·up(x)) as one function; its backward makes the product again in the place of the gradients."""
+    """down(act(gate(x))·up(x)) as one function. Its backward recomputes the product in the place of the gradients."""
     tape, (gate_name, up_name, down_name) = build.tape, names
     gate, dropped_gate = _projected(build, x, width, inner, gate_name)
     up, dropped_up = _projected(build, x, width, inner, up_name)
@@ -80,7 +80,7 @@ def fused_feed_forward(build: BlockBuilder, x: Tensor, width: int, inner: int, n
 def _projected(
     build: BlockBuilder, x: Tensor, in_features: int, out_features: int, name: str
 ) -> tuple[Tensor, list[Tensor]]:
-    """One projection with its adapter, and what was dropped of x, if anything: no operation of it is in a graph."""
+    """One projection with its adapter, outside any graph, and the copy of x after dropout, if there is dropout."""
     tape, tuning, compute = build.tape, build.context.finetuning, build.context.compute_bytes
     x = _without_graph(x)
     matrix = _matrix_bytes(build, in_features, out_features)
@@ -95,22 +95,25 @@ def _projected(
 
 
 def _without_graph(x: Tensor) -> Tensor:
+    """The same tensor, without a gradient."""
     return Tensor(x.storage, x.num_bytes, requires_grad=False)
 
 
 def _matrix_bytes(build: BlockBuilder, in_features: int, out_features: int) -> int:
-    """A quantised weight as it is multiplied."""
+    """Bytes of a dequantised weight; 0 if the weight is not quantised."""
     quantized = build.context.finetuning.quantization is not None
     return in_features * out_features * build.context.compute_bytes if quantized else 0
 
 
 def _masked_bytes(build: BlockBuilder, input_bytes: int, in_features: int) -> int:
-    """`(QX != 0) * (dQ @ ...)`: which elements were dropped, the adapter's part of the gradient, and their product."""
+    """Bytes of `(QX != 0) * (dQ @ ...)`: which elements were dropped, the adapter's part of the gradient, and their
+    product."""
     dropped = build.context.finetuning.dropout > 0
     return 2 * input_bytes + build.rows * in_features if dropped else input_bytes
 
 
 def _adapter_gradients(build: BlockBuilder, in_features: int, out_features: int, name: str) -> list[WeightGradient]:
+    """The gradients of an adapter's two matrices."""
     rank, size = build.context.finetuning.rank or 0, build.context.adapter_bytes
     return [
         WeightGradient(f"{name}.lora_A.weight.grad", rank * in_features * size),

@@ -1,4 +1,5 @@
-"""Compiled graphs that run one after the other, as one: what a graph gives is there until the last that reads it."""
+"""Compiled graphs that run one after the other, as a single graph: a graph's result lives until the last graph that reads
+it."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from peakcast.models.analytical.blocks.inductor_kernels import Kernel, Op
 
 
 class Graph(Protocol):
-    """What a template is made of."""
+    """What `compiled_template` needs to know of a graph."""
 
     @property
     def order(self) -> Sequence[Kernel]: ...
@@ -22,7 +23,7 @@ class Graph(Protocol):
 
 
 class GraphsInTurn:
-    """`graphs`, the first first."""
+    """`graphs`, in the order in which they run."""
 
     def __init__(self, graphs: Sequence[InductorGraph]) -> None:
         self.graphs = graphs
@@ -38,21 +39,21 @@ class GraphsInTurn:
         return [label for graph in self.graphs for label in graph.labels()]
 
     def last_read(self, name: str) -> int:
-        """The instant after the last at which `name` is read, 0 when it is not."""
+        """The instant after the last one at which `name` is read; 0 if it is not read."""
         reads = zip(self._starts, (graph.last_read(name) for graph in self.graphs), strict=False)
         return max((start + read for start, read in reads if read), default=0)
 
     def lives(self) -> tuple[list[Life], dict[str, int]]:
-        """What is allocated, and the instant at which each of what is handed in is gone."""
+        """The lifetimes of the buffers, and the instant at which each input is freed."""
         lives, until = list[Life](), dict[str, int]()
         for start, graph in zip(self._starts, self.graphs, strict=False):
             own, gone = graph.lives()
             until |= {name: start + instant for name, instant in gone.items()}
             lives += [Life(life.name, life.num_bytes, start + life.born, start + life.dies) for life in own]
-        return [self._handed_on(life) for life in lives], until
+        return [self._until_last_read(life) for life in lives], until
 
-    def _handed_on(self, life: Life) -> Life:
-        """A result is there until a later graph has read it, or to the end where none does."""
+    def _until_last_read(self, life: Life) -> Life:
+        """A result lives until a later graph has read it, or to the end if none does."""
         if not any(life.name in graph.results for graph in self.graphs):
             return life
         return Life(life.name, life.num_bytes, life.born, self.last_read(life.name) or len(self.order))
@@ -61,8 +62,8 @@ class GraphsInTurn:
 def both_graphs(
     forward: Sequence[Op], backward: Sequence[Op], kept: set[str], results: set[str], seen: Mapping[str, int] | None = None
 ) -> tuple[InductorGraph, InductorGraph]:
-    """The graphs of `forward`, which gives `results` and what of `kept` backward reads, and of `backward`. `seen`: sizes of
-    what backward reads as a part of something larger."""
+    """The graph of `forward`, which returns `results` and what backward reads of `kept`, and the graph of `backward`.
+    `seen`: bytes of buffers of which backward reads only a part."""
     sizes = {name: size for one in forward for name, size in one.writes.items()} | dict(seen or {})
     needed = {name for one in backward for name in one.reads} & kept & sizes.keys()
     first = InductorGraph(forward, {}, needed | results)

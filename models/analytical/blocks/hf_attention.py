@@ -1,4 +1,5 @@
-"""Self-attention of a Hugging Face decoder layer: projections, norms of q and k, rotary embedding, the kernel, output."""
+"""Self-attention of a Hugging Face decoder layer: projections, norms of q and k, rotary embedding, the attention kernel,
+the output projection."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ FP32 = 4
 
 
 def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
-    """[micro_batch_size, sequence_length, hidden_size] in and out."""
+    """Attention of one layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
     rows, width, family = context.rows, architecture.hidden_size, traits(architecture)
     query, key_value = architecture.query_size, architecture.key_value_size
@@ -34,7 +35,7 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
         if family.expands_key_value and architecture.num_key_value_heads > 1:
             whole = q.num_bytes
             q, k, v = (tape.operation("self_attn.expand", [part], whole) for part in (q, k, v))
-        elif family.expands_key_value:  # picked by an index, which copies
+        elif family.expands_key_value:  # taken by an index, which copies
             k, v = (tape.operation("self_attn.pick", [part], part.num_bytes) for part in (k, v))
     elif is_fused(build, each := [f"self_attn.{name}" for name in (names.q, names.k, names.v)], bias):
         sizes = zip(each, (query, key_value, key_value), strict=True)
@@ -51,7 +52,7 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     if context.repeats_key_value and attention_kernel(context) == "flash_attention_2":
         k, v = repeat_key_value(build, q, k, v)
     output = attention(build, q, k, v)
-    # flash attention's result is laid out as the queries are
+    # flash attention's output has the layout of the queries
     by_head = attention_kernel(context) in ("flash", "flash_attention_2") and not context.mask_of_batch
     if architecture.rotary_in_parts and by_head and not _rotates_in_place(build):
         output = ops.copy(tape, output, "self_attn.contiguous")
@@ -62,13 +63,14 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
         output = build.rows_summed(output, query, width, f"self_attn.{names.out}", bias)
     if family.joins_heads_first:
         build.attention_variables.extend((*variables, q, k, v))
-    for variable in (*variables, q, k, v, *build.attention_variables):  # of the attention's forward
+    for variable in (*variables, q, k, v, *build.attention_variables):  # variables of attention's forward refer to them
         tape.hold(variable)
     return build.dropout(output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
 
 
 def _projected_one_by_one(build: BlockBuilder, x: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values of `x` by a matrix each, with the norms of queries and keys where the family has them."""
+    """Queries, keys and values of `x`, each by its own matrix, with the norms of queries and keys if the family has
+    them."""
     architecture = build.context.architecture
     width, query, key_value = architecture.hidden_size, architecture.query_size, architecture.key_value_size
     names, after = leaf_names(architecture), traits(architecture).norms_after_projections
@@ -84,6 +86,7 @@ def _projected_one_by_one(build: BlockBuilder, x: Tensor, bias: bool) -> tuple[T
 
 
 def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
+    """The norm of queries or keys, if the architecture has one."""
     architecture = build.context.architecture
     if architecture.qk_norm == "none":
         return x
@@ -97,23 +100,23 @@ def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
 
 
 def _rotates_in_place(build: BlockBuilder) -> bool:
-    """Whether a fused kernel rotates: Liger's, where it has one for the family, or a compiled one."""
+    """Whether a fused kernel rotates: Liger's, if it has one for the family, or a compiled one."""
     context = build.context
     return context.kernels.rotary and (bool(context.compiled) or traits(context.architecture).liger_rope)
 
 
 def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    """`apply_rotary_pos_emb`: q and k, in fp32 where the family's code says so, and the rotated parts that were joined
-    with what is not rotated. Its arguments live until both are done."""
+    """`apply_rotary_pos_emb`: rotated q and k, computed in fp32 if the family's code says so, and the rotated parts that
+    were joined with parts that are not rotated. Variables refer to the arguments until both are rotated."""
     tape, element = build.tape, build.context.compute_bytes
     architecture, family = build.context.architecture, traits(build.context.architecture)
     if _rotates_in_place(build):  # forward and backward, on contiguous tensors (liger_kernel 0.8 ops/rope.py)
         rotated = ops.copy if architecture.fused_qkv else ops.in_place
         q, k = rotated(tape, q, "self_attn.rotary_q"), rotated(tape, k, "self_attn.rotary_k")
-        q.requires_grad = k.requires_grad = q.requires_grad or k.requires_grad  # results of one function
+        q.requires_grad = k.requires_grad = q.requires_grad or k.requires_grad  # they are outputs of one function
         return q, k, []
     kind = family.rotary if element != FP32 else "narrow"
-    # the tables have the embeddings' dtype: wide ones widen q and k, which stay so until attention
+    # the tables have the embeddings' dtype; wide ones widen q and k, which stay wide until attention
     tables_wide = kind == "promoted" or (kind == "narrow" and build.context.weight_bytes > element)
     arguments, narrow, parts = [q, k], [q.num_bytes, k.num_bytes], []
     wide = [build.context.rows * width * FP32 for width in (architecture.query_size, architecture.key_value_size)]
@@ -151,7 +154,7 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
 
 
 def _join(tape: Tape, part: Tensor, rest: Tensor, num_bytes: int) -> Tensor:
-    """The rotated part and the other, concatenated: where one is wider the other is converted (autocast promotes `cat`)."""
+    """The rotated part and the rest, concatenated. If one is wider, the other is converted (autocast promotes `cat`)."""
     size = num_bytes - part.num_bytes
     converted = 0 if rest.num_bytes == size else size
     gradients = [(part, None), (rest, rest.num_bytes if converted else None)]
@@ -161,7 +164,8 @@ def _join(tape: Tape, part: Tensor, rest: Tensor, num_bytes: int) -> Tensor:
 
 
 def _tables_of_layer(build: BlockBuilder) -> list[Tensor]:
-    """cos and sin that a layer lays out anew, where its family does: for both q and k, or for each (GPT-J and its kin)."""
+    """The cosines and sines that the layer makes itself, if its family does: once for both q and k, or for each (GPT-J and
+    similar)."""
     architecture, family = build.context.architecture, traits(build.context.architecture)
     width = rotated_width(architecture) * (2 if family.position_tables else family.rotary_tables_per_layer)
     size = build.context.sequence * width * (FP32 if family.rotary == "promoted" else build.context.weight_bytes)
@@ -169,22 +173,23 @@ def _tables_of_layer(build: BlockBuilder) -> list[Tensor]:
 
 
 def rotate(tape: Tape, x: Tensor, num_bytes: int, name: str, tables: Sequence[Tensor] = ()) -> Tensor:
-    """x·cos + rotate_half(x)·sin, products of `num_bytes`: keeps `tables` alone (else the model has them)."""
-    widened = num_bytes if num_bytes > x.num_bytes else 0  # a wide gradient, before it is converted
+    """x·cos + rotate_half(x)·sin, with products of `num_bytes`. Saves `tables`, the layer's own cosines and sines, if
+    given; otherwise those are the model's."""
+    widened = num_bytes if num_bytes > x.num_bytes else 0  # the gradient is wide before it is converted
     straight = tape.operation(f"{name}.cos", [x], num_bytes, saves=tables, backward_temporary_bytes=widened)
     rotated = tape.operation(
         f"{name}.rotate_half",
         [x],
         x.num_bytes,
         forward_temporary_bytes=x.num_bytes // 2,
-        backward_temporary_bytes=x.num_bytes,  # both halves' gradients, each as large as x, meet
+        backward_temporary_bytes=x.num_bytes,  # both halves' gradients, each as large as x, exist together
     )
     rotated = tape.operation(f"{name}.sin", [rotated], num_bytes, backward_temporary_bytes=widened)
     return ops.add(tape, straight, rotated, f"{name}.add")
 
 
 def rotate_in_halves(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
-    """(a·cos - b·sin, b·cos + a·sin) of the halves a and b of x, joined: keeps nothing of its own."""
+    """(a·cos - b·sin, b·cos + a·sin) for the halves a and b of x, joined. Saves nothing of its own."""
     half = num_bytes // 2
     first, second = tape.split(x, [x.num_bytes // 2] * 2, f"{name}.chunk")
     straight, turned = (tape.operation(f"{name}.{part}", [of], half) for part, of in (("cos", first), ("sin", second)))

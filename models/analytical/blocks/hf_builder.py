@@ -1,5 +1,4 @@
-"""The operations that all Hugging Face blocks share: projections with their adapters, quantised or cast by
-autocast, and norms.
+"""Operations that all Hugging Face blocks share: projections with their adapters, quantised or cast by autocast, and norms.
 
 Source: peft 0.13-0.21 `tuners/lora/{layer,bnb}.py`, bitsandbytes 0.43 `nn/modules.py`, torch autocast_mode.cpp.
 """
@@ -27,13 +26,13 @@ from peakcast.spec import Finetuning
 
 FP32 = 4
 NOT_ADAPTED = ("lm_head", "mlp.gate")
-"""What all-linear leaves out: the head, and a router, which is no nn.Linear in transformers 5."""
+"""What "all-linear" leaves out: the head, and a router, which is not an nn.Linear in transformers 5."""
 CAST = ".weight_cast"
-"""Ends the name of a weight's narrow copy that autocast caches."""
+"""Suffix of the name of a weight's narrow copy that autocast caches."""
 LORA_CHAIN = ("lora", "qlora", "lora_fa")
 """Methods whose forward is written out operation by operation."""
 ADAPTERS = (".lora_A", ".lora_B")
-"""End the names of an adapter's matrices, which are nn.Linear whatever they adapt."""
+"""Suffixes of the names of an adapter's matrices, which are nn.Linear whatever module they adapt."""
 
 
 @dataclass(slots=True)
@@ -43,26 +42,27 @@ class BlockBuilder:
     tape: Tape
     context: HFContext
     rows: int = 0
-    """Rows of the tensors at hand; 0 for the context's."""
+    """Number of rows of the current tensors; 0 for the context's."""
     num_matrices: int = 1
-    """Equal matrices that one projection stands for, used one after the other on equal shares of the rows (experts)."""
+    """Number of equal matrices that one projection consists of, each used on an equal share of the rows (experts)."""
     variables: list[Tensor] = field(default_factory=list)
-    """What the block's own code still holds by name when it ends."""
+    """Tensors to which variables of the block's own code still refer when it ends."""
     attention_variables: list[Tensor] = field(default_factory=list)
-    """... and the code of attention, where it also projects the result (MPT) and adds it to the stream (BLOOM)."""
+    """Tensors to which variables of attention's code refer until that has also projected its output (MPT) and added it to
+    the residual stream (BLOOM)."""
     attention_weights: Tensor | None = None
-    """What attention returns beside its output, where it makes them."""
+    """The attention weights that attention returns besides its output; None if it returns none."""
 
     def __post_init__(self) -> None:
         self.rows = self.rows or self.context.rows
 
     def for_rows(self, rows: int, num_matrices: int) -> BlockBuilder:
-        """The same builder for tensors of other rows, split over `num_matrices` matrices."""
+        """The same builder for tensors with another number of rows, divided over `num_matrices` matrices."""
         return BlockBuilder(self.tape, self.context, rows, num_matrices, self.variables)
 
     def columns(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
-        """A projection that tensor parallelism splits by its outputs; where its part of the layer computes on whole
-        tensors, these are gathered."""
+        """A projection that tensor parallelism splits by its outputs. If this part of the layer computes on whole tensors,
+        the outputs are gathered."""
         group, whole = self.context.group, self.rows * out_features * self.context.compute_bytes
         if not group.gathers(name):
             return self.projection(x, in_features, out_features, name, bias, split="columns")
@@ -70,7 +70,7 @@ class BlockBuilder:
         return gather_columns(self.tape, part, whole, name)
 
     def rows_summed(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
-        """A projection that tensor parallelism splits by its inputs: each rank has a part of the sum."""
+        """A projection that tensor parallelism splits by its inputs: each rank computes a term of the sum."""
         group, argument = self.context.group, x
         if group.gathers(name):
             x, in_features = split_columns(self.tape, x, group, name), in_features // group.ranks
@@ -82,8 +82,8 @@ class BlockBuilder:
     def projection(
         self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool, split: Split = ""
     ) -> Tensor:
-        """A Linear of the network, with its adapter where `finetuning` gives it one (peft `lora/layer.py`, `bnb.py`), whole
-        or `split` over the ranks of a tensor-parallel group."""
+        """A Linear of the network, with an adapter if `finetuning` gives it one (peft `lora/layer.py`, `bnb.py`); whole, or
+        `split` over the ranks of a tensor-parallel group."""
         context, tuning = self.context, self.context.finetuning
         adapted = tuning.method != "full" and is_adapter_target(name, tuning, context.architecture)
         if tuning.quantization is not None:
@@ -92,7 +92,7 @@ class BlockBuilder:
                 result = self.tape.operation(f"{name}.clone", [result], result.num_bytes, gradients=[(result, None)])
         else:
             trains, size = context.trainable, context.weight_bytes
-            # as wide, the adapter's product gives x its gradient first, as a view of two dimensions' (`ViewBackward`); not
+            # if equally wide, the adapter's product gives x a gradient first, a view of a 2-d tensor (`ViewBackward`); not
             # so stage 3's own Linear, which multiplies three (DeepSpeed 0.19.8 zero/linear.py)
             alike = x.num_bytes == self.rows * in_features * context.adapter_input_bytes and not context.linears_keep_input
             cast = context.autocast and context.adapter_bytes > context.compute_bytes
@@ -117,9 +117,10 @@ class BlockBuilder:
         *,
         adds_to_view: bool = False,
     ) -> Tensor:
+        """A Linear with the collectives of its tensor-parallel `split`."""
         tape, group = self.tape, self.context.group
         x = enter_columns(tape, x, group, name) if split == "columns" else x
-        # the residual stream's own, where nothing between makes another of it
+        # the incoming gradient is the residual stream's own unless an operation in between makes another tensor
         family, placed = traits(self.context.architecture), self.context.architecture.norm_placement
         stream = split == "rows" and placed == "pre" and not (family.scaled_residual or group.sequence)
         result = self.linear(
@@ -136,13 +137,13 @@ class BlockBuilder:
         return leave_rows(tape, result, group, name) if split == "rows" else result
 
     def _adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str, split: Split) -> Tensor:
-        """Of a matrix that is split by columns lora_B is split so, of one that is split by rows lora_A (peft 0.21
-        `lora/model.py` add_lora_tp_hooks_dtensor)."""
+        """Add a LoRA adapter's output to `result`. If the matrix is split by columns so is lora_B; if by rows, so is lora_A
+        (peft 0.21 `lora/model.py` add_lora_tp_hooks_dtensor)."""
         context, tape, tuning = self.context, self.tape, self.context.finetuning
         rank, wide, rows = tuning.rank or 0, context.adapter_bytes, self.rows
         narrow_bytes, variables, argument = result.num_bytes, [x], rows * in_features * context.adapter_input_bytes
         if x.num_bytes != argument and not (tuning.quantization and context.autocast):
-            x = ops.cast(tape, x, argument, f"{name}.lora.to_adapter_dtype")  # a copy per target
+            x = ops.cast(tape, x, argument, f"{name}.lora.to_adapter_dtype")  # each adapted module makes its own copy
         variables.append(x)
         x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
         outer, inner = split if split == "rows" else "", split if split == "columns" else ""
@@ -151,15 +152,15 @@ class BlockBuilder:
         y = summed._split_linear(y, rank, out_features, f"{name}.lora_B", False, True, wide, inner)
         y = ops.scale(tape, y, f"{name}.lora.scaling")
         result = ops.add(tape, result, y, f"{name}.lora.add")
-        for variable in variables:  # of the adapter's forward
+        for variable in variables:  # variables of the adapter's forward refer to them
             tape.hold(variable)
         if result.num_bytes != narrow_bytes:
             result = ops.cast(tape, result, narrow_bytes, f"{name}.lora.to_result_dtype")
         return result
 
     def _other_adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
-        """An adapter that is no LoRA, as one operation: what it keeps is counted, what it makes in passing as its input and
-        its result in its own dtype."""
+        """An adapter that is not LoRA, as one operation. What it saves is exact; its temporaries are taken to be as large
+        as its input and output in the adapter's dtype."""
         context, tuning, rows = self.context, self.context.finetuning, self.rows
         method, matrix = METHODS[tuning.method], matrix_of(tuning, name, (out_features, in_features))
         kept, wide, narrow = method.keeps(matrix, rows), context.adapter_bytes, context.compute_bytes
@@ -177,8 +178,8 @@ class BlockBuilder:
         )
 
     def _quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
-        """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and backward; no input is kept but by
-        old bitsandbytes."""
+        """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and again in backward. Only old
+        bitsandbytes keeps the input."""
         context, tape = self.context, self.tape
         rows, compute = self.rows, context.compute_bytes
         wide = x.num_bytes
@@ -213,6 +214,7 @@ class BlockBuilder:
         incoming_stays: bool = False,
         sums_weight_gradients: bool = False,
     ) -> Tensor:
+        """A Linear over `rows`, in the dtype that autocast or the weight decides."""
         context = self.context
         rows, tape = self.rows, self.tape
         plain = name == "lm_head" or name.endswith(ADAPTERS)
@@ -250,7 +252,7 @@ class BlockBuilder:
             numel * compute,
             weight_gradients=[WeightGradient(f"{name}.weight.grad", numel * weight_bytes)] if trainable else [],
         )
-        if cached:  # else nobody keeps it beyond the product, where no graph does
+        if cached:  # else the copy is freed after the product unless a graph saves it
             self.variables.append(weight)
         narrow = self._input_cast(x, in_features, compute, name)
         result = tape.operation(
@@ -267,23 +269,25 @@ class BlockBuilder:
         return result
 
     def _input_cast(self, x: Tensor, in_features: int, element_bytes: int, name: str) -> Tensor:
-        """Each Linear's own narrow copy of a wide input, under autocast."""
+        """Under autocast, the narrow copy that each Linear makes of a wide input; else x itself."""
         size = self.rows * in_features * element_bytes
         return ops.cast(self.tape, x, size, f"{name}.input_cast") if x.num_bytes > size else x
 
     def _computes_in_float8(self, in_features: int, out_features: int, name: str) -> bool:
-        """accelerate 1.15 utils/ao.py filter_linear_layers: an nn.Linear whose sides are multiples of 16."""
+        """Whether a Linear computes in float8. accelerate 1.15 utils/ao.py filter_linear_layers: an nn.Linear whose sizes
+        are multiples of 16."""
         context = self.context
         fits = in_features % 16 == out_features % 16 == 0 and self.num_matrices == 1
         return context.float8 and fits and name not in context.float8_skips
 
     def norm(self, x: Tensor, width: int, name: str, rows: int | None = None, *, fused: bool = True) -> Tensor:
-        """The architecture's norm over the last `width` elements; `fused`: by a fused kernel, where the job has one."""
+        """The architecture's norm over the last `width` elements. `fused`: by a fused kernel if the job has one."""
         output = self._norm(x, width, name, self.rows if rows is None else rows, fused=fused)
         self.tape.hold(x)  # the module's argument, until it returns
         return output
 
     def _norm(self, x: Tensor, width: int, name: str, rows: int, *, fused: bool) -> Tensor:
+        """`norm`, without its argument's lifetime."""
         context, kind = self.context, self.context.architecture.normalization
         family = traits(context.architecture)
         narrow = x.num_bytes
@@ -337,6 +341,7 @@ class BlockBuilder:
         return output
 
     def dropout(self, x: Tensor, probability: float, elements: int, name: str) -> Tensor:
+        """Dropout of `x`."""
         return ops.dropout(self.tape, x, probability, elements, name)
 
 

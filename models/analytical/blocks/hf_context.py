@@ -1,6 +1,6 @@
 """What a Hugging Face block depends on.
 
-Source of what autocast caches: torch/csrc/autograd autocast_mode.cpp, `cached_cast`.
+Source for what autocast caches: torch/csrc/autograd autocast_mode.cpp, `cached_cast`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ FP32 = 4
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
     """Which kernels run, by the conventions `norm_kernel`, `rotary_kernel`, `gated_activation_kernel`, `loss_kernel` and
-    `lora_kernel`: False and "eager" are the family's own code."""
+    `lora_kernel`. False or "eager": the family's own code."""
 
     norm: bool = False
     rotary: bool = False
@@ -28,7 +28,7 @@ class Kernels:
     lora: str = "eager"
 
     def layer_compiled(self) -> Kernels:
-        """What a compiled layer has: all that is fused inside one."""
+        """These kernels in a compiled layer, which fuses norms, rotation and gated activation too."""
         return replace(self, norm=True, rotary=True, gated_activation=True)
 
 
@@ -37,7 +37,7 @@ EAGER = Kernels()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFContext:
-    """All that a block's tensors depend on. Hashable: equal contexts share one template."""
+    """Everything that a block's tensors depend on. Hashable: blocks with equal contexts share one template."""
 
     architecture: Architecture
     batch: int
@@ -45,112 +45,119 @@ class HFContext:
     weight_bytes: int
     """Bytes of one element of the (unquantised) base weights."""
     compute_bytes: int
-    """Bytes of one element inside matrix products; narrower than the weights' or inputs' only under autocast."""
+    """Bytes of one element inside matrix products. Only under autocast is it narrower than the weights or inputs."""
     autocast: bool
     float16: bool = False
-    """Whether matrix products are in float16, which CUDA's softmax widens by itself (torch `native/SoftMax.cpp`
+    """Whether matrix products are in float16; CUDA's softmax then widens its input itself (torch `native/SoftMax.cpp`
     half_to_float)."""
     end_weight_bytes: int
-    """Bytes of one element of the token table and the lm_head: wider than `weight_bytes` where a trainer casts them."""
+    """Bytes of one element of the token table and the lm_head, more than `weight_bytes` if a trainer casts them to fp32."""
     norm_weight_bytes: int
-    """Bytes of one element of the norms' weights: wider than `weight_bytes` where a trainer casts norms to fp32."""
+    """Bytes of one element of the norms' weights, more than `weight_bytes` if a trainer casts norms to fp32."""
     attention: str
     finetuning: Finetuning
     unpacks_in_place: bool = False
-    """Whether quantised matrices are unpacked in a buffer that stands all along (exllama), not in one of each call's."""
+    """Whether quantised matrices are unpacked into one buffer that always exists (exllama), instead of a new one for each
+    call."""
     adapter_bytes: int
     adapter_input_bytes: int
-    """Bytes of one element of what peft hands to an adapter, whose weight it has asked for the dtype: wider than the
-    adapter computes in where the weight is gathered in another dtype after that."""
+    """Bytes of one element of an adapter's input, which peft casts to the dtype of the adapter's weight. It is wider than
+    the adapter computes in if the weight is gathered in another dtype afterwards."""
     logits_upcast: str
     slices_whole_dimensions: bool = False
-    """Whether `x[..., :-1, :]` is two slices to autograd, each with a gradient of its own: the last one takes everything
-    (torch before 2.9)."""
+    """Whether autograd records `x[..., :-1, :]` as two slices, each with a gradient of its own; the last one covers the
+    whole dimension (torch before 2.9)."""
     first_layer: bool = False
-    """The first layer reads what the embedding gives, in the weights' dtype, where later ones read a wider stream."""
+    """Whether the first layer reads the embedding's output in the weights' dtype while later ones read a wider residual
+    stream."""
     repeats_key_value: bool = False
-    """Whether flash attention is given a copy of each key and value head for every query head (older transformers)."""
+    """Whether flash attention gets a copy of each key and value head for every query head (older transformers)."""
     sdpa_repeats_key_value: bool = False
-    """Whether sdpa is given such copies where nothing is masked too (transformers before 4.54)."""
+    """Whether sdpa gets such copies even if nothing is masked (transformers before 4.54)."""
     sdpa_copies: bool = False
-    """Whether sdpa is given contiguous copies, and so hands on one (transformers 4.48 to 4.55)."""
+    """Whether sdpa gets contiguous copies, so that its output is contiguous too (transformers 4.48 to 4.55)."""
     mask_is_additive: bool = False
-    """Whether sdpa's mask is of numbers in the embeddings' dtype, as before transformers 4.53, and not of bools."""
+    """Whether sdpa's mask has numbers in the embeddings' dtype, as before transformers 4.53, instead of bools."""
     input_requires_grad: bool = True
-    """False for the first layer of a network with adapters and no checkpointing: nothing before an adapter is kept."""
+    """False for the first layer of a network with adapters and no checkpointing: nothing before an adapter is saved."""
     rotates: bool = True
-    """Whether the layer rotates queries and keys, where positions are told so."""
+    """Whether the layer rotates queries and keys, if the architecture has rotary positions."""
     masked: bool = False
     """Whether the layer's attention gets an explicit mask."""
     mask_of_batch: bool = False
-    """Whether every sequence of the batch has a mask of its own (padding, packed sequences)."""
+    """Whether every sequence of the batch has its own mask (padding, packed sequences)."""
     valid_rows: int = 0
-    """Tokens that are no padding, where rows have some: flash attention takes these alone; 0: it takes all."""
+    """Number of tokens that are not padding, to which flash attention is restricted; 0 if there is no padding."""
     num_sequences: int = 0
-    """Sequences that are joined in one row, where they are."""
+    """Number of sequences that are joined in one row; 0 if they are not joined."""
     routed: bool = False
     """Whether the layer's feed-forward is a mixture of experts."""
     parts: str = ""
-    """Of a hybrid's layer: its parts, as `Architecture.layer_types` has them."""
+    """The parts of a hybrid's layer, as in `Architecture.layer_types`."""
     checkpointed: bool = False
-    """Whether a layer's input is held by the checkpoint, which then owns it, instead of by the layer."""
+    """Whether the checkpoint, not the layer, owns the layer's input."""
     reentrant: bool = False
-    """Of a checkpointed layer: whether its recomputation is a graph of its own, which keeps what it saves."""
+    """For a checkpointed layer: whether its recomputation is a graph of its own, which keeps its saved tensors to its
+    end."""
     cached_matmuls: int = 0
-    """Selective checkpointing keeps one in so many matrix products of a checkpointed layer; 0: nothing."""
+    """n if selective checkpointing keeps the first of every n matrix products of a checkpointed layer; 0: none."""
     cached_kinds: frozenset[str] = frozenset({"attention"})
-    """... and the results of these operations (`operations.KINDS`)."""
+    """The kinds of operations (`operations.KINDS`) whose outputs selective checkpointing keeps."""
     expert_ranks: int = 1
-    """Ranks that have other experts."""
+    """Number of ranks with different experts."""
     experts: str = "grouped_mm"
-    """How experts run: in grouped matrix products ("grouped_mm"), one after the other ("loop"), or torchtitan's module."""
+    """How experts run: in grouped matrix products ("grouped_mm"), one after the other ("loop"), or as torchtitan's
+    module."""
     kernels: Kernels = EAGER
-    """Which kernels run in place of the family's own code."""
+    """Which fused kernels replace the family's own code."""
     compiled: frozenset[str] = frozenset()
-    """What torch.compile compiles, of COMPILED in `hf_blocks.py`. Inductor fuses a layer's norms, rotation and silu·up as
-    Liger's kernels do, and keeps the same (`Kernels.layer_compiled`)."""
+    """What torch.compile compiles: names from COMPILED in `hf_blocks.py`. Inductor fuses a layer's norms, rotation and
+    silu·up as Liger's kernels do, and saves the same (`Kernels.layer_compiled`)."""
     reduced_bytes: int = 0
-    """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without."""
+    """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without mixed precision."""
     loss_chunks: int = 0
-    """Chunks in which torchtitan's or Unsloth's fused loss goes in place of Liger's; 0 without."""
+    """Number of chunks of torchtitan's or Unsloth's fused loss; 0: the fused loss is Liger's."""
     logits_chunks: int = 1
-    """Chunks of the logits that a chunked loss takes one after the other."""
+    """Number of chunks of the logits that a chunked loss processes one after the other."""
     logits_chunks_apart: bool = False
-    """Whether each of these is a product of its own."""
+    """Whether each of these chunks is a matrix product of its own."""
     loss: LossKind = "cross_entropy"
-    """Of the others, what the head makes (`preference_heads.py`)."""
+    """The kind of loss; for all but cross entropy, `preference_heads.py` has the head."""
     fused_loss_temporary_bytes: int = 0
-    """Bytes per element of the lm_head that each chunk of the fused loss makes in passing."""
+    """Bytes, per element of the lm_head, of a temporary that each chunk of the fused loss makes."""
     quantized_linears_keep_input: bool = False
-    """Whether bitsandbytes keeps the input of a frozen 4-bit matrix, for a gradient that nobody takes (before 0.43.2)."""
+    """Whether bitsandbytes keeps the input of a frozen 4-bit matrix, for a gradient that nothing needs (before 0.43.2)."""
     linears_keep_input: bool = False
-    """Also under a frozen weight: DeepSpeed's stage 3 has a Linear of its own (0.19 `runtime/zero/linear.py`)."""
+    """Whether a Linear saves its input even if its weight is frozen: DeepSpeed's stage 3 has a Linear of its own (0.19
+    `runtime/zero/linear.py`)."""
     splits_backward: bool = False
     in_stages: bool = False
-    """Whether a pipeline's schedule computes the loss: the model's forward has then returned."""
+    """Whether a pipeline's schedule computes the loss, after the model's forward has returned."""
     saves_on_cpu: bool = False
-    """Whether everything that autograd keeps goes to the host."""
+    """Whether all saved tensors are offloaded to the host."""
     narrows_final_norm: bool = False
-    """FSDP2 gives the last norm's result in the dtype that it gathers, where the norm is of a group of its own."""
+    """Whether FSDP2 casts the last norm's output to the dtype in which it gathers, because the norm is in an FSDP2
+    group."""
     gpu: tuple[int, int] | None = None
-    """Multiprocessors and threads of each, of the GPU whose kernels' own allocations count; None: no trace sees them."""
+    """(multiprocessors, threads of each) of the GPU, to count what kernels allocate for themselves; None: not counted, as
+    traces do not see it."""
     float8: bool = False
-    """Whether Linears compute in float8; `float8_skips` names those that do not."""
+    """Whether Linears compute in float8, except those in `float8_skips`."""
     float8_skips: frozenset[str] = frozenset({"lm_head"})
     group: TensorParallel = WHOLE
-    """Of a layer's context, `architecture` is then that of a rank's part."""
+    """The tensor-parallel group. In a layer's context, `architecture` describes one rank's part."""
     ring: Ring = ALONE
-    """The ranks that share each sequence; `sequence` is then this rank's part."""
+    """The ranks that share each sequence; `sequence` is then this rank's part of it."""
     neftune: bool = False
     """Whether training adds noise to the token embeddings."""
     cache: str = ""
     """In generation: what the layer's cache does with new keys and values (`kv_cache.py`); "" without a cache."""
     latent_cache: bool = True
-    """Whether multi-latent attention caches what it expands, and not what it has expanded."""
+    """Whether multi-latent attention caches the compressed form, not the expanded keys and values."""
     cache_length: int = 0
-    """Length of the keys that the cache gives."""
+    """Number of tokens in the keys that the cache returns."""
     key_length: int = 0
-    """Length of those that attention sees of them; 0 for the sequence itself."""
+    """Number of those tokens that attention reads; 0 for the sequence itself."""
 
     @property
     def rows(self) -> int:
@@ -159,12 +166,12 @@ class HFContext:
 
     @property
     def keys(self) -> int:
-        """Length of the keys that attention sees."""
+        """Number of tokens in the keys that attention reads."""
         return self.key_length or self.sequence
 
     @property
     def stream_rows(self) -> int:
-        """Of these, the ones that this rank has of the residual stream."""
+        """Number of tokens of a micro-batch that this rank has of the residual stream."""
         return self.rows // self.group.ranks if self.group.sequence else self.rows
 
     @property
@@ -175,7 +182,7 @@ class HFContext:
 
     @property
     def fused_loss(self) -> bool:
-        """Whether lm_head and loss are one kernel."""
+        """Whether lm_head and loss are one operation that makes no whole logits."""
         return self.kernels.loss in ("fused_linear", "chunked")
 
     @property
@@ -185,21 +192,21 @@ class HFContext:
 
     @property
     def norms_train(self) -> bool:
-        """Whether norms do, at least."""
+        """Whether the norms train, with or without the other base weights."""
         return self.trainable or self.finetuning.method == "ln_tuning"
 
     @property
     def stream_bytes(self) -> int:
-        """Bytes of one element of the residual stream between layers: what the embedding gives, or wider where an
-        fp32 norm makes a quantised Linear answer in fp32 (bitsandbytes `Linear4bit.forward` returns its input's dtype)."""
+        """Bytes of one element of the residual stream between layers: as the embedding's output, or wider if an fp32 norm
+        makes a quantised Linear return fp32 (bitsandbytes `Linear4bit.forward` returns its input's dtype)."""
         if not self.finetuning.quantization:
             return self.weight_bytes
         return FP32 if self.native_norm_in_float32 else self.norm_weight_bytes
 
     @property
     def lets_go(self) -> bool:
-        """Whether what is recomputed for a node's backward is gone as soon as the node has run: non-reentrant checkpointing
-        hands it out once (torch `utils/checkpoint.py` _checkpoint_hook)."""
+        """Whether a tensor recomputed for a node's backward is freed as soon as the node has run: non-reentrant
+        checkpointing returns each only once (torch `utils/checkpoint.py` _checkpoint_hook)."""
         return self.checkpointed and not self.reentrant
 
     @property
@@ -209,13 +216,13 @@ class HFContext:
 
 
 def autocast_copy_bytes(context: HFContext) -> int:
-    """Bytes per element of the narrow copies of wide trained matrices that autocast caches in a forward, until its
-    context exits: also where no graph would keep them (torch/csrc/autograd autocast_mode.cpp, `cached_cast`)."""
+    """Bytes per element of the narrow copies of wide trained matrices, which autocast caches until its context exits, even
+    if no graph saves them (torch/csrc/autograd autocast_mode.cpp, `cached_cast`); 0 if there are none."""
     wide = context.adapter_bytes if context.finetuning.method != "full" else context.weight_bytes
     return context.compute_bytes if context.autocast and wide > context.compute_bytes else 0
 
 
 def is_cast_by_autocast(context: HFContext, name: str, shape: tuple[int, ...]) -> bool:
-    """Whether autocast makes a narrow copy of this weight: of matrices, but not of experts in grouped products, which are
-    on none of its lists (transformers 5.17 `integrations/moe.py` _grouped_mm)."""
+    """Whether autocast makes a narrow copy of this weight: of matrices, except experts in grouped products, which are on
+    none of its lists (transformers 5.17 `integrations/moe.py` _grouped_mm)."""
     return len(shape) > 1 and (context.experts == "loop" or not name.startswith("mlp.experts."))

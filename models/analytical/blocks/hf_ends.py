@@ -1,6 +1,6 @@
 """The two ends of a Hugging Face decoder: the embedding, and the head with the loss over all positions.
 
-Where the logits are converted to fp32 decides how many copies of them there are (where-memory-goes F2; transformers
+Where the logits are converted to fp32 decides how many copies of them exist (where-memory-goes F2; transformers
 `loss/loss_utils.py` and, before 4.46, each `modeling_*.py`).
 """
 
@@ -32,21 +32,22 @@ INT64 = 8
 
 @lru_cache(maxsize=256)
 def embedding(context: HFContext) -> Template:
-    """Token (and learned position) embedding: ids in, [micro_batch_size, sequence_length, hidden_size] out."""
+    """The template of the token (and learned position) embedding: ids in, [micro_batch_size, sequence_length, hidden_size]
+    out."""
     architecture, tape = context.architecture, Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
     build = BlockBuilder(tape, context)
     rows, width = context.rows, architecture.hidden_size
     size = context.end_weight_bytes
     trains, group = context.trainable, context.group
-    weight = architecture.vocab_size * width * context.end_weight_bytes  # of its gradient: whole on every rank
+    weight = architecture.vocab_size * width * context.end_weight_bytes  # its gradient is whole on every rank
     part = group.part(architecture.vocab_size) * width * context.end_weight_bytes
     tied = trains and architecture.tie_word_embeddings
     summed_last: list[tuple[Tensor, int | None]] = []
-    if tied_in_graph(context):  # backward ends with lm_head's own product, which adds the gradient from here
+    if tied_in_graph(context):  # backward ends with the lm_head's product, which adds the embedding's gradient
         both = [WeightGradient("embed_tokens.weight.grad", weight)]
         product = tape.operation("lm_head.addmm", [], 0, weight_gradients=both)
         summed_last = [(product, weight)]
-    elif tied:  # lm_head's gradient has waited; it and this one (or this rank's part of it) are summed into a third
+    elif tied:  # the lm_head's gradient exists; it and this one (or this rank's part of it) are summed into a third
         summed = 2 * weight if group.ranks == 1 else weight + 2 * part
         tape.operation("tied_weight", [], 0, gradients=[], backward_temporary_bytes=summed).requires_grad = True
     elif trains and group.table_reduced:
@@ -58,7 +59,7 @@ def embedding(context: HFContext) -> Template:
     if trains and context.gpu:
         passing += embedding_backward_bytes(rows, width, architecture.vocab_size)
     if "ends" in context.compiled and trains and size != FP32:
-        # compiled, the rows' gradients are added up in fp32 (torch `_decomp` embedding_dense_backward), then converted
+        # compiled, the rows' gradients are summed in fp32 (torch `_decomp` embedding_dense_backward), then converted
         narrow = tape.operation(
             "embed_tokens.table", [], 0, weight_gradients=taken, gradients=summed_last, backward_temporary_bytes=passing
         )
@@ -92,7 +93,7 @@ def embedding(context: HFContext) -> Template:
 
 
 def _with_positions(build: BlockBuilder, hidden: Tensor) -> Tensor:
-    """With learned positions and token types added, where the network has them."""
+    """`hidden` plus learned positions and token types, if the network has them."""
     context, tape, trains = build.context, build.tape, build.context.trainable
     architecture, rows, size = context.architecture, context.rows, context.end_weight_bytes
     width = architecture.hidden_size
@@ -112,16 +113,16 @@ def _with_positions(build: BlockBuilder, hidden: Tensor) -> Tensor:
 
 
 def tied_in_graph(context: HFContext) -> bool:
-    """Whether both ends share a table inside one graph. Inductor makes one `addmm` of lm_head's product and its sum with
-    the embedding's gradient (torch 2.13 `_inductor/fx_passes/post_grad.py` addmm), so it waits for that, and the logits'
-    gradient and the final norm's result wait for it."""
+    """Whether embedding and lm_head share a table inside one compiled graph. Inductor fuses the lm_head's product and the
+    sum with the embedding's gradient into one `addmm` (torch 2.13 `_inductor/fx_passes/post_grad.py` addmm). So it runs
+    last, and the logits' gradient and the final norm's output live until then."""
     tied = context.trainable and context.architecture.tie_word_embeddings
     whole = context.loss == "cross_entropy" and not context.fused_loss  # else no product of its own makes the logits
     return tied and whole and context.compiled.issuperset(("ends", "loss"))
 
 
 def hands_on_itself(context: HFContext) -> bool:
-    """Whether the first layer's input is what the embedding's module returns, and nothing made of that."""
+    """Whether the first layer's input is the embedding module's output itself, not something computed from it."""
     architecture = context.architecture
     scaled_later = traits(architecture).scaled_embedding and not traits(architecture).embedding_scales_itself
     learned = architecture.position_embedding == "learned"
@@ -130,20 +131,20 @@ def hands_on_itself(context: HFContext) -> bool:
 
 
 def embedding_variables(context: HFContext) -> tuple[bool, list[int]]:
-    """What the model's forward still holds by name while its layers run: whether that is the first layer's input itself,
-    and the bytes of each."""
+    """(whether it is the first layer's input, bytes of each) of the tensors to which variables of the model's forward refer
+    while its layers run."""
     architecture = context.architecture
     tokens = context.stream_rows * architecture.hidden_size * context.end_weight_bytes
     if architecture.position_embedding == "learned" and architecture.kind == "decoder":
         once = tokens if traits(architecture).positions_per_sequence else tokens // context.batch
         return False, [tokens, once]
-    in_module = architecture.kind == "encoder"  # BERT's embeddings are a module: what the model holds is its result
+    in_module = architecture.kind == "encoder"  # BERT's embeddings are a module, to whose output the model refers
     return in_module or not (architecture.embedding_norm or architecture.embedding_dropout), [tokens]
 
 
 def embedding_backward_bytes(rows: int, width: int, vocabulary: int) -> int:
-    """Bytes that an embedding's CUDA backward allocates inside itself above 3072 looked-up rows: fp32 partial sums and
-    index arrays. Source: aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu (where-memory-goes F5)."""
+    """Bytes that an embedding's CUDA backward allocates for itself, above 3072 looked-up rows: fp32 partial sums and index
+    arrays. Source: aten/src/ATen/native/cuda/EmbeddingBackwardKernel.cu (where-memory-goes F5)."""
     if rows <= 3072:
         return 0
     return FP32 * width * (rows // 10 + min(rows, vocabulary)) + 4 * INT64 * rows
@@ -151,8 +152,7 @@ def embedding_backward_bytes(rows: int, width: int, vocabulary: int) -> int:
 
 @lru_cache(maxsize=256)
 def head(context: HFContext) -> Template:
-    """Final norm, lm_head and the loss over all positions; where the logits are converted decides their copies
-    (where-memory-goes F2; transformers `loss/loss_utils.py`)."""
+    """The template of the final norm, the lm_head and the loss over all positions."""
     tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
     build = BlockBuilder(tape, context)
     final, sequence_output = _final_states(build)
@@ -178,7 +178,7 @@ def head(context: HFContext) -> Template:
 
 
 def _final_states(build: BlockBuilder) -> tuple[Tensor, Tensor]:
-    """What the head reads, after the last norm, and what a network returns as its sequence output."""
+    """The last norm's output, which the head reads, and the network's sequence output."""
     context, tape = build.context, build.tape
     architecture, rows, width = context.architecture, context.rows, context.architecture.hidden_size
     hidden = tape.input(context.stream_rows * width * context.stream_bytes)
@@ -187,7 +187,7 @@ def _final_states(build: BlockBuilder) -> tuple[Tensor, Tensor]:
         hidden = build.projection(hidden, width, width, "lm_head.dense", True)
         hidden = ops.unary(tape, hidden, "lm_head.act")
     final = build.norm(hidden, width, "final_norm", context.stream_rows)
-    tape.hold(hidden)  # the model's variable, while its last norm runs
+    tape.hold(hidden)  # the model's variable refers to it while the last norm runs
     if context.narrows_final_norm and final.num_bytes > rows * width * context.weight_bytes:
         final = ops.cast(tape, final, rows * width * context.weight_bytes, "final_norm.output_cast")
     if architecture.kind == "encoder_decoder":
@@ -205,7 +205,7 @@ def _is_chunked(context: HFContext) -> bool:
 
 
 def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
-    """The lm_head's product, whole or this rank's part of the vocabulary, scaled as the network does it."""
+    """The lm_head's product, whole or this rank's part of the vocabulary, scaled as the network does."""
     context, tape, group = build.context, build.tape, build.context.group
     architecture, rows, width = context.architecture, context.rows, context.architecture.hidden_size
     inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
@@ -217,7 +217,7 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
     if group.ranks > 1 and not group.loss:
         logits = gather_columns(tape, logits, rows * architecture.vocab_size * context.compute_bytes, "lm_head")
         logits.storage.category = Category.LOGITS
-        tape.hold(inputs)  # an argument of the module, whose hook that is
+        tape.hold(inputs)  # the argument of the module whose hook gathers
     if traits(architecture).scaled_logits:
         logits = ops.scale(tape, logits, "logits_scaling")
     if architecture.final_logit_softcapping is not None:
@@ -227,7 +227,8 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
 
 
 def _loss_of_whole_logits(build: BlockBuilder, logits: Tensor, final: Tensor, sequence_output: Tensor) -> None:
-    """The loss, as the release widens and shifts the logits, and what the model's variables hold meanwhile."""
+    """Append the loss, with the logits widened and shifted as the release does it, and hold what variables refer to
+    meanwhile."""
     context, tape, group = build.context, build.tape, build.context.group
     whole = group.ranks > 1 and not group.loss
     vocabulary = context.architecture.vocab_size if whole else group.part(context.architecture.vocab_size)
@@ -244,20 +245,20 @@ def _loss_of_whole_logits(build: BlockBuilder, logits: Tensor, final: Tensor, se
         if upcast == "none" and context.autocast and size != wide:
             result = _logits_op(tape, result, wide, "nll_loss.to_float32")  # autocast's fp32 list
         tape.operation("nll_loss", [result, *labels[-1:]], FP32, saves=[result, *labels[-1:]])
-    # variables of the model's and the loss's forward; an encoder's head has one name for its states and the logits
+    # variables of the model's and the loss's forward; an encoder's head reassigns one from its states to the logits
     unnamed = context.in_stages or context.architecture.kind == "encoder"
     for tensor in (*kept, *build.variables, *([] if unnamed else [final])):
         tape.hold(tensor)
     if context.kernels.loss == "in_place" and upcast != "model" and context.autocast and narrow.num_bytes < wide:
-        # accelerate's convert_outputs_to_fp32: less than what another loss has had in passing
+        # accelerate's convert_outputs_to_fp32; with other losses, their own temporaries were larger
         tape.operation("outputs.to_float32", [narrow], wide, gradients=[], category=Category.LOGITS)
 
 
 def _widened_and_shifted(
     tape: Tape, logits: Tensor, context: HFContext, wide: int, sequence_output: Tensor
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
-    """The logits as the loss takes them, what variables keep meanwhile, and the labels where they are shifted. `wide`:
-    bytes of the logits in fp32."""
+    """(logits that the loss reads, tensors that variables refer to meanwhile, shifted labels if any). `wide`: bytes in
+    fp32."""
     narrow, upcast, shifted_rows = logits, context.logits_upcast, context.batch * (context.sequence - 1)
     if upcast == "model":
         wide_logits = _logits_op(tape, logits, wide, "logits.to_float32")
@@ -279,14 +280,14 @@ def _widened_and_shifted(
         kept.append(logits)
     if upcast == "loss_shifted":
         logits = _shift(tape, logits, shifted_rows, context)
-    elif context.ring.ranks == 1:  # else the labels were shifted before the sequence was cut
+    elif context.ring.ranks == 1:  # else the labels were shifted before the sequence was divided
         labels = _shifted_labels(tape, context)
         kept += [] if context.in_stages else labels
     return logits, kept, labels
 
 
 def _shifted_labels(tape: Tape, context: HFContext) -> list[Tensor]:
-    """The labels, padded, and without the first of each row: a copy, but for a single row."""
+    """The padded labels, and the labels without each row's first, a copy unless there is one row."""
     padded = tape.operation("pad_labels", [], context.batch * (context.sequence + 1) * INT64, category=Category.INPUTS)
     shared = padded if context.batch == 1 else None
     size = context.rows * INT64
@@ -294,8 +295,8 @@ def _shifted_labels(tape: Tape, context: HFContext) -> list[Tensor]:
 
 
 def _compiled_loss(tape: Tape, logits: Tensor, context: HFContext) -> Template:
-    """The compiled loss keeps the logits as they are and two fp32 numbers a token, and its backward makes their gradient at
-    once. Where the whole network is compiled the logits are a result of its graph, whose own gradient comes as zeros."""
+    """The compiled loss saves the logits as they are and two fp32 numbers per token; its backward computes their gradient
+    at once. If the whole network is compiled, the logits are an output of its graph, with zeros as their gradient."""
     whole = "ends" in context.compiled
     if not whole:
         tape.begin_loss()
@@ -311,7 +312,7 @@ def _compiled_loss(tape: Tape, logits: Tensor, context: HFContext) -> Template:
 
 
 def _loss_in_place(tape: Tape, logits: Tensor, context: HFContext) -> None:
-    """Unsloth's cross entropy: keeps the logits and a number a row, and writes their gradient where they are
+    """Unsloth's cross entropy: saves the logits and one number per row, and overwrites the logits with their gradient
     (fms-acceleration `kernels/unsloth/cross_entropy_loss.py`, Fast_CrossEntropyLoss)."""
     losses = tape.operation(
         "cross_entropy",
@@ -328,7 +329,7 @@ def _loss_in_place(tape: Tape, logits: Tensor, context: HFContext) -> None:
 
 def _loss_over_parts(tape: Tape, logits: Tensor) -> None:
     """torch's loss parallel over this rank's part of the vocabulary (torch 2.13 `distributed/tensor/parallel/loss.py`
-    _log_softmax, _nll_loss_and_log_softmax_backward): shifted logits, their exponentials in passing, and the result."""
+    _log_softmax, _nll_loss_and_log_softmax_backward): shifted logits, their exponentials as a temporary, and the output."""
     shifted = tape.operation(
         "log_softmax.shift", [logits], logits.num_bytes, gradients=[(logits, None)], category=Category.LOGITS
     )
@@ -351,8 +352,8 @@ def _logits_op(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
 
 
 def _shift(tape: Tape, x: Tensor, shifted_rows: int, context: HFContext) -> Tensor:
-    """logits[..., :-1, :].contiguous(): a copy; its gradient is scattered into a full-size one, and before that, where a
-    whole dimension that is asked for counts as a slice of its own, into one of its own size."""
+    """logits[..., :-1, :].contiguous(): a copy. Backward scatters its gradient into one of full size; if slicing the whole
+    last dimension counts as a slice too, first into another of the slice's size."""
     size = x.num_bytes // context.rows * shifted_rows
     if not context.slices_whole_dimensions:
         return _logits_op(tape, x, size, "shift_logits")
@@ -362,8 +363,8 @@ def _shift(tape: Tape, x: Tensor, shifted_rows: int, context: HFContext) -> Tens
 
 
 def logits_bytes_kept_by_outputs(context: HFContext, *, widened: bool) -> int:
-    """Bytes of the logits that live on in the model's outputs when the caller keeps them (a fused loss makes none).
-    `widened`: accelerate's `convert_outputs_to_fp32` has made them fp32 under autocast."""
+    """Bytes of the logits in the model's outputs, which the caller may keep; 0 with a fused loss. `widened`: accelerate's
+    `convert_outputs_to_fp32` has made them fp32 under autocast."""
     if context.fused_loss or context.loss != "cross_entropy":
         return 0
     element = FP32 if context.logits_upcast == "model" or (widened and context.autocast) else context.compute_bytes
@@ -373,9 +374,9 @@ def logits_bytes_kept_by_outputs(context: HFContext, *, widened: bool) -> int:
 
 @lru_cache(maxsize=256)
 def next_token_head(context: HFContext, kept: str) -> Template:
-    """Generation's head: the final norm over all positions, the logits of the last one, and their fp32 copy that the next
-    token is chosen from. `kept`: "last", or "all" positions widened, of which those of the last are a view (before
-    transformers 4.45 kept only the last)."""
+    """Generation's head: the final norm over all positions, the logits of the last position, and their fp32 copy from which
+    the next token is chosen. `kept`: "last", or "all": the logits of all positions are widened, and those of the last are a
+    view (before transformers 4.45 kept only the last)."""
     architecture, tape = context.architecture, Tape()
     rows, width, vocabulary = context.rows, architecture.hidden_size, architecture.vocab_size
     hidden = tape.input(rows * width * context.stream_bytes)

@@ -1,4 +1,4 @@
-"""lm_head and loss in one, over chunks of tokens: whole logits are never there."""
+"""lm_head and loss as one operation over chunks of tokens: whole logits never exist."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INT64 = 8
 
 
 def fused_loss(build: BlockBuilder, hidden: Tensor) -> None:
-    """lm_head and loss by the kernel of the job: Unsloth's, torchtitan's, or Liger's."""
+    """Append lm_head and loss by the job's kernel: Unsloth's, torchtitan's, or Liger's."""
     if build.context.kernels.loss == "chunked":
         chunked_cross_entropy(build, hidden)
     elif build.context.loss_chunks:
@@ -25,17 +25,18 @@ def fused_loss(build: BlockBuilder, hidden: Tensor) -> None:
 
 
 def chunked_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
-    """Unsloth's: a compiled function makes the logits of one chunk of tokens and, in their place, their gradient, and from
-    that the gradient of the hidden states, which is copied into the one that is kept.
+    """Unsloth's: a compiled function makes the logits of one chunk of tokens, overwrites them with their gradient, and
+    computes from that the gradient of the hidden states, which is copied into the saved one.
 
-    Counted by its source; no trace has confirmed it.
+    Counted from its source; no trace has confirmed it.
+
     Source: unsloth_zoo 2025.11.5 `fused_losses/cross_entropy_loss.py` UnslothFusedLoss.
     """
     context, tape, rows = build.context, build.tape, build.context.rows
     width, vocabulary = context.architecture.hidden_size, context.architecture.vocab_size
     weight = vocabulary * width * context.end_weight_bytes if context.trainable else 0
     tokens = -(-rows // max(context.loss_chunks, 1))
-    gradient = tokens * width * (hidden.num_bytes // (rows * width)) + weight  # of a chunk, before it is kept or added
+    gradient = tokens * width * (hidden.num_bytes // (rows * width)) + weight  # of a chunk, before it is stored or added
     tape.begin_loss()
     labels = tape.operation("shift_labels", [], rows * INT64, gradients=[], category=Category.INPUTS)
     tape.operation(
@@ -52,8 +53,8 @@ def chunked_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
 
 
 def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
-    """Liger's fused linear cross entropy: chunks of tokens, each to logits and at once back to the gradients of the hidden
-    states and the weight, which are all that is kept.
+    """Liger's fused linear cross entropy: for each chunk of tokens it computes logits and at once the gradients of the
+    hidden states and the weight, which are all that it saves.
 
     Source: liger_kernel 0.8.5 `ops/fused_linear_cross_entropy.py` fused_linear_cross_entropy_forward.
     """
@@ -72,19 +73,19 @@ def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
         forward_temporary_bytes=passing_bytes(context, width, vocabulary, hidden.num_bytes) + rows * (FP32 + 1),
         category=Category.LOGITS,
     )
-    tape.hold(labels)  # of transformers' and Liger's functions, until the kernel returns
+    tape.hold(labels)  # variables of transformers and Liger refer to them until the kernel returns
 
 
 def passing_bytes(context: HFContext, width: int, vocabulary: int, hidden_bytes: int) -> int:
-    """The most that the loop over chunks holds in passing, line by line. Products that autocast does not cast write where
-    their result stays; those that it does make narrow copies, of which the trained weight's is cached until the forward
-    ends, its transpose's (no leaf) never. The weight's product is added where it stays, but for fp32's; before 0.8.3 each
-    was made, widened and then added."""
+    """The most bytes of temporaries in the loop over chunks, line by line. Products that autocast does not cast write
+    directly into their destination. For those that it does cast it makes narrow copies: the trained weight's is cached
+    until the forward ends, its transpose's (not a leaf) never. The weight's product is added directly to its destination,
+    except in fp32; before 0.8.3 each was made, widened and then added."""
     rows, element = context.rows, context.compute_bytes
     budget = traits(context.architecture).fused_loss_budget
     chunk, matrix = fused_loss_chunk(rows, width * budget, vocabulary), vocabulary * width
     casts, held = context.autocast and element < context.weight_bytes, Locals()
-    input_element = element if hidden_bytes > rows * width * element else 0  # else the norm has given narrow ones
+    input_element = element if hidden_bytes > rows * width * element else 0  # else the norm's output is narrow already
     for tokens in (chunk, *([min(chunk, rows - chunk)] if chunk < rows else [])):  # the second finds what the first leaves
         if casts:
             held.let("input_cast", tokens * width * input_element)
@@ -106,8 +107,8 @@ def passing_bytes(context: HFContext, width: int, vocabulary: int, hidden_bytes:
 
 
 def loss_in_chunks(build: BlockBuilder, hidden: Tensor) -> None:
-    """lm_head, loss and their backward for one chunk of the sequence after the other: copies of the hidden states, the fp32
-    sum of their gradients, and of the chunk at hand the logits, their log-softmax, its gradient and that of the logits in
+    """lm_head, loss and their backward for one chunk of the sequence after the other. It keeps copies of the hidden states
+    and the fp32 sum of their gradients. A chunk has logits, their log-softmax, its gradient and the logits' gradient in
     fp32, or a second product of the weight's gradient, which is added to the first. FSDP2 widens that sum for its
     reduction, which waits for the last chunk.
 
@@ -135,6 +136,6 @@ def loss_in_chunks(build: BlockBuilder, hidden: Tensor) -> None:
 
 
 def fused_loss_chunk(rows: int, width: int, vocabulary: int) -> int:
-    """Tokens in a chunk: so many that their logits are about as large as all hidden states, a power of two."""
+    """Tokens in a chunk, a power of two, chosen so that their logits are about as large as all hidden states."""
     factor = -(-vocabulary // width)
     return min(rows, power_of_two(-(-rows // factor)))

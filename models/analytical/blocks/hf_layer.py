@@ -1,7 +1,8 @@
 """The decoder layer as Hugging Face transformers runs it, written on the tape.
 
-One mechanism for all families: what differs between Llama, GPT-2, GPT-NeoX, Gemma, ... are fields of `Architecture`.
-Read line by line from transformers 4.48-5.17 `modeling_*.py`; the saved set equals the table in where-memory-goes F1.
+One mechanism for all families: the differences between Llama, GPT-2, GPT-NeoX, Gemma, ... are fields of `Architecture` and
+`HFTraits`. Read line by line from transformers 4.48-5.17 `modeling_*.py`; the saved tensors are those of the table in
+where-memory-goes F1.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from peakcast.models.analytical.template import Template
 
 @lru_cache(maxsize=256)
 def decoder_layer(context: HFContext) -> Template:
-    """One dense decoder layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
+    """The template of one decoder layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     architecture = context.architecture
     tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
     build = BlockBuilder(tape, context)
@@ -38,7 +39,7 @@ def decoder_layer(context: HFContext) -> Template:
         attention = self_attention if architecture.mla is None else latent_attention
         output = _sublayer(build, hidden, attention, "input_layernorm", "post_attention_layernorm")
         output = _sublayer(build, output, feed_forward, "pre_feedforward_layernorm", "post_feedforward_layernorm")
-    for variable in (hidden, *build.variables):  # the model's loop variable keeps the layer's input until it returns
+    for variable in (hidden, *build.variables):  # the model's loop variable refers to the layer's input until it returns
         tape.hold(variable)
     handed_on = context.checkpointed and context.reentrant and traits(architecture).returns_attention_weights
     beside = build.attention_weights if handed_on else None
@@ -48,12 +49,13 @@ def decoder_layer(context: HFContext) -> Template:
 def _sublayer(
     build: BlockBuilder, x: Tensor, body: Callable[[BlockBuilder, Tensor], Tensor], norm_before: str, norm_after: str
 ) -> Tensor:
+    """Attention or feed-forward (`body`) with its norms and its residual addition."""
     architecture, width = build.context.architecture, build.context.architecture.hidden_size
     placement = architecture.norm_placement
     if traits(architecture).norm_after_residual:
         y = body(build, x)
         output = build.norm(ops.add(build.tape, y, x, "residual_add"), width, norm_after)
-        for variable in (x, y):  # of the module that has the norm
+        for variable in (x, y):  # variables of the module that has the norm
             build.tape.hold(variable)
         return output
     body_input = build.norm(x, width, norm_before, build.context.stream_rows) if placement != "post" else x
@@ -66,16 +68,16 @@ def _sublayer(
         y = build.norm(y, width, norm_after, build.context.stream_rows)
     added = ops.scale(build.tape, y, "residual_multiplier") if family.scaled_residual else y
     output = ops.add(build.tape, x, added, "residual_add")
-    build.tape.hold(y)  # assigned when they are added
+    build.tape.hold(y)  # its variable is reassigned only after the addition
     for variable in build.attention_variables if family.joins_heads_first and body is not feed_forward else ():
         build.tape.hold(variable)
-    if family.keeps_sublayer_outputs:  # and so assigns the variable of the sub-layer's input when they are added
+    if family.keeps_sublayer_outputs:  # the variable of the sub-layer's input is reassigned only after the addition too
         build.tape.hold(body_input)
     return output
 
 
 def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
-    """Attention and feed-forward side by side (GPT-NeoX, Falcon, Phi, Cohere)."""
+    """Attention and feed-forward that read the same input (GPT-NeoX, Falcon, Phi, Cohere)."""
     architecture, width = build.context.architecture, build.context.architecture.hidden_size
     two, together = architecture.norms_per_parallel_block == 2, traits(architecture).norms_together
     first = build.norm(x, width, "input_layernorm")
@@ -100,6 +102,7 @@ def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
 
 
 def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
+    """The feed-forward of a layer, dense or routed: [micro_batch_size · sequence_length, hidden_size] in and out."""
     if build.context.routed:
         return (torchtitan_feed_forward if build.context.experts == "torchtitan" else routed_feed_forward)(build, x)
     architecture, tape = build.context.architecture, build.tape
@@ -128,10 +131,10 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     else:
         product = activation(build, build.columns(x, width, inner, f"mlp.{names.up}", bias))
     if traits(architecture).norm_after_residual:
-        build.variables.append(product)  # the norm is in the module that it is handed to (`BertOutput`)
+        build.variables.append(product)  # it is an argument of the module that has the norm (`BertOutput`)
     output = build.rows_summed(product, inner, width, f"mlp.{names.down}", bias)
     if architecture.fused_gate_up:
-        tape.hold(gate)  # a variable of the feed-forward
+        tape.hold(gate)  # a variable of the feed-forward refers to it
     if build.context.group.sequence:
         tape.hold(arguments)
     return build.dropout(output, architecture.hidden_dropout, rows * width, "mlp.dropout")

@@ -1,6 +1,6 @@
-"""What a Hugging Face family's code does that its shapes do not say: one row per `model_type`, read line by line.
+"""What a Hugging Face family's code does that its shapes do not show: one row per `model_type`, read line by line.
 
-Source of every row: transformers 5.17 `models/<model_type>/modeling_<model_type>.py`, where not said otherwise.
+Source of every row: transformers 5.17 `models/<model_type>/modeling_<model_type>.py`, unless stated otherwise.
 """
 
 from __future__ import annotations
@@ -14,111 +14,119 @@ from peakcast.dialects.hf_windows import ALTERNATES, attends_to_everything
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFTraits:
-    """The defaults are Llama's code."""
+    """Traits of a family's modelling code; the defaults are Llama's."""
 
     norm_weight_in_float32: bool = False
-    """RMSNorm multiplies by the weight before converting back (Gemma, OLMo-2)."""
+    """RMSNorm multiplies by the weight before it converts back (Gemma, OLMo-2)."""
     norm_names_product: bool = False
-    """... and has one name for what it was and for the product (Gemma)."""
+    """RMSNorm's code reassigns its variable to the product with the weight, so the normalised tensor is freed (Gemma)."""
     norm_of_input: bool = False
     """RMSNorm multiplies the input itself, not its fp32 copy (T5)."""
     norm_without_autocast: bool = False
-    """Casts the norm's arguments to autocast's dtype and runs it without autocast (Nemotron)."""
+    """The norm casts its arguments to autocast's dtype and runs without autocast (Nemotron)."""
     layer_norm_in_python: bool = False
-    """Cohere's LayerNorm is written out in fp32."""
+    """LayerNorm is written out in Python, in fp32 (Cohere)."""
     rotary: Literal["narrow", "cast", "promoted"] = "narrow"
-    """`cast`: q and k are converted to fp32 for it (Cohere); `promoted`: fp32 tables widen the products (OLMo)."""
+    """`cast`: q and k are converted to fp32 for the rotation (Cohere); `promoted`: fp32 tables widen the products
+    (OLMo)."""
     rotary_tables: int = 1
-    """Sets of cosines and sines (Gemma 3, OLMo 3: one for sliding layers, one for the others)."""
+    """Number of sets of cosines and sines (Gemma 3, OLMo 3: one for layers with a sliding window, one for the others)."""
     rotary_tables_per_layer: int = 0
-    """... and copies of them that each layer makes and keeps (GLM interleaves their elements)."""
+    """Number of copies of the tables that each layer makes and saves (GLM interleaves their elements)."""
     unrotated_every: int = 0
-    """Every so many layers one does not rotate."""
+    """Every n-th layer does not rotate; 0: all rotate."""
     rotates_in_windows: bool = False
-    """Of layers with and without a window, those without do not rotate."""
+    """If there are layers with and without a window, those without do not rotate."""
     rotary_inline: bool = False
-    """Splits and joins q and k in the attention's own forward, whose variables then keep the parts."""
+    """Attention's own forward splits and joins q and k, so its variables refer to the parts until it returns."""
     rotary_complex: bool = False
-    """Rotates pairs as complex numbers in fp32; the one table is complex too (DeepSeek-V2)."""
+    """Pairs are rotated as complex numbers in fp32; the one table is complex too (DeepSeek-V2)."""
     rotary_in_halves: bool = False
-    """Rotates the halves of q and k apart and joins them; its tables are half as wide (gpt-oss)."""
+    """The halves of q and k are rotated separately and joined; the tables are half as wide (gpt-oss)."""
     norms_after_projections: bool = False
-    """Projects all of q, k and v before it normalises any."""
+    """q, k and v are all projected before any is normalised."""
     norms_together: bool = False
-    """A parallel block with two norms computes both first."""
+    """A parallel block with two norms computes both before attention."""
     keeps_sublayer_outputs: bool = False
-    """The layer's forward has its own variable for each sub-layer's output."""
+    """The layer's forward has a separate variable for each sub-layer's output."""
     keeps_sublayer_inputs: bool = False
-    """... and for its input, not assigned again."""
+    """The layer's forward has a separate variable for each sub-layer's input, which it does not reassign."""
     feed_forward_inline: bool = False
-    """The layer's forward runs the feed-forward itself, on one variable."""
+    """The layer's forward runs the feed-forward itself and reassigns one variable."""
     parallel_sum_in_place: bool = False
     norm_after_residual: bool = False
     """Each sub-layer's output is added to its input before the norm (BERT)."""
     positions_per_sequence: bool = False
-    """Learned positions are looked up for every sequence, not once."""
+    """Learned positions are looked up for every sequence, not once for all."""
     scaled_embedding: bool = False
     embedding_scales_itself: bool = False
-    """... inside the embedding module (Gemma), not in the model's forward."""
+    """The scaling is inside the embedding module (Gemma), not in the model's forward."""
     scaled_residual: bool = False
     scaled_logits: bool = False
     masks_for_both_kinds: bool = False
-    """Builds a mask for sliding layers too where there are none (Qwen2-MoE, whose window then is 0)."""
+    """The model builds a mask for layers with a sliding window too, even if there are none (Qwen2-MoE, whose window is then
+    0)."""
     always_masked: bool = False
-    """Builds a mask even where the kernel's own causal one would do."""
+    """The model builds a mask even if the kernel's own causal mask would do."""
     grouped_query_kernel: bool = True
-    """Lets the attention kernel share key heads, instead of copying them or falling to the step-by-step path."""
+    """The attention kernel shares key heads; otherwise they are copied, or attention falls back to the step-by-step
+    kernel."""
     expands_key_value: bool = False
-    """Splits a fused projection into copies, with every key head for each of its query heads (where there are several)."""
+    """A fused projection is split into copies, with every key head repeated for each of its query heads (if there are
+    several)."""
     names_fused_projection: bool = False
-    """Attention's forward has a variable for the fused projection's result."""
+    """A variable of attention's forward refers to the fused projection's output until it returns."""
     attention_softcap: bool = False
-    """tanh of the scores, in eager attention only."""
+    """Eager attention (and no other) applies tanh to the scores."""
     mask_by_position: bool = False
-    """The model hands layers its mask as an argument without a name: a reentrant checkpoint saves it as any tensor."""
+    """The model passes the mask to layers as a positional argument, which a reentrant checkpoint saves like any tensor."""
     returns_attention_weights: bool = False
-    """A layer's outputs name its attention's weights, and the model's loop names those until the next layer returns."""
+    """A layer returns its attention's weights, and a variable of the model's loop refers to them until the next layer
+    returns."""
     joins_heads_first: bool = False
-    """Eager attention lays out q, k and v before it multiplies any, and names them and the unmasked scores to its end."""
+    """Eager attention lays out q, k and v head by head before any product; variables refer to them, and to the unmasked
+    scores, until it returns."""
     scores_in_float32: bool = False
-    """Eager attention converts q and k to fp32 before it multiplies them (GPT-J and its kin)."""
+    """Eager attention converts q and k to fp32 before it multiplies them (GPT-J and similar)."""
     scores_scaled_in_place: bool = False
     scores_biased_and_filled: bool = False
-    """Eager attention adds an fp32 bias of positions and fills in a bool mask, which autograd keeps (MPT)."""
+    """Eager attention adds an fp32 bias of positions and fills in a bool mask, which autograd saves (MPT)."""
     eager_softmax: Literal["float32", "native", "wide"] = "float32"
-    """`wide`: native, and what autocast widens is converted by the product that takes it."""
+    """`float32`: the softmax is in fp32 and then converted; `native`: in the scores' dtype; `wide`: native, and if autocast
+    widens its output, only the next product converts it."""
     linears_transpose_weight: bool = False
-    """Its Linear multiplies by `weight.T`, which is no leaf: autocast caches no copy (Falcon)."""
+    """Its Linear multiplies by `weight.T`, which is not a leaf, so autocast caches no copy of it (Falcon)."""
     conv1d: bool = False
-    """Its matrices are Conv1D, whose `addmm` has the bias's gradient before the weight's."""
+    """Its matrices are Conv1D, whose `addmm` returns the bias's gradient before the weight's."""
     router_in_float32: bool = False
     routing_weights: Literal["narrow", "float32"] = "narrow"
-    """Dtype of the chosen experts' weights; fp32 ones widen the weighted rows."""
+    """The dtype of the chosen experts' weights; fp32 weights widen the rows that they multiply."""
     scores_of_top_experts: Literal["", "narrow", "float32"] = ""
-    """The router's softmax is that of the chosen experts' logits only; of what dtype these are."""
+    """If not "": the router's softmax is over the chosen experts' logits only, and this is their dtype."""
     normalises_routing: bool = False
     """The chosen experts' weights are divided by their sum."""
     clamped_experts: bool = False
-    """Experts bound gate and up, which lie beside each other by turns, before they multiply (gpt-oss)."""
+    """Experts clamp gate and up, which are interleaved, before they multiply them (gpt-oss)."""
     liger_qk_norm: bool = True
-    """Whether Liger replaces norms over all heads at once (liger_kernel 0.8 `monkey_patch.py`)."""
+    """Whether Liger replaces a norm over all heads at once (liger_kernel 0.8 `monkey_patch.py`)."""
     fused_loss_budget: int = 1
-    """Times as many logits as hidden states in a chunk of Liger's fused loss (liger_kernel 0.8.5 `model/gpt_oss.py`)."""
+    """How many times larger than the hidden states a chunk's logits are in Liger's fused loss (liger_kernel 0.8.5
+    `model/gpt_oss.py`)."""
     liger_rope: bool = True
-    """Whether it has a kernel for the rotary embedding there."""
+    """Whether Liger has a kernel for the family's rotary embedding."""
     whole_parts: frozenset[str] = frozenset()
-    """Under tensor parallelism: parts of a layer, of `self_attn` and `mlp`, whose split matrices are gathered at once
+    """Under tensor parallelism: parts of a layer (`self_attn`, `mlp`) whose split matrices' outputs are gathered at once
     (`base_model_tp_plan`: colwise_gather_output and rowwise_split_input)."""
     causal_mask_buffer: bool = False
-    """A bool [max_position_embeddings, max_position_embeddings] buffer for the whole model."""
+    """The model has a bool buffer [max_position_embeddings, max_position_embeddings]."""
     causal_mask_buffers: bool = False
-    """... for every layer (GPT-Neo)."""
+    """Every layer has such a buffer (GPT-Neo)."""
     loss_apart: bool = False
-    """Of a class that is no `...ForCausalLM` transformers warns that it does not know the loss, and what warns is in no
-    compiled graph (`modeling_utils.py` loss_function): the loss is a graph of its own. The first step's logits then hang in
-    a cycle of references that compiling leaves."""
+    """For a class not named `...ForCausalLM`, transformers warns that it does not know the loss, and the warning breaks the
+    compiled graph (`modeling_utils.py` loss_function): the loss is a graph of its own. A reference cycle that compiling
+    leaves keeps the first step's logits."""
     position_tables: bool = False
-    """Every layer has an fp32 table of all positions, as wide as what is rotated (GPT-J and its kin)."""
+    """Every layer has an fp32 table of all positions, as wide as what is rotated (GPT-J and similar)."""
 
 
 _GEMMA = HFTraits(norm_weight_in_float32=True, norm_names_product=True, scaled_embedding=True, embedding_scales_itself=True)
@@ -233,41 +241,41 @@ def traits(architecture: Architecture) -> HFTraits:
 
 
 def multiplies_itself(architecture: Architecture) -> bool:
-    """Whether its layers' matrices multiply without `F.linear`: Conv1D, FalconLinear."""
+    """Whether the matrices of its layers do not use `F.linear`: Conv1D, FalconLinear."""
     family = traits(architecture)
     return family.conv1d or family.linears_transpose_weight
 
 
 def attention_key_heads(architecture: Architecture) -> int:
-    """Key heads that the attention kernel is given."""
+    """Number of key heads that the attention kernel gets."""
     heads, key_heads = architecture.num_attention_heads, architecture.num_key_value_heads
     return heads if architecture.mla or (traits(architecture).expands_key_value and key_heads > 1) else key_heads
 
 
 def joins_heads(architecture: Architecture) -> bool:
-    """Whether queries and keys are laid out head by head: what is concatenated of a rotated and another part."""
+    """Whether queries and keys are laid out head by head, because each is concatenated from a rotated and another part."""
     family = traits(architecture)
     return architecture.mla is not None or architecture.rotary_in_parts or family.rotary_in_halves
 
 
 def kinds_of_layers(architecture: Architecture) -> int:
-    """2 where there are layers with and without a sliding window."""
+    """2 if there are layers with and without a sliding window, else 1."""
     return len(set(attends_to_everything(architecture)))
 
 
 def kinds_of_masks(architecture: Architecture) -> int:
-    """Masks that the model builds where it builds any: one for each kind of layer that its code knows."""
+    """How many masks the model builds if it builds any: one for each kind of layer that its code knows."""
     alternates = architecture.sliding_window is not None and architecture.model_type in ALTERNATES
     return 1 + (alternates or traits(architecture).masks_for_both_kinds)
 
 
 def window_of(architecture: Architecture, layer: int) -> int | None:
-    """The window through which layer `layer` (from 0) attends, where it has one."""
+    """The sliding window of layer `layer` (from 0); None if it attends to everything."""
     return None if attends_to_everything(architecture)[layer] else architecture.sliding_window
 
 
 def rotates(architecture: Architecture, layer: int) -> bool:
-    """Whether layer `layer` (from 0) rotates its queries and keys, where positions are told so."""
+    """Whether layer `layer` (from 0) rotates its queries and keys, if the architecture has rotary positions."""
     family = traits(architecture)
     if family.rotates_in_windows:
         return architecture.sliding_window is None or not attends_to_everything(architecture)[layer]
@@ -275,15 +283,16 @@ def rotates(architecture: Architecture, layer: int) -> bool:
 
 
 def slides(architecture: Architecture, layer: int, sequence: int) -> bool:
-    """Whether layer `layer` (from 0) attends through a window that `sequence` fills: it then gets an explicit mask.
+    """Whether layer `layer` (from 0) has a sliding window that `sequence` fills; it then gets an explicit mask.
 
-    Source: transformers 5.17 `masking_utils.py` `_ignore_causal_mask_sdpa`: a window of exactly the sequence counts too.
+    Source: transformers 5.17 `masking_utils.py` `_ignore_causal_mask_sdpa`: a window of exactly the sequence's length
+    counts too.
     """
     window = window_of(architecture, layer)
     return window is not None and sequence >= window
 
 
 def slides_anywhere(architecture: Architecture, sequence: int) -> bool:
-    """Whether some layer attends through a window that `sequence` fills."""
+    """Whether any layer has a sliding window that `sequence` fills."""
     window = architecture.sliding_window
     return window is not None and sequence >= window and not all(attends_to_everything(architecture))

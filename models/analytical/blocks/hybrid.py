@@ -1,9 +1,9 @@
-"""A layer of a hybrid: state-space mixers beside attention and feed-forward, each behind its norm.
+"""A layer of a hybrid network: state-space mixers next to attention and feed-forward, each after a norm.
 
-Attention and feed-forward are those of the other decoders. A mixer keeps what the kernels of mamba_ssm save for backward,
-read from their source (`ops/triton/ssd_combined.py` MambaSplitConv1dScanCombinedFn, `ops/selective_scan_interface.py`
-MambaInnerFn); what those kernels allocate in passing is not known, and without that package transformers computes the scan
-step by step, with many times these tensors. So the whole is out of scope, and is answered as far as it goes.
+Attention and feed-forward are those of other decoders. A mixer saves what the kernels of mamba_ssm save for backward, read
+from their source (`ops/triton/ssd_combined.py` MambaSplitConv1dScanCombinedFn, `ops/selective_scan_interface.py`
+MambaInnerFn). The temporaries of those kernels are not known, and without that package transformers computes the scan step
+by step, with many times these tensors. So hybrids are out of scope, and are answered as far as this goes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from peakcast.models.analytical.template import Template
 
 FP32 = 4
 SCAN_CHUNK = 2048
-"""Tokens between the states that Mamba's scan keeps (mamba_ssm csrc/selective_scan/selective_scan.cpp, kMaxChunkSize)."""
+"""Tokens between two states that Mamba's scan saves (mamba_ssm csrc/selective_scan/selective_scan.cpp, kMaxChunkSize)."""
 
 
 def layer_template(context: HFContext) -> Template:
-    """A decoder's layer, or a hybrid's."""
+    """The template of a decoder's layer, or of a hybrid's."""
     return hybrid_layer(context) if context.parts else decoder_layer(context)
 
 
 @lru_cache(maxsize=128)
 def hybrid_layer(context: HFContext) -> Template:
-    """One layer of the context's parts: [micro_batch_size, sequence_length, hidden_size] in and out."""
+    """One layer with the context's parts: [micro_batch_size, sequence_length, hidden_size] in and out."""
     tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
     build = BlockBuilder(tape, context)
     hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
@@ -49,6 +49,7 @@ def hybrid_layer(context: HFContext) -> Template:
 
 
 def _part(build: BlockBuilder, x: Tensor, part: str) -> Tensor:
+    """The output of one part."""
     ssm = build.context.architecture.ssm
     if part == "mamba" and ssm is not None:
         return _mixer(build, x, ssm)
@@ -56,7 +57,7 @@ def _part(build: BlockBuilder, x: Tensor, part: str) -> Tensor:
 
 
 def _mixer(build: BlockBuilder, x: Tensor, ssm: StateSpace) -> Tensor:
-    """Projection in, the scan with all that is fused with it, projection out."""
+    """The projection in, the scan with everything fused into it, the projection out."""
     context, width = build.context, build.context.architecture.hidden_size
     rows, size = context.rows, context.compute_bytes
     projected = build.projection(x, width, ssm.input_size, "mamba.in_proj", ssm.projection_bias)
@@ -82,7 +83,7 @@ def _mixer(build: BlockBuilder, x: Tensor, ssm: StateSpace) -> Tensor:
 
 
 def _gradients(ssm: StateSpace, context: HFContext) -> list[WeightGradient]:
-    """Of what is fused with the scan: the convolution, the decay, the time steps, the norms."""
+    """The gradients of what is fused into the scan: the convolution, the decay, the time steps, the norms."""
     numel = ssm.conv_size * (ssm.conv_kernel + ssm.conv_bias)
     if ssm.version == 1:
         numel += ssm.inner_size * (2 * ssm.state_size + 2) + ssm.inner_size * (2 * ssm.time_step_rank + ssm.state_size)

@@ -1,5 +1,5 @@
-"""A compiled graph as Inductor runs it: which operations are one kernel, in which order kernels run, which buffer takes the
-place of which, and so the life of each.
+"""A compiled graph as Inductor runs it: which operations are one kernel, in which order kernels run, which buffer reuses
+the memory of which, and so the lifetime of each.
 
 Source: torch 2.13 `_inductor/scheduler.py` (topological_sort_schedule, decide_inplace_update) and `_inductor/memory.py`
 (reorder_for_peak_memory).
@@ -19,7 +19,7 @@ from peakcast.models.analytical.blocks.inductor_orders import Kernels, after_wha
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """A buffer that is allocated in the graph: the instants of its kernels, the last one exclusive."""
+    """A buffer that the graph allocates: it lives from kernel `born` until before kernel `dies`."""
 
     name: str
     num_bytes: int
@@ -28,9 +28,9 @@ class Life:
 
 
 class _Pool:
-    """Buffers that nobody needs any more and that one of the same size and dtype may take, so that they are not released
-    after all: at once, or where Inductor's estimate of the peak is not exceeded meanwhile (torch 2.13
-    `_inductor/codegen/wrapper.py` AllocateLine). `levels`: that estimate, of every kernel."""
+    """Buffers that are no longer needed and whose memory another of the same size and dtype may reuse, so that they are not
+    freed: at once, or later if Inductor's estimate of the peak is not exceeded until then (torch 2.13
+    `_inductor/codegen/wrapper.py` AllocateLine). `levels`: that estimate for every kernel."""
 
     def __init__(self, levels: NDArray[np.int64]) -> None:
         self.levels = levels.copy()
@@ -38,11 +38,11 @@ class _Pool:
         self.free: dict[tuple[int, bool], list[tuple[str, int]]] = {}
 
     def give(self, name: str, size: int, wide: bool, instant: int) -> None:
-        """`name` was last read at `instant`."""
+        """Add `name`, which was last read at `instant`."""
         self.free.setdefault((size, wide), []).append((name, instant))
 
     def take(self, size: int, wide: bool, instant: int) -> str | None:
-        """The buffer whose memory one of `size`, made at `instant`, takes."""
+        """The buffer whose memory a new one of `size` bytes at `instant` reuses; None if there is none."""
         if not size or not self.free.get((size, wide)):
             return None
         name, since = self.free[size, wide][-1]
@@ -55,8 +55,8 @@ class _Pool:
 
 
 class InductorGraph:
-    """`ops` in the order of the graph. `inputs`: what is handed in and dies with its last reader, with its bytes; what is
-    read and neither made nor handed in so is owned by somebody else. Names in `results` leave the graph."""
+    """`ops` in the order of the graph. `inputs`: bytes of the tensors that are passed in and freed after their last reader.
+    A name that is read but neither made nor in `inputs` is owned by other code. `results`: names that leave the graph."""
 
     def __init__(self, ops: Sequence[Op], inputs: Mapping[str, int], results: Iterable[str] = ()) -> None:
         self.inputs = dict(inputs)
@@ -78,7 +78,7 @@ class InductorGraph:
         self._orders = self._all.orders()
         levels = [self._all.levels(order) for order in self._orders]
         self._peaks = [int(each.max()) for each in levels]
-        chosen = self._peaks.index(min(self._peaks))  # the first of equal ones
+        chosen = self._peaks.index(min(self._peaks))  # the first, if several are equal
         self._levels = levels[chosen]
         self.order = [self.kernels[index] for index in self._orders[chosen]]
         self._at = [0] * len(self.order)
@@ -95,7 +95,7 @@ class InductorGraph:
         return name in self._size and name not in self.inputs
 
     def peaks(self) -> list[int]:
-        """Bytes at the peak in each of Inductor's orders, as it estimates them."""
+        """Bytes at the peak of each of Inductor's orders, as it estimates them."""
         return self._peaks
 
     def labels(self) -> list[str]:
@@ -103,18 +103,18 @@ class InductorGraph:
         return ["+".join(op.name for op in kernel.ops) for kernel in self.order]
 
     def last_read(self, name: str) -> int:
-        """The instant after the last at which `name` is read, 0 when it is not."""
+        """The instant after the last one at which `name` is read; 0 if it is not read."""
         return self._last_read.get(name, 0)
 
     def lives(self) -> tuple[list[Life], dict[str, int]]:
-        """What is allocated, and the instant at which each of `inputs` is gone. Of several that have the same memory one
-        after the other, each is there until the next one is."""
-        ends = {name: self._ends(name) for name in self._size}
+        """The lifetimes of the buffers, and the instant at which each of `inputs` is freed. If several buffers use the same
+        memory one after the other, each lives until the next one does."""
+        ends = {name: self._instant_freed(name) for name in self._size}
         released: dict[int, list[str]] = {}
         for name, end in ends.items():
             if name not in self.inputs and name not in self.results:
                 released.setdefault(end - 1, []).append(name)
-        replaced, inside = set[str](), self._inside()
+        replaced, inside = set[str](), self._fused_names()
         written = ((name, op.wide) for kernel in self.kernels for op in kernel.ops for name in op.writes)
         wide = {name for name, of_op in written if name.endswith(".wide") or (of_op and not name.endswith(".narrow"))}
         pool = _Pool(self._levels)
@@ -134,12 +134,13 @@ class InductorGraph:
             for name in released.get(instant, ()):
                 if name not in replaced and name not in inside:
                     pool.give(name, self._size[name], name in wide, instant)
-        return self._lives_until(ends, inside), {name: ends[name] for name in self.inputs}
+        return self._lifetimes(ends, inside), {name: ends[name] for name in self.inputs}
 
-    def _lives_until(self, ends: Mapping[str, int], inside: Collection[str]) -> list[Life]:
-        """What the kernels make, until its end, but what stays `inside` one; and what calls give and nobody takes."""
+    def _lifetimes(self, ends: Mapping[str, int], inside: Collection[str]) -> list[Life]:
+        """The lifetimes of what kernels make, until `ends`, except what stays `inside` a kernel; and of a call's results
+        that nothing reads."""
         lives = [
-            Life(name, size, self._born(kernel.part_of, instant), ends[name])
+            Life(name, size, self._instant_made(kernel.part_of, instant), ends[name])
             for instant, kernel in enumerate(self.order)
             for name, size in kernel.makes.items()
             if size and name not in inside
@@ -150,7 +151,7 @@ class InductorGraph:
         return lives
 
     def _readers(self) -> dict[str, list[int]]:
-        """Of everything that is read, also what somebody else owns, the kernels."""
+        """By name, the kernels that read it, including names that other code owns."""
         readers: dict[str, list[int]] = {}
         for index, kernel in enumerate(self.kernels):
             for name in kernel.reads:
@@ -158,25 +159,28 @@ class InductorGraph:
         return readers
 
     def _last_reader(self, readers: Sequence[int]) -> int:
+        """The instant after the last of these kernels."""
         return max(self._at[index] for index in readers) + 1
 
-    def _born(self, name: str, instant: int) -> int:
-        """The instant of `name`'s maker, or else `instant`."""
+    def _instant_made(self, name: str, instant: int) -> int:
+        """The instant of the kernel that makes `name`; `instant` if `name` is ""."""
         return self._at[self._all.maker[self._number[name]]] if name else instant
 
-    def _inside(self) -> set[str]:
-        """What only the kernel itself reads that makes it: no buffer, though Inductor's estimates count it as one."""
+    def _fused_names(self) -> set[str]:
+        """Names that only the kernel that makes them reads: they are not buffers, though Inductor's estimates count
+        them."""
         read = {name for kernel in self.kernels for op in kernel.ops for name in op.reads if name in kernel.makes}
         return {name for name in read if name not in self._last_read and name not in self.results}
 
-    def _ends(self, name: str) -> int:
+    def _instant_freed(self, name: str) -> int:
+        """The instant at which a buffer is freed."""
         if name in self.results:
             return len(self.order)
         maker = self._all.maker[self._number[name]]
         return self.last_read(name) or (self._at[maker] + 1 if maker >= 0 else 0)
 
     def _is_free(self, op: Op, kernel: Kernel, instant: int, result: str, name: str) -> bool:
-        """Whether `name` is as large as `result` and nobody but `op` still needs it, later or in its own kernel."""
+        """Whether `name` is as large as `result` and only `op` still reads it, in its own kernel and later."""
         if name in self.results or self._size.get(name) != self._size[result]:
             return False
         others = (other for other in kernel.ops if other is not op and not set(other.writes) & set(op.reads))
@@ -184,7 +188,7 @@ class InductorGraph:
 
 
 def _in_graph_order(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """`topological_sort_schedule`: as written, each after what it needs."""
+    """`topological_sort_schedule`: the kernels as written, each after those that it needs."""
     maker = {name: index for index, kernel in enumerate(kernels) for name in kernel.makes}
     needed = [sorted(maker[name] for name in kernel.reads if name in maker) for kernel in kernels]
     return [kernels[index] for index in after_what_they_need(range(len(kernels)), needed)]

@@ -1,7 +1,7 @@
-"""Which operations of a compiled graph are one kernel.
+"""Which operations of a compiled graph become one kernel.
 
-Source: torch 2.13 `_inductor/scheduler.py` (fuse_nodes). What is not here: how Inductor scores fusions; an operation says
-with which others it would be fused, and is, unless they would then wait for each other.
+Source: torch 2.13 `_inductor/scheduler.py` (fuse_nodes). How Inductor scores fusions is not modelled: an operation lists
+the others with which it would be fused, and is fused unless the two would then wait for each other.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ class Op:
     reads: tuple[str, ...]
     writes: Mapping[str, int]
     fuses: tuple[str, ...] = ()
-    """Operations of whose kernel it would be a part, the most wanted first."""
+    """Operations whose kernel it would join, the most wanted first."""
     replaces: tuple[str, ...] = ()
-    """Of what it reads, those read at the very elements that it writes: its (first) result may take their place."""
+    """Inputs that it reads at exactly the elements that it writes: its (first) result may reuse their memory."""
     parts: bool = False
-    """Whether its results are parts of what one call gives (a kernel of a library): each is a node of its own."""
+    """Whether its results are parts of what one library call returns: each is a node of its own."""
     is_result: bool = False
     """Whether what it writes leaves the graph."""
     wide: bool = False
-    """Whether its results have wider elements than most; one named `.narrow` has not, one named `.wide` always."""
+    """Whether its results have wider elements than most. A name ending in `.narrow` never has, one ending in `.wide`
+    always."""
 
 
 @dataclass(eq=False, slots=True)
 class Kernel:
-    """Operations that run as one."""
+    """Operations that run as one kernel."""
 
     ops: tuple[Op, ...]
     reads: tuple[str, ...]
     makes: dict[str, int]
-    """The buffers that it makes, with the bytes that are released with each."""
+    """The buffers that it makes: name -> bytes that are freed with it."""
     allocates: int
     part_of: str = ""
-    """Of a part of what a call gave: the call's name."""
+    """For a part of a library call's result: the call's name."""
 
 
 def fused(ops: Sequence[Op]) -> list[Kernel]:
-    """`ops` as kernels, each at the place of its first operation."""
+    """`ops` as kernels, each at the position of its first operation."""
     groups = {op.name: [op] for op in ops}
     maker = {name: op.name for op in ops for name in op.writes}
     place = {op.name: index for index, op in enumerate(ops)}
@@ -61,7 +62,8 @@ def fused(ops: Sequence[Op]) -> list[Kernel]:
 
 
 def kernels_of(group: Sequence[Op]) -> list[Kernel]:
-    """One, or a call and each of its results: the call allocates them all, and each is released by itself."""
+    """One kernel; for a library call, the call and each of its results: the call allocates them all, and each is freed by
+    itself."""
     makes = {name: size for op in group for name, size in op.writes.items()}
     reads = tuple(dict.fromkeys(name for op in group for name in op.reads if name not in makes))
     if not group[0].parts:
@@ -81,8 +83,8 @@ def _waits(
     maker: Mapping[str, str],
     place: Mapping[str, int],
 ) -> bool:
-    """Whether `later` needs, by way of some third kernel, what `earlier` makes. Operations are in an order in which nothing
-    needs what comes after it, so what lies before all of `earlier` is not followed."""
+    """Whether `later` needs, through some third kernel, what `earlier` makes. No operation needs one that comes after it,
+    so operations before all of `earlier` need not be followed."""
     seen: set[int] = {id(later)}
     stack: list[Sequence[Op]] = [later]
     first = place[earlier[0].name]

@@ -1,6 +1,6 @@
-"""The orders in which Inductor would run kernels, and the memory that it expects of each.
+"""The orders in which Inductor considers running the kernels, and the memory that it estimates for each.
 
-Kernels and buffers are numbers here: a network has thousands. Source: torch 2.13 `_inductor/memory.py`
+Kernels and buffers are numbers here, as a network has thousands. Source: torch 2.13 `_inductor/memory.py`
 (estimate_peak_memory, topological_sort_lpmf, topological_sort_bfs, topological_sort_dfs).
 """
 
@@ -16,21 +16,22 @@ from numpy.typing import NDArray
 
 @dataclass(slots=True)
 class Kernels:
-    """Which kernels wait for which, and the buffers they read and make. What is made by nobody is handed in."""
+    """Which buffers each kernel reads and makes, and so which kernels wait for which. A buffer that no kernel makes is
+    passed in."""
 
     allocates: list[int]
-    """Of each kernel the bytes it allocates."""
+    """For each kernel: the bytes that it allocates."""
     reads: list[list[int]]
     makes: list[list[int]]
     sizes: list[int]
-    """Of each buffer."""
+    """For each buffer: its bytes."""
     leaves: list[bool]
-    """Of each buffer whether it is a result, which nobody releases."""
+    """For each buffer: whether it is a result, which the graph does not free."""
     readers: list[list[int]] = field(init=False)
     maker: list[int] = field(init=False)
-    """Of each buffer, -1 of one that is handed in."""
+    """For each buffer: the kernel that makes it; -1 if it is passed in."""
     users: NDArray[np.int64] = field(init=False)
-    """Of each buffer that somebody releases its maker and its readers, one after the other, from where `starts` says."""
+    """The makers and readers of all buffers that are freed, concatenated; a buffer's begin where `starts` says."""
     starts: NDArray[np.int64] = field(init=False)
     released_bytes: NDArray[np.int64] = field(init=False)
     before: list[list[int]] = field(init=False)
@@ -54,14 +55,15 @@ class Kernels:
 
     @property
     def handed_in_bytes(self) -> int:
-        """Bytes of what is there before the first kernel."""
+        """Bytes of the buffers that exist before the first kernel."""
         return sum(size for size, maker in zip(self.sizes, self.maker, strict=True) if maker < 0)
 
     def levels(self, order: Sequence[int]) -> NDArray[np.int64]:
-        """`estimate_peak_memory`: every kernel allocates what it makes and then releases what nobody reads any more."""
+        """`estimate_peak_memory`: every kernel allocates what it makes and then frees what nothing reads any more.
+        [num_kernels + 1]"""
         at = np.empty(len(order) + 1, dtype=np.int64)
         at[list(order)] = np.arange(len(order))
-        at[-1] = 0  # of what is handed in
+        at[-1] = 0  # for what is passed in
         change = np.zeros(len(order) + 2, dtype=np.int64)
         change[0] = self.handed_in_bytes
         np.add.at(change, at[:-1], np.array(self.allocates, dtype=np.int64))
@@ -70,11 +72,11 @@ class Kernels:
         return np.cumsum(change)[: len(order) + 1]
 
     def orders(self) -> tuple[list[int], ...]:
-        """As written; least memory, breadth and depth first."""
+        """The orders: as written, least memory first, breadth first, depth first."""
         return list(range(len(self.reads))), self._least_memory_first(), self._breadth_first(), self._depth_first()
 
     def _least_memory_first(self) -> list[int]:
-        """Of the kernels that can run, one that stays below the peak so far and leaves least."""
+        """Among the kernels that can run, next is one that stays below the peak so far and leaves least memory."""
         allocates, sizes, readers = self.allocates, self.sizes, self.readers
         waits = [len(before) for before in self.before]
         left = [len(of_buffer) + leaves for of_buffer, leaves in zip(readers, self.leaves, strict=True)]
@@ -124,7 +126,7 @@ class Kernels:
         return order
 
     def _depth_first(self) -> list[int]:
-        """Those that read and write least first, each after what it needs."""
+        """Kernels that read and write least come first, each after those that it needs."""
         moved = [
             allocated + sum(self.sizes[buffer] for buffer in reads)
             for allocated, reads in zip(self.allocates, self.reads, strict=True)
@@ -134,13 +136,13 @@ class Kernels:
 
 
 class _Ready:
-    """Kernels that can run. What each would free may grow until it is taken, so the newest entry of a kernel counts."""
+    """Kernels that can run. What a kernel would free may grow until it runs, so only its newest entry counts."""
 
     def __init__(self, allocates: Sequence[int], freed: Sequence[int]) -> None:
         self._allocates = allocates
         self._freed = freed
         self._heaps: dict[int, list[tuple[int, int]]] = {size: [] for size in sorted(set(allocates))}
-        """By what they allocate: the bytes that they leave, and the kernel."""
+        """By bytes that they allocate: (bytes that they leave, kernel)."""
         self._taken: set[int] = set()
 
     def add(self, kernel: int) -> None:
@@ -149,7 +151,8 @@ class _Ready:
             heapq.heappush(self._heaps[size], (size - self._freed[kernel], kernel))
 
     def take(self, gap: int) -> int:
-        """Of those that allocate no more than `gap` the one that leaves least, or of all one that allocates least."""
+        """The kernel that leaves least among those that allocate at most `gap`; if there is none, one that allocates
+        least."""
         best: tuple[int, int] | None = None
         for size, heap in self._heaps.items():
             while heap and (heap[0][1] in self._taken or heap[0][0] != size - self._freed[heap[0][1]]):
@@ -164,7 +167,7 @@ class _Ready:
 
 
 def after_what_they_need(order: Iterable[int], needed: Sequence[Sequence[int]]) -> list[int]:
-    """`order`, but each after what it needs, in the order that `needed` gives."""
+    """`order`, changed so that each kernel comes after those that it needs, in the order that `needed` gives."""
     found: dict[int, None] = {}
     for kernel in order:
         stack = [(kernel, iter(needed[kernel]))] if kernel not in found else []

@@ -1,7 +1,7 @@
-"""Keys and values of earlier tokens: what a layer's cache does in one forward. What it keeps is held by the step.
+"""Keys and values of earlier tokens: what a layer's cache does in one forward. The step holds the tensors that it keeps.
 
 Source: transformers 5.17 cache_utils.py DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
-(DynamicCache of 4.x concatenates alike).
+(DynamicCache of 4.x concatenates in the same way).
 """
 
 from __future__ import annotations
@@ -22,17 +22,20 @@ class CacheTurn(NamedTuple):
     """What a layer's cache does in one forward."""
 
     does: str
-    """"grows": old and new are concatenated, which is kept; "slides": values too, before the old keys are let go. "stores":
-    the new are written into what is kept; "rolls": into a copy of it, moved by one, which is copied back; "passes": the new
-    are given as they came, and the last are kept."""
+    """"grows": old and new tensors are concatenated, and the result is kept; "slides": the same, but values are
+    concatenated too before the old keys are freed; "stores": new tensors are written into the kept ones; "rolls": they are
+    written into a copy shifted by one, which is copied back; "passes": attention gets the new tensors, and the last tokens
+    are kept."""
     length: int
-    """Tokens that it gives."""
+    """Number of tokens that attention gets."""
     kept: int
-    """Tokens that it keeps. A window is cut of a longer dynamic one as a view: all of it stays until it next grows."""
+    """Number of tokens that it keeps. A window of a longer dynamic cache is a view, so all of the cache stays until it next
+    grows."""
 
 
 def cache_turn(window: int | None, past: int, sequence: int, full: int, *, static: bool) -> CacheTurn:
-    """Of a layer with a `window` or without: after `past` tokens come `sequence`, of the `full` that there will be."""
+    """What the cache of a layer with a `window` (or None) does when `sequence` tokens follow `past` tokens; `full`: the
+    number of tokens at the end."""
     if not static:
         length = (past if window is None else min(past, window - 1)) + sequence
         return CacheTurn("grows" if window is None else "slides", length, length)
@@ -46,8 +49,8 @@ def cache_turn(window: int | None, past: int, sequence: int, full: int, *, stati
 
 def layer_cache_bytes(context: HFContext, length: int) -> tuple[int, int]:
     """Bytes of a layer's keys and of its values for `length` tokens. Shapes: [batch, num_key_value_heads, length, head_dim]
-    each; of multi-latent attention the latent and the rotated part, as one head each (transformers 5.17
-    models/deepseek_v3/modeling_deepseek_v3.py), or, earlier, all heads."""
+    each. With multi-latent attention: the latent and the rotated part, as one head each (transformers 5.17
+    models/deepseek_v3/modeling_deepseek_v3.py), or in earlier releases all heads."""
     architecture, mla, tokens = context.architecture, context.architecture.mla, context.batch * length
     keys = values = attention_key_heads(architecture) * architecture.head_dim
     if mla is not None and context.latent_cache:
@@ -59,7 +62,7 @@ def layer_cache_bytes(context: HFContext, length: int) -> tuple[int, int]:
 
 
 def update_cache(build: BlockBuilder, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """`past_key_values.update(k, v)`: the cached tensors, which live elsewhere; k and v live until both are stored."""
+    """`past_key_values.update(k, v)`: the cached tensors, which the step holds; k and v live until both are stored."""
     context, tape, cached = build.context, build.tape, []
     sizes = layer_cache_bytes(context, context.cache_length)
     if context.cache == "passes":
@@ -78,8 +81,9 @@ def update_cache(build: BlockBuilder, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
 
 
 def returned_cache_bytes(context: HFContext) -> int:
-    """Bytes that a layer's keys and values keep when its forward returns them as `past_key_values`: they are views of the
-    fused projection's result, all of which stays. bitsandbytes returns the dtype that it was given, autocast's fp32 norms.
+    """Bytes that stay alive when a layer's forward returns its keys and values as `past_key_values`: they are views of the
+    fused projection's output, all of which stays. bitsandbytes returns the dtype of its input, which under autocast is that
+    of the fp32 norms.
 
     Source: transformers 4.48.1 models/gpt_bigcode/modeling_gpt_bigcode.py, `present = key_value`; bitsandbytes 0.43
     nn/modules.py Linear4bit.forward.

@@ -16,7 +16,7 @@ FP32 = 4
 
 
 def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
-    """[micro_batch_size, sequence_length, hidden_size] in and out."""
+    """Attention of one layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
     mla = architecture.mla
     assert mla is not None
@@ -40,7 +40,7 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     else:
         q_rot, k_rot = _rotate_pairs(tape, q_rot, "self_attn.rotary_q"), _rotate_pairs(tape, k_rot, "self_attn.rotary_k")
     tokens, expand = rows, build
-    if context.cache and context.latent_cache:  # compressed; what was cached earlier is expanded again with the rest
+    if context.cache and context.latent_cache:  # the cache is compressed: earlier tokens are expanded again with the new
         latent, k_rot = update_cache(build, latent, k_rot)
         tokens = context.batch * context.cache_length
         expand = build.for_rows(tokens, 1)
@@ -67,7 +67,8 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
 
 
 def _rotate_complex(tape: Tape, q: Tensor, k: Tensor, widens: int) -> tuple[Tensor, Tensor]:
-    """`apply_rotary_emb` (modeling_deepseek_v2.py): pairs as complex numbers, `widens` times as wide, times the table."""
+    """`apply_rotary_emb` (modeling_deepseek_v2.py): pairs as complex numbers, in a dtype `widens` times as wide, times the
+    table."""
     rotated, wide, names = [], [q, k], ("self_attn.rotary_q", "self_attn.rotary_k")
     if widens > 1:
         sized = zip((q, k), names, strict=True)

@@ -22,21 +22,21 @@ RNG_STATE_BYTES = 16
 
 
 def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tensor, list[Tensor]]:
-    """From the fused projection [rows, query + 2·key_value] to the context layer [rows, query]; and what `attention.py`
-    names until its own projection has returned, whose arguments query, key and value are, rotated or not (megatron-core
-    0.16.1 `qkv_output` beside `query`, `key`)."""
+    """From the fused projection [rows, query + 2·key_value] to the context layer [rows, query]; and the tensors to which
+    variables of `attention.py` refer until its output projection has returned: the fused output, and query and key, both
+    rotated and not (megatron-core 0.16.1 `qkv_output`, `query`, `key`)."""
     size = context.rows * context.element_bytes
-    # views of one storage until something copies them: split_along_dim's backward makes one gradient of all three
+    # views of one storage until something copies them; split_along_dim's backward makes one gradient for all three
     query, key, value = tape.split(
         mixed, [size * context.query, size * context.key_value, size * context.key_value], "split_qkv"
     )
-    views: tuple[str, ...] = ("query", "key", "value")  # what is not copied
-    if 1 < context.key_value_heads != context.heads:  # reshape of a strided view, which one group alone leaves one
+    views: tuple[str, ...] = ("query", "key", "value")  # those that have not been copied
+    if 1 < context.key_value_heads != context.heads:  # reshaping a strided view copies, unless there is a single group
         query = tape.operation("query_reshape", [query], query.num_bytes)
         views = ("key", "value")
     if context.qk_norm:
-        if context.transformer_engine or context.normalization == "layernorm":  # torch's RMS norm keeps the views
-            # Transformer Engine's norms copy the strided views first and keep the copies
+        if context.transformer_engine or context.normalization == "layernorm":  # torch's RMS norm saves the views
+            # Transformer Engine's norms copy the strided views first and save the copies
             query = tape.operation("query_contiguous", [query], query.num_bytes)
             key = tape.operation("key_contiguous", [key], key.num_bytes)
         query = norm(tape, query, context, context.rows * context.heads, context.head_dim, "q_layernorm")
@@ -52,8 +52,8 @@ def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tens
 def core_attention(
     tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext, views: tuple[str, ...] = ()
 ) -> Tensor:
-    """From query, key and value to the context layer [rows, attended]. `views`: which of them are still parts of the fused
-    projection."""
+    """From query, key and value to the context layer [rows, attended]. `views`: names of those that are still parts of the
+    fused projection's output."""
     if context.recompute_attention:  # `--recompute-activations`
         plain = replace(context, recompute_attention=False)
 
@@ -61,7 +61,7 @@ def core_attention(
             return core_attention(inner, query, key, value, plain, views)
 
         return checkpointed_together(tape, [query, key, value], "checkpointed_core_attention", again)
-    differ = "query" not in views or context.context_parallel_size > 1  # which copies every view (`FusedAttention.forward`)
+    differ = "query" not in views or context.context_parallel_size > 1  # (`FusedAttention.forward` then copies every view)
     if context.transformer_engine and context.attention != "flash" and differ:  # `get_qkv_layout`: where strides differ
         query, key, value = (
             tape.operation(f"{name}_contiguous", [x], x.num_bytes, gradients=[(x, None)]) if name in views else x
@@ -69,7 +69,7 @@ def core_attention(
         )
     if context.attention == "flash":
         output = _flash(tape, query, key, value, context, views)
-    elif context.attention == "fused":  # cuDNN reads the projection's own layout; its result is the input of the next one
+    elif context.attention == "fused":  # cuDNN reads the projection's layout; the next projection reads its output as it is
         output = _kernel(tape, "fused_attention", query, key, value, context)
     else:
         output = _unfused(tape, query, key, value, context)
@@ -79,8 +79,8 @@ def core_attention(
 
 
 def _rotate(tape: Tape, x: Tensor, context: MegatronContext, name: str) -> Tensor:
-    """Fused: a new tensor, nothing kept but the shared table. Unfused: t·cos + rotate_half(t)·sin, keeping this call's own
-    cos and sin [sequence, 1, 1, rotary_dim], and a concatenation with the part that is not rotated."""
+    """Fused: a new tensor, and only the shared table is saved. Unfused: t·cos + rotate_half(t)·sin, which saves this call's
+    own cos and sin [sequence, 1, 1, rotary_dim], and a concatenation with the part that is not rotated."""
     if context.rotary_fused:
         return tape.operation(name, [x], x.num_bytes)
     table = context.sequence * context.rotary_dim * context.element_bytes
@@ -98,9 +98,9 @@ def _rotate(tape: Tape, x: Tensor, context: MegatronContext, name: str) -> Tenso
 def _flash(
     tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext, views: tuple[str, ...]
 ) -> Tensor:
-    """flash-attn 2 on [batch, sequence, heads, dim] copies of q, k, v; its output is kept and also copied back to
-    [sequence, batch, ...] for the projection. With one sample both orders are one: only what is still part of the fused
-    projection (`views`) is copied, and the output is not."""
+    """flash-attn 2 on [batch, sequence, heads, dim] copies of q, k, v; its output is saved and also copied back to
+    [sequence, batch, ...] for the projection. With one sample both orders are the same: only parts of the fused
+    projection's output (`views`) are copied, and the output is not."""
     alone = context.batch == 1
     if context.expands_groups:  # `repeat_interleave` (megatron/legacy/model/transformer.py, `ParallelAttention.forward`)
         key = tape.operation("repeat_key", [key], query.num_bytes)
@@ -120,7 +120,7 @@ def _output_bytes(context: MegatronContext) -> int:
 
 
 def _kernel(tape: Tape, name: str, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
-    """One kernel from query, key and value to its result, which it keeps, beside an fp32 statistic per row and head."""
+    """One kernel from query, key and value to its output, which it saves, with an fp32 statistic per row and head."""
     statistics = [FP32 * context.rows * context.heads, RNG_STATE_BYTES]
     inside = flash_backward_bytes(context) if context.kernel_temporaries else 0
     if context.context_parallel_size > 1:
@@ -137,8 +137,8 @@ def _kernel(tape: Tape, name: str, query: Tensor, key: Tensor, value: Tensor, co
 
 
 def flash_backward_bytes(context: MegatronContext) -> int:
-    """Bytes that flash-attn's backward allocates inside itself: fp32 dq accumulator and row sums, and for grouped queries
-    dk, dv at all heads. Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp mha_bwd."""
+    """Bytes that flash-attn's backward allocates for itself: an fp32 dq accumulator and row sums and, for grouped queries,
+    dk and dv for all heads. Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp mha_bwd."""
     padded = round_up(context.sequence, 128)
     head = context.latent.qk_dim if context.latent is not None else context.head_dim
     dim = round_up(head, 64 if head > 128 else 32)
@@ -149,15 +149,15 @@ def flash_backward_bytes(context: MegatronContext) -> int:
 
 
 def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
-    """Scores, softmax, dropout and weighted sum as separate kernels: 5 bytes per score with a narrow softmax (its result,
-    the dropout mask, the dropped result), 7 with an fp32 one."""
+    """Scores, softmax, dropout and weighted sum as separate kernels: 5 bytes per score with a narrow softmax (its output,
+    the dropout mask, the output of dropout), 7 with an fp32 one."""
     scores = context.score_elements
     narrow = scores * context.element_bytes
     mask = _full_mask(tape, context) if context.transformer_engine else None
     if context.key_value_heads != context.heads:
         key = tape.operation("repeat_key", [key], query.num_bytes)
         value = tape.operation("repeat_value", [value], _output_bytes(context))
-    # megatron-core's baddbmm takes a preallocated input; torch still makes the result a new tensor
+    # megatron-core's baddbmm gets a preallocated input; torch still allocates a new tensor for the output
     probabilities = tape.operation(
         "attention_scores",
         [query, key],
@@ -172,14 +172,14 @@ def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Meg
         probabilities = tape.operation("attention_dropout", [probabilities], narrow, extra_saved_bytes=[scores * BOOL])
     output = tape.operation("weighted_sum", [probabilities, value], _output_bytes(context), saves=[probabilities, value])
     output = tape.operation("context_contiguous", [output], output.num_bytes, gradients=[(output, None)])
-    for variable in (raw, probabilities, key, value, *([] if mask is None else [mask])):  # of the attention core's forward
+    for variable in (raw, probabilities, key, value, *([] if mask is None else [mask])):  # variables of the core's forward
         tape.hold(variable)
     return output
 
 
 def _full_mask(tape: Tape, context: MegatronContext) -> Tensor:
-    """Transformer Engine's own mask of every pair of tokens, from what it is handed: of padding, or causal and for each
-    sample where a batch has masks. It compares positions, int32, with bounds, int64 and each sample's for padding.
+    """Transformer Engine's own mask of every pair of tokens, made from the mask that it gets: for padding; or causal, for
+    each sample if the batch has masks. It compares positions (int32) with bounds (for padding int64, for each sample).
 
     Source: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/utils.py` `get_full_mask`.
     """
@@ -200,17 +200,17 @@ def _full_mask(tape: Tape, context: MegatronContext) -> Tensor:
 
 
 def _softmax(tape: Tape, scores: Tensor, mask: Tensor | None, context: MegatronContext) -> Tensor:
-    """The fused kernel keeps its result; without it the mask is filled in in place (`forward_torch_softmax`), in fp32 where
-    the softmax is. In place of a view, the scores as baddbmm shaped them, backward copies the whole gradient, clones the
-    view's part of it and fills in that (torch csrc/autograd/functions/tensor.cpp `CopySlices`)."""
+    """The fused kernel saves its output. Without it, the mask is filled in in place (`forward_torch_softmax`), in fp32 if
+    the softmax is. The place is a view of the scores, as baddbmm shaped them, so backward copies the whole gradient, clones
+    the view's part of it and fills that in (torch csrc/autograd/functions/tensor.cpp `CopySlices`)."""
     narrow, wide = scores.num_bytes, context.score_elements * FP32
-    if context.fused_softmax:  # backward works in place too (Transformer Engine `csrc/extensions/softmax.cpp`)
+    if context.fused_softmax:  # its backward is in place too (Transformer Engine `csrc/extensions/softmax.cpp`)
         return tape.operation("softmax", [scores], narrow, saves_output=True, gradients=[(scores, None)])
     widened = context.wide_softmax and wide != narrow
     if widened:
         scores = tape.operation("softmax.to_float32", [scores], wide)
     masks = [] if mask is None else [mask]
-    if mask is not None and not context.padding:  # a causal mask that is kept anyway is added
+    if mask is not None and not context.padding:  # a causal mask, which is saved anyway, is combined with it
         masks = [tape.operation("softmax.causal_mask", [mask], mask.num_bytes, gradients=[])]
     elif mask is None and context.makes_mask and not context.padding:
         masks = [_causal_mask(tape, context)]

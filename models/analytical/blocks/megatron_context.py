@@ -1,4 +1,4 @@
-"""All that the tensors of a Megatron-LM block depend on, per rank. Equal contexts share one template."""
+"""Everything on which the tensors of a Megatron-LM block on one rank depend. Equal contexts share one template."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ class ExpertContext:
     ffn: int
     """Width of one expert's activation on this rank."""
     shared_ffn: int
-    """Width of the always-on expert's activation on this rank, 0 for none."""
+    """Width of the shared expert's activation on this rank; 0 for none."""
     shared_gate: bool
     expert_parallel_size: int
     expert_tensor_parallel_size: int
     dispatcher: Literal["allgather", "alltoall", "flex"]
     grouped: bool
-    """One grouped product over all local experts instead of a loop over them."""
+    """Whether one grouped product computes all local experts, instead of a loop over them."""
     joined_weights: bool
-    """Whether that product's matrices of all local experts are one parameter (`--moe-use-legacy-grouped-gemm`)."""
+    """Whether the matrices of all local experts in that product are one parameter (`--moe-use-legacy-grouped-gemm`)."""
     placeholders_anew: bool
-    """Whether that product's fused weight gradients hand new placeholders to autograd, one for each expert."""
+    """Whether that product's fused weight gradients return new placeholders to autograd, one for each expert."""
     permute_fusion: bool
     keeps_expert_output: bool
-    """Whether bringing rows back to their tokens keeps them (`index_add_`, under deterministic algorithms)."""
+    """Whether returning rows to their tokens saves them (`index_add_`, under deterministic algorithms)."""
     router_bytes: int
-    """Of one element of the router's logits and probabilities."""
+    """Bytes of one element of the router's logits and probabilities."""
     load_balancing: str
     """`moe-router-load-balancing-type`: sinkhorn, aux_loss, seq_aux_loss, global_aux_loss or none."""
     aux_loss: bool
@@ -44,38 +44,38 @@ class ExpertContext:
     pre_softmax: bool
     expert_bias: bool
     router_fusion: bool
-    """One kernel scores and chooses, another gives the auxiliary loss its scores."""
+    """Whether one kernel computes scores and chooses, and another makes the scores for the auxiliary loss."""
     capacity_factor: float
-    """Tokens that an expert takes from a rank, over the balanced number; 0 for no limit."""
+    """Tokens that an expert accepts from a rank, relative to the balanced number; 0 for no limit."""
     pad_to_capacity: bool
     fused_weighted_activation: bool
-    """Whether one kernel applies the activation and the probability, and keeps their inputs only."""
+    """Whether one kernel applies the activation and the probability, and saves only their inputs."""
     router_groups: int
-    """Groups of experts that the router chooses from first (`moe-router-num-groups`), 1 for none, ..."""
+    """Number of groups of experts among which the router chooses first (`moe-router-num-groups`); 1 for none."""
     chosen_groups: int
-    """... of which a token's experts come (`moe-router-group-topk`)."""
+    """Number of groups from which a token's experts come (`moe-router-group-topk`)."""
     worst_case: bool
-    """Whether every token of the expert-parallel group is sent to this rank's experts, instead of an equal share."""
+    """Whether every token of the expert-parallel group goes to this rank's experts, instead of an equal share."""
     recompute_layer: bool
-    """`recompute-modules moe`: the whole routed feed-forward runs again in backward."""
+    """`recompute-modules moe`: the whole routed feed-forward is recomputed in backward."""
     recompute_activation: bool
-    """`recompute-modules moe_act`: the activation of grouped experts runs again in backward."""
+    """`recompute-modules moe_act`: the activation of grouped experts is recomputed in backward."""
     recompute_shared: bool
     """`recompute-modules shared_experts`."""
     overlap_shared: bool
-    """`moe-shared-expert-overlap`: the shared expert gathers its input itself and keeps it gathered."""
+    """`moe-shared-expert-overlap`: the shared expert gathers its input itself and saves it gathered."""
 
     @property
     def group_size(self) -> int:
-        """Ranks that exchange tokens: expert tensor × expert parallel."""
+        """Number of ranks that exchange tokens: expert tensor × expert parallel."""
         return self.expert_tensor_parallel_size * self.expert_parallel_size
 
     def capacity(self, tokens: int) -> int:
-        """Tokens that one expert takes from one rank with `tokens` tokens (`get_capacity`)."""
+        """Number of tokens that one expert accepts from a rank with `tokens` tokens (`get_capacity`)."""
         return math.ceil(tokens * self.top_k / self.num_experts * self.capacity_factor)
 
     def sent_rows(self, tokens: int) -> int:
-        """Copies of its `tokens` tokens that a rank sends to experts."""
+        """Number of copies of its `tokens` tokens that a rank sends to experts."""
         if self.capacity_factor and self.pad_to_capacity:
             return self.capacity(tokens) * self.num_experts
         if self.capacity_factor:
@@ -83,7 +83,7 @@ class ExpertContext:
         return tokens * self.top_k
 
     def received_rows(self, tokens: int) -> int:
-        """Copies of tokens that this rank's experts compute, with `tokens` tokens on every rank of the group."""
+        """Number of copies of tokens that this rank's experts process, with `tokens` tokens on every rank of the group."""
         most = tokens * self.group_size * min(self.top_k, self.local_experts)
         if self.capacity_factor:
             most = min(most, self.capacity(tokens) * self.local_experts * self.group_size)
@@ -92,12 +92,14 @@ class ExpertContext:
         return most if self.worst_case else min(most, self.sent_rows(tokens) * self.expert_tensor_parallel_size)
 
     def received_tokens(self, tokens: int) -> int:
-        """Tokens that this rank gets from all `group_size` ranks, each once however many of its experts it chose."""
+        """Number of tokens that this rank receives from all `group_size` ranks; a token counts once, however many experts
+        here it has."""
         every = tokens * self.group_size
         return every if self.worst_case else round(every * self._chance_of_a_rank())
 
     def _chance_of_a_rank(self) -> float:
-        """That a token chooses an expert of one rank, where groups are as likely as each other, and experts in them."""
+        """Probability that a token chooses any expert of one rank, if all groups are equally likely, and all experts in
+        them."""
         size = self.num_experts // self.router_groups
         spanned = max(1, self.local_experts // size)  # groups that have experts of the rank
         inside = min(self.local_experts, size)
@@ -116,18 +118,18 @@ class LatentContext:
     """Widths of multi-latent attention; none is divided by the tensor-parallel size."""
 
     q_lora_rank: int
-    """0 where the query is projected directly."""
+    """0 if the query is projected directly."""
     kv_lora_rank: int
     nope_dim: int
-    """Of a head: the elements of query and key that are not rotated."""
+    """Elements of a query or key head that are not rotated."""
     rope_dim: int
     rotary_dim: int
-    """Of those after them, the elements that are rotated."""
+    """How many of the `rope_dim` elements after them are really rotated."""
     v_dim: int
     qk_norm: bool
     rotary_fused: bool
     recompute_up_projection: bool = False
-    """`recompute-modules mla_up_proj`: query, key and value are made again from what was projected down."""
+    """`recompute-modules mla_up_proj`: query, key and value are recomputed from their down projections."""
 
     @property
     def qk_dim(self) -> int:
@@ -137,15 +139,15 @@ class LatentContext:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MambaContext:
-    """One rank's share of a Mamba-2 mixer; all but `state` and `kernel` is divided by the tensor-parallel size."""
+    """One rank's share of a Mamba-2 mixer; everything but `state` and `kernel` is divided by the tensor-parallel size."""
 
     inner: int
-    """Width of the stream that is scanned."""
+    """Width of the stream that the scan reads."""
     heads: int
     groups: int
     state: int
     kernel: int
-    """Tokens that the convolution reads."""
+    """Number of tokens that the convolution reads."""
 
     @property
     def convolved(self) -> int:
@@ -184,10 +186,10 @@ class MegatronContext:
     sequence_parallel: bool
     context_parallel_rank: int
     exchange: Exchange
-    """What context parallelism exchanges (`cp-comm-type`): keys and values in a ring, heads, keys and values of all, or
-    heads among some ranks and then keys and values in a ring of such groups."""
+    """What context parallelism exchanges (`cp-comm-type`): keys and values in a ring; heads; all keys and values; or heads
+    within groups of ranks and then keys and values in a ring of groups."""
     ranks_exchanging_heads: int
-    """In such a group (`hierarchical-context-parallel-sizes`, the first); else 1."""
+    """Number of ranks in such a group (the first of `hierarchical-context-parallel-sizes`); else 1."""
     element_bytes: int
     normalization: Literal["layernorm", "rmsnorm"]
     activation: Literal["gelu", "squared_relu", "other"]
@@ -196,7 +198,7 @@ class MegatronContext:
     qkv_bias: bool
     qk_norm: bool
     rotary_dim: int
-    """Elements of a head that are rotated, 0 without rotary embedding."""
+    """Elements of a head that are rotated; 0 without rotary embedding."""
     rotary_fused: bool
     attention_dropout: float
     hidden_dropout: float
@@ -209,56 +211,57 @@ class MegatronContext:
     """Whether an unfused softmax is computed in fp32."""
     bias_activation_fusion: bool
     glu_adds_offset: bool
-    """Whether an unfused gated activation adds an offset to its second factor, 0 or not."""
+    """Whether an unfused gated activation adds an offset to its second factor, even if the offset is 0."""
     bias_dropout_fusion: bool
     gradient_accumulation_fusion: bool
     cached_placeholders: bool
-    """Whether Transformer Engine caches the placeholders that fused weight gradients hand to autograd."""
+    """Whether Transformer Engine caches the placeholders that fused weight gradients return to autograd."""
     cached_output_placeholder: bool
-    """The same for megatron-core's own projections, of which the output layer always is one."""
+    """Whether megatron-core's own projections cache their placeholders; the output layer is always one of them."""
     cross_entropy_copies_logits: bool
     """Whether the loss has two fp32 copies of the logits at once in forward."""
     fused_cross_entropy: bool
     cross_entropy_in_place: bool
-    """Whether Transformer Engine's kernel computes the loss, and its gradient in the logits themselves."""
+    """Whether Transformer Engine's kernel computes the loss, and overwrites the logits with their gradient."""
     cross_entropy_wide_gradient: bool
-    """Whether that kernel keeps the gradient as an fp32 tensor of its own instead."""
+    """Whether that kernel instead saves the gradient as an fp32 tensor of its own."""
     recompute_attention: bool
     """`recompute-granularity: selective` with the attention core."""
     checkpointed: bool
-    """Whether a layer's input is held by a checkpoint instead of by the layer."""
+    """Whether a checkpoint, not the layer, holds the layer's input."""
     kernel_temporaries: bool
-    """Whether to count what CUDA kernels allocate inside themselves (no trace sees it)."""
+    """Whether to count what CUDA kernels allocate for themselves, which no trace sees."""
     fp8_recipe: str = ""
-    """How Transformer Engine's projections scale their FP8 operands; "" where they multiply in the parameters' dtype."""
+    """How Transformer Engine's projections scale their FP8 operands; "" if they multiply in the parameters' dtype."""
     without_graph: bool = False
-    """Whether a checkpoint runs the layer for its result alone: in FP8 nothing is quantised for a backward then."""
+    """Whether a checkpoint runs the layer without a graph; in FP8, nothing is then quantised for a backward."""
     recompute_norms: bool = False
-    """`recompute-modules layernorm`: the results of norms that are modules of their own are made again in backward."""
+    """`recompute-modules layernorm`: outputs of norms that are modules of their own are recomputed in backward."""
     recompute_feed_forward: bool = False
-    """`recompute-modules mlp`: the dense feed-forward runs again in backward."""
+    """`recompute-modules mlp`: the dense feed-forward is recomputed in backward."""
     experts: ExpertContext | None = None
-    """The routed feed-forward that takes the dense one's place, None for a dense layer."""
+    """The routed feed-forward, which replaces the dense one; None for a dense layer."""
     latent: LatentContext | None = None
-    """Multi-latent attention, which takes the place of the fused query, key and value projection."""
+    """Multi-latent attention, which replaces the fused projection of query, key and value; None without it."""
     part: Literal["", "mamba", "attention", "mlp"] = ""
-    """Of a hybrid, the one part that a layer is; "" for a whole layer. Routed experts are an "mlp" with `experts`."""
+    """For a hybrid: the one part that a layer consists of; "" for a whole layer. Routed experts are an "mlp" with
+    `experts`."""
     mamba: MambaContext | None = None
     """The mixer of a hybrid's state-space layers."""
     source_sequence: int = 0
-    """Tokens per sample that a decoder layer's cross-attention reads from the encoder, 0 for a layer without it."""
+    """Tokens per sample that a decoder layer's cross-attention reads from the encoder; 0 for a layer without it."""
     key_sequence: int = 0
-    """Tokens per sample whose keys are attended to, 0 for as many as ask."""
+    """Tokens per sample in the keys; 0 if as many as in the queries."""
     makes_mask: bool = False
-    """Whether an unfused softmax is handed no mask, and each makes a causal one of its own."""
+    """Whether an unfused softmax gets no mask, and makes a causal one itself."""
     padding: bool = False
-    """Whether attention is told which tokens are padding, instead of being causal."""
+    """Whether attention's mask marks padding, instead of being causal."""
     masked_tokens: bool = False
-    """BERT: the output layer has a head of its own before it."""
+    """Whether it is BERT, which has a head before its output layer."""
     output_bias: bool = False
     final_norms: bool = True
     token_types: int = 0
-    """Rows of the token type embedding, 0 for none; a BERT that has them has a pooler and two logits too."""
+    """Rows of the token type embedding; 0 for none. A BERT that has them also has a pooler and two logits."""
 
     @property
     def rows(self) -> int:
@@ -292,7 +295,7 @@ class MegatronContext:
 
     @property
     def attended(self) -> int:
-        """Width of the context layer on this rank: what the attention core hands to its output projection."""
+        """Width of the context layer on this rank: the output of the attention core, which its output projection reads."""
         return self.heads * (self.latent.v_dim if self.latent is not None else self.head_dim)
 
     @property

@@ -1,4 +1,4 @@
-"""How tokens reach the experts of a Megatron-LM mixture of experts and come back: all-gather, all-to-all or DeepEP.
+"""How tokens of a Megatron-LM mixture of experts get to their experts and back: all-gather, all-to-all or DeepEP.
 
 Source: megatron-core 0.16.1 `transformer/moe/token_dispatcher.py`, `fused_a2a.py`, `moe_utils.py` (`permute`, `unpermute`,
 `sort_chunks_by_idxs`), `tensor_parallel/mappings.py`; Transformer Engine 2.8 `pytorch/permutation.py` for the fused forms.
@@ -16,7 +16,8 @@ FLOAT32 = 4
 
 
 class Dispatch:
-    """One dispatch on a tape: `send` gives the experts' rows and their probabilities, `combine` brings the results back."""
+    """One dispatch on a tape: `send` returns the experts' rows and their probabilities, `combine` returns the outputs to
+    the tokens."""
 
     def __init__(self, tape: Tape, context: MegatronContext, experts: ExpertContext) -> None:
         self.tape, self.context, self.experts = tape, context, experts
@@ -26,7 +27,8 @@ class Dispatch:
         self.width = context.hidden * context.element_bytes
         self._alive: list[Tensor] = []
         self._computing: tuple[Tensor, ...] = ()
-        """What the experts read, which is named until their results are ready to go back (`routed_experts_compute`)."""
+        """What the experts read; variables refer to it until their outputs are ready to be sent back
+        (`routed_experts_compute`)."""
 
     def send(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """[stream_rows, hidden] and [stream_rows, num_experts] to [rows, hidden] and [rows]."""
@@ -44,13 +46,14 @@ class Dispatch:
         return self._combine_by_exchange(output)
 
     def release(self) -> None:
-        """The layer's forward returns: its variables let go of what they name."""
+        """The layer's forward returns, and with it its variables end."""
         for tensor in self._alive:
             self.tape.hold(tensor)
 
     # -- all-gather: every rank of the group sees all tokens and takes its experts' ----------------------------------------
 
     def _send_by_gathering(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, probabilities) of this rank's experts, chosen from the gathered tokens of the group."""
         experts, tape = self.experts, self.tape
         every = self.tokens * experts.group_size
         local = every * experts.local_experts
@@ -76,6 +79,7 @@ class Dispatch:
         return rows, selected
 
     def _combine_by_scattering(self, output: Tensor) -> Tensor:
+        """The sums over each token's experts, reduce-scattered to the ranks of the tokens."""
         experts = self.experts
         every = self.tokens * experts.group_size
         gathered = self._unpermute(output, every)
@@ -88,6 +92,7 @@ class Dispatch:
     # -- all-to-all: every token goes to its experts' ranks ----------------------------------------------------------------
 
     def _send_by_exchange(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """(rows, probabilities) that arrive at this rank's experts, sorted by expert."""
         experts, tape = self.experts, self.tape
         element = experts.router_bytes
         mask = self.tokens * experts.num_experts
@@ -119,6 +124,7 @@ class Dispatch:
         return rows, chosen
 
     def _combine_by_exchange(self, output: Tensor) -> Tensor:
+        """The experts' outputs, sent back and added to their tokens."""
         experts, tape, computed = self.experts, self.tape, output
         if experts.local_experts > 1:
             output = self._sort(output, "combine.sort")
@@ -134,7 +140,7 @@ class Dispatch:
     # -- DeepEP: every token goes to its experts' ranks, once to each, and is copied for their experts there --------------
 
     def _send_by_deepep(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
-        """`_DeepepManager`. What the exchange keeps of where tokens went, its handle, is a word for each token and rank."""
+        """`_DeepepManager`. The exchange's handle, which records where tokens went, has a word for each token and rank."""
         experts, tape, arrived = self.experts, self.tape, self.experts.received_tokens(self.tokens)
         local = arrived * experts.local_experts
         chosen = self.tokens * experts.top_k
@@ -157,7 +163,7 @@ class Dispatch:
             "dispatch.multihot_probabilities",
             [weights],
             local * FLOAT32,
-            # int64 and mask of the whole map; row and column of the chosen ones, which indexing keeps
+            # int64 and a mask of the whole map; row and column of the chosen entries, which indexing saves
             forward_temporary_bytes=local * INT64 + arrived * experts.top_k * BOOL,
             extra_saved_bytes=[4 * self.rows * INT64],
         )
@@ -166,6 +172,7 @@ class Dispatch:
         return rows, tape.operation("dispatch.permute_probabilities", [held], self.rows * FLOAT32)
 
     def _combine_by_deepep(self, output: Tensor) -> Tensor:
+        """The experts' outputs, added to the tokens that arrived, which DeepEP sends back and adds."""
         experts, tape = self.experts, self.tape
         restored = self._unpermute(output, experts.received_tokens(self.tokens))
         for tensor in (*self._computing, output):
@@ -173,7 +180,7 @@ class Dispatch:
         self._alive.append(restored)
         return tape.operation("combine.deepep", [restored], self.tokens * self.width)
 
-    # -- what all are made of ---------------------------------------------------------------------------------------------
+    # -- shared by all three ----------------------------------------------------------------------------------------------
 
     def _permute(self, x: Tensor, mask: Tensor | None, tokens: int, rows: int, map_elements: int) -> Tensor:
         """Rows in the order of their experts. Unfused, backward adds into a new tensor of all tokens."""
@@ -191,18 +198,18 @@ class Dispatch:
         )
 
     def _unpermute(self, output: Tensor, tokens: int) -> Tensor:
-        """Adds every row to its token; the indices are those of the permutation. `index_add_` keeps the rows."""
+        """Add every row to its token; the indices are those of the permutation. `index_add_` saves the rows."""
         kept = self.experts.keeps_expert_output
         return self.tape.operation(
             "combine.unpermute",
             [output],
             tokens * self.width,
             saves=[output] if kept else [],
-            forward_temporary_bytes=tokens * self.width if kept else 0,  # zeros made twice
+            forward_temporary_bytes=tokens * self.width if kept else 0,  # zeros are made twice
         )
 
     def _reduce_scatter(self, x: Tensor, rows: int, kept_rows: int) -> Tensor:
-        """Sums `rows` over the group and keeps `kept_rows`, in the dtype of the probabilities; x stays until it is done."""
+        """Sum `rows` over the group and keep `kept_rows`, in the dtype of the probabilities; x lives until it is done."""
         tape, wide = self.tape, self.context.hidden * self.experts.router_bytes
         if wide == self.width:
             return tape.operation("combine.reduce_scatter", [x], kept_rows * self.width)
@@ -214,12 +221,12 @@ class Dispatch:
 
     @property
     def _in_order(self) -> bool:
-        """Whether rows padded to capacity are in the order of local experts as they come: from one rank."""
+        """Whether rows padded to capacity arrive in the order of local experts, as they do from a single rank."""
         experts = self.experts
         return bool(experts.capacity_factor) and experts.pad_to_capacity and experts.group_size == 1
 
     def _sort(self, x: Tensor, name: str) -> Tensor:
-        """Chunks in the order of local experts, or back; fused: keeps an int32 map of rows, but where they are padded."""
+        """Sort chunks by local expert, or back. Fused, it saves an int32 map of rows unless they are padded."""
         if self._in_order:
             return x
         padded = self.experts.capacity_factor and self.experts.pad_to_capacity
@@ -228,14 +235,14 @@ class Dispatch:
 
 
 def _permutation_bytes(experts: ExpertContext, tokens: int, rows: int, map_elements: int) -> int:
-    """Bytes of what says where `rows` copies of `tokens` tokens came from: int64 indices, which index_select keeps; fused,
-    the map of rows, int32 [tokens, 2·experts + 1]."""
+    """Bytes of the record of where `rows` copies of `tokens` tokens came from: int64 indices, which index_select saves;
+    fused, the map of rows, int32 [tokens, 2·experts + 1]."""
     return (2 * map_elements + tokens) * INT32 if experts.permute_fusion else rows * INT64
 
 
 def held_by_dispatcher(context: MegatronContext, experts: ExpertContext) -> tuple[int, int]:
-    """Bytes that a layer's dispatcher keeps as attributes until its next forward: of tensors that no graph keeps, and of
-    those that backward needs too."""
+    """Bytes that attributes of a layer's dispatcher refer to until its next forward: (of tensors that no graph saves, of
+    those that backward needs too)."""
     tokens, element = context.stream_rows, experts.router_bytes
     if experts.dispatcher == "allgather":
         rows, every = experts.received_rows(tokens), tokens * experts.group_size

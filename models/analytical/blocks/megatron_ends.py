@@ -1,5 +1,5 @@
-"""What the ends of a Megatron-LM model are made of on one rank: embedding; output layer and vocabulary-parallel
-cross-entropy. `megatron_head.py` puts the last stage's end together.
+"""The parts of the ends of a Megatron-LM model on one rank: embedding; output layer and vocabulary-parallel cross-entropy.
+`megatron_head.py` assembles the end of the last stage.
 
 Sources: megatron-core 0.13.1 `models/common/embeddings/language_model_embedding.py`, `models/gpt/gpt_model.py`,
 `tensor_parallel/cross_entropy.py`.
@@ -20,13 +20,13 @@ INT64 = 8
 
 @lru_cache(maxsize=256)
 def embedding(context: MegatronContext) -> Template:
-    """Token (and learned position) embedding: ids in, [stream_rows, hidden] out."""
+    """The template of the token (and learned position) embedding: ids in, [stream_rows, hidden] out."""
     tape = Tape()
     return tape.finish(embed(tape, context))
 
 
 def embed(tape: Tape, context: MegatronContext) -> Tensor:
-    """The embedding of one micro-batch on `tape`: [stream_rows, hidden]."""
+    """Append the embedding of one micro-batch to `tape`: [stream_rows, hidden]."""
     full, size = context.gathered_bytes, context.element_bytes
     weight = context.vocabulary * context.hidden * size
     hidden = tape.operation(
@@ -62,7 +62,7 @@ def embed(tape: Tape, context: MegatronContext) -> Tensor:
 
 
 def output_layer(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
-    """Logits [rows, vocabulary] of [stream_rows, hidden]."""
+    """The logits [rows, vocabulary] for [stream_rows, hidden]."""
     logits = column_linear(tape, x, context, context.vocabulary, "output_layer", context.output_bias)
     logits.storage.category = Category.LOGITS
     return logits
@@ -71,9 +71,9 @@ def output_layer(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
 def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tensor:
     """The vocabulary-parallel loss per token, fp32.
 
-    It converts the logits to fp32 inside its autograd function and turns that copy into the softmax in place; it is
-    kept for backward, which turns it into the gradient in place. Transformer Engine's kernel puts the gradient where the
-    logits are, in forward (2.8 `pytorch/triton/cross_entropy.py`), or, from 2.18 on, into an fp32 tensor that it keeps.
+    It converts the logits to fp32 inside its autograd function and turns that copy into the softmax in place; the copy is
+    saved, and backward turns it into the gradient in place. Transformer Engine's kernel writes the gradient over the
+    logits, in forward (2.8 `pytorch/triton/cross_entropy.py`) or, from 2.18 on, into an fp32 tensor that it saves.
     """
     wide = context.rows * context.vocabulary * FP32
     if context.fused_cross_entropy and context.cross_entropy_in_place:
@@ -91,9 +91,9 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
     in_place = context.element_bytes == FP32  # .float() of fp32 logits is the logits themselves
     # compiled kernels cannot work in place: the exponentials are a second fp32 copy, and so is their gradient
     second_copy = wide if context.fused_cross_entropy else 0
-    # before megatron-core 0.8 the maximum is subtracted into a new tensor, beside the caller's copy
+    # before megatron-core 0.8 the maximum is subtracted into a new tensor, while the caller's copy exists
     passing = wide if context.cross_entropy_copies_logits and not in_place else 0
-    # `calculate_gradients` gives bfloat16 whatever was asked (megatron-core 0.16.1 `fused_cross_entropy.py`)
+    # `calculate_gradients` always returns bfloat16 (megatron-core 0.16.1 `fused_cross_entropy.py`)
     rounded = wide // 2 if in_place and context.fused_cross_entropy else 0
     return tape.operation(
         "vocab_parallel_cross_entropy",
@@ -102,7 +102,7 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
         saves=[logits] if in_place else [],
         extra_saved_bytes=[context.rows * BOOL, context.rows * INT64] + ([] if in_place else [wide]),
         gradients=[(logits, logits.num_bytes)],
-        gradients_in_place=in_place,  # the kept softmax, which is the logits, becomes the gradient
+        gradients_in_place=in_place,  # the saved softmax, which is the logits' storage, becomes the gradient
         forward_temporary_bytes=max(second_copy, passing),
         backward_temporary_bytes=second_copy + rounded,
         category=Category.LOGITS,

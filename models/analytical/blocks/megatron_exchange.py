@@ -1,8 +1,8 @@
-"""Context parallelism of Transformer Engine's attention: what ranks hold that exchange keys, heads or turns of a ring.
+"""Context parallelism in Transformer Engine's attention: what ranks allocate that exchange keys and values, or heads.
 
-Source: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/context_parallel.py`: `AttnFuncWithCPAndKVP2P`
-(p2p, a2a+p2p), `AttnFuncWithCPAndQKVOA2A` (a2a), `AttnFuncWithCPAndKVAllGather` (all_gather). Each is one autograd
-function, whose variables live until it returns.
+Source: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/context_parallel.py`: `AttnFuncWithCPAndKVP2P` (p2p,
+a2a+p2p), `AttnFuncWithCPAndQKVOA2A` (a2a), `AttnFuncWithCPAndKVAllGather` (all_gather). Each is one autograd function,
+whose variables live until it returns.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from peakcast.models.analytical.tape import Tape, Tensor
 
 @dataclass(frozen=True, slots=True)
 class Exchanging:
-    """What the function allocates beside its result and its inputs' gradients, in bytes. What it makes while a second
-    stream is the current one (`cp_stream`), which puts in order what has come, is in `side`."""
+    """What the function allocates besides its output and its inputs' gradients, in bytes. `side`: what it allocates while a
+    second stream is current (`cp_stream`), on which received tensors are rearranged."""
 
     keeps_inputs: int
-    """How many of query, key and value."""
+    """How many of query, key and value it saves."""
     keeps_result: bool
     kept: tuple[int, ...]
-    """What else it keeps for backward, beside statistics of the softmax."""
+    """What else it saves for backward, besides statistics of the softmax."""
     forward: tuple[int, ...]
-    """At most at once in forward, beside what is kept."""
+    """What else exists at once in forward, at most."""
     backward: tuple[int, ...]
     side: SideStream = NO_SIDE_STREAM
 
@@ -38,8 +38,8 @@ def exchanged_attention(
     statistics: list[int],
     kernel_bytes: int,
 ) -> Tensor:
-    """Attention of query, key and value, `operands`, over the tokens of all ranks. `statistics`: of the softmax, kept;
-    `kernel_bytes`: what the kernel's backward allocates inside itself."""
+    """Attention of query, key and value (`operands`) over the tokens of all ranks. `statistics`: of the softmax, saved;
+    `kernel_bytes`: what the kernel's backward allocates for itself."""
     query, key, value = (tensor.num_bytes for tensor in operands)
     output = context.rows * context.attended * context.element_bytes
     exchange = _EXCHANGES[context.exchange](context, query, key, value, output)
@@ -57,10 +57,10 @@ def exchanged_attention(
 
 
 def _ring(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
-    """A joined pair of keys and values for every turn of the ring, of which one is kept, and the turns' outputs: whole ones
-    of this rank's own keys and of ranks' before it, halves of those behind it, whose first tokens see nothing of them.
-    Every second turn computes on the second stream. Backward: two buffers, each of a pair and its gradient, and a turn's
-    gradients, of which keys' and values' are summed there."""
+    """A joined pair of keys and values for every turn of the ring, of which one is saved, and the turns' outputs: whole
+    ones for this rank's own keys and those of earlier ranks, halves for later ranks, whose keys the first half of the
+    tokens does not attend to. Every second turn computes on the second stream. Backward: two buffers, each with a pair and
+    its gradient, and a turn's gradients; those of keys and values are summed in the buffers."""
     group = context.ranks_exchanging_heads
     turns, before = context.context_parallel_size // group, context.context_parallel_rank // group
     halves = 0 if context.padding else turns - 1 - before
@@ -73,34 +73,35 @@ def _ring(context: MegatronContext, query: int, key: int, value: int, output: in
 
 
 def _heads(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
-    """Each rank gets all tokens of its share of the heads. What is sent is a copy in order of ranks; what comes is put into
-    the order of tokens on the second stream, copies again, which are kept. The result goes back the same way. Copies to
-    send live until all have come, and the last of what came while it is put into order."""
+    """Each rank gets all tokens for its share of the heads. Sent tensors are copies in the order of ranks. Received ones
+    are rearranged into the order of tokens on the second stream, which copies them again, and these copies are saved. The
+    output goes back the same way. Copies to send live until everything has been received; the last received tensor lives
+    while it is rearranged."""
     inputs = (query, key, value)
     coming = 2 * sum(inputs) + value
-    going = sum(inputs) + 4 * output  # the result, the copy to send, what came, the copy that is handed on
-    # backward: the gradient in order of tokens; the kernel's gradients, still named, and copies of them to send
+    going = sum(inputs) + 4 * output  # the output, the copy to send, the received one, the rearranged copy
+    # backward: the gradient in order of tokens; the kernel's gradients, still in variables, and copies of them to send
     side = SideStream(saved_bytes=inputs, result=True, gradients=True, backward_temporaries=(output,))
     forward = (output, output, max(0, coming - going))
     return Exchanging(0, False, (output,), forward, (*inputs, *inputs, value), side)
 
 
 def _keys(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
-    """Each rank gathers all keys and values, once more in backward, and attends in two steps, of its early and of its late
-    tokens, whose results are kept and copied into one. A step reads the keys up to its own: an early step and its late
-    one together read all keys and a chunk of half a rank's twice."""
+    """Each rank gathers all keys and values, again in backward, and computes attention in two steps, for its early and for
+    its late tokens, whose outputs are saved and copied into one. A step reads the keys up to its own tokens: an early step
+    and its late one together read all keys, and half a rank's chunk twice."""
     gathered, values = context.context_parallel_size * (key + value), context.context_parallel_size * value
     read = 2 * gathered if context.padding else gathered + (key + value) // 2
-    # what was gathered is put into the order of tokens, values last, when no result is there yet
+    # gathered tensors are put into the order of tokens, values last, before any output exists
     forward = gathered + max(0, values - 2 * output)
-    # all keys' gradients, values' a second time in the order of ranks; the gathered; both steps' gradients
+    # gradients of all keys and values, the values' again in the order of ranks; what is gathered; both steps' gradients
     backward = gathered + values + gathered + query + read
     return Exchanging(3, False, (output // 2, output - output // 2), (forward,), (backward - key - value,))
 
 
 def _heads_then_ring(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:
-    """As `_heads` among the ranks of a group, and inside it the ring of `_ring`, whose variables are there when the result
-    goes back. Backward: the result, which is kept, and its gradient come again, the inputs' gradients go."""
+    """As `_heads` within a group of ranks, and inside it the ring of `_ring`, whose variables still exist when the output
+    goes back. Backward: the saved output and its gradient are exchanged again, and the inputs' gradients go back."""
     heads, ring = (exchange(context, query, key, value, output) for exchange in (_heads, _ring))
     inputs = query + key + value
     ringed = (*ring.forward, *ring.side.forward_temporaries, 3 * output)

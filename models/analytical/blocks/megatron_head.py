@@ -17,10 +17,10 @@ from peakcast.models.analytical.template import Template
 
 @lru_cache(maxsize=256)
 def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Template:
-    """Final norm, output layer [rows, vocabulary] and cross-entropy; with multi-token prediction a further decoder layer
-    of this `context`, an output layer and loss for each token predicted ahead.
+    """The template of the final norm, output layer [rows, vocabulary] and cross-entropy. With multi-token prediction, for
+    each token predicted ahead: a further decoder layer of this `context`, an output layer and a loss.
 
-    The last narrow logits, and the last that were predicted ahead, live until the model's forward returns.
+    The last narrow logits, and the last of those predicted ahead, live until the model's forward returns.
     """
     tape = Tape()
     hidden = tape.input(context.stream_bytes, owned=not context.checkpointed)
@@ -30,7 +30,7 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
         final, *ahead = _predict_ahead(tape, final, context, num_nextn_predict_layers)
         for prediction in ahead:
             logits = [*logits[-1:], output_layer(tape, prediction, context)]
-            tape.hold(logits[0])  # until its variable has the next one
+            tape.hold(logits[0])  # until its variable is reassigned to the next
             final = _attach_loss(tape, final, cross_entropy(tape, logits[-1], context))
     if context.masked_tokens:
         final = _masked_token_head(tape, final, context)
@@ -45,7 +45,8 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
 
 @lru_cache(maxsize=64)
 def encoder_end(context: MegatronContext) -> Template:
-    """An encoder's final norm, whose result the decoder's layers own; where there is none, they own its last layer's."""
+    """The template of an encoder's final norm, whose output the decoder's layers own; without a norm, they own the output
+    of the encoder's last layer."""
     tape = Tape()
     states = _final_norm(tape, tape.input(context.stream_bytes), context)
     states.storage.num_bytes = 0
@@ -53,14 +54,15 @@ def encoder_end(context: MegatronContext) -> Template:
 
 
 def _final_norm(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
+    """The final norm, if the network has one."""
     if not context.final_norms:
         return tape.operation("final_states", [hidden], hidden.num_bytes, view_of=hidden, gradients=[(hidden, None)])
     return norm(tape, hidden, context, context.stream_rows, context.hidden, "final_layernorm")
 
 
 def _masked_token_head(tape: Tape, final: Tensor, context: MegatronContext) -> Tensor:
-    """BERT's projection, GELU and norm before the output layer, on every rank in full; the sentence pair's pooler reads the
-    first token of each sample. Source: megatron-core 0.16.1 `models/bert/bert_model.py`, `bert_lm_head.py`, `pooler.py`."""
+    """BERT's projection, GELU and norm before the output layer, whole on every rank. The pooler for sentence pairs reads
+    each sample's first token. Source: megatron-core 0.16.1 `models/bert/bert_model.py`, `bert_lm_head.py`, `pooler.py`."""
     square, size = context.hidden * context.hidden * context.element_bytes, context.hidden * context.element_bytes
     if context.token_types:
         whole = final
@@ -96,14 +98,15 @@ def _predict_ahead(tape: Tape, final: Tensor, context: MegatronContext, depth: i
 
 
 def _join(tape: Tape, hidden: Tensor, embedded: Tensor, context: MegatronContext) -> Tensor:
-    """Norms of both, concatenated and projected to [rows, hidden / tensor parallel size], gathered and scattered again."""
+    """Both, each after a norm, concatenated and projected to [rows, hidden / tensor parallel size], then gathered and
+    scattered."""
     tensor, size = context.tensor_parallel_size, context.stream_bytes
     embedded = norm(tape, embedded, context, context.stream_rows, context.hidden, "mtp.enorm")
     hidden = norm(tape, hidden, context, context.stream_rows, context.hidden, "mtp.hnorm")
     both = tape.operation("mtp.concatenate", [embedded, hidden], 2 * size, gradients=[(embedded, size), (hidden, size)])
     width = context.hidden // tensor
     joined = column_linear(tape, both, context, width, "mtp.eh_proj", False, in_features=2 * context.hidden)
-    if tensor > 1:  # gathered along the last dimension: one copy of all ranks' parts, one in order
+    if tensor > 1:  # gathering along the last dimension makes a copy of all ranks' parts, then one in order
         full = context.gathered_bytes
         joined = tape.operation("mtp.gather", [joined], full, forward_temporary_bytes=full)
     if context.sequence_parallel:
@@ -112,7 +115,7 @@ def _join(tape: Tape, hidden: Tensor, embedded: Tensor, context: MegatronContext
 
 
 def _attach_loss(tape: Tape, final: Tensor, loss: Tensor) -> Tensor:
-    """`MTPLossAutoScaler`: hands the states on and keeps the loss per token."""
+    """`MTPLossAutoScaler`: passes the states on and saves the loss per token."""
     masked = tape.operation("mtp.loss", [loss], loss.num_bytes, forward_temporary_bytes=loss.num_bytes)
     return tape.operation(
         "mtp.attach_loss",

@@ -1,7 +1,7 @@
 """A Megatron-LM decoder layer on one rank, for both `--transformer-impl` values, written on the tape.
 
 Sources: megatron-core 0.13.1 `transformer/transformer_layer.py`, `attention.py`, `mlp.py`. With GELU, dropout, biases and
-unfused attention its kept bytes are Korthikanti et al. 2022 (arXiv:2205.05198), Table 2: sbh·(34 + 5·a·s/h).
+unfused attention, its saved bytes are those of Korthikanti et al. 2022 (arXiv:2205.05198), Table 2: sbh·(34 + 5·a·s/h).
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ ENCODER_STATES = "encoder_hidden_states"
 
 @lru_cache(maxsize=512)
 def decoder_layer(context: MegatronContext) -> Template:
-    """One decoder layer: [stream_rows, hidden] in and out."""
+    """The template of one decoder layer: [stream_rows, hidden] in and out."""
     tape = Tape()
     return tape.finish(layer_operations(tape, tape.input(context.stream_bytes, owned=not context.checkpointed), context))
 
 
 def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
-    """The operations of one decoder layer on `tape`, or of the one part that a hybrid's layer is."""
+    """Append one decoder layer to `tape`, or the one part that a hybrid's layer consists of."""
     if context.part == "mamba" and context.mamba is not None:
         output = mamba_layer(tape, hidden, context, context.mamba)
         tape.hold(hidden)
@@ -52,7 +52,7 @@ def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Te
 
 
 def _attended(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
-    """Attention with its residual, and that to an encoder where there is one."""
+    """Attention with its residual, and cross-attention if there is an encoder."""
     if context.latent is not None:
         attended, named, norms = latent_attention(tape, hidden, context, context.latent)
         projected = _projected(tape, attended, context)
@@ -74,18 +74,19 @@ def _attended(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
         if context.recompute_norms:
             tape.make_again(*norms)
         middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
-        tape.hold(normalized)  # a variable of `_forward_attention`
+        tape.hold(normalized)  # a variable of `_forward_attention` refers to it
     if context.source_sequence:
         middle = _cross_attention(tape, middle, context)
     return middle
 
 
 def _projected(tape: Tape, attended: Tensor, context: MegatronContext) -> Tensor:
+    """Attention's output projection."""
     return row_linear(tape, attended, context, context.attended, "linear_proj")
 
 
 def _cross_attention(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
-    """Attention from the decoder's tokens to the encoder's, whose states all decoder layers read."""
+    """Attention from the decoder's tokens to the encoder's, whose output all decoder layers read."""
     source = replace(context, sequence=context.source_sequence)
     states = tape.elsewhere(source.stream_bytes, ENCODER_STATES)
     normalized = norm(tape, hidden, context, context.stream_rows, context.hidden, "pre_cross_attn_layernorm")
@@ -101,8 +102,8 @@ def _cross_attention(tape: Tape, hidden: Tensor, context: MegatronContext) -> Te
 
 
 def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
-    """Norm, first projection, activation, second projection; the second's bias is left to the residual addition. A mixture
-    of experts takes its place where the context has one."""
+    """Norm, first projection, activation, second projection, whose bias the residual addition adds. If the context has
+    experts, a mixture of experts instead."""
     if context.experts is not None:
         return routed_feed_forward(tape, x, context, context.experts)
     begin = tape.num_tensors
@@ -114,19 +115,20 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
         output = checkpointed(tape, normalized, "mlp", *parts)
     else:
         output = _dense(tape, normalized, context)
-    tape.hold(normalized)  # a variable of `_forward_mlp`
+    tape.hold(normalized)  # a variable of `_forward_mlp` refers to it
     if context.recompute_norms:
         tape.make_again(begin, end)
     return output
 
 
 def _dense(tape: Tape, normalized: Tensor, context: MegatronContext) -> Tensor:
+    """The feed-forward without its norm."""
     inner = column_linear_of_norm(tape, normalized, context, context.ffn * (2 if context.gated else 1), "linear_fc1", False)
     return row_linear(tape, _activation(tape, inner, context), context, context.ffn, "linear_fc2")
 
 
 def _activation(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
-    """bias + activation. Fused kernels (bias_gelu, bias_swiglu) and the compiled squared ReLU keep their input only."""
+    """bias + activation. Fused kernels (bias_gelu, bias_swiglu) and the compiled squared ReLU save only their input."""
     output = context.rows * context.ffn * context.element_bytes
     if context.bias_activation_fusion or (context.activation == "squared_relu" and not context.gated):
         if context.linear_bias and not context.bias_activation_fusion:

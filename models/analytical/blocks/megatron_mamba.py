@@ -1,8 +1,9 @@
-"""A state-space layer of a Megatron-LM hybrid on one rank: Mamba-2's mixer, behind its norm and before its residual.
+"""A state-space layer of a Megatron-LM hybrid on one rank: Mamba-2's mixer, after its norm and before its residual
+addition.
 
 Sources: megatron-core 0.16 to 0.20 `ssm/mamba_layer.py`, `ssm/mamba_mixer.py` (`_ssm_training`); mamba_ssm 2.2
 `ops/triton/ssd_combined.py` (`MambaSplitConv1dScanCombinedFn`, `_mamba_chunk_scan_combined_fwd` and `_bwd`),
-`ops/triton/layernorm_gated.py`. Heads, groups and inner width are cut over the tensor-parallel group.
+`ops/triton/layernorm_gated.py`. Heads, groups and inner width are split over the tensor-parallel group.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ CHUNK = 128
 
 
 def mamba_layer(tape: Tape, hidden: Tensor, context: MegatronContext, mamba: MambaContext) -> Tensor:
-    """[stream_rows, hidden] in and out."""
+    """Append one layer: [stream_rows, hidden] in and out."""
     size = context.rows * context.element_bytes
     normalized = own_norm(tape, hidden, context, "norm")
     projected = column_linear_of_norm(tape, normalized, context, mamba.input, "linear_in_proj", False)
-    if context.batch > 1:  # from [sequence, batch, width] to [batch, sequence, width]; one sample is in order already
+    if context.batch > 1:  # from [sequence, batch, width] to [batch, sequence, width], a view for one sample
         projected = tape.operation("in_proj_contiguous", [projected], projected.num_bytes)
     scanned = _scan(tape, projected, context, mamba)
     if context.batch > 1:
@@ -42,13 +43,13 @@ def mamba_layer(tape: Tape, hidden: Tensor, context: MegatronContext, mamba: Mam
         weight_gradients=[WeightGradient("gated_norm.weight.grad", mamba.inner * context.element_bytes)],
     )
     output = row_linear(tape, scanned, context, mamba.inner, "linear_out_proj")
-    plain = replace(context, linear_bias=False)  # the mixer's projections have none
+    plain = replace(context, linear_bias=False)  # the mixer's projections have no bias
     return bias_dropout_add(tape, output, hidden, plain, "mamba_bda")
 
 
 def _scan(tape: Tape, projected: Tensor, context: MegatronContext, mamba: MambaContext) -> Tensor:
-    """Convolution, scan and gate in one function. It keeps its input and the scan's result before the gate, and computes
-    the rest again in backward."""
+    """Convolution, scan and gate in one function. It saves its input and the scan's output before the gate, and recomputes
+    the rest in backward."""
     size, rows = context.element_bytes, context.rows
     inner = rows * mamba.inner * size
     convolved = rows * mamba.convolved * size
@@ -64,9 +65,9 @@ def _scan(tape: Tape, projected: Tensor, context: MegatronContext, mamba: MambaC
         saves=[projected],
         extra_saved_bytes=[inner],
         weight_gradients=[WeightGradient("mamba.scan.weights.grad", parameters * size)],
-        # states in fp32, then passed on in the narrow dtype
+        # states in fp32, then converted to the narrow dtype
         forward_temporary_bytes=(convolved, steps, states, states * size // FP32, pairs),
-        # computed again: the above; gradients of the convolved, of the gate's input, of states, and of C·B
+        # recomputed: the above; then gradients of the convolution's output, of the gate's input, of states, and of C·B
         backward_temporary_bytes=(
             *(convolved, steps, states, states * size // FP32, pairs),
             *(convolved, inner, steps, states * size // FP32, pairs),

@@ -1,8 +1,8 @@
-"""Multi-latent attention in a Megatron-LM layer on one rank: low-rank query and key/value projections, then the core.
+"""Multi-latent attention in a Megatron-LM layer on one rank: low-rank projections of query, key and value, then the core.
 
 Sources: megatron-core 0.16.1 `transformer/multi_latent_attention.py` (`MLASelfAttention`), `models/gpt/gpt_layer_specs.py`
-(the Transformer Engine layer), `fusions/fused_mla_yarn_rope_apply.py`. The down projections are whole on every rank and
-see the sequence-parallel share of the tokens; the up projections are cut over heads.
+(the Transformer Engine layer), `fusions/fused_mla_yarn_rope_apply.py`. The down projections are whole on every rank and get
+the sequence-parallel share of the tokens; the up projections are split over heads.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from peakcast.models.analytical.tape import Tape, Tensor
 def latent_attention(
     tape: Tape, hidden: Tensor, context: MegatronContext, latent: LatentContext
 ) -> tuple[Tensor, list[Tensor], tuple[int, int]]:
-    """From the layer's input [stream_rows, hidden] to the context layer [rows, heads · v_head_dim]; what is named until
-    its projection has returned: the compressed tensors are returned beside query, key and value; and the place of
-    the norm's tensors on the tape."""
+    """From the layer's input [stream_rows, hidden] to the context layer [rows, heads · v_head_dim]; the tensors to which
+    variables refer until the output projection has returned (the compressed ones besides query, key and value); and the
+    positions on the tape where the norm's tensors begin and end."""
     begin = tape.num_tensors
     x = norm(tape, hidden, context, context.stream_rows, context.hidden, "input_layernorm")
     normalized = begin, tape.num_tensors
@@ -39,7 +39,7 @@ def latent_attention(
         position = tape.operation("gather_k_pos_emb", [position], size, forward_temporary_bytes=token * latent.rope_dim)
     begin = tape.num_tensors
     query = _query(tape, asked, context, latent)
-    # a view of part of the last dimension: Transformer Engine's module copies it
+    # it is a view of part of the last dimension, which Transformer Engine's module copies
     compressed = tape.operation("kv_contiguous", [compressed], compressed.num_bytes)
     width = context.heads * (latent.nope_dim + latent.v_dim)
     expanded = _up_projection(tape, compressed, context, latent, latent.kv_lora_rank, width, "linear_kv_up_proj")
@@ -55,7 +55,7 @@ def latent_attention(
 
 
 def _query(tape: Tape, asked: Tensor, context: MegatronContext, latent: LatentContext) -> Tensor:
-    """The query, from what was projected down for it or from the layer's input itself."""
+    """The query, from its down projection or from the layer's input itself."""
     width = context.heads * latent.qk_dim
     if not latent.q_lora_rank:
         return column_linear(tape, asked, context, width, "linear_q_proj", False)
@@ -63,7 +63,7 @@ def _query(tape: Tape, asked: Tensor, context: MegatronContext, latent: LatentCo
 
 
 def _duplicated_linear(tape: Tape, x: Tensor, context: MegatronContext, out_features: int, name: str) -> Tensor:
-    """A projection that every rank has in whole, of the rank's own tokens. Keeps its input."""
+    """A projection that every rank has whole, for the rank's own tokens. Saves its input."""
     output = context.stream_rows * out_features * context.element_bytes
     saves, kept = kept_input(context, x, context.stream_rows * context.hidden)
     return tape.operation(
@@ -90,8 +90,8 @@ def _up_projection(
 def _rotate(
     tape: Tape, query: Tensor, expanded: Tensor, position: Tensor, context: MegatronContext, latent: LatentContext
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Unfused: the rotated parts are new tensors, and query and key are concatenated anew; value is copied. Until then all
-    of it has names (`qkv_up_proj_and_rope_apply`)."""
+    """Unfused: the rotated parts are new tensors, query and key are concatenated, value is copied. Until then variables
+    refer to all of them (`qkv_up_proj_and_rope_apply`)."""
     token = context.rows * context.element_bytes
     head = token * context.heads
     plain, rotated = tape.split(query, [head * latent.nope_dim, head * latent.rope_dim], "split_q")

@@ -26,11 +26,11 @@ from peakcast.models.analytical.blocks.megatron_router import router
 from peakcast.models.analytical.tape import Tape, Tensor, WeightGradient
 
 MOST_EXPERTS_IN_A_ROW = 16
-"""More local experts than this, run one after the other, are written as so many groups of equals."""
+"""If more local experts than this run one after the other, they are written as this many groups of equal experts."""
 
 
 def routed_feed_forward(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
-    """[stream_rows, hidden] in and out; the norm before it is a module of its own."""
+    """The feed-forward of a layer: [stream_rows, hidden] in and out. The norm before it is a module of its own."""
     begin = tape.num_tensors
     x = norm(tape, x, context, context.stream_rows, context.hidden, "pre_mlp_layernorm")
     end = tape.num_tensors
@@ -45,7 +45,7 @@ def routed_feed_forward(tape: Tape, x: Tensor, context: MegatronContext, experts
 
 
 def mixture_of_experts(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
-    """`MoELayer`: [stream_rows, hidden] in, which the router keeps, and out."""
+    """`MoELayer`: [stream_rows, hidden] in and out. The router saves the input."""
     shared = _shared_expert(tape, x, context, experts) if experts.shared_ffn else None
     probabilities = router(tape, x, context, experts)
     dispatch = Dispatch(tape, context, experts)
@@ -62,7 +62,7 @@ def mixture_of_experts(tape: Tape, x: Tensor, context: MegatronContext, experts:
 def _grouped(
     tape: Tape, x: Tensor, probabilities: Tensor, rows: int, context: MegatronContext, experts: ExpertContext
 ) -> Tensor:
-    """All local experts in one product each way."""
+    """All local experts in one product for each projection."""
     inner = experts.ffn * (2 if context.gated else 1)
     count = experts.local_experts
     projected = _expert_linear(tape, x, rows, context.hidden, inner, context, count, "experts.linear_fc1")
@@ -74,7 +74,7 @@ def _grouped(
     output = _expert_linear(
         tape, activated, rows, experts.ffn, context.hidden, context, count, "experts.linear_fc2", again_bytes=again
     )
-    if experts.grouped:  # `fc1_output`, a variable of TEGroupedMLP's forward (megatron-core 0.16.1 `moe/experts.py`)
+    if experts.grouped:  # `fc1_output` in TEGroupedMLP's forward refers to it (megatron-core 0.16.1 `moe/experts.py`)
         tape.hold(projected)
     return output
 
@@ -82,7 +82,7 @@ def _grouped(
 def _one_by_one(
     tape: Tape, x: Tensor, probabilities: Tensor, rows: int, context: MegatronContext, experts: ExpertContext
 ) -> Tensor:
-    """One expert after the other on views of the rows, their outputs concatenated."""
+    """One expert after the other, on views of the rows; their outputs are concatenated."""
     if experts.local_experts == 1:
         return _grouped(tape, x, probabilities, rows, context, experts)
     groups = min(experts.local_experts, MOST_EXPERTS_IN_A_ROW)
@@ -99,7 +99,7 @@ def _one_by_one(
         outputs.append(
             _expert_linear(tape, activated, size, experts.ffn, context.hidden, context, count, "expert.linear_fc2")
         )
-    # the gradients are views of the concatenation's
+    # the gradients are views of the concatenation's gradient
     return tape.operation("experts.concatenate", outputs, rows * row, gradients=[(output, None) for output in outputs])
 
 
@@ -115,15 +115,15 @@ def _expert_linear(
     *,
     again_bytes: int | None = None,
 ) -> Tensor:
-    """x·Wᵀ for `count` experts on their share of `rows`, without communication. Keeps its input, or has it made again in
-    backward, which takes `again_bytes`."""
+    """x·Wᵀ for `count` experts on their share of `rows`, without communication. Saves its input or, with `again_bytes`, has
+    it recomputed in backward, which allocates that many bytes."""
     gradients = weight_gradients(context, name, in_features * out_features, 0)
     if context.experts is not None and context.experts.placeholders_anew and not gradients:
         gradients = [WeightGradient(f"{name}.placeholder", in_features * out_features * context.element_bytes)]
     output = rows * out_features * context.element_bytes
     saves, kept = kept_input(context, x, rows * in_features)
     quantized = quantized_gradient_bytes(context, output)
-    if context.gradient_accumulation_fusion:  # placeholders are made when the products and the input in FP8 are gone
+    if context.gradient_accumulation_fusion:  # placeholders are made after the products and the FP8 input are freed
         quantized -= min(quantized, sum(kept), count * sum(gradient.num_bytes for gradient in gradients))
     return tape.operation(
         name,
@@ -140,7 +140,8 @@ def _expert_linear(
 def _recomputed_activation(
     tape: Tape, x: Tensor, probabilities: Tensor, rows: int, context: MegatronContext, experts: ExpertContext
 ) -> tuple[Tensor, int]:
-    """`_weighted_activation`, which runs again when backward reaches its reader; and what that takes there, in bytes."""
+    """`_weighted_activation`, recomputed when backward reaches the operation that reads it; and the bytes that this
+    allocates there."""
     inputs = [x, probabilities]
 
     def part(inner: Tape, held: Tensor, weights: Tensor) -> Tensor:
@@ -161,8 +162,8 @@ def _recomputed_activation(
 def _weighted_activation(
     tape: Tape, x: Tensor, probabilities: Tensor, rows: int, context: MegatronContext, experts: ExpertContext
 ) -> Tensor:
-    """act(x) · probability, [rows, ffn]. The fused activation keeps its inputs only; unfused, the product is in the wider
-    of both dtypes and converted back."""
+    """act(x) · probability, [rows, ffn]. The fused activation saves only its inputs; unfused, the product has the wider of
+    both dtypes and is converted back."""
     narrow = rows * experts.ffn * context.element_bytes
     wide = rows * experts.ffn * max(context.element_bytes, experts.router_bytes)
     if experts.fused_weighted_activation:
@@ -177,19 +178,19 @@ def _weighted_activation(
         [activated, probabilities],
         wide,
         saves=[activated, probabilities],
-        # grad · activation before it is summed over the width; grad · probability before it is converted
+        # grad · activation, before it is summed over the width; grad · probability, before it is converted
         backward_temporary_bytes=wide if wide == narrow else 2 * wide,
     )
     return weighted if wide == narrow else tape.operation("experts.to_narrow", [weighted], narrow)
 
 
 def _shared_expert(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
-    """The always-on expert: a dense feed-forward without its norm, times a sigmoid gate where there is one."""
+    """The shared expert: a dense feed-forward without its norm, times a sigmoid gate if it has one."""
     if experts.recompute_shared:
         again = replace(experts, recompute_shared=False)
         return checkpointed(tape, x, "shared_experts", lambda part, held: _shared_expert(part, held, context, again))
     inner = experts.shared_ffn * (2 if context.gated else 1)
-    if experts.overlap_shared:  # gathered by the layer, not by the projection, which therefore keeps it gathered
+    if experts.overlap_shared:  # the layer gathers the input, not the projection, which therefore saves it gathered
         gathered = x
         if context.sequence_parallel:
             gathered = tape.operation("shared_experts.all_gather", [x], context.gathered_bytes)
@@ -221,7 +222,8 @@ def _shared_expert(tape: Tape, x: Tensor, context: MegatronContext, experts: Exp
 
 
 def _activation(tape: Tape, x: Tensor, num_bytes: int, context: MegatronContext) -> Tensor:
-    """act(x) of `num_bytes`: fused or of one factor it keeps its input, else gate, up and the activated gate."""
+    """act(x) of `num_bytes`. A fused or ungated activation saves its input; otherwise gate, up and the activated gate are
+    saved."""
     if not context.gated or context.bias_activation_fusion:
         return tape.operation("shared_experts.activation", [x], num_bytes, saves=[x])
     gate, up = tape.split(x, [num_bytes, num_bytes], "shared_experts.chunk")

@@ -1,7 +1,7 @@
 """The router of a Megatron-LM mixture of experts: logits, the chosen experts' probabilities, auxiliary losses.
 
 Source: megatron-core 0.16.1 `transformer/moe/router.py`, `moe_utils.py`. With `moe-router-dtype fp32` the logits and the
-probabilities are fp32. All tensors are [tokens, num_experts] or [tokens, top_k]; most of them are small.
+probabilities are fp32. All tensors are [tokens, num_experts] or [tokens, top_k]; most are small.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ INT32 = 4
 
 
 def router(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
-    """From [stream_rows, hidden] to the routing probabilities [stream_rows, num_experts], zero where not routed."""
+    """From [stream_rows, hidden] to the routing probabilities [stream_rows, num_experts], which are zero for experts not
+    chosen."""
     logits = _gating(tape, x, context, experts)
     if experts.z_loss:
         logits = _z_loss(tape, logits, context)
@@ -23,14 +24,14 @@ def router(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertConte
         probabilities = _sinkhorn(tape, logits, context, experts)
     else:
         probabilities = _top_k(tape, logits, context, experts)
-    if experts.capacity_factor:  # apply_router_token_dropping: times the mask of what fits
+    if experts.capacity_factor:  # apply_router_token_dropping: times the mask of tokens within capacity
         mask = context.stream_rows * experts.num_experts * BOOL
         probabilities = tape.operation("router.drop", [probabilities], probabilities.num_bytes, extra_saved_bytes=[mask])
     return _auxiliary_loss(tape, logits, probabilities, context, experts) if experts.aux_loss else probabilities
 
 
 def _gating(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
-    """RouterGatingLinearFunction: keeps its input; in a wider dtype its backward converts the input and both gradients."""
+    """RouterGatingLinearFunction: saves its input; in a wider dtype, its backward converts the input and both gradients."""
     numel = experts.num_experts * context.hidden
     width = experts.router_bytes
     wider = width != context.element_bytes
@@ -46,7 +47,7 @@ def _gating(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertCont
 
 
 def _z_loss(tape: Tape, logits: Tensor, context: MegatronContext) -> Tensor:
-    """mean(logsumexp²): keeps the logits and one value per token, twice; hands the logits on."""
+    """mean(logsumexp²): saves the logits and two values per token; passes the logits on."""
     per_token = logits.num_bytes // max(1, context.stream_rows)
     return tape.operation(
         "router.z_loss",
@@ -61,7 +62,7 @@ def _z_loss(tape: Tape, logits: Tensor, context: MegatronContext) -> Tensor:
 
 
 def _sinkhorn(tape: Tape, logits: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
-    """Iterations without a graph choose the experts; the scores are the sigmoid or softmax of the logits times the map."""
+    """Iterations without a graph choose the experts. The scores are the sigmoid or softmax of the logits, times the map."""
     elements = context.stream_rows * experts.num_experts
     tape.operation("router.sinkhorn", [], 0, forward_temporary_bytes=3 * elements * FP32)
     if experts.top_k == 1:
@@ -76,7 +77,7 @@ def _top_k(tape: Tape, logits: Tensor, context: MegatronContext, experts: Expert
     chosen = context.stream_rows * experts.top_k
     every = context.stream_rows * experts.num_experts
     indices, width = chosen * INT64, experts.router_bytes
-    if experts.router_fusion:  # keeps the map and the scores (Transformer Engine 2.8 `pytorch/router.py`)
+    if experts.router_fusion:  # saves the map and the scores (Transformer Engine 2.8 `pytorch/router.py`)
         return tape.operation("router.top_k", [logits], every * width, extra_saved_bytes=[every * BOOL, every * width])
     if experts.score_function == "sigmoid":
         scores = _convert(tape, logits, every * FP32, "router.to_float32")
@@ -103,19 +104,19 @@ def _top_k(tape: Tape, logits: Tensor, context: MegatronContext, experts: Expert
         scores = tape.operation("router.top_k", [logits], chosen * width, extra_saved_bytes=[indices])
         scores = tape.operation("router.softmax", [scores], chosen * FP32, saves_output=True)
         scores = _convert(tape, scores, chosen * width, "router.to_router_dtype")
-    # the map: zeros of int32, scattered into, as bool (the indices are kept already)
+    # the map: int32 zeros, scattered into, then converted to bool (the indices are saved already)
     return tape.operation("router.scatter", [scores], every * width, forward_temporary_bytes=2 * every * INT32)
 
 
 def _convert(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
-    """A dtype conversion, nothing when it is none."""
+    """A dtype conversion; x itself if the size does not change."""
     return x if num_bytes == x.num_bytes else tape.operation(name, [x], num_bytes)
 
 
 def _auxiliary_loss(
     tape: Tape, logits: Tensor, probabilities: Tensor, context: MegatronContext, experts: ExpertContext
 ) -> Tensor:
-    """Scores of all experts in fp32, kept; the probabilities are handed on (`MoEAuxLossAutoScaler`)."""
+    """Scores of all experts in fp32, saved; the probabilities are passed on (`MoEAuxLossAutoScaler`)."""
     every = context.stream_rows * experts.num_experts
     kept = [every * FP32] if experts.score_function == "softmax" else [every * experts.router_bytes] * 2
     if experts.router_fusion:

@@ -1,8 +1,9 @@
-"""The heads of preference training, in TRL's trainers: log-probabilities of tokens, of which no whole logits are made, and
-scores of sequences.
+"""The heads of preference training in TRL's trainers: log-probabilities of tokens, without whole logits, and scores of
+sequences.
 
 Source: trl 1.16.0 `trainer/utils.py` add_fused_lm_head, `kernels/chunked_logprob.py` ChunkedLogProbFunction; the same since
-1.15.0. Every position but each sequence's last is taken to be scored; a prompt's are left out (`completion_mask`).
+1.15.0. Assumes that every position but each sequence's last is scored; in a real run those of the prompt are not
+(`completion_mask`).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ INT64 = 8
 TOKEN_CHUNK = 4096
 """TOKEN_CHUNK_SIZE of chunked_logprob.py."""
 VOCABULARY_CHUNK = 32768
-"""_CHUNKED_LOGPROB_CHUNK_SIZE of trainer/utils.py; the tile that is projected has this width also where there are fewer."""
+"""_CHUNKED_LOGPROB_CHUNK_SIZE of trainer/utils.py. A tile has this width even for a smaller vocabulary."""
 STATISTICS = 7
-"""fp32 numbers of a token that the tiles are folded into, while the head runs forward."""
+"""fp32 numbers per token in which tiles are accumulated while the head runs forward."""
 
 
 def token_log_probabilities(tape: Tape, hidden: Tensor, context: HFContext) -> None:
-    """The head of `hidden`, the result of the last norm: the scored positions are copied out, projected tile by tile, and
-    projected again in backward, whose gradients are fp32 until they are whole."""
+    """Append the head of `hidden`, the last norm's output. The scored positions are copied, projected tile by tile, and
+    projected again in backward, whose gradients are fp32 until they are complete."""
     architecture, width = context.architecture, context.architecture.hidden_size
     scored, vocabulary = scored_rows(context), architecture.vocab_size
     element, trains = context.stream_bytes, context.trainable
@@ -54,8 +55,9 @@ def token_log_probabilities(tape: Tape, hidden: Tensor, context: HFContext) -> N
 
 
 def score(build: BlockBuilder, hidden: Tensor) -> None:
-    """A sequence classifier's head with one output: a score of every position, of which the last one's is taken
-    (transformers 5.17 `modeling_layers.py` GenericForSequenceClassification). It trains beside adapters too."""
+    """A sequence classifier's head with one output: a score for every position, of which the last position's is used
+    (transformers 5.17 `modeling_layers.py` GenericForSequenceClassification). It trains even if the rest trains adapters
+    only."""
     context, tape = build.context, build.tape
     rows, width = context.rows, context.architecture.hidden_size
     scores = build.linear(hidden, width, 1, "lm_head.score", False, True, context.weight_bytes)
@@ -65,18 +67,18 @@ def score(build: BlockBuilder, hidden: Tensor) -> None:
 
 
 def scored_rows(context: HFContext) -> int:
-    """Positions that have a next token in their sequence."""
+    """Number of positions that have a next token in their sequence."""
     return context.batch * (context.sequence - 1)
 
 
 def vocabulary_part_bytes(architecture: Architecture, element_bytes: int) -> int:
-    """Bytes of the largest part of the head's weight that is projected at a time."""
+    """Bytes of the largest part of the head's weight that is multiplied at a time."""
     return min(architecture.vocab_size, VOCABULARY_CHUNK) * architecture.hidden_size * element_bytes
 
 
 def _cast(rows: int, vocabulary: int, *, keeps_weight: bool = False) -> int:
-    """The most rows, of tokens and of the head's weight together, that are there in autocast's dtype at a time. A variable
-    names a chunk until the next one is there; the weight's is named in backward only (`keeps_weight`)."""
+    """The most rows, of tokens and of the head's weight together, that exist in autocast's dtype at a time. A variable
+    refers to a chunk until the next one exists; to the weight's only in backward (`keeps_weight`)."""
     most = tokens = weight = 0
     for chunk in _chunks(rows, TOKEN_CHUNK):
         most, tokens = max(most, tokens + chunk + weight), chunk
@@ -87,4 +89,5 @@ def _cast(rows: int, vocabulary: int, *, keeps_weight: bool = False) -> int:
 
 
 def _chunks(total: int, size: int) -> Iterator[int]:
+    """Sizes of the chunks of `size` in `total`."""
     return (min(size, total - start) for start in range(0, total, size))

@@ -1,9 +1,10 @@
-"""Attention over a sequence that several ranks share: torch's ring of flash attention, its variables line by line.
+"""Attention over a sequence that several ranks share: torch's ring of flash attention, its variables followed line by line.
 
-Every rank has a head and a tail of the sequence (`_HeadTailLoadBalancer`) and sees the keys and values of the others in
-turn: the heads of ranks before it with all queries, all of ranks behind it with the tail of its queries. Results are merged
-in fp32. Source: torch 2.13 `distributed/tensor/experimental/_context_parallel/_attention.py`,
-_templated_ring_attention, _SDPAMerger, _templated_ring_attention_backward, _AllGatherRotater, _AllToAllRotater.
+Every rank has one piece from the front and one from the back of the sequence (`_HeadTailLoadBalancer`), its head and its
+tail, and gets the keys and values of the other ranks in turn: of ranks before it, the heads for all its queries; of ranks
+after it, everything for the queries of its tail. Results are merged in fp32. Source: torch 2.13
+`distributed/tensor/experimental/_context_parallel/_attention.py`, _templated_ring_attention, _SDPAMerger,
+_templated_ring_attention_backward, _AllGatherRotater, _AllToAllRotater.
 """
 
 from __future__ import annotations
@@ -19,16 +20,18 @@ FP32 = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ring:
-    """The ranks that share a sequence, seen from the one at `position`."""
+    """The ranks that share a sequence, as seen from the one at `position`."""
 
     ranks: int = 1
     position: int = 0
     gathers: bool = True
-    """Whether keys and values of all ranks are gathered at once (`allgather`) instead of passed on (`alltoall`)."""
+    """Whether the keys and values of all ranks are gathered at once (`allgather`) or passed from rank to rank
+    (`alltoall`)."""
 
     @property
     def copies_output(self) -> bool:
-        """Whether the output is laid out head by head, so that the layer copies it: it is, once parts were joined."""
+        """Whether the layer copies the output because it is laid out head by head, which it is after partial results were
+        merged."""
         return self.position < self.ranks - 1
 
 
@@ -36,7 +39,7 @@ ALONE = Ring()
 
 
 def ring_of(job: TrainingJob, rank: int) -> Ring:
-    """That of global `rank`: tensor-parallel ranks are innermost, then those that share a sequence."""
+    """The ring of global `rank`. Tensor-parallel ranks are innermost, then those that share a sequence."""
     layout = job.parallelism
     if layout.context_parallel_size == 1:
         return ALONE
@@ -49,8 +52,7 @@ def ring_of(job: TrainingJob, rank: int) -> Ring:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingTensors:
-    """Bytes of a rank's queries and of its keys (as many again are its values), of one of their elements, and of the fp32
-    softmax statistics."""
+    """Bytes of a rank's queries; of its keys (its values have as many); of one element; of the fp32 softmax statistics."""
 
     query: int
     key: int
@@ -59,17 +61,18 @@ class RingTensors:
 
     @property
     def wide_query(self) -> int:
-        """In fp32."""
+        """Bytes of the queries in fp32."""
         return self.query // self.element * FP32
 
     @property
     def wide_key(self) -> int:
-        """In fp32."""
+        """Bytes of the keys in fp32."""
         return self.key // self.element * FP32
 
 
 def forward_bytes(ring: Ring, tensors: RingTensors) -> int:
-    """The most bytes that the forward has at once beside queries, keys and values, its output and statistics included."""
+    """The most bytes that the forward allocates at once besides queries, keys and values, including its output and
+    statistics."""
     run, both = Locals(), 2 * tensors.key
     run.let("key, value", tensors.key, tensors.key)
     for turn in range(ring.ranks):
@@ -118,8 +121,8 @@ def _merge(run: Locals, wide: int, statistics: int) -> None:
 
 
 def backward_bytes(ring: Ring, tensors: RingTensors) -> int:
-    """As `forward_bytes`, of the backward, beside what forward kept and the incoming gradient; the gradients of queries,
-    keys and values included."""
+    """The most bytes during the backward, including the gradients of queries, keys and values, besides the saved tensors
+    and the incoming gradient."""
     run, both, wide = Locals(), 2 * tensors.key, 2 * tensors.wide_key
     run.let("grad_query", tensors.wide_query)
     run.let("grad_key, grad_value", tensors.wide_key, tensors.wide_key)
@@ -141,11 +144,11 @@ def backward_bytes(ring: Ring, tensors: RingTensors) -> int:
             run.rename("dkv", "next_grad_kv")
             run.free("grad_key, grad_value")
             run.let("grad_key, grad_value", tensors.wide_key, tensors.wide_key)
-        elif turn:  # views of what has come in
+        elif turn:  # views of what has been received
             run.free("next_grad_kv")
             run.rename("dkv", "grad_key, grad_value")
         else:
-            run.let("flat", tensors.wide_key, tensors.wide_key)  # laid out as the keys are: `flatten` copies
+            run.let("flat", tensors.wide_key, tensors.wide_key)  # they have the keys' layout, so `flatten` copies
         run.let("sent", wide)
         run.free("flat")
         run.let("dkv", wide)
@@ -158,13 +161,13 @@ def backward_bytes(ring: Ring, tensors: RingTensors) -> int:
 
 
 def _receive(run: Locals, turn: int) -> None:
-    """`next_buffer`: a part of what was gathered, or what has come in."""
+    """`next_buffer`: a part of what was gathered, or what has been received."""
     if turn:
         run.rename("arriving", "key, value")
 
 
 def _send(run: Locals, ring: Ring, turn: int, both: int) -> None:
-    """`exchange_buffers`: gathered once, or passed on by everyone."""
+    """`exchange_buffers`: gathered once, or passed on in each turn."""
     if not ring.gathers:
         run.let("arriving", both)
     elif not turn:

@@ -1,10 +1,11 @@
-"""The routed feed-forward of a mixture of experts in Hugging Face: experts, and those that all tokens share.
+"""The routed feed-forward of a mixture of experts in Hugging Face: the routed experts, and the shared expert for all
+tokens.
 
 Experts run in grouped matrix products (transformers 5, `integrations/moe.py` grouped_mm_experts_forward), whose sizes do
 not depend on the routing, or one after the other (transformers 4), each on its share of `num_experts_per_tok` rows per
-token. In the loop many experts are written in at most `MOST_GROUPS` groups of equals, which keeps what they save exact and
-what they need in passing a little high; routing is balanced there: with a skewed router the share of one expert grows, the
-kept rows do not.
+token. In the loop, many experts are written as at most `MOST_GROUPS` groups of equal experts: their saved tensors stay
+exact, their temporaries become slightly too large. Routing is assumed balanced there; with a skewed router one expert's
+share grows, but the total of saved rows does not.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ INT64 = 8
 
 
 def routed_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
-    """[micro_batch_size · sequence_length, hidden_size] in and out."""
+    """The feed-forward of a layer: [micro_batch_size · sequence_length, hidden_size] in and out."""
     moe = build.context.architecture.moe
     assert moe is not None
     gated = _shared_expert(build, x, moe) if moe.shared_expert_gate else None
@@ -52,13 +53,14 @@ def routed_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
 
 
 def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: MixtureOfExperts) -> Tensor:
-    """Rows sorted by expert, two grouped matrix products, rows weighed, put back and summed over a token's experts."""
+    """Rows sorted by expert, two grouped matrix products, then rows multiplied by their weights, restored to their order
+    and summed over each token's experts."""
     context, tape = build.context, build.tape
     width, inner = context.architecture.hidden_size, moe.moe_intermediate_size
     pairs = context.rows * moe.num_experts_per_tok
     size = x.num_bytes // (context.rows * width)
     weight_rows = weights.num_bytes // pairs
-    # the sorted ids and their order, the order back, and a bool for each row; tokens taken
+    # the sorted ids; their order, the inverse order and a bool for each row; the tokens of the rows
     ids = tape.operation("mlp.experts.sort", [], pairs * INT64, gradients=[])
     counted = tape.operation("mlp.experts.ids_to_int32", [], pairs * INT32, gradients=[])
     order = tape.operation("mlp.experts.order", [], 2 * pairs * INT64 + pairs, gradients=[])
@@ -95,10 +97,10 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     )
     summed = pairs * width * FP32 if context.autocast else wide  # sum is on autocast's fp32 list
     restored = tape.operation("mlp.experts.restore", [weighted, order], wide, saves=[order])
-    by_token = tape.operation(  # its backward lays the expanded gradient out, before a checkpoint runs forward again
+    by_token = tape.operation(  # its backward copies the expanded gradient, before a checkpoint recomputes
         "mlp.experts.by_token", [restored], wide, view_of=restored, gradients=[(restored, wide)]
     )
-    total = tape.operation(  # its backward is a view of the gradient, if of one dtype
+    total = tape.operation(  # its backward is a view of the gradient if the dtype is the same
         "mlp.experts.sum",
         [by_token],
         summed // moe.num_experts_per_tok,
@@ -114,7 +116,7 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
 def _bias(
     build: BlockBuilder, ids: Tensor, moe: MixtureOfExperts, rows: int, width: int, name: str
 ) -> list[Tensor]:
-    """The bias of each row's expert, where experts have one."""
+    """The bias of each row's expert; empty if experts have no bias."""
     if not moe.expert_bias:
         return []
     context = build.context
@@ -125,7 +127,7 @@ def _bias(
 
 
 def _clamped_product(build: BlockBuilder, both: Tensor, elements: int) -> Tensor:
-    """gpt-oss's `_apply_gate`: (up + 1) · gate · sigmoid(alpha · gate), of bounded gate and up."""
+    """gpt-oss's `_apply_gate`: (up + 1) · gate · sigmoid(alpha · gate), with gate and up clamped."""
     tape, half = build.tape, both.num_bytes // 2
     gate, up = (tape.operation(f"mlp.experts.{part}", [both], half, view_of=both) for part in ("gate", "up"))
     gate = ops.unary(tape, gate, "mlp.experts.clamp_gate", backward_temporary_bytes=elements)
@@ -134,7 +136,7 @@ def _clamped_product(build: BlockBuilder, both: Tensor, elements: int) -> Tensor
     glu = ops.multiply(tape, gate, ops.unary_of_result(tape, scaled, "mlp.experts.sigmoid"), "mlp.experts.glu")
     shifted = tape.operation("mlp.experts.plus_one", [up], up.num_bytes, gradients=[(up, None)])
     product = ops.multiply(tape, shifted, glu, "mlp.experts.product")
-    for variable in (both, gate, up):  # and an argument
+    for variable in (both, gate, up):  # the argument and two variables refer to them
         tape.hold(variable)
     return product
 
@@ -149,6 +151,7 @@ def _grouped_linear(
     name: str,
     bias: list[Tensor],
 ) -> Tensor:
+    """A grouped matrix product of rows sorted by expert, and its bias."""
     context = build.context
     weight = moe.num_experts // context.expert_ranks * in_features * out_features * context.weight_bytes
     product = build.tape.operation(
@@ -168,16 +171,17 @@ def _grouped_linear(
 
 
 def _masked(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
-    """`masked_fill` with a mask that something else keeps."""
+    """`masked_fill` with a mask that other code keeps."""
     return build.tape.operation(name, [x], x.num_bytes)
 
 
 def _masked_in_place(build: BlockBuilder, x: Tensor) -> Tensor:
+    """`masked_fill_` of the taken rows."""
     return build.tape.operation("mlp.experts.mask_taken", [x], x.num_bytes, view_of=x)
 
 
 def _looped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: MixtureOfExperts) -> Tensor:
-    """transformers 4.48 `models/mixtral/modeling_mixtral.py`: a loop with a one-hot mask of the routing."""
+    """transformers 4.48 `models/mixtral/modeling_mixtral.py`: a loop over experts with a one-hot mask of the routing."""
     tape, rows = build.tape, build.context.rows
     routed_rows = rows * moe.num_experts_per_tok
     mask = tape.operation("mlp.router.expert_mask", [], routed_rows * moe.num_experts * INT64)
@@ -191,7 +195,7 @@ def _looped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtur
 
 
 def _expert(experts: BlockBuilder, x: Tensor, weights: Tensor, output: Tensor, inner: int) -> Tensor:
-    """Take the rows routed here, gate · up, down, weigh, and add to the output in place."""
+    """One expert (or group): take its rows, gate · up, down, multiply by the weights, and add to the output in place."""
     tape, width = experts.tape, experts.context.architecture.hidden_size
     size = x.num_bytes // (experts.context.rows * width)
     taken = tape.operation("mlp.experts.take", [x], experts.rows * width * size)  # backward scatters into all rows
@@ -211,6 +215,7 @@ def _expert(experts: BlockBuilder, x: Tensor, weights: Tensor, output: Tensor, i
 
 
 def _shared_expert(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
+    """The expert that all tokens use."""
     width, inner = build.context.architecture.hidden_size, moe.shared_expert_intermediate_size
     if not build.context.architecture.gated_mlp:
         product = activation(build, build.projection(x, width, inner, "mlp.shared_expert.up_proj", False))

@@ -1,9 +1,9 @@
 """The routed feed-forward of torchtitan: scores in fp32, tokens sorted by expert, three grouped products, and the experts'
-results weighed in fp32 and added up.
+outputs multiplied by their weights in fp32 and summed.
 
 Source: torchtitan 0.3.0 models/common/moe.py (MoE, TokenChoiceTopKRouter, RoutedExperts, GroupedExperts),
 token_dispatcher.py (LocalTokenDispatcher), ops/scatter_add.py. Its selective checkpointing
-(distributed/activation_checkpoint.py) keeps the top k and repeats grouped products and the router's.
+(distributed/activation_checkpoint.py) keeps the top k and recomputes grouped products and the router's.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INT64 = 8
 
 
 def torchtitan_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
-    """[micro_batch_size · sequence_length, hidden_size] in and out."""
+    """The feed-forward of a layer: [micro_batch_size · sequence_length, hidden_size] in and out."""
     context, tape = build.context, build.tape
     moe = context.architecture.moe
     assert moe is not None
@@ -27,13 +27,13 @@ def torchtitan_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     output = _experts(build, x, chosen, weights, moe)
     if moe.shared_expert_intermediate_size:
         output = ops.add(tape, output, _shared_expert(build, x, moe.shared_expert_intermediate_size), "mlp.add_shared")
-    for variable in (scores, chosen, weights, routing_map):  # of the module's forward
+    for variable in (scores, chosen, weights, routing_map):  # variables of the module's forward refer to them
         tape.hold(variable)
     return output
 
 
 def _router(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor, Tensor, Tensor]:
-    """Scores [tokens, num_experts], the ids of the top k and their weights [tokens, num_experts_per_tok]."""
+    """Scores [tokens, num_experts], the ids of the top k and their weights, both [tokens, num_experts_per_tok]."""
     context, tape, rows = build.context, build.tape, build.context.rows
     width, num, top_k = context.architecture.hidden_size, moe.num_experts, moe.num_experts_per_tok
     wide = rows * num * FP32
@@ -66,10 +66,11 @@ def _router(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tens
 
 
 def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, moe: MixtureOfExperts) -> Tensor:
+    """The experts' outputs, multiplied by `weights` and summed for each token."""
     context, tape = build.context, build.tape
     width, inner = context.architecture.hidden_size, moe.moe_intermediate_size
     pairs, size = context.rows * moe.num_experts_per_tok, x.num_bytes // (context.rows * context.architecture.hidden_size)
-    order = tape.operation(  # and the sorted ids
+    order = tape.operation(  # the order, and as a temporary the sorted ids
         "mlp.experts.order", [chosen], pairs * INT64, gradients=[], forward_temporary_bytes=pairs * INT64
     )
     sorted_weights = tape.operation("mlp.experts.take_weights", [weights, order], pairs * FP32, saves=[order])
@@ -83,7 +84,7 @@ def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, mo
     up = _grouped(build, taken, moe, width, inner, "mlp.experts.w3")
     product = ops.multiply(tape, activated, up, "mlp.experts.product")
     down = _grouped(build, product, moe, inner, width, "mlp.experts.w2")
-    returned = down if places is None else _return(tape, down, places)
+    returned = down if places is None else _return_rows(tape, down, places)
     summed = tape.operation("mlp.experts.zeros", [], context.rows * width * size)
     widened = ops.cast(tape, returned, pairs * width * FP32, "mlp.experts.to_float32") if size < FP32 else returned
     weighted = tape.operation(
@@ -94,7 +95,7 @@ def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, mo
         backward_temporary_bytes=pairs * width * FP32,  # the product that is summed to the weights' gradient
     )
     narrow = ops.cast(tape, weighted, pairs * width * size, "mlp.experts.to_narrow") if size < FP32 else weighted
-    tape.hold(returned)  # until the same name is given to what it was weighed to
+    tape.hold(returned)  # until its variable is reassigned to the weighted rows
     total = tape.operation(
         "mlp.experts.scatter_add",
         [summed, narrow, token],
@@ -102,7 +103,7 @@ def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, mo
         saves=[token],
         gradients=[(narrow, narrow.num_bytes)],
     )
-    for variable in (taken, down, summed, token, sorted_weights):  # of the experts' forward and the dispatcher's
+    for variable in (taken, down, summed, token, sorted_weights):  # variables of the experts and the dispatcher
         tape.hold(variable)
     if places is not None:
         tape.hold(places)
@@ -110,8 +111,8 @@ def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, mo
 
 
 def _send(tape: Tape, taken: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
-    """AllToAllTokenDispatcher.dispatch: what comes from all ranks for this one's experts, expert after expert, and where
-    each came from. Assumes: routing is balanced, as many come as go."""
+    """AllToAllTokenDispatcher.dispatch: the rows that all ranks send to this one's experts, sorted by expert, and where
+    each belongs. Assumes: routing is balanced, so as many rows arrive as leave."""
     sent = tape.operation("mlp.experts.send", [taken], taken.num_bytes, kind="all_to_all")
     segments = tape.operation("mlp.experts.segments", [], pairs * INT64)
     places = tape.operation("mlp.experts.places", [segments], pairs * INT64, forward_temporary_bytes=2 * pairs * INT64)
@@ -121,13 +122,14 @@ def _send(tape: Tape, taken: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
     return sorted_by_expert, places
 
 
-def _return(tape: Tape, down: Tensor, places: Tensor) -> Tensor:
-    """AllToAllTokenDispatcher.combine up to the weighing: the experts' results on the rank that asked for them."""
+def _return_rows(tape: Tape, down: Tensor, places: Tensor) -> Tensor:
+    """AllToAllTokenDispatcher.combine up to the weighting: the experts' outputs, back on the rank that sent the rows."""
     unsorted = tape.operation("mlp.experts.unpermute", [down, places], down.num_bytes, saves=[places])
     return tape.operation("mlp.experts.return", [unsorted], down.num_bytes, kind="all_to_all")
 
 
 def _grouped(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts, inputs: int, outputs: int, name: str) -> Tensor:
+    """A grouped matrix product of rows sorted by expert."""
     context = build.context
     pairs = context.rows * moe.num_experts_per_tok
     weight = moe.num_experts // context.expert_ranks * inputs * outputs * context.weight_bytes
@@ -142,6 +144,7 @@ def _grouped(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts, inputs: int,
 
 
 def _shared_expert(build: BlockBuilder, x: Tensor, inner: int) -> Tensor:
+    """The expert that all tokens use."""
     width = build.context.architecture.hidden_size
     gate = build.projection(x, width, inner, "mlp.shared_expert.gate_proj", False)
     activated = ops.unary(build.tape, gate, "mlp.shared_expert.act")

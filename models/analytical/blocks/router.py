@@ -1,4 +1,4 @@
-"""The router of a mixture of experts in Hugging Face: which experts a token goes to, with which weights.
+"""The router of a mixture of experts in Hugging Face: which experts get a token, and with which weights.
 
 Source: transformers 5.17 `models/<model_type>/modeling_<model_type>.py`, the classes named `...TopKRouter`.
 """
@@ -17,8 +17,8 @@ INT64 = 8
 
 
 def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor, list[Tensor]]:
-    """The chosen experts' weights [tokens, num_experts_per_tok], and what the block's forward names until it returns:
-    these, the logits, and which experts were chosen."""
+    """The chosen experts' weights [tokens, num_experts_per_tok], and the tensors to which variables of the block's forward
+    refer until it returns: these weights, the logits, and the chosen experts."""
     context, tape, rows = build.context, build.tape, build.context.rows
     num, top_k = moe.num_experts, moe.num_experts_per_tok
     family = traits(context.architecture)
@@ -34,7 +34,7 @@ def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor
             scores = softmax(build, logits, wide, "mlp.router.scores")
         choosing = 2 * wide if moe.router_correction_bias else 0  # scores with their bias, masked by group
         weights, indices = _top(build, scores, chosen_bytes, moe, forward_temporary_bytes=choosing)
-    if family.normalises_routing:  # in place, so that what was there is copied for the divisor's gradient
+    if family.normalises_routing:  # in place, so the old values are copied for the divisor's gradient
         total = tape.operation("mlp.router.sum", [weights], rows * FP32, gradients=[(weights, None)])
         weights = tape.operation(
             "mlp.router.normalise",
@@ -45,7 +45,7 @@ def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor
             view_of=weights,
             backward_temporary_bytes=2 * chosen_bytes,
         )
-    if family.router_in_float32:  # DeepSeek's scale the weights
+    if family.router_in_float32:  # DeepSeek's routers scale the weights
         weights = ops.scale(tape, weights, "mlp.router.scale")
     narrow = rows * top_k * context.weight_bytes
     if family.routing_weights == "narrow" and weights.num_bytes != narrow:
@@ -54,6 +54,7 @@ def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor
 
 
 def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
+    """The router's logits [tokens, num_experts]."""
     context, tape, rows = build.context, build.tape, build.context.rows
     width, num = context.architecture.hidden_size, moe.num_experts
     family = traits(context.architecture)
@@ -68,7 +69,7 @@ def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
             else [],
         )
         size = FP32
-        if context.autocast:  # which narrows what has just been widened
+        if context.autocast:  # autocast narrows what has just been widened
             size = context.compute_bytes
             x = ops.cast(tape, x, rows * width * size, "mlp.router.input_to_narrow")
             weight = ops.cast(tape, weight, num * width * size, "mlp.router.weight_to_narrow")
@@ -83,7 +84,7 @@ def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
 def _top(
     build: BlockBuilder, scores: Tensor, num_bytes: int, moe: MixtureOfExperts, *, forward_temporary_bytes: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """The largest of every row, and where they were, which autograd keeps."""
+    """The largest scores of every row, and their indices, which autograd saves."""
     tape, rows = build.tape, build.context.rows
     indices = tape.operation("mlp.router.topk.saved", [scores], rows * moe.num_experts_per_tok * INT64, gradients=[])
     largest = tape.operation(

@@ -1,9 +1,9 @@
 """T5's encoder and decoder layers as Hugging Face transformers runs them, written on the tape.
 
-Three tensors belong to a whole stack and are read by every layer of it: the bias of relative positions, which the first
-layer makes; the zeros that stand for it in cross-attention; and the encoder's states, which every decoder layer reads.
-They are `elsewhere` here; `encoder_decoder.py` says how long each lives. Read from transformers 5.17
-`models/t5/modeling_t5.py`, `integrations/sdpa_attention.py` (`create_position_bias_mask`).
+Three tensors belong to a whole stack and every layer reads them: the bias of relative positions, which the first layer
+makes; the zeros that cross-attention uses instead; and the encoder's output, which every decoder layer reads. Here they are
+`elsewhere`; `encoder_decoder.py` says how long each lives. Read from transformers 5.17 `models/t5/modeling_t5.py`,
+`integrations/sdpa_attention.py` (`create_position_bias_mask`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ POSITION_BIAS, CROSS_POSITION_BIAS, ENCODER_STATES = "position_bias", "cross_pos
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class T5Layer:
-    """Which layer: its stack, its place in it, and of a decoder's how long what it attends to is."""
+    """Which layer: its stack, whether it is the first, and for a decoder's layer the length of the encoder's output."""
 
     context: HFContext
     source_length: int = 0
-    """Tokens of the encoder's states; 0 in the encoder."""
+    """Tokens of the encoder's output; 0 for an encoder's layer."""
     first: bool = False
-    """Makes the bias of relative positions."""
+    """Whether it makes the bias of relative positions."""
 
     @property
     def decodes(self) -> bool:
+        """Whether it is a decoder's layer."""
         return self.source_length > 0
 
 
@@ -62,7 +63,7 @@ def t5_layer(layer: T5Layer) -> Template:
     size = position_bias_bytes(context)
     bias = tape.elsewhere(size, POSITION_BIAS, requires_grad=context.trainable)
     named: list[Tensor] = []
-    """What the block's `_` names: the attention's weights, until the next attention's."""
+    """Tensors to which the block's variable `_` refers: an attention's weights, until the next attention returns."""
     x = _attend(build, layer, hidden, SELF, None, bias, named)
     if layer.decodes:
         states = context.batch * layer.source_length * context.architecture.hidden_size * context.stream_bytes
@@ -78,13 +79,13 @@ def t5_layer(layer: T5Layer) -> Template:
 
 @lru_cache(maxsize=64)
 def encoder_end(context: HFContext) -> Template:
-    """The encoder's last norm and dropout: its states."""
+    """The encoder's last norm and dropout, whose output the decoder reads."""
     tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
     build = BlockBuilder(tape, context)
     rows, width = context.rows, context.architecture.hidden_size
     normed = build.norm(tape.input(rows * width * context.stream_bytes), width, "encoder.final_layer_norm")
     states = build.dropout(normed, context.architecture.hidden_dropout, rows * width, "encoder.dropout")
-    # the decoder's layers own it: here it lives no longer than the instant that makes it
+    # the step holds it for the decoder's layers: here it lives only for the instant that makes it
     states.storage.num_bytes = 0
     return tape.finish(states)
 
@@ -101,7 +102,7 @@ def _attend(
     bias: Tensor,
     named: list[Tensor],
 ) -> Tensor:
-    """Norm, attention (to `source`, or to the sequence itself), dropout, residual."""
+    """Norm, attention (to `source`, or to the sequence itself), dropout, residual addition."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
     width, inner, rows = architecture.hidden_size, architecture.query_size, context.rows
     normed = build.norm(x, width, f"{name}.layer_norm")
@@ -110,7 +111,7 @@ def _attend(
     q = build.projection(normed, width, inner, f"{name}.q", False)
     k = key_build.projection(keys, width, inner, f"{name}.k", False)
     v = key_build.projection(keys, width, inner, f"{name}.v", False)
-    if layer.decodes and not context.checkpointed:  # its configuration keeps use_cache: `torch.cat` to an empty cache
+    if layer.decodes and not context.checkpointed:  # its configuration has use_cache: `torch.cat` with an empty cache
         made = (k, v)
         k, v = ops.copy(tape, k, f"{name}.cached_k"), ops.copy(tape, v, f"{name}.cached_v")
         for tensor in made:
@@ -130,6 +131,7 @@ def _attend(
 
 
 def _residual(build: BlockBuilder, x: Tensor, y: Tensor, elements: int, name: str) -> Tensor:
+    """Dropout and the residual addition."""
     dropped = build.dropout(y, build.context.architecture.hidden_dropout, elements, f"{name}.dropout")
     total = ops.add(build.tape, x, dropped, f"{name}.residual_add")
     build.tape.hold(y)
@@ -137,7 +139,7 @@ def _residual(build: BlockBuilder, x: Tensor, y: Tensor, elements: int, name: st
 
 
 def _relative_positions(build: BlockBuilder, bias: Tensor, *, bidirectional: bool) -> None:
-    """`compute_bias`: distances to buckets in int64, then a look-up that keeps the buckets."""
+    """`compute_bias`: distances mapped to buckets in int64, then a lookup that saves the buckets."""
     context, architecture = build.context, build.context.architecture
     pairs, heads = context.sequence**2, architecture.num_attention_heads
     table = architecture.relative_attention_num_buckets * heads * context.weight_bytes
@@ -179,14 +181,14 @@ def _efficient(
     masked: bool,
     named: list[Tensor],
 ) -> Tensor:
-    """The memory-efficient kernel with the bias as an additive mask; a causal one is a new tensor for every layer."""
+    """The memory-efficient kernel with the bias as an additive mask; a causal mask is a new tensor in every layer."""
     context, tape, heads = build.context, build.tape, build.context.architecture.num_attention_heads
     mask = bias
     if masked:
         kept = [context.sequence * key_length] if bias.requires_grad else []  # where() keeps its bool condition
         mask = tape.operation(f"{name}.position_bias_mask", [bias], bias.num_bytes, extra_saved_bytes=kept)
     wide, narrow = mask, context.sequence * key_length * heads * context.compute_bytes
-    if mask.num_bytes > narrow:  # autocast casts every argument of attention that has numbers
+    if mask.num_bytes > narrow:  # autocast casts every floating-point argument of attention
         mask = ops.cast(tape, mask, narrow, f"{name}.mask_cast")
     # the mask's gradient for every sequence, before these are summed
     summed = context.batch * mask.num_bytes if mask.requires_grad and context.batch > 1 else 0
@@ -217,7 +219,7 @@ def _eager(
     masked: bool,
     named: list[Tensor],
 ) -> Tensor:
-    """`eager_attention_forward`: scores times one, plus the bias, plus the mask, softmax in the scores' own type."""
+    """`eager_attention_forward`: scores times one, plus the bias, plus the mask, softmax in the scores' own dtype."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
     elements = context.batch * architecture.num_attention_heads * context.sequence * key_length
     scores = ops.matmul(tape, q, k, elements * context.compute_bytes, f"{name}.scores")
@@ -239,7 +241,7 @@ def _eager(
     if weights.num_bytes > elements * context.compute_bytes:
         weights = ops.cast(tape, weights, elements * context.compute_bytes, f"{name}.weights_cast")
     output = ops.matmul(tape, weights, v, q.num_bytes, f"{name}.weighted_sum", forward_temporary_bytes=q.num_bytes)
-    named.append(variable)  # returned too
+    named.append(variable)  # attention returns the weights too
     return output
 
 
@@ -247,6 +249,7 @@ def _eager(
 
 
 def _feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
+    """The feed-forward with its norm and residual addition."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
     width, inner, rows = architecture.hidden_size, architecture.intermediate_size, context.rows
     normed = build.norm(x, width, f"{FEED_FORWARD}.layer_norm")

@@ -1,8 +1,8 @@
 """What tensor parallelism adds to a Hugging Face block: narrower matrices, and the collectives around them.
 
 Source: transformers 5.17 `distributed/tensor_parallel.py`, torch 2.13 `distributed/tensor/parallel/style.py` and
-`distributed/tensor/_redistribute.py`: both are DTensors, whose collectives make new tensors. Along any dimension but the
-first, a gather is followed by a `cat` of its parts and a scatter preceded by one.
+`distributed/tensor/_redistribute.py`. Both use DTensors, whose collectives make new tensors. Along any dimension but the
+first, a gather is followed by a `cat` of its parts, and a scatter is preceded by one.
 """
 
 from __future__ import annotations
@@ -18,32 +18,33 @@ from peakcast.models.analytical.tape import Tape, Tensor
 from peakcast.spec import TrainingJob
 
 Split = Literal["", "columns", "rows"]
-"""How a matrix is split: not, by its outputs, or by its inputs."""
+"""How a matrix is split: not at all, by its outputs, or by its inputs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorParallel:
-    """How one rank of a tensor-parallel group sees the network; the default is the rank that holds everything."""
+    """How the network looks on one rank of a tensor-parallel group; the default is a rank that holds everything."""
 
     ranks: int = 1
     sequence: bool = False
-    """Between the matrices each rank holds its part of the sequence."""
+    """Whether between the matrices each rank has only its part of the sequence."""
     table: bool = False
-    """The token table is split by rows (it is always so where the lm_head shares it)."""
+    """Whether the token table is split by rows (always if the lm_head shares it)."""
     table_reduced: bool = False
-    """FSDP or DDP takes this rank's rows out of the table's gradient, which every rank makes for all rows, as soon as it is
-    there; without them, each operation of the optimizer does, and the whole gradient waits for it."""
+    """Whether FSDP or DDP takes this rank's rows out of the table's gradient as soon as it exists; every rank makes it for
+    all rows. Otherwise each operation of the optimizer does so, and the whole gradient lives until then."""
     loss: bool = False
-    """The loss is computed over logits that stay split by vocabulary."""
+    """Whether the loss is computed on logits that stay split by vocabulary."""
     makes_weights: bool = False
-    """DDP makes the split weights of plain ones in each forward: no leaves, of which autocast would cache narrow copies
-    (torch 2.13 `tensor/parallel/ddp.py` _reconstruct_dtensor)."""
+    """Whether DDP makes the split weights from plain ones in each forward. They are then not leaves, so autocast caches no
+    narrow copies of them (torch 2.13 `tensor/parallel/ddp.py` _reconstruct_dtensor)."""
     whole_parts: frozenset[str] = frozenset()
-    """Parts of a layer that gather what their column-split matrices give, and split it again before the last."""
+    """Parts of a layer that gather the outputs of their column-split matrices, and split them again before the last
+    matrix."""
 
     def layer(self, architecture: Architecture) -> Architecture:
-        """What a rank's part of a layer looks like: its heads (at least one, where there are fewer than ranks), and its
-        part of the feed-forward."""
+        """The architecture of a rank's part of a layer: its heads (at least one, even if there are fewer than ranks), and
+        its part of the feed-forward."""
         if self.ranks == 1:
             return architecture
         if "self_attn" not in self.whole_parts:
@@ -57,11 +58,11 @@ class TensorParallel:
         return architecture
 
     def gathers(self, name: str) -> bool:
-        """Whether what the column-split matrix `name` gives is gathered."""
+        """Whether the outputs of the column-split matrix `name` are gathered."""
         return name.partition(".")[0] in self.whole_parts
 
     def part(self, size: int) -> int:
-        """Rows of the first rank's part of a dimension: no rank holds more."""
+        """Length of the first rank's part of a dimension; no rank has more."""
         return -(-size // self.ranks)
 
     def shape(self, tensor: ParameterTensor) -> tuple[int, ...]:
@@ -76,7 +77,7 @@ WHOLE = TensorParallel()
 
 
 def tensor_parallel(job: TrainingJob) -> TensorParallel:
-    """That of the job's framework: `base_model_tp_plan` under transformers, torchtitan's plan in a torch loop."""
+    """How the job's framework splits: `base_model_tp_plan` in transformers, torchtitan's plan in a torch loop."""
     layout = job.parallelism
     if layout.tensor_parallel_size == 1:
         return WHOLE
@@ -92,7 +93,7 @@ def tensor_parallel(job: TrainingJob) -> TensorParallel:
 
 
 def gather_sequence(tape: Tape, x: Tensor, group: TensorParallel, name: str) -> Tensor:
-    """The whole sequence of x, of which each rank has a part; backward adds up and scatters."""
+    """x for the whole sequence, of which each rank has a part; backward sums and scatters."""
     if not group.sequence:
         return x
     whole = x.num_bytes * group.ranks
@@ -107,14 +108,14 @@ def gather_sequence(tape: Tape, x: Tensor, group: TensorParallel, name: str) -> 
 
 
 def enter_columns(tape: Tape, x: Tensor, group: TensorParallel, name: str) -> Tensor:
-    """x before a matrix that is split by columns: where all ranks have all of it, they add up their gradients."""
+    """x before a matrix that is split by columns; if all ranks have all of x, backward sums their gradients."""
     if group.ranks == 1 or group.sequence:
         return x
     return tape.operation(f"{name}.all_reduce_gradient", [x], x.num_bytes, view_of=x)
 
 
 def leave_rows(tape: Tape, x: Tensor, group: TensorParallel, name: str) -> Tensor:
-    """The sum over ranks of what a matrix split by rows gives, or each rank's part of that sum's sequence."""
+    """The sum over ranks of the outputs of a matrix that is split by rows; with `sequence`, each rank's part of it."""
     if group.ranks == 1:
         return x
     if not group.sequence:
@@ -131,7 +132,7 @@ def leave_rows(tape: Tape, x: Tensor, group: TensorParallel, name: str) -> Tenso
 
 
 def gather_columns(tape: Tape, x: Tensor, whole_bytes: int, name: str) -> Tensor:
-    """All columns of x, of which each rank has some; backward takes this rank's out of the gradient."""
+    """All columns of x, of which each rank has some; backward takes this rank's part of the gradient."""
     return tape.operation(
         f"{name}.all_gather", [x], whole_bytes, gradients=[(x, x.num_bytes)], forward_temporary_bytes=whole_bytes
     )

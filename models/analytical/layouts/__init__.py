@@ -1,4 +1,5 @@
-"""Data-parallel layouts: which part of each tensor a rank holds, what it gathers when, what a gradient becomes."""
+"""Data-parallel layouts: which part of each tensor a rank holds, what it gathers and when, and what becomes of a
+gradient."""
 
 from __future__ import annotations
 
@@ -23,10 +24,11 @@ if TYPE_CHECKING:
     from peakcast.models.analytical.layouts.zero3_modules import ModuleTurns
 
 LEAVES = ("mixtral", "qwen2_moe", "qwen3_moe")
-"""Families of whose layers ZeRO-3 takes the feed-forward as one module (DeepSpeed 0.19.8
+"""Families for whose layers ZeRO-3 treats the feed-forward as one module (DeepSpeed 0.19.8
 `runtime/zero/leaf_module_config.py` DEFAULT_LEAF_MODULE_CLASSES)."""
 BASE_BY_NAME = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt")
-"""Families whose `base_model_prefix` is not "model" (transformers 5.17 modeling_*.py); the base has their last norm."""
+"""Families whose `base_model_prefix` is not "model" (transformers 5.17 modeling_*.py); their base model contains the last
+norm."""
 
 
 def layout_of(
@@ -36,9 +38,9 @@ def layout_of(
     rank: int | None = None,
     modules: ModuleTurns | None = None,
 ) -> Layout:
-    """The layout of `job` for the network's `tensors`, on rank 0: no rank holds more. `outputs`: bytes of the
-    tensors that the model returns, its logits first, which DDP may copy. `modules`: what ZeRO-3 goes by, of a network
-    whose modules' turns do not follow from its family."""
+    """The layout of `job` for the network's `tensors`, on rank 0; no rank holds more. `outputs`: bytes of the tensors that
+    the model returns, its logits first, which DDP may copy. `modules`: for a network whose module order does not follow
+    from its family, what ZeRO-3 needs to know of its modules."""
     parallelism = job.parallelism
     ranks = parallelism.num_replicas
     if parallelism.zero_stage and job.task == "train":  # DeepSpeed's engine has its buckets and main copies on one rank too
@@ -119,6 +121,7 @@ def layout_of(
 
 
 def _run_again_by_reentrant_checkpoints(job: TrainingJob) -> frozenset[str]:
+    """Names of the layers that reentrant checkpoints recompute."""
     checkpointing = job.activation_checkpointing
     if checkpointing.mode != "full" or not checkpointing.use_reentrant:
         return frozenset()
@@ -133,13 +136,14 @@ def _zero(
     rank: int | None,
     modules: ModuleTurns | None,
 ) -> Layout:
+    """The layout of a ZeRO job."""
     from peakcast.models.analytical.layouts.zero import Buckets
     from peakcast.models.analytical.layouts.zero3 import Zero3
     from peakcast.models.analytical.layouts.zero3_modules import Modules
     from peakcast.models.analytical.layouts.zero12 import Zero12
 
     stage, ranks = job.parallelism.zero_stage, job.parallelism.data_parallel_size
-    # whoever drives it, ZeRO is DeepSpeed's: what the framework at hand says nothing of is taken from there
+    # every framework uses DeepSpeed's ZeRO, so DeepSpeed's conventions hold where the job's framework has none
     chosen = {**conventions(job.replace(framework="deepspeed", framework_options=FrozenMapping())), **chosen}
     overlaps = stage == 3 if chosen["overlap_comm"] == "auto" else bool(chosen["overlap_comm"])
     buckets = Buckets(
@@ -181,16 +185,16 @@ def _zero(
         overlaps=overlaps,
         offloads=offloads,
         offloads_parameters=job.offload.parameters,
-        biases_first=traits(job.architecture).conv1d,  # not the Linear that DeepSpeed puts in torch's place
+        biases_first=traits(job.architecture).conv1d,  # DeepSpeed replaces torch's Linear, but not Conv1D
         transposes=traits(job.architecture).linears_transpose_weight,
         modules=modules,
     )
 
 
 def finds_final_norm(job: TrainingJob) -> bool:
-    """Whether the last norm is found to be grouped with the lm_head. accelerate 1.15 looks for it among the parts of the
-    base model, by the name that the model's class gives that (`fsdp_utils.py` `_find_final_norm`): peft's wrapper has a
-    `model` of its own, which has none, and OPT's norm is a part of its decoder."""
+    """Whether accelerate finds the last norm and groups it with the lm_head. accelerate 1.15 looks for it among the
+    children of the base model, which it finds by the prefix of the model's class (`fsdp_utils.py` `_find_final_norm`):
+    peft's wrapper has a `model` of its own without a norm, and OPT's norm is a child of its decoder."""
     full, family = job.finetuning.method == "full", job.architecture.model_type
     if job.framework != "huggingface":
         return full
@@ -198,42 +202,43 @@ def finds_final_norm(job: TrainingJob) -> bool:
 
 
 def gathers_head_itself(job: TrainingJob) -> bool:
-    """Whether the head's weight is an FSDP2 group by itself that preference training passes by: where accelerate does not
-    find the final norm, beside which the weight would be gathered."""
+    """Whether the head's weight is an FSDP2 group by itself whose hooks preference training bypasses: accelerate does not
+    find the final norm with which the weight would be gathered."""
     apart = conventions(job).get("fsdp2_units") == "ends" and not job.architecture.tie_word_embeddings
     sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.parallelism.num_replicas > 1
     return job.loss.kind in REFERRING and not finds_final_norm(job) and sharded and apart
 
 
 def expert_ranks(job: TrainingJob) -> int:
-    """Ranks among which the experts are divided before data parallelism; 1 where that layout cannot say who has which."""
+    """Number of ranks among which the experts are divided before data parallelism; 1 if the layout cannot tell which rank
+    has which expert."""
     layout = job.parallelism
     divides = layout.zero_stage == 0 and layout.sharding != "fsdp1"
     return layout.expert_parallel_size if divides else 1
 
 
 def gathered_dtype(job: TrainingJob) -> str:
-    """The dtype in which blocks use the weights: FSDP's mixed precision gathers them in the compute dtype."""
+    """The dtype in which blocks use the weights; FSDP's mixed precision gathers them in the compute dtype."""
     return job.precision.wide_compute if mixes_precision(job) else job.precision.parameters
 
 
 def adapters_are_units(job: TrainingJob) -> bool:
-    """Whether an adapter's weight is seen as it is stored until its own module is called: FSDP1 has a unit for each, and
-    with `use_orig_params` the module has the shard again after each use (peft 0.21 `fsdp_auto_wrap_policy`)."""
+    """Whether an adapter's weight has its stored dtype until its own module runs: FSDP1 has a unit for each, and with
+    `use_orig_params` the module has its shard again after each use (peft 0.21 `fsdp_auto_wrap_policy`)."""
     sharded = job.parallelism.sharding == "fsdp1" and job.parallelism.num_replicas > 1
     return sharded and bool(conventions(job).get("fsdp1_use_orig_params"))
 
 
 def adapters_are_whole(job: TrainingJob) -> bool:
-    """Whether FSDP1 leaves adapters whole on every rank and hooks on their gradients reduce them: fused functions read the
-    weights past the modules that a unit would gather (fms-acceleration `fms_acceleration_foak/utils.py`
+    """Whether FSDP1 leaves adapters whole on every rank and hooks reduce their gradients, because fused functions read the
+    weights without running the modules that a unit would gather (fms-acceleration `fms_acceleration_foak/utils.py`
     lora_adapters_switch_ddp_from_fsdp)."""
     sharded = job.parallelism.sharding == "fsdp1" and job.parallelism.num_replicas > 1
     return sharded and conventions(job).get("lora_kernel", "eager") != "eager"
 
 
 def reduced_bytes(job: TrainingJob) -> int | None:
-    """Bytes of one element of a gradient while FSDP reduces it under mixed precision; None without."""
+    """Bytes of one element of a gradient while FSDP reduces it under mixed precision; None without mixed precision."""
     if not mixes_precision(job):
         return None
     dtype = str(conventions(job)["fsdp_reduce_dtype"])

@@ -15,14 +15,15 @@ from peakcast.timeline import Category, Phase
 from peakcast.units import MIB
 
 FIRST_BUCKET_BYTES = MIB
-"""`_DEFAULT_FIRST_BUCKET_BYTES`: the first bucket is small, so that communication begins early."""
+"""`_DEFAULT_FIRST_BUCKET_BYTES`: the first bucket is small, so that communication starts early."""
 
 HEAD = "lm_head.weight.grad"
 
 
 class DDP(Layout):
-    """`bucket_bytes`: the size from which a bucket is full. `views`: `gradient_as_bucket_view`, gradients are parts of the
-    buckets once they have been reduced. `split`: parameters are local parts of tensor-parallel ones."""
+    """`bucket_bytes`: the size from which a bucket is full. `views`: `gradient_as_bucket_view`, with which gradients are
+    views of the buckets once they have been reduced. `waits`: micro-batches before the last do not reduce. `split`:
+    parameters are local parts of tensor-parallel ones."""
 
     def __init__(
         self,
@@ -40,18 +41,18 @@ class DDP(Layout):
         self.waits = waits
         self.split = split
         self.outputs = tuple(outputs)
-        """Bytes of the tensors that the model returns, its logits first, where they are cloned: `_DDPSink`, with
-        `find_unused_parameters`."""
+        """Bytes of the tensors that the model returns, its logits first, if they are cloned (`_DDPSink`, with
+        `find_unused_parameters`)."""
         self._waiting: dict[str, list[Run]] = {}
-        """By module, backward runs whose gradients have not been reduced."""
+        """By module, backward runs whose gradients have not been reduced yet."""
         self._late: list[Run] = []
-        """Backward runs whose gradients have not come to the parameters: what turns these into DTensors runs before the
-        forward, so its backward comes after everything else (`_reconstruct_dtensor`)."""
+        """Backward runs whose gradients have not reached the parameters: parameters are turned into DTensors before the
+        forward, so the backward of that runs after everything else (`_reconstruct_dtensor`)."""
         self._last = True
         table = [t for t in tensors if t.name == "embed_tokens.weight" and t.trains]
         shared = not any(t.name == "lm_head.weight" for t in tensors)
         self._shared_bytes = sum(t.numel * t.element_bytes for t in table) if shared and not split else 0
-        """Of a table that the lm_head shares: autograd adds up both gradients before the reducer sees one."""
+        """Bytes of a table that the lm_head shares: autograd adds up both gradients before the reducer gets one."""
         self._of_head: list[int] = []
 
     def hold_resident(self, step: Step) -> None:
@@ -64,7 +65,7 @@ class DDP(Layout):
         self._last = last
 
     def begin_turns(self) -> None:
-        """`no_sync` but for a stage's last backward (`pipelining/stage.py` backward_maybe_with_nosync)."""
+        """`no_sync` for every backward but a stage's last (`pipelining/stage.py` backward_maybe_with_nosync)."""
         self.waits = True
 
     def before_turn(self, step: Step, turns: Sequence[Turn]) -> None:
@@ -83,7 +84,7 @@ class DDP(Layout):
             self._late.append(run)
         elif self.views:
             self._wait_for_other_end(step, run)
-            self._take(run, step.now)
+            self._copy_into_bucket(run, step.now)
 
     def end_backward(self, step: Step) -> None:
         if not self._late:
@@ -94,15 +95,15 @@ class DDP(Layout):
         arrive = begins if table else step.now - 1
         for run in self._late:
             if self.views:
-                self._take(run, arrive)
+                self._copy_into_bucket(run, arrive)
             if not run.keeps_gradients and not (table and run is last):
                 run.gradients_die = arrive
         self._late.clear()
 
-    def _take(self, run: Run, now: int) -> None:
-        """With `views`: each gradient is copied into its bucket when it comes, unless it is not reduced yet."""
+    def _copy_into_bucket(self, run: Run, now: int) -> None:
+        """With `views`: copy each gradient into its bucket when it is ready, unless this micro-batch does not reduce."""
         if self.waits and not self._last:
-            if run.keeps_gradients:  # else added in place to what is there
+            if run.keeps_gradients:  # else added in place to the existing gradients
                 self._waiting.setdefault(run.module, []).append(run)
             return
         for earlier in self._waiting.pop(run.module, []):
@@ -110,9 +111,10 @@ class DDP(Layout):
         run.keeps_gradients = False
 
     def _wait_for_other_end(self, step: Step, run: Run) -> None:
+        """Keep the lm_head's gradient of a tied table until the embedding's is ready."""
         if run.module == "head" and run.keeps_gradients and not (self.waits and not self._last):
             made = (i for i in run.template.weight_gradient.nonzero()[0] if run.template.names[i] == HEAD)
-            born = [(run.backward_start or 0) + int(run.template.dies[index]) for index in made]  # since autograd has it
+            born = [(run.backward_start or 0) + int(run.template.dies[index]) for index in made]  # then autograd keeps it
             size = [self._shared_bytes] * len(born)
             self._of_head = step.allocate(HEAD, Category.TEMPORARIES, size, "head", born=min(born, default=step.now))
         elif run.module == "embedding":
@@ -120,8 +122,8 @@ class DDP(Layout):
 
 
 def bucket_sizes(sizes: Iterable[int], bucket_bytes: int, first_bytes: int = FIRST_BUCKET_BYTES) -> list[int]:
-    """Bytes of each bucket for gradients of `sizes` bytes in the order in which they come: one is closed when it has
-    reached its size, so it is larger than that by up to one gradient."""
+    """Bytes of each bucket, for gradients of `sizes` bytes in the order in which they are ready. A bucket closes when it
+    has reached its size, so it is larger than that by up to one gradient."""
     buckets, filled, full_at = [], 0, first_bytes
     for size in sizes:
         filled += size

@@ -1,9 +1,9 @@
 """FSDP1 (`FullyShardedDataParallel`): the tensors of a unit are one flat parameter, of which each rank keeps an equal part.
 
-Source: torch 2.4-2.13 `distributed/fsdp/_flat_param.py` and `_runtime_utils.py`. An all-gather goes straight into the flat
-parameter, which the tensors are views of. In backward the gradients of those views are concatenated to a flat gradient
-(the backward of `torch.split`), which is then reduced. What streams hand to each other is recorded on both
-(`_no_dispatch_record_stream`), so that freed blocks wait (`run_ahead.py`).
+Source: torch 2.4-2.13 `distributed/fsdp/_flat_param.py` and `_runtime_utils.py`. An all-gather writes directly into the
+flat parameter, of which the tensors are views. In backward the gradients of those views are concatenated to a flat gradient
+(the backward of `torch.split`), which is then reduced. What one stream passes to another is recorded on both
+(`_no_dispatch_record_stream`), so freed blocks cannot be reused at once (`run_ahead.py`).
 """
 
 from __future__ import annotations
@@ -24,20 +24,20 @@ from peakcast.units import round_up
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
 ALIGNMENT_BYTES = 16
-"""With `use_orig_params` each tensor begins at a multiple of this in the flat parameter (`_get_aligned_numel`)."""
+"""With `use_orig_params`, each tensor begins at a multiple of this in the flat parameter (`_get_aligned_numel`)."""
 
 PRE_UNSHARD, UNSHARD, POST_BACKWARD = 1, 2, 3
-"""Streams beside the one that computes, on which narrow parts, gathered parameters and reduced gradients are allocated
-(`_init_streams`, `_unshard`, `_post_backward_hook`). The allocator keeps a pool for each: what one of them has cached is
-of no use to another. Views are made on UNSHARD as well (`_use_unsharded_flat_param`), and autograd runs a node on the
-stream on which its forward ran (torch `csrc/autograd/input_metadata.cpp`): there the backward of `torch.split` joins
-gradients, and `_post_backward_hook` frees what was gathered (pytorch#86910)."""
+"""Streams besides the computing one, on which narrow parts, gathered parameters and reduced gradients are allocated
+(`_init_streams`, `_unshard`, `_post_backward_hook`). The allocator keeps a pool for each, and never gives one stream's
+cached blocks to another. Views are made on UNSHARD too (`_use_unsharded_flat_param`), and autograd runs a node on the
+stream of its forward (torch `csrc/autograd/input_metadata.cpp`): so the backward of `torch.split` joins gradients there,
+and `_post_backward_hook` frees there what was gathered (pytorch#86910)."""
 
 
 class FSDP1(ShardedLayout):
-    """`shards` ranks share one model. `reduce_bytes`: of one element of a gradient while it is reduced, None for its own.
-    `original`: `use_orig_params`, the optimizer sees each tensor's piece instead of the flat parameter. `limits`:
-    `limit_all_gathers`. Collectives, which are waited for, record no stream (torch since 2.2, pytorch#111431)."""
+    """`shards` ranks share one model. `reduce_bytes`: bytes of one element of a gradient while it is reduced, None for its
+    own. `original`: `use_orig_params`, the optimizer updates each tensor's piece instead of the flat parameter. `limits`:
+    `limit_all_gathers`. Collectives that the CPU waits for record no stream (torch since 2.2, pytorch#111431)."""
 
     def __init__(
         self,
@@ -59,42 +59,42 @@ class FSDP1(ShardedLayout):
         super().__init__(tensors, units, prefetches=prefetches == "BACKWARD_PRE", waits=waits)
         self._ahead = RunAhead(limits=limits)
         self._entered = ""
-        """The module whose backward, or the recomputation for it, was last begun."""
+        """The module whose backward, or the recomputation before it, began last."""
         self.fetches_after = prefetches == "BACKWARD_POST"
-        """Whether the next unit is gathered when one has been resharded, before its gradients are reduced
+        """Whether the next unit is gathered after one has been resharded and before its gradients are reduced
         (`_post_backward_reshard`)."""
         self._done: list[Unit] = []
-        """Those whose backward is done."""
         self._part_sizes: dict[Unit, tuple[int, int]] = {}
         self._ran_before: dict[Unit, Unit | None] = {}
-        """Of a layer's adapters and of the layer, the unit whose forward ended before."""
+        """For a layer with adapter units, and for those: the unit whose forward ended before."""
         self.stays_after_forward = stays_after_forward
         """`ShardingStrategy.SHARD_GRAD_OP`."""
         self.shards = shards
         self.reduce_bytes = reduce_bytes
         self.original = original
         self._resharded_late: list[int] = []
-        """Frozen layers whose backward is done. The gradient of a layer's input is that of the output of the layer below,
-        whose hook was there first: that one is gathered before this one is resharded."""
+        """Handles of gathered frozen layers whose backward is done. The gradient of a layer's input is also that of the
+        output of the layer below, whose hook was registered first: so that layer is gathered before this one is
+        resharded."""
         self.keeps_inputs = keeps_inputs
-        """Checkpointed with `use_reentrant` around the units, not inside them: the input of a frozen layer, which the
-        recomputation has made a leaf, and its gradient live until backward ends. The hook that reshards the layer
-        refers to the leaf's node (`_register_post_backward_reshard_only_hook`), the leaf to the hook, and nobody removes
-        it before `_finalize_params`."""
+        """Whether checkpoints with `use_reentrant` are around the units, not inside them. Then the input of a frozen layer,
+        which the recomputation has made a leaf, and its gradient live until backward ends: the hook that reshards the layer
+        refers to the leaf's node (`_register_post_backward_reshard_only_hook`), the leaf refers to the hook, and nothing
+        removes it before `_finalize_params`."""
         self._inputs: list[int] = []
         self.offloads = offloads
-        """`CPUOffload`: parts, gradients and so the optimizer's states are on the host. A part comes to the GPU to be
-        gathered (`pre_unshard`), a reduced gradient leaves at once (`_offload_grad`)."""
+        """`CPUOffload`: parts, gradients and so the optimizer's states are on the host. A part is copied to the GPU to be
+        gathered (`pre_unshard`), and a reduced gradient to the host at once (`_offload_grad`)."""
         self.broadcasts = broadcasts
         """`sync_module_states`: rank 0 sends its weights to the others while the network is built."""
         self.receives_ahead = receives_ahead
-        """Whether this rank has its weights on `meta` until they come (`Broadcasts`)."""
+        """Whether this rank's weights are on `meta` until they are received (`Broadcasts`)."""
 
     # -- sizes ------------------------------------------------------------------------------------------------------------
 
     def _offsets(self, unit: Unit) -> list[int]:
         """Where each tensor of the unit begins in the flat parameter, in elements, and where the last one ends. With
-        `use_orig_params` the whole is padded to equal parts too, so that the reduction pads nothing
+        `use_orig_params` the whole is padded to equal parts too, so the reduction needs no padding
         (`_init_flat_param_and_metadata`)."""
         offsets, end = [], 0
         for tensor in unit.tensors:
@@ -105,6 +105,7 @@ class FSDP1(ShardedLayout):
         return [*offsets, round_up(end, self.shards) if self.original else end]
 
     def _part_numel(self, unit: Unit) -> int:
+        """Elements of a rank's part."""
         return -(-self._offsets(unit)[-1] // self.shards)
 
     def _part_bytes(self, unit: Unit, *, gathered: bool) -> int:
@@ -116,16 +117,16 @@ class FSDP1(ShardedLayout):
         return -(-total // self.shards)
 
     def _parts(self, unit: Unit) -> tuple[int, int]:
-        """Bytes of a rank's part as it is stored and as it is gathered: asked often, worked out once."""
+        """Bytes of a rank's part: (as stored, as gathered), cached."""
         if unit not in self._part_sizes:
             self._part_sizes[unit] = self._part_bytes(unit, gathered=False), self._part_bytes(unit, gathered=True)
         return self._part_sizes[unit]
 
-    # -- what stands ------------------------------------------------------------------------------------------------------
+    # -- memory kept between steps ----------------------------------------------------------------------------------------
 
     def build(self, step: Step) -> None:
-        """One unit after the other, what is inside another before it: its tensors come from the host, are made alike on all
-        ranks, joined to one, of which each rank copies its part (`_init_param_handle_from_module`)."""
+        """Unit after unit, inner ones first: its tensors are copied from the host, made equal on all ranks, and joined to
+        one tensor, of which each rank copies its part (`_init_param_handle_from_module`)."""
         self._hold_whole(step)
         sent = Broadcasts(ahead=self.receives_ahead)
         for unit in self.units:
@@ -145,6 +146,7 @@ class FSDP1(ShardedLayout):
         step.moment("built", Phase.INIT)
 
     def _whole_bytes(self, unit: Unit) -> int:
+        """Bytes of the unit's flat parameter before sharding."""
         widths = {tensor.element_bytes for tensor in unit.tensors}
         if len(widths) == 1:
             return self._offsets(unit)[-1] * widths.pop()
@@ -161,7 +163,8 @@ class FSDP1(ShardedLayout):
             step.hold("flat_param", Category.PARAMETERS, size, 0, module=unit.name)
 
     def optimized(self) -> list[TrainedTensor]:
-        """In the order of the network's modules: the root's flat parameter is the first. What is whole is so here too."""
+        """In the order of the network's modules; the root's flat parameter is the first. Tensors that are not sharded come
+        here too."""
         whole = {tensor: tensor.optimized(tensor.shape) for tensor in self.tensors if tensor.trains and not tensor.sharded}
         if self.offloads:
             return list(whole.values())
@@ -205,13 +208,13 @@ class FSDP1(ShardedLayout):
 
     def let_go(self, step: Step, unit: Unit, phase: Phase) -> None:
         if phase == Phase.BACKWARD and unit.trained:
-            step.free(unit.gathered)  # on the stream that it was allocated on
+            step.free(unit.gathered)  # it is freed on the stream that it was allocated on, so its block waits for nothing
             self._ahead.record()
         else:
-            self._let_go(step, unit.gathered)
+            self._free_gathered(step, unit.gathered)
 
-    def _let_go(self, step: Step, gathered: list[int]) -> None:
-        """`_reshard`."""
+    def _free_gathered(self, step: Step, gathered: list[int]) -> None:
+        """`_reshard`: free what is gathered."""
         if gathered:
             self._ahead.let_go(step, gathered)
             self._ahead.record()
@@ -219,11 +222,11 @@ class FSDP1(ShardedLayout):
     # -- reducing ---------------------------------------------------------------------------------------------------------
 
     def _flatten(self, step: Step, unit: Unit) -> None:
-        """The unit's gradients in one tensor, and added to the one of earlier micro-batches where there is one."""
+        """Join the unit's gradients to one tensor, and add it to that of earlier micro-batches if there is one."""
         size = self._offsets(unit)[-1] * unit.tensors[0].gathered_bytes
         flat = step.allocate("flat_param.grad", Category.GRADIENTS, [size], unit.name, stream=UNSHARD)
         step.moment("cat", Phase.BACKWARD)
-        # recorded on the stream where they are joined (input_buffer.cpp, `add`)
+        # the gradients are recorded on the stream that joins them (input_buffer.cpp, `add`)
         self._ahead.let_gradients_go(unit.runs, unit.operation)
         self.take_gradients(step, unit)
         if unit.accumulated:
@@ -232,7 +235,7 @@ class FSDP1(ShardedLayout):
             unit.accumulated = flat
 
     def reshards_in_backward(self) -> bool:
-        """Not under SHARD_GRAD_OP in a micro-batch that reduces nothing (`_should_free_in_backward`)."""
+        """Besides: with SHARD_GRAD_OP, not in a micro-batch that reduces nothing (`_should_free_in_backward`)."""
         return super().reshards_in_backward() and not (self.stays_after_forward and self.waits and not self.last)
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
@@ -242,8 +245,9 @@ class FSDP1(ShardedLayout):
             self._begin_training(step)
 
     def _begin_training(self, step: Step) -> None:
-        """The first forward makes what each unit will be gathered into and empties it, the root first. In mixed precision
-        that is made in both, and the wide one may be the first forward's peak (`init_flat_param_attributes`)."""
+        """The first forward allocates the tensor into which each unit will be gathered and empties it, the root's first.
+        Under mixed precision there is one in each of both dtypes, and the wide one may be the first forward's peak
+        (`init_flat_param_attributes`)."""
         for unit in (self.units[-1], *self.units[:-1]):
             stored, used = self._parts(unit)
             mixed = stored != used
@@ -273,15 +277,15 @@ class FSDP1(ShardedLayout):
     def before_backward(self, step: Step, module: str) -> None:
         for unit in self._of_module.get(module, []):
             if module == self._entered and self.keeps_inputs and not unit.stays_after_forward:
-                self._let_go(step, unit.gathered)  # the recomputation was a forward of the unit, and ended like one
+                self._free_gathered(step, unit.gathered)  # a recomputation of a whole unit ends by resharding it
             elif module == unit.modules[-1] and unit.stays_after_forward and unit.gathered:
-                self._ahead.wait(step)  # `_unshard` waits before it sees that there is nothing to gather
+                self._ahead.wait(step)  # `_unshard` waits before it finds that there is nothing to gather
         super().before_backward(step, module)
         self._entered = module
-        self._let_go(step, self._resharded_late)
+        self._free_gathered(step, self._resharded_late)
 
     def while_forward(self, step: Step, run: Run) -> None:
-        """An adapter's matrix is there for its own product only; so too when the layer runs again."""
+        """An adapter's matrix is gathered only for its own product, also in a recomputation."""
         units = self._of_operations.get(run.module)
         if units is None:
             return
@@ -298,7 +302,7 @@ class FSDP1(ShardedLayout):
             self._note_order(run.module, [unit for _, unit in sorted(adapters.items())])
 
     def _note_order(self, module: str, ran: Sequence[Unit]) -> None:
-        """Backward comes to units the other way round than their forward ended (`record_post_forward`)."""
+        """Note the order in which units' forwards end; backward reaches them in reverse order (`record_post_forward`)."""
         before = super().unit_before(self._of_operations[module][0])
         for unit in (*ran, *self._of_module[module]):
             self._ran_before[unit], before = before, unit
@@ -307,6 +311,7 @@ class FSDP1(ShardedLayout):
         return self._ran_before[unit] if unit in self._ran_before else super().unit_before(unit)
 
     def _while_backward(self, step: Step, run: Run) -> None:
+        """Gather and reduce each adapter's matrix around its own backward."""
         begins, labels = run.backward_start or 0, run.template.in_backward
         self._while_computing_again(step, run)
         adapters = {labels[unit.operation]: unit for unit in self._of_operations.get(run.module, [])}
@@ -321,7 +326,7 @@ class FSDP1(ShardedLayout):
                 self.finish(step, unit)
 
     def _while_computing_again(self, step: Step, run: Run) -> None:
-        """Of a block that computes again within its backward, and not in a run of its own."""
+        """Gather adapters' matrices for a recomputation that is part of its block's backward, not a run of its own."""
         for unit in self._of_operations.get(run.module, []):
             at = run.template.in_backward.get(f"{unit.operation} again")
             if at is None:
@@ -341,7 +346,8 @@ class FSDP1(ShardedLayout):
             self._keep_input(step, run)
 
     def _keep_input(self, step: Step, run: Run) -> None:
-        if self._inputs:  # the gradient that has come in is that of the next layer's input: kept when this one has used it
+        """Keep a frozen layer's input, and the gradient of the input of the layer after it, until backward ends."""
+        if self._inputs:  # the incoming gradient is the next layer's input's: its leaf keeps it when this layer has read it
             handed_in = run.template.names.index(HANDED_IN)
             used = (run.backward_start or 0) + int(run.template.dies[handed_in])
             size = run.template.handed_in_bytes
@@ -353,7 +359,7 @@ class FSDP1(ShardedLayout):
         step.free(self._resharded_late)
         step.free(self._inputs)
         self._entered = ""
-        self._ahead.catch_up(step)  # the Trainer looks whether the loss is a number (`logging_nan_inf_filter`)
+        self._ahead.catch_up(step)  # the Trainer checks whether the loss is a number (`logging_nan_inf_filter`)
 
     def keep_full(self, step: Step, unit: Unit) -> None:
         """`no_sync`: the flat gradient stays as it is."""
@@ -387,7 +393,7 @@ class FSDP1(ShardedLayout):
             unit.gradient = result
 
     def release_gradients(self, step: Step) -> None:
-        """With `use_orig_params` only the tensors' own `.grad` goes; the flat gradient behind stays until the root's next
-        forward begins (`_reset_flat_param_grad_info_if_needed`)."""
+        """With `use_orig_params` only the tensors' own `.grad`s are freed; the flat gradient that they are views of stays
+        until the root's next forward begins (`_reset_flat_param_grad_info_if_needed`)."""
         if not self.original:
             super().release_gradients(step)

@@ -1,8 +1,9 @@
 """FSDP2 (`fully_shard`) and HSDP: every tensor is split by rows (dimension 0), each part padded to the same size.
 
-Source: torch 2.13 `distributed/fsdp/_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`, `_fsdp_param.py`; equal to
-2.4-2.11 in what is allocated. An all-gather goes into one buffer that is copied out to a storage per tensor; in forward the
-buffer is freed only after the next unit's copy-out. A reduce-scatter's input lives until the next unit's is made.
+Source: torch 2.13 `distributed/fsdp/_fully_shard/_fsdp_param_group.py`, `_fsdp_collectives.py`, `_fsdp_param.py`; 2.4-2.11
+allocate the same. An all-gather goes into one buffer, from which each tensor is copied into a storage of its own; in
+forward the buffer is freed only after the next unit's copy-out. A reduce-scatter's input lives until the next unit's input
+is made.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from peakcast.timeline import Category, Phase
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
 ALL_GATHER_COPY_IN, REDUCE_SCATTER, ALL_REDUCE = 1, 2, 3
-"""Streams beside the one that computes (`FSDPCommContext.lazy_init`), each with a pool of its own in the allocator."""
+"""Streams besides the computing one (`FSDPCommContext.lazy_init`), each with a pool of its own in the allocator."""
 
 
 @dataclass(frozen=True, slots=True)
 class _GroupSizes:
-    """Of tensors that are gathered at once, in bytes. `alone`: nobody shares them. `copied`: what is made of this rank's
-    parts first. `whole`: what the ranks that share each tensor gather."""
+    """Bytes of tensors that are gathered at once. `alone`: no other rank shares them. `copied`: copies of this rank's parts
+    that are made first. `whole`: what the ranks that share each tensor gather."""
 
     alone: bool
     whole: list[int]
@@ -35,7 +36,8 @@ class _GroupSizes:
 
 @dataclass(frozen=True, slots=True)
 class _Sizes:
-    """Of a unit: its groups, and the elements that train, of this rank's parts and of what ranks share."""
+    """Sizes of a unit: of its groups, and the number of trained elements in this rank's parts and in all ranks' parts
+    together."""
 
     groups: list[_GroupSizes]
     part: int
@@ -43,8 +45,8 @@ class _Sizes:
 
 
 class FSDP2(ShardedLayout):
-    """`shards` ranks share one model, `replicas` groups of them reduce together. `reduce_bytes`: of one element of a
-    gradient while it is reduced, None for its own."""
+    """`shards` ranks share one model, and `replicas` groups of them reduce together. `reduce_bytes`: bytes of one element
+    of a gradient while it is reduced, None for its own."""
 
     updates_as_reduced = True
 
@@ -63,31 +65,34 @@ class FSDP2(ShardedLayout):
     ) -> None:
         super().__init__(tensors, units, prefetches=True, waits=waits)
         self.forward_again = forward_again
-        """Modules whose recomputation is a forward to the hooks: reentrant checkpointing calls the module before its
-        backward has begun (`FSDPState._pre_forward`; otherwise it is in that state, and the hooks return at once)."""
+        """Modules whose recomputation counts as a forward for the hooks: reentrant checkpointing calls the module before
+        its backward has begun (`FSDPState._pre_forward`; otherwise the state is already that of backward, and the hooks
+        return at once)."""
         self._entered = ""
-        """The module whose backward, or the recomputation for it, was last begun."""
+        """The module whose backward, or the recomputation before it, began last."""
         self.stays_after_forward = stays_after_forward
         self.prefetches_forward = any(tensor.expert_ranks > 1 for tensor in tensors)
-        """Whether a unit's forward has the next one sent: torchtitan 0.3 `apply_fsdp`, where experts are divided."""
+        """Whether a unit's forward starts the gather of the next one: torchtitan 0.3 `apply_fsdp`, if experts are
+        divided."""
         self.offloads = offloads
         """`CPUOffloadPolicy`: parts, their gradients and the optimizer's states are in host memory."""
         self.shards = shards
         self.replicas = replicas
         self.reduce_bytes = reduce_bytes
         self._sizes: dict[Unit, _Sizes] = {}
+        self._numels: dict[tuple[bool, tuple[int, ...], int], int] = {}
         self._copied_out: list[int] = []
         """The last all-gather's output, kept until the next copy-out (`comm_ctx.all_gather_state`)."""
         self._reduced_from: list[int] = []
         """The last reduce-scatter's input (`comm_ctx.reduce_scatter_states`)."""
         self._all_reduced: list[int] = []
-        """What HSDP's replicas reduced together, where it is not the gradient itself: until backward ends
+        """What HSDP's replicas reduced together, if it is not the gradient itself; kept until backward ends
         (`_all_reduce_state` of each parameter group, `finalize_backward`)."""
 
     # -- sizes ------------------------------------------------------------------------------------------------------------
 
     def part(self, tensor: StoredTensor) -> tuple[int, ...]:
-        """Shape of one rank's padded part; the whole of what is not sharded."""
+        """Shape of one rank's padded part; the whole shape if the tensor is not sharded."""
         if not tensor.sharded:
             return tensor.shape
         rows, *rest = tensor.shape or (1,)
@@ -97,14 +102,18 @@ class FSDP2(ShardedLayout):
         return (-(-rows // shards), *rest)
 
     def _shards(self, tensor: StoredTensor) -> int:
-        """Ranks that share a tensor, of those with the same experts."""
+        """Number of ranks that share a tensor, among those with the same experts."""
         return max(1, self.shards // tensor.expert_ranks)
 
     def _part_numel(self, tensor: StoredTensor) -> int:
-        return math.prod(self.part(tensor))
+        """Elements of one rank's padded part; cached by shape, because layers are alike."""
+        alike = tensor.sharded, tensor.shape, tensor.expert_ranks
+        if alike not in self._numels:
+            self._numels[alike] = math.prod(self.part(tensor))
+        return self._numels[alike]
 
     def _sizes_of(self, unit: Unit) -> _Sizes:
-        """Asked several times in each micro-batch, worked out once."""
+        """The sizes of a unit; cached, because each micro-batch needs them several times."""
         if unit not in self._sizes:
             parts = [self._part_numel(t) for t in unit.trained]
             whole = sum(part * self._shards(t) for part, t in zip(parts, unit.trained, strict=True))
@@ -112,7 +121,8 @@ class FSDP2(ShardedLayout):
         return self._sizes[unit]
 
     def _group_sizes(self, group: Sequence[StoredTensor]) -> _GroupSizes:
-        # nobody shares the tensors of a group, as of experts that all ranks have divided: it is copied at once
+        """The sizes of tensors that are gathered at once."""
+        # no other rank shares these tensors, as with experts divided over all ranks: they are copied without an all-gather
         alone = group[0].expert_ranks > 1 and self._shards(group[0]) == 1
         parts = [self._part_numel(t) for t in group]
         whole = [part * self._shards(t) * t.gathered_bytes for part, t in zip(parts, group, strict=True)]
@@ -124,7 +134,7 @@ class FSDP2(ShardedLayout):
         # copied from the host one by one, or narrowed into one tensor (`_get_param_all_gather_inputs`)
         return _GroupSizes(alone, whole, copied if self.offloads else [sum(copied)])
 
-    # -- what stands ------------------------------------------------------------------------------------------------------
+    # -- memory kept between steps ----------------------------------------------------------------------------------------
 
     def hold_resident(self, step: Step) -> None:
         if self.offloads:
@@ -147,12 +157,12 @@ class FSDP2(ShardedLayout):
             sent = [] if group.alone else [unit.sent.pop(0)]
             if phase == Phase.BACKWARD and self.forward_again.isdisjoint(unit.modules):
                 step.free(sent)
-            else:  # `wait_for_unshard` holds the previous one until it returns
+            else:  # `wait_for_unshard` refers to the previous one until it returns
                 step.free(self._copied_out)
                 self._copied_out = sent
 
     def _all_gather(self, step: Step, unit: Unit, group: _GroupSizes, phase: Phase) -> None:
-        """Narrow copies of the shards, where they are wider, and the output of all ranks."""
+        """Start an all-gather: copies of this rank's parts, if those are wider, and the output of all ranks."""
         if group.alone:
             return
         casts = step.allocate("all_gather.cast", BUFFERS, group.copied, unit.name, stream=ALL_GATHER_COPY_IN)
@@ -161,6 +171,7 @@ class FSDP2(ShardedLayout):
         step.free(casts)
 
     def _send(self, step: Step, unit: Unit, group: _GroupSizes, born: int) -> None:
+        """Allocate the output of an all-gather from instant `born` on."""
         if group.alone:
             return
         size = sum(group.whole)
@@ -179,7 +190,7 @@ class FSDP2(ShardedLayout):
             for unit in self._of_module.get(module, []):
                 if not unit.gathered:
                     self.gather(step, unit)
-        else:  # a forward that has begun and ended at this module lets go at its end; the next is sent for from backward
+        else:  # a forward that ends with this module frees the buffer at its end; backward starts the next gather
             step.free(self._copied_out)
             super().before_backward(step, module)
         self._entered = module
@@ -196,7 +207,7 @@ class FSDP2(ShardedLayout):
             self.end_forward(step)
 
     def end_forward(self, step: Step) -> None:
-        """The root's forward ends."""
+        """When the root's forward ends, the last copied-out buffer is freed."""
         step.free(self._copied_out)
 
     # -- reducing ---------------------------------------------------------------------------------------------------------
@@ -215,7 +226,7 @@ class FSDP2(ShardedLayout):
         taken = last.numel * last.gradient_parts * (width if unit.accumulated else used)
         self.take_gradients(step, unit)
         step.free(unit.accumulated)
-        # `foreach_reduce` walks over the gradients first (torch 2.6 and later), and its variable `unsharded_grad` names the
+        # `foreach_reduce` first iterates over gradients (torch 2.6 and later); its variable `unsharded_grad` refers to the
         # last one until it returns: of a large vocabulary on few ranks, that is the step's peak
         named = step.allocate("gradient.last", Category.GRADIENTS, [taken], unit.name)
         self._reduced_from = source
@@ -235,14 +246,14 @@ class FSDP2(ShardedLayout):
         used_up = bool(unit.gradient or self.offloads or self.updates)
         if used_up and self.replicas > 1 and width == stored:
             self._all_reduced += result
-        elif used_up:  # added to the part that is there, copied to the host, or applied
+        elif used_up:  # it has been added to the existing part, copied to the host, or applied
             step.free(result)
         else:
             unit.gradient = result
 
     def _update(self, step: Step, unit: Unit) -> None:
-        """`_post_accumulate_grad_hooks`, which `foreach_reduce` calls for one parameter after the other, on the stream that
-        reduces. Each gradient is a part of one tensor, which is released when all have been applied."""
+        """`_post_accumulate_grad_hooks`, which `foreach_reduce` calls for one parameter after the other on the stream that
+        reduces. The gradients are views of one tensor, which is freed when all have been applied."""
         stream = ALL_REDUCE if self.replicas > 1 else REDUCE_SCATTER
         for tensor in unit.trained if self.updates else ():
             own = self.updates[tensor.module, tensor.name]
@@ -262,13 +273,13 @@ class FSDP2(ShardedLayout):
             unit.accumulated = parts
 
     def keep_full(self, step: Step, unit: Unit) -> None:
-        """`to_accumulated_grad_if_needed`: each gradient is widened to the dtype in which it will be reduced."""
+        """`to_accumulated_grad_if_needed`: widen each gradient to the dtype in which it will be reduced."""
         used = unit.trained[0].gathered_bytes
         width = self.reduce_bytes or used
         if width == used or not unit.runs:
             return
         self.take_gradients(step, unit)
-        if unit.accumulated:  # added in place to what is there
+        if unit.accumulated:  # added in place to the existing gradients
             return
         sizes = [t.numel * t.gradient_parts for t in unit.trained]
         narrow = [step.allocate("gradient.full", Category.GRADIENTS, [size * used], unit.name) for size in sizes]
@@ -292,6 +303,6 @@ class FSDP2(ShardedLayout):
 
 
 def _groups(unit: Unit) -> list[list[StoredTensor]]:
-    """Tensors that are gathered at once: of a unit, experts that ranks have divided are on another mesh than the rest."""
+    """The tensors of a unit that are gathered at once: experts divided over ranks are on another mesh than the rest."""
     divided = [[t for t in unit.tensors if (t.expert_ranks > 1) == expert] for expert in (False, True)]
     return [group for group in divided if group]

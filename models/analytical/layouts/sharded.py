@@ -1,4 +1,4 @@
-"""What FSDP1 and FSDP2 share: units are gathered when a block needs them, and reduced when it is done."""
+"""What FSDP1 and FSDP2 share: units are gathered when a block needs them, and reduced after its backward."""
 
 from __future__ import annotations
 
@@ -13,10 +13,8 @@ from peakcast.timeline import Phase
 
 
 class ShardedLayout(Layout):
-    """Units that are gathered when a block needs them: the order of events that FSDP1 and FSDP2 share.
-
-    Subclasses say what a gather (`gather`) and a reduction (`reduce`) allocate.
-    """
+    """Units that are gathered when a block needs them: the order of events that FSDP1 and FSDP2 share. Subclasses define
+    what a gather (`gather`) and a reduction (`reduce`) allocate."""
 
     stays_after_forward = False
     """Whether every unit stays gathered from its forward to its backward (`reshard_after_forward=False`)."""
@@ -30,19 +28,20 @@ class ShardedLayout(Layout):
         self.waits = waits
         """Whether micro-batches before the last keep full gradients instead of reducing them."""
         self.reshards = True
-        """Whether a unit is resharded when it is done; under pipelining, once for all micro-batches (`end_turns`)."""
+        """Whether a unit is resharded after each use; under pipelining only after all micro-batches (`end_turns`)."""
         self.last = True
         self._fetched_for: set[Unit] = set()
-        """Units that have fetched the next in this backward; both ends of an encoder-decoder are one, and do so once."""
+        """Units that have prefetched the next one in this backward. An encoder-decoder's two ends are one unit, which does
+        so once."""
         self._of_module: dict[str, list[Unit]] = {}
         self._of_operations: dict[str, list[Unit]] = {}
-        """Units of one operation, by module."""
+        """Units that serve one operation, by module."""
         for unit in self.units:
             for module in unit.modules:
                 (self._of_operations if unit.operation else self._of_module).setdefault(module, []).append(unit)
 
     def by_module(self) -> list[Unit]:
-        """The units in the order of the modules that have them (`_state_ctx.all_states`): what has the table is first."""
+        """The units in the order of their modules (`_state_ctx.all_states`): the one with the token table comes first."""
         *others, last = self.units
         return [last, *others] if "embedding" in last.modules else self.units
 
@@ -76,13 +75,13 @@ class ShardedLayout(Layout):
         for unit in self._of_module.get(run.module, []):
             following = self.unit_before(unit) if self.prefetches and unit.hook else None
             if following is not None and unit.modules[-1] == run.module and run.module not in following.modules:
-                labels = run.template.backward_labels  # a fused loss has no backward of the lm_head left: its first
+                labels = run.template.backward_labels  # in a fused loss no lm_head runs backward: its first operation
                 hooked = next((index for index, label in enumerate(labels) if label.startswith(unit.hook)), 0)
                 at = (run.backward_start or 0) + hooked
                 self.prefetch(step, following, born=at)
             if len(run.template.gradient_columns) and not added:
-                unit.runs.append(run)  # else added in place to what is there
-            if run.template.num_forward and not unit.reduces_at_end:  # a weight's backward for itself passes no hook
+                unit.runs.append(run)  # else added in place to the existing gradients
+            if run.template.num_forward and not unit.reduces_at_end:  # the weights' half of a split backward runs no hook
                 self.finish(step, unit)
 
     def has_gradient(self, module: str, template: Template, *, begun: bool) -> bool:
@@ -97,7 +96,8 @@ class ShardedLayout(Layout):
                 step.free(unit.sent)
 
     def begin_turns(self) -> None:
-        """Before the turns of a pipeline: units stay gathered and full gradients wait until they have all been taken."""
+        """Before the turns of a pipeline: units stay gathered, and full gradients are not reduced before all turns are
+        done."""
         self.reshards, self.waits, self.last = False, True, False
 
     def end_turns(self, step: Step) -> None:
@@ -106,24 +106,24 @@ class ShardedLayout(Layout):
             self.finish(step, unit)
 
     def unshard(self, step: Step, phase: Phase) -> None:
-        """Begin to gather every unit, as a pipeline does for a stage that comes soon."""
+        """Start gathering every unit, as a pipeline does for a stage whose turn comes soon."""
         for unit in self.by_module():
             self.prefetch(step, unit, phase=phase)
 
     def wait(self, step: Step, phase: Phase) -> None:
-        """Every unit that is being gathered is there."""
+        """Finish gathering every unit."""
         for unit in self.by_module():
             if not unit.gathered:
                 self.gather(step, unit, phase)
-                self.end_forward(step)  # which waits for nobody: a forward would keep a while what it has copied out
+                self.end_forward(step)  # a forward would keep the buffer that it has copied out; this frees it at once
 
     def reshard(self, step: Step) -> None:
-        """Let go of what is gathered."""
+        """Free what is gathered."""
         for unit in self.units:
             step.free(unit.gathered)
 
     def finish(self, step: Step, unit: Unit) -> None:
-        """The unit's backward is done: reshard it, and reduce its gradients or let them wait."""
+        """The unit's backward is done: reshard it, and reduce its gradients or keep them for later."""
         if self.reshards:
             self.take_parts(step, unit)
         if self.reshards_in_backward():
@@ -141,17 +141,17 @@ class ShardedLayout(Layout):
         step.free(unit.gathered)
 
     def fetch_after(self, step: Step, unit: Unit) -> None:
-        """The unit's backward is done and its gradients are about to be reduced."""
+        """Called when the unit's backward is done, before its gradients are reduced."""
 
     def reshards_in_backward(self) -> bool:
         """Whether a unit is resharded when its backward is done."""
         return self.reshards
 
     def take_parts(self, step: Step, unit: Unit) -> None:
-        """Of gradients that are larger than their tensors, this rank's parts."""
+        """If gradients are larger than their tensors, replace them by this rank's parts."""
 
     def take_gradients(self, step: Step, unit: Unit) -> None:
-        """The full gradients of the unit's runs are gone from the next instant on."""
+        """Free the full gradients of the unit's runs from the next instant on."""
         for run in unit.runs:
             run.take_gradients(step.now, unit.operation)
         unit.runs.clear()
@@ -161,15 +161,16 @@ class ShardedLayout(Layout):
         raise NotImplementedError
 
     def prefetch(self, step: Step, unit: Unit, *, born: int | None = None, phase: Phase = Phase.BACKWARD) -> None:
-        """Begin to all-gather the unit's tensors, if they are not there; `born`: at an instant of the past."""
+        """Start to all-gather the unit's tensors, unless they are gathered. `born`: a past instant at which this
+        happened."""
         raise NotImplementedError
 
     def reduce(self, step: Step, unit: Unit) -> None:
-        """Turn the unit's full gradients into this rank's part."""
+        """Reduce the unit's full gradients to this rank's part."""
         raise NotImplementedError
 
     def keep_full(self, step: Step, unit: Unit) -> None:
-        """A micro-batch that does not reduce: the full gradients stay."""
+        """Keep the full gradients of a micro-batch that does not reduce."""
         raise NotImplementedError
 
     def release_gradients(self, step: Step) -> None:
@@ -177,6 +178,6 @@ class ShardedLayout(Layout):
             step.free(unit.gradient)
 
     def unit_before(self, unit: Unit) -> Unit | None:
-        """The unit that backward comes to next: the one before it in forward."""
+        """The unit whose backward comes next: the one before it in forward; None for the first."""
         index = self.units.index(unit)
         return self.units[index - 1] if index else None

@@ -1,8 +1,8 @@
-"""Several pipeline stages of one rank, each sharded for itself: which of them are gathered when.
+"""Several pipeline stages on one rank, each sharded by itself, and when each is gathered.
 
 Source: torch 2.13 `distributed/pipelining/schedules.py` `_add_unshard_reshard`, `_add_reduce_grad` and `stage.py`
-perform_reduce_grad: the stages of the next turns are gathered, three at most, and those that none of these needs let go; a
-stage's gradients are reduced as soon as its last micro-batch is done.
+perform_reduce_grad. The stages of the next turns are gathered, three at most, and stages that none of these turns needs are
+resharded. A stage's gradients are reduced as soon as its last micro-batch is done.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MOST_ACTIVE = 3
 
 
 class Stages(Layout):
-    """The layouts of a rank's stages. `modules`: of each stage."""
+    """A layout for each of a rank's stages: `parts`, with the modules of each in `modules`."""
 
     def __init__(self, parts: Sequence[Layout], modules: Sequence[Collection[str]]) -> None:
         super().__init__([tensor for part in parts for tensor in part.tensors])
@@ -45,7 +45,7 @@ class Stages(Layout):
                 part.reshard(step)
         fetched = [chunk for chunk in coming if chunk not in self._active]
         self._active = set(coming)
-        phase = Phase(step.phases[-1]) if step.phases else Phase.FORWARD  # a turn's own begins when all is there
+        phase = Phase(step.phases[-1]) if step.phases else Phase.FORWARD  # the turn's own phase begins after gathering
         for chunk in fetched:
             if isinstance(part := self.parts[chunk], ShardedLayout):
                 part.unshard(step, phase)
@@ -55,7 +55,7 @@ class Stages(Layout):
             self._at_turn.wait(step, phase)
 
     def after_turn(self, step: Step, turns: Sequence[Turn]) -> None:
-        turn, *later = turns  # its stage ends if none of the others is a backward of it
+        turn, *later = turns  # the stage is done if no later turn is its
         if not any(other.chunk == turn.chunk for other in later):
             self.parts[turn.chunk].end_turns(step)
 

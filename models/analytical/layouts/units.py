@@ -1,4 +1,4 @@
-"""Units: tensors that FSDP gathers and reduces together, and which tensors of a network those are."""
+"""Units: tensors that FSDP gathers and reduces together, and how a network is divided into them."""
 
 from __future__ import annotations
 
@@ -11,33 +11,33 @@ from peakcast.models.analytical.step import Run
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Tensors that are gathered and reduced together, and their state as the step goes. A unit equals itself only."""
+    """Tensors that are gathered and reduced together, and the state of this during the step. A unit equals only itself."""
 
     name: str
     modules: tuple[str, ...]
     tensors: tuple[StoredTensor, ...]
     stays_after_forward: bool = False
-    """Not resharded after forward."""
+    """Whether it stays gathered after forward."""
     reduces_at_end: bool = False
-    """Its gradients wait for the end of backward: nothing that enters it has a gradient."""
+    """Whether its gradients are reduced only at the end of backward, because none of its inputs has a gradient."""
     fetched_in_vain: bool = False
-    """The unit after it fetches it ahead in backward, which never comes to it: what it makes has no gradient."""
+    """The unit after it prefetches it in backward, although its own backward never runs: its output has no gradient."""
     operation: str = ""
-    """The one operation of a block that its tensors are for, and are gathered for alone; "": the whole block."""
+    """The one operation of a block that reads its tensors, for which alone they are gathered; "": the whole block."""
     hook: str = ""
-    """The operation whose backward waits for it to be gathered, and lets the next be fetched; "": the block's first."""
+    """The operation whose backward waits for the gather and starts the next prefetch; "": the block's first."""
     sent: list[int] = field(default_factory=list)
-    """Handles of an all-gather's output that has not been copied out."""
+    """Handles of an all-gather's output that has not been copied out yet."""
     gathered: list[int] = field(default_factory=list)
     """Handles of the unsharded tensors."""
     gradient: list[int] = field(default_factory=list)
-    """Handles of what waits for the optimizer."""
+    """Handles of the reduced gradients that wait for the optimizer."""
     runs: list[Run] = field(default_factory=list)
-    """Backward runs whose full gradients are still there."""
+    """Backward runs whose full gradients still exist."""
     accumulated: list[int] = field(default_factory=list)
-    """Handles of full gradients of earlier micro-batches that are no longer where backward put them."""
+    """Handles of full gradients of earlier micro-batches that have left the place where backward made them."""
     trained: list[StoredTensor] = field(init=False)
-    """Its tensors that get a gradient."""
+    """Those of its tensors that get a gradient."""
 
     def __post_init__(self) -> None:
         self.trained = [tensor for tensor in self.tensors if tensor.trains]
@@ -52,12 +52,13 @@ def units_by_layer(
     tied: bool = False,
     norm_apart: bool = False,
 ) -> list[Unit]:
-    """A unit per decoder layer, and the rest: the root, which is gathered first and stays; or, with `ends_apart`, the token
-    table as a unit, final norm and lm_head as another (one for both where they share the table), and the root what is left.
-    `adapters_apart`: each adapter matrix is a unit of its own. `first_layer_without_gradient`: no gradient enters it.
-    `tied`: the head uses the table, also where it has no tensor of its own. `norm_apart`: the final norm is the root's.
+    """A unit per decoder layer, and one or more for the rest: the root, which is gathered first and stays gathered; or,
+    with `ends_apart`, the token table as one unit, final norm and lm_head as another (a single unit if they share the
+    table), and a root with what is left. Returned in the order in which their forward ends; the root is last.
 
-    In the order in which their forward ends; the root is the last.
+    `adapters_apart`: each adapter matrix is a unit of its own. `first_layer_without_gradient`: no input of the first layer
+    has a gradient. `tied`: the head uses the table, even if it has no tensor of its own. `norm_apart`: the final norm
+    belongs to the root.
     """
     groups: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
@@ -75,19 +76,19 @@ def units_by_layer(
         return [*layers, root]
     table = [tensor for tensor in embedding if tensor.name == "embed_tokens.weight"]
     left = [tensor for tensor in embedding if tensor.name != "embed_tokens.weight"]
-    # without tensors it may be a pipeline's stage that has no end, or a final norm without weights (OLMo)
+    # a head without tensors: a pipeline stage that is not the last, or a final norm without weights (OLMo)
     tied = (tied or bool(head)) and not any(tensor.name == "lm_head.weight" for tensor in head)
     if norm_apart:
         left += [tensor for tensor in head if not tensor.name.startswith("lm_head")]
         head = [tensor for tensor in head if tensor.name.startswith("lm_head")]
-    if tied:  # gathered for the embedding; no input of it has a gradient
+    if tied:  # gathered for the embedding, whose input has no gradient
         tail = Unit("tail", ("embedding", "head"), (*table, *head), True, reduces_at_end=True, hook="lm_head")
         units = [*layers, tail]
     else:
         in_vain = first_layer_without_gradient
         first = Unit("embedding", ("embedding",), tuple(table), reduces_at_end=True, fetched_in_vain=in_vain)
         tail = Unit("tail", ("head",), tuple(head), True, hook="lm_head")
-        units = [*([first] if table else []), *layers, *([tail] if head else [])]  # of a pipeline stage
+        units = [*([first] if table else []), *layers, *([tail] if head else [])]  # a pipeline stage may lack either
     if left:
         units.append(Unit("root", ("embedding", "head"), tuple(left), stays_after_forward=True, reduces_at_end=True))
     return units

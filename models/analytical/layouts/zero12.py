@@ -17,14 +17,16 @@ from peakcast.units import round_up
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A gradient that waits in the bucket, or beside it when it is larger."""
+    """A gradient that waits in the bucket or, if it is larger than the bucket, outside it. `born`: the instant it was
+    made."""
 
     tensor: StoredTensor
     born: int
 
 
 class Slices(NamedTuple):
-    """Parts of a tensor in the partitions of `ranks` ranks in a row, `size` elements in each."""
+    """Parts of a tensor that lie in the partitions of `ranks` consecutive ranks from `first` on, `size` elements in
+    each."""
 
     first: int
     size: int
@@ -32,11 +34,9 @@ class Slices(NamedTuple):
 
 
 class Zero12(Partitions):
-    """Stages 1 and 2: every rank has all weights in flat buffers, one partition of main copies and states.
-
-    `rank`: which partition this one owns. Source: `reduce_independent_p_g_buckets_and_remove_grads`, `average_tensor`,
-    `copy_grads_in_partition`.
-    """
+    """Stages 1 and 2: every rank has all weights in flat buffers, and one partition of main copies and states. `rank`: the
+    rank whose partition this is. Source: `reduce_independent_p_g_buckets_and_remove_grads`, `average_tensor`,
+    `copy_grads_in_partition`."""
 
     def __init__(
         self,
@@ -58,35 +58,36 @@ class Zero12(Partitions):
         self.rank = rank
         self.round_robin = round_robin
         self._overlaps = stage == 1 and buckets.num_reduce > 1
-        """Whether stage 1 reduces while the last micro-batch runs backward, and not when it is over."""
+        """Whether stage 1 reduces during the last micro-batch's backward, instead of after it."""
         self._reduces = REDUCING if buckets.num_reduce > 1 else 0
-        """On which stream."""
+        """The stream on which gradients are reduced."""
         self.contiguous = contiguous
-        """Whether gradients wait in a bucket, those of this rank's partition in `grads_in_partition`, or where they are."""
+        """Whether gradients are copied into a bucket, and those of this rank's partition into `grads_in_partition`;
+        otherwise they stay where backward made them."""
         self._mine: dict[StoredTensor, int] = {}
         """Elements of each tensor that lie in this rank's partition."""
         self._slices: dict[StoredTensor, list[Slices]] = {}
-        """Of each tensor, the ranks that it belongs to, and the elements that each has."""
+        """The ranks in whose partitions each tensor lies, and how many elements each has."""
         self.owners = self._owners_of_tensors()
         self._bucket: list[int] = []
         self._tied: list[int] = []
         self._two_stacks = any(tensor.of_encoder for tensor in tensors)
-        """Of an encoder-decoder both embeddings add to the table's gradient."""
+        """Whether it is an encoder-decoder, in which both embeddings add to the table's gradient."""
         self._between = False
         self._waiting: list[Arrival] = []
         self._runs: list[Run] = []
         self._earlier: list[int] = []
         self._in_place: dict[bool, list[int]] = {True: [], False: []}
-        """Of the group that decays and the other, this rank's gradients that are where backward has made them."""
+        """By whether their group decays: this rank's gradients that stay where backward made them."""
         self._reduced = False
         self._last = True
 
     def _owners_of_tensors(self) -> dict[StoredTensor, range]:
-        """The ranks whose partitions a tensor lies in: groups are cut without regard to tensors."""
+        """The ranks in whose partitions each tensor lies; groups are divided without regard to tensors."""
         owners: dict[StoredTensor, range] = {}
         for group in self.groups:
             size, offset = self.partition(group), 0
-            for tensor in self._dealt(group):
+            for tensor in self._division_order(group):
                 owners[tensor] = range(offset // size, (offset + tensor.numel - 1) // size + 1)
                 ends = offset + tensor.numel
                 first, last = owners[tensor][0], owners[tensor][-1]
@@ -100,9 +101,9 @@ class Zero12(Partitions):
                 offset = ends
         return owners
 
-    def _dealt(self, group: list[StoredTensor]) -> list[StoredTensor]:
-        """In the order in which they are cut: with `round_robin_gradients` dealt to the ranks one by one
-        (`_round_robin_reorder`)."""
+    def _division_order(self, group: list[StoredTensor]) -> list[StoredTensor]:
+        """The tensors of a group in the order in which it is divided; `round_robin_gradients` deals them out to the ranks
+        one by one (`_round_robin_reorder`)."""
         if not self.round_robin:
             return group
         return [tensor for rank in range(min(self.ranks, len(group))) for tensor in group[rank :: self.ranks]]
@@ -121,26 +122,28 @@ class Zero12(Partitions):
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self._last = last
         self._reduced = False
-        if not self.contiguous and self.stage == 2:  # those of earlier micro-batches, which these are added to
+        if not self.contiguous and self.stage == 2:  # the new gradients are added to those of earlier micro-batches
             self._earlier = self._in_place[True] + self._in_place[False]
             self._in_place = {True: [], False: []}
 
     def _joins_gradients(self) -> bool:
-        """What is missing at the end of the last partition is one more tensor, of zeros (`get_flat_partition`)."""
+        """Besides several tensors: if the last partition is not full, one more tensor, of zeros, fills it
+        (`get_flat_partition`)."""
         group = self.groups[self._updated]
         parts = [mine for tensor in group if (mine := self._mine[tensor])]
         return len(parts) > 1 or sum(parts) < self.partition(group)
 
     def _groups_with_gradients(self) -> int:
-        """A partition may lie in a group's padding."""
+        """A rank's partition may lie entirely in a group's padding."""
         return max((n for n, group in enumerate(self.groups, start=1) if any(map(self._mine.get, group))), default=0)
 
     def _largest_gradient(self) -> int:
         return max(self._mine.values())
 
     def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int, born: int) -> None:
-        """The gradient goes into the bucket, which is emptied first when it would be too full. One larger than the bucket
-        waits beside it, for an optimizer on the host in a copy."""
+        """A gradient goes into the bucket, which is reduced first if the gradient would overfill it. One larger than the
+        bucket waits outside it, in a copy if the optimizer is on the host. `gone`: bytes that the operation at `now`
+        frees."""
         if self._waiting and sum(one.tensor.numel for one in self._waiting) + tensor.numel > self.buckets.reduce:
             gone += self._reduce(step, now, gone)
         if self._is_copied(tensor):
@@ -148,20 +151,21 @@ class Zero12(Partitions):
         self._waiting.append(Arrival(tensor, born))
 
     def _is_copied(self, tensor: StoredTensor) -> bool:
-        """Whether a gradient is cloned as it arrives (`_offload_gradient_safety_enabled`)."""
+        """Whether a gradient is cloned when it is ready (`_offload_gradient_safety_enabled`)."""
         return self.offloads and tensor.numel > self.buckets.reduce
 
     def _reduce(self, step: Step, now: int, gone: int = 0) -> int:
-        """The bucket is reduced, when the operation at `now` has let go of `gone` bytes: in copies where it holds parts of
-        several ranks in turn. What lies in this rank's partition is then copied into `grads_in_partition`, which has room
-        for all of every tensor that lies in it in part. Returns the bytes that this leaves free at that instant."""
+        """Reduce the bucket, after the operation at `now` has freed `gone` bytes. It is copied if it holds parts of
+        several ranks in turn. Gradients in this rank's partition are then copied into `grads_in_partition`, which has
+        room for the whole of each tensor of which a part lies in the partition. Returns the bytes that are free again at
+        that instant."""
         if not self.contiguous:
             self._reduce_in_place(step, now, gone)
             return 0
         owned = any(self.rank in self.owners[one.tensor] for one in self._waiting)
         elements = self._copied()
         copies = elements > 0
-        placed = now + 1  # the copy, if any, is gone when gradients are put in their place
+        placed = now + 1  # the copy, if any, is freed before gradients are copied into the partition
         free = 0
         if copies:
             free = max(elements * self.element_bytes - gone, 0)
@@ -169,7 +173,7 @@ class Zero12(Partitions):
         for one in self._waiting:
             if one.tensor.numel > self.buckets.reduce:
                 size, born, module = one.tensor.numel * self.element_bytes, min(one.born + 1, now), one.tensor.module
-                if self._overlaps and self.rank not in self.owners[one.tensor]:  # stage 1 lets go of it in the end
+                if self._overlaps and self.rank not in self.owners[one.tensor]:  # stage 1 frees it at the end
                     self._bucket += step.allocate("gradient", Category.GRADIENTS, [size], module, born=born)
                 else:
                     step.hold("gradient", Category.GRADIENTS, size, born, placed + copies, module)
@@ -192,8 +196,8 @@ class Zero12(Partitions):
         return free
 
     def _reduce_in_place(self, step: Step, now: int, gone: int) -> None:
-        """`buffered_reduce_fallback`: gradients are flattened together, and copied back to where they are; stage 2 lets go
-        of those that other ranks update."""
+        """`buffered_reduce_fallback`: gradients are flattened into one tensor and copied back to where they are. Stage 2
+        then frees those that other ranks update."""
         if len(self._waiting) > 1:
             size = sum(one.tensor.numel for one in self._waiting) * self.element_bytes
             step.hold("all_reduce.input", BUFFERS, size - gone, now, now + 1, stream=self._reduces)
@@ -212,7 +216,7 @@ class Zero12(Partitions):
         step.free(self._in_place[group[0].decays])
 
     def _copied(self) -> int:
-        """Elements of the largest copy: parts of different ranks are sent together until they make a bucket, and one alone
+        """Elements of the largest copy. Parts of different ranks are sent together until they fill a bucket; a single part
         is sent from where it is (`average_tensor`, `allreduce_and_scatter`)."""
         slices: list[Slices] = []
         for one in (part for arrival in self._waiting for part in self._slices[arrival.tensor]):
@@ -231,6 +235,7 @@ class Zero12(Partitions):
         return largest
 
     def _reduce_now(self, step: Step) -> None:
+        """Reduce the bucket outside any block."""
         now = step.moment("reduce_gradients", Phase.BACKWARD)
         step.moment("copy_grads_in_partition", Phase.BACKWARD)
         self._reduce(step, now)
@@ -240,12 +245,12 @@ class Zero12(Partitions):
         begin = run.backward_start or 0
         if weights and not self._bucket and self.contiguous:  # `setup_buckets`, at the first gradient
             sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
-            made = made_at(run.template, weights[0])  # when the operation is done, its temporaries gone
+            made = made_at(run.template, weights[0])  # the bucket is made after the operation's temporaries are freed
             step.hold("ipg_bucket", BUFFERS, sum(sizes) - ended_bytes(run, made), begin + made, begin + made + 1)
             self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=begin + made + 1)
-        if self.stage == 2 or (self._overlaps and self._last):  # each gradient goes into the bucket as soon as it is there
+        if self.stage == 2 or (self._overlaps and self._last):  # each gradient goes into the bucket as soon as it is ready
             run.keeps_gradients = False
-            added = [one for one in self._runs if one.module == run.module]  # to what stage 1 has of earlier micro-batches
+            added = [one for one in self._runs if one.module == run.module]  # earlier micro-batches' runs, in stage 1
             for earlier in added:
                 earlier.gradients_die = begin
                 self._runs.remove(earlier)
@@ -262,9 +267,9 @@ class Zero12(Partitions):
                         step.hold("gradient", Category.GRADIENTS, size, begin, begin + at + 1, run.module)
                     born = begin - 1 if added else begin + at
                     self._arrive(step, found[0], begin + at, ended_bytes(run, at), born)
-                elif name == "lm_head.weight":  # the token table's: autograd adds the embedding's before anybody sees it
+                elif name == "lm_head.weight":  # a tied table: autograd adds the embedding's gradient before any hook runs
                     self._tied += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size])
-                    run.gradients_die = step.now  # held here from then on
+                    run.gradients_die = step.now  # from then on `_tied` holds it
             if self._tied and run.module == "embedding":
                 self._between = self._two_stacks and not self._between
             if self._tied and run.module == "embedding" and not self._between:
@@ -282,10 +287,10 @@ class Zero12(Partitions):
             self._reduce_in_order(step)
         self._reduce_now(step)
         step.free(self._bucket)
-        step.free(self._earlier)  # added to the first micro-batch's
+        step.free(self._earlier)  # they have been added to the new ones
 
     def _reduce_in_order(self, step: Step) -> None:
-        """Stage 1 sends gradients through the bucket in the order of parameters when backward is over."""
+        """Stage 1 sends gradients through the bucket after backward, in the order of parameters."""
         begins = step.now
         for run in self._runs:
             run.gradients_die = begins

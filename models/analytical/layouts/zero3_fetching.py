@@ -1,4 +1,4 @@
-"""How ZeRO-3 fetches and releases weights: DeepSpeed's parameter coordinator, played on the turns of one micro-batch.
+"""How ZeRO-3 gathers and releases weights: DeepSpeed's parameter coordinator, played on the turns of one micro-batch.
 
 Source: DeepSpeed 0.19.8 `runtime/zero/partitioned_param_coordinator.py` (`_fetch_sub_module_impl`, `release_sub_module`,
 `__params_to_release`) and `partition_parameters.py` (`_all_gather_sequential`, `_all_gather_coalesced`).
@@ -23,66 +23,67 @@ from peakcast.timeline import Category
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
 REHEARSALS = 3
-"""Micro-batches after which what is known of their order does not change any more, where all are alike."""
+"""Number of equal micro-batches after which the coordinator's knowledge of their order no longer changes."""
 
 
 @dataclass(slots=True)
 class Gather:
-    """An all-gather that somebody waits for. `tensors`: those that have not been used yet, in order."""
+    """An all-gather that has been started. `tensors`: those that have not been used yet, in order."""
 
     tensors: dict[StoredTensor, None]
     born: int
     coalesced_bytes: tuple[int, ...]
-    """Of the flat outputs of several tensors, one for each dtype, which are copied out of it; none for one tensor alone,
-    gathered in place."""
+    """Bytes of the flat outputs from which several tensors are copied, one output for each dtype; empty for a single
+    tensor, which is gathered in place."""
     arrived: int | None = None
-    """The instant at which somebody had waited for it."""
+    """The instant at which a module first waited for it."""
 
 
 @dataclass(slots=True)
 class Coordinator:
-    """What is there and what is on its way, turn by turn."""
+    """Which weights are gathered and which are on their way, turn by turn."""
 
     step: Step
     ranks: int
     sizes: Buckets
     packs: bool
-    """Whether a checkpoint keeps the weights that it has computed again with, as memory that a release does not free, of
-    those that train (`torch/utils/checkpoint.py`, not with use_reentrant: `x.detach()` in `_recomputation_hook`)."""
+    """Whether a checkpoint keeps trained weights that its recomputation has used, so that a release does not free their
+    memory (`torch/utils/checkpoint.py`, not with use_reentrant: `x.detach()` in `_recomputation_hook`)."""
     stream: int = 0
-    """That on which it allocates. A released weight is still used by the one that computes (`free_param`: `record_stream`),
-    so that its block waits; that is not counted. DeepSpeed waits for gathers and reductions only, and nothing in a forward
-    says how far the CPU is ahead: by its end all its weights may be missing in the cache, or none."""
+    """The stream on which it allocates. The computing stream still uses a released weight (`free_param`: `record_stream`),
+    so its block would have to wait; that is not counted. DeepSpeed waits for gathers and reductions only, so nothing in a
+    forward says how far ahead the CPU is: at its end, all its weights may be missing from the cache, or none."""
     from_host: bool = False
-    """Whether parts are in host memory. On one rank a weight is its part, and made anew only from there
-    (`NoGatherCoalescedHandle`)."""
+    """Whether the ranks' parts are in host memory. On one rank a weight is its own part, so only then is there a copy to
+    make (`NoGatherCoalescedHandle`)."""
     order: Order = field(default_factory=Order)
     available: dict[StoredTensor, int] = field(default_factory=dict)
-    """Tensor -> instant since which it is there."""
+    """Tensor -> the instant from which it is gathered."""
     gathers: dict[StoredTensor, Gather] = field(default_factory=dict)
     viewed: Collection[StoredTensor] = ()
-    """Those that autograd keeps as views, besides stacked experts: a release does not free that memory (a checkpoint does
-    not keep them)."""
+    """Tensors, besides stacked experts, that autograd saves as views, so that a release does not free their memory. (A
+    checkpoint does not save them.)"""
     unread: set[StoredTensor] = field(default_factory=set)
-    """Of modules that do not run: whoever reads them gathers them, and from then on as it begins."""
+    """Weights of modules that do not run. A module that reads one gathers it itself the first time, and later when it
+    begins."""
     made: Sequence[int] | npt.NDArray[np.int64] = ()
-    """Bytes that operations allocate at each instant: after what their modules have fetched."""
+    """Bytes that operations allocate at each instant, after their modules have gathered."""
     reductions: dict[int, Reduction] = field(default_factory=dict)
-    """By instant: when the operation is done, and what a checkpoint kept for it is gone."""
+    """By instant: the reduction that follows the operation, when what a checkpoint kept for that operation is freed."""
     elements: int = 0
-    """Gathered ones, as DeepSpeed counts them: from 0 each time that the network runs forward."""
+    """Gathered elements, as DeepSpeed counts them: from 0 each time the network runs forward."""
     _queue: deque[tuple[StoredTensor, int]] = field(default_factory=deque)
     _next_use: dict[StoredTensor, int] = field(default_factory=dict)
     _for_good: set[StoredTensor] = field(default_factory=set)
     _fetched: Fetched = field(default_factory=lambda: Fetched(-1))
-    """In the instant at which turns begin."""
+    """What is gathered in the instant at which the current turns begin."""
     _decided: dict[tuple[str, int], tuple[StoredTensor, ...]] = field(default_factory=dict)
-    """What a module releases as the so-manieth turn, as it was when that was first asked, though the order may have changed
-    since (`lru_cache` around `__params_to_release`)."""
+    """By (module, position of the turn): what it releases. `lru_cache` around `__params_to_release` keeps the first answer,
+    even if the order has changed since."""
 
     def learn(self, turns: Sequence[Turn]) -> None:
-        """Take up what is known after many micro-batches of these turns."""
-        if sum(turn.starts for turn in turns) == 1:  # and whatever is known is right
+        """Bring the coordinator into the state it has after many micro-batches of these turns."""
+        if sum(turn.starts for turn in turns) == 1:  # one forward per micro-batch: the recorded order is then always right
             self.order.known = tuple(turn for turn in turns if turn.enters)
         else:
             rehearsal = replace(self, step=Step())
@@ -92,16 +93,17 @@ class Coordinator:
         self.unread.clear()
 
     def play(self, turns: Sequence[Turn]) -> None:
-        """All turns of a micro-batch. While DeepSpeed does not know their order, nothing is fetched ahead, and a module's
-        parameters, small ones too, are released as soon as it is done.
+        """Play all turns of a micro-batch. While DeepSpeed does not know their order, it gathers nothing ahead, and
+        releases a module's parameters, small ones too, as soon as the module is done.
 
-        Frozen ones that are fetched to compute again belong to the module whose backward is under way
-        (`ds_recompute_parameters`): one of the block, done soon, and with use_reentrant the whole network, never done.
+        Frozen weights that are gathered for a recomputation are assigned to the module whose backward is running
+        (`ds_recompute_parameters`): a module of the block, which is done soon; with use_reentrant the whole network, which
+        is never done.
         """
         packed, kept, lent = set[StoredTensor](), set[StoredTensor](), dict[StoredTensor, None]()
         last = {t: turn.ends for turn in turns for t in turn.tensors if self.packs and t.quantized}
         for index, turn in enumerate(turns):
-            self._begin(turn.begins)
+            self._begin_turn(turn.begins)
             if turn.starts:
                 self._restart(turn.begins)
             if turn.enters and self.order.meet(turn):
@@ -110,7 +112,7 @@ class Coordinator:
             mine = [t for t in turn.tensors if not (turn.stays and t in self.unread)]
             missing = [t for t in mine if t not in self.available and t not in self.gathers]
             self._gather(missing, turn.begins)
-            for tensor in reversed(mine):  # by their addresses (a set's order): of two gathers this keeps both buffers
+            for tensor in reversed(mine):  # DeepSpeed's order is a set's; this one keeps both buffers of two gathers
                 self._wait(tensor, turn.begins)
             if self.order.known is not None and turn.enters:
                 self._fetch_ahead(mine, turn.begins)
@@ -146,10 +148,10 @@ class Coordinator:
                 if tensor in packed and tensor in self.available and ends - 1 in self.reductions:
                     self.reductions[ends - 1].gone_bytes += self._padded_bytes(tensor)
                 self._release(tensor, ends)
-        self._begin(-1)
+        self._begin_turn(-1)
 
     def _restart(self, now: int) -> None:
-        """`reset_step`: what was fetched ahead and did not come to its turn is let go."""
+        """`reset_step`: free what was gathered ahead and not used."""
         self._drop_gathers(now)
         self.order.begin()
         self._queue = deque((t, index) for index, turn in enumerate(self.order.known or ()) for t in turn.tensors)
@@ -157,7 +159,7 @@ class Coordinator:
         self.elements = 0
 
     def _fetch_ahead(self, mine: Sequence[StoredTensor], now: int) -> None:
-        """What this turn has is taken off the queue, and the next tensors are gathered."""
+        """Take this turn's tensors off the queue, and gather the next ones."""
         fresh = {t for t in mine if self._next_use.get(t, -1) < self.order.at}
         while self._queue and fresh:
             tensor, at = self._queue.popleft()
@@ -166,7 +168,7 @@ class Coordinator:
         self._prefetch(now)
 
     def _prefetch(self, now: int) -> None:
-        """The next tensors in order, until they make a bucket."""
+        """Gather the next tensors in order, until they fill a bucket."""
         most, ahead = min(self.sizes.live - self.elements, self.sizes.prefetch), dict[StoredTensor, None]()
         filled = 0
         while self._queue and filled < most:
@@ -178,12 +180,13 @@ class Coordinator:
         self._gather(ahead, now)
 
     def _to_release(self, mine: Sequence[StoredTensor], *, leaf: bool) -> Iterable[StoredTensor]:
-        """A turn's tensors, but for small ones, those that the prefetch has passed over, and those used again soon."""
+        """A turn's tensors, except small ones, those further along in the queue, and those used again soon."""
         at, reuse = self.order.at, self.sizes.reuse
         found = (t for t in mine if t.numel > self.sizes.persistence and self._next_use.get(t, -1) <= at)
         return (t for t in found if not self.order.comes_again(t, reuse, leaf=leaf))
 
     def _gather(self, tensors: Iterable[StoredTensor], now: int) -> None:
+        """Start to gather `tensors`."""
         wanted = dict.fromkeys(tensors)
         if not wanted:
             return
@@ -200,12 +203,14 @@ class Coordinator:
             self._fetched.free(whole // self.ranks)
 
     def _padded_bytes(self, tensor: StoredTensor) -> int:
+        """Bytes of the gathered tensor, padded to equal parts."""
         if self.ranks == 1 and not self.from_host:
             return 0
         return -(-tensor.numel // self.ranks) * self.ranks * tensor.gathered_bytes
 
     def _wait(self, tensor: StoredTensor, now: int) -> None:
-        """The tensor is there, and with it all gathered with it; their flat buffer goes with the last to be used."""
+        """Finish the gather of `tensor` and of all tensors gathered with it. Their flat buffer is freed when the last of
+        them is used."""
         gather = self.gathers.pop(tensor, None)
         if gather is None:
             return
@@ -223,11 +228,13 @@ class Coordinator:
                 self._fetched.free_older(sum(gather.coalesced_bytes))
 
     def _hold_output(self, gather: Gather, ends: int) -> None:
+        """Hold the flat outputs of a gather until `ends`."""
         for size in gather.coalesced_bytes if gather.born < ends else ():
             self.step.hold("all_gather.output", BUFFERS, size, gather.born, ends, stream=self.stream)
 
-    def _begin(self, now: int) -> None:
-        """A turn begins. What was only passing at another instant was gone when its operation ran."""
+    def _begin_turn(self, now: int) -> None:
+        """Begin a turn at instant `now`. At the instant before, hold the peak of gathering that exceeds what its operation
+        allocates."""
         at = self._fetched.at
         if at == now:
             return
@@ -237,22 +244,23 @@ class Coordinator:
         self._fetched = Fetched(now)
 
     def stay(self) -> None:
-        """No optimizer's step will part small tensors again: they are there for good."""
+        """Keep the gathered small tensors for good: no optimizer step will partition them again."""
         for tensor in [t for t in self.available if t not in self._for_good]:
             self._for_good.add(tensor)
             size = self._padded_bytes(tensor)
             self.step.hold("gathered", Category.PARAMETERS, size, self.available[tensor], module=tensor.module)
 
     def _release(self, tensor: StoredTensor, now: int) -> None:
+        """Release a gathered tensor at instant `now`."""
         born = self.available.pop(tensor, None)
         if born is not None:
             self.elements -= tensor.numel
             category = BUFFERS if tensor.numel > self.sizes.persistence else Category.PARAMETERS
-            stream = self.stream if born else 0  # small ones that the last step left were gathered as it computed
+            stream = self.stream if born else 0  # small ones from the last step were gathered on the computing stream
             self.step.hold("gathered", category, self._padded_bytes(tensor), born, now, tensor.module, stream)
 
     def _drop_gathers(self, now: int) -> None:
-        """What was fetched ahead is waited for and let go; several that came together are not copied out before."""
+        """Wait for what was gathered ahead and free it; several tensors gathered together are only then copied out."""
         for gather in {id(gather): gather for gather in self.gathers.values()}.values():
             self._hold_output(gather, now)
             born = now if gather.coalesced_bytes else gather.born
@@ -262,8 +270,8 @@ class Coordinator:
         self.gathers.clear()
 
     def end(self, now: int, *, all_of_them: bool = False) -> None:
-        """What is left when backward ends (`release_backward_leftovers`); small tensors stay, but for the optimizer's
-        step."""
+        """Release what is left when backward ends (`release_backward_leftovers`); small tensors stay, except for the
+        optimizer step (`all_of_them`)."""
         self._drop_gathers(now)
         for tensor in [t for t in self.available if all_of_them or t.numel > self.sizes.persistence]:
             self._release(tensor, now)
@@ -271,5 +279,5 @@ class Coordinator:
 
 
 def _turns_with(tensor: StoredTensor, turns: Sequence[Turn], first: int) -> Iterator[Turn]:
-    """Those that have `tensor`, from number `first` on."""
+    """The turns that have `tensor`, from index `first` on."""
     return (turns[index] for index in range(first, len(turns)) if tensor in turns[index].tensors)

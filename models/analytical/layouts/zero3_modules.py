@@ -1,4 +1,4 @@
-"""The modules of a network under ZeRO-3: which weights each has, and its turns as the blocks run.
+"""The modules of a network under ZeRO-3: which weights each has, and in which turns they run.
 
 Source: DeepSpeed 0.19.8 `runtime/zero/parameter_offload.py`.
 """
@@ -13,24 +13,25 @@ from peakcast.models.analytical.layouts.base import StoredTensor
 from peakcast.models.analytical.layouts.zero3_turns import NO_ROTARY_MODULE, READS, Turn, turns_of
 
 ENCODER, DECODER = "encoder.", "decoder."
-"""The stacks of an encoder-decoder; the first is how the labels of the encoder's end begin."""
+"""The stacks of an encoder-decoder. The labels of the encoder's end begin with the first."""
 
 
 class ModuleTurns(Protocol):
-    """What stage 3 asks of a network."""
+    """What stage 3 needs to know of a network's modules."""
 
     tensors: dict[str, list[StoredTensor]]
-    """Of each block."""
+    """The tensors of each block."""
     leaf: str
-    """A module of each layer that is one for all within it."""
+    """The name of a module in each layer that DeepSpeed treats as one with all inside it; "": none."""
 
     @property
     def tied(self) -> bool:
-        """Whether the lm_head's gradient is one half of the token table's."""
+        """Whether the lm_head's gradient is half of the token table's."""
 
     @property
     def unread(self) -> Collection[StoredTensor]:
-        """What a module reads that is another's: it gathers that itself the first time, and from then on as it begins."""
+        """Weights that a module reads though they belong to another: it gathers one itself the first time, and later when
+        it begins."""
 
     @property
     def between_stacks(self) -> bool:
@@ -39,12 +40,12 @@ class ModuleTurns(Protocol):
     def turns(
         self, module: str, labels: Sequence[str], begins: int, *, again: bool = False, backward: bool = False
     ) -> list[Turn]:
-        """Those of a block whose operations have these labels, forward, once more (`again`) or `backward`."""
+        """The turns of a block whose operations have these labels, in forward, recomputation (`again`) or `backward`."""
 
 
 class Modules:
-    """`head_of_root`: the loss reads the head's weight, whose module does not run. `leaf`: a module of each layer that is
-    one for all within it. `family`: `model_type`."""
+    """`head_of_root`: the loss reads the head's weight without running its module. `leaf`: as in `ModuleTurns`. `family`:
+    the `model_type`."""
 
     def __init__(self, tensors: Sequence[StoredTensor], *, head_of_root: bool, leaf: str, family: str) -> None:
         self._all = tuple(tensors)
@@ -52,7 +53,7 @@ class Modules:
         self.leaf = leaf
         self._family = family
         self.tensors: dict[str, list[StoredTensor]] = {}
-        """Of each block."""
+        """The tensors of each block."""
         for tensor in tensors:
             self.tensors.setdefault(tensor.module, []).append(tensor)
         table = [t for t in self.tensors.get("embedding", []) if t.name == "embed_tokens.weight"]
@@ -61,24 +62,24 @@ class Modules:
             self.tensors.setdefault("head", []).extend(replace(t, name="lm_head.weight") for t in table)
         head = [t for t in self.tensors.get("head", []) if t.name.startswith("lm_head.")]
         self.of_root = tuple(table if self.tied else head) if head_of_root else ()
-        """What the network's own forward reads of a module that does not run: an external parameter of the root, from its
-        second forward on fetched as the root begins (`ZeROOrderedDict`, `register_external_parameter`)."""
+        """Weights that the network's own forward reads without running their module: external parameters of the root,
+        gathered from its second forward on when the root begins (`ZeROOrderedDict`, `register_external_parameter`)."""
         if self.of_root:
             self.tensors["head"] = [t for t in self.tensors["head"] if t not in head]
         read = (t for t in tensors if t.name.removesuffix(".weight") in READS.get(family, {}).values())
         self.unread = {*self.of_root, *read}
-        """What a module reads that is another's: it gathers that itself the first time, and from then on as it begins."""
+        """As `ModuleTurns.unread`."""
         self._embedded = 0
-        """How often an embedding has run, forward or backward: in turns both of an encoder-decoder."""
+        """How often an embedding has run, forward or backward; an encoder-decoder's two run alternately."""
         self._throughout: dict[str, tuple[StoredTensor, ...]] = {}
-        """Of each block the tensors that no operation of its forward is named after."""
+        """By block: the tensors that no operation of its forward is named after."""
 
     def turns(
         self, module: str, labels: Sequence[str], begins: int, *, again: bool = False, backward: bool = False
     ) -> list[Turn]:
-        """Those of a block whose operations have these labels, forward, once more (`again`) or `backward`."""
+        """As `ModuleTurns.turns`."""
         stack = self._stack(module, labels, backward=backward)
-        around, ends = self._around(module, stack, backward=backward), begins + len(labels)
+        around, ends = self._num_entered_before(module, stack, backward=backward), begins + len(labels)
         tensors = self.tensors.get(module, [])
         if stack and module == "head":
             tensors = [t for t in tensors if t.name.startswith(ENCODER) == (stack == ENCODER)]
@@ -95,14 +96,14 @@ class Modules:
         )
         if module in ("embedding", "head"):
             turns = [replace(turn, inside=self._all) if turn.inside else turn for turn in turns]
-        if backward:  # what has no operation there has no turn either: no gradient comes by
+        if backward:  # a tensor without an operation there has no turn either, since no gradient passes it
             kept = self._throughout.get(stack + module, ())
             turns[0] = replace(turns[0], tensors=tuple(t for t in turns[0].tensors if t in kept))
         else:
             self._throughout[stack + module] = turns[0].tensors
-        if self.tied and not self.of_root:  # the lm_head's is the table itself
+        if self.tied and not self.of_root:  # the lm_head's weight is the table itself
             table = {t.name: t for t in self.tensors.get("embedding", [])}.get("embed_tokens.weight")
-            turns = [  # of a pipeline's last stage, which has no embedding, the lm_head's is its own
+            turns = [  # (a pipeline's last stage has no embedding, so its lm_head has a weight of its own)
                 replace(turn, tensors=tuple(table if table and t.name == "lm_head.weight" else t for t in turn.tensors))
                 for turn in turns
             ]
@@ -119,7 +120,7 @@ class Modules:
         return turns
 
     def _stack(self, module: str, labels: Sequence[str], *, backward: bool) -> str:
-        """Which stack of an encoder-decoder a block is of that both have, "" of others."""
+        """To which stack of an encoder-decoder a block belongs that both stacks have; "" for other blocks."""
         if module not in ("embedding", "head") or not self._two_stacks:
             return ""
         if module == "head":
@@ -132,8 +133,9 @@ class Modules:
         """Whether one of an encoder-decoder's embeddings has run, forward or backward, and the other has not."""
         return self._two_stacks and self._embedded % 2 == 1
 
-    def _around(self, module: str, stack: str, *, backward: bool) -> int:
-        """Modules that are entered as the block begins: its layer's; the network's, and peft's two around it; a stack."""
+    def _num_entered_before(self, module: str, stack: str, *, backward: bool) -> int:
+        """How many modules are entered when the block begins: its layer, the network and the two that peft puts around it,
+        a stack."""
         network = 2 if all(t.trains for t in self._all) else 4
         if stack == (ENCODER if backward else DECODER):
             network = 1

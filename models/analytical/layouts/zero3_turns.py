@@ -1,4 +1,5 @@
-"""In which order ZeRO-3's hooks meet a block's modules, those without parameters too: each of them fetches ahead.
+"""In which order ZeRO-3's hooks run on a block's modules. Modules without parameters count too, since each may gather
+ahead.
 
 Source: DeepSpeed 0.19.8 `runtime/zero/parameter_offload.py`, `_register_deepspeed_module`; peft 0.21
 `tuners/lora/layer.py`.
@@ -13,7 +14,7 @@ from functools import lru_cache
 from peakcast.models.analytical.layouts.base import StoredTensor
 
 ACTIVATIONS = ("silu", "relu", "gelu", "bloom_gelu", "act_fn", "activation")
-"""How a feed-forward's activation is called, which is a module of its own."""
+"""Names of a feed-forward's activation, which is a module of its own."""
 _GPT2 = {"embed_positions": ("drop",), "self_attn.c_proj": ("resid_dropout",), "mlp.c_proj": ("dropout",)}
 RUN_AFTER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
     "bloom": {"self_attn.query_key_value": ("attention_dropout",)},
@@ -57,58 +58,59 @@ RUN_AFTER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         "final_norm": ("dropout",),
     },
 }
-"""By `model_type`, the modules without weights that run after another (transformers 5.17 models/*/modeling_*.py), most of
-them nn.Dropout, also of probability 0. Other families have none, or call the function."""
+"""By `model_type`, the modules without weights that run after another module (transformers 5.17 models/*/modeling_*.py).
+Most are nn.Dropout, also with probability 0. Other families have none, or call the function instead."""
 INLINE = ("opt",)
-"""Families whose layers run the parts of a feed-forward themselves."""
+"""Families whose feed-forward has no module of its own: its layers run the parts."""
 NO_ROTARY_MODULE = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt", "t5")
 """Families without a module that makes rotary tables."""
 SUBLAYERS: Mapping[str, tuple[str, ...]] = {"t5": ("layer_norm", "dropout", "residual_add")}
-"""By `model_type`: a layer's parts are modules around attention or feed-forward, and these are outside of the inner one."""
+"""By `model_type`: operations in the outer module around attention or feed-forward that are outside the inner module."""
 READS: Mapping[str, Mapping[str, str]] = {"t5": {"mlp.inner": "mlp.wo"}}
-"""By `model_type`, the modules that read a weight of another module within them (T5's the dtype of its last projection), so
-that they hold it from their begin to their end."""
+"""By `model_type`: modules that read a weight of a module inside them (T5's reads the dtype of its last projection), and so
+hold it from their begin to their end."""
 WITHIN = dict.fromkeys(("qkv_split", "relative_position", "relative_position_bucket"), "self_attn")
-"""Operations whose names do not say in which module they run."""
+"""The modules of operations whose names do not tell it."""
 
 FUNCTIONS = ("logits", "softcap")
-"""What operations of the head are named after that no module runs: they are the network's own and the loss."""
+"""First parts of operation names in the head that are not modules but the network's own code and the loss."""
 ADAPTED = " with its adapter"
 CALLED = {"post_attention_layernorm": "pre_feedforward_layernorm", "norm": "final_norm"}
-"""Modules whose operations are named after what they do."""
+"""Modules whose operations have a different name: module -> first part of the operation's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A module's forward or backward, from the instant `begins` until before `ends`."""
+    """A module's forward or backward, from instant `begins` until before `ends`."""
 
     begins: int
     ends: int
     tensors: tuple[StoredTensor, ...] = ()
-    """Its own parameters; a module that holds others has a turn of its own, without any."""
+    """Its own parameters; a module that only contains others has none."""
     name: str = ""
-    """The module's, by which it is known when it comes again."""
+    """The module's name, by which the order recognises it."""
     leaf: bool = False
-    """Whether it is one module for all within it."""
+    """Whether DeepSpeed treats it and all modules inside it as one."""
     done: Mapping[str, int] = field(default_factory=dict)
-    """Of a leaf's tensors, by name, the instants at which their own operations are over."""
+    """For a leaf: by tensor name, the instants at which their own operations end."""
     inside: tuple[StoredTensor, ...] = ()
-    """Those of the modules within it, where it is a layer or the network."""
+    """If it is a layer or the network: the tensors of all modules inside it."""
     releases: bool = True
-    """Not where no gradient flows on: the hook that would release hangs on its input's."""
+    """Whether it releases its tensors when it is done. False if no gradient flows on, as the releasing hook is on its
+    input's gradient."""
     computes_again: bool = False
-    """Forward once more, for checkpointing."""
+    """Whether it is a recomputation for checkpointing."""
     starts: bool = False
-    """The network's forward, whether or not a backward follows."""
+    """Whether the network's forward begins with it, whether or not a backward follows."""
     enters: bool = True
-    """Not where a module that goes on reads a weight which is not its own, and keeps it until it is done."""
+    """False for the second turn of a module that reads another module's weight and holds it until it is done."""
     stays: bool = False
-    """What it holds is not released by others until it is done itself, which is a turn that does not enter."""
+    """Whether other modules cannot release what it holds before it is done, which is a second turn with `enters` false."""
     alone: bool = False
     """A module without weights, which is done when its operation is."""
 
     def later(self, instants: int) -> Turn:
-        """The same so many instants later."""
+        """The same turn, `instants` later."""
         done = {name: at + instants for name, at in self.done.items()} if self.done else self.done
         flags = self.releases, self.computes_again, self.starts, self.enters, self.stays, self.alone
         tensors, name, leaf, inside = self.tensors, self.name, self.leaf, self.inside
@@ -127,10 +129,10 @@ def turns_of(
     backward: bool = False,
     family: str = "",
 ) -> list[Turn]:
-    """The turns of modules in a block's forward or backward, whose operations have these labels, the first at `begins`.
-    What no label names is used throughout, and has the first turn, but for adapters, which are switched off then.
-    `around`: how many modules are entered before. `leaf`: a module that has the parameters of all within it. `again`: the
-    block is computed once more. `family`: the network's, whose modules without weights are in `RUN_AFTER`."""
+    """The turns of the modules in a block's forward or backward. `labels`: its operations, the first at instant `begins`.
+    Tensors that no label names are used throughout the block and belong to the first turn, except adapters, which are then
+    switched off. `around`: how many modules are entered before. `leaf`: a module that has the parameters of all modules
+    inside it. `again`: the block is recomputed. `family`: the network's, for `RUN_AFTER`."""
     turns = _turns_from_0(block, tuple(labels), tuple(tensors), around, leaf, again, backward, family)
     return [turn.later(begins) for turn in turns]
 
@@ -149,7 +151,7 @@ def _turns_from_0(
     """`turns_of`, with the first operation at 0."""
     modules: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
-        name = tensor.name.removesuffix(".weight").removesuffix(".weight").removesuffix(".bias")  # a quantised one has two
+        name = tensor.name.removesuffix(".weight").removesuffix(".weight").removesuffix(".bias")  # quantised: two suffixes
         name = leaf if leaf and name.startswith(f"{leaf}.") else name
         does = CALLED.get(name, name)
         if does != name and any(f"{label}.".startswith(f"{does}.") for label in labels):
@@ -182,7 +184,7 @@ def _turns_from_0(
                     turns.append(Turn(index, index + 1, own, f"{block} {owner}", leaf=of_leaf, releases=not held))
                 else:
                     turns[-1] = replace(turns[-1], ends=index + 1)
-            elif module not in entered:  # peft reads the dtype of lora_A, which is then this module's too, and not released
+            elif module not in entered:  # peft reads lora_A's dtype here, so this module has that weight too, and keeps it
                 read = modules.get(f"{module.removesuffix(ADAPTED)}.lora_A", ()) if module.endswith(ADAPTED) else ()
                 done, holds = not read or switched_off, read_by.get(module, ())
                 name = f"{block} {module}"
@@ -201,9 +203,9 @@ def _turns_from_0(
 
 
 def within_first(turns: Sequence[Turn], again: Sequence[Turn], asks: int) -> list[Turn]:
-    """The turns of a backward that computes a block again once an operation, at instant `asks`, asks for what it would have
-    kept: that of the first module with weights, which is done when that operation is, or dropout before it, which is done
-    first."""
+    """The turns of a backward in which a recomputation runs. It starts when an operation, at instant `asks`, first reads a
+    saved tensor: an operation of the first module with weights, which is done when that operation is, or a dropout before
+    it, which is done first. `again`: the turns of the recomputation."""
     found = (index for index, turn in enumerate(turns) if index and turn.tensors and turn.releases)
     first = next(found, len(turns) - 1)
     begins = again[0].begins
@@ -218,15 +220,15 @@ def within_first(turns: Sequence[Turn], again: Sequence[Turn], asks: int) -> lis
 
 
 def _owner(label: str, modules: Mapping[str, object]) -> str:
-    """The module with parameters whose operation this is, "" for none: what adds an adapter is of neither part, nor what
-    copies a quantised matrix's result for it."""
+    """The module with parameters that runs the operation `label`, or "". Adding an adapter's output belongs to neither
+    part, nor does copying a quantised matrix's output for it."""
     found = [name for name in modules if label == name or label.startswith(f"{name}.")]
     owner = max(found, key=len, default="")
     return "" if label.startswith((f"{owner}.lora.", f"{owner}.clone")) else owner
 
 
 def _path(label: str, owner: str, modules: Mapping[str, object], family: str) -> Iterator[str]:
-    """The modules within the block that run this operation, the outermost first."""
+    """The modules inside the block that run the operation `label`, the outermost first."""
     parts = label.split(".")
     outer = WITHIN.get(label, parts[0] if len(parts) > 1 else "")
     if outer and outer not in modules and outer not in FUNCTIONS and not (family in INLINE and outer == "mlp"):

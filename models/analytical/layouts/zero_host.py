@@ -1,8 +1,8 @@
 """What a rank of ZeRO keeps in host memory when it offloads, tensor by tensor.
 
 Source: DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py` and `stage3.py` (`_create_fp32_partitions`,
-`initialize_optimizer_states`, `_create_param_groups_fp16_flat_cpu_memory`), `partition_parameters.py` (`_partition_param`);
-compared with what its engine makes on fake tensors.
+`initialize_optimizer_states`, `_create_param_groups_fp16_flat_cpu_memory`), `partition_parameters.py` (`_partition_param`).
+Compared with what its engine makes on fake tensors.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from peakcast.units import power_of_two
 
 @dataclass(slots=True)
 class HostMemory:
-    """Sizes in bytes."""
+    """Sizes, in bytes, of the tensors on the host."""
 
     pinnable: list[int] = field(default_factory=list)
-    """Pinned where the configuration asks for it (`pin_memory`), and then a power of two each."""
+    """Pinned if the configuration says so (`pin_memory`); each is then rounded up to a power of two."""
     pageable: list[int] = field(default_factory=list)
     freed: list[int] = field(default_factory=list)
-    """Of pinned memory that nothing uses any more: PyTorch's allocator keeps it (CachingHostAllocator)."""
+    """Pinned memory that nothing uses any more but PyTorch's allocator keeps (CachingHostAllocator)."""
 
     def num_bytes(self, *, pinned: bool) -> int:
-        """In all."""
+        """Bytes in total."""
         if not pinned:
             return sum(self.pinnable) + sum(self.pageable)
         return sum(power_of_two(size) for size in (*self.pinnable, *self.freed)) + sum(self.pageable)
 
 
 def host_memory(layout: Zero12 | Zero3, *, accumulates: bool) -> HostMemory:
-    """What is on the host once the first step is done. `accumulates`: over several micro-batches."""
+    """What is on the host after the first step. `accumulates`: the step has several micro-batches."""
     return _stage_3(layout) if isinstance(layout, Zero3) else _stages_1_and_2(layout, accumulates)
 
 
 def _stages_1_and_2(layout: Zero12, accumulates: bool) -> HostMemory:
+    """What a rank of ZeRO-1 or -2 keeps on the host: nothing, unless the optimizer is offloaded."""
     found = HostMemory()
     if not layout.offloads:
         return found
@@ -52,6 +53,7 @@ def _stages_1_and_2(layout: Zero12, accumulates: bool) -> HostMemory:
 
 
 def _stage_3(layout: Zero3) -> HostMemory:
+    """What a rank of ZeRO-3 keeps on the host: offloaded optimizer states and offloaded parameters."""
     found = HostMemory()
     if layout.offloads:
         found.pinnable.append(layout.partition(layout.trained) * layout.element_bytes)  # grad_partitions_flat_buffer

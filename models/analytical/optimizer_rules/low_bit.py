@@ -18,8 +18,8 @@ _AO = "torchao 0.18 optim/adam.py _new_buffer, subclass_8bit.py, subclass_4bit.p
 
 
 def bitsandbytes(num_states: int, bits: int, *, paged: bool = False) -> OptimizerRule:
-    """`num_states` states of `bits` per tensor: fp32, or uint8 with an fp32 absmax per block. Of an nn.Embedding, the
-    Trainer keeps them in fp32 (transformers 5.17 trainer.py create_optimizer, register_module_override)."""
+    """`num_states` states of `bits` per tensor: fp32, or uint8 with an fp32 absmax per block. The Trainer keeps an
+    nn.Embedding's states in fp32 (transformers 5.17 trainer.py create_optimizer, register_module_override)."""
     numbers = range(1, num_states + 1)
 
     def quantized(tensor: TrainedTensor, options: Options) -> bool:
@@ -46,8 +46,8 @@ def bitsandbytes(num_states: int, bits: int, *, paged: bool = False) -> Optimize
 
 
 def torchao(code_bits: int, block: int, qmap_entries: int) -> OptimizerRule:
-    """Two quantised states, each its own codes, fp32 scales and map; tensors that are small, or no multiple of the block,
-    keep states of the parameter's dtype. What the compiled update allocates is not known: at least nothing, at most 8 bytes
+    """Two quantised states, each with codes, fp32 scales and a map. Tensors that are small, or no multiple of the block,
+    have states of the parameter's dtype. What the compiled update allocates is not known: at least nothing, at most 8 bytes
     per element of the largest tensor (Inductor's CPU code for torch 2.13 keeps both normalised states in fp32)."""
 
     def states(tensor: TrainedTensor, options: Options) -> list[Sized]:

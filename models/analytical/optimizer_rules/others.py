@@ -29,8 +29,8 @@ def _adafactor_states(tensor: TrainedTensor, options: Options) -> list[Sized]:
 
 
 def _adafactor(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-    """Adafactor.step, line by line: fp32 copies of a half gradient and parameter, grad² and its sum with eps, the
-    factored estimate that replaces it, and the negated update. `update` lives into the next turn."""
+    """Adafactor.step, line by line: fp32 copies of a half-precision gradient and parameter, grad² and its sum with eps, the
+    factored estimate that replaces it, and the negated update. `update` lives on into the next iteration."""
     for tensor in group:
         wide = tensor.numel * FP32
         run.free("grad", "p_data_fp32")
@@ -48,7 +48,7 @@ def _adafactor(run: Locals, group: Sequence[TrainedTensor], options: Options) ->
 
 
 def _lion(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-    """update_fn: exp_avg.clone().mul_(beta1).add(grad, ...).sgn_(), let go when it returns."""
+    """update_fn: exp_avg.clone().mul_(beta1).add(grad, ...).sgn_(), freed when the function returns."""
     for tensor in group:
         run.make_states()
         run.let("clone", tensor.num_bytes)
@@ -57,7 +57,7 @@ def _lion(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None
 
 
 def _is_projected(tensor: TrainedTensor) -> bool:
-    """optim_target_modules="all-linear": the weights of nn.Linear."""
+    """Whether GaLore projects it; optim_target_modules="all-linear" means the weights of nn.Linear."""
     return len(tensor.shape) == 2 and not tensor.is_embedding
 
 
@@ -68,6 +68,7 @@ def _galore_shapes(tensor: TrainedTensor, rank: int) -> tuple[int, int]:
 
 
 def _galore_states(tensor: TrainedTensor, options: Options) -> list[Sized]:
+    """The states of a tensor, and its projector if GaLore projects it."""
     if not _is_projected(tensor):
         return copies("exp_avg", "exp_avg_sq")(tensor, options)
     projector, projected = (numel * tensor.element_bytes for numel in _galore_shapes(tensor, options.rank))
@@ -77,11 +78,11 @@ def _galore_states(tensor: TrainedTensor, options: Options) -> list[Sized]:
 
 
 def _galore(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-    """GaLoreAdamW.step: project, two quotients of the projected size, project back and scale. In the first step (and
-    every update_proj_gap-th) the singular value decomposition of an fp32 copy of the gradient."""
+    """GaLoreAdamW.step: project, two quotients of the projected size, project back and scale. The first step (and every
+    update_proj_gap-th) also decomposes an fp32 copy of the gradient into singular values."""
     for tensor in group:
         size = tensor.num_bytes
-        run.free("grad")  # assigned the parameter's own
+        run.free("grad")  # it now refers to the parameter's own gradient
         if _is_projected(tensor):
             if options.first_step:
                 _decompose(run, tensor, options.rank)
@@ -101,7 +102,7 @@ def _decompose(run: Locals, tensor: TrainedTensor, rank: int) -> None:
     shorter, longer = sorted(tensor.shape)
     kept = min(rank, shorter)
     factors = [longer * shorter * FP32, shorter * FP32]
-    if tensor.element_bytes < FP32:  # else the third factor is kept, and is the projector's state
+    if tensor.element_bytes < FP32:  # else the third factor stays: it is the projector's state
         run.let("matrix", tensor.numel * FP32)
         factors.append(shorter * shorter * FP32)
     run.let("svd", *factors)

@@ -16,7 +16,7 @@ from peakcast.models.analytical.optimizer_rules.rule import (
 )
 
 STEP_BYTES = 4
-"""A fused step counts in a device tensor, one per parameter; the others count on the CPU."""
+"""A fused optimizer counts its steps in a tensor on the GPU, one per parameter; the others count on the CPU."""
 BF16 = 2
 
 
@@ -27,9 +27,9 @@ def _fused_states(*names: str) -> States:
 
 
 def _take_gradients(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-    """One operation takes the gradients of `group`. Of one that is whole where its parameter is split, DTensor copies this
-    rank's part first, and it adds up one that every rank has a part of the sum of (torch 2.13
-    distributed/tensor/_dispatch.py `redistribute_local_args`); rules whose peak is at another operation leave that out."""
+    """An operation that reads the gradients of `group`. If a gradient is whole while its parameter is split, DTensor first
+    copies this rank's part; if each rank has a partial sum, DTensor first adds them up (torch 2.13
+    distributed/tensor/_dispatch.py `redistribute_local_args`). Rules whose peak is at another operation leave this out."""
     if parts := [tensor.num_bytes for tensor in group if tensor.copies_gradient]:
         run.let("gradient.part", *parts)
         run.free("gradient.part")
@@ -48,7 +48,7 @@ def _momentum(tensor: TrainedTensor, options: Options) -> list[Sized]:
 
 
 def _loop_sgd(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-    """_single_tensor_sgd: tensor by tensor, at the first step with the buffer's making."""
+    """_single_tensor_sgd: tensor by tensor; the first step makes the buffers."""
     for tensor in group:
         run.make_states()
         run.let("gradient.part", *([tensor.num_bytes] if tensor.copies_gradient else []))
@@ -56,14 +56,14 @@ def _loop_sgd(run: Locals, group: Sequence[TrainedTensor], options: Options) -> 
 
 
 def _foreach_root(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-    """_multi_tensor_adam: torch._foreach_addcmul_(exp_avg_sqs, grads, grads) takes gradients twice; exp_avg_sq_sqrt =
-    torch._foreach_sqrt(exp_avg_sqs), a copy of the group until it returns."""
+    """_multi_tensor_adam: torch._foreach_addcmul_(exp_avg_sqs, grads, grads) reads gradients twice; exp_avg_sq_sqrt =
+    torch._foreach_sqrt(exp_avg_sqs) is a copy of the group until the function returns."""
     _take_gradients(run, [*group, *group], options)
     run.let("exp_avg_sq_sqrt", *(tensor.num_bytes for tensor in group))
 
 
 def _foreach_rmsprop(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-    """_multi_tensor_rmsprop: avg = torch._foreach_sqrt(square_avgs), by which the gradients are divided."""
+    """_multi_tensor_rmsprop: avg = torch._foreach_sqrt(square_avgs), which divides the gradients."""
     run.let("avg", *(tensor.num_bytes for tensor in group))
     _take_gradients(run, group, options)
 
@@ -91,8 +91,8 @@ def _factored(tensor: TrainedTensor, options: Options) -> list[Sized]:
 
 
 def _loop_adafactor(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-    """_single_tensor_adafactor: var_estimate = row_var @ col_var, of which update is made in place; for a vector the
-    squared gradient beside it."""
+    """_single_tensor_adafactor: var_estimate = row_var @ col_var, which becomes the update in place; for a vector also the
+    squared gradient."""
     for tensor in group:
         if len(tensor.shape) > 1:
             for name, size in _factored(tensor, options):
@@ -103,8 +103,8 @@ def _loop_adafactor(run: Locals, group: Sequence[TrainedTensor], options: Option
 
 
 def _foreach_adafactor(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-    """_multi_tensor_adafactor: matrices first, then vectors, each with one list of estimates; the lists of the matrices
-    are let go only when those of the vectors are made."""
+    """_multi_tensor_adafactor: first matrices, then vectors, each with a list of estimates. The matrices' list is freed
+    only when the vectors' list exists."""
     matrices = [tensor for tensor in group if len(tensor.shape) > 1]
     vectors = [tensor for tensor in group if len(tensor.shape) == 1]
     if matrices:
@@ -119,8 +119,8 @@ def _foreach_adafactor(run: Locals, group: Sequence[TrainedTensor], options: Opt
 
 
 def _muon(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-    """_single_tensor_muon and _zeropower_via_newtonschulz: the Nesterov update, then five rounds in bf16, of which the
-    second has all there ever is: the update, the matrix before and after, and two Gram matrices."""
+    """_single_tensor_muon and _zeropower_via_newtonschulz: the Nesterov update, then five iterations in bf16. The second
+    has all that ever exists at once: the update, the matrix before and after, and two Gram matrices."""
     for tensor in group:
         gram = min(tensor.shape) ** 2 * BF16
         run.let("update", tensor.num_bytes)

@@ -1,6 +1,8 @@
-"""The shape of an optimizer's rule: its states per tensor, and its step written down as the library's Python runs it.
+"""What an optimizer's rule consists of: its states for each tensor, and its step, written down as the library's Python runs
+it.
 
-A step is a sequence of moments at which local variables take new tensors: a rule follows the source line by line.
+A step is a sequence of moments at which local variables are assigned new tensors, so a rule follows the source line by
+line.
 """
 
 from __future__ import annotations
@@ -18,9 +20,10 @@ Sized = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class TrainedTensor:
-    """One tensor that the optimizer updates. `decays`: in the weight-decay group of Hugging Face's two groups.
-    `gradient_parts`: how many times as large its gradient is; each operation that takes it copies this rank's part out.
-    `sums_gradient`: each such operation adds up what the ranks have, which is a copy too."""
+    """One tensor that the optimizer updates. `decays`: whether it is in the weight-decay group of Hugging Face's two
+    groups. `gradient_parts`: how many times larger its gradient is; each operation that reads the gradient copies this
+    rank's part out of it. `sums_gradient`: each such operation sums the ranks' partial gradients, which makes a copy
+    too."""
 
     name: str
     module: str
@@ -32,7 +35,7 @@ class TrainedTensor:
 
     @property
     def copies_gradient(self) -> bool:
-        """Whether an operation that takes the gradient makes a tensor of this one's size of it."""
+        """Whether an operation that reads the gradient makes a copy of this tensor's size."""
         return self.gradient_parts > 1 or self.sums_gradient
 
     @property
@@ -60,7 +63,7 @@ class Options:
     rank: int = 128
     first_step: bool = False
     trainer: bool = True
-    """Whether transformers' Trainer, or who does as it does, makes the optimizer."""
+    """Whether transformers' Trainer, or a framework that does the same, makes the optimizer."""
 
 
 States = Callable[[TrainedTensor, Options], list[Sized]]
@@ -68,16 +71,16 @@ Step = Callable[[Locals, Sequence[TrainedTensor], Options], None]
 
 
 def no_states(tensor: TrainedTensor, options: Options) -> list[Sized]:
-    """Nothing is kept."""
+    """No states."""
     return []
 
 
 def no_temporaries(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-    """Everything happens in place or inside one kernel."""
+    """A step in place or inside one kernel, without temporaries."""
 
 
 def copies(*names: str) -> States:
-    """One state per name, each like the parameter (`torch.zeros_like(p)`)."""
+    """States with the given names, each of the parameter's size (`torch.zeros_like(p)`)."""
     return lambda tensor, options: [(name, tensor.num_bytes) for name in names]
 
 
@@ -86,24 +89,25 @@ class OptimizerRule:
     """One implementation of one optimizer."""
 
     source: str
-    """Where it was read: file and version."""
+    """The file and the version in which it was read."""
     states: States = no_states
-    """(name, bytes) of what is kept on the device for one tensor."""
+    """(name, bytes) of the states on the GPU for one tensor."""
     step: Step = no_temporaries
     """Writes down the step over one parameter group."""
     shared: tuple[Sized, ...] = ()
     """States that all tensors share."""
     paged: Callable[[TrainedTensor, Options], int] = lambda tensor, options: 0
-    """Bytes kept in managed (host) memory instead: they are not PyTorch's and not on the timeline."""
+    """Bytes of states in managed (host) memory; PyTorch does not allocate them, so they are not on the timeline."""
     built_with_optimizer: bool = False
     """Whether the states exist before the first step."""
     has_states_of_frozen: bool = False
-    """Whether it makes states for parameters that do not train, too."""
+    """Whether it also makes states for parameters that do not train."""
     takes: Callable[[TrainedTensor], bool] = lambda tensor: True
     """Which tensors it updates; AdamW updates the others."""
     groups: Callable[[Sequence[TrainedTensor]], list[list[TrainedTensor]]] | None = None
-    """Parameter groups of its own; None for the framework's."""
+    """The optimizer's own parameter groups; None: the framework's."""
     updates_in_backward: Literal["", "one_behind", "at_once"] = ""
-    """Whether a gradient is used and released in backward: as soon as the next one is there, or as it comes."""
+    """Whether gradients are applied and freed during backward: each when the next one is ready, or at once."""
     update_fp32_copies: Callable[[int], int] = lambda element_bytes: 0
-    """How many fp32 tensors of a gradient's shape that update has at once when a gradient's elements have so many bytes."""
+    """How many fp32 tensors of a gradient's shape exist at once during such an update, given the bytes of a gradient's
+    element."""

@@ -52,3 +52,20 @@ def test_biases_of_wide_projections():
     found = workspaces("qwen2.5-7b", H100)
     assert {name.split(".")[-4] for name in found if name.endswith("bias.grad.workspace")} == {"q_proj", "k_proj", "v_proj"}
     assert found["self_attn.k_proj.bias.grad.workspace"][0] == column_sum(512, 4096, H100).buffer_bytes
+
+
+def kept(name, **changes):
+    """(thread, bytes) of each workspace of cublasLt that a step keeps on an H100."""
+    timeline = ledger(job_from_mapping({"architecture": name, **changes}), device=H100)
+    entries = [entry for entry, text in enumerate(timeline.names) if text == "cublaslt_workspace"]
+    return sorted((timeline.modules[entry], int(timeline.num_bytes[entry])) for entry in entries)
+
+
+def test_products_with_a_bias_keep_a_workspace_where_torch_does():
+    """Recorded: 1 MiB, kept from torch 2.9 on. The autograd thread has its own where it runs layers forward again."""
+    newer, older = {"versions": {"torch": "2.9"}}, {"versions": {"torch": "2.4"}}
+    assert kept("qwen2.5-7b", **newer) == [("forward thread", 2**20)]
+    recomputed = kept("qwen2.5-7b", **newer, activation_checkpointing={"mode": "full"})
+    assert recomputed == [("autograd thread", 2**20), ("forward thread", 2**20)]
+    assert kept("qwen2.5-7b", **older) == []
+    assert kept("llama-2-7b", **newer) == []  # no biases
