@@ -125,7 +125,7 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
     layers = max(map(len, lists), default=1)
     heads = max(1, hidden // 64)
     return {
-        "name": type(network).__name__,
+        "name": type(_bare(network)).__name__,
         "model_type": "script",
         "hidden_size": int(hidden),
         "num_hidden_layers": max(1, layers),
@@ -135,6 +135,14 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
         "intermediate_size": int(inner),
         "vocab_size": int(vocabulary),
     }
+
+
+def _bare(network: torch.nn.Module) -> torch.nn.Module:
+    """`network` without what DDP and `torch.compile` put around it."""
+    for wrapper in ("module", "_orig_mod", "module"):
+        inner = network._modules.get(wrapper)
+        network = network if inner is None or len(network._modules) > 1 else inner
+    return network
 
 
 def _framework(networks: list[torch.nn.Module], config: Any) -> str:
