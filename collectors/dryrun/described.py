@@ -208,8 +208,8 @@ def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
 
 def _quantization(network: torch.nn.Module) -> dict[str, Any]:
     """Of the base under adapters, where bitsandbytes has packed it."""
-    state = next((one.quant_state for one in network.parameters() if hasattr(one, "quant_state")), None)
-    if state is not None:
+    states = (part.quant_state for part in network.modules() if type(part).__name__ == "Linear4bit")
+    if (state := next(states, None)) is not None:
         return {"method": "qlora", "quantization": "nf4", "double_quantization": bool(state.nested)}
     eight = any(type(part).__name__ == "Linear8bitLt" for part in network.modules())
     return {"method": "qlora", "quantization": "int8"} if eight else {}

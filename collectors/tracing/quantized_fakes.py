@@ -46,8 +46,16 @@ def install() -> None:
     functional = imported("bitsandbytes.functional", "bitsandbytes", parameter="optimizer.name", value="paged")
     for name, function in OPERATORS.items():
         setattr(torch.ops.bitsandbytes, name, _Operator(function))
+    layers = imported("bitsandbytes.nn.modules", "bitsandbytes", parameter="finetuning.quantization", value="nf4")
+    layers.fix_4bit_weight_quant_state_from_module = _state_from_layer
     functional.get_paged = _paged
     functional.prefetch_tensor = functional.fill = lambda *_, **__: None
+
+
+def _state_from_layer(layer: Any) -> None:
+    """A weight that FSDP has gathered has the state that its layer keeps; the library would make it a subclass."""
+    if getattr(layer.weight, "quant_state", None) is None:
+        layer.weight.quant_state = layer.quant_state
 
 
 class _Operator:

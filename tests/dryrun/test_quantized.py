@@ -69,6 +69,32 @@ def test_paged_states_are_not_of_the_allocator(run_script, checkpoint):
     assert composition(found)[Category.OPTIMIZER_STATES] == pytest.approx(small, rel=0.02)
 
 
+def test_a_weight_that_fsdp_has_gathered_has_the_state_of_its_layer():
+    from types import SimpleNamespace
+
+    from peakcast.collectors.tracing.quantized_fakes import _state_from_layer
+
+    gathered = SimpleNamespace(weight=SimpleNamespace(), quant_state="the layer's")
+    _state_from_layer(gathered)
+    assert gathered.weight.quant_state == "the layer's"
+    loaded = SimpleNamespace(weight=SimpleNamespace(quant_state="its own"), quant_state="the layer's")
+    _state_from_layer(loaded)
+    assert loaded.weight.quant_state == "its own"
+
+
+def test_rows_for_trainers_that_generate_are_prompts(monkeypatch):
+    """Of TRL's GRPO; those that prefer have two answers, and others text."""
+    import sys
+
+    datasets = pytest.importorskip("datasets")
+    from peakcast.collectors.dryrun.rows import Rows
+
+    for name in [name for name in sys.modules if name.startswith("trl.trainer.")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", sys)
+    assert Rows(4, 4).made(datasets).column_names == ["prompt"]
+
+
 def test_other_methods_are_refused_in_a_sentence():
     from peakcast.collectors.dryrun.quantized import quantizer_of
 
