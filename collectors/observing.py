@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import sys
+from pathlib import Path
 from typing import Any
 
 from peakcast import __version__
@@ -18,11 +19,16 @@ from peakcast.spec import TrainingJob
 SOURCE = "local"
 """Who measured rows made here: a user's own run, not one of this project's."""
 
+MOST_EVENTS = 1_000_000
+"""Of a history that is kept: the last so many actions of the allocator, some hundred steps of a large network."""
+
 
 class Observation:
     """Peaks of this process on its first GPU from `start` to `finish`. Without a GPU there is nothing to observe."""
 
-    def __init__(self) -> None:
+    def __init__(self, snapshot: Path | None = None) -> None:
+        """`snapshot`: where PyTorch's own history of the run is written when it finishes."""
+        self._snapshot = snapshot
         self._stack = contextlib.ExitStack()
         self._nvml = Nvml()
         self._seen = Seen()
@@ -37,11 +43,13 @@ class Observation:
 
     def start(self) -> None:
         """Peaks count from here on."""
-        import torch
-
         if self.gpu_name() is None:
             return
+        import torch
+
         self._nvml.check(probes.cuda_uuid())
+        if self._snapshot is not None:
+            torch.cuda.memory._record_memory_history(max_entries=MOST_EVENTS)
         torch.cuda.reset_peak_memory_stats()
         self._retries = probes.allocator_counts()["num_alloc_retries"]
         self._seen = self._stack.enter_context(sampling(self._nvml))
@@ -51,6 +59,11 @@ class Observation:
         self._stack.close()
         if self.gpu_name() is not None and not self.peaks:
             self.peaks = probes.allocator_peaks()
+            if self._snapshot is not None:
+                import torch
+
+                torch.cuda.memory._dump_snapshot(str(self._snapshot))
+                torch.cuda.memory._record_memory_history(enabled=None)
 
     def row(self, job: TrainingJob, gpu: str, num_steps: int | None = None) -> Measurement:
         """What was observed, as a row: `measured`, from this script."""

@@ -4,6 +4,7 @@
    compare the two. */
 
 #define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000 /* one build serves CPython 3.11 and all after it */
 #include <Python.h>
 #include <stdint.h>
 #include <stdlib.h>
@@ -49,7 +50,7 @@ static PyObject *in_order(const Columns *of)
         total += here;
     }
     if ((events = PyByteArray_FromStringAndSize(NULL, total * (Py_ssize_t)sizeof(int64_t)))) {
-        to = (int64_t *)PyByteArray_AS_STRING(events);
+        to = (int64_t *)PyByteArray_AsString(events);
         for (Py_ssize_t entry = 0; entry < of->count; entry++)
             if (lives(of, entry, &born, &dies, &reusable)) {
                 if (!of->handed_over[entry])

@@ -5,6 +5,7 @@
    caching_allocator.py does the same, some twenty-five times slower. */
 
 #define PY_SSIZE_T_CLEAN
+#define Py_LIMITED_API 0x030B0000 /* one build serves CPython 3.11 and all after it */
 #include <Python.h>
 #include <stdint.h>
 #include <stdlib.h>

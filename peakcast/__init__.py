@@ -17,12 +17,15 @@ if TYPE_CHECKING:
     from peakcast.api import search as search
     from peakcast.architecture import Architecture as Architecture
     from peakcast.catalog import Device as Device
+    from peakcast.errors import DoesNotFitError as DoesNotFitError
     from peakcast.errors import PeakcastError as PeakcastError
     from peakcast.explanation import Explanation as Explanation
     from peakcast.prediction import Prediction as Prediction
     from peakcast.records import Measurement as Measurement
+    from peakcast.refusing import preflight as preflight
     from peakcast.spec import TrainingJob as TrainingJob
     from peakcast.timeline import Timeline as Timeline
+    from peakcast.watching import lightning_callback as lightning_callback
     from peakcast.watching import trainer_callback as trainer_callback
     from peakcast.watching import watch as watch
 
@@ -35,6 +38,7 @@ if (_CHECKOUT / "pyproject.toml").is_file():  # nothing need be installed: peakc
 _HOMES = {
     "Architecture": "peakcast.architecture",
     "Device": "peakcast.catalog",
+    "DoesNotFitError": "peakcast.errors",
     "Explanation": "peakcast.explanation",
     "Measurement": "peakcast.records",
     "PeakcastError": "peakcast.errors",
@@ -43,8 +47,10 @@ _HOMES = {
     "TrainingJob": "peakcast.spec",
     "dryrun": "peakcast.api",
     "explain": "peakcast.api",
+    "lightning_callback": "peakcast.watching",
     "predict": "peakcast.api",
     "predict_batch": "peakcast.api",
+    "preflight": "peakcast.refusing",
     "search": "peakcast.api",
     "trainer_callback": "peakcast.watching",
     "watch": "peakcast.watching",

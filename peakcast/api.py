@@ -17,7 +17,7 @@ from peakcast.calibrating import Checked, Fitted, check, evaluate, fit, report, 
 from peakcast.dialects.asked_versions import asked_versions
 from peakcast.dialects.recognise import Beside, from_arguments
 from peakcast.dryrunning import dryrun
-from peakcast.errors import SpecError
+from peakcast.extras import need
 from peakcast.measuring import collect, collect_constants, import_published, verify
 from peakcast.places import tracker
 from peakcast.questions import Rank, on_node, question, translation_of
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from peakcast.installation import Installation
     from peakcast.models.calibration import Calibration
     from peakcast.prediction import Answer
+    from peakcast.proposing import Proposed
     from peakcast.recording import Recorded
     from peakcast.replaying import Replayed
     from peakcast.searching.found import Found, Largest
@@ -60,6 +61,7 @@ __all__ = [
     "search",
     "tracker",
     "verify",
+    "watch",
     "web",
 ]
 
@@ -283,16 +285,33 @@ def _record(progress: Progress | None, jobs: Iterable[TrainingJob]) -> None:
     ensure_recipes(jobs, 1, (lambda message, *_: progress(message)) if progress else None)
 
 
+def watch(
+    job: object,
+    gpu: str | Device | None = None,
+    rank: Rank = None,
+    *,
+    snapshot: str | Path,
+    append_to: str | Path | None = None,
+) -> Proposed:
+    """A run that was recorded, beside its prediction, and the row for one's own tables that it makes.
+
+    `snapshot`: what `torch.cuda.memory._dump_snapshot` wrote in it, or `peakcast.watch(..., snapshot=...)`, which does the
+    same around a run that is under way. `job`, `gpu` (None: the one at hand) and `rank` as in `predict`. `append_to`: a
+    JSON-lines file that the row is added to.
+    Raises: RecordError for a file that cannot be read, and what `predict` raises.
+    """
+    from peakcast.proposing import proposed
+
+    return proposed(Path(snapshot), job, gpu, rank, Path(append_to) if append_to is not None else None)
+
+
 def web(host: str = "127.0.0.1", port: int = 7860, *, progress: Progress | None = None) -> None:
     """Serve the web page until interrupted, with the accuracy reports beside it where this is a checkout that has them;
     `progress` is told the address.
 
-    Raises: SpecError when Gradio is not installed or the port cannot be had.
+    Raises: MissingPackageError, or SpecError when the port cannot be had.
     """
-    try:
-        from peakcast.web.server import reports_folder, serve
-    except ImportError as error:
-        raise SpecError(
-            f"the web page needs a package that is not installed ({error}); install it with: pip install 'peakcast[web]'."
-        ) from error
+    need("the web page", "gradio", "matplotlib", "jinja2")
+    from peakcast.web.server import reports_folder, serve
+
     serve(host, port, reports_folder(), progress or print)

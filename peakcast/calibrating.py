@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peakcast.errors import CalibrationError, CatalogError, RecordError, near_misses
+from peakcast.extras import need
 from peakcast.places import calibration_folder, checkout_folder, explained
 
 if TYPE_CHECKING:
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from peakcast.records import Measurement
     from peakcast.searching.search import Progress
     from peakcast.tracking import Tracker
+
+FITTING, DRAWING = ("sklearn", "scipy"), ("matplotlib", "jinja2")
+"""What fits, and what writes reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,8 +58,9 @@ def fit(
     Written to `output`/<gpu>.json, by default where `predict` finds it. Equal rows leave a file as it is, with its date.
     `tracker` registers each, and moves the GPU type's alias to it unless it is worse on unseen architectures than the one
     that the alias stood for.
-    Raises: RecordError, CatalogError or CalibrationError.
+    Raises: MissingPackageError, RecordError, CatalogError or CalibrationError.
     """
+    need("fitting a calibration", *FITTING)
     from peakcast.models.samples import prepare
 
     rows = _rows(datasets)
@@ -108,7 +113,9 @@ def evaluate(
     `gpu` asks that this GPU type has rows; every row takes part all the same, since GPU types learn from each other.
     `new_hardware` adds how the error on each GPU type falls with rows of its own; `calibrations` are kept beside what is
     tracked.
+    Raises: MissingPackageError, RecordError or CatalogError.
     """
+    need("judging the predictor", *FITTING, *(DRAWING if tracker else ()))
     from peakcast.models.evaluation import SPLITS
     from peakcast.models.samples import prepare
 
@@ -179,7 +186,9 @@ def report(
     """Write the accuracy report of `gpu` (None: of every GPU type that has rows), and the page that lists them all.
 
     HTML, Markdown and CSV in `output`/<gpu>/, by default in the checkout's `reports/`. The same rows give the same bytes.
+    Raises: MissingPackageError, RecordError or CatalogError.
     """
+    need("an accuracy report", *(() if evaluation else FITTING), *DRAWING)
     from peakcast.reports.render import write_index, write_report
 
     folder = _made(Path(output) if output is not None else checkout_folder("reports"))
@@ -205,7 +214,9 @@ def reproduce(
     """Fit every GPU type, evaluate on what was held out, write all reports: everything published, from the rows.
 
     With `output`, calibrations go to `output`/calibration and reports to `output`/reports, and nothing else is touched.
+    Raises: MissingPackageError, RecordError or CatalogError.
     """
+    need("reproducing what is published", *FITTING, *DRAWING)
     from peakcast.models.evaluation import SPLITS
     from peakcast.models.samples import prepare
 

@@ -8,18 +8,20 @@ import sys
 import typer
 
 from peakcast.commands.application import Json, app
-from peakcast.commands.asking import FITS_EXIT_CODES, explain, megatron, predict, search, web
+from peakcast.commands.asking import FITS_EXIT_CODES, explain, mcp, megatron, predict, search, web
 from peakcast.commands.calibrating import HOLDS_EXIT_CODES, evaluate, fit, report, reproduce
 from peakcast.commands.dryrunning import dryrun
 from peakcast.commands.measuring import collect, import_published, verify
 from peakcast.commands.recording import record
 from peakcast.commands.replaying import replay
+from peakcast.commands.watching import watch
 from peakcast.errors import PeakcastError, shortened
 from peakcast.output import READER_GONE, OutputError, prepare
 
 __all__ = [
     "FITS_EXIT_CODES", "HOLDS_EXIT_CODES", "app", "collect", "doctor", "dryrun", "evaluate", "explain", "fit",
-    "import_published", "main", "megatron", "predict", "record", "replay", "report", "reproduce", "search", "verify", "web",
+    "import_published", "main", "mcp", "megatron", "predict", "record", "replay", "report", "reproduce", "search", "verify",
+    "watch", "web",
 ]  # fmt: skip
 
 QUICK = (["predict"], ["megatron"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +12,19 @@ from peakcast import __version__, catalog
 from peakcast.collectors import inventory
 from peakcast.constants import own_constants
 from peakcast.errors import CatalogError, RecordError
+from peakcast.extras import USES, command, missing_extras
 from peakcast.installation import FoundCalibration, Installation, InstalledGpu
+from peakcast.models import allocator, allocator_events
 from peakcast.models.calibration import calibration_for, calibrations
 from peakcast.places import calibration_folder
 from peakcast.units import GIB
 
-FOR_TRACES = ("torch", "transformers")
+COMPILED = {
+    True: "reserved memory is replayed by compiled code.",
+    False: "reserved memory is replayed in Python, which gives the same and takes some twenty-five times as long; install "
+    "peakcast from a wheel of this system, or where there is a C compiler.",
+}
+"""By whether the compiled replay is in use. How much slower the other is: models/_pool_replay.c."""
 
 
 def doctor() -> Installation:
@@ -25,7 +33,7 @@ def doctor() -> Installation:
     nvml, readings = inventory.nvml_gpus()
     gpus = tuple(_gpu(index, reading) for index, reading in enumerate(readings))
     found = tuple(_calibration(name) for name in sorted(calibrations()))
-    return Installation(
+    installation = Installation(
         peakcast=__version__,
         python=platform.python_version(),
         system=platform.platform(),
@@ -36,19 +44,21 @@ def doctor() -> Installation:
         gpus=gpus,
         calibrations=found,
         calibration_folder=str(calibration_folder()),
-        findings=tuple(_findings(versions, gpus, found)),
+        compiled_replay=allocator.compiled is not None and allocator_events.compiled is not None,
+        missing_extras=tuple(missing_extras()),
     )
+    return replace(installation, findings=tuple(_findings(installation)))
 
 
 def _gpu(index: int, reading: Mapping[str, Any]) -> InstalledGpu:
-    device = _catalogued(reading["name"], reading["memory_bytes"])
+    device = known_gpu(reading["name"], reading["memory_bytes"])
     calibration = calibration_for(device).gpu if device is not None else None
     return InstalledGpu(
         index=index, catalog_name=device.name if device is not None else None, calibration=calibration, **reading
     )
 
 
-def _catalogued(name: str, memory_bytes: int) -> catalog.Device | None:
+def known_gpu(name: str, memory_bytes: int) -> catalog.Device | None:
     """The GPU type of that name; of types that share a marketing name the one whose memory fits."""
     for candidate in (name, f"{name}-{round(memory_bytes / GIB / 8) * 8}GB"):
         try:
@@ -64,16 +74,17 @@ def _calibration(name: str) -> FoundCalibration:
     return FoundCalibration(gpu=name, created=calibration.created, rows=rows)
 
 
-def _findings(
-    versions: Mapping[str, str | None], gpus: Sequence[InstalledGpu], found: Sequence[FoundCalibration]
-) -> list[str]:
-    sentences = ["predict, explain and batches work here: they need numpy only."]
-    missing = [package for package in FOR_TRACES if versions[package] is None]
-    if missing:
-        sentences.append(f"traces need {' and '.join(missing)}: pip install 'peakcast[collect]'.")
+def _findings(found: Installation) -> list[str]:
+    gpus, torch = found.gpus, found.versions["torch"]
+    sentences = ["predict, explain, search, replay and batches work here.", COMPILED[found.compiled_replay]]
+    if found.missing_extras:
+        uses = ", ".join(f"{USES[extra]} ({extra})" for extra in found.missing_extras)
+        sentences.append(
+            f"packages are missing for {uses}: add one with {command(found.missing_extras[0])}, all with {command('all')}."
+        )
     if not gpus:
         sentences.append("no NVIDIA GPU is seen, so nothing can be measured here; `peakcast collect --trace` needs none.")
-    if gpus and versions["torch"] is not None and versions["torch"].endswith("+cpu"):
+    if gpus and torch is not None and torch.endswith("+cpu"):
         sentences.append("torch is built for the CPU only: install the CUDA build to measure on this GPU.")
     sentences += [
         f"{gpu.name} is not in the catalog: add a stanza to peakcast/catalog/gpus.toml."
@@ -89,7 +100,7 @@ def _findings(
     sentences += map(_constants, sorted({gpu.catalog_name for gpu in gpus if gpu.catalog_name}))
     if inventory.has_shim():
         sentences.append("the package pynvml is a deprecated shim: pip uninstall pynvml; nvidia-ml-py has the module.")
-    if not found:
+    if not found.calibrations:
         sentences.append("no calibration is found: bars are default ones until `peakcast reproduce` has run in a checkout.")
     return sentences
 

@@ -16,6 +16,7 @@ from peakcast.catalog import Device
 from peakcast.dialects.job_file import job_from_mapping
 from peakcast.dialects.translation import Translation
 from peakcast.errors import PeakcastError, SpecError
+from peakcast.extras import need
 from peakcast.findings import Finding, ordered
 from peakcast.micro_batch import MOST_TOKENS
 from peakcast.questions import Question, on_node
@@ -92,8 +93,10 @@ def dryrun(
     `save_recipe`: a file to which the network is written, recorded, where that gives the script's own peak; `predict` takes
     it as `recipe`. `timeout_seconds` and `memory_gib` (of the host) bound the script; `progress` is told what is done,
     `output` what the script prints.
-    Raises: SpecError or CatalogError for a question that cannot be, ScriptError with the script's last lines when it fails.
+    Raises: SpecError or CatalogError for a question that cannot be, ScriptError with the script's last lines when it fails,
+    MissingPackageError where there is no torch.
     """
+    need("a dry run", "torch", *(["cloudpickle"] if callable(command) else []))
     from peakcast.collectors.dryrun.command import Command, read_command
     from peakcast.collectors.dryrun.functions import name_of
     from peakcast.collectors.dryrun.process import Limits, run

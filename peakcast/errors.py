@@ -6,13 +6,16 @@ PeakcastError
 ├── RecordError        a dataset file that cannot be read or written as it stands
 ├── CollectorError     a measurement that cannot be started
 │   └── ScriptError    a training script that a dry run could not follow
-└── CalibrationError   a calibration that is missing, damaged or of another schema version
+├── CalibrationError   a calibration that is missing, damaged or of another schema version
+├── MissingPackageError   a package of an extra that is not installed (also an ImportError)
+└── DoesNotFitError    a run that pre-flight refuses
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
+from typing import Any
 
 NO_GPU = "no CUDA GPU is available here"
 """How the message of a cell that needs a GPU and finds none begins."""
@@ -66,6 +69,18 @@ class ScriptError(CollectorError):
 
 class CalibrationError(PeakcastError):
     """A calibration that is missing, damaged or of another schema version."""
+
+
+class MissingPackageError(PeakcastError, ImportError):
+    """A package of an extra is not installed; `value` is the extra."""
+
+
+class DoesNotFitError(PeakcastError):
+    """A run that surely does not fit; `prediction`, a `peakcast.Prediction`, says by how much."""
+
+    def __init__(self, message: str, *, prediction: Any) -> None:
+        super().__init__(message, parameter="job")
+        self.prediction = prediction
 
 
 def shortened(message: str) -> str:

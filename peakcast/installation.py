@@ -50,7 +50,11 @@ class Installation:
     gpus: tuple[InstalledGpu, ...]
     calibrations: tuple[FoundCalibration, ...]
     calibration_folder: str
-    findings: tuple[str, ...]
+    compiled_replay: bool
+    """Whether the allocator's replay is the compiled one; the Python one gives the same, more slowly."""
+    missing_extras: tuple[str, ...]
+    """Extras of peakcast of which a package is not installed."""
+    findings: tuple[str, ...] = ()
     """What works here, and what to do about what does not."""
 
     def to_mapping(self) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peakcast.errors import SpecError
+from peakcast.extras import need
 
 if TYPE_CHECKING:
     from peakcast.collectors.constants import Reading
@@ -48,6 +49,8 @@ def collect(
     so many times, for the noise. `plot`: a picture (.png or .svg) of measured against predicted, drawn again as rows come.
     See `peakcast.collectors.runner.collect`.
     """
+    if engine == "local":  # other engines run cells on machines with packages of their own
+        need("a trace" if trace else "measuring", "torch")
     from peakcast.collected import Collected, telling_time
     from peakcast.collectors.runner import collect as run
 
@@ -128,8 +131,9 @@ def verify(
     Recipes that its cells want are recorded first.
 
     `output`: a folder for ledger.md, a page with every cell. Needs torch and the stacks of the grid, but no GPU.
-    Raises: CollectorError for a bad grid, RecordError when a file cannot be written.
+    Raises: MissingPackageError, CollectorError for a bad grid, RecordError when a file cannot be written.
     """
+    need("a trace", "torch")
     from peakcast.collected import telling_time
     from peakcast.collectors.grid import load_grid
     from peakcast.collectors.runner import collect as run

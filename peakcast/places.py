@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from peakcast.errors import RecordError
+from peakcast.extras import need
 
 if TYPE_CHECKING:
     from peakcast.tracking import Tracker
@@ -30,8 +31,9 @@ def checkout_folder(name: str) -> Path:
 def tracker(uri: str | None = None) -> Tracker:
     """The MLflow store at `uri`, by default `mlruns/` of the working folder (of the user's data when that is not writable).
 
-    Raises: RecordError when the store cannot be opened.
+    Raises: MissingPackageError, or RecordError when the store cannot be opened.
     """
+    need("recording in MLflow (which --no-tracking leaves out)", "mlflow", "pandas")
     from peakcast.tracking import Tracker
 
     os.environ.setdefault("MLFLOW_LOGGING_LEVEL", "WARNING")

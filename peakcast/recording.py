@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peakcast.errors import CollectorError, SpecError
+from peakcast.extras import need
 from peakcast.fields import FrozenMapping
 from peakcast.kept import Kept, write
 from peakcast.models.baseline_choice import Trace, baseline_from
@@ -117,6 +118,8 @@ def recorded(job: TrainingJob, python: str, output: Path | None) -> Recorded:
     """Record `job`, and write the recipe to `output` too. Raises: SpecError, CollectorError, RecordError."""
     if reason := cannot_be_recorded(job):
         raise SpecError(f"{job.architecture.name!r} cannot be recorded: {reason}; leave that out.", parameter="job")
+    if python == sys.executable:
+        need("recording a recipe", "torch", "transformers")
     started = time.monotonic()
     recipe = record_recipe(job, python)
     if output is not None:

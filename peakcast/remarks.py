@@ -49,6 +49,18 @@ def preventing(p: Prediction) -> Finding | None:
     return next((finding for finding in p.findings if KINDS[finding.code].prevents), None)
 
 
+def compared_text(name: str, size: int, bar: Interval) -> str:
+    """A measured peak beside its prediction, on one line; `name` is that of the quantity ("allocated")."""
+    inside = "inside" if bar.lower <= size <= bar.upper else "OUTSIDE"
+    error = f"{(bar.point / size - 1) * 100:+.1f} %" if size else "nothing was allocated"
+    return f"{name} peak {format_gib(size)} measured, {bar_text(bar)} predicted: {error}, {inside} the bar"
+
+
+def bar_text(bar: Interval) -> str:
+    """The predicted size and its 90 % bar."""
+    return f"{format_gib(bar.point)} ({format_gib(bar.lower)} to {format_gib(bar.upper)})"
+
+
 def _may_be_lower(p: Prediction) -> bool:
     """Whether something uncounted may make the real peak lower than any number here."""
     return any(finding.uncounted and finding.direction != "more" for finding in p.findings)

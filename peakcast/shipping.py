@@ -18,6 +18,7 @@ from peakcast.dialects.layer_count import with_layers
 from peakcast.dialects.network_values import NETWORK, with_values
 from peakcast.durable import explained, replace_file
 from peakcast.errors import CollectorError, SpecError, near_misses
+from peakcast.extras import need
 from peakcast.fields import FrozenMapping
 from peakcast.models.recipes import shipped
 from peakcast.models.recipes.generalising import kind_of
@@ -81,6 +82,8 @@ def record_all(
     the release. What is there already stays as it is. Raises: SpecError, CollectorError, RecordError."""
     from peakcast.collectors.recording import Recorder
 
+    if python == sys.executable:
+        need("recording recipes", "torch", "transformers")
     with Recorder(python) as recorder:
         everything, versions = recorder.families()
     known = {name: config for name, config in everything.items() if name not in FAMILIES}

@@ -10,23 +10,21 @@ Nothing is sent anywhere. A row of the run is kept only where `append_to` names 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from peakcast import catalog
 from peakcast.answers import answer
 from peakcast.catalog import Device
-from peakcast.errors import PeakcastError, SpecError
-from peakcast.labels import VERDICTS
+from peakcast.errors import DoesNotFitError, PeakcastError
+from peakcast.proposing import check_snapshot_path
 from peakcast.questions import Question, question
-from peakcast.units import format_gib
+from peakcast.refusing import Say, device_at, in_plain_values, mode_of, refuse_what_does_not_fit
+from peakcast.remarks import bar_text, compared_text, verdict_words
 
 if TYPE_CHECKING:
     from peakcast.prediction import Interval, Prediction
 
-Say = Callable[[str], None]
 COMPARED = (
     ("allocated", "peak_allocated_bytes", "allocated"),
     ("reserved", "peak_reserved_bytes", "reserved"),
@@ -38,15 +36,25 @@ class Watch:
     """A prediction and the run it is of, as a context manager; `say` gets each line that a user should see."""
 
     def __init__(
-        self, job: object = None, gpu: str | Device | None = None, *, append_to: str | Path | None = None, say: Say = print
+        self,
+        job: object = None,
+        gpu: str | Device | None = None,
+        *,
+        append_to: str | Path | None = None,
+        snapshot: str | Path | None = None,
+        refuse: bool | None = None,
+        say: Say = print,
     ) -> None:
         from peakcast.collectors.observing import Observation
 
-        self._observation = Observation()
-        reported = self._observation.gpu_name()
-        self._gpu = gpu if gpu is not None else reported
-        self._measures = reported is not None
+        self._snapshot = Path(snapshot) if snapshot is not None else None
+        if self._snapshot is not None:
+            check_snapshot_path(self._snapshot)
+        self._observation = Observation(self._snapshot)
+        self._gpu = gpu
+        self._measures = self._observation.gpu_name() is not None
         self._append_to = Path(append_to) if append_to is not None else None
+        self._refuses = mode_of(refuse, "warn") == "refuse"
         self.say = say
         self.question: Question | None = None
         self.prediction: Prediction | None = None
@@ -56,19 +64,18 @@ class Watch:
             self.ask(job)
 
     def ask(self, job: object) -> None:
-        """Predict `job`, in any form that `peakcast.predict` takes, and say so in one line.
+        """Predict `job`, in any form that `peakcast.preflight` takes, and say so in one line.
 
-        Raises: SpecError or CatalogError, also when there is neither a GPU here nor one named.
+        Raises: SpecError or CatalogError, also when there is neither a GPU here nor one named; DoesNotFitError where runs
+        that surely do not fit are refused.
         """
-        if self._gpu is None:
-            raise SpecError(
-                "gpu is required where there is no GPU; name its type, such as gpu='H100-80GB'.", parameter="gpu"
-            )
-        device = self._gpu if isinstance(self._gpu, Device) else catalog.gpu(self._gpu)
-        self.question = question(job, device)
+        self.question = question(in_plain_values(job), device_at(self._gpu))
         self.prediction = answer(self.question)
         bar = self.prediction.peak_allocated_bytes
-        self.say(f"peakcast: {VERDICTS[self.prediction.fits]} on {device.name}; allocated peak {_bar(bar)} predicted")
+        verdict = f"{verdict_words(self.prediction)} on {self.question.device.name}"
+        self.say(f"peakcast: {verdict}; allocated peak {bar_text(bar)} predicted")
+        if self._refuses:
+            refuse_what_does_not_fit(self.question, self.prediction)
 
     def __enter__(self) -> Watch:
         self._observation.start()
@@ -86,9 +93,9 @@ class Watch:
         for name, quantity, reading in COMPARED:
             bar: Interval = getattr(self.prediction, quantity)
             self.measured[name] = size = self._observation.peaks[reading]
-            inside = "inside" if bar.lower <= size <= bar.upper else "OUTSIDE"
-            error = f"{(bar.point / size - 1) * 100:+.1f} %" if size else "nothing was allocated"
-            self.say(f"peakcast: {name} peak {format_gib(size)} measured, {_bar(bar)} predicted: {error}, {inside} the bar")
+            self.say(f"peakcast: {compared_text(name, size, bar)}")
+        if self._snapshot is not None:
+            self.say(f"peakcast: snapshot written to {self._snapshot}; `peakcast replay` lays a prediction beside it")
         if self._append_to is not None and complete:
             from peakcast import store
 
@@ -98,7 +105,8 @@ class Watch:
 
 
 class _Listener:
-    """Turns what a Trainer tells into a watch's questions. A fault is said, and never stops a training run."""
+    """Turns what a Trainer tells into a watch's questions. A fault is said, and never stops a training run. What stops it
+    is the refusal that was asked for."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -119,6 +127,8 @@ class _Listener:
             if not self._entered:
                 self._watch.__enter__()
                 self._entered = True
+        except DoesNotFitError:
+            raise
         except PeakcastError as error:
             self._watch.say(f"peakcast: {error.message}")
 
@@ -131,24 +141,73 @@ class _Listener:
             self._watch.say(f"peakcast: {error.message}")
 
 
-def watch(job: object, gpu: str | Device | None = None, *, append_to: str | Path | None = None, say: Say = print) -> Watch:
+class _LightningListener:
+    """The same for Lightning, whose job the script says."""
+
+    def __init__(self, watch: Watch, job: object) -> None:
+        self._watch = watch
+        self._job = job
+        self._entered = False
+
+    def sets_up(self) -> None:
+        self._watch.ask(self._job)
+
+    def begins(self) -> None:
+        self._watch.__enter__()
+        self._entered = True
+
+    def ends(self, num_steps: int) -> None:
+        if self._entered:
+            self._watch.finish(num_steps)
+
+
+def watch(
+    job: object,
+    gpu: str | Device | None = None,
+    *,
+    append_to: str | Path | None = None,
+    snapshot: str | Path | None = None,
+    refuse: bool | None = None,
+    say: Say = print,
+) -> Watch:
     """A context manager around a training run of `job`: predicts it, then compares with the real peaks.
 
     `gpu`: a GPU type (None: the one at hand). `append_to`: a JSON-lines file that a row of the run is added to, which
-    `peakcast fit` and `peakcast evaluate --against` read. `say` gets each line.
-    Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
+    `peakcast fit` and `peakcast evaluate --against` read. `snapshot`: a file that the allocator's history of the run is
+    written to, for `peakcast watch` and `peakcast replay`; recording it slows the run down. `refuse`: whether a run that
+    surely does not fit is stopped with a DoesNotFitError; None asks the environment variable PEAKCAST_PREFLIGHT, without
+    which it is only said. `say` gets each line.
+    Raises: DoesNotFitError; SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
-    return Watch(job, gpu, append_to=append_to, say=say)
+    return Watch(job, gpu, append_to=append_to, snapshot=snapshot, refuse=refuse, say=say)
 
 
-def trainer_callback(gpu: str | Device | None = None, *, append_to: str | Path | None = None, say: Say = print) -> Any:
+def trainer_callback(
+    gpu: str | Device | None = None,
+    *,
+    append_to: str | Path | None = None,
+    refuse: bool | None = None,
+    say: Say = print,
+) -> Any:
     """A callback for transformers' Trainer that predicts when the first batch is seen, before its step, and compares at
     the end. It reads the model's config, the TrainingArguments and the adapter by itself; a fault of its own is said and
-    never stops the run. Parameters as `watch`."""
+    never stops the run. Weights are loaded by then: `peakcast.preflight` refuses before. Parameters as `watch`."""
     from peakcast.collectors.frameworks.callback import TellingCallback
 
-    return TellingCallback(_Listener(Watch(None, gpu, append_to=append_to, say=say)))
+    return TellingCallback(_Listener(Watch(None, gpu, append_to=append_to, refuse=refuse, say=say)))
 
 
-def _bar(bar: Interval) -> str:
-    return f"{format_gib(bar.point)} ({format_gib(bar.lower)} to {format_gib(bar.upper)})"
+def lightning_callback(
+    job: object,
+    gpu: str | Device | None = None,
+    *,
+    append_to: str | Path | None = None,
+    refuse: bool | None = None,
+    say: Say = print,
+) -> Any:
+    """A callback for Lightning's Trainer: it predicts `job` when a fit is set up, before `configure_model` makes weights,
+    and compares at the end. Parameters, and what it raises, are those of `watch`."""
+    from peakcast.collectors.frameworks.lightning_callback import telling_callback
+
+    return telling_callback(_LightningListener(Watch(None, gpu, append_to=append_to, refuse=refuse, say=say), job))
+

@@ -271,7 +271,10 @@ OTHER_QUESTIONS[cli.record] = api.record_all
 """What a command calls instead with --against, with --batch, with `constants` in the place of a grid, and with --all."""
 
 
-@pytest.mark.parametrize("command", [command.callback for command in cli.app.registered_commands if command.callback])
+COMMANDS = [command.callback for command in cli.app.registered_commands if command.callback]
+
+
+@pytest.mark.parametrize("command", [command for command in COMMANDS if command is not cli.mcp])  # it serves the functions
 def test_every_command_has_a_function_of_the_same_name_and_arguments(command: Callable[..., object]) -> None:
     own = {"json", "batch", "print_job", "markdown", "write_readme", "all_", "no_tracking"}
     own |= {"tracking_uri", "layers", "details", "context", *BESIDE}

@@ -27,9 +27,9 @@ TRACKING = "peakcast.tracking"
 DOORS = tuple(
     f"peakcast.{name}"
     for name in (
-        *("__main__", "answers", "api", "batch", "cli", "doctor", "job_flags", "places", "questions", "render", "screen"),
-        *("calibrating", "collected", "commands", "dryrunning", "keeping", "kept", "measuring", "pytest_plugin"),
-        *("recording", "replaying", "shipping", "watching"),
+        *("__main__", "answers", "api", "assistant", "batch", "cli", "doctor", "job_flags", "places", "questions"),
+        *("render", "screen", "calibrating", "collected", "commands", "dryrunning", "keeping", "kept", "measuring"),
+        *("pytest_plugin", "proposing", "recording", "replaying", "refusing", "shipping", "watching"),
     )
 )
 EXPLAINING = "peakcast.explaining"

@@ -208,7 +208,7 @@ def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
 
 def _quantization(network: torch.nn.Module) -> dict[str, Any]:
     """Of the base under adapters, where bitsandbytes has packed it."""
-    states = (part.quant_state for part in network.modules() if type(part).__name__ == "Linear4bit")
+    states = (part.quant_state for part in network.modules() if hasattr(part, "quant_state"))
     if (state := next(states, None)) is not None:
         return {"method": "qlora", "quantization": "nf4", "double_quantization": bool(state.nested)}
     eight = any(type(part).__name__ == "Linear8bitLt" for part in network.modules())

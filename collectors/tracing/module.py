@@ -23,6 +23,7 @@ from peakcast.bounded import is_file
 from peakcast.collectors.packages import import_for_good
 from peakcast.collectors.tracing.trace import fake_mode, timeline_from_mapping, timeline_to_mapping
 from peakcast.errors import CollectorError, SpecError
+from peakcast.extras import need
 from peakcast.timeline import Category, Phase, Timeline
 
 
@@ -32,6 +33,7 @@ def trace_module(target: str, gpu: str | None = None, *, timeout_seconds: float 
 
     Raises: SpecError for a target that is not one, CollectorError with what the traced process said.
     """
+    need("a trace", "torch")
     path, function = _target(target)
     command = [sys.executable, "-P", "-m", "peakcast.collectors.tracing.module", str(path), function]
     command += [gpu] if gpu is not None else []

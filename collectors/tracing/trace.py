@@ -16,6 +16,7 @@ from peakcast import catalog
 from peakcast.collectors.stepping import name_gradients, name_states, run_steps
 from peakcast.conventions import conventions
 from peakcast.errors import CollectorError
+from peakcast.extras import need
 from peakcast.lengths import at_its_longest
 from peakcast.spec import TrainingJob, job_to_mapping
 from peakcast.timeline import Category, Phase, Timeline
@@ -34,6 +35,7 @@ def trace_job(
 
     Raises: CollectorError with what the subprocess said.
     """
+    need("a trace", "torch")
     command = [sys.executable, "-P", "-m", "peakcast.collectors.tracing", "-", str(rank)]
     command += [gpu] if gpu is not None else []
     environment = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}

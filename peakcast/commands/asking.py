@@ -192,6 +192,20 @@ def web(
     api.web(host, port, progress=say)
 
 
+@app.command(epilog="Example: peakcast mcp")
+def mcp(json: Annotated[bool, typer.Option("--json", help="Print the tools as JSON and end.")] = False) -> None:
+    """Serve predict, explain, search and more as tools to an assistant (Model Context Protocol, over stdio)."""
+    from peakcast.extras import need
+
+    need("the server for assistants", "mcp")
+    from peakcast import assistant, render
+
+    if json:
+        print(render.json_text(assistant.tools()))
+    else:
+        assistant.serve()
+
+
 def _answer(
     asked: object,
     gpu: str | None,

@@ -11,6 +11,7 @@ import numpy as np
 from peakcast.drawing import INK, STYLE
 from peakcast.errors import SpecError
 from peakcast.explaining.stack import BANDS, sampled, stacked
+from peakcast.extras import need
 from peakcast.labels import phase_title
 from peakcast.timeline import Phase, Timeline
 from peakcast.units import GIB
@@ -34,9 +35,13 @@ SHADES = {
 
 
 def check_picture_path(path: Path) -> None:
-    """Refuse a file that is neither PNG nor SVG. Raises: SpecError."""
+    """Refuse a file that is neither PNG nor SVG, and any where there is no matplotlib.
+
+    Raises: SpecError or MissingPackageError.
+    """
     if path.suffix.lower() not in ENDINGS:
         raise SpecError(f"picture={path} must end in .png or .svg.", parameter="picture", value=str(path))
+    need("a picture", "matplotlib")
 
 
 def write_picture(timeline: Timeline, path: Path, title: str, capacity_bytes: int | None = None) -> None:

@@ -1,0 +1,127 @@
+"""Asks before a training run starts whether it fits, and refuses one that surely does not: a refused run costs seconds, one
+that dies out of memory costs the loading of its weights and the hour in the queue.
+
+    peakcast.preflight({"huggingface": {"config": name, "training_arguments": arguments, "peft": lora}})
+    model = AutoModelForCausalLM.from_pretrained(name)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+from peakcast import catalog
+from peakcast.answers import answer
+from peakcast.catalog import Device
+from peakcast.doctor import known_gpu
+from peakcast.errors import DoesNotFitError, SpecError
+from peakcast.questions import Question, question
+from peakcast.remarks import verdict_reason, verdict_words
+from peakcast.units import format_gib
+
+if TYPE_CHECKING:
+    from peakcast.prediction import Prediction
+
+Say = Callable[[str], None]
+Mode = Literal["refuse", "warn", "off"]
+VARIABLE = "PEAKCAST_PREFLIGHT"
+"""The environment variable that says what happens to a run that surely does not fit, where the script does not say it."""
+MODES: dict[str, Mode] = {"refuse": "refuse", "warn": "warn", "off": "off"}
+
+
+def preflight(
+    job: object, gpu: str | Device | None = None, *, refuse: bool | None = None, say: Say | None = None
+) -> Prediction | None:
+    """Predict the run that is about to start, say in one line whether it fits, and refuse it when it surely does not.
+
+    `job`: all that `peakcast.predict` takes. In a mapping of the form `{"huggingface": {...}}` the values may be objects of
+    the script itself: a config of transformers, TrainingArguments, a config of peft; `num_gpus` is then WORLD_SIZE, unless
+    it is given. `gpu`: a GPU type (None: the one at hand). `refuse`: whether to raise; None asks the environment variable
+    PEAKCAST_PREFLIGHT, `refuse` (which holds without it), `warn` or `off`. `say` gets the line; without it the first rank
+    prints it. A run that may or may not fit is never refused.
+    Returns: the prediction, None where PEAKCAST_PREFLIGHT=off.
+    Raises: DoesNotFitError, whose `prediction` says why; SpecError or CatalogError for a question that cannot be asked.
+    """
+    chosen = mode_of(refuse, "refuse")
+    if chosen == "off":
+        return None
+    asked = question(in_plain_values(job), device_at(gpu))
+    prediction = answer(asked)
+    verdict = f"{verdict_words(prediction)} on {asked.device.name}: {verdict_reason(prediction)}"
+    (say or print_on_first_rank)(f"peakcast: {verdict}")
+    if chosen == "refuse":
+        refuse_what_does_not_fit(asked, prediction)
+    return prediction
+
+
+def mode_of(refuse: bool | None, otherwise: Mode) -> Mode:
+    """What to do: as a script says with `refuse`, else as PEAKCAST_PREFLIGHT says, else `otherwise`. Raises: SpecError."""
+    if refuse is not None:
+        return "refuse" if refuse else "warn"
+    value = os.environ.get(VARIABLE, otherwise)
+    if value not in MODES:
+        raise SpecError(f"{VARIABLE}={value!r} must be one of {', '.join(MODES)}.", parameter=VARIABLE, value=value)
+    return MODES[value]
+
+
+def refuse_what_does_not_fit(asked: Question, prediction: Prediction) -> None:
+    """Raises: DoesNotFitError when the run surely does not fit."""
+    if prediction.fits != "no":
+        return
+    from peakcast.explaining.advice import first_to_try
+
+    advice = first_to_try(asked.job, asked.device, prediction.rank)
+    steps = "; ".join(step.sentence.rstrip(".") for step in advice)
+    first = f" First to try, together: {steps}: {format_gib(advice[-1].peak_bytes)} allocated then." if advice else ""
+    raise DoesNotFitError(
+        f"this run does not fit on {asked.device.name}: {verdict_reason(prediction)}.{first} {VARIABLE}=warn starts it all "
+        "the same.",
+        prediction=prediction,
+    )
+
+
+def device_at(gpu: str | Device | None) -> Device:
+    """The GPU type that is named, or that of the first GPU at hand. Raises: SpecError or CatalogError."""
+    if gpu is not None:
+        return gpu if isinstance(gpu, Device) else catalog.gpu(gpu)
+    from peakcast.collectors import inventory
+    from peakcast.collectors.observing import Observation
+
+    if (name := Observation.gpu_name()) is not None:
+        return catalog.gpu(name)
+    for reading in inventory.nvml_gpus()[1]:
+        return known_gpu(reading["name"], reading["memory_bytes"]) or catalog.gpu(reading["name"])
+    raise SpecError("gpu is required where there is no GPU; name its type, such as gpu='H100-80GB'.", parameter="gpu")
+
+
+def print_on_first_rank(line: str) -> None:
+    """Print `line` in one process of a run of several."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line)
+
+
+def in_plain_values(job: object) -> object:
+    """`job` with the mappings of the objects in its `huggingface` form."""
+    if not isinstance(job, Mapping) or not isinstance(job.get("huggingface"), Mapping):
+        return job
+    form = {key: _plain(value) for key, value in job["huggingface"].items()}
+    engine = getattr(job["huggingface"].get("training_arguments"), "hf_deepspeed_config", None)
+    if engine is not None:  # the mapping has a path, the object what is in the file
+        form.setdefault("deepspeed", dict(engine.config))
+        form["training_arguments"].pop("deepspeed", None)
+    form.setdefault("num_gpus", int(os.environ.get("WORLD_SIZE", "1")))
+    return {**job, "huggingface": form}
+
+
+def _plain(value: Any) -> Any:
+    """The mapping of an object of transformers or peft; in it, as a file would have them, sets (peft's `target_modules`) as
+    lists and members of enumerations as their values."""
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return value.value if isinstance(value, Enum) else value
