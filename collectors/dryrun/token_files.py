@@ -8,6 +8,7 @@ says. In a folder that the script lists and that is not there are files for trai
 from __future__ import annotations
 
 import builtins
+import contextlib
 import glob
 import io
 import os
@@ -119,7 +120,10 @@ _iglob, _path_glob = glob.iglob, pathlib.Path.glob
 
 
 def _text(file: str) -> str:
-    return Path(file).read_text(encoding="utf-8", errors="replace")
+    """The script's; "" of code that is in no file."""
+    with contextlib.suppress(OSError):
+        return Path(file).read_text(encoding="utf-8", errors="replace")
+    return ""
 
 
 def _write(path: Path, script: str) -> None:
