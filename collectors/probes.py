@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from peakcast.spec import TrainingJob
 
 PACKAGES = (
-    *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "flash-attn", "triton"),
+    *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "flash-attn", "triton", "fla-core"),
     *("megatron_core", "transformer_engine"),
 )
 ALLOCATOR_VARIABLES = (

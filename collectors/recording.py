@@ -132,7 +132,11 @@ class _Worker:
 
     def _last_words(self) -> str:
         if self._limit:
-            return f"recording it took longer than {self._limit:g} s; trace a smaller network (`peakcast explain --trace`)."
+            return (
+                f"recording it took longer than {self._limit:g} s. Code that loops over the sequence in Python takes long: "
+                "transformers' own of linear attention, where flash-linear-attention is not installed (pip install "
+                "flash-linear-attention); else ask for fewer layers or a shorter sequence_length."
+            )
         lines = self._process.communicate()[1].strip().splitlines() or ["the recording process ended without a word."]
         return str(lines[-1]).removeprefix("peakcast: ")
 

@@ -19,6 +19,7 @@ from peakcast.models.analytical.adapter_scope import require_adapters
 from peakcast.models.baseline_choice import BaselineName, Trace, chosen, seen_run, tracer
 from peakcast.models.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.device_memory import communicator_bytes, context_bytes
+from peakcast.models.evenly_routed import evenly_routed
 from peakcast.models.host import host_bytes
 from peakcast.models.measured_constants import Outside, outside
 from peakcast.models.nearby_orders import nearby_orders
@@ -139,10 +140,7 @@ def _baseline(
     read = outside(job, device)
     outside_bytes = read.num_bytes if read is not None else context + communicators
     seen = seen_run()
-    if seen is not None:
-        steps = [seen.timeline]
-    else:
-        steps = _drawn_steps(job, device, chosen, ledger) if lengths_change(job) else [first, steady]
+    steps = [seen.timeline] if seen is not None else _steps_of_run(job, device, chosen, ledger)
     run = _replay([*before(chosen), *steps], job, device, outside_bytes)
     reserved_range = None
     if seen is not None and seen.compiled:
@@ -158,6 +156,8 @@ def _baseline(
         run = replace(run, peak_reserved_bytes=max(one.peak_reserved_bytes for one in (run, *runs)))
     higher = max((steady, first), key=lambda step: step.peak().num_bytes)
     peak = higher.peak()
+    if evenly_routed(job) != job and seen is None:
+        run = _with_fullest_expert(run, peak.num_bytes - max(step.peak().num_bytes for step in steps))
     return Baseline(
         rank=chosen,
         peak_allocated_bytes=peak.num_bytes,
@@ -192,8 +192,28 @@ def _replay_of(
     outside_bytes: int,
 ) -> Replay:
     """The replay of a run of `rank`."""
-    steps = [ledger(job, device=device, rank=rank, step=step) for step in ("first", "steady")]
+    steps = [ledger(evenly_routed(job), device=device, rank=rank, step=step) for step in ("first", "steady")]
     return _replay([*before(rank), *steps], job, device, outside_bytes)
+
+
+def _steps_of_run(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:
+    """The steps that are replayed: with equal shares for every expert. Which one is the fullest changes from layer to layer
+    and from step to step, and replaying always the same one leaves up to 9 GiB more in the cache than published runs had
+    (Mixtral-8x7B, adapters on 4-bit weights, A100)."""
+    even = evenly_routed(job)
+    if lengths_change(job):
+        return _drawn_steps(even, device, rank, ledger)
+    return [ledger(even, device=device, rank=rank, step=step) for step in ("first", "steady")]
+
+
+def _with_fullest_expert(run: Replay, more_bytes: int) -> Replay:
+    """The replay of experts with equal shares, with the `more_bytes` that the fullest one adds to the peak."""
+    more_bytes = max(more_bytes, 0)
+    return replace(
+        run,
+        peak_allocated_bytes=run.peak_allocated_bytes + more_bytes,
+        peak_reserved_bytes=run.peak_reserved_bytes + more_bytes,
+    )
 
 
 def _drawn_steps(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:

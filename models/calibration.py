@@ -27,7 +27,7 @@ from peakcast.prediction import QUANTITIES
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 MAX_FILE_BYTES = 16 * 2**20
 """A calibration has some hundred kB; a larger file is refused before it is parsed."""
 

@@ -50,7 +50,11 @@ def host_bytes(job: TrainingJob, steady_step: Callable[[TrainingJob], Timeline])
         return copies
     resident = _fullest(steady_step(job.replace(offload=Offload())), moved)
     staying = _fullest(steady_step(job), moved)
-    return copies + max(0, sum(resident.values()) - sum(staying.values()))
+    copies += max(0, sum(resident.values()) - sum(staying.values()))
+    if megatron and job.offload.optimizer:  # fp32 parameters and gradients, as large as two fp32 states
+        states = Category.OPTIMIZER_STATES  # (megatron-core 0.16.1 `hybrid_optimizer.py` `cpu_copy_map_grad`)
+        copies += max(0, resident[states] - staying[states])
+    return copies
 
 
 def _fullest(step: Timeline, categories: list[Category]) -> dict[Category, int]:

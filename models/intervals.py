@@ -27,16 +27,19 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.errors import CalibrationError
-from peakcast.models.strict import flag, number, read, text
+from peakcast.models.strict import flag, number, read
 
 COVERAGE = 0.90
 """Nominal coverage of the two-sided interval."""
 UPPER_COVERAGE = 0.95
 """Nominal coverage of the one-sided upper bound."""
 MIN_GROUP_ROWS = 20
-"""With fewer effective rows, a group's parent sets its bar: the one-sided 95 % quantile needs 19. With the usual
+"""With fewer effective rows, the next larger group sets a group's bar: the one-sided 95 % quantile needs 19. With the usual
 correlation it is about 40 plain rows, the threshold that kept the worst group's coverage at 0.900 over 40 seeds of
 synthetic data (ecosystem study, 2026-11-21)."""
+FEW_ROWS = 40
+"""Below this, in effective rows, the finite-sample correction asks for one of the largest scores or for none at all: the
+one-sided 95 % quantile of 40 is their 39th. Then the narrower of it and `parametric_bound` is the bar."""
 MIN_ARCHITECTURES = 3
 """With fewer architectures no bar can be learned, because nothing shows how architectures differ."""
 
@@ -56,16 +59,14 @@ class Bar:
     """How many independent rows the group's rows are worth."""
     correlation: float
     """ρ, the correlation of scores within an architecture, from 0 to 1."""
-    borrowed: str = ""
-    """The larger group whose rows set this bar; "" if its own did."""
     parametric: bool = False
-    """Whether the effective rows are fewer than `min_group_rows`: their quantile is then their largest score or beyond, so
-    the narrower of it and a Student t bound is used (`parametric_bound`)."""
+    """Whether the effective rows are fewer than FEW_ROWS: the bar is then the narrower of their quantile and a Student t
+    bound (`parametric_bound`)."""
 
 
 class Intervals:
-    """Bars by group, finest group first. Learned: `bars_` (group → `Bar`). `coverage`, `upper_coverage`: nominal coverages.
-    `min_group_rows`: see MIN_GROUP_ROWS."""
+    """Bars by group. A group with too few rows has none; its jobs get the bar of the next larger group. Learned: `bars_`
+    (group → `Bar`). `coverage`, `upper_coverage`: nominal coverages. `min_group_rows`: see MIN_GROUP_ROWS."""
 
     def __init__(
         self,
@@ -102,23 +103,18 @@ class Intervals:
     ) -> dict[str, Bar]:
         """The bar of every group."""
         members: dict[str, list[int]] = {}
-        parents: dict[str, str] = {}
+        larger: dict[str, tuple[str, ...]] = {}
         depth: dict[str, int] = {}
         for row, names in enumerate(groups):
             for level, name in enumerate(names):
                 members.setdefault(name, []).append(row)
-                depth[name] = len(names) - level
-                if level + 1 < len(names):
-                    parents[name] = names[level + 1]
+                depth[name], larger[name] = len(names) - level, names[level + 1 :]
         bars: dict[str, Bar] = {}
-        for name in sorted(members, key=lambda group: (depth[group], group)):  # parents before children
+        for name in sorted(members, key=lambda group: (depth[group], group)):  # larger groups first
             rows = np.array(members[name])
             bar = self._bar(scores[rows], units[rows], counts[rows])
-            parent = bars.get(parents.get(name, ""))
-            few = bar is None or bar.effective_rows < self.min_group_rows
-            if parent is not None and few:
-                bar = _no_narrower_than_own(bar or _count(scores[rows], units[rows]), parent, parents[name], scores[rows])
-            if bar is not None:
+            alone = not any(other in bars for other in larger[name])
+            if bar is not None and (alone or bar.effective_rows >= self.min_group_rows):
                 bars[name] = bar
         return bars
 
@@ -136,10 +132,10 @@ class Intervals:
         half_width = conformal_quantile(np.abs(scores), weights, self.coverage)
         upper = conformal_quantile(scores, weights, self.upper_coverage)
         effective = float(weights.sum())
-        parametric = effective < self.min_group_rows or not (math.isfinite(half_width) and math.isfinite(upper))
+        parametric = effective < FEW_ROWS or not (math.isfinite(half_width) and math.isfinite(upper))
         if parametric:
-            half_width = min(half_width, parametric_bound(scores, units, counts, (1 + self.coverage) / 2))
-            upper = min(upper, parametric_bound(scores, units, counts, self.upper_coverage))
+            half_width = min(half_width, parametric_bound(np.abs(scores), units, counts, self.coverage, tails=2))
+            upper = min(upper, parametric_bound(scores, units, counts, self.upper_coverage, tails=1))
         return Bar(
             half_width=half_width,
             upper=upper,
@@ -192,7 +188,6 @@ def _bars_from_mapping(mapping: object, where: str) -> dict[str, Bar]:
             num_architectures=int(number(values["num_architectures"], "num_architectures", low=0)),
             effective_rows=number(values["effective_rows"], "effective_rows", low=0),
             correlation=number(values["correlation"], "correlation", low=0, high=1),
-            borrowed=text(values["borrowed"], "borrowed"),
             parametric=flag(values["parametric"], "parametric"),
         )
     return bars
@@ -241,17 +236,24 @@ def within_correlation(scores: Floats, units: npt.NDArray[np.int64]) -> float:
     return (num_units * estimate + 2.0) / (num_units + 2.0)
 
 
-def parametric_bound(scores: Floats, units: npt.NDArray[np.int64], counts: Floats, level: float) -> float:
-    """A one-sided bound at `level` if rows are too few for a quantile: Student's t, with as many degrees of freedom as
-    architectures, times the score up to which 68.3 % of the rows lie (a normal's standard deviation, insensitive to a few
-    extreme rows); at least the uncorrected quantile. Every architecture has the same weight."""
+def parametric_bound(scores: Floats, units: npt.NDArray[np.int64], counts: Floats, level: float, *, tails: int) -> float:
+    """A bound at `level` of the `scores` (of their sizes, with two `tails`) if rows are too few for a corrected quantile:
+    Student's t, with as many degrees of freedom as architectures, times the size up to which 68.3 % of the scores lie (a
+    normal's standard deviation, insensitive to a few extreme rows); at least the uncorrected quantile. Every architecture
+    has the same weight."""
     sizes = np.bincount(units, weights=counts)
     num = int((sizes > 0).sum())
     shares = counts / sizes[units] / num
-    order = np.argsort(np.abs(scores), kind="stable")
-    reached, size = np.cumsum(shares[order]), np.abs(scores)[order]
-    spread, seen = (float(size[min(int(np.searchsorted(reached, part)), len(size) - 1)]) for part in (0.683, 2 * level - 1))
-    return max(student_t(level, num) * spread * math.sqrt(1 + 1 / num), seen)
+    deviation, seen = _quantile(np.abs(scores), shares, 0.683), _quantile(scores, shares, level)
+    one_sided = 1 - (1 - level) / tails
+    return max(student_t(one_sided, num) * deviation * math.sqrt(1 + 1 / num), seen)
+
+
+def _quantile(values: Floats, shares: Floats, level: float) -> float:
+    """The smallest of `values` at or below which `level` of the `shares` (1 in all) lie."""
+    order = np.argsort(values, kind="stable")
+    at = int(np.searchsorted(np.cumsum(shares[order]), level))
+    return float(values[order][min(at, len(values) - 1)])
 
 
 def student_t(level: float, degrees: int) -> float:
@@ -268,32 +270,3 @@ def student_t(level: float, degrees: int) -> float:
     )
     correction = math.fsum(term / degrees ** (power + 1) for power, term in enumerate(terms))
     return z + correction
-
-
-def _count(scores: Floats, units: npt.NDArray[np.int64]) -> Bar:
-    """A bar with the group's counts only."""
-    num = len(np.unique(units))
-    return Bar(
-        half_width=0.0,
-        upper=-math.inf,
-        num_rows=len(scores),
-        num_architectures=num,
-        effective_rows=float(num),
-        correlation=1.0,
-    )
-
-
-def _no_narrower_than_own(own: Bar, parent: Bar, parent_name: str, scores: Floats) -> Bar:
-    """The parent's bar for a small group, but no narrower than the uncorrected quantiles of the small group's own
-    scores."""
-    seen = float(np.quantile(np.abs(scores), 0.9))
-    return Bar(
-        half_width=max(parent.half_width, seen),
-        upper=max(parent.upper, float(np.quantile(scores, 0.95))),
-        num_rows=own.num_rows,
-        num_architectures=own.num_architectures,
-        effective_rows=own.effective_rows,
-        correlation=own.correlation,
-        borrowed=parent.borrowed or parent_name,
-        parametric=parent.parametric,
-    )

@@ -19,6 +19,7 @@ from peakcast.models.baseline_choice import seen_run
 from peakcast.models.calibration import Calibration, calibration_for
 from peakcast.models.device_memory import communicator_bytes, context_bytes
 from peakcast.models.device_scope import device_findings
+from peakcast.models.evenly_routed import fullest_expert
 from peakcast.models.features import features, kinds, of_quantity, sizes
 from peakcast.models.grouping import bar_groups, residual_group
 from peakcast.models.measured_constants import outside, rests_on_readings
@@ -248,7 +249,7 @@ def _assumptions(job: TrainingJob, device: Device, base: Baseline, rank: int | N
     if rank is None and job.parallelism.world_size > 1:
         sentences.append(worst_rank(job, base.rank))
     sentences += remarks(job.versions)
-    sentences += filter(None, [assumed_versions(job), recorded_with(job)])
+    sentences += filter(None, [assumed_versions(job), recorded_with(job), fullest_expert(job)])
     if base.communicator_bytes and (base.outside is None or base.outside.missing):
         sentences.append(
             f"NCCL uses {format_gib(base.communicator_bytes)}, an estimate that depends on the machine's links."

@@ -32,6 +32,8 @@ class MixtureOfExperts:
     """Layers at the start that keep a dense feed-forward of `intermediate_size`."""
     moe_layer_freq: int = 1
     """After those, every `moe_layer_freq`-th layer is routed; the others are dense."""
+    dense_layers: tuple[int, ...] = unsaid(())
+    """Further dense layers, by number from 0, where these come in no such order."""
     router_correction_bias: bool = False
     """DeepSeek-V3's per-expert correction bias (a buffer of num_experts fp32 values, not trained by gradient)."""
     expert_bias: bool = False
@@ -269,6 +271,6 @@ class Architecture(HashedOnce):
         """Whether decoder layer `layer` (from 0) has a routed feed-forward."""
         if self.layer_types:
             return "moe" in self.layer_types[layer]
-        if self.moe is None or layer < self.moe.first_k_dense_replace:
+        if self.moe is None or layer < self.moe.first_k_dense_replace or layer in self.moe.dense_layers:
             return False
         return (layer - self.moe.first_k_dense_replace) % self.moe.moe_layer_freq == self.moe.moe_layer_freq - 1

@@ -69,6 +69,8 @@ def _verdict(p: Prediction) -> str:
 def _asked(job: TrainingJob) -> str:
     """The job in a line: what an answer is of, so that one sees what was taken for granted."""
     what = "inference" if job.task == "inference" else METHODS[job.finetuning.method]
+    if job.finetuning.frozen:
+        what += f" ({', '.join(job.finetuning.frozen)} frozen)"
     ranks = job.parallelism.world_size
     gpus = f"{ranks:,} GPUs" if ranks > 1 else "1 GPU"
     batch = f"micro-batch {job.micro_batch_size:,} × {job.sequence_length:,} tokens"

@@ -101,6 +101,9 @@ class Finetuning:
     double_quantization: bool = False
     settings: FrozenMapping = unsaid(FrozenMapping())  # noqa: RUF009  # a frozen value
     """Sizes that the method has beside its rank, under peft's names (`decompose_factor`, `n_frequency`, ...)."""
+    frozen: tuple[str, ...] = unsaid(())
+    """Parts whose weights do not train, nor get adapters: `vision`, `projector` or `language` of a vision-language model,
+    or names of modules (`embed_tokens`)."""
 
     def __post_init__(self) -> None:
         require_positive(self, "rank", where="finetuning.")

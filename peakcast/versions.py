@@ -6,6 +6,7 @@ A version text is a release ("2.11.0+cu130"; a nightly or alpha counts as the re
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import functools
 import importlib.metadata
@@ -34,10 +35,11 @@ PACKAGES = {
     "torchao": "torchao", "torchtitan": "torchtitan", "torchtune": "torchtune", "litgpt": "litgpt",
 }  # fmt: skip
 """The keys of `versions` that packages installed here can answer -> the name that the package is installed under."""
-STACKS = ("unsloth", "torchtitan", "torchtune", "litgpt", "nanotron")
+STACKS = ("unsloth", "torchtitan", "torchtune", "litgpt", "nanotron", "lightning_thunder")
 """Packages whose mere mention says that their code runs the training; one that only is installed here says nothing."""
 OWN_NETWORKS = ("torchtitan", "torchtune", "litgpt", "nanotron")
 """Those that train networks of their own, whatever transformers is beside them."""
+_MONTH = re.compile(r"20\d\d-(?:0[1-9]|1[0-2])(?:-\d\d)?")
 _RELEASE = re.compile(
     r"v?(?:\d{1,4}|(\d{1,6}(?:\.\d{1,9}){1,5})(?:[._-]?(?:a|b|c|rc|alpha|beta|pre|preview)[._-]?\d*)?"
     r"(?:[._-]?(?:post|rev|r)[._-]?\d*)?(?:[._-]?dev[._-]?\d*)?)(?:[+-][\w.+-]*)?",
@@ -60,14 +62,17 @@ def release(version: object) -> tuple[int, ...]:
 
 
 def compare(version: object, clause: str) -> bool:
-    """Whether `version` is as the clause of a convention says: ">=2.4" and its kin between releases, "==a|b" for names, "*"
-    for any version at all. What is no release is as no clause between releases says. Raises: ValueError."""
+    """Whether `version` is as the clause of a convention says: ">=2.4" and its kin between releases, "==a|b" for names,
+    "===2.5.0" for a text that begins so, "*" for any version at all. What is no release is as no clause between releases
+    says. Raises: ValueError."""
     if clause.strip() == "*":
         return True
-    match = re.fullmatch(r"\s*(>=|<=|==|<|>)\s*([\w.|]+)\s*", clause)
+    match = re.fullmatch(r"\s*(>=|<=|===|==|<|>)\s*([\w.|]+)\s*", clause)
     if match is None:
         raise ValueError(f"malformed version clause {clause!r} in frameworks.toml")
     operator, wanted = match.groups()
+    if operator == "===":
+        return str(version).startswith(wanted)
     if operator == "==" and not wanted[0].isdigit():
         return str(version) in wanted.split("|")
     found = release(version)
@@ -100,17 +105,59 @@ def tag_of(container: object) -> str:
 
 
 def resolved(versions: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`versions` with what the container among them has; those that are given themselves hold."""
-    if CONTAINER not in versions:
-        return versions
-    tag = tag_of(versions[CONTAINER])
-    image = {name: version for name, version in containers().get(tag, {}).items() if name != "source"}
-    return {**image, **versions, CONTAINER: tag}
+    """`versions` with what the container among them has, and the releases of the time of those that are commits or months;
+    those that are given themselves hold."""
+    if CONTAINER in versions:
+        tag = tag_of(versions[CONTAINER])
+        image = {name: version for name, version in containers().get(tag, {}).items() if name != "source"}
+        versions = {**image, **versions, CONTAINER: tag}
+    return {**versions, **of_their_time(versions)}
+
+
+@functools.cache
+def _dates() -> Mapping[str, Mapping[str, str]]:
+    """Package -> release -> month, in the order of time (catalog/dates.toml)."""
+    text = resources.files("peakcast").joinpath("catalog", "dates.toml").read_text(encoding="utf-8")
+    table: dict[str, dict[str, str]] = tomllib.loads(text)
+    return table
+
+
+def of_their_time(versions: Mapping[str, Any]) -> dict[str, str]:
+    """The releases that stand for commits among `versions`, and for a torch that is not given beside a version that is a
+    month ("2024-09"): of the month that a nightly of torch, or that version, says."""
+    commits = [name for name in versions if name in _dates() and name != "torch" and not release(versions[name])]
+    months = [str(version)[:7] for version in versions.values() if _MONTH.fullmatch(str(version))]
+    torch = [] if "torch" in versions or not months else [max(months)]
+    if not commits and not torch:
+        return {}
+    month = _month_of_torch(str(versions["torch"])) if "torch" in versions else max(months, default="")
+    found = {}
+    for name in commits if month else ():
+        releases, since = list(_dates()[name]), list(_dates()[name].values())
+        found[name] = releases[max(0, bisect.bisect_right(since, month) - 1)]
+    for month in torch:
+        releases, out = list(_dates()["torch"]), list(_dates()["torch"].values())
+        found["torch"] = releases[min(len(out) - 1, bisect.bisect_left(out, month))]
+    return found
+
+
+def _month_of_torch(version: str) -> str:
+    """The month of a build of torch: of a nightly what it says, else three months before its release; "" where unknown."""
+    if match := re.search(r"dev(20\d\d)(0[1-9]|1[0-2])", version):
+        return f"{match[1]}-{match[2]}"
+    out = _dates()["torch"].get(".".join(map(str, (*release(version)[:2], 0))))
+    if out is None:
+        return ""
+    year, month = map(int, out.split("-"))
+    year, month = (year, month - 3) if month > 3 else (year - 1, month + 9)
+    return f"{year}-{month:02}"
 
 
 def remarks(versions: Mapping[str, Any]) -> list[str]:
     """Sentences on what the container among `versions` stands for, and on numbers that may have lost a zero."""
     found = []
+    if "torch" not in versions and (torch := of_their_time(versions).get("torch")):
+        found.append(f"torch {torch} is taken, of the time of the other versions (catalog/dates.toml).")
     if (image := containers().get(tag_of(versions.get(CONTAINER, "")))) is not None:
         has = [f"{name} {image[name]}" for name in image if name != "source" and name not in versions]
         found.append(
@@ -129,9 +176,14 @@ def remarks(versions: Mapping[str, Any]) -> list[str]:
 
 def not_compared(versions: Mapping[str, Any]) -> list[Finding]:
     """A finding for each version that is no release, and for a container that the table does not have."""
-    said = {}
+    said, taken = {}, of_their_time(versions)
     for name, version in versions.items():
-        if name == CONTAINER:
+        if name in taken:
+            said[name] = (
+                f"versions.{name}={version!r} is no release (a commit, perhaps): {taken[name]} is taken, of the time of "
+                f"torch {versions.get('torch')} (catalog/dates.toml)."
+            )
+        elif name == CONTAINER:
             if tag_of(version) not in containers():
                 said[name] = (
                     f"versions.{name}={version!r} is none of the {len(containers())} images whose contents are known here "

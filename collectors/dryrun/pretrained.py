@@ -155,11 +155,12 @@ def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:
     from peakcast import catalog
     from peakcast.dialects import hub
     from peakcast.dialects.hf_reverse import hf_config_of
+    from peakcast.dialects.hf_undescribed import configuration_of
     from peakcast.errors import PeakcastError
 
     try:
         architecture = catalog.architecture(name.rpartition("/")[2])
-        told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
+        told = configuration_of(architecture) or hf_config_of(architecture)
         return _with_class(module.AutoConfig.for_model(dtype="bfloat16", **told)), "peakcast's catalog, in bfloat16,"
     except (PeakcastError, ValueError):
         pass

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from peakcast.collectors.frameworks import images, layouts, scope, spreading
+from peakcast.collectors.frameworks import frozen, images, layouts, scope, spreading
 from peakcast.collectors.frameworks.batches import batch_of, random_tokens
 from peakcast.collectors.frameworks.checkpointing import checkpoint_arguments, every_n_layers
 from peakcast.collectors.frameworks.compiled import compile_layers, is_compiled_whole
@@ -75,6 +75,8 @@ def _prepared(model: Any, job: TrainingJob) -> Any:
     layouts.split(model, job)  # first, as from_pretrained and torchtitan do: hooks on the embedding see what all ranks have
     if job.activation_checkpointing.mode != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_arguments(job), **every_n_layers(job))
+    if job.finetuning.frozen and job.finetuning.method == "full":
+        frozen.freeze(model, job)
     if job.finetuning.method != "full":
         model = with_adapters(model, job)
         layouts.split_adapted(model, job)

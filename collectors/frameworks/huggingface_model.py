@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import torch
@@ -11,9 +10,11 @@ import transformers
 
 from peakcast.architecture import Architecture
 from peakcast.collectors.frameworks import torchtitan_expert_parallel, torchtitan_experts
+from peakcast.collectors.frameworks.frozen import frozen_modules
 from peakcast.collectors.packages import imported
 from peakcast.conventions import conventions
 from peakcast.dialects.hf_reverse import hf_config_of
+from peakcast.dialects.hf_undescribed import configuration_of
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 from peakcast.versions import release
@@ -38,12 +39,13 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
     if types and not any("attention" in parts for parts in types):
         attention = None
     architecture = _trainable(job.architecture)
-    told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
+    told = configuration_of(architecture) or hf_config_of(architecture)
     config = transformers.AutoConfig.for_model(**told)
     begins_padded = architecture.kind == "encoder_decoder"  # T5 shifts targets by its padding, whose row is like others
-    rows = getattr(config, "vocab_size", architecture.vocab_size)
-    if not (padded or begins_padded) or (getattr(config, "pad_token_id", None) or 0) >= rows:
-        config.pad_token_id = None  # the family's default, which a smaller vocabulary does not have
+    for part in (config, config.get_text_config()):
+        rows = getattr(part, "vocab_size", None) or architecture.vocab_size
+        if not (padded or begins_padded) or (getattr(part, "pad_token_id", None) or 0) >= rows:
+            part.pad_token_id = None  # the family's default, which a smaller vocabulary does not have
     dtype = getattr(torch, job.precision.parameters)
     if job.loss.kind == "reward":
         config.num_labels, config.pad_token_id = 1, 0
@@ -141,6 +143,7 @@ def with_adapters(model: Any, job: TrainingJob) -> Any:
         lora_dropout=tuning.dropout,
         target_modules=targets,
         task_type=_task_type(model, job),
+        exclude_modules=frozen_modules(model, job) or None,
     )
     if job.activation_checkpointing.mode != "none":
         model.enable_input_require_grads()

@@ -28,6 +28,8 @@ ALIKE = {
 """Sizes of image processors, and what configurations call them."""
 IDEFICS_TILES = 4
 """Along the longer side of an image that Idefics3 and SmolVLM cut into tiles (`size` over `max_image_size`)."""
+SIZED_BY_CHECKPOINT = "timm_wrapper"
+"""The `model_type` of towers whose image processor takes its sizes from a checkpoint and has none by itself."""
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
 """What processors call the tensor that marks tokens of images with 1."""
 
@@ -118,16 +120,29 @@ def image_processor_of(config: Any) -> Any:
 
 
 def _processor_classes(config: Any) -> list[Any]:
-    """Those that need the least first: Pillow's before torchvision's."""
+    """Those that need the least first: Pillow's before torchvision's. A vision tower that has an image processor of its own
+    is given that one's images (Pixtral's, which is a tower of Llava)."""
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
-    try:
-        found = IMAGE_PROCESSOR_MAPPING[type(config)]
-    except KeyError:
+    parts = [part for part in (getattr(config, "vision_config", None), config) if part is not None]
+    owners = [type(part) for part in parts if getattr(part, "model_type", "") != SIZED_BY_CHECKPOINT]
+    owners += _with_the_same_processor(config)
+    found = next((IMAGE_PROCESSOR_MAPPING[owner] for owner in owners if owner in IMAGE_PROCESSOR_MAPPING), None)
+    if found is None:
         return []
     by_backend = found if isinstance(found, Mapping) else dict(zip(("pil", "torchvision"), found, strict=False))
     classes = [by_backend[name] for name in ("pil", "torchvision") if by_backend.get(name) is not None]
     return [_own_module_has(each) or each for each in classes]
+
+
+def _with_the_same_processor(config: Any) -> list[type]:
+    """The configurations of families whose inputs the same class prepares: Qwen3-VL's for its mixture of experts."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as PROCESSORS
+
+    own = PROCESSORS.get(config.model_type)
+    families = [family for family, name in PROCESSORS.items() if name == own and own is not None]
+    return [CONFIG_MAPPING[family] for family in families if family in CONFIG_MAPPING]
 
 
 def _own_module_has(named: Any) -> Any:

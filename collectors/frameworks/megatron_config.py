@@ -143,7 +143,7 @@ def _shape(architecture: Architecture) -> dict[str, Any]:
             "rope_type": "rope",
         }
     if moe is not None:
-        dense = moe.first_k_dense_replace
+        routed = [int(architecture.is_moe_layer(i)) for i in range(architecture.num_hidden_layers)]
         shape |= {
             "num_moe_experts": moe.num_experts,
             "moe_router_topk": moe.num_experts_per_tok,
@@ -151,9 +151,7 @@ def _shape(architecture: Architecture) -> dict[str, Any]:
             "moe_shared_expert_intermediate_size": moe.shared_expert_intermediate_size or None,
             "moe_shared_expert_gate": moe.shared_expert_gate,
             "moe_router_enable_expert_bias": moe.router_correction_bias,
-            "moe_layer_freq": [int(architecture.is_moe_layer(i)) for i in range(architecture.num_hidden_layers)]
-            if dense or moe.moe_layer_freq > 1
-            else 1,
+            "moe_layer_freq": 1 if all(routed) else routed,
         }
     return shape
 

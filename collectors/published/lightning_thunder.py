@@ -21,13 +21,10 @@ COMMON_ASSUMPTIONS = (
     "LitGPT projects queries, keys and values by one matrix (litgpt 0.4.11 model.py CausalSelfAttention.attn), whose whole "
     "result stays for the values' sake.",
 )
-COMPILED = {
-    "none": "Around the compiled network the loss runs as it is, in bfloat16.",
-    "ddp": "Of a network that DDP wraps, torch.compile makes a graph for each of DDP's buckets: layers compiled one by one "
-    "are counted.",
-    "fsdp": "FSDP's hooks break the graph of a compiled network at each unit: layers compiled one by one are counted.",
-}
-"""What torch.compile makes of the network, by how it is distributed."""
+COMPILED = (
+    "Layers are counted as if compiled one by one: FSDP's hooks break the graph of a compiled network at each unit, and of "
+    "one that DDP wraps torch.compile makes a graph for each of DDP's buckets."
+)
 FLOAT8 = ("THUN-007", "THUN-008", "THUN-009", "THUN-010")
 RECOMPUTED_FLOAT8 = ("THUN-008", "THUN-010")
 APART = ("THUN-006",)
@@ -40,15 +37,9 @@ def read_lightning_thunder(path: Path) -> list[Measurement]:
 
 
 def _reading(record: Mapping[str, Any]) -> Reading:
-    name, compiled = record["id"], record["compile"]
-    way = record["layout"]["distributed_mode"].rstrip("2")
+    name = record["id"]
     base = job_of({**record, "framework": "torch"})
-    network = {**to_mapping(base.architecture), "fused_qkv": True}
-    options = {**base.framework_options, "loss_kernel": "eager"}
-    if name in APART:
-        options["fsdp2_units"] = "ends"
-    if compiled:
-        options |= {"compiles_loss": False, **({} if way == "none" else {"compiled_regions": "layers"})}
+    options = {**base.framework_options, **({"fsdp2_units": "ends"} if name in APART else {})}
     precision = {**to_mapping(base.precision), **({"compute": "float8"} if name in FLOAT8 else {})}
     reasons = []
     if name in FLOAT8:
@@ -60,15 +51,13 @@ def _reading(record: Mapping[str, Any]) -> Reading:
     return Reading(
         job=job_of(
             {**record, "framework": "torch"},
-            architecture=network,
             precision=precision,
             framework_options=options,
-            versions={"litgpt": record["versions"]["litgpt"], "torch": "2.5"},
         ),
         assumptions=(
             *COMMON_ASSUMPTIONS,
-            "torch is not named: of the autumn of 2024, 2.5 is taken.",
-            *((COMPILED[way],) if compiled else ()),
+            "torch is not named: 2.5.0 is taken, as of September 2024.",
+            *((COMPILED,) if record["compile"] else ()),
         ),
         out_of_scope=tuple(reasons),
     )

@@ -21,8 +21,11 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unf
 
 MOST_ELEMENTS = 2**21
 """Of a tensor whose values are kept: more than the tokens of the largest batch that is recorded."""
-_WITHOUT_VALUES = ("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like", "aten.randn", "aten.native_dropout")
-"""How operators begin whose results are memory that nobody has written yet, or noise."""
+_WITHOUT_VALUES = (
+    *("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like", "aten.randn", "aten.native_dropout"),
+    "aten.as_strided",
+)
+"""How operators begin whose results are memory that nobody has written yet, noise, or what a storage holds elsewhere."""
 
 
 label = functools.cache(str)
@@ -30,8 +33,9 @@ label = functools.cache(str)
 
 
 def install() -> None:
-    """Let `torch.tensor` take numbers that are fake tensors, which it reads where no mode sees it, and let `tolist` read
-    all values at once; in this process, for good."""
+    """Let `torch.tensor` take numbers that are fake tensors, which it reads where no mode sees it, let `tolist` read all
+    values at once, and let a number be written into a text (the name of an expert, of Switch); in this process, for good.
+    """
     if hasattr(torch.tensor, "__wrapped__"):
         return
     make, to_list = torch.tensor, FakeTensor.tolist
@@ -47,7 +51,14 @@ def install() -> None:
         with _disable_current_modes():
             return value.tolist()
 
-    torch.tensor, FakeTensor.tolist = made, listed
+    def formatted(tensor: FakeTensor, specification: str) -> str:
+        value = value_of(tensor) if tensor.ndim == 0 else None
+        if value is None:
+            return object.__format__(tensor, specification)
+        with _disable_current_modes():
+            return format(value.item(), specification)
+
+    torch.tensor, FakeTensor.tolist, FakeTensor.__format__ = made, listed, formatted
 
 
 class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
@@ -71,8 +82,8 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
             for fake, real in zip(tree_iter(result), tree_iter(_really(func, *values)), strict=True):
                 if isinstance(fake, FakeTensor):
                     fake.known_value = real
-        elif func is torch.ops.aten.topk.default and result[1].numel() <= MOST_ELEMENTS:
-            result[1].known_value = _in_turn(result[1], args[0].shape[kwargs.get("dim", args[2] if len(args) > 2 else -1)])
+        elif (largest := _largest(func, args, kwargs, result)) is not None and largest[0].numel() <= MOST_ELEMENTS:
+            largest[0].known_value = _in_turn(*largest)
         else:
             _forget_written(func, args)
         return result
@@ -96,6 +107,26 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
             return made
 
         return tree_map_only(torch.Tensor, fake, real)
+
+
+_LARGEST: dict[Any, tuple[int, int | None]] = {
+    torch.ops.aten.topk.default: (2, -1),
+    torch.ops.aten.max.dim: (1, None),
+    torch.ops.aten.argmax.default: (1, None),
+}
+"""Operators that say which numbers along a dimension are the largest: that dimension's place among the arguments, and its
+default (None: over all dimensions)."""
+
+
+def _largest(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[torch.Tensor, int] | None:
+    """The positions that `func` has found along a dimension, and how many there are to choose from."""
+    if func not in _LARGEST:
+        return None
+    place, default = _LARGEST[func]
+    dim = kwargs.get("dim", args[place] if len(args) > place else default)
+    if dim is None or not args[0].ndim:
+        return None
+    return (result if isinstance(result, torch.Tensor) else result[1]), args[0].shape[dim]
 
 
 def _in_turn(chosen: torch.Tensor, choices: int) -> torch.Tensor:
@@ -133,8 +164,14 @@ def _on_the_cpu(args: Any, kwargs: Any) -> tuple[Any, Any]:
 
 
 def _really(func: Any, args: Any, kwargs: Any) -> Any:
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     with _disable_current_modes(), torch.no_grad():
-        return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError:  # the CPU has it for fractions alone: histc, which counts the tokens of each expert
+            dtype = next(one.dtype for one in tree_iter(args) if isinstance(one, torch.Tensor))
+            made = func(*tree_map_only(torch.Tensor, torch.Tensor.double, args), **kwargs)
+            return tree_map_only(torch.Tensor, lambda one: one.to(dtype), made)
 
 
 def _on_cpu(leaf: Any) -> Any:

@@ -114,6 +114,7 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         dtensors,
         fake_cuda,
         fake_streams,
+        kernel_packages,
         known_values,
         megatron_fakes,
         patches,
@@ -136,6 +137,8 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         inductor.load()
     if job.loss.fused_linear_cross_entropy or job.framework_options.get("liger_kernels"):
         triton_stub.install()
+    if not (compiles(job) or compiles_part):
+        kernel_packages.install()
     if job.finetuning.quantization == "nf4":
         quantized_fakes.install()
     if job.loss.kind != "cross_entropy":
@@ -198,8 +201,7 @@ def _import_torchtitan() -> None:
     from peakcast.collectors.frameworks import torchtitan_experts
     from peakcast.collectors.tracing import triton_stub
 
-    for torchs_own in ("torch._inductor.compile_fx", "torch.utils.flop_counter"):
-        importlib.import_module(torchs_own)  # these look for Triton as well, and must not find the stub
+    triton_stub.load_others()
     missing = importlib.util.find_spec("triton") is None
     with triton_stub.while_importing("triton") if missing else contextlib.nullcontext():
         torchtitan_experts.modules()

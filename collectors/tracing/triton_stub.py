@@ -6,6 +6,7 @@ Only for the process that traces, and only where the real package is missing or 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import re
@@ -16,9 +17,16 @@ from typing import Any
 
 import torch
 
+from peakcast.collectors.tracing.fake_cuda import COMPUTE_CAPABILITY
+
+SHARED_MEMORY_BYTES = 163 * 1024
+"""Of a multiprocessor of that capability, for one block of threads (CUDA C++ programming guide, table of capabilities)."""
+
 
 class _Anything:
     """Stands for whatever Triton names: attributes, calls, types and launches all give it back."""
+
+    __name__ = "kernel"
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None: ...
 
@@ -34,7 +42,7 @@ class _Anything:
         return self
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
-        return (object,)
+        return (_Anything,)
 
 
 class _Number(_Anything):
@@ -58,6 +66,14 @@ class _Module(types.ModuleType):
         return _Anything if name == "JITFunction" else _Anything()
 
 
+def _driver() -> Any:
+    """What code asks about the GPU that its kernels are compiled for: the one that a trace stands for."""
+    target = types.SimpleNamespace(backend="cuda", arch=10 * COMPUTE_CAPABILITY[0] + COMPUTE_CAPABILITY[1], warp_size=32)
+    properties = {"multiprocessor_count": 1, "max_shared_mem": SHARED_MEMORY_BYTES}
+    utilities = types.SimpleNamespace(get_device_properties=lambda device: properties)
+    return types.SimpleNamespace(active=types.SimpleNamespace(get_current_target=lambda: target, utils=utilities))
+
+
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Makes the stub of `packages` and whatever is in them."""
 
@@ -72,10 +88,11 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: Any) -> types.ModuleType:
         module = _Module(spec.name)
         if spec.name == "triton":
-            module.__version__ = "3.0.0"  # type: ignore[attr-defined]
+            module.__version__ = "3.4.0"  # type: ignore[attr-defined]
             module.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
             module.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()  # type: ignore[attr-defined]
             module.jit = lambda function=None, **keywords: _Anything()  # type: ignore[attr-defined]
+            module.runtime = types.SimpleNamespace(driver=_driver())  # type: ignore[attr-defined]
         return module
 
     def exec_module(self, module: types.ModuleType) -> None: ...
@@ -87,6 +104,13 @@ def install(*packages: str) -> None:
     find_stubs(*packages or ("triton",))
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=1)  # type: ignore[assignment]
+    torch.cuda.get_device_name = lambda device=None: "NVIDIA A100"
+
+
+def load_others() -> None:
+    """Import what looks for Triton as well, and must not find the stub: torch's own modules."""
+    for name in ("torch._inductor.compile_fx", "torch.utils.flop_counter"):
+        importlib.import_module(name)
 
 
 @contextlib.contextmanager

@@ -12,11 +12,13 @@ import gc
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.stepping import name_gradients
-from peakcast.collectors.tracing import zero3_linear
+from peakcast.collectors.tracing import kernel_packages, known_values, zero3_linear
 from peakcast.collectors.tracing.families import defaults_of
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
@@ -70,10 +72,13 @@ class Walker:
         self._knows_values |= bool(asked.images.per_sequence)
         try:
             found = self._walked(asked, steps)
-        except TypeError:  # where sizes are computed from values: how many tokens a router gives each expert
+        except PeakcastError:
+            raise
+        except Exception:  # where the library reads values: how many tokens a router gives each expert, say
             if self._knows_values:
                 raise
             self._knows_values = True
+            known_values.install()
             found = self._walked(asked, steps)
         if layers is None:
             self._beside = max(0, found["num_places"] // 2 - asked.architecture.num_layers)
@@ -163,6 +168,7 @@ def mapping_of(
         "visits": _visits(tracer, own, starts, first, num_places),
         "wrapped": wrapped,
         "image_tokens": image_tokens,
+        "replaced": sorted(kernel_packages.replaced.items()),
         "parameters": own.parameters(weights, updated),
     }
 
@@ -312,6 +318,23 @@ def _common_prefix(names: Sequence[str]) -> str:
     return max(set(heads), key=heads.count, default="")
 
 
+_WAYS = {
+    "pixel_values": "it takes no step without images: give images.per_sequence and images.height, or ask with your script",
+    "scalar type": "it mixes dtypes: try float32 weights (precision.parameters), or ask with your script",
+    "dtype": "its dtypes do not fit: try float32 weights (precision.parameters), or ask with your script",
+}
+"""What a message of a library says -> what to do."""
+
+
+def refusal(error: Exception) -> str:
+    """What `error` of a library says, the line of the library's own code that raised it, and what to do."""
+    said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "transformers" in Path(frame.filename).parts]
+    where = f" in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    way = next((way for sign, way in _WAYS.items() if sign in said), "if a script of yours trains it, ask with that")
+    return f"it raised {said}{where}; {way} (`peakcast dryrun`)"
+
+
 def main() -> int:
     """Serves jobs until standard input ends, each in a process of its own, which has the libraries loaded already."""
     try:
@@ -357,7 +380,7 @@ def serve(job_line: str) -> None:
         except ImportError as error:
             found = {"refused": f"recording needs {error.name}; install it with: pip install 'peakcast[collect]'"}
         except Exception as error:  # the library's code may raise anything for a configuration that it does not like
-            found = {"refused": f"it raised {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"}
+            found = {"refused": refusal(error)}
         print(json.dumps(found), flush=True)
         line = sys.stdin.readline()
     print("null", flush=True)

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from peakcast.models.analytical.megatron_buffers import FP32, buffers, owns_whole_tensors
-from peakcast.models.analytical.megatron_optimizer import state_names
+from peakcast.models.analytical.megatron_buffers import buffers, owns_whole_tensors
 from peakcast.models.analytical.megatron_share import rank_share, weights_share
+from peakcast.models.analytical.megatron_states import FP32, state_widths
 from peakcast.ranks import ranks_that_differ
 from peakcast.spec import TrainingJob
 
@@ -30,5 +30,5 @@ def _owned(job: TrainingJob, rank: int) -> int:
     """Bytes of the fp32 parameters and states that the optimizer of `rank` owns."""
     share = weights_share(rank_share(job, None, rank))
     return sum(
-        numel * FP32 * (1 + len(state_names(share, p))) for buffer in buffers(share) for p, numel in buffer.pieces
+        numel * (FP32 + sum(state_widths(share, p).values())) for buffer in buffers(share) for p, numel in buffer.pieces
     )

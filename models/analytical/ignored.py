@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from peakcast.conventions import adapter_dtype, conventions, default_of
 from peakcast.findings import Direction, Finding
 from peakcast.spec import Precision, TrainingJob
+from peakcast.units import format_gib
 
 DEFAULT = Precision()
 WIDTH = {"float32": 4, "float8": 1}
@@ -110,8 +111,21 @@ def _of_megatron(job: TrainingJob) -> Iterator[Finding]:
         yield _ignored("framework_options.moe_token_dispatcher_type", "flex", why, "more")
 
 
+def _eager_loss_of_torchtitan(job: TrainingJob) -> Iterator[Finding]:
+    """A loss that is not compiled, of a network whose own files in torchtitan compile the loss alone."""
+    if "torchtitan" in job.versions and job.architecture.model_type == "deepseek_v3" and not job.compile:
+        copy = job.num_tokens * job.architecture.vocab_size * WIDTH["float32"]
+        why = (
+            "torchtitan's own files for this network compile the loss alone (compile.components), which makes up to two "
+            f"copies of the logits less, {format_gib(copy)} each; compile: true with framework_options.compiled_regions: "
+            "loss says so"
+        )
+        yield _ignored("compile", False, why, "less")
+
+
 def _of_torch(job: TrainingJob) -> Iterator[Finding]:
     """Settings that the ledger of Hugging Face and torch jobs does not count."""
+    yield from _eager_loss_of_torchtitan(job)
     precision, recomputation = job.precision, job.activation_checkpointing
     trained = precision.parameters if job.finetuning.method == "full" else adapter_dtype(job)
     for name, why in (

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from peakcast.catalog import Device
+from peakcast.conventions import conventions
 from peakcast.errors import SpecError
+from peakcast.fields import FrozenMapping
 from peakcast.models.analytical.huggingface import huggingface_ledger
 from peakcast.models.baseline_choice import tracer
 from peakcast.models.recipes.covering import no_recipe
@@ -14,6 +16,7 @@ from peakcast.models.recipes.shelf import recipe_of, wants_recipe
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Timeline
 
+HOPPER = (9, 0)
 Step = Literal["first", "steady"]
 
 
@@ -58,8 +61,17 @@ def _ledger(job: TrainingJob, device: Device | None, rank: int | None, step: Ste
         from peakcast.models.analytical.megatron import megatron_ledger
 
         return megatron_ledger(job, device=device, rank=rank, step=step)
+    job = _on(device, job)
     if job.parallelism.pipeline_parallel_size > 1:
         from peakcast.models.analytical.torch_pipeline import pipeline_ledger
 
         return pipeline_ledger(job, device=device, rank=rank, step=step)
     return huggingface_ledger(job, device=device, rank=rank, step=step)
+
+
+def _on(device: Device | None, job: TrainingJob) -> TrainingJob:
+    """`job` with the kernels that `device` has: cuDNN's attention runs from Hopper on, and in no trace."""
+    has = device is not None and device.compute_capability >= HOPPER
+    if has or not conventions(job).get("cudnn_attention"):
+        return job
+    return job.replace(framework_options=FrozenMapping({**job.framework_options, "cudnn_attention": False}))

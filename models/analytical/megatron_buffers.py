@@ -13,12 +13,15 @@ from peakcast.models.analytical.layer_wise_optimizer import packed, ping_pong
 from peakcast.models.analytical.megatron_fsdp import buckets_of, hold_shards, is_fully_sharded
 from peakcast.models.analytical.megatron_parameters import Parameter, chunk_parameters
 from peakcast.models.analytical.megatron_share import RankShare, activations_share
+from peakcast.models.analytical.megatron_states import main_parameters
 from peakcast.models.analytical.step import Step
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category
 from peakcast.units import DTYPE_BYTES
 
-FP8, FP32 = 1, 4
+FP8 = 1
+MXFP8_BLOCK = 32
+"""Elements that share a one-byte scale."""
 
 
 def owned_parameters(share: RankShare) -> list[list[Parameter]]:
@@ -140,6 +143,38 @@ def tensors_of(pieces: Iterable[tuple[Parameter, int]], suffix: str, width: int)
     return [(f"{p.name}{suffix}", p.module, part * width) for p, numel in pieces for part in p.parts(numel)]
 
 
+def shares_gradient_buffer(share: RankShare) -> bool:
+    """Whether MXFP8 parameters are gathered into the gradient buffer and copied from there, so that no parameter lies in
+    a buffer (`reuse_grad_buf_for_mxfp8_param_ag`).
+
+    Source: megatron-core 0.16.1 `distributed/param_and_grad_buffer.py` (`_ParamAndGradBuffer.__init__`,
+    `finish_param_sync`).
+    """
+    return share.context.fp8_recipe == "mxfp8" and bool(share.convention.get("fp8_param_gather"))
+
+
+def parameter_buffer_bytes(share: RankShare, buffer: Buffer) -> int:
+    """Bytes of the buffer that parameters are gathered into; 0 where there is none, or it is the gradients'."""
+    if not buffer.rules.sharded or (buffer.width == FP8 and shares_gradient_buffer(share)):
+        return 0
+    return buffer.elements * buffer.width
+
+
+def own_tensors(share: RankShare, buffer: Buffer) -> list[tuple[str, str, int]]:
+    """(name, module, bytes) of the parameters that are tensors of their own: MXFP8 ones by rows and by columns, each with a
+    scale for every 32 elements."""
+    if buffer.rules.sharded and not shares_gradient_buffer(share):
+        return []
+    if buffer.width == FP8 and shares_gradient_buffer(share):
+        return [
+            (f"{p.name}{suffix}", p.module, size)
+            for p, numel in buffer.whole
+            for suffix, size in (("", numel), (".scales", numel // MXFP8_BLOCK))
+            for _ in ("rows", "columns")
+        ]
+    return tensors_of(buffer.whole, "", buffer.width)
+
+
 @lru_cache(maxsize=512)
 def parameters_held(share: RankShare) -> Recording:
     """`hold_parameters`, recorded."""
@@ -155,12 +190,11 @@ def hold_parameters(step: Step, share: RankShare) -> None:
         for parameters in owned_parameters(share):
             hold_shards(step, share, buckets_of(share, parameters))
         return
-    weight, gradient = int(DTYPE_BYTES[precision.parameters]), int(DTYPE_BYTES[precision.gradients])
+    gradient, main = int(DTYPE_BYTES[precision.gradients]), main_parameters(share)
     for buffer in buffers(share):
-        if buffer.rules.sharded:
-            step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * buffer.width, 0, module="model")
-        else:
-            step.hold_all(tensors_of(buffer.whole, "", buffer.width), Category.PARAMETERS)
+        if size := parameter_buffer_bytes(share, buffer):
+            step.hold("parameter_buffer", Category.PARAMETERS, size, 0, module="model")
+        step.hold_all(own_tensors(share, buffer), Category.PARAMETERS)
         step.hold("gradient_buffer", Category.GRADIENTS, buffer.elements * gradient, 0, module="model")
-        if weight != FP32:
-            step.hold_all(tensors_of(buffer.pieces, ".main", FP32), Category.MAIN_PARAMETERS)
+        if main.width and not main.made_by_step:
+            step.hold_all(tensors_of(buffer.pieces, ".main", main.width), Category.MAIN_PARAMETERS)

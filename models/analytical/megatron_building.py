@@ -12,9 +12,19 @@ Source: megatron-core 0.14.0 `distributed/param_and_grad_buffer.py` `_ParamAndGr
 
 from __future__ import annotations
 
-from peakcast.models.analytical.megatron_buffers import FP32, buffers, hold_parameters, owned_parameters, tensors_of
+from dataclasses import replace
+
+from peakcast.models.analytical.megatron_buffers import (
+    buffers,
+    hold_parameters,
+    own_tensors,
+    owned_parameters,
+    parameter_buffer_bytes,
+    tensors_of,
+)
 from peakcast.models.analytical.megatron_fsdp import is_fully_sharded
 from peakcast.models.analytical.megatron_share import rank_share, weights_share
+from peakcast.models.analytical.megatron_states import main_parameters
 from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.spec import TrainingJob
 from peakcast.timeline import Category, Phase
@@ -30,24 +40,27 @@ def build_megatron(step: Step, job: TrainingJob, rank: int) -> None:
         step.moment("built", Phase.INIT)
         return
     precision = job.precision
-    weight, gradient = int(DTYPE_BYTES[precision.parameters]), int(DTYPE_BYTES[precision.gradients])
+    gradient, main = int(DTYPE_BYTES[precision.gradients]), main_parameters(share)
     made = {}
     for parameters in owned_parameters(share):
         for p in parameters:
             made[p] = step.moment("make", Phase.INIT)
     for buffer in buffers(share):
-        if buffer.rules.sharded:
+        if size := parameter_buffer_bytes(share, buffer):
             born = step.moment("parameter buffer", Phase.INIT)
-            step.hold("parameter_buffer", Category.PARAMETERS, buffer.elements * buffer.width, born, module="model")
+            step.hold("parameter_buffer", Category.PARAMETERS, size, born, module="model")
         born = step.moment("gradient buffer", Phase.INIT)
         step.hold("gradient_buffer", Category.GRADIENTS, buffer.elements * gradient, born, module="model")
-        copied = step.moment("copied", Phase.INIT) if buffer.rules.sharded else FOREVER
+        kept = bool(own_tensors(share, buffer))
+        copied = step.moment("copied", Phase.INIT) if buffer.rules.sharded and not kept else FOREVER
         for p, numel in buffer.whole:
-            step.hold_all(tensors_of([(p, numel)], "", buffer.width), Category.PARAMETERS, made[p], copied)
-    for buffer in buffers(share) if weight != FP32 else ():
+            alone = replace(buffer, parameters=[p])
+            made_tensors = own_tensors(share, alone) if kept else tensors_of([(p, numel)], "", buffer.width)
+            step.hold_all(made_tensors, Category.PARAMETERS, made[p], copied)
+    for buffer in buffers(share) if main.width and not main.made_by_step else ():
         for p, numel in buffer.pieces:
             for part in p.parts(numel):
                 now = step.moment("main parameter", Phase.INIT)
                 step.hold("clone", Category.TEMPORARIES, part * buffer.width, now, now + 1, p.module)
-                step.hold(f"{p.name}.main", Category.MAIN_PARAMETERS, part * FP32, now, module=p.module)
+                step.hold(f"{p.name}.main", Category.MAIN_PARAMETERS, part * main.width, now, module=p.module)
     step.moment("built", Phase.INIT)

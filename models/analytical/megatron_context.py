@@ -92,6 +92,8 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         fp8_recipe=str(convention.get("fp8_recipe", "delayed")) if job.precision.compute == "float8" else "",
         recompute_norms=recomputes(job, "layernorm"),
         recompute_feed_forward=recomputes(job, "mlp"),
+        offloaded=frozenset(str(convention.get("offload_modules", "")).split() if job.offload.activations else ()),
+        least_offloaded_elements=int(convention.get("min_offloaded_tensor_size", 0)),
         experts=expert_context(job) if architecture.moe is not None else None,
         latent=latent_context(job) if architecture.mla is not None else None,
         padding=architecture.kind not in ("decoder", "hybrid"),
@@ -147,8 +149,8 @@ def expert_context(job: TrainingJob) -> ExpertContext:
         and bool(convention.get("moe_deterministic_index_add", True))
         and not bool(convention.get("moe_permute_fusion")),
         router_bytes={"fp32": 4, "fp64": 8}.get(dtype, int(DTYPE_BYTES[job.precision.parameters])),
-        load_balancing=balancing,
-        aux_loss=balancing.endswith("aux_loss") and float(convention.get("moe_aux_loss_coeff") or 0) > 0,
+        sinkhorn=balancing == "sinkhorn",
+        aux_loss="aux_loss" in balancing and float(convention.get("moe_aux_loss_coeff") or 0) > 0,
         z_loss=bool(convention.get("moe_z_loss_coeff")),
         score_function=str(convention.get("moe_router_score_function", "softmax")),  # type: ignore[arg-type]
         pre_softmax=bool(convention.get("moe_router_pre_softmax")),

@@ -165,9 +165,11 @@ class WholeBuckets(Hooks):
     def _gather(self, step: Step, module: str, *, ahead: int) -> None:
         """Gather the buckets of `module`, and those that follow by number, up or down, as `all_gather_params` does."""
         wanted = self._numbers(module)
+        if not wanted:  # a stage's input from another stage, which no parameter makes
+            return
         following = wanted[-1] + 1 if ahead > 0 else wanted[0] - 1
         size = 0
-        while wanted and 0 <= following < len(self.buckets) and size < self.in_flight // 2:
+        while 0 <= following < len(self.buckets) and size < self.in_flight // 2:
             size += self.buckets[following].elements
             wanted.append(following)
             following += ahead

@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from peakcast.models.analytical.megatron_buffers import FP32
 from peakcast.models.analytical.megatron_received import Span
 from peakcast.models.analytical.megatron_share import RankShare
+from peakcast.models.analytical.megatron_states import FP32
 from peakcast.models.analytical.pipeline import Chunk
 from peakcast.models.analytical.step import Step
 from peakcast.timeline import Category

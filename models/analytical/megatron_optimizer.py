@@ -1,16 +1,24 @@
-"""The optimizer step of a Megatron-LM rank, on the fp32 parameters that it owns: Adam, or Muon for matrices."""
+"""The optimizer step of a Megatron-LM rank, on the parameters that it owns: Adam, SGD, or Muon for matrices."""
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from functools import lru_cache
 
 from peakcast.models.analytical.columns import Recording
 from peakcast.models.analytical.layer_wise_optimizer import orthogonalized_bytes
-from peakcast.models.analytical.megatron_buffers import FP32, buffers, owned_parameters, tensors_of
+from peakcast.models.analytical.megatron_buffers import buffers, owned_parameters, tensors_of
 from peakcast.models.analytical.megatron_fsdp import buckets_of, is_fully_sharded
 from peakcast.models.analytical.megatron_parameters import Parameter
 from peakcast.models.analytical.megatron_share import RankShare
+from peakcast.models.analytical.megatron_states import (
+    FP32,
+    REMAINDER,
+    main_parameters,
+    offloaded_elements,
+    state_widths,
+)
 from peakcast.models.analytical.step import FOREVER, Step
 from peakcast.timeline import Category, Phase
 from peakcast.units import DTYPE_BYTES
@@ -28,7 +36,9 @@ def optimizer_stepped(share: RankShare, first: bool) -> Recording:
 def widens_gradients(share: RankShare) -> bool:
     """Whether the optimizer makes fp32 copies of the gradients."""
     precision = share.job.precision
-    return DTYPE_BYTES[precision.gradients] < FP32 and precision.main_parameters == "float32"
+    if precision.main_parameters != "float32" or main_parameters(share).reads_gradients_in_place:
+        return False
+    return DTYPE_BYTES[precision.gradients] < FP32
 
 
 def hold_previous_gradients(step: Step, share: RankShare) -> None:
@@ -38,37 +48,35 @@ def hold_previous_gradients(step: Step, share: RankShare) -> None:
         step.hold_all(tensors_of(buffer.pieces, ".main_grad", FP32), Category.GRADIENTS, 0, 1)
 
 
-def state_names(share: RankShare, parameter: Parameter) -> tuple[str, ...]:
-    """Names of the states of `parameter`: one for a matrix under Muon, else Adam's two."""
-    if share.job.optimizer.name == "muon" and parameter.is_matrix:
-        return ("momentum_buffer",)
-    return ("exp_avg", "exp_avg_sq")
-
-
 def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
-    """Add the optimizer step on the fp32 parameters that the rank owns. The first step makes the states. Gradients narrower
-    than fp32 get an fp32 copy that lives until the next step's `zero_grad`."""
+    """Add the optimizer step on the parameters that the rank owns. The first step makes the states. Gradients narrower than
+    fp32 get an fp32 copy that lives until the next step's `zero_grad`, unless Adam reads them as they are."""
     now = step.moment("optimizer.step", Phase.OPTIMIZER_STEP)
     born = now if first else 0
-    width = int(DTYPE_BYTES[share.job.precision.optimizer_states])
     if is_fully_sharded(share):
-        for bucket in (b for parameters in owned_parameters(share) for b in buckets_of(share, parameters)):
-            for name in ("exp_avg", "exp_avg_sq"):
-                size = bucket.shard_elements * width
-                step.hold(f"shard.{name}", Category.OPTIMIZER_STATES, size, born, module=min(bucket.modules))
+        _hold_sharded_states(step, share, born)
         return
-    widened = widens_gradients(share)
+    widened, main = widens_gradients(share), main_parameters(share)
     groups: Counter[bool] = Counter()
-    for buffer in buffers(share):
-        for p, owned in buffer.pieces:
-            names = state_names(share, p)
-            if "exp_avg_sq" in names:
-                groups[len(p.shape) > 1] += owned * width
-            for part in p.parts(owned):
-                for name in names:
-                    step.hold(f"{p.name}.{name}", Category.OPTIMIZER_STATES, part * width, born, module=p.module)
-                if widened:
-                    step.hold(f"{p.name}.main_grad", Category.GRADIENTS, part * FP32, now, FOREVER, p.module)
+    unscaled: Counter[bool] = Counter()
+    for p, owned, on_host in _pieces(share):
+        states = {} if on_host else state_widths(share, p)
+        if main.made_by_step:
+            states["master_param"] = main.width
+        if "exp_avg_sq" in states:
+            groups[len(p.shape) > 1] += owned * states["exp_avg_sq"]
+        if share.convention.get("use_precision_aware_optimizer") and not share.job.offload.optimizer:
+            narrow = sum(width < FP32 for name, width in states.items() if name != "master_param" or width != REMAINDER)
+            unscaled[len(p.shape) > 1] += owned * FP32 * narrow
+        for part in p.parts(owned):
+            for name, width in states.items():
+                category = Category.MAIN_PARAMETERS if name == "master_param" else Category.OPTIMIZER_STATES
+                step.hold(f"{p.name}.{name}", category, part * width, born, module=p.module)
+            if widened:
+                step.hold(f"{p.name}.main_grad", Category.GRADIENTS, part * FP32, now, FOREVER, p.module)
+    if any(unscaled.values()):  # of one group after the other, all its narrow states in fp32
+        step.hold("unscaled_states", Category.OPTIMIZER_TEMPORARIES, max(unscaled.values()), now, now + 1, "optimizer")
+        step.moment("optimizer.step returns", Phase.OPTIMIZER_STEP)
     if share.job.optimizer.name == "muon":
         _orthogonalize(step, share, now)
     if share.convention.get("adam_library") == "torch" and groups:
@@ -77,6 +85,26 @@ def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
         largest = max(groups.values())
         step.hold("exp_avg_sq_sqrt", Category.OPTIMIZER_TEMPORARIES, largest, now, now + 1, "optimizer")
         step.moment("optimizer.step returns", Phase.OPTIMIZER_STEP)
+
+
+def _pieces(share: RankShare) -> Iterator[tuple[Parameter, int, bool]]:
+    """The parameters of all buffers, the elements of each that the rank owns, and whether their states are on the host:
+    those of each optimizer's first ones, until as many as asked for are there (`_get_sub_optimizer_param_groups`)."""
+    for expert in (False, True):
+        pieces = [(p, owned) for buffer in buffers(share) for p, owned in buffer.pieces if p.expert == expert]
+        threshold, offloaded = offloaded_elements(share, sum(owned for _, owned in pieces)), 0
+        for p, owned in pieces:
+            on_host = offloaded < threshold
+            offloaded += owned * on_host
+            yield p, owned, on_host
+
+
+def _hold_sharded_states(step: Step, share: RankShare, born: int) -> None:
+    width = int(DTYPE_BYTES[share.job.precision.optimizer_states])
+    for bucket in (b for parameters in owned_parameters(share) for b in buckets_of(share, parameters)):
+        for name in ("exp_avg", "exp_avg_sq"):
+            size = bucket.shard_elements * width
+            step.hold(f"shard.{name}", Category.OPTIMIZER_STATES, size, born, module=min(bucket.modules))
 
 
 def _orthogonalize(step: Step, share: RankShare, now: int) -> None:

@@ -8,15 +8,14 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from peakcast.catalog import Device
-from peakcast.models.analytical.megatron_buffers import FP32, is_fp8_parameter
+from peakcast.models.analytical.megatron_buffers import MXFP8_BLOCK, is_fp8_parameter, shares_gradient_buffer
 from peakcast.models.analytical.megatron_parameters import layer_parameters
 from peakcast.models.analytical.megatron_share import RankShare, weights_share
+from peakcast.models.analytical.megatron_states import FP32
 from peakcast.models.analytical.step import Step
 from peakcast.models.analytical.workspaces import cublas_workspace_bytes
 from peakcast.timeline import Category
 
-MXFP8_BLOCK = 32
-"""Number of elements that share a one-byte scale."""
 FP8_STATE_TENSORS = 5
 """Tensors of a projection with delayed scaling: scales and histories, forward and backward, and the weight's inverse
 scale."""
@@ -95,6 +94,8 @@ def hold_fp8_weights(step: Step, share: RankShare, first_recomputed: Mapping[int
     for chunk in share.chunks:
         for layer in chunk.layers:
             for p in layer_parameters(share.layer_context(layer)):
+                if is_fp8_parameter(share, p) and shares_gradient_buffer(share):
+                    continue  # which has both layouts itself
                 if ".linear_" in p.name and len(p.shape) > 1:
                     module = f"layers.{layer}"
                     again = 0 if p.name.endswith(at_once) else first_recomputed.get(layer, 0)

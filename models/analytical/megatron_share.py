@@ -50,7 +50,14 @@ class RankShare:
             return self.parts[self.job.architecture.layer_types[layer]]
         if self.target is not None and layer >= self.job.architecture.num_hidden_layers:
             return self.target
-        return self.context if self.job.architecture.is_moe_layer(layer) else self.dense
+        found = self.context if self.job.architecture.is_moe_layer(layer) else self.dense
+        return replace(found, offloaded=frozenset()) if found.offloaded and self._runs_backward_next(layer) else found
+
+    def _runs_backward_next(self, layer: int) -> bool:
+        """Whether the backward of layer `layer` comes next after its forward: what would have to come back from the host at
+        once stays (megatron-core 0.16.1 `fine_grained_activation_offload.py` `should_bulk_offload`)."""
+        architecture = self.job.architecture
+        return layer == architecture.num_hidden_layers - 1 and not architecture.num_nextn_predict_layers
 
     def is_routed(self, layer: int) -> bool:
         """Whether layer `layer` has routed experts."""

@@ -106,3 +106,9 @@ class Operation:
     def has_backward(self) -> bool:
         """Whether any of its outputs requires a gradient."""
         return self.outputs[0].requires_grad or any(output.requires_grad for output in self.outputs)
+
+
+def temporaries(own: int | Sequence[int], aside: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """(bytes, stream) of temporaries: `own` on the computing stream, `aside` on the side stream."""
+    sizes = (own,) if isinstance(own, int) else own
+    return (*((size, 0) for size in sizes if size > 0), *((size, SIDE_STREAM) for size in aside if size > 0))

@@ -87,7 +87,7 @@ def bound_by_depth(job: TrainingJob, peak_bytes: Callable[[TrainingJob], int]) -
 def _alike(job: TrainingJob) -> bool:
     """Whether all layers of the network are equal."""
     a = job.architecture
-    routed = a.moe is None or (a.moe.first_k_dense_replace == 0 and a.moe.moe_layer_freq == 1)
+    routed = a.moe is None or all(a.is_moe_layer(layer) for layer in range(a.num_hidden_layers))
     return a.kind == "decoder" and routed and kinds_of_layers(a) == 1 and job.activation_checkpointing.every_n_layers == 1
 
 

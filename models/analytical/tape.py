@@ -21,6 +21,7 @@ import numpy as np
 from peakcast.kernel_workspaces import reduction
 from peakcast.models.allocator_sizes import MIN_BLOCK_BYTES
 from peakcast.models.analytical.autograd import GRADIENT, TEMPORARY, Backward, Row, workspace_rows
+from peakcast.models.analytical.offloading import NO_OFFLOAD, Offload
 from peakcast.models.analytical.operations import (
     NO_SIDE_STREAM,
     SIDE_STREAM,
@@ -29,6 +30,7 @@ from peakcast.models.analytical.operations import (
     Storage,
     Tensor,
     WeightGradient,
+    temporaries,
 )
 from peakcast.models.analytical.split_backward import waits_until, weight_turns
 from peakcast.models.analytical.template import HANDED_IN, Elsewhere, Later, Template, Waiting
@@ -44,18 +46,21 @@ class Tape:
     `saves_on_cpu`: saved tensors are copied to the host and back for their operation's backward
     (`torch.autograd.graph.save_on_cpu`, which copies parameters too). `splits_backward`: the weights' gradients come after
     the inputs' (`split_backward.py`), and hooks keep what they need. `gpu`: (multiprocessors, threads of each), or None to
-    leave out what kernels allocate for themselves.
+    leave out what kernels allocate for themselves. `offload`: saved tensors that go to the host group by group.
     """
 
     def __init__(
-        self, *, saves_on_cpu: bool = False, splits_backward: bool = False, gpu: tuple[int, int] | None = None
+        self,
+        *,
+        saves_on_cpu: bool = False,
+        splits_backward: bool = False,
+        gpu: tuple[int, int] | None = None,
+        offload: Offload = NO_OFFLOAD,
     ) -> None:
-        self._gpu = gpu
-        self._saves_on_cpu = saves_on_cpu
-        self._splits_backward = splits_backward
+        self._gpu, self._offload = gpu, offload
+        self._saves_on_cpu, self._splits_backward = saves_on_cpu, splits_backward
         self._savers: dict[int, list[int]] = {}
-        self._operations: list[Operation] = []
-        self._storages: list[Storage] = []
+        self._operations, self._storages = list[Operation](), list[Storage]()
         self._input: Tensor | None = None
         self._elsewhere: dict[str, Tensor] = {}
         self._loss_from: int | None = None
@@ -153,8 +158,8 @@ class Tape:
                 [output],
                 needed,
                 weight_gradients,
-                _temporaries(forward_temporary_bytes, side.forward_temporaries),
-                _temporaries(backward_temporary_bytes, side.backward_temporaries),
+                temporaries(forward_temporary_bytes, side.forward_temporaries),
+                temporaries(backward_temporary_bytes, side.backward_temporaries),
                 gradients_in_place,
                 saved_bytes,
                 is_function or saves_output or any(extra_saved_bytes),
@@ -187,7 +192,7 @@ class Tape:
         saved_bytes = [tensor.num_bytes for tensor in saves]
         self._operations.append(
             Operation(
-                *(name, outputs, gradients, weight_gradients, (), _temporaries(backward_temporary_bytes, ())),
+                *(name, outputs, gradients, weight_gradients, (), temporaries(backward_temporary_bytes, ())),
                 gradients_in_place=gradients_in_place,
                 saved_bytes=saved_bytes,
                 keeps_results=True,
@@ -250,6 +255,7 @@ class Tape:
         `cached_kinds`. `beside`: a second tensor that the block returns to a reentrant checkpoint
         (`Template.beside_bytes`)."""
         num_forward = len(self._operations)
+        self._offload.let_go(self._operations, self._storages, self._savers)
         backward = [index for index in reversed(range(num_forward)) if self._operations[index].has_backward]
         ends = {index: instant + 1 for instant, index in enumerate(backward)}
         rows: list[Row] = [
@@ -392,9 +398,3 @@ class Tape:
             elsewhere=elsewhere,
             added_to_handed_in=len(backward) if added is None else added,
         )
-
-
-def _temporaries(own: int | Sequence[int], aside: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(bytes, stream) of temporaries: `own` on the computing stream, `aside` on the side stream."""
-    sizes = (own,) if isinstance(own, int) else own
-    return (*((size, 0) for size in sizes if size > 0), *((size, SIDE_STREAM) for size in aside if size > 0))

@@ -5,6 +5,8 @@ installed library builds them, to be recorded or traced.
 from __future__ import annotations
 
 import contextlib
+import json
+import math
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
@@ -23,6 +25,8 @@ _SIZES = {
     "vocab_size": ("vocab_size",),
 }
 """What is shown of such a network, and its usual spellings; nothing is computed from it."""
+_FLOAT = "__float__"
+"""The key under which transformers writes numbers that JSON has not (5.17 `configuration_utils.py` `_FLOAT_TAG_KEY`)."""
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where configurations of vision-language models keep what their language model is."""
 
@@ -44,7 +48,30 @@ def is_traced() -> bool:
 
 def kept_configuration(config: Mapping[str, Any]) -> str:
     """What transformers builds the network of `config` from."""
-    return canonical_json({key: value for key, value in config.items() if key not in _LEFT_OUT})
+    return canonical_json(_tagged({key: value for key, value in config.items() if key not in _LEFT_OUT}))
+
+
+def configuration_of(architecture: Architecture) -> dict[str, Any]:
+    """The configuration that `architecture` keeps, as transformers' classes take it; empty where it keeps none."""
+    found: dict[str, Any] = _untagged(json.loads(architecture.configuration or "{}"))
+    return found
+
+
+def _tagged(value: Any) -> Any:
+    """`value` as JSON can hold it: an infinite bound (Mamba's `time_step_limit`) is written as transformers writes it."""
+    if isinstance(value, Mapping):
+        return {key: _tagged(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_tagged(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    return value
+
+
+def _untagged(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return float(value[_FLOAT]) if set(value) == {_FLOAT} else {key: _untagged(one) for key, one in value.items()}
+    return [_untagged(one) for one in value] if isinstance(value, list) else value
 
 
 def undescribed(config: Mapping[str, Any], name: str | None) -> Architecture:

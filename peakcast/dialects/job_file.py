@@ -42,7 +42,7 @@ def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
     if "versions" in values:
         values["versions"] = check_versions(values["versions"])
     values |= _shorter_default(values)
-    job = _checkpointing_as_released(build(TrainingJob, _with_stage_layers(values)), values)
+    job = _as_the_stack_has_it(_checkpointing_as_released(build(TrainingJob, _with_stage_layers(values)), values))
     if set(job.finetuning.targets) & set(PROJECTIONS):
         named = litgpt_targets(job.finetuning.targets, job.architecture)
         job = job.replace(finetuning=replace(job.finetuning, targets=named))
@@ -63,6 +63,17 @@ def _checkpointing_as_released(job: TrainingJob, values: Mapping[str, Any]) -> T
         return job
     reentrant = bool(conventions(job).get("reentrant_checkpoints", False))
     return job.replace(activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=reentrant))
+
+
+def _as_the_stack_has_it(job: TrainingJob) -> TrainingJob:
+    """`job` with the network of a stack that has its own: one matrix for queries, keys and values, of whose parts adapters
+    name each (the convention `networks_fuse_qkv`)."""
+    network = job.architecture
+    if network.kind != "decoder" or network.mla is not None or job.finetuning.method != "full":
+        return job
+    if not conventions(job).get("networks_fuse_qkv"):
+        return job
+    return job.replace(architecture=replace(network, fused_qkv=True))
 
 
 def _with_stage_layers(values: dict[str, Any]) -> dict[str, Any]:

@@ -31,10 +31,13 @@ def with_layers(architecture: Architecture, layers: int) -> Architecture:
 
 
 def _shortened(config: Mapping[str, Any], before: int, layers: int) -> dict[str, Any]:
-    """Every count of `before` layers, and every list of as many entries, shortened, at any depth."""
+    """Every count of `before` layers, every list of as many entries, and what single layers are told, shortened, at any
+    depth."""
     found: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and key not in TOWERS:
+        if _is_by_layer(value):
+            value = {layer: told for layer, told in value.items() if int(layer) < layers}
+        elif isinstance(value, Mapping) and key not in TOWERS:
             value = _shortened(value, before, layers)
         elif key in COUNTS and value == before:
             value = layers
@@ -42,3 +45,9 @@ def _shortened(config: Mapping[str, Any], before: int, layers: int) -> dict[str,
             value = value[:layers]
         found[key] = value
     return found
+
+
+def _is_by_layer(value: Any) -> bool:
+    """Whether `value` has settings under the numbers of layers (`per_layer_config`, as Gemma 4 has for its wider heads)."""
+    numbered = isinstance(value, Mapping) and bool(value) and all(str(key).isdecimal() for key in value)
+    return numbered and all(isinstance(told, Mapping) for told in value.values())

@@ -6,6 +6,7 @@ Source: LLaMA-Factory 0.9 src/llamafactory/hparams (model_args, data_args, finet
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from peakcast.dialects.accelerate import launcher_beside, refuse_twice
@@ -23,6 +24,7 @@ from peakcast.dialects.translation import (
     words,
 )
 from peakcast.errors import SpecError
+from peakcast.images import sees_images
 
 TRAINING = {
     "per_device_train_batch_size": "per_device_train_batch_size",
@@ -78,8 +80,8 @@ IGNORED = words("""
     default_system disable_shuffling disable_version_check do_eval do_predict do_train dpo_label_smoothing
     early_stopping_steps enable_thinking eval_dataset eval_num_beams eval_on_each_dataset eval_on_start eval_steps
     eval_strategy export_device export_dir export_legacy_format export_quantization_bit export_quantization_dataset
-    export_size fp8_backend fp8_enable_fsdp_float8_all_gather freeze_extra_modules freeze_language_model
-    freeze_multi_modal_projector freeze_trainable_layers freeze_trainable_modules freeze_vision_tower galore_layerwise
+    export_size fp8_backend fp8_enable_fsdp_float8_all_gather freeze_extra_modules freeze_trainable_layers
+    freeze_trainable_modules galore_layerwise
     galore_proj_type galore_rank galore_scale galore_target galore_update_interval group_by_length hf_hub_token
     hub_model_id ignore_pad_token_for_loss image_max_pixels image_min_pixels include_effective_tokens_per_second
     include_num_input_tokens_seen include_tokens_per_second infer_backend infer_dtype init_special_tokens
@@ -157,12 +159,31 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         versions=pasted.versions.of("huggingface"),
         spell=speller(TRAINING, ADAPTER),
     )
+    translation = _freezing(settings, translation)
     if stage == "rm":  # train/rm/trainer.py: a value head beside the lm_head, and every layer's hidden states
         raise settings.refuse(
             "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
         )
     who = f"LLaMA-Factory (train/{stage}/trainer.py)"
     return notes.finish(with_method(notes.include(translation), stage, "stage", notes, whole_logits=who))
+
+
+def _freezing(settings: Settings, translation: Translation) -> Translation:
+    """Which parts of a vision-language model train and get adapters (hparams/finetuning_args.py)."""
+    keys = {
+        "vision": "freeze_vision_tower",
+        "projector": "freeze_multi_modal_projector",
+        "language": "freeze_language_model",
+    }
+    frozen = tuple(part for part, key in keys.items() if settings.switch(key, part != "language"))
+    job = translation.job
+    if not sees_images(job.architecture):
+        return translation
+    if not any(map(settings.given, keys.values())):
+        settings.notes.assumptions.append(
+            "LLaMA-Factory freezes the vision tower and the projector unless it is told not to."
+        )
+    return replace(translation, job=job.replace(finetuning=replace(job.finetuning, frozen=frozen)))
 
 
 def _sharded(deepspeed: Any) -> bool:

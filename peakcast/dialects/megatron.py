@@ -83,7 +83,7 @@ def from_megatron(
         framework_options=FrozenMapping(options),
     )
     for key in settings.left():
-        known = key in flags.IGNORED or key.startswith(flags.DETAILS)
+        known = key in flags.IGNORED or key.startswith((*flags.DETAILS, *flags.BESIDE_THE_STEP))
         (notes.ignored if known else notes.unknown).append(settings.spell(key))
     check_framework_options(job)
     return notes.finish(job)
@@ -227,9 +227,8 @@ def _backend(settings: Settings) -> str:
 
 
 def _recomputation(settings: Settings) -> ActivationCheckpointing:
-    granularity = settings.text("recompute_granularity") or (
-        "selective" if settings.switch("recompute_activations") else "none"
-    )
+    shorthand = settings.switch("recompute_activations")
+    granularity = settings.text("recompute_granularity") or ("selective" if shorthand else "none")
     modules = settings.words("recompute_modules")
     method = settings.one_of("recompute_method", "", ("", "uniform", "block"))
     num_layers = settings.integer("recompute_num_layers", least=0)
@@ -272,6 +271,12 @@ def _options(settings: Settings, env: Mapping[str, Any]) -> dict[str, Any]:
         )
     values |= {name: settings.text(name, default) for name, default in flags.TEXTS.items()}
     values["hierarchical_context_parallel_sizes"] = " ".join(settings.words("hierarchical_context_parallel_sizes"))
+    values |= _router_losses(settings)
+    values["offload_modules"] = " ".join(sorted(settings.words("offload_modules")))
+    values["moe_router_padding_for_quantization"] |= settings.switch("moe_router_padding_for_fp8")  # its name until 0.16
+    if settings.text("spec") == "local":
+        values["transformer_impl"] = "local"
+    values["cp_comm_type"] = values["cp_comm_type"].replace("allgather", "all_gather")  # as the flag's help spells it
     values |= {option: not settings.switch(flag) for flag, option in flags.TURNED_OFF.items()}
     values["decoupled_lr"] = settings.number("decoupled_lr") is not None
     recipe = settings.text("fp8_recipe")
@@ -293,16 +298,47 @@ def _options(settings: Settings, env: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in values.items() if value != defaults[name]}
 
 
+def _router_losses(settings: Settings) -> dict[str, Any]:
+    """The router's balancing losses, of which there may be several, each with a coefficient (megatron-core 0.16.1
+    `transformer/moe/router.py` `get_aux_loss_coeff`): those whose coefficient is not 0, and the largest coefficient."""
+    types = settings.words("moe_router_load_balancing_type") or ("aux_loss",)
+    texts = settings.words("moe_aux_loss_coeff") or ("0",)
+    try:
+        coefficients = [float(text) for text in texts]
+    except ValueError:
+        raise settings.refuse("moe_aux_loss_coeff", "must be a number, or one for each balancing loss") from None
+    if len(texts) not in (1, len(types)):
+        raise settings.refuse("moe_aux_loss_coeff", f"must be a number for each of {' '.join(types)}")
+    pairs = zip(types, coefficients * (len(types) if len(texts) == 1 else 1), strict=True)
+    counted = [name for name, coefficient in pairs if coefficient or len(types) == 1]
+    return {
+        "moe_router_load_balancing_type": " ".join(counted) or "none",
+        "moe_aux_loss_coeff": max(coefficients),
+    }
+
+
 def _note_unsupported(settings: Settings) -> None:
-    for key, what in flags.UNSUPPORTED.items():
+    for key, (what, direction) in flags.UNSUPPORTED.items():
         value = settings.raw(key)
         if value is not None and str(value).lower() not in ("false", "0", "none", "", "[]"):
             shown = "" if value is True or str(value).lower() == "true" else f"={value}"
+            name = settings.spell(key)
             settings.notes.unsupported.append(
-                f"{what[0].upper()}{what[1:]} ({settings.spell(key)}{shown}) is not modelled.", settings.spell(key)
+                f"{what[0].upper()}{what[1:]} ({name}{shown}) is not modelled.", name, direction
             )
+    if settings.given("window_size") and settings.text("transformer_impl") == "local":
+        settings.notes.unsupported.append(
+            "Sliding windows of megatron-core's own attention (window-size with transformer-impl=local) are not modelled: "
+            "each layer makes a mask.",
+            "window-size",
+            "more",
+        )
+    if settings.text("softmax_type", "vanilla") != "vanilla":
+        settings.notes.unsupported.append(
+            f"Attention sinks (softmax-type={settings.text('softmax_type')}) are not modelled.", "softmax-type", "more"
+        )
     spec = settings.text("spec").lower()
-    if settings.given("spec") and not ("mamba" in spec or "hybrid" in spec):
+    if spec not in ("", "local") and not ("mamba" in spec or "hybrid" in spec):
         settings.notes.unsupported.append(
             f"A custom layer specification (spec={settings.text('spec')}) is not modelled.", "spec"
         )

@@ -120,6 +120,11 @@ def _num_layers(settings: Settings) -> int:
 
 def _vocabulary(settings: Settings, tensor: int, kind: str) -> int:
     """The padded vocabulary, rows of the embedding over all tensor-parallel ranks."""
+    padded = settings.integer("padded_vocab_size")
+    if padded is not None:  # taken as it is (megatron/training/arguments.py)
+        for key in ("tokenizer_type", "vocab_size", "vocab_extra_ids", "make_vocab_size_divisible_by"):
+            settings.given(key)
+        return padded
     tokenizer = settings.text("tokenizer_type")
     usual = "BertWordPieceLowerCase" if kind == "encoder" else ""
     size = settings.integer("vocab_size")
@@ -131,33 +136,43 @@ def _vocabulary(settings: Settings, tensor: int, kind: str) -> int:
         settings.notes.assumptions.append(f"vocab-size is taken as {size}, from {named}.")
         if known is None and tokenizer:
             settings.notes.warnings.append(f"{named} does not settle the vocabulary; give vocab-size to be sure.")
-    elif tokenizer == "NullTokenizer":
-        size += 1  # its end-of-document token
+    elif tokenizer in flags.COUNT_ONE_MORE:
+        size += 1  # their end-of-document token
     return round_up(size, settings.size("make_vocab_size_divisible_by", 128) * tensor)
 
 
 def _experts(settings: Settings, experts: int, ffn: int, layers: int, bias: bool) -> MixtureOfExperts:
-    first_dense = 0
-    frequency = settings.text("moe_layer_freq", "1")
-    pattern = binary_pattern(frequency) if "[" in frequency else [1] * layers if frequency == "1" else None
-    if pattern is not None and len(pattern) == layers and pattern == sorted(pattern):
-        first_dense = pattern.count(0)
-    else:
-        settings.notes.unsupported.append(
-            f"moe-layer-freq={frequency!r} mixes dense and routed layers in an order that a job cannot express; all are "
-            "taken as routed.",
-            "moe-layer-freq",
-        )
+    dense = _dense_layers(settings, layers)
+    leading = next((i for i, layer in enumerate(dense) if layer != i), len(dense))
     return MixtureOfExperts(
         num_experts=experts,
         num_experts_per_tok=settings.size("moe_router_topk", 2),
         moe_intermediate_size=settings.size("moe_ffn_hidden_size", ffn),
         shared_expert_intermediate_size=settings.integer("moe_shared_expert_intermediate_size", 0, least=0) or 0,
         shared_expert_gate=settings.switch("moe_shared_expert_gate"),
-        first_k_dense_replace=first_dense,
+        first_k_dense_replace=leading,
+        dense_layers=dense[leading:],
         router_correction_bias=settings.switch("moe_router_enable_expert_bias"),
         expert_bias=bias,
     )
+
+
+def _dense_layers(settings: Settings, layers: int) -> tuple[int, ...]:
+    """The layers without experts: of `moe-layer-freq` N all but every N-th, beginning with the first, of a pattern its
+    zeros. Source: megatron-core 0.16.1 `models/gpt/gpt_layer_specs.py`. Raises: SpecError naming the flag."""
+    value = settings.raw("moe_layer_freq", "1")
+    frequency = "".join(str(value).split()).strip("\\\"'")
+    if frequency.isdecimal() and 0 < int(frequency) <= MOST_LAYERS:
+        return tuple(layer for layer in range(layers) if layer % int(frequency))
+    pattern = binary_pattern(frequency)
+    if pattern is None or len(pattern) != layers:
+        counted = "" if pattern is None else f", not {len(pattern)}"
+        raise settings.refuse(
+            "moe_layer_freq",
+            f"must be a whole number or a pattern such as '([0]*3+[1]*{max(1, layers - 3)})' of num-layers={layers} zeros "
+            f"and ones{counted}",
+        )
+    return tuple(layer for layer, routed in enumerate(pattern) if not routed)
 
 
 def _latent_attention(settings: Settings) -> MultiLatentAttention:

@@ -7,6 +7,8 @@ neighbours, or stands in one of these tables, or is reported as unknown.
 
 from __future__ import annotations
 
+from peakcast.findings import Direction
+
 
 def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
@@ -31,12 +33,13 @@ NUMBERS: dict[str, float] = {
     "ddp_num_buckets": 0,
     "empty_unused_memory_level": 0,
     "microbatch_group_size_per_virtual_pipeline_stage": 0,
-    "moe_aux_loss_coeff": 0,
+    "min_offloaded_tensor_size": 2**20,
     "moe_expert_capacity_factor": 0,
     "moe_router_group_topk": 0,
     "moe_router_num_groups": 0,
     "moe_z_loss_coeff": 0,
     "num_distributed_optimizer_instances": 1,
+    "optimizer_offload_fraction": 1.0,
     "rotary_percent": 1.0,
     "wgrad_deferral_limit": 0,
 }
@@ -47,10 +50,13 @@ TEXTS: dict[str, str] = {
     "cp_comm_type": "p2p",
     "cross_entropy_fusion_impl": "native",
     "data_parallel_sharding_strategy": "no_shard",
+    "exp_avg_dtype": "fp32",
+    "exp_avg_sq_dtype": "fp32",
     "hierarchical_context_parallel_sizes": "",
+    "main_grads_dtype": "fp32",
+    "main_params_dtype": "fp32",
     "moe_flex_dispatcher_backend": "deepep",
     "moe_router_dtype": "",
-    "moe_router_load_balancing_type": "aux_loss",
     "moe_router_score_function": "softmax",
     "moe_routing": "balanced",  # no flag of Megatron's: what the ledger assumes of the router, or worst_case
     "moe_token_dispatcher_type": "allgather",
@@ -77,9 +83,13 @@ OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {
     "container": "",
     "adam_library": "transformer_engine",
     "fp8_recipe": "delayed",
+    "moe_aux_loss_coeff": 0.0,
+    "moe_router_load_balancing_type": "aux_loss",
+    "offload_modules": "",
 }
 """Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image; importers set it),
-`adam_library` (what is installed), `fp8_recipe` (one of `FP8_RECIPES`)."""
+`adam_library` (what is installed), `fp8_recipe` (one of `FP8_RECIPES`), `offload_modules` (words), and the router's
+balancing losses."""
 
 FP8_FORMATS = ("hybrid", "e4m3")
 """Of `fp8_format`: a byte per element either way."""
@@ -123,30 +133,49 @@ IGNORED_ENVIRONMENT = _words("""
     TORCHINDUCTOR_WORKER_START TORCH_COMPILE_DISABLE TORCH_INDUCTOR_DISABLE TORCH_NCCL_HIGH_PRIORITY
 """)
 
-UNSUPPORTED: dict[str, str] = {
-    "cpu_offloading": "layer offloading to the host",
-    "cpu_offloading_num_layers": "layer offloading to the host",
-    "cuda_graph_impl": "CUDA graphs",
-    "enable_cuda_graph": "CUDA graphs",
-    "external_cuda_graph": "CUDA graphs",
-    "fine_grained_activation_offloading": "activation offloading",
-    "flextron": "FlexTron elastic training",
-    "fp4_format": "FP4 training",
-    "heterogeneous_layers_config_path": "layers of unequal shape",
-    "img_h": "a multimodal model",
-    "moe_latent_size": "latent mixture-of-experts layers",
-    "mtp_use_repeated_layer": "one repeated multi-token-prediction layer",
-    "optimizer_cpu_offload": "the optimizer's hybrid CPU offloading",
-    "perform_rl_step": "reinforcement learning (GRPO)",
-    "retro_add_retriever": "a RETRO model",
-    "export_te_mcore_model": "a ModelOpt model (quantization, pruning, distillation)",
-    "export_kd_teacher_load": "distillation from a teacher",
-    "fsdp_double_buffer": "Megatron-FSDP's double buffers",
-    "use_nccl_ub": "buffers registered with NCCL",
-    "use_torch_fsdp2": "PyTorch FSDP2 inside Megatron",
-    "window_size": "sliding-window attention",
+UNSUPPORTED: dict[str, tuple[str, Direction]] = {
+    "activation_func_clamp_value": ("clamped gates", "more"),
+    "attention_output_gate": ("a gate on the output of attention", "more"),
+    "cpu_offloading": ("layer offloading to the host", "less"),
+    "cpu_offloading_num_layers": ("layer offloading to the host", "less"),
+    "cuda_graph_impl": ("CUDA graphs", "either"),
+    "ddp_reduce_scatter_with_fp32_accumulation": ("a reduce-scatter by way of an all-to-all", "more"),
+    "disable_mamba_mem_eff_path": ("Mamba without its fused path", "more"),
+    "enable_cuda_graph": ("CUDA graphs", "either"),
+    "enable_full_sharding_in_hsdp": ("Megatron-FSDP over all replicas", "less"),
+    "experimental_attention_variant": ("another attention", "either"),
+    "export_kd_teacher_load": ("distillation from a teacher", "more"),
+    "export_te_mcore_model": ("a ModelOpt model (quantization, pruning, distillation)", "either"),
+    "external_cuda_graph": ("CUDA graphs", "either"),
+    "flextron": ("FlexTron elastic training", "either"),
+    "fp4_format": ("FP4 training", "either"),
+    "fsdp_double_buffer": ("Megatron-FSDP's double buffers", "more"),
+    "heterogeneous_layers_config_encoded_json": ("layers of unequal shape", "either"),
+    "heterogeneous_layers_config_path": ("layers of unequal shape", "either"),
+    "hybrid_context_parallel": ("context parallelism by the length of a sequence", "either"),
+    "img_h": ("a multimodal model", "more"),
+    "keep_fp8_transpose_cache": ("the FP8 transposes that Megatron-FSDP keeps", "more"),
+    "kitchen_config_file": ("quantization by Kitchen", "either"),
+    "kitchen_recipe_number": ("quantization by Kitchen", "either"),
+    "linear_attention_freq": ("linear attention", "either"),
+    "moe_apply_probs_on_input": ("probabilities applied to experts' inputs", "either"),
+    "moe_extended_tp": ("extended tensor parallelism of experts", "either"),
+    "moe_input_jitter_eps": ("noise on the router's input", "more"),
+    "moe_latent_size": ("latent mixture-of-experts layers", "either"),
+    "mtp_use_repeated_layer": ("one repeated multi-token-prediction layer", "less"),
+    "no_clone_scatter_output_in_embedding": ("embeddings of which a part keeps the whole", "more"),
+    "perform_rl_step": ("reinforcement learning (GRPO)", "more"),
+    "retro_add_retriever": ("a RETRO model", "more"),
+    "retro_project_dir": ("a RETRO model", "more"),
+    "skip_train": ("evaluation alone", "less"),
+    "te_precision_config_file": ("a precision for each layer", "either"),
+    "use_nccl_ub": ("buffers registered with NCCL", "more"),
+    "use_te_activation_func": ("Transformer Engine's activation functions", "either"),
+    "use_torch_fsdp2": ("PyTorch FSDP2 inside Megatron", "less"),
+    "vision_pretraining": ("a vision model", "either"),
+    "yaml_cfg": ("further arguments in a file", "either"),
 }
-"""Flags that ask for something a TrainingJob or the ledgers cannot express, and its name."""
+"""Flags that ask for something a TrainingJob or the ledgers cannot express: its name, and which way it moves the peak."""
 
 MUON: dict[str, str] = {"muon_tp_mode": "blockwise", "muon_scalar_optimizer": "adam"}
 """Flags of Muon that matter to memory, with Megatron's default, the only value that the ledger knows: ranks that gather
@@ -154,46 +183,78 @@ matrices to orthogonalize them whole, and what updates all that is no matrix."""
 
 DETAILS = (
     "fp4_", "cuda_graph_", "rl_", "grpo_", "mamba_", "inference_", "mtp_", "muon_", "megatron_fsdp_", "export_",
-    "outer_dp_", "retro_", "num_layers_at_", "offload_", "heterogeneous_",
+    "outer_dp_", "retro_", "num_layers_at_", "offload_", "heterogeneous_", "dsa_", "linear_", "hybrid_", "kitchen_",
 )  # fmt: skip
 """Prefixes of flags that only refine something in `UNSUPPORTED`."""
 
+BESIDE_THE_STEP = (
+    "async_", "ckpt_", "dist_ckpt_", "eval_", "exit_", "ict_", "inprocess_", "log_", "lr_", "non_persistent_",
+    "one_logger_", "profile_", "save_", "sft_", "tensorboard_", "tiktoken_", "tokenizer_", "wandb_",
+)  # fmt: skip
+"""Prefixes of flags about checkpoints, logs, evaluation, the tokenizer's files and the learning rate."""
+
 IGNORED = _words("""
-    adam_beta1 adam_beta2 adam_eps async_ckpt_use_cpu_shm async_save async_strategy auto_detect_ckpt_format
-    binary_mask budget_list budget_probs budget_type check_for_large_grads ckpt_format clip_grad data_args_path
-    data_cache_path data_path dataloader_seq_length dataloader_type decoder_seq_length
-    decoupled_min_lr disable_gloo_process_groups disable_vision_class_token dist_ckpt_optim_fully_reshardable
-    dist_ckpt_save_pre_mcore_014 dist_ckpt_strictness distributed_backend distributed_timeout_minutes emb_int_list
-    enable_experimental enable_router eod_mask_loss eval_global_batch_size eval_interval eval_iters
-    exit_duration_in_mins exit_interval finetune fp8_amax_compute_algo fp8_amax_history_len fp8_interval fp8_margin
-    hard_sample_th high_priority_stream_groups hysteresis img_w init_method_std initial_loss_scale is_hybrid_model
-    langrl_inference_server_type legacy_tokenizer linear_scaler_end linear_scaler_start load log_interval
-    log_memory_to_tensorboard log_params_norm log_throughput logging_level loss_alpha loss_scale loss_scale_window lr
-    lr_decay_iters lr_decay_samples lr_decay_style lr_mult_router lr_warmup_fraction lr_warmup_init lr_warmup_iters
-    lr_warmup_samples lr_wsd_decay_iters lr_wsd_decay_samples lr_wsd_decay_style manual_gc manual_gc_interval
-    merge_file min_loss_scale min_lr mlp_int_list mmap_bin_files mock_data moe_enable_deepep moe_expert_int_list
-    moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_router_bias_update_rate
-    moe_router_topk_scaling_factor moe_token_drop_policy mscale mscale_all_dim
-    no_async_tensor_model_parallel_allreduce no_check_for_nan_in_loss_and_grad no_ckpt_fully_parallel_save
-    no_ckpt_load_validate_sharding_integrity no_load_optim no_load_rng no_mmap_bin_files no_position_embedding
-    no_save_optim no_save_rng norm_epsilon num_dataset_builder_threads num_workers original_model_sample_prob
-    override_opt_param_scheduler patch_dim profile profile_ranks profile_step_end profile_step_start
-    reuse_grad_buf_for_mxfp8_param_ag rope_scaling_factor rotary_base rotary_scaling_factor router_beta router_gbs
-    router_inter_dim router_std save save_interval seed slice soft_mask split straggler_minmax_count tau_decay
-    tau_init tensorboard_dir test_mode tiktoken_pattern timing_log_level tokenizer_model train_iters train_samples
-    use_checkpoint_args use_checkpoint_opt_param_scheduler use_dist_ckpt use_packed_sequence
-    use_persistent_ckpt_worker verify_integrity vocab_file wandb_exp_name wandb_project wandb_save_dir weight_decay
-    weight_decay_incr_style
+    adam_beta1 adam_beta2 adam_eps adlr_autoresume adlr_autoresume_interval allow_ambiguous_pad_tokens
+    app_tag_run_name app_tag_run_version apply_wd_to_qk_layernorm auto_detect_ckpt_format bert_embedder_type
+    binary_mask budget_list budget_probs budget_type calc_ft_timeouts check_for_large_grads check_for_spiky_loss
+    check_weight_hash_across_dp_replicas_interval clip_grad config_logger_dir data_args_path data_cache_path
+    data_parallel_random_init data_path dataloader_seq_length dataloader_type decoder_seq_length decoupled_min_lr
+    decrease_batch_size_if_needed disable_bf16_reduced_precision_matmul disable_gloo_process_groups disable_msc
+    disable_straggler_on_startup disable_symmetric_registration disable_tp_comm_bulk_dgrad
+    disable_tp_comm_bulk_wgrad disable_tp_comm_overlap_ag disable_tp_comm_overlap_rs disable_tp_comm_split_ag
+    disable_tp_comm_split_rs disable_vision_class_token distrib_optim_fully_reshardable_mem_efficient
+    distributed_backend distributed_timeout_minutes distributed_timeout_seconds_after_init dsa_indexer_loss_coeff
+    dump_param_to_param_group_map emb_int_list embedding_init_method_std enable_experimental enable_ft_package
+    enable_gloo_process_groups enable_one_logger enable_router end_weight_decay eod_mask_loss error_injection_rate
+    error_injection_type filter_warnings finetune fp8_amax_compute_algo fp8_amax_history_len fp8_interval
+    fp8_margin full_validation glu_linear_offset gpu_sniff_test_interval hard_sample_th
+    high_priority_stream_groups hysteresis img_w init_method_std init_method_xavier_uniform
+    init_model_with_meta_device initial_loss_scale is_hybrid_model iterations_to_skip langrl_inference_server_type
+    lazy_mpu_init legacy_tokenizer linear_scaler_end linear_scaler_start load load_main_params_from_ckpt
+    local_rank logging_level loss_alpha loss_scale loss_scale_window lr manual_gc manual_gc_interval mask_prob
+    memory_snapshot_path merge_file mid_level_dataset_surplus min_loss_scale min_lr mlp_int_list mmap_bin_files
+    mock_data modules_to_filter moe_deepep_num_sms moe_enable_deepep moe_expert_int_list
+    moe_flex_dispatcher_num_sms moe_hybridep_num_sms moe_pad_experts_for_cuda_graph_inference
+    moe_per_layer_logging moe_router_bias_update_rate moe_router_force_load_balancing
+    moe_router_topk_scaling_factor moe_token_drop_policy moe_upcycling_granularity moe_use_upcycling mrope_section
+    max_seqlen_per_dp_cp_rank mscale mscale_all_dim multiple_validation_sets nccl_communicator_config_path
+    no_align_grad_reduce
+    no_align_param_gather no_async_tensor_model_parallel_allreduce no_barrier_with_level_1_timing
+    no_check_for_nan_in_loss_and_grad no_ckpt_fully_parallel_save no_ckpt_load_validate_sharding_integrity
+    no_gradient_reduce_div_fusion no_initialization no_load_optim no_load_rng no_manual_gc_eval no_mmap_bin_files
+    no_one_logger no_pin_cpu_grads no_pin_cpu_params no_position_embedding no_rope_freq no_save_optim no_save_rng
+    no_scatter_gather_tensors_in_pipeline no_strict_fsdp_dtensor_load no_use_tokenizer_model_from_checkpoint_args
+    no_weight_decay_cond_type norm_epsilon num_dataset_builder_threads num_workers object_storage_cache_path
+    original_model_sample_prob overlap_cpu_optimizer_d2h_h2d override_opt_param_scheduler patch_dim
+    per_split_data_args_path pipeline_model_parallel_comm_backend pretrained_checkpoint profile qk_l2_norm
+    record_memory_history replication replication_factor replication_jump rerun_mode reset_attention_mask
+    reset_position_ids result_rejected_tracker_filename reuse_grad_buf_for_mxfp8_param_ag rope_scaling_factor
+    rope_type rotary_base rotary_scaling_factor router_beta router_gbs router_inter_dim router_std
+    run_workload_inspector_server sample_rate save seed set_level_for_all_loggers sharp_enabled_group
+    short_seq_prob slice soft_mask split start_eval_at_iter start_weight_decay straggler_ctrlr_port
+    straggler_minmax_count tau_decay tau_init test_data_path test_mode timing_log_level timing_log_option
+    tp_comm_bootstrap_backend tp_comm_overlap_cfg tp_comm_overlap_rs_dgrad train_data_path train_iters
+    train_samples train_sync_interval trust_remote_code use_checkpoint_args use_checkpoint_opt_param_scheduler
+    use_cpu_initialization use_dist_ckpt use_mp_args_from_checkpoint_args use_one_sent_docs use_packed_sequence
+    use_persistent_ckpt_worker use_pytorch_profiler use_ring_exchange_p2p use_sharp
+    use_torch_optimizer_for_cpu_offload valid_data_path verify_integrity vocab_file weight_decay
+    weight_decay_incr_style window_attn_skip_freq
 """)
-"""Flags that are known and do not change a training step's memory, or only refine something in `UNSUPPORTED`."""
+"""Flags that are known and do not change a training step's memory, or only refine something in `UNSUPPORTED`. Sliding
+windows are among them: Transformer Engine keeps the same tensors with and without (2.8 `dot_product_attention/`)."""
 
 TOKENIZERS: dict[str, int] = {
     "GPT2BPETokenizer": 50257,
     "BertWordPieceLowerCase": 30522 + 2,
     "BertWordPieceCase": 28996 + 2,
     "Llama2Tokenizer": 32000,
+    "TikTokenizer": 2**17,
 }
-"""Vocabulary sizes that a tokenizer's type settles; BERT's with the two tokens that Megatron adds."""
+"""Vocabulary sizes that a tokenizer's type settles; BERT's with the two tokens that Megatron adds. Of TikTokenizer unless
+vocab-size says otherwise (megatron/training/tokenizer/tokenizer.py `CustomTikTokenizer`)."""
+
+COUNT_ONE_MORE = ("NullTokenizer", "NullMultimodalTokenizer")
+"""Tokenizers that have one token more than vocab-size."""
 
 LIKELY_TOKENIZERS: dict[str, int] = {"": 50257, "GPTSentencePieceTokenizer": 32000, "HuggingFaceTokenizer": 128256}
 """Vocabulary sizes assumed (with a warning) where the type leaves it to a model file; "" is GPT-2's, Megatron's usual."""

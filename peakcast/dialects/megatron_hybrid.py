@@ -16,14 +16,18 @@ CONV_KERNEL = 4
 
 def hybrid_pattern(settings: Settings) -> str:
     """The symbols of all layers, without the bounds of pipeline stages and what follows them for multi-token prediction."""
+    return _whole_pattern(settings).replace("|", "").split("/")[0]
+
+
+def _whole_pattern(settings: Settings) -> str:
     pattern = settings.text("hybrid_layer_pattern") or settings.text("hybrid_override_pattern")
-    return pattern.replace("|", "").split("/")[0]
+    return pattern.strip("\\\"' ")  # quoted once more, as YAML and shells need it
 
 
 def hybrid_parts(settings: Settings) -> tuple[str, ...]:
     """What each layer is; () where that is not modelled, which is then said."""
     pattern = hybrid_pattern(settings)
-    whole = settings.text("hybrid_layer_pattern") or settings.text("hybrid_override_pattern")
+    whole = _whole_pattern(settings)
     others = sorted(set(pattern) - SYMBOLS.keys())
     layers = settings.integer("num_layers")
     reason = ""

@@ -15,15 +15,6 @@ def megatron_precision(settings: Settings) -> Precision:
     if bf16 and fp16:
         raise settings.refuse("fp16", "cannot be given together with bf16; keep one")
     in_fp32, in_bf16 = settings.switch("accumulate_allreduce_grads_in_fp32"), settings.switch("grad_reduce_in_bf16")
-    states = {
-        key: settings.text(key, "fp32")
-        for key in ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
-    }
-    for key, value in states.items():
-        if value != "fp32":
-            settings.notes.unsupported.append(
-                f"{settings.spell(key)}={value!r} is not modelled; fp32 is.", settings.spell(key), "less"
-            )
     if not bf16 and not fp16:
         if fp8:
             settings.notes.unsupported.append(
@@ -31,10 +22,12 @@ def megatron_precision(settings: Settings) -> Precision:
             )
         return Precision(parameters="float32", compute="float32", gradients="float32", optimizer_states="float32")
     dtype: Literal["bfloat16", "float16"] = "bfloat16" if bf16 else "float16"
+    # fp16's are narrow unless asked for; bf16's where the optimizer is told so (megatron/training/arguments.py)
+    narrow = not in_fp32 and (fp16 or settings.text("main_grads_dtype", "fp32") != "fp32")
     return Precision(
         parameters=dtype,
         compute="float8" if fp8 else dtype,
-        gradients=dtype if in_bf16 or (fp16 and not in_fp32) else "float32",
+        gradients=dtype if in_bf16 or narrow else "float32",
         optimizer_states="float32",
         main_parameters="float32",
     )
@@ -57,9 +50,13 @@ def _fp8(settings: Settings) -> bool:
         )
     if settings.switch("fp8_param_gather"):
         recipe = settings.text("fp8_recipe", flags.FP8_RECIPES[0])
-        if recipe not in flags.FP8_GATHERED_RECIPES or not settings.switch("use_distributed_optimizer"):
+        known = recipe in flags.FP8_GATHERED_RECIPES or (
+            recipe == "mxfp8" and settings.switch("reuse_grad_buf_for_mxfp8_param_ag")
+        )
+        if not known or not settings.switch("use_distributed_optimizer"):
             settings.notes.unsupported.append(
                 f"FP8 parameters (fp8-param-gather) with fp8-recipe={recipe} are not modelled; with "
-                f"use-distributed-optimizer and {' or '.join(flags.FP8_GATHERED_RECIPES)} they are."
+                f"use-distributed-optimizer and {', '.join(flags.FP8_GATHERED_RECIPES)}, or mxfp8 with "
+                "reuse-grad-buf-for-mxfp8-param-ag, they are."
             )
     return True

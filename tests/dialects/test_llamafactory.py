@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -79,3 +80,25 @@ def test_the_v1_configurations_are_refused_with_the_way_out():
 def test_one_block_of_layers_at_a_time_is_refused_and_not_taken_for_all():
     with pytest.raises(SpecError, match="use_badam=True trains one block of layers at a time"):
         read(finetuning_type="full", use_badam=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "frozen"),
+    [
+        ({}, ("vision", "projector")),
+        ({"freeze_vision_tower": False, "freeze_multi_modal_projector": False}, ()),
+        ({"freeze_language_model": True, "freeze_multi_modal_projector": False}, ("vision", "language")),
+    ],
+)
+def test_parts_of_a_vision_language_model_are_frozen_as_told(given, frozen, tmp_path):
+    """By default the vision tower and the projector are (hparams/finetuning_args.py)."""
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32}
+    text = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {"intermediate_size": 64, "vocab_size": 512}
+    config = {"model_type": "llava", "vision_config": vision, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read(str(tmp_path), finetuning_type="full", **given).job.finetuning.frozen == frozen
+
+
+def test_a_network_of_text_alone_has_nothing_frozen():
+    assert read(freeze_vision_tower=True).job.finetuning.frozen == ()

@@ -137,8 +137,59 @@ def test_experts_and_latent_attention():
     assert [network.is_moe_layer(layer) for layer in range(12)] == [False] * 3 + [True] * 9
     assert network.moe.router_correction_bias
     assert (network.mla.q_lora_rank, network.mla.kv_lora_rank, network.mla.qk_rope_head_dim) == (192, 64, 8)
-    mixed = from_megatron({**GPT, "num-experts": 8, "moe-layer-freq": "([1]*1+[0]*1)*6"}, 8)
-    assert any("moe-layer-freq" in sentence for sentence in mixed.unsupported)
+
+
+@pytest.mark.parametrize(
+    ("frequency", "routed"),
+    [
+        (3, [0, 3, 6, 9]),
+        ("4", [0, 4, 8]),
+        ("([1]*1+[0]*1)*6", [0, 2, 4, 6, 8, 10]),
+        ('\\"([0]*2+[1]*1)*4\\"', [2, 5, 8, 11]),
+        ([0] * 11 + [1], [11]),
+    ],
+)
+def test_layers_with_experts_come_in_any_order(frequency, routed):
+    """Of N every N-th, beginning with the first (megatron-core 0.16.1 `gpt_layer_specs.py`); of a pattern its ones."""
+    network = job(**{"num-experts": 8, "moe-layer-freq": frequency}).architecture
+    assert [layer for layer in range(12) if network.is_moe_layer(layer)] == routed
+
+
+@pytest.mark.parametrize("frequency", ["[0]*3+[1]*8", "every second", 0])
+def test_an_order_that_is_not_one_of_all_layers_is_refused(frequency):
+    with pytest.raises(SpecError, match="moe-layer-freq"):
+        job(**{"num-experts": 8, "moe-layer-freq": frequency})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows"),
+    [
+        ({"padded-vocab-size": 64000, "tokenizer-type": "GPT2BPETokenizer"}, 64000),
+        ({"tokenizer-type": "TikTokenizer"}, 131072),
+        ({"tokenizer-type": "TikTokenizer", "vocab-size": 200000}, 200064),
+        ({"tokenizer-type": "NullMultimodalTokenizer", "vocab-size": 8192}, 8320),
+    ],
+)
+def test_vocabularies_of_tokenizers(arguments, rows):
+    assert job(**arguments).architecture.vocab_size == rows
+
+
+def test_a_router_may_have_several_losses():
+    """Each with a coefficient; one of 0 is none (`router.py` get_aux_loss_coeff)."""
+    both = {"num-experts": 8, "moe-router-load-balancing-type": "[aux_loss seq_aux_loss]"}
+    options = job(**both, **{"moe-aux-loss-coeff": "[0.01 0]"}).framework_options
+    assert options["moe_aux_loss_coeff"] == 0.01
+    assert "moe_router_load_balancing_type" not in options, "aux_loss alone is the default"
+    options = job(**both, **{"moe-aux-loss-coeff": [0.01, 0.02]}).framework_options
+    assert options["moe_router_load_balancing_type"] == "aux_loss seq_aux_loss"
+    with pytest.raises(SpecError, match="moe-aux-loss-coeff"):
+        job(**both, **{"moe-aux-loss-coeff": "[1 2 3]"})
+
+
+def test_a_sliding_window_changes_no_tensor_of_transformer_engine():
+    assert not from_megatron({**GPT, "window-size": "(128,0)", "window-attn-skip-freq": 2}, 8).findings
+    local = from_megatron({**GPT, "window-size": "(128,0)", "transformer-impl": "local"}, 8)
+    assert [found.direction for found in local.findings] == ["more"]
 
 
 @pytest.mark.parametrize(
@@ -261,9 +312,10 @@ def test_switches_without_a_field_become_framework_options(arguments, attention,
         ({"optimizer": "muon", "muon-tp-mode": "duplicated"}, "muon-tp-mode=duplicated"),
         ({"optimizer": "lion"}, "optimizer=lion"),
         ({"flextron": True}, "FlexTron"),
-        ({"fine-grained-activation-offloading": True}, "Activation offloading"),
+        ({"cpu-offloading": True, "cpu-offloading-num-layers": 2}, "Layer offloading"),
         ({"export-kd-teacher-load": "path"}, "Distillation"),
-        ({"main-params-dtype": "fp16"}, "main-params-dtype"),
+        ({"attention-output-gate": True}, "gate on the output of attention"),
+        ({"softmax-type": "learnable"}, "Attention sinks"),
         ({"spec": "some.module layer"}, "custom layer specification"),
     ],
 )

@@ -60,7 +60,7 @@ def test_a_bound_that_is_missed_widens_the_bars_and_one_that_is_kept_changes_not
         return fit_quantity(samples, DEVICE_BYTES, make_candidates=lambda: [Zero()])
 
     def upper(calibration):
-        return calibration.intervals.bars_["huggingface/single/dense"].upper
+        return calibration.intervals.bars_["all"].upper
 
     kept = out_of_memory(rows[0], fakes, -0.3)
     missed = [out_of_memory(row, fakes, 0.3) for row in rows[::2]]

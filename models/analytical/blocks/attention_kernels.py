@@ -97,7 +97,8 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for variable in widened:
         build.tape.hold(variable)
     output = build.tape.operation("self_attn.crop", [output], narrow) if narrow else output
-    if context.attention == "sdpa" and context.sdpa_copies:  # the output has the layout of the queries
+    if context.attention == "sdpa" and (context.sdpa_copies or context.cudnn_attention):
+        # the output has the layout of the queries, or lies head by head
         output = ops.copy(build.tape, output, "self_attn.contiguous")
         for variable in variables:
             build.tape.hold(variable)

@@ -51,8 +51,8 @@ class LayerOps(LayerForward):
         added = f"d_middle {HANDED_IN}" if self.normed_apart else "d_middle"
         if self.sandwiched:
             ops += self._norm_weight("post_1", f"{added} o post_1.rstd", "norm_2.partial" if self.normed_apart else "")
-        ops += self._adapter_back("o", "d_middle.wide", "attended", "d_attended.wide", self.q)
-        ops += self.back("o", f"{narrow} attended", "d_attended", narrow, self.q)
+        ops += self._adapter_back("o", "d_middle.wide", self.attended, "d_attended.wide", self.q)
+        ops += self.back("o", f"{narrow} {self.attended}", "d_attended", narrow, self.q)
         ops += self._bias("o", narrow, self.context.architecture.attention_output_bias)
         ops += self._attention_back()
         projections = ("qkv",) if self.context.architecture.fused_qkv else ("v", "k", "q")

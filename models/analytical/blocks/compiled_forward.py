@@ -98,7 +98,8 @@ class LayerForward:
             *self.norm("1", self.given, f"d_middle {self.given}", "d_input d_middle rstd_1", "q k v"),
             *self._queries_keys_values(),
             self._attention(),
-            *self._projected("o", "attended", self.hidden, self._widened("attended", "attended", self.q, "o")),
+            *([op(self.attended, "attended", self.q)] if self.attended != "attended" else []),
+            *self._projected("o", self.attended, self.hidden, self._widened(self.attended, self.attended, self.q, "o")),
             *self._before_sum("o", 1),
             *([] if self.sums_again else [summed]),
             *self.norm("2", self.middle, "post_1.rstd o.dropped d_middle middle", "d_middle rstd_2", "gate up", kept),
@@ -251,6 +252,11 @@ class LayerForward:
         else:
             results = {"attended": self.q, "statistics": context.rows * heads * FP32, "seed": 16, "offset": INT64}
         return op("attention", self._attention_reads, writes=results, parts=True)
+
+    @property
+    def attended(self) -> str:
+        """What the output projection reads: attention's result, token by token."""
+        return "attended_by_token" if self.context.cudnn_attention and not self.masked else "attended"
 
     @property
     def _value(self) -> str:

@@ -76,6 +76,9 @@ class HFContext:
     """Whether sdpa gets such copies even if nothing is masked (transformers before 4.54)."""
     sdpa_copies: bool = False
     """Whether sdpa gets contiguous copies, so that its output is contiguous too (transformers 4.48 to 4.55)."""
+    cudnn_attention: bool = False
+    """Whether sdpa runs cuDNN's kernel instead of flash attention: its output lies head by head, and the output projection
+    reads a copy."""
     mask_is_additive: bool = False
     """Whether sdpa's mask has numbers in the embeddings' dtype, as before transformers 4.53, instead of bools."""
     input_requires_grad: bool = True
@@ -108,6 +111,8 @@ class HFContext:
     experts: str = "grouped_mm"
     """How experts run: in grouped matrix products ("grouped_mm"), one after the other ("loop"), or as torchtitan's
     module."""
+    fullest_expert_load: int = 1
+    """For experts that run one after the other: equal shares of the rows that the fullest expert takes; 1: all take one."""
     kernels: Kernels = EAGER
     """Which fused kernels replace the family's own code."""
     compiled: frozenset[str] = frozenset()

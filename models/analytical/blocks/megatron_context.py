@@ -36,9 +36,10 @@ class ExpertContext:
     """Whether returning rows to their tokens saves them (`index_add_`, under deterministic algorithms)."""
     router_bytes: int
     """Bytes of one element of the router's logits and probabilities."""
-    load_balancing: str
-    """`moe-router-load-balancing-type`: sinkhorn, aux_loss, seq_aux_loss, global_aux_loss or none."""
+    sinkhorn: bool
+    """Whether the router balances by Sinkhorn's iterations."""
     aux_loss: bool
+    """Whether it has balancing losses, however many: they share their scores (`compute_routing_scores_for_aux_loss`)."""
     z_loss: bool
     score_function: Literal["softmax", "sigmoid"]
     pre_softmax: bool
@@ -239,6 +240,10 @@ class MegatronContext:
     """`recompute-modules layernorm`: outputs of norms that are modules of their own are recomputed in backward."""
     recompute_feed_forward: bool = False
     """`recompute-modules mlp`: the dense feed-forward is recomputed in backward."""
+    offloaded: frozenset[str] = frozenset()
+    """The parts of `offload-modules`, whose saved tensors go to the host."""
+    least_offloaded_elements: int = 0
+    """Smaller tensors stay on the GPU (`min-offloaded-tensor-size`)."""
     experts: ExpertContext | None = None
     """The routed feed-forward, which replaces the dense one; None for a dense layer."""
     latent: LatentContext | None = None

@@ -24,17 +24,41 @@ from peakcast.models.analytical.blocks.megatron_primitives import (
     row_linear,
 )
 from peakcast.models.analytical.blocks.megatron_recompute import checkpointed
+from peakcast.models.analytical.offloading import Offload
 from peakcast.models.analytical.tape import Tape, Tensor
 from peakcast.models.analytical.template import Template
 
 ENCODER_STATES = "encoder_hidden_states"
+OFFLOADED: dict[str, tuple[str, ...]] = {
+    "attn_norm": ("input_layernorm",),
+    "qkv_linear": (
+        "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_q_up_proj", "linear_kv_up_proj",
+        "context_contiguous", "rotary_q", "rotary_k", "q_layernorm", "k_layernorm",
+    ),
+    "core_attn": (
+        "attention_scores", "softmax", "softmax.mask", "mask_padding", "attention_dropout", "weighted_sum",
+        "fused_attention", "flash_attention", "checkpointed_core_attention",
+    ),
+    "attn_proj": ("linear_proj",),
+    "mlp_norm": ("pre_mlp_layernorm",),
+    "expert_fc1": ("experts.linear_fc1",),
+    "moe_act": ("experts.activation", "experts.weighted_activation"),
+}  # fmt: skip
+"""By module of `offload-modules`, the operations whose saved tensors go to the host. Where a norm is part of the projection
+after it, it is that projection's. Latent attention that is projected up again (`mla_up_proj`) keeps what it is projected
+from for the operation in whose backward that is done."""
 
 
 @lru_cache(maxsize=512)
 def decoder_layer(context: MegatronContext) -> Template:
     """The template of one decoder layer: [stream_rows, hidden] in and out."""
-    tape = Tape()
+    tape = Tape(offload=_offload(context))
     return tape.finish(layer_operations(tape, tape.input(context.stream_bytes, owned=not context.checkpointed), context))
+
+
+def _offload(context: MegatronContext) -> Offload:
+    groups = {name: module for module in context.offloaded for name in OFFLOADED[module]}
+    return Offload(groups, context.least_offloaded_elements * context.element_bytes)
 
 
 def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:

@@ -20,7 +20,7 @@ def router(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertConte
     logits = _gating(tape, x, context, experts)
     if experts.z_loss:
         logits = _z_loss(tape, logits, context)
-    if experts.load_balancing == "sinkhorn":
+    if experts.sinkhorn:
         probabilities = _sinkhorn(tape, logits, context, experts)
     else:
         probabilities = _top_k(tape, logits, context, experts)

@@ -4,8 +4,8 @@ tokens.
 Experts run in grouped matrix products (transformers 5, `integrations/moe.py` grouped_mm_experts_forward), whose sizes do
 not depend on the routing, or one after the other (transformers 4), each on its share of `num_experts_per_tok` rows per
 token. In the loop, many experts are written as at most `MOST_GROUPS` groups of equal experts: their saved tensors stay
-exact, their temporaries become slightly too large. Routing is assumed balanced there; with a skewed router one expert's
-share grows, but the total of saved rows does not.
+exact, their temporaries become slightly too large. One expert takes more rows than the others: its temporaries grow, but
+the total of saved rows does not.
 """
 
 from __future__ import annotations
@@ -188,10 +188,22 @@ def _looped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtur
     tape.operation("mlp.router.done", [mask], 0)
     output = tape.operation("mlp.final_hidden_states", [], x.num_bytes)
     groups = math.gcd(moe.num_experts, MOST_GROUPS) if moe.num_experts > MOST_GROUPS else moe.num_experts
-    experts = build.for_rows(routed_rows // groups, moe.num_experts // groups)
-    for _ in range(groups):
+    for taken in rows_of_groups(rows, moe, groups, build.context.fullest_expert_load):
+        experts = build.for_rows(taken, moe.num_experts // groups)
         output = _expert(experts, x, weights, output, moe.moe_intermediate_size)
     return output
+
+
+def rows_of_groups(tokens: int, moe: MixtureOfExperts, groups: int, fullest_load: int) -> list[int]:
+    """The rows of `tokens` that each of `groups` equal groups of experts takes. The last expert takes `fullest_load` equal
+    shares, at most every token; the others share the rest. It is the last because its backward comes first, when the saved
+    tensors of all others are still allocated."""
+    experts, routed = moe.num_experts, tokens * moe.num_experts_per_tok
+    share = routed // experts
+    fullest = min(fullest_load * share, tokens)
+    ahead = (fullest - share) * experts // max(experts - 1, 1)  # of any other
+    equal = (routed - ahead) // groups
+    return [equal] * (groups - 1) + [equal + ahead]
 
 
 def _expert(experts: BlockBuilder, x: Tensor, weights: Tensor, output: Tensor, inner: int) -> Tensor:

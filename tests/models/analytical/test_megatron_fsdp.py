@@ -133,3 +133,9 @@ def test_published_runs(name: str, peak: int, off: float):
     found = baseline(run, gpu(name), 7)
     assert found.steady_state_bytes == pytest.approx(787_560_000, rel=2e-3)
     assert found.start("peak_allocated_bytes") == pytest.approx(peak, rel=off)
+
+
+def test_a_stage_that_begins_with_layers_gathers_nothing_for_its_input():
+    """It has no embedding: answered, with a finding, like the first stage."""
+    last = job(pipeline_model_parallel_size=2, num_layers=4)
+    assert megatron_ledger(last, rank=1).peak().num_bytes > 0

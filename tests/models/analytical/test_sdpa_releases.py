@@ -8,6 +8,7 @@ from __future__ import annotations
 import pytest
 
 from peakcast.api import read
+from peakcast.catalog import gpu
 from peakcast.models.analytical.ledger import ledger
 from peakcast.timeline import Phase
 
@@ -57,3 +58,23 @@ def test_before_4_53_all_layers_share_one_mask_of_numbers() -> None:
 @pytest.mark.parametrize("framework", ["huggingface", "torch"])
 def test_a_plain_loop_over_an_older_network_keeps_as_much(framework: str) -> None:
     assert kept("4.48.3", framework=framework) > kept("5.17.0", framework=framework)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize(("torch", "device", "copies"), [("2.5.0", "H100-80GB", 1), ("2.5.1", "H100-80GB", 0),
+                                                         ("2.5.0", "A100-80GB", 0), ("2.5.0", None, 0)])  # fmt: skip
+def test_torch_2_5_0_copies_what_cudnn_attends_to(torch: str, device: str | None, copies: int, compiled: bool) -> None:
+    """cuDNN's result lies head by head and is kept, beside the copy that the output projection reads; not before Hopper,
+    nor in a trace."""
+    network = {**ARCHITECTURE, "num_key_value_heads": HEADS}
+    asked = {"architecture": network, "framework": "torch", "micro_batch_size": BATCH, "sequence_length": LENGTH}
+    if compiled:
+        asked |= {"compile": True, "framework_options": {"compiled_regions": "layers"}}
+
+    def saved(release: str) -> int:
+        job = read({**asked, "versions": {"torch": release, "transformers": "5.0"}}).job
+        step = ledger(job, device=gpu(device) if device else None)
+        forward_ends = next(i for i, phase in enumerate(step.phases) if phase == Phase.LOSS)
+        return int(step.num_bytes[(step.born < forward_ends) & (step.dies > forward_ends)].sum())
+
+    assert saved(torch) - saved("2.6") == copies * LAYERS * HEADS * ROW
