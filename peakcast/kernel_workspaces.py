@@ -149,6 +149,17 @@ def cublaslt_kept(release: tuple[int, ...]) -> bool | None:
     return False if release <= (2, 4) else None
 
 
+def flash_backward(rows: int, heads: int, width: int) -> tuple[int, int]:
+    """What the backward of flash attention takes for `rows` queries (filled up to blocks of 128) of so many `heads` of
+    `width` elements: the gradient of the queries in fp32, and row sums.
+
+    Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp, `mha_bwd`: `dq_accum`, `softmax_d`; torch's copy of it
+    (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp) is the same.
+    """
+    filled = _ceil(width, 64) * 64 if width > 128 else _ceil(width, 32) * 32
+    return 4 * rows * heads * filled, 4 * rows * heads
+
+
 def _ceil(value: int, divisor: int) -> int:
     return -(-value // divisor)
 

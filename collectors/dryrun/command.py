@@ -30,6 +30,14 @@ SWITCHES = LAUNCHER_SWITCHES | {"debug", "quiet", "use_megatron_lm", "tpu", "cpu
 PER_NODE = {"torchrun": ("nproc_per_node",), "deepspeed": ("num_gpus",), "accelerate": ()}
 NODES = {"torchrun": ("nnodes",), "deepspeed": ("num_nodes",), "accelerate": ("num_machines",)}
 GPUS_PER_NODE = 8
+AT_ONCE: dict[str, dict[str, str]] = {
+    "srun": {"total": "-n|--ntasks", "per_node": "--ntasks-per-node", "nodes": "-N|--nodes"},
+    "mpirun": {"total": "-n|-np|--np|-c"},
+    "mpiexec": {"total": "-n|-np|--np"},
+}
+"""Programs that start a script in as many processes, and their flags."""
+RUNNERS = ("pdm", "pipenv", "hatch", "rye")
+"""Programs in Python that run another one, which counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +65,44 @@ def read_command(command: Sequence[str]) -> Command:
     variables: list[str] = []
     while words and ((not variables and words[0] == "env") or re.fullmatch(r"[A-Za-z_]\w*=.*", words[0])):
         variables.append(words.pop(0))
-    words, given = after_wrappers(words)
+    before, (words, given) = words, after_wrappers(words)
     variables += [f"{name}={value}" for name, value in given.items()]
+    words = _after_others(words)
+    ranks = _started_at_once(before[: len(before) - len(words)])
     found = _read(words)
+    if ranks is not None and not found.launched:
+        found = replace(found, world_size=ranks, ranks_per_node=min(ranks, GPUS_PER_NODE), launched=True)
+        variables += [f"{name}={ranks}" for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
     return replace(found, environment=(*found.environment, *(variable for variable in variables if variable != "env")))
+
+
+def _after_others(words: list[str]) -> list[str]:
+    """Without programs that run the rest of it in some way of their own (nice, timeout, pdm run): where the first word is
+    nothing that can be followed, `words` from the first one on that is Python, a launcher or a Python file."""
+    first = words[0] if words else ""
+    if os.path.basename(first) not in RUNNERS and (_begins(first) or _is_shell(first) or is_file(first) or _tool(first)):
+        return words
+    at = next((number for number, word in enumerate(words) if _begins(word)), 0)
+    return words[at:]
+
+
+def _begins(word: str) -> bool:
+    name = os.path.basename(word)
+    return PYTHON.fullmatch(word) is not None or name in LAUNCHERS or (word.endswith(".py") and is_file(word))
+
+
+def _started_at_once(words: Sequence[str]) -> int | None:
+    """Processes that srun or mpirun, among the `words` before a script, starts of it; None where neither says so."""
+    launcher = next((os.path.basename(word) for word in words if os.path.basename(word) in AT_ONCE), None)
+    if launcher is None:
+        return None
+    text = " ".join(words)
+    sizes = {}
+    for size, flag in AT_ONCE[launcher].items():
+        found = re.search(rf"(?<!\S)(?:{flag})[ =]?(\d+)(?!\S)", text)
+        sizes[size] = int(found[1]) if found else None
+    total, per_node = sizes["total"], sizes.get("per_node")
+    return total or (per_node * (sizes.get("nodes") or 1) if per_node else None)
 
 
 def _read(words: list[str]) -> Command:
@@ -71,7 +113,7 @@ def _read(words: list[str]) -> Command:
         )
     python = sys.executable
     first = words[0]
-    if os.path.basename(first) in SHELLS or _is_shell_script(first):
+    if _is_shell(first):
         return _shell(words[1:] if os.path.basename(first) in SHELLS else words)
     if PYTHON.fullmatch(first):
         python, words = _interpreter(first), _after_options(words[1:])
@@ -86,9 +128,10 @@ def _read(words: list[str]) -> Command:
     return _script(words)
 
 
-def _is_shell_script(word: str) -> bool:
-    if not is_file(word):
-        return False
+def _is_shell(word: str) -> bool:
+    """Whether it is a shell, or a script of one."""
+    if os.path.basename(word) in SHELLS or not is_file(word):
+        return os.path.basename(word) in SHELLS
     start = first_bytes(Path(word), 200).split(b"\n")[0]
     return word.endswith(".sh") or (start.startswith(b"#!") and start.endswith(tuple(name.encode() for name in SHELLS)))
 
@@ -148,9 +191,8 @@ def _script(words: Sequence[str]) -> Command:
         raise SpecError("the command names no script; give one, such as python train.py.", parameter="command")
     script, *arguments = words
     if not is_file(script):
-        tool = shutil.which(script)
-        if tool is not None and b"python" in Path(tool).read_bytes()[:200].splitlines()[0]:
-            return Command(script=tool, arguments=tuple(arguments))  # a console script of a package
+        if tool := _tool(script):
+            return Command(script=tool, arguments=tuple(arguments))
         why = "is a folder" if os.path.isdir(script) else "is not there"
         raise SpecError(
             f"command: the script {script!r} {why}; give a Python file, or -m and a module.",
@@ -158,6 +200,13 @@ def _script(words: Sequence[str]) -> Command:
             value=script,
         )
     return Command(script=script, arguments=tuple(arguments))
+
+
+def _tool(word: str) -> str:
+    """The file of a console script of a package; "" where `word` is none."""
+    tool = shutil.which(word) if word else None
+    first = first_bytes(Path(tool), 200).split(b"\n")[0] if tool is not None else b""
+    return tool if tool is not None and first.startswith(b"#!") and b"python" in first else ""
 
 
 def _launched(launcher: str, words: list[str]) -> Command:
@@ -183,6 +232,8 @@ def _launched(launcher: str, words: list[str]) -> Command:
         command = Command(script=words[0], arguments=tuple(words[1:]), as_module=True)
     else:
         command = _script(words)
+    if command.arguments[:1] == ("--",):  # argparse, by which launchers read their words, takes it to be their own
+        command = replace(command, arguments=command.arguments[1:])
     world_size, per_node = _ranks(launcher, flags)
     settings = whole if launcher == "accelerate" else ()
     return replace(command, world_size=world_size, ranks_per_node=per_node, launched=True, accelerate=settings)

@@ -25,6 +25,8 @@ OPTIMIZERS = {
 }  # fmt: skip
 """Prefix of an optimizer's class name -> the name in jobs; if one prefix begins with another, the longer comes first."""
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "torchao", "bitsandbytes")
+IMPORTED_BY_OTHERS = ("torchao", "bitsandbytes")
+"""Of these, those that other packages import where they are there: they count where a network or optimizer is of them."""
 
 
 @dataclass(frozen=True)
@@ -44,10 +46,11 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     weights = _dtype(parameters)
     computed, reduced = _mixed(steps.networks)
+    framework = _framework(steps.networks, config)
     job: dict[str, Any] = {
         "architecture": _architecture(network, config),
-        "framework": _framework(steps.networks, config),
-        "versions": _versions(),
+        "framework": framework,
+        "versions": _versions(steps, framework),
         "micro_batch_size": batch,
         "sequence_length": length,
         "gradient_accumulation_steps": max(1, steps.micro_batches),
@@ -113,7 +116,7 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
         except PeakcastError:
             pass
     matrices = [tuple(one.shape) for one in network.parameters() if one.ndim == 2] or [(1, 1)]
-    widths = Counter(size for shape in matrices for size in shape)
+    widths = Counter(size for shape in matrices for size in shape if size > 1) or Counter([1])
     hidden = widths.most_common(1)[0][0]
     tables = [part.weight.shape[0] for part in network.modules() if isinstance(part, torch.nn.Embedding)]
     vocabulary = max(tables, default=max(widths))
@@ -122,7 +125,7 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
     layers = max(map(len, lists), default=1)
     heads = max(1, hidden // 64)
     return {
-        "name": type(network).__name__,
+        "name": type(_bare(network)).__name__,
         "model_type": "script",
         "hidden_size": int(hidden),
         "num_hidden_layers": max(1, layers),
@@ -134,6 +137,14 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
     }
 
 
+def _bare(network: torch.nn.Module) -> torch.nn.Module:
+    """`network` without what DDP and `torch.compile` put around it."""
+    for wrapper in ("module", "_orig_mod", "module"):
+        inner = network._modules.get(wrapper)
+        network = network if inner is None or len(network._modules) > 1 else inner
+    return network
+
+
 def _framework(networks: list[torch.nn.Module], config: Any) -> str:
     for network in networks:
         if type(network).__name__ == "DeepSpeedEngine":
@@ -143,22 +154,39 @@ def _framework(networks: list[torch.nn.Module], config: Any) -> str:
     return "huggingface" if config is not None else "torch"
 
 
-def _versions() -> dict[str, str]:
+def _versions(steps: ScriptSteps, framework: str) -> dict[str, str]:
+    """Of the packages that the script has loaded; of a network of its own, those that it may be made of."""
+    parts = [part for network in steps.networks for part in network.modules()]
+    used = {type(one).__module__.partition(".")[0] for one in (*parts, *map(_unwrapped, steps.optimizers))}
     found = {}
-    for package in PACKAGES:
-        if package in sys.modules:
+    for package in PACKAGES if framework != "torch" else ("torch", "transformers", *IMPORTED_BY_OTHERS):
+        if package in sys.modules and (package in used or package not in IMPORTED_BY_OTHERS):
             found[package] = importlib.metadata.version(package).partition("+")[0]
     return found
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """What accelerate and the like put around an optimizer taken off."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _optimizer(optimizers: list[Any]) -> dict[str, Any]:
     if not optimizers:
         return {}
-    names = [type(getattr(one, "optimizer", one)).__name__.lower() for one in optimizers]
+    names = [type(_unwrapped(one)).__name__.lower() for one in optimizers]
     name = next((ours for begin, ours in OPTIMIZERS.items() for one in names if begin in one), "adamw")
+    name = _of_bitsandbytes(name, _unwrapped(optimizers[0])) or name
     settings = optimizers[0].param_groups[0]
     kind = "fused" if settings.get("fused") else "loop" if settings.get("foreach") is False else "foreach"
     return {"name": name, "implementation": kind}
+
+
+def _of_bitsandbytes(name: str, optimizer: Any) -> str:
+    """What jobs call an optimizer of bitsandbytes with states of 8 bits or in managed memory; "" for others."""
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
+    if getattr(optimizer, "is_paged", False):
+        return f"paged_{name}_{bits}bit"
+    return f"{name}_8bit" if bits == 8 else ""
 
 
 def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
@@ -170,11 +198,21 @@ def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
     drops = (part.p for name, part in network.named_modules() if ".lora_dropout." in name and hasattr(part, "p"))
     return {
         "method": "lora",
+        **_quantization(network),
         "rank": int(first.shape[0]),
         "targets": sorted({name.partition(".lora_A.")[0].rpartition(".")[2] for name in adapters}),
         "dropout": float(next(drops, 0.0)),
         "adapter_dtype": DTYPES.get(first.dtype, "float32"),
     }
+
+
+def _quantization(network: torch.nn.Module) -> dict[str, Any]:
+    """Of the base under adapters, where bitsandbytes has packed it."""
+    states = (part.quant_state for part in network.modules() if hasattr(part, "quant_state"))
+    if (state := next(states, None)) is not None:
+        return {"method": "qlora", "quantization": "nf4", "double_quantization": bool(state.nested)}
+    eight = any(type(part).__name__ == "Linear8bitLt" for part in network.modules())
+    return {"method": "qlora", "quantization": "int8"} if eight else {}
 
 
 def _of_transformers(network: torch.nn.Module, config: Any) -> dict[str, Any]:

@@ -22,7 +22,7 @@ def pack(function: Callable[[], object], path: Path) -> None:
 
     with _by_value(_found_here_only()):
         try:
-            path.write_bytes(cloudpickle.dumps(function))
+            path.write_bytes(cloudpickle.dumps((function, _file_of(function))))
         except _UNPICKLABLE as error:
             raise SpecError(
                 f"command: the function {name_of(function)!r} cannot run in another process, since it holds what cannot be "
@@ -33,8 +33,17 @@ def pack(function: Callable[[], object], path: Path) -> None:
 
 def unpack(path: Path) -> Callable[[], object]:
     """The function that `pack` wrote to `path`."""
-    function: Callable[[], object] = pickle.loads(path.read_bytes())
-    return function
+    function, file = pickle.loads(path.read_bytes())
+    if file:
+        function.__code__ = function.__code__.replace(co_filename=file)
+    packed: Callable[[], object] = function
+    return packed
+
+
+def _file_of(function: Callable[[], object]) -> str:
+    """Where it is written, which cloudpickle leaves out from 3.1.3 on; "" for what has no code of its own."""
+    code = getattr(function, "__code__", None)
+    return code.co_filename if code is not None else ""
 
 
 def name_of(function: Callable[[], object]) -> str:

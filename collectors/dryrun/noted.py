@@ -61,6 +61,21 @@ def where() -> str:
     return first or "the script"
 
 
+ITS_MEANS = frozenset({"peakcast", "numpy", "torch", *sys.stdlib_module_names} - {"__main__"})
+"""Packages by which a script reads its files."""
+DIRECTLY = frozenset({"peakcast", "importlib", "os", "pathlib"})
+"""Those that lead from a line of the script to a hook of ours, where it imports a module or lists a folder itself."""
+
+
+def asker(means: frozenset[str] = ITS_MEANS) -> str | None:
+    """The file of the script whose code asks for something, itself or by the packages of `means`; None where a library
+    does."""
+    for frame in _frames():
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in means:
+            return frame.f_code.co_filename if is_own(frame.f_code.co_filename) else None
+    return None
+
+
 def is_own(file: str) -> bool:
     """Whether `file` belongs to the script rather than to an installed package."""
     installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)

@@ -110,6 +110,14 @@ def install(notes: Notes) -> None:
     when_imported("accelerate.accelerator", in_accelerate)
     when_imported("transformers.integrations.integration_utils", _no_reporting)
     when_imported("evaluate", _metrics_in)
+    when_imported("transformers.generation.stopping_criteria", _generate_to_the_end)
+
+
+def _generate_to_the_end(module: Any) -> None:
+    """Which sequence ends by itself only a run knows: each is generated to the most tokens that it may have."""
+    module.EosTokenCriteria.__call__ = lambda self, input_ids, scores, **_: torch.zeros(
+        input_ids.shape[0], dtype=torch.bool, device=input_ids.device
+    )
 
 
 def _metrics_in(module: Any) -> None:

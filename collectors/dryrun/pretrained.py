@@ -13,7 +13,9 @@ from typing import Any
 from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.noted import Notes
 from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
+from peakcast.collectors.dryrun.quantized import quantize, quantizer_of
 from peakcast.collectors.dryrun.rows import Rows
+from peakcast.collectors.tracing import quantized_fakes
 
 DEFAULT_LENGTH = 4096
 """Tokens of a synthetic row without `--length`; collators cut rows to their configured length."""
@@ -44,6 +46,7 @@ class Stand:
         when_imported("transformers.models.auto.tokenization_auto", self._in_tokenizers)
         when_imported("transformers.models.auto.processing_auto", self._in_processors)
         when_imported("datasets", self._in_datasets)
+        when_imported("bitsandbytes", lambda _: quantized_fakes.install())
 
     def _in_modeling(self, module: Any) -> None:
         def from_pretrained(cls: Any, /, name: Any, *arguments: Any, config: Any = None, **keywords: Any) -> Any:
@@ -56,16 +59,12 @@ class Stand:
         import torch
         from transformers import AutoConfig
 
-        if keywords.get("quantization_config") is not None:
-            raise NotImplementedError(
-                f"quantization_config of {name!r} cannot be run on fake tensors: weights are quantised by their values. "
-                "Ask `peakcast predict --method qlora` instead."
-            )
         if config is None or isinstance(config, (str, Path)):
             config = AutoConfig.from_pretrained(config or name, trust_remote_code=keywords.get("trust_remote_code"))
         for key, value in keywords.items():
             if hasattr(config, key) and key not in (*DTYPE_KEYWORDS, "attn_implementation"):
                 setattr(config, key, value)
+        quantizer = quantizer_of(name, config, keywords)
         dtype = keywords.get("dtype", keywords.get("torch_dtype", "auto"))
         if dtype in (None, "auto"):
             dtype = getattr(config, "dtype", None) or _dtype_of(name)
@@ -75,8 +74,12 @@ class Stand:
         network.eval()
         network.name_or_path = name
         place = keywords.get("device_map")
-        if place is not None and place != "cpu":
+        if quantizer is not None:
+            quantize(network, quantizer, self.notes)
+        elif place is not None and place != "cpu":
             network.to("cuda")
+        if place is not None:
+            network.hf_device_map = {"": place if place == "cpu" else torch.cuda.current_device()}
         return network
 
     def _in_configurations(self, module: Any) -> None:

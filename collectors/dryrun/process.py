@@ -30,6 +30,8 @@ CRASHED, NEVER_STEPPED, INTERRUPTED = 10, 11, 130
 """Exit codes of the process (`collectors/dryrun/session.py`): the script raised, no optimizer stepped, Ctrl-C."""
 MOST_LINES = 12
 """Of what the script printed last, when it failed."""
+LAST_BYTES = 2**16
+"""Of a log, in which those lines are."""
 POLL_SECONDS = 0.05
 LOG, ANSWER = "output.txt", "answer.json"
 """Files in a dry run's folder: the script's output, and the result."""
@@ -186,7 +188,7 @@ def _wait(process: Process, deadline: float, log: Path, answer: Path, output: Ca
 
 def _answer(code: int | None, folder: Path, command: Command, limits: Limits, seconds: float) -> Seen:
     if code != 0:
-        lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+        lines = _last_lines(folder / LOG)
         raise ScriptError(_why(code, command, limits, lines), command.script, lines[-MOST_LINES:])
     answer = json.loads((folder / ANSWER).read_text(encoding="utf-8"))
     return Seen(
@@ -199,6 +201,13 @@ def _answer(code: int | None, folder: Path, command: Command, limits: Limits, se
         steps=answer["steps"],
         seconds=seconds,
     )
+
+
+def _last_lines(log: Path) -> list[str]:
+    """Of what the script has printed, which may be much."""
+    with log.open("rb") as printed:
+        printed.seek(max(0, log.stat().st_size - LAST_BYTES))
+        return printed.read().decode(errors="replace").rstrip().splitlines()
 
 
 def _why(code: int | None, command: Command, limits: Limits, lines: list[str]) -> str:

@@ -21,6 +21,13 @@ CHOOSE_A_DEVICE = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE")
 """Variables that a Trainer on the CPU sets in its process; a dry run is for a GPU."""
 
 
+STARTED_AT_ONCE = {
+    "SLURM_NTASKS": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_NODE_RANK"),
+}
+"""What srun and mpirun set: by the variable that says how many processes there are, those of one process."""
+
+
 def set_environment(rank: int, world_size: int, ranks_per_node: int, *, launched: bool) -> None:
     """Set the variables that torchrun sets, if a launcher started the script; otherwise none of them."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -32,6 +39,9 @@ def set_environment(rank: int, world_size: int, ranks_per_node: int, *, launched
     values = (rank, world_size, local, min(ranks_per_node, world_size), node, "127.0.0.1", 29500)
     os.environ.update({name: str(value) for name, value in zip(names, values, strict=True)})
     os.environ["TORCHELASTIC_RUN_ID"] = "dryrun"
+    for size, own in STARTED_AT_ONCE.items():
+        if size in os.environ:
+            os.environ.update({name: str(value) for name, value in zip(own, (rank, local, node), strict=True)})
 
 
 def set_settings_of_accelerate(words: Sequence[str]) -> None:

@@ -11,6 +11,8 @@ from peakcast.collectors.dryrun.lengths import drawn
 NUM_ROWS = 512
 PREFERENCE = ("dpo", "reward", "kto", "orpo", "cpo")
 """Trainers of TRL that learn from two answers to a prompt."""
+PROMPTS = ("grpo", "rloo", "online_dpo")
+"""Trainers of TRL that generate what they learn from."""
 OWN = ("text", "prompt", "chosen", "rejected")
 """Columns that rows have from the beginning."""
 NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index")
@@ -37,8 +39,8 @@ class Rows:
         """A `Dataset` of `datasets`, whose functions add columns when they are asked for them."""
         if self._remove is None:
             self._change(module.Dataset)
-        self._prefers = any(f"trl.trainer.{name}_trainer" in sys.modules for name in PREFERENCE)
-        columns = ("prompt", "chosen", "rejected") if self._prefers else ("text",)
+        self._prefers = _is_loaded(PREFERENCE)
+        columns = ("prompt", "chosen", "rejected") if self._prefers else ("prompt",) if _is_loaded(PROMPTS) else ("text",)
         return module.Dataset.from_dict({name: self._values(name, NUM_ROWS) for name in columns})
 
     def _values(self, column: str, count: int) -> list[Any]:
@@ -84,6 +86,10 @@ class Rows:
         kind.map = mapped
         for name in ("rename_column", "rename_columns", "remove_columns", "select_columns"):
             setattr(kind, name, asking(getattr(kind, name)))
+
+
+def _is_loaded(trainers: Iterable[str]) -> bool:
+    return any(f"trl.trainer.{name}_trainer" in sys.modules for name in trainers)
 
 
 def _names(columns: Any) -> list[str]:

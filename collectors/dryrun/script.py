@@ -6,6 +6,7 @@ import contextlib
 import os
 import runpy
 import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -54,7 +55,19 @@ def _run_script(question: Mapping[str, Any]) -> None:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(script, _of_notebook(script), run_name="__main__")
+
+
+def _of_notebook(script: str) -> dict[str, Any]:
+    """What a script that was exported from a notebook calls for its `%` and `!` lines, which then do nothing."""
+    text = Path(script).read_text(encoding="utf-8", errors="replace")
+    if "get_ipython()." not in text or "IPython" in text:
+        return {}
+    shell = types.SimpleNamespace(
+        **dict.fromkeys(("system", "run_line_magic", "run_cell_magic", "magic"), lambda *_, **__: None),
+        getoutput=lambda *_, **__: [],
+    )
+    return {"get_ipython": lambda: shell}
 
 
 def _limit_memory(num_bytes: int) -> None:

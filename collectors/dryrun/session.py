@@ -37,9 +37,20 @@ class Session:
         """Run `program`, and end the process with its answer or its failure."""
         import torch
 
-        from peakcast.collectors.dryrun import gpu, graphs, outside, pretrained, programs, ranks, token_files, values
+        from peakcast.collectors.dryrun import (
+            byte_tokenizers,
+            gpu,
+            graphs,
+            outside,
+            pretrained,
+            programs,
+            ranks,
+            token_files,
+            values,
+        )
         from peakcast.collectors.dryrun.children import Children
         from peakcast.collectors.dryrun.evaluation import Evaluations
+        from peakcast.collectors.dryrun.kernel_packages import KernelPackages
         from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
         from peakcast.collectors.dryrun.pipelines import Stages
@@ -52,12 +63,14 @@ class Session:
         gpu.install(device, asked["ranks_per_node"], own, tracer)
         programs.install(Path(asked["folder"]), device, gpu.name_of(device), asked["ranks_per_node"])
         token_files.TokenFiles(self.overlay, self.notes).install()
+        byte_tokenizers.install(self.notes)
         patches.install()
         ranks.install(asked["rank"], asked["world_size"])
         Stages(asked).install()
         outside.install(self.notes)
         graphs.install(self.notes)
         Children(asked).install()
+        KernelPackages(self.notes).install()
         pretrained.Stand(self.notes, asked["lengths"]).install()
         lengths = StepLengths(asked["lengths"] if asked["lengths_change"] else None)
         evaluations = Evaluations(tracer, self.notes, skip=asked["skip_evaluation"])

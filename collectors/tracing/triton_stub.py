@@ -74,7 +74,9 @@ def _driver() -> Any:
     return types.SimpleNamespace(active=types.SimpleNamespace(get_current_target=lambda: target, utils=utilities))
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the stub of `packages` and whatever is in them."""
+
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = packages
 
@@ -114,7 +116,7 @@ def load_others() -> None:
 @contextlib.contextmanager
 def while_importing(*packages: str) -> Iterator[None]:
     """Give the stub to what is imported meanwhile, and to nobody after: kernels that are imported and not launched."""
-    finder = _Finder(packages)
+    finder = Finder(packages)
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -129,4 +131,4 @@ def find_stubs(*packages: str) -> None:
     includes Triton and has loaded it."""
     for name in [name for name in sys.modules if name.split(".")[0] in packages]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _Finder(packages))
+    sys.meta_path.insert(0, Finder(packages))
