@@ -1,11 +1,11 @@
-"""Half an hour on a GPU, spent on what tells most: `python -P -m peakcast.collectors.campaign FOLDER`.
+"""Half an hour on a GPU, spent on the most informative measurements: `python -P -m peakcast.collectors.campaign FOLDER`.
 
-The same command again goes on where the last one stopped, so that three of them fill half an hour of short sessions. What
-it does, in this order: what each library takes when it is first used (`first_uses.json`); timelines through PyTorch's own
-allocator (`replays.json`: those that a rehearsal with `--trace` has left in FOLDER); the anchors, with the allocator's
-history; then the other grids, interleaved, each with its share of whatever time there is; and repeats at last. Rows are in
-`campaign.shard.jsonl` there. `--trace` rehearses it without a GPU: every cell that can be traced is. It imports nothing but
-the collectors, so it runs where torch and the stacks are and nothing else.
+The same command continues where the last one stopped, so that three of them fill half an hour in short sessions. In this
+order it measures: what each library takes when it is first used (`first_uses.json`); timelines through PyTorch's own
+allocator (`replays.json`, for those that a rehearsal with `--trace` has left in FOLDER); the anchors, with the allocator's
+history; the other grids, interleaved, each with its share of the time; and repeats. Rows are in `campaign.shard.jsonl` in
+FOLDER. `--trace` rehearses without a GPU: every cell that can be traced is traced. It imports only the collectors, so it
+needs nothing but torch and the stacks.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from peakcast.spec import TrainingJob
 
 ANCHORS = "campaign-anchors"
 GRIDS = ("campaign-breadth", "campaign-layouts", "campaign-variants", "campaign-limits")
-"""Interleaved, each by its length: whenever time is up, of each the same share has been measured."""
+"""Grids whose cells are interleaved in proportion to their lengths: whenever the time is up, the same share of each has
+been measured."""
 NUM_REPEATS = 10
-"""Cells that are measured a second time, for the noise: those at the beginning of the first grid, most distinct first."""
+"""How many cells are measured a second time, to learn the noise: the first cells of the first grid, most distinct first."""
 MINUTES = 8.5
 CELL_SECONDS = 80
-"""Together short of ten minutes, so that a session of that length is never cut off within a cell."""
+"""Time limit of a cell. With what runs before it, it stays below ten minutes, so that a session of that length never ends
+within a cell."""
 STEP_SECONDS = 150
-"""For what runs before the first cell, each."""
+"""Time limit of each program that runs before the first cell."""
 TRACES, ROWS = "traces.shard.jsonl", "campaign.shard.jsonl"
 
 
@@ -51,7 +53,7 @@ def jobs_in_order(grids: Sequence[str] = GRIDS, num_repeats: int = NUM_REPEATS) 
 def run(
     folder: Path, minutes: float = MINUTES, *, trace: bool = False, processes: int | None = None, work: str = WORK
 ) -> list[Summary]:
-    """Go on with the campaign in `folder` for `minutes`. Returns what the anchors and the other grids came to."""
+    """Continue the campaign in `folder` for `minutes`. Returns the summaries of the anchors and of the other grids."""
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)
     shard = folder / (TRACES if trace else ROWS)
@@ -83,14 +85,14 @@ def run(
 
 
 def failed_last(jobs: Sequence[TrainingJob], shard: Path) -> list[TrainingJob]:
-    """`jobs` with those at the end that have failed before: they are tried again when nothing better is left."""
+    """`jobs`, with those that failed before moved to the end: they are tried again only when the others are done."""
     rows = store.read_shard(shard)[0] if shard.exists() else []
     failed = {cell_identity(row.job) for row in rows if row.outcome == "failed"}
     return sorted(jobs, key=lambda job: cell_identity(job) in failed)
 
 
 def _once(file: Path, module: str, *arguments: str) -> None:
-    """Run a program that leaves `file`, unless it is there. One that fails or hangs costs the campaign nothing else."""
+    """Run a program that writes `file`, unless the file exists. If it fails or hangs, the campaign goes on without it."""
     if file.exists():
         return
     command = [sys.executable, "-P", "-m", module, *arguments, str(file)]
@@ -107,7 +109,7 @@ def _tell(cell: str, done: int, total: int) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Prints a line per cell and what it came to; exit code 1 where nothing of what was tried came to an end."""
+    """Print a line per cell with its result. Returns exit code 1 if nothing that was tried succeeded."""
     parser = argparse.ArgumentParser(prog="python -P -m peakcast.collectors.campaign", allow_abbrev=False)
     parser.add_argument("folder", type=Path, help="where rows and readings are, and what the last run left")
     parser.add_argument("--minutes", type=float, default=MINUTES, help="start no cell after this long")

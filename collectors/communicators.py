@@ -1,8 +1,8 @@
-"""What NCCL takes on a GPU, by the ranks of a communicator. torchrun starts this for each GPU at hand
-(`-m peakcast.collectors.communicators FILE.json`), and rank 0 writes the file.
+"""How much GPU memory NCCL takes, by the number of ranks of a communicator. torchrun starts this program on each GPU (`-m
+peakcast.collectors.communicators FILE.json`), and rank 0 writes the file.
 
-First every rank makes a communicator of its own, which loads NCCL; then there is one of 2 ranks, of 4, ..., of all. Of
-each: what the driver counts on rank 0's GPU and PyTorch's allocator does not.
+First every rank makes a communicator of its own, which loads NCCL; then come communicators of 2 ranks, of 4, ..., of all.
+For each it records the bytes on rank 0's GPU that the driver counts and PyTorch's allocator does not.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from peakcast.collectors.growth import Growth
 from peakcast.collectors.nvml import Nvml
 
 Use = Callable[[tuple[int, ...]], None]
-"""Makes a communicator of those ranks, and has it used; called on every rank alike."""
+"""Makes a communicator of the given ranks and runs a collective in it. Every rank calls it in the same way."""
 
 
 def sizes(num_ranks: int) -> tuple[int, ...]:
-    """The powers of two from 2 below `num_ranks`, and that."""
+    """The powers of two from 2 to below `num_ranks`, and `num_ranks` itself."""
     powers = (2**power for power in range(1, num_ranks.bit_length()))
     return (*(size for size in powers if size < num_ranks), num_ranks)
 
 
 def communicators(num_ranks: int, growth: Growth, use: Use) -> dict[str, Any]:
-    """Bytes that loading NCCL took (`nccl`), and those of one communicator by its ranks (`communicators`)."""
+    """Bytes that loading NCCL took (`nccl`), and bytes of one communicator by its number of ranks (`communicators`)."""
     for rank in range(num_ranks):
         use((rank,))
     loaded = growth.mark("nccl")
@@ -51,7 +51,7 @@ def _used(ranks: tuple[int, ...]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """One rank's process; exit code 0, and the file is whole when it is there."""
+    """Run one rank. Returns exit code 0; the file is complete once it exists."""
     import torch
     import torch.distributed as dist
 

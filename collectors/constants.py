@@ -1,7 +1,7 @@
-"""`peakcast collect constants`: what the GPU at hand holds outside PyTorch's allocator, read by processes of their own.
+"""`peakcast collect constants`: reads, in separate processes, what this machine's GPU holds outside PyTorch's allocator.
 
-One process reads the CUDA context and what each library takes when it is first used (`first_uses.py`). Where there are more
-GPUs than one, torchrun starts one for each, and they read NCCL's communicators (`communicators.py`).
+One process reads the CUDA context and what each library takes when it is first used (`first_uses.py`). If there are several
+GPUs, torchrun starts one process for each, and they read NCCL's communicators (`communicators.py`).
 """
 
 from __future__ import annotations
@@ -26,21 +26,22 @@ FIRST_USES, COMMUNICATORS = "peakcast.collectors.first_uses", "peakcast.collecto
 INSTALL = "torch is not installed here; install it with its CUDA build: pip install 'peakcast[collect]'."
 
 Probe = Callable[[str, int, float], Mapping[str, Any]]
-"""`probe(module, num_ranks, timeout_seconds)`: what a program of ours found, run with so many ranks."""
+"""`probe(module, num_ranks, timeout_seconds)`: runs a program of this package on so many ranks, returns what it found."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """The constants that were read, and sentences on what was not, or is out of the ordinary."""
+    """The constants that were read, and sentences about what could not be read or is unusual."""
 
     constants: Constants
     remarks: tuple[str, ...]
 
 
 def read_constants(gpu: str | None, timeout_seconds: float, probe: Probe | None = None) -> Reading:
-    """Read this machine's GPU, which is of type `gpu` (None: what CUDA reports). `timeout_seconds` is for each program.
+    """Read the GPU of this machine, which is of type `gpu` (None: the type that CUDA reports). `timeout_seconds` limits
+    each program.
 
-    Raises: CollectorError in a sentence, without a GPU, torch or NVML, or for a GPU that the catalog does not have.
+    Raises: CollectorError, in a sentence, without a GPU, torch or NVML, or for a GPU that the catalog does not have.
     """
     probe = probe or run_probe
     alone = probe(FIRST_USES, 1, timeout_seconds)
@@ -75,7 +76,8 @@ def read_constants(gpu: str | None, timeout_seconds: float, probe: Probe | None 
 
 
 def run_probe(module: str, num_ranks: int, timeout_seconds: float) -> Mapping[str, Any]:
-    """What the program `module` writes, run in a process, or by torchrun in `num_ranks`. Raises: CollectorError."""
+    """The JSON that the program `module` writes. It runs in one process, or by torchrun in `num_ranks`. Raises:
+    CollectorError."""
     with tempfile.TemporaryDirectory(prefix="peakcast-constants-") as folder:
         file = Path(folder) / "found.json"
         torchrun = ["torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}", "--max-restarts=0", "-m"]

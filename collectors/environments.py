@@ -1,4 +1,4 @@
-"""What an interpreter is given that runs peakcast's own modules, in this environment or in another one."""
+"""The environment variables with which an interpreter, of this or another environment, can run peakcast's own modules."""
 
 from __future__ import annotations
 
@@ -32,6 +32,6 @@ def _package_folder() -> Iterator[Path]:
         package.mkdir()
         for entry in Path(peakcast.__path__[0]).iterdir():
             (package / entry.name).symlink_to(entry)
-        if not (package / "collectors").exists():  # in a checkout it stands beside
+        if not (package / "collectors").exists():  # in a checkout, collectors/ is beside peakcast/
             (package / "collectors").symlink_to(Path(collectors.__path__[0]))
         yield Path(folder)

@@ -1,9 +1,9 @@
-"""What each library takes on a GPU when it is first used: `python -P -m peakcast.collectors.first_uses FILE.json`.
+"""How much GPU memory each library takes when it is first used: `python -P -m peakcast.collectors.first_uses FILE.json`.
 
-Every step of `STEPS` runs in this one process, in their order. Of each: `outside_bytes`, what the driver counts and
+All steps of `STEPS` run in this one process, in order. Each gets three figures: `outside_bytes`, what the driver counts and
 PyTorch's allocator does not (handles, kernels, communicators); `kept_bytes`, what stays allocated (workspaces);
-`temporary_bytes`, what was allocated beyond that in passing. A library that is not installed, or that fails, is a sentence,
-and the rest goes on.
+`temporary_bytes`, what was allocated beyond that and freed again. For a library that is not installed or fails, a sentence
+says so, and the other steps still run.
 """
 
 from __future__ import annotations
@@ -153,17 +153,18 @@ STEPS: dict[str, Step] = {
     "bitsandbytes: adamw_8bit": _bitsandbytes_8bit_adamw,
     "transformer engine": _transformer_engine,
 }
-"""Step -> its first use. Each library comes after those that it calls, so that what it adds is its own."""
+"""Step -> its first use. A library comes after the libraries that it calls, so that each figure is of that library
+alone."""
 
 
 def first_uses(device: str, growth: Growth, steps: dict[str, Step] = STEPS) -> list[dict[str, Any]]:
-    """What each of `steps` took. Nothing is read where a step failed."""
+    """The figures of each of `steps`, one mapping per step; a step that failed has none."""
     found: list[dict[str, Any]] = []
     for name, step in steps.items():
         before = _allocated()
         try:
             step(device)
-        except Exception as error:  # a library may fail in any way of its own
+        except Exception as error:  # libraries raise errors of any class
             found.append({"step": name, "reason": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]})
             growth.mark(f"{name} (failed)")
             continue
@@ -187,7 +188,7 @@ def _peak() -> int:
 
 
 def chosen_attention(device: str) -> list[dict[str, Any]]:
-    """The kernel that PyTorch chooses by dtype, head dimension, grouped heads and mask."""
+    """The attention kernel that PyTorch chooses, by dtype, head dimension, grouped heads and mask."""
     found = []
     cases = itertools.product(("bfloat16", "float32"), (64, 96, 128, 256), (8, 2), (False, True))
     for dtype, size, key_heads, masked in cases:
@@ -202,7 +203,7 @@ def chosen_attention(device: str) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0; the file is whole when it is there. Raises: CollectorError without a GPU."""
+    """Returns exit code 0; the file is complete once it exists. Raises: CollectorError without a GPU."""
     from peakcast.durable import replace_file
 
     probes.require_gpu()

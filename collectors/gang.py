@@ -1,8 +1,8 @@
-"""A cell of several real ranks: torchrun starts a process for each, and every one hands back its row.
+"""A cell of several real ranks: torchrun starts a process for each, and each returns its row.
 
 `run` is the launcher. `python -m peakcast.collectors.gang FOLDER WORK` is a rank: it reads the question in `FOLDER`, does
-`WORK` and leaves its answer there. torchrun ends the others when one is lost; it starts ranks in sessions of their own, so
-each also asks to be ended with it: a rank left over would hold its GPU.
+`WORK` and writes its answer there. When a rank is lost, torchrun ends the others. It starts ranks in sessions of their own,
+so each also asks Linux to end it when torchrun ends: a rank that lived on would hold its GPU.
 """
 
 from __future__ import annotations
@@ -23,32 +23,33 @@ from peakcast.records import Measurement
 
 QUESTION = "question.json"
 LOST = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s*exitcode\s*: (-\d+)")
-"""What torchrun says of a rank that a signal has ended (torch 2.13 distributed/elastic/multiprocessing/errors)."""
+"""What torchrun prints of a rank that a signal has ended (torch 2.13 distributed/elastic/multiprocessing/errors)."""
 ENDED_BY_TORCHRUN = -15
 REFUSED = 2
-"""A rank's exit code where the job cannot be run, which says more than what the others say about having lost it."""
+"""Exit code of a rank whose job cannot be run. Its reason is reported rather than the other ranks' complaint that they lost
+it."""
 
 Made = tuple[Measurement, "bytes | None"]
 
 
 def launched() -> bool:
-    """Whether this process is a rank that torchrun has started."""
+    """Whether torchrun has started this process as a rank."""
     return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
 
 
 def rank(stands_for: int = 0) -> int:
-    """This process's rank; of one that stands for many, the one that it stands for."""
+    """This process's rank; for a process that stands for many ranks, the rank `stands_for`."""
     return int(os.environ["RANK"]) if launched() else stands_for
 
 
 def local_rank() -> int:
-    """The GPU of this machine that is this process's; 0 for one that is alone."""
+    """The number of this process's GPU on this machine; 0 for a process that runs alone."""
     return int(os.environ["LOCAL_RANK"]) if launched() else 0
 
 
 def run(question: Mapping[str, Any], num_ranks: int, work: str) -> list[Made]:
-    """The rows of all ranks, with their timelines, in the order of ranks. Where one ran out of memory, only such rows: the
-    others were ended while they waited for it. Raises: CollectorError naming the rank that was lost."""
+    """The rows of all ranks with their timelines, in the order of ranks. If a rank ran out of memory, only the rows of such
+    ranks: the others were ended while they waited for it. Raises: CollectorError naming the rank that was lost."""
     with tempfile.TemporaryDirectory(prefix="peakcast-ranks-") as folder:
         (Path(folder) / QUESTION).write_text(json.dumps(question), encoding="utf-8")
         command = [sys.executable, "-P", "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
@@ -91,7 +92,7 @@ def _timelines(folder: Path, number: int) -> bytes | None:
 
 
 def main(arguments: list[str]) -> int:
-    """One rank's process. Its answer is whole on disk before it ends."""
+    """Run one rank's process. Its answer is completely on disk before it ends."""
     from peakcast.collectors.nursery import die_with_parent, load
     from peakcast.rows import to_row
 

@@ -28,7 +28,7 @@ from peakcast.spec import TrainingJob
 
 KEYS = ("base", "axes", "include", "exclude", "parts")
 WHOLE = ("architecture", "versions", "framework_options")
-"""Keys whose mappings are values, not parts of the job."""
+"""Keys whose mappings are single values and have no dotted form."""
 MOST_CELLS = 20_000
 
 
@@ -72,7 +72,7 @@ def _too_many(cells: int) -> CollectorError:
 
 
 def _cells(grid: Mapping[str, Any], outer: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The cells of a grid as flat mappings; `outer` is the base of the grid that it is a part of."""
+    """The cells of a grid as flat mappings; `outer` is the base of the grid that contains this one."""
     for key, value in grid.items():
         if key not in KEYS:
             raise CollectorError(f"grid.{key} is not a known key{near_misses(key, KEYS)} Known: {', '.join(KEYS)}.")
@@ -104,7 +104,8 @@ def _flat(mapping: object, where: str) -> dict[str, Any]:
 
 
 def _dotted(mapping: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
-    """`{optimizer: {name: sgd}}` as `optimizer.name: sgd`, so that both spellings are one in every part of a grid."""
+    """The items of `mapping` with dotted keys: `{optimizer: {name: sgd}}` becomes `optimizer.name: sgd`, so that both
+    spellings are equal in every part of a grid."""
     for key, value in mapping.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and value and name not in WHOLE:
@@ -136,7 +137,7 @@ def _job(cell: Mapping[str, Any]) -> TrainingJob:
 
 
 def _architecture(value: Any) -> Any:
-    """A catalog name with changes becomes an architecture mapping; anything else is left for the job reader."""
+    """An architecture mapping for a catalog name with changes; any other value unchanged."""
     if not isinstance(value, Mapping) or "model_type" in value or "name" not in value:
         return value
     changed = {**to_mapping(catalog.architecture(str(value["name"]))), **{k: v for k, v in value.items() if k != "name"}}

@@ -1,7 +1,7 @@
-"""GPU memory outside PyTorch's allocator, step by step: what each library takes when it is first used.
+"""GPU memory outside PyTorch's allocator, step by step: how much each library takes when it is first used.
 
-The CUDA context, the code of kernels, handles, communicators: the driver counts them, PyTorch does not. Of a measured cell
-the steps are the phases of its first training step; `collectors/first_uses.py` has one for each library.
+The driver counts the CUDA context, the code of kernels, handles and communicators; PyTorch does not. In a measured cell the
+steps are the phases of its first training step; in `collectors/first_uses.py` there is one for each library.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ Reading = Callable[[], "int | None"]
 
 
 class Growth:
-    """Bytes outside the allocator that were added from one mark to the next. `used` reads the whole GPU's memory, and
-    `reserved` the allocator's; `idle` was in use before the context. Without a driver there is nothing to say."""
+    """Bytes added outside the allocator between one mark and the next. `used` reads the memory of the whole GPU, `reserved`
+    the allocator's; `idle` was in use before the context was made. Without a driver all figures are None."""
 
     def __init__(self, used: Reading, reserved: Callable[[], int], idle: int | None) -> None:
         self._used = used
@@ -23,7 +23,7 @@ class Growth:
         self.steps: dict[str, int] = {}
 
     def mark(self, step: str) -> int | None:
-        """Everything since the last mark belongs to `step`; returns it. Marked again, a step adds up."""
+        """Attribute everything since the last mark to `step`, and return these bytes. Repeated marks of a step add up."""
         used = self._used()
         if used is None or self._before is None:
             return None
@@ -33,5 +33,5 @@ class Growth:
         return grown
 
     def readings(self) -> dict[str, Any]:
-        """`outside_bytes` by step, in their order; nothing without a driver."""
+        """`outside_bytes` by step, in order of the steps; empty without a driver."""
         return {"outside_bytes": dict(self.steps)} if self.steps else {}

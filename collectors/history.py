@@ -1,9 +1,9 @@
-"""The CUDA allocator's own history of a run, as timelines: what every byte was for, and which bytes no tensor had.
+"""The CUDA allocator's own history of a run as timelines: the purpose of every byte, and which bytes belong to no tensor.
 
-The history is what `torch.cuda.memory._snapshot()["device_traces"]` holds: a mapping for each action of the allocator, in
-order. While it is recorded, every operator stamps the actions of its thread with its number (`_set_memory_metadata`, torch
-2.10 or newer): "17" while it runs, "17+" after it. An allocation is *visible* when the storage of a tensor that an operator
-took or returned lay at its address while it lived; any other is *hidden*: a kernel's or a library's workspace. Nothing here
+The history is `torch.cuda.memory._snapshot()["device_traces"]`: a mapping for each action of the allocator, in order. While
+it is recorded, every operator stamps the actions of its thread with its number (`_set_memory_metadata`, torch 2.10 or
+newer): "17" while it runs, "17+" after it. An allocation is *visible* if, while it lived, the storage of a tensor that an
+operator took or returned was at its address; any other is *hidden*: a workspace of a kernel or a library. Nothing here
 imports torch, so recorded histories can be read anywhere.
 """
 
@@ -18,12 +18,12 @@ from peakcast.timeline import Category, Entry, Phase, Timeline
 from peakcast.units import round_up
 
 ALLOCATION_UNIT_BYTES = 512
-"""kMinBlockSize of c10/core/AllocatorConfig.h. A history has the sizes that were asked for; what a block of the large pool
-keeps beyond them because it was not split (at most 1 MiB) is not in it."""
+"""kMinBlockSize of c10/core/AllocatorConfig.h. A history has requested sizes. It does not have the rest that a block of the
+large pool keeps because it was not split (at most 1 MiB)."""
 MOST_STREAMS = 127
-"""What a timeline's column can tell apart."""
+"""The most streams that a timeline's column can tell apart."""
 BEFORE = -1
-"""The operator number of what happens before any operator ran."""
+"""The operator number of actions before any operator ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A tensor's storage as operators saw it: by which operator first, where it lay, and what it is."""
+    """A tensor's storage as operators saw it: the first operator that used it, its address, and what it is."""
 
     operator: int
     address: int
@@ -48,7 +48,7 @@ class Storage:
 
 @dataclass(slots=True)
 class Allocation:
-    """One allocation: asked for while operator `operator` ran (or after it, when `between`). Instants count allocations."""
+    """One allocation, requested while operator `operator` ran (or after it, if `between`). Instants count allocations."""
 
     operator: int
     between: bool
@@ -60,8 +60,8 @@ class Allocation:
 
 
 def allocations(trace: Sequence[Mapping[str, Any]]) -> list[Allocation]:
-    """The allocations of an allocator's trace, in order. Freed means given back by the program: what waits for another
-    stream is no longer `allocated`."""
+    """The allocations of an allocator's trace, in order. Each ends when the program frees it, even if its block waits for
+    another stream: it is then no longer `allocated`."""
     made: list[Allocation] = []
     alive: dict[int, Allocation] = {}
     streams: dict[int, int] = {}
@@ -80,8 +80,8 @@ def allocations(trace: Sequence[Mapping[str, Any]]) -> list[Allocation]:
 
 
 def named(made: Sequence[Allocation], storages: Sequence[Storage]) -> list[Storage | None]:
-    """For each allocation the storage that lay in it, None for a hidden one: a storage lies in the last allocation at its
-    address that was made before the operator that returned it had ended."""
+    """For each allocation the storage in it, None for a hidden one. A storage belongs to the last allocation at its address
+    that was made before the operator that returned the storage ended."""
     at: dict[int, list[Allocation]] = {}
     for allocation in made:
         at.setdefault(allocation.address, []).append(allocation)
@@ -97,7 +97,7 @@ def named(made: Sequence[Allocation], storages: Sequence[Storage]) -> list[Stora
 def timeline(
     made: Sequence[Allocation], storages: Sequence[Storage], operators: Sequence[Operator], start: int, stop: int
 ) -> Timeline:
-    """What was allocated from operator `start` to `stop` (exclusive). Its instants are the allocations made there."""
+    """The allocations from operator `start` to `stop` (exclusive). Its instants are the allocations made in that range."""
     inside = [index for index, each in enumerate(made) if start <= each.operator < stop]
     if not inside:
         return Timeline.from_entries([], [])
@@ -121,8 +121,8 @@ def timeline(
 
 
 def hidden(made: Sequence[Allocation], storages: Sequence[Storage], operators: Sequence[Operator]) -> list[dict[str, Any]]:
-    """The hidden allocations by operator and phase, most bytes at once first: how many, the largest, and how many bytes of
-    them lived at the run's peak."""
+    """The hidden allocations by operator and phase, those with most bytes at once first: their number, the largest, and how
+    many of their bytes lived at the run's peak."""
     change = [0] * (len(made) + 1)
     for each in made:
         change[each.born] += each.num_bytes

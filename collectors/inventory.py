@@ -25,11 +25,11 @@ PACKAGES = (
     "deepspeed",
 )
 SHIM = "pynvml"
-"""The deprecated package of that name hides `nvidia-ml-py`'s module."""
+"""The deprecated package of this name hides the module of `nvidia-ml-py`."""
 
 
 def package_versions() -> dict[str, str | None]:
-    """Version of each of `PACKAGES` from its metadata; None where it is not installed."""
+    """Version of each of `PACKAGES` from its metadata; None if it is not installed."""
     found: dict[str, str | None] = {}
     for package in PACKAGES:
         found[package] = None
@@ -71,7 +71,7 @@ def nvml_gpus() -> tuple[str, list[dict[str, Any]]]:
                 }
             )
         return _text(pynvml.nvmlSystemGetDriverVersion()), gpus
-    except Exception as error:  # as above; a GPU that is lost must not end the report
+    except Exception as error:  # as above; a lost GPU must not end the report
         return f"NVML cannot be read: {why(error)}", []
     finally:
         with contextlib.suppress(Exception):

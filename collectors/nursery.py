@@ -1,12 +1,13 @@
 """The warm parent of cells: imports the libraries once, then forks a process for every question.
 
 `python -P -m peakcast.collectors.nursery MODULE:FUNCTION` reads one JSON request a line, `{"question": {...},
-"timeout_seconds": 600}`, and answers one JSON object a line: `{"row": {...}}` or `{"reason": "..."}`. `FUNCTION` makes a
-`Measurement` of a question in the forked process, or one and a file's bytes (base64 under "history"), or a list of those,
-one for each rank ("others" has all but the first); `LIBRARIES` of its module are what the parent imports. Each process has
-a group of its own: when its time is up, or when it has ended, whatever it started is killed with it. A forked process
-cannot use CUDA when its parent has touched it: should a library have done so on import, the cell starts afresh as a program
-of its own, slower and otherwise the same. The parent leads a session: ended from outside, it ends whatever is of it.
+"timeout_seconds": 600}`, and answers one JSON object a line: `{"row": {...}}` or `{"reason": "..."}`. In the forked
+process, `FUNCTION` makes a `Measurement` of a question, or a measurement and a file's bytes (base64 under "history"), or a
+list of these, one for each rank ("others" has all but the first). The parent imports `LIBRARIES` of its module. Each
+process has a group of its own: when its time is up or it has ended, everything that it started is killed. A forked process
+cannot use CUDA if its parent has touched it. If a library touches CUDA on import, the cell is started as a program of its
+own, which is slower and otherwise the same. The parent leads a session; when it is ended from outside, it ends the whole
+session.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from peakcast.records import Measurement
 
 POLL_SECONDS = 0.005
 ENDING_SECONDS = 5.0
-"""A killed process is gone in far less, unless its driver hangs."""
+"""How long to wait for a killed process. It is gone much sooner, unless its driver hangs."""
 AFRESH = "--cell"
 
 Made = Measurement | tuple[Measurement, bytes | None]
@@ -53,7 +54,7 @@ def main(arguments: list[str]) -> int:
     # torch then asks NVML, not CUDA, whether there is a GPU: asking CUDA would spoil it for the forked processes
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
     import_for_good(libraries)
-    # the answers' way out is kept from whatever prints in a cell
+    # answers get a descriptor of their own, so that whatever a cell prints does not mix with them
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     for line in sys.stdin:
@@ -71,7 +72,8 @@ def load(name: str) -> Work:
 
 
 def ask(name: str, question: Mapping[str, Any], timeout_seconds: float) -> dict[str, Any]:
-    """What the function called `name` makes of `question` in a forked process: `{"row": ...}` or `{"reason": ...}`."""
+    """The answer to `question` from the function called `name`, run in a forked process: `{"row": ...}` or `{"reason":
+    ...}`."""
     started = time.monotonic()
     reader, writer = os.pipe()
     sys.stdout.flush()
@@ -81,7 +83,7 @@ def ask(name: str, question: Mapping[str, Any], timeout_seconds: float) -> dict[
         os.close(reader)
         _cell(name, question, writer)
     os.close(writer)
-    with contextlib.suppress(OSError):  # also done by the child: whichever comes first
+    with contextlib.suppress(OSError):  # the child does it too; whichever is first
         os.setpgid(child, child)
     deadline = time.monotonic() + timeout_seconds
     written, status, ended = b"", 0, False
@@ -99,7 +101,7 @@ def ask(name: str, question: Mapping[str, Any], timeout_seconds: float) -> dict[
                 os.close(reader)
                 return {"reason": f"no answer within {timeout_seconds:g} s; it was killed."}
             time.sleep(POLL_SECONDS)
-    _kill(child)  # what it left behind
+    _kill(child)  # whatever it has started
     os.close(reader)
     code = os.waitstatus_to_exitcode(status)
     if code < 0:
@@ -112,7 +114,7 @@ def ask(name: str, question: Mapping[str, Any], timeout_seconds: float) -> dict[
 
 
 def _cell(name: str, question: Mapping[str, Any], writer: int) -> NoReturn:
-    """The forked process: answers, and ends without running what its parent has registered for its own end."""
+    """Run in the forked process: write the answer, and exit without the exit handlers that the parent has registered."""
     code = 0
     try:
         with contextlib.suppress(OSError):
@@ -150,7 +152,7 @@ def _cuda_is_spoilt() -> bool:
 
 
 def _kill(group: int) -> None:
-    """Kill every process of a group and wait until none is left: memory that one still holds would spoil the next cell."""
+    """Kill every process of a group and wait until none is left: memory that one still held would spoil the next cell."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
         deadline = time.monotonic() + ENDING_SECONDS
@@ -166,7 +168,7 @@ class _Process(NamedTuple):
 
 
 def _processes() -> Iterator[_Process]:
-    """Those that Linux has now."""
+    """The processes that Linux lists now."""
     for folder in pathlib.Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, ValueError):
             after_name = (folder / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
@@ -175,19 +177,20 @@ def _processes() -> Iterator[_Process]:
 
 
 def die_with_parent(how: signal.Signals = signal.SIGKILL) -> None:
-    """Ask Linux to end this process with the one that started it: an orphan on the GPU would spoil the next cell."""
+    """Ask Linux to end this process when its parent ends: an orphan on the GPU would spoil the next cell."""
     with contextlib.suppress(OSError, AttributeError):
         set_parent_death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
         ctypes.CDLL(None).prctl(set_parent_death_signal, how)
 
 
 def _end(*_: object) -> None:
-    end_session(os.getpid())  # the session's number is its leader's; a parent started by hand leads none
+    end_session(os.getpid())  # a session has its leader's number; a parent started by hand leads none
     os._exit(1)
 
 
 def end_session(session: int) -> None:
-    """Kill every process of a warm parent's session, itself last: what a cell has started too, whatever their groups."""
+    """Kill every process of a warm parent's session, this process last; it includes all that cells have started, in any
+    group."""
     for one in _processes():
         if one.session == session != one.number:
             with contextlib.suppress(OSError):

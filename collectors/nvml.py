@@ -1,6 +1,7 @@
-"""NVML: memory in use on the GPU as the driver counts it, who uses it, and, in sentences, what cannot be read here and why.
+"""NVML: memory in use on the GPU as the driver counts it, which processes use it, and sentences that say what cannot be
+read here and why.
 
-Facts about NVML are those of docs/where-memory-goes.md, section B, and of NVIDIA's NVML API reference.
+Facts about NVML are from docs/where-memory-goes.md, section B, and from NVIDIA's NVML API reference.
 """
 
 from __future__ import annotations
@@ -22,25 +23,26 @@ WHY = {
     "InvalidArgument": "CUDA_VISIBLE_DEVICES names a GPU that the driver does not have",
     "GpuIsLost": "the GPU has fallen off the bus; reboot",
 }
-"""What the vendor's errors (pynvml.NVMLError_...) mean here."""
+"""The meaning of the vendor's errors (pynvml.NVMLError_...) here."""
 QUANTUM_BYTES = 64 * 2**20
-"""More than this in use before our context is another process: an idle driver reports some MiB, a context some hundred."""
+"""If more than this is in use before our context exists, another process uses the GPU: an idle driver reports some MiB, a
+context several hundred."""
 DRIVER_RESERVE_BYTES = 2**30
-"""At most what the v1 call counts with nobody there, the driver's reserve (912 MB were seen on an A100)."""
+"""The most that the v1 call counts on a GPU without processes: the driver's reserve (912 MB were seen on an A100)."""
 SETTLING_SECONDS = 2.0
-"""How long the memory of a cell that has just ended may take to be given back."""
+"""How long to wait for the memory of a cell that has just ended."""
 VIRTUAL = {
     2: "a virtual GPU: memory is that of its profile, and what other machines use of the GPU is not seen.",
     3: "a GPU shared with virtual machines: what they use is counted as if it were this run's.",
     4: "a GPU shared with virtual machines: what they use is counted as if it were this run's.",
 }
-"""nvmlDeviceGetVirtualizationMode -> what it means for readings; none (0) and passthrough (1) change nothing."""
+"""nvmlDeviceGetVirtualizationMode -> what it means for readings; with none (0) and passthrough (1) they are as usual."""
 MIG = "a MIG instance: memory is the instance's, and the context is smaller than the whole GPU's."
 UNLISTED = "processes on the GPU cannot be listed here (a container or a virtual machine); another one may go unnoticed."
 
 
 def why(error: BaseException) -> str:
-    """What an error of NVML means, in a sentence without its full stop."""
+    """The meaning of an NVML error, as a sentence without its full stop."""
     if isinstance(error, ImportError):
         return MISSING
     return WHY.get(type(error).__name__.removeprefix("NVMLError_"), " ".join(str(error).split()) or type(error).__name__)
@@ -71,15 +73,15 @@ class Nvml:
         self._handle, self.reason = None, reason
 
     def _find(self, index: int) -> Any:
-        """That entry of CUDA_VISIBLE_DEVICES, a number or (the beginning of) a uuid, else the GPU of that number; of a GPU
-        that is cut into MIG instances the first instance, which is the one CUDA takes."""
+        """The handle for that entry of CUDA_VISIBLE_DEVICES (a number, or a uuid or its beginning), else for the GPU with
+        that number. If the GPU is split into MIG instances, the first instance, which CUDA uses."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").strip()
         chosen = visible.split(",")[index].strip() if visible else str(index)
         if chosen.startswith("MIG-"):
             self.is_mig = True
             return self._lib.nvmlDeviceGetHandleByUUID(chosen.encode())
         handle = self._lib.nvmlDeviceGetHandleByIndex(int(chosen)) if chosen.isdigit() else self._by_uuid(chosen)
-        with contextlib.suppress(Exception):  # most GPUs cannot be cut, and say so
+        with contextlib.suppress(Exception):  # most GPUs have no MIG and answer with an error
             self.is_mig = self._lib.nvmlDeviceGetMigMode(handle)[0] == 1
         return self._lib.nvmlDeviceGetMigDeviceHandleByIndex(handle, 0) if self.is_mig else handle
 
@@ -89,7 +91,7 @@ class Nvml:
         return found[0] if len(found) == 1 else self._lib.nvmlDeviceGetHandleByUUID(start.encode())
 
     def check(self, cuda_uuid: str) -> None:
-        """Give up when the GPU that CUDA uses is another one: a wrong number is worse than none."""
+        """Stop reading if CUDA uses another GPU than this one: a wrong number is worse than none."""
         if self._handle is None or self.is_mig or not cuda_uuid:
             return
         found = _text(self._ask("nvmlDeviceGetUUID") or "")
@@ -102,7 +104,7 @@ class Nvml:
         return None if memory is None else int(memory.used)
 
     def used_by_processes_bytes(self) -> int | None:
-        """Memory in use without the driver's reserve; None where the driver does not tell the two apart (v2 call)."""
+        """Memory in use without the driver's reserve; None if the driver does not tell the two apart (v2 call)."""
         memory = self._ask("nvmlDeviceGetMemoryInfo", getattr(self._lib, "nvmlMemory_v2", None))
         if memory is None or not hasattr(memory, "reserved"):
             return None
@@ -110,19 +112,20 @@ class Nvml:
         return int(memory.used) if apart else max(int(memory.used) - int(memory.reserved), 0)
 
     def settled_bytes(self) -> int | None:
-        """`used_bytes` once the memory of what has just ended is given back, or when that took too long."""
+        """`used_bytes` after the memory of processes that have just ended is released, or after `SETTLING_SECONDS`."""
         deadline = time.monotonic() + SETTLING_SECONDS
         while self.is_in_use() and time.monotonic() < deadline:
             time.sleep(0.02)
         return self.used_bytes()
 
     def is_in_use(self) -> bool:
-        """Whether something has memory on the GPU; for before our context."""
+        """Whether another process has memory on the GPU; to be called before our context exists."""
         mine = self.used_by_processes_bytes()
         return mine > QUANTUM_BYTES if mine is not None else (self.used_bytes() or 0) > DRIVER_RESERVE_BYTES
 
     def processes(self) -> frozenset[int] | None:
-        """Compute processes on the GPU by the host's numbers, which in a container are not ours; None: cannot be listed."""
+        """Numbers of the compute processes on the GPU; they are the host's, which differ from ours in a container. None if
+        they cannot be listed."""
         listed = self._ask("nvmlDeviceGetComputeRunningProcesses")
         return None if listed is None else frozenset(int(process.pid) for process in listed)
 
@@ -134,14 +137,15 @@ class Nvml:
         return None
 
     def remarks(self, listed: Collection[int] | None) -> list[str]:
-        """What is out of the ordinary with readings here. `listed`: the processes seen while ours was on the GPU."""
+        """Sentences about what is unusual with readings here. `listed`: the processes that were seen while ours was on the
+        GPU."""
         if self._handle is None:
             return [f"NVML cannot be read: {self.reason}; device memory and context are left out."]
         mode = VIRTUAL.get(self._ask("nvmlDeviceGetVirtualizationMode") or 0)
         return [*([MIG] if self.is_mig else []), *([mode] if mode else []), *([] if listed else [UNLISTED])]
 
     def _ask(self, name: str, *arguments: Any) -> Any:
-        """The answer of an NVML call about the GPU, None where there is none."""
+        """The answer of an NVML call about the GPU; None if it fails."""
         if self._handle is None or None in arguments:
             return None
         with contextlib.suppress(Exception):

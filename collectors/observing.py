@@ -1,4 +1,4 @@
-"""Observes a training run of somebody else's script from inside its process: the same readings as a cell's, no phases."""
+"""Observes a user's training script from inside its process: the same readings as of a cell, without phases."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from peakcast.records import Measurement
 from peakcast.spec import TrainingJob
 
 SOURCE = "local"
-"""Who measured rows made here: a user's own run, not one of this project's."""
+"""`source` of rows made here: they are of a user's own run, not measured by this project."""
 
 MOST_EVENTS = 1_000_000
-"""Of a history that is kept: the last so many actions of the allocator, some hundred steps of a large network."""
+"""Number of the allocator's latest actions that a history keeps: some hundred steps of a large network."""
 
 
 class Observation:
-    """Peaks of this process on its first GPU from `start` to `finish`. Without a GPU there is nothing to observe."""
+    """Peaks of this process on its first GPU between `start` and `finish`. Without a GPU nothing is read."""
 
     def __init__(self, snapshot: Path | None = None) -> None:
         """`snapshot`: where PyTorch's own history of the run is written when it finishes."""
@@ -37,12 +37,13 @@ class Observation:
 
     @staticmethod
     def gpu_name() -> str | None:
-        """The GPU as CUDA reports it; None without one. Asks only when the script has loaded torch already."""
+        """The GPU's name as CUDA reports it; None without one. CUDA is asked only if the script has loaded torch
+        already."""
         torch = sys.modules.get("torch")
         return str(torch.cuda.get_device_name()) if torch is not None and torch.cuda.is_available() else None
 
     def start(self) -> None:
-        """Peaks count from here on."""
+        """Begin: peaks are counted from here on."""
         if self.gpu_name() is None:
             return
         import torch
@@ -66,7 +67,7 @@ class Observation:
                 torch.cuda.memory._record_memory_history(enabled=None)
 
     def row(self, job: TrainingJob, gpu: str, num_steps: int | None = None) -> Measurement:
-        """What was observed, as a row: `measured`, from this script."""
+        """What was observed, as a row of provenance `measured`."""
         retries = probes.allocator_counts()["num_alloc_retries"] - self._retries
         spoiled = [f"the allocator gave memory back and retried {retries} times."] if retries else []
         if self._seen.others:
@@ -96,7 +97,7 @@ class Observation:
 
 
 def shape_of_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
-    """[batch, sequence] of the token ids that a model is called with, None when there are none."""
+    """[batch, sequence] of the token ids with which a model is called; None without token ids."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     shape: tuple[int, ...] = tuple(getattr(ids, "shape", ()))
     return (int(shape[0]), int(shape[1])) if len(shape) == 2 else None

@@ -1,5 +1,5 @@
-"""Packages that a job may need and a machine may lack: one sentence says for what, and how to install them. And how those
-that are large are imported."""
+"""Importing packages that a job needs. If one is missing, an error says what needs it and how to install it. Also: how
+large packages are imported."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peakcast.errors import CollectorError
 
 
 def imported(module: str, package: str, *, parameter: str, value: object) -> Any:
-    """`module`, which is of `package` (as pip is told). Raises: CollectorError where it cannot be imported, naming the
+    """`module`, which belongs to `package` (its name for pip). Raises: CollectorError if it cannot be imported, naming the
     `parameter` of the job whose `value` needs it."""
     try:
         return importlib.import_module(module)
@@ -27,11 +27,11 @@ def imported(module: str, package: str, *, parameter: str, value: object) -> Any
 
 
 def import_for_good(libraries: Iterable[str]) -> None:
-    """Import `libraries`, where they are there, and take what is of them out of Python's search for cycles: each search
-    would look at half a million objects and, in a forked process, copy the memory that they lie in by writing to it."""
+    """Import those of `libraries` that are installed, and exclude their objects from Python's search for cycles. Each
+    search would visit half a million objects and, in a forked process, copy their memory by writing to it."""
     gc.disable()
     for library in libraries:
-        with contextlib.suppress(Exception):  # who needs it imports it again, and says what is missing
+        with contextlib.suppress(Exception):  # code that needs it imports it again and reports the error
             importlib.import_module(library)
     gc.collect()
     gc.freeze()

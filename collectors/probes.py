@@ -1,6 +1,6 @@
 """Readings of the machine: the CUDA allocator's statistics, versions, host memory. Bytes are ints.
 
-Everything degrades to None where a driver or a permission is missing; a measurement then says less, never something wrong.
+A reading is None if a driver or a permission is missing; the measurement then says less, but nothing wrong.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from peakcast.spec import TrainingJob
 
 PACKAGES = (
-    *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "flash-attn", "triton"),
+    *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "flash-attn", "triton", "fla-core"),
     *("megatron_core", "transformer_engine"),
 )
 ALLOCATOR_VARIABLES = (
@@ -32,7 +32,7 @@ ALLOCATOR_VARIABLES = (
 )
 """Environment variables that change what is allocated (docs/where-memory-goes.md, sections A to C and G)."""
 FUSED_ATTENTION = {"Cudnn": "cudnn", "Flash": "flash", "Efficient": "efficient"}
-"""Part of the name of the autograd node -> attention kernel."""
+"""A part of the autograd node's name -> attention kernel."""
 BYTES = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 ALLOCATOR_PEAKS = {
     "allocated": "allocated_bytes.all.peak",
@@ -40,11 +40,11 @@ ALLOCATOR_PEAKS = {
     "active": "active_bytes.all.peak",
     "requested": "requested_bytes.all.peak",
 }
-"""Our name -> key of `torch.cuda.memory_stats()`."""
+"""peakcast's name -> key of `torch.cuda.memory_stats()`."""
 
 
 def require_gpu() -> None:
-    """Raises: CollectorError where CUDA has no GPU."""
+    """Raises: CollectorError if CUDA has no GPU."""
     import torch
 
     if not torch.cuda.is_available():
@@ -52,7 +52,7 @@ def require_gpu() -> None:
 
 
 def open_context() -> None:
-    """Create the CUDA context, with one element on the GPU, behind which is the allocator's smallest segment."""
+    """Create the CUDA context by allocating one element on the GPU, for which the allocator makes its smallest segment."""
     import torch
 
     torch.cuda.init()
@@ -76,22 +76,23 @@ def allocator_counts() -> dict[str, int]:
 
 
 def allocator_settings(allocator: Allocator, current: str = "") -> str:
-    """`current` (a value of PYTORCH_CUDA_ALLOC_CONF) with what the job says in place of what it could say."""
+    """`current`, a value of PYTORCH_CUDA_ALLOC_CONF, in which the job's settings replace those that a job can have."""
     chosen = [(each.name, getattr(allocator, each.name)) for each in fields(allocator)]
     said = [f"{name}:{value}" for name, value in chosen if value not in (None, False)]
     return ",".join([*filter(moves_nothing, re.split(r",(?![^\[]*\])", "".join(current.split()))), *said])
 
 
 def forget_allocator_settings() -> None:
-    """Drop what this process's environment says of where tensors go: a row's job says it, and nothing else may. Torch reads
-    the variables when it is imported, so this comes before."""
+    """Drop the allocator settings of this process's environment: only the row's job may say them. To be called before torch
+    is imported, because torch reads the variables then."""
     said = [os.environ.pop(name, "") for name in ALLOCATOR_VARIABLES[:2]]
     if kept := allocator_settings(Allocator(), ",".join(said)):
         os.environ[ALLOCATOR_VARIABLES[0]] = kept
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the GPU's memory was used up: PyTorch's own error, or that of a library beside its allocator."""
+    """Whether `error` means that GPU memory ran out: PyTorch's own error, or one of a library that allocates outside its
+    allocator."""
     return type(error).__name__ == "OutOfMemoryError" or any(
         sign in str(error)
         for sign in ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED")
@@ -99,7 +100,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def requested_bytes(message: str) -> int | None:
-    """What an out-of-memory message says was asked for, bytes as exact as it was printed (two decimals)."""
+    """The size of the request that an out-of-memory message names, in bytes, as exact as it was printed (two decimals)."""
     found = re.search(r"Tried to allocate ([\d.]+) (\w+)", message)
     return int(float(found[1]) * BYTES[found[2]]) if found and found[2] in BYTES else None
 
@@ -129,7 +130,7 @@ def cuda_environment() -> dict[str, Any]:
 
 
 def cuda_uuid() -> str:
-    """The uuid of the GPU that CUDA uses, "" where this torch does not tell."""
+    """The uuid of the GPU that CUDA uses; "" if this torch does not tell it."""
     import torch
 
     with contextlib.suppress(AssertionError, RuntimeError):
@@ -138,8 +139,8 @@ def cuda_uuid() -> str:
 
 
 def attention_in_graph(loss: Any) -> str | None:
-    """The attention kernel that forward really took, read from the autograd graph that leads to `loss`; None where it has
-    no fused attention (the math path, or blocks hidden by reentrant checkpointing). Allocates nothing on the GPU."""
+    """The attention kernel that forward really used, from the autograd graph that leads to `loss`. None if the graph has no
+    fused attention: with the math path, or if reentrant checkpointing hides the blocks. Allocates nothing on the GPU."""
     nodes, seen = [getattr(loss, "grad_fn", None)], set()
     while nodes:
         node = nodes.pop()
@@ -156,15 +157,15 @@ def attention_in_graph(loss: Any) -> str | None:
 
 
 def attention_backend(job: TrainingJob) -> str:
-    """The kernel that scaled dot product attention would take on this GPU for the job's heads, as PyTorch chooses it.
+    """The kernel that scaled dot product attention would use on this GPU for the job's heads, as PyTorch chooses it.
 
-    Allocates on the GPU: only for after the last step.
+    Allocates on the GPU, so it must be called after the last step.
     """
     import torch
 
     architecture, dtype = job.architecture, getattr(torch, job.precision.compute, torch.bfloat16)  # float8 attends in bf16
     heads, key_heads = architecture.num_attention_heads, architecture.num_key_value_heads
-    with contextlib.suppress(Exception):  # the run is over: whatever fails here must not cost its row
+    with contextlib.suppress(Exception):  # the run is over; a failure here must not cost its row
         query = torch.empty((1, heads, 128, architecture.head_dim), dtype=dtype, device="cuda")
         key = torch.empty((1, key_heads, 128, architecture.head_dim), dtype=dtype, device="cuda")
         code = torch._fused_sdp_choice(query, key, key, None, 0.0, True, enable_gqa=key_heads != heads)
@@ -178,8 +179,8 @@ def host_peak_bytes() -> int:
 
 
 def pageable_bytes() -> int | None:
-    """Host memory of this process that is its own: resident pages of no file. What CUDA pins is not among them, as the
-    driver maps it (proc(5) statm: resident, and those of files and shared memory). None where there is no /proc."""
+    """Host memory that belongs to this process: resident pages of no file. Memory pinned by CUDA is not included, because
+    the driver maps it (proc(5) statm: resident minus shared). None if there is no /proc."""
     with contextlib.suppress(OSError, ValueError, IndexError), open("/proc/self/statm", encoding="ascii") as file:
         fields = file.read().split()
         return (int(fields[1]) - int(fields[2])) * resource.getpagesize()
@@ -187,28 +188,28 @@ def pageable_bytes() -> int | None:
 
 
 def registers_pinned() -> bool:
-    """Whether PyTorch pins pages of the process (cudaHostRegister) instead of asking CUDA for some (cudaHostAlloc, the
-    default): what is pinned is pageable memory first, and counted as such."""
+    """Whether PyTorch pins pages of the process (cudaHostRegister) instead of asking CUDA for pinned ones (cudaHostAlloc,
+    the default). Registered memory is pageable at first, and is counted as pageable."""
     settings = ",".join(os.environ.get(name, "") for name in ALLOCATOR_VARIABLES)
     return "pinned_use_cuda_host_register:True" in settings
 
 
 def has_skipped(scaler: Any) -> bool:
-    """Whether a loss scaler (None without one) has left a step out because gradients overflowed: it halves its scale then,
-    and doubles it after 2000 steps only (torch 2.13 amp/grad_scaler.py)."""
+    """Whether a loss scaler (None without one) has skipped a step because gradients overflowed. It halves its scale then,
+    and doubles it only after 2000 steps (torch 2.13 amp/grad_scaler.py)."""
     return scaler is not None and scaler.is_enabled() and scaler.get_scale() < scaler._init_scale
 
 
 def managed_bytes(optimizer: Any) -> int:
-    """Optimizer states in managed memory, which the driver moves between host and GPU and nobody's counter has: those that
-    bitsandbytes has marked (0.50 functional.py `get_paged`)."""
+    """Bytes of optimizer states in managed memory, which the driver moves between host and GPU and no counter includes:
+    those that bitsandbytes has marked (0.50 functional.py `get_paged`)."""
     tensors = [value for state in optimizer.state.values() for value in state.values()]
     return sum(each.nbytes for each in tensors if getattr(each, "is_paged", False))
 
 
 def pinned_peak_bytes() -> int | None:
-    """Most host memory that PyTorch had pinned (its allocator rounds to powers of two and keeps what was freed); None where
-    torch does not tell."""
+    """The most host memory that PyTorch had pinned (its allocator rounds up to powers of two and keeps what is freed); None
+    if this torch does not tell it."""
     import torch
 
     with contextlib.suppress(AttributeError, AssertionError, RuntimeError):

@@ -1,4 +1,4 @@
-"""Runs a job on the GPU phase by phase, keeps what was read at each edge, and makes the row of it."""
+"""Runs a job on the GPU phase by phase, keeps the readings at the phases' edges, and makes a row of them."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
     from peakcast.collectors.tracing.recording import Recording
 
 GENERATION = ("prefill", "decode")
-"""Parts of a generation's forward, by the number of its forward; those after the second are of the second."""
+"""Parts of a generation's forward, by the number of the forward call; calls after the second belong to the second part."""
 PART_OF_A_GPU = "measured on a MIG instance, which has less of everything than the GPU it is named after"
 
 
 def collectives(job: TrainingJob) -> Collectives:
-    """What moves data between ranks: nothing for one, nothing really ("fake") where one stands for many."""
+    """The backend that moves data between ranks: none for one rank, "fake" if one rank stands for many."""
     if job.parallelism.world_size == 1:
         return "none"
     if not gang.launched():
@@ -42,7 +42,7 @@ def collectives(job: TrainingJob) -> Collectives:
 
 
 class Recorder:
-    """Runs a job on the GPU phase by phase and keeps what was read."""
+    """Runs a job on the GPU phase by phase and keeps the readings."""
 
     def __init__(self, job: TrainingJob, gpu: str, environment: dict[str, Any], rank: int = 0) -> None:
         self.job = job
@@ -50,16 +50,16 @@ class Recorder:
         self.rank = gang.rank(rank)
         self.environment = environment
         self.readings: dict[str, Any] = {}
-        """What differs from run to run: kept apart from the facts that say how it was measured."""
+        """Readings that differ from run to run, separate from the facts about how it was measured."""
         self.spoiled: list[str] = []
         self.idle: int | None = None
         self.context: int | None = None
-        """What the CUDA context added."""
+        """Bytes that the CUDA context added."""
         self.growth: Growth | None = None
         self.nvml_peak: int | None = None
         self.nvml_end: int | None = None
         self.pageable_before: int | None = None
-        """`probes.pageable_bytes` once the CUDA context is there: the interpreter, its libraries and the driver."""
+        """`probes.pageable_bytes` after the CUDA context is made: the interpreter, its libraries and the driver."""
         self.pageable_peak: int | None = None
         self.managed = 0
         self.is_mig = False
@@ -72,14 +72,14 @@ class Recorder:
         self._training: Any = None
 
     def begin_history(self) -> None:
-        """Also record what the allocator does; such a row says so, as the recording runs between the operators."""
+        """Also record the allocator's actions. The row says so, because recording runs between operators."""
         from peakcast.collectors.tracing.recording import Recording
 
         self.recording = Recording()
         self.environment["history"] = True
 
     def run(self, steps: int) -> None:
-        """Build, then `steps` training steps; allocator peaks are reset at every phase edge."""
+        """Build the job and run `steps` training steps; allocator peaks are reset at the edge of every phase."""
         with self.recording or contextlib.nullcontext():
             self._run(steps)
 
@@ -125,19 +125,19 @@ class Recorder:
             self.spoiled.append("the optimizer has no states: its step was skipped.")
 
     def timelines(self) -> bytes | None:
-        """The recorded history as a file's bytes; None where there is none, or it is too large to keep."""
+        """The recorded history as a file's bytes; None if there is none, or if it is too large to keep."""
         if self.recording is None or self.outcome != "ok":
             return None
         try:
             return pack(self.recording.content())
-        except CollectorError as error:  # the row stands without it
+        except CollectorError as error:  # the row is kept without it
             self.readings["history"] = error.message
             return None
 
     # -- what a run of steps tells (`stepping.Follower`)
 
     def step_begins(self) -> None:
-        """Its readings are apart."""
+        """Begin new readings for the step."""
         self.steps.append({})
         if self.recording is not None:
             self.recording.step()
@@ -147,29 +147,29 @@ class Recorder:
         self._begin(phase)
 
     def loss_made(self, loss: Any) -> None:
-        """The first one's graph says which attention kernel ran."""
+        """In the first step, read from the loss's graph which attention kernel ran."""
         if len(self.steps) == 1 and (kernel := probes.attention_in_graph(loss)):
             self.environment["attention_backend"] = kernel
 
     def gradients_made(self) -> None:
-        """Name them in the history."""
+        """Name the gradients in the history."""
         if self.recording is not None:
             name_gradients(self._training, self.recording.name)
 
     def states_made(self) -> None:
-        """Name them in the history."""
+        """Name the optimizer states in the history."""
         if self.recording is not None:
             name_states(self._training, self.recording.name)
 
     def step_ends(self) -> None:
-        """What stays allocated between steps."""
+        """Read what stays allocated between steps."""
         import torch
 
         self._begin(None)
         self.steady_allocated = int(torch.cuda.memory_allocated())
 
     def _generate(self, inference: Any) -> None:
-        """Prefill and decoding are one phase, the forward, and two parts of the readings."""
+        """Run prefill and decoding: one phase, the forward, with two parts in the readings."""
 
         def on_forward(index: int) -> None:
             if index < len(GENERATION):
@@ -178,7 +178,7 @@ class Recorder:
         inference.generate(on_forward)
 
     def _begin(self, phase: Phase | None, part: str = "") -> None:
-        """Close the phase (or part of it) at hand and begin the next."""
+        """Close the current phase (or part of it) and begin the next."""
         import torch
 
         if self._phase:
@@ -192,17 +192,17 @@ class Recorder:
         torch.cuda.reset_peak_memory_stats()
 
     def _mark(self, step: str) -> None:
-        """What was added outside the allocator belongs to `step`."""
+        """Attribute what was added outside the allocator to `step`."""
         if self.growth is not None:
             self.growth.mark(step)
 
     def _keep(self, peaks: dict[str, int]) -> None:
-        """The peaks of the phase at hand, over all its micro-batches."""
+        """Keep `peaks` of the current phase; the largest over its micro-batches."""
         before = self.steps[-1].get(self._phase, {})
         self.steps[-1][self._phase] = {name: max(size, before.get(name, 0)) for name, size in peaks.items()}
 
     def out_of_memory(self, error: BaseException) -> None:
-        """Keep what was reached: lower bounds."""
+        """Keep what was reached as lower bounds."""
         import torch
 
         self.outcome = "out_of_memory"
@@ -215,12 +215,12 @@ class Recorder:
             "requested_bytes": probes.requested_bytes(message),
             "reserved_bytes": int(torch.cuda.memory_reserved()),
         }
-        with contextlib.suppress(RuntimeError):  # a context that ran out outside the allocator may answer no more
+        with contextlib.suppress(RuntimeError):  # a context that ran out of memory outside the allocator may not answer
             free, total = torch.cuda.mem_get_info()
             self.readings["out_of_memory"] |= {"free_bytes": int(free), "total_bytes": int(total)}
 
     def _host(self) -> int | None:
-        """Host memory that the job took: pinned, managed, and pageable beyond what the process had before."""
+        """Host memory of the job, in bytes: pinned, managed, and pageable beyond what the process had before."""
         pinned = probes.pinned_peak_bytes()
         if pinned is None or self.pageable_peak is None or self.pageable_before is None:
             return None
@@ -228,18 +228,18 @@ class Recorder:
         return grown + self.managed + (0 if probes.registers_pinned() else pinned)
 
     def _settled(self) -> list[dict[str, dict[str, int]]]:
-        """The steps whose phases are the row's: the last; where lengths change, all from the second on."""
+        """The steps whose phases make the row: the last one; if lengths change, all from the second on."""
         return self.steps[1:] or self.steps if lengths_change(self.job) else self.steps[-1:]
 
     def _lengths(self) -> dict[str, Any]:
-        """Where they change: of each micro-batch of each step, the longest sequence and how many tokens."""
+        """If lengths change: the longest sequence and the number of tokens of each micro-batch of each step."""
         if not lengths_change(self.job):
             return {}
         ran = itertools.islice(lengths_of_steps(self.job, self.rank), len(self.steps))
         return {"lengths": [[[part.sequence_length, part.num_tokens] for part in step] for step in ran]}
 
     def row(self) -> Measurement:
-        """What was read, as a row."""
+        """The readings as a row."""
         counts = probes.allocator_counts()
         if counts["num_alloc_retries"] and self.outcome == "ok":
             self.spoiled.append(f"the allocator gave memory back and retried {counts['num_alloc_retries']} times.")

@@ -1,4 +1,4 @@
-"""Walks of a network from a process of its own, in this environment or another's."""
+"""Records walks of a network in a process of its own, with the libraries of this environment or of another one."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob, job_to_mapping
 
 RecordWalk = Callable[..., dict[str, Any]]
-"""What `Walker.walk` of `collectors/tracing/walks.py` takes -> the walk, as that writes it."""
+"""Takes the arguments of `Walker.walk` in `collectors/tracing/walks.py` and returns the walk as a mapping."""
 TIMEOUT_SECONDS = 300
-"""How long all walks of one network may take together."""
+"""Time limit for all walks of one network together."""
 
 
 @dataclass(frozen=True)
 class Library:
-    """The libraries of an environment, for one job."""
+    """The libraries of an environment, as one job sees them."""
 
     walk: RecordWalk
     versions: Mapping[str, str]
-    """Releases of the packages there."""
+    """Releases of the packages in that environment."""
     defaults: Mapping[str, Any]
-    """What a configuration means that leaves a value unsaid, by its flat name."""
+    """Flat name of a configuration's value -> the default that applies if a configuration does not say it."""
 
 
 class Recorder:
-    """Records walks in the environment of the interpreter `python`, one job at a time. To be used as a context.
+    """Records walks in the environment of the interpreter `python`, one job at a time. Used as a context manager.
 
-    Raises: CollectorError with what the process there said.
+    Raises: CollectorError with the message of the process there.
     """
 
     def __init__(self, python: str = sys.executable, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
@@ -55,7 +55,7 @@ class Recorder:
 
     @contextmanager
     def of(self, job: TrainingJob) -> Iterator[Library]:
-        """Walks of `job`, all of which together may take as long as the time limit says."""
+        """A context for walks of `job`, which together must stay within the time limit."""
         if self._worker is None:
             self._worker = _Worker(self._python, self._environment)
         worker = self._worker
@@ -64,12 +64,12 @@ class Recorder:
                 said = worker.ask(job_to_mapping(job))
                 yield Library(lambda *sample: worker.ask(sample), said["versions"], said["defaults"])
         except BaseException:
-            self._end()  # whatever it is at, the next job gets a new one
+            self._end()  # the process may be busy: the next job gets a new one
             raise
         worker.ask(None)
 
     def families(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-        """The families of networks that the library there has, `model_type` -> a configuration; and releases."""
+        """The families of networks that the library there has, as `model_type` -> a configuration; and the releases."""
         command = [self._python, "-P", "-m", "peakcast.collectors.tracing.families"]
         done = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
         if done.returncode:
@@ -84,7 +84,7 @@ class Recorder:
 
 
 class _Worker:
-    """A process that answers a line of JSON for a line."""
+    """A process that answers each line of JSON with one line of JSON."""
 
     def __init__(self, python: str, environment: Mapping[str, str]) -> None:
         command = [python, "-P", "-m", "peakcast.collectors.tracing.walks"]
@@ -100,7 +100,7 @@ class _Worker:
 
     @contextmanager
     def limited(self, timeout_seconds: float) -> Iterator[None]:
-        """In here it is ended after so long."""
+        """A context after whose time limit the process is ended."""
         late = threading.Timer(timeout_seconds, self._late, [timeout_seconds])
         late.start()
         try:
@@ -132,7 +132,11 @@ class _Worker:
 
     def _last_words(self) -> str:
         if self._limit:
-            return f"recording it took longer than {self._limit:g} s; trace a smaller network (`peakcast explain --trace`)."
+            return (
+                f"recording it took longer than {self._limit:g} s. Code that loops over the sequence in Python takes long: "
+                "transformers' own of linear attention, where flash-linear-attention is not installed (pip install "
+                "flash-linear-attention); else ask for fewer layers or a shorter sequence_length."
+            )
         lines = self._process.communicate()[1].strip().splitlines() or ["the recording process ended without a word."]
         return str(lines[-1]).removeprefix("peakcast: ")
 

@@ -2,8 +2,8 @@
 FILE`. FOLDER has timelines as a collection keeps them (`--history`); FILE gets, as JSON, what the allocator reserved for
 each, with and without expandable segments.
 
-Beside what the simulated allocator reserves for the same calls (`peakcast.models.replayed`) this is the proof of the
-simulation, byte by byte, free of everything else that a training run does.
+Compared with what the simulated allocator reserves for the same calls (`peakcast.models.replayed`), this tests the
+simulation byte by byte, without anything else that a training run does.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ STEP = "steady"
 
 
 def calls(timeline: Timeline) -> Iterator[tuple[int, bool]]:
-    """(entry, whether it is allocated or else freed) in the order in which a step calls the allocator: at each instant what
-    dies is freed and then what is born allocated, both in the order of entries, as `peakcast.models.allocator` has it."""
+    """(entry, true if allocated, false if freed) in the order in which a step calls the allocator: at each instant first
+    the frees, then the allocations, both in the order of entries, as in `peakcast.models.allocator`."""
     last = len(timeline.phases)
     columns = zip(timeline.born.tolist(), timeline.dies.tolist(), timeline.num_bytes.tolist(), strict=True)
     lives = [(entry, born, dies) for entry, (born, dies, size) in enumerate(columns) if size and min(dies, last) > born]
@@ -33,7 +33,7 @@ def calls(timeline: Timeline) -> Iterator[tuple[int, bool]]:
 
 
 def replayed(timeline: Timeline, *, expandable_segments: bool) -> dict[str, Any]:
-    """Peaks that PyTorch's allocator reports for the calls of `timeline`, made on an empty cache."""
+    """Peaks that PyTorch's allocator reports for the calls of `timeline`, starting with an empty cache."""
     import torch
 
     torch.cuda.empty_cache()
@@ -64,7 +64,7 @@ def replayed(timeline: Timeline, *, expandable_segments: bool) -> dict[str, Any]
 
 
 def replay_folder(folder: Path) -> list[dict[str, Any]]:
-    """The replays of every file of timelines in `folder`, in the order of their names."""
+    """The replays of every file of timelines in `folder`, in alphabetical order."""
     found = []
     for path in sorted(folder.glob("*.json.gz")):
         timeline = read_timelines(path)[STEP]
@@ -74,7 +74,7 @@ def replay_folder(folder: Path) -> list[dict[str, Any]]:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0; the file is whole when it is there. Raises: CollectorError without a GPU."""
+    """Returns exit code 0; the file is complete once it exists. Raises: CollectorError without a GPU."""
     from peakcast.collectors import probes
     from peakcast.durable import replace_file
 

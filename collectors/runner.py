@@ -1,7 +1,9 @@
-"""Runs the cells of a grid: each in a process of its own, each finished row on disk before its place takes another.
+"""Runs the cells of a grid, each in a process of its own; each finished row is on disk before another cell starts in its
+place.
 
-A cell that hangs is killed with its whole process group; a cell that fails is a row that says why; what the shard already
-has is skipped, so a collection can be cut off anywhere and taken up again. Where cells run is an engine's business.
+A cell that hangs is killed with its whole process group. A cell that fails becomes a row that says why. Cells that the
+shard already has are skipped, so a collection can be stopped at any time and continued later. An engine decides where cells
+run.
 """
 
 from __future__ import annotations
@@ -32,42 +34,43 @@ from peakcast.workers import check_processes
 
 UNKNOWN_GPU = "unknown"
 MOST_TRACES_AT_ONCE = 4
-"""A warm parent holds about 0.6 GB and a trace of a 7B model another: memory, not cores, is short beyond this."""
+"""A warm parent takes about 0.6 GB and a trace of a 7B model as much again: with more than four, memory runs short before
+cores do."""
 
 RANKS = ("auto", "real", "one")
-"""What `ranks` may say beside numbers."""
+"""Words that `ranks` may have; it may also list numbers."""
 
 Progress = Callable[[str, int, int], None]
 
 
 @dataclass
 class Summary:
-    """What a collection did. Counts of cells."""
+    """Results of a collection, as numbers of cells."""
 
     total: int = 0
     skipped: int = 0
-    """Already in the shard."""
+    """Cells that the shard already had."""
     finished: int = 0
     out_of_memory: int = 0
     failed: int = 0
     left: int = 0
-    """Not started when the budget was used up."""
+    """Cells not started when the time budget was used up."""
     elsewhere: int = 0
-    """That another collector of the same shard was at, to the end."""
+    """Cells that another collector of the same shard was still running at the end."""
     unreadable: int = 0
     """Lines of the shard that cannot be read; their cells run again."""
     seconds: float = 0.0
     cell_seconds: float = 0.0
-    """Of the cells' processes together."""
+    """Seconds of all cells' processes together."""
     step_seconds: float = 0.0
-    """Of the training steps inside them (of a trace, all that it runs)."""
+    """Seconds of the training steps inside them (for a trace, of everything that it runs)."""
     errors: list[dict[str, Any]] = field(default_factory=list)
-    """Per quantity, how far predictions were off what was collected (`peakcast.collected.Collected.table`)."""
+    """For each quantity, how far predictions were from the collected peaks (`peakcast.collected.Collected.table`)."""
     reasons: list[str] = field(default_factory=list)
     """Why cells failed."""
 
     def count(self, row: Measurement, cell_seconds: float, reason: str) -> None:
-        """Take in a cell's row, how long its processes took, and why it failed where it did."""
+        """Add a cell's row, how long its processes took, and why it failed if it did."""
         readings = row.environment.get("readings", {})
         self.cell_seconds += cell_seconds
         self.step_seconds += float(readings.get("step_seconds", readings.get("wall_seconds", 0)))
@@ -97,17 +100,16 @@ def collect(
     work: str = WORK,
 ) -> Summary:
     """Measure (or `trace`) the jobs of `grid` that `shard` does not have; rows are appended to `shard` as they come. A job
-    that is there twice, or all `repeats` times over, is measured again as a repeat (`case: repeat 2`).
+    that is in `grid` twice, or every job if `repeats` is above 1, is measured again as a repeat (`case: repeat 2`).
 
     `budget_minutes` stops between cells; `timeout_seconds` is for one cell; `gpu` names the GPU type (default: what CUDA
-    reports; a trace must be told which one it stands for, default A100-80GB). `processes` cells run at a time (default:
-    one for measuring, as many as there are cores, though at most four, for traces) with the engine "local"; "ray" and
-    "slurm" use more than one machine, and `engine_options` are theirs. `history` also keeps each run's timelines, in the
-    folder `timelines_folder(shard)`, one file named after each row's key. `ranks`: a job of several ranks runs with all of
-    them where there are GPUs enough, else as one that stands for the others ("auto"); always ("real", which traces with
-    gloo on the CPU); or never ("one": one stands for the others, of a pipeline one of each kind of
-    stage); numbers ("0,3") are the ranks to stand for, one at a time. `progress(cell, done, total)` is called before each
-    cell, `on_row(row)` after a row is on disk.
+    reports; for a trace, the type that it represents, default A100-80GB). With the engine "local", `processes` cells run at
+    a time (default: one for measuring; for traces one per core, at most four); "ray" and "slurm" use more than one machine,
+    and `engine_options` are for them. `history` also stores each run's timelines, in the folder `timelines_folder(shard)`,
+    one file named after each row's key. `ranks`: a job of several ranks runs with all of them if there are enough GPUs,
+    else as one that represents the others ("auto"); always with all ("real", which traces with gloo on the CPU); or never
+    ("one": one rank, or in a pipeline one of each kind of stage); numbers ("0,3") are the ranks to represent, one at a
+    time. `progress(cell, done, total)` is called before each cell, `on_row(row)` after a row is on disk.
     Raises: CollectorError for bad options; a failing cell never raises.
     """
     _check_bounds(budget_minutes=budget_minutes, timeout_seconds=timeout_seconds, processes=processes, repeats=repeats)
@@ -230,7 +232,7 @@ def timelines_folder(shard: Path) -> Path:
 
 
 def _with_timelines(row: Measurement, answer: Answer, folder: Path) -> Measurement:
-    """`row`, whose timelines are on disk now; its readings say in which file, or why there is none."""
+    """`row` after its timelines are written to disk; its readings name the file, or say why there is none."""
     said = f"larger than {MAX_PACKED_BYTES:,} bytes"
     if "history" in answer:
         said = f"{row.key}.json.gz"
@@ -240,7 +242,7 @@ def _with_timelines(row: Measurement, answer: Answer, folder: Path) -> Measureme
 
 
 def traces_at_once() -> int:
-    """How many processes with torch in them this machine has cores and memory for."""
+    """How many processes with torch fit the cores and the memory of this machine."""
     return min(available_cores(), MOST_TRACES_AT_ONCE)
 
 
@@ -257,7 +259,7 @@ def _row(answer: Answer, job: TrainingJob, gpu: str | None, question: Question) 
 
 
 def ranks_to_run(job: TrainingJob, ranks: str, trace: bool) -> tuple[int, ...]:
-    """The ranks of a job that are cells of their own; (0,) where one cell runs them all. Raises: CollectorError."""
+    """The ranks of a job that are cells of their own; (0,) if one cell runs them all. Raises: CollectorError."""
     numbers, size = _numbers(ranks), job.parallelism.world_size
     if not numbers:
         alone = ranks == "one" or (trace and ranks != "real")
@@ -272,7 +274,7 @@ def ranks_to_run(job: TrainingJob, ranks: str, trace: bool) -> tuple[int, ...]:
 
 
 def _numbers(ranks: str) -> list[int]:
-    """The numbers that `ranks` lists; none for its words. Raises: CollectorError for anything else."""
+    """The numbers that `ranks` lists; none if it is a word. Raises: CollectorError for anything else."""
     if ranks in RANKS:
         return []
     try:

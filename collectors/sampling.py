@@ -1,5 +1,5 @@
-"""What only looking again and again can tell of a run: the largest memory of the GPU as the driver counts it and of the
-host, and who else was on the GPU. Neither peak can be reset, nor asked for afterwards."""
+"""Readings that only sampling gives: the largest memory of the GPU as the driver counts it, the largest memory of the host,
+and other processes on the GPU. Neither peak can be reset, or read afterwards."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from peakcast.collectors import probes
 from peakcast.collectors.nvml import Nvml
 
 LISTED_EVERY = 20
-"""Memory is looked at this many times for each list of the processes, which takes longer."""
+"""Samples of memory for each list of processes, which takes longer to read."""
 
 
 class Seen:
-    """What sampling saw. `peak`: the largest memory in use on the GPU in bytes; `pageable_peak`: the same of this process
-    on the host (`probes.pageable_bytes`); `processes`: all that ever were on the GPU."""
+    """What sampling saw. `peak`: the largest memory in use on the GPU, in bytes; `pageable_peak`: the largest host memory
+    of this process (`probes.pageable_bytes`); `processes`: all that were ever on the GPU."""
 
     def __init__(self) -> None:
         self.peak: int | None = None
@@ -25,7 +25,7 @@ class Seen:
         self.processes: set[int] = set()
 
     def add(self, nvml: Nvml, *, processes: bool = True) -> None:
-        """Look once more."""
+        """Take one more sample."""
         self.peak = _larger(self.peak, nvml.used_bytes())
         self.pageable_peak = _larger(self.pageable_peak, probes.pageable_bytes())
         if processes:
@@ -33,13 +33,13 @@ class Seen:
 
     @property
     def others(self) -> int:
-        """Processes beside ours: all but one, whose number may be the host's and not the one we know."""
+        """Number of processes besides ours: all but one, as our number on the host may differ from the one that we know."""
         return max(len(self.processes) - 1, 0)
 
 
 @contextlib.contextmanager
 def sampling(nvml: Nvml, interval_seconds: float = 0.005) -> Iterator[Seen]:
-    """Samples in a thread, and at both ends."""
+    """A context in which a thread takes samples; one is also taken at its beginning and end."""
     seen, stop = Seen(), threading.Event()
     seen.add(nvml)
 

@@ -1,4 +1,4 @@
-"""A shard that several collectors fill at once: which cells are done, and which another process is at."""
+"""A shard that several collectors fill at once: which cells are done, and which ones another process is running."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from peakcast.spec import TrainingJob
 fcntl: ModuleType | None
 try:
     import fcntl
-except ImportError:  # Windows has no locks of this kind; two collectors then run the same cells
+except ImportError:  # Windows has no such locks; two collectors then run the same cells
     fcntl = None
 
 
 def cell_identity(job: TrainingJob, rank: int | None = 0, case: str = "") -> str:
-    """A cell's identity before it ran: the versions that it will find are not part of the question, those of a stack that
-    it follows are. `case`: of a repeat."""
+    """The identity of a cell before it has run. It leaves out the versions that the run will find, but has those of stacks
+    that the job follows. `case` marks a repeat."""
     return f"{job.replace(versions=followed(job)).config_hash}.{rank}.{case}"
 
 
 class SharedShard:
-    """The cells of a shard that need not run again, and those that this process has taken, as locks on bytes of a file
-    beside it: whoever is killed has taken none any more. Rows of another GPU type than the one named are no answer."""
+    """The cells of a shard that need not run again, and those that this process is running. Running cells are locks on
+    bytes of a file beside the shard, so a process that is killed releases its cells. Rows of another GPU type than the
+    named one are ignored."""
 
     def __init__(self, shard: Path, *, trace: bool, gpu: str | None) -> None:
         self._shard, self._gpu = shard, gpu
@@ -42,17 +43,17 @@ class SharedShard:
         self._read_bytes = store.read_rows(shard, 0)[2]
 
     def look(self) -> None:
-        """Read what has been added to the shard since the last look."""
+        """Read the rows that were added to the shard since the last look."""
         rows, _, self._read_bytes = store.read_rows(self._shard, self._read_bytes)
         self.done.update(cell for row in rows if (cell := self._cell(row)))
 
     def _cell(self, row: Measurement) -> str:
-        """The cell that a row is the answer of, "" where it is none of this collection."""
+        """The cell to which a row is the answer; "" if it belongs to no cell of this collection."""
         if row.provenance != self._provenance or self._gpu not in (None, row.gpu):
             return ""
-        if row.outcome == "failed" and self._locks is None:  # before this collection: it is tried again, but not by each
+        if row.outcome == "failed" and self._locks is None:  # failed before: one collector tries it again
             return ""
-        # of real ranks the first one's row is written last; one of them that ran out of memory stands for all
+        # with real ranks, the first one's row is written last; the row of any rank that ran out of memory counts for all
         if row.outcome == "out_of_memory" and row.collectives in ("nccl", "gloo"):
             self._together.add(row.key)
         return cell_identity(row.job, 0 if row.key in self._together else row.rank, row.case)
@@ -66,7 +67,7 @@ class SharedShard:
                 self._locks = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def take(self, cell: str) -> bool:
-        """Whether `cell` is this process's to run now: no other is at it, or has done it since."""
+        """Whether this process may run `cell` now: no other runs it or has finished it. If so, it is locked."""
         if self._locks is not None and fcntl is not None:
             try:
                 fcntl.lockf(self._locks, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, self._place(cell))
@@ -80,12 +81,12 @@ class SharedShard:
         return cell not in self.done
 
     def leave(self, cell: str) -> None:
-        """Let others have `cell`, which is done or has failed."""
+        """Unlock `cell`, which is done or has failed."""
         if self._locks is not None and fcntl is not None:
             fcntl.lockf(self._locks, fcntl.LOCK_UN, 1, self._place(cell))
 
     def end(self) -> None:
-        """Let go of everything."""
+        """Release all locks."""
         if self._locks is not None:
             os.close(self._locks)
             self._locks = None

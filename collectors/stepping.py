@@ -1,4 +1,4 @@
-"""Training steps, phase by phase, and who follows them: a recorder on a GPU, a tracer without one."""
+"""Runs training steps phase by phase, and reports to a follower: a recorder on a GPU, a tracer without one."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from peakcast.timeline import Category, Phase
 
 
 class Follower(Protocol):
-    """Who is told what a run is about to do, and what it has made."""
+    """Is told what a run is about to do and which tensors it has made."""
 
     def step_begins(self) -> None:
         """A step begins."""
 
     def begin(self, phase: Phase) -> None:
-        """A phase begins, and ends the one before."""
+        """A phase begins; the one before ends."""
 
     def loss_made(self, loss: Any) -> None:
         """The forward has ended with this loss."""
@@ -24,14 +24,14 @@ class Follower(Protocol):
         """The last backward of the step has ended."""
 
     def states_made(self) -> None:
-        """The optimizer has stepped; the gradients are there still."""
+        """The optimizer has stepped; gradients still exist."""
 
     def step_ends(self) -> None:
         """The gradients are released."""
 
 
 def run_steps(training: Any, num_steps: int, follower: Follower) -> None:
-    """`num_steps` steps of `training`, by its own loop where it has one."""
+    """Run `num_steps` steps of `training`, by its own loop if it has one."""
     if hasattr(training, "drive"):
         training.drive(num_steps, follower)
         return
@@ -42,8 +42,8 @@ def run_steps(training: Any, num_steps: int, follower: Follower) -> None:
 
 
 def run_step(training: Any, follower: Follower) -> None:
-    """One step, by calls of the stack."""
-    if hasattr(training, "forward_backward"):  # the library has a schedule of its own
+    """Run one step, by calls of the stack."""
+    if hasattr(training, "forward_backward"):  # the library's own schedule runs both
         training.forward_backward(follower.begin)
     else:
         for _ in range(training.job.gradient_accumulation_steps):
@@ -63,7 +63,7 @@ def run_step(training: Any, follower: Follower) -> None:
 
 
 Name = Callable[[Any, Category], None]
-"""`Tracer.name`: takes (name, tensor) pairs and what they are."""
+"""`Tracer.name`: takes (name, tensor) pairs and the category of the tensors."""
 
 
 def name_gradients(training: Any, name: Name) -> None:

@@ -1,4 +1,4 @@
-"""The smallest Triton kernel, in a file of its own: Triton reads a kernel's source."""
+"""The smallest Triton kernel. It needs a file of its own because Triton reads a kernel's source."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Any
 
 try:
     import triton.language as tl  # type: ignore[import-not-found]
-except ImportError:  # nobody compiles it then
+except ImportError:  # it is then never compiled
     tl = None
 
 

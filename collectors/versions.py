@@ -1,4 +1,4 @@
-"""Which package versions a row's job names: those that ran and decide whose conventions hold."""
+"""The package versions in a row's job: those that ran and decide which conventions apply."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ DECIDING = {
     "": ("torch", "transformers", "accelerate", "peft"),
     "megatron": ("torch", "megatron_core", "transformer_engine"),
 }
-"""framework ("" for the others) -> packages whose versions decide whose conventions hold."""
+"""framework ("" for the others) -> packages whose versions decide which conventions apply."""
 
 
 def with_versions(job: TrainingJob) -> TrainingJob:
-    """`job` with the versions that really ran, which decide whose conventions hold; a stack that it only follows
-    (`torchtitan: main`) stays."""
+    """`job` with the versions that really ran and decide which conventions apply. A stack that is only followed
+    (`torchtitan: main`) is kept."""
     found = probes.versions()
     deciding = DECIDING.get(job.framework, DECIDING[""])
     found = {name: found[name] for name in deciding if name in found}
@@ -23,6 +23,6 @@ def with_versions(job: TrainingJob) -> TrainingJob:
 
 
 def followed(job: TrainingJob) -> FrozenMapping:
-    """The stacks and versions that a job names and that do not depend on what is installed."""
+    """The stacks and versions in a job that do not depend on what is installed."""
     deciding = DECIDING.get(job.framework, DECIDING[""])
     return FrozenMapping({name: version for name, version in job.versions.items() if name not in deciding})

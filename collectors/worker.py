@@ -1,9 +1,9 @@
-"""What a cell does, in a process of its own: makes a `Measurement` of a question.
+"""The work of a cell, in a process of its own: it makes a `Measurement` of a question.
 
 The question: `{"job": {...}, "gpu": "H100-80GB" | null, "trace": false, "steps": 3, "history": false, "ranks": "auto"}`.
-With a GPU it measures; with `trace` it traces on fake tensors; with `history` it also hands back the run's timelines,
-packed; `ranks` says whether a job of many ranks runs with all of them. Out of memory is an outcome. Only the standard
-library, torch, pynvml and the stack under test are imported beside peakcast's own light modules.
+With a GPU the job is measured; with `trace` it is traced on fake tensors; with `history` the run's timelines are returned
+too, packed; `ranks` says whether a job of many ranks runs with all of them. Out of memory is a valid outcome. Besides
+peakcast's own light modules, only the standard library, torch, pynvml and the stack under test are imported.
 """
 
 from __future__ import annotations
@@ -38,13 +38,14 @@ LIBRARIES = (
     "peft",
     "pynvml",
 )
-"""What cells import, for a parent to have ready. One that is missing is left to the cell, which says what to install."""
+"""Modules that cells import, so that a parent can import them first. A missing one is left to the cell, which says what to
+install."""
 MIN_STEPS = 3
-"""The first step has no optimizer states; two steady ones show that it has settled."""
+"""The first step begins without optimizer states; two steady steps show that memory has settled."""
 
 
 def run(question: Mapping[str, Any]) -> list[tuple[Measurement, bytes | None]]:
-    """The row of one question (one for each real rank), and its timelines as a file's bytes where they are asked for."""
+    """The row of one question (one for each real rank), with its timelines as a file's bytes if they are asked for."""
     from peakcast.dialects.job_file import job_from_mapping
 
     job = job_from_mapping(question["job"])
@@ -58,13 +59,13 @@ def run(question: Mapping[str, Any]) -> list[tuple[Measurement, bytes | None]]:
 
 
 def has_ranks(question: Mapping[str, Any], ranks: int) -> bool:
-    """Whether all ranks of a job are to run. Raises: CollectorError where they must and there are too few GPUs."""
+    """Whether all ranks of a job are to run. Raises: CollectorError if they must and there are too few GPUs."""
     asked = question.get("ranks", "auto")
     if question.get("trace"):
         return bool(asked == "real")
     import torch
 
-    num_gpus = torch.cuda.device_count()  # asks NVML, so that CUDA stays untouched for the ranks
+    num_gpus = torch.cuda.device_count()  # asks NVML; ranks need a process that has not touched CUDA
     if asked == "real" and num_gpus < ranks:
         raise CollectorError(
             f"ranks='real' needs a GPU for each of {ranks} ranks and {num_gpus} are here; use 'auto', where one stands for "
@@ -76,7 +77,7 @@ def has_ranks(question: Mapping[str, Any], ranks: int) -> bool:
 
 
 def traced(job: TrainingJob, gpu: str, rank: int = 0, *, history: bool = False) -> tuple[Measurement, bytes | None]:
-    """The row of a trace of `rank`: what the framework allocates, no kernels, no context."""
+    """The row of a trace of `rank`: what the framework allocates, without kernels and context."""
     from peakcast.collectors.tracing.trace import trace_here, trace_on_cpu
 
     started = time.monotonic()
@@ -105,15 +106,15 @@ def traced(job: TrainingJob, gpu: str, rank: int = 0, *, history: bool = False) 
 
 
 def timelines_packed(timelines: Mapping[str, Timeline]) -> bytes | None:
-    """A trace's timelines as a file's bytes: nothing in a trace is hidden."""
+    """A trace's timelines as a file's bytes; a trace has no hidden allocations."""
     return pack({**{step: timeline_to_mapping(timeline) for step, timeline in timelines.items()}, "hidden": []})
 
 
 def measured(
     job: TrainingJob, gpu: str | None, steps: int, rank: int = 0, *, history: bool = False
 ) -> tuple[Measurement, bytes | None]:
-    """The row of a real run on this machine's first GPU, as `rank` of the job's where it stands for all of them.
-    Raises: CollectorError without a GPU."""
+    """The row of a real run on this machine's first GPU, as `rank` of the job if it stands for all ranks. Raises:
+    CollectorError without a GPU."""
     import torch
 
     probes.require_gpu()
@@ -121,7 +122,7 @@ def measured(
     if settings := probes.allocator_settings(job.allocator, os.environ.get(variable, "")):
         torch.cuda.memory._set_allocator_settings(settings)  # the variable was read when the parent imported torch
         os.environ[variable] = settings
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order; CUDA's own puts the fastest GPU first
+    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")  # NVML's order; CUDA's own has the fastest GPU first
     torch.cuda.set_device(gang.local_rank())
     nvml = Nvml(gang.local_rank())
     idle, busy = nvml.settled_bytes(), nvml.is_in_use()
@@ -140,7 +141,7 @@ def measured(
     with sampling(nvml) as seen:
         try:
             record.run(steps)
-        except RuntimeError as error:  # PyTorch's out-of-memory error is one, and so are those of cuBLAS and CUDA
+        except RuntimeError as error:  # a base of PyTorch's out-of-memory error, and of those of cuBLAS and CUDA
             if not probes.is_out_of_memory(error):
                 raise
             record.out_of_memory(error)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _CHECKOUT = Path(__file__).resolve().parents[1]
-if (_CHECKOUT / "pyproject.toml").is_file():  # nothing need be installed: peakcast.collectors is the folder beside this one
+if (_CHECKOUT / "pyproject.toml").is_file():  # a checkout: peakcast.collectors is beside peakcast/
     __path__.append(str(_CHECKOUT))
 
 _HOMES = {

@@ -1,4 +1,4 @@
-"""Adapter methods by name, and what each has to be told beside its rank: peft's names and defaults."""
+"""Adapter methods by name and the settings that each needs besides its rank, with peft's names and defaults."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ RANKED: Mapping[str, int] = {
     "hira": 32, "hra": 8, "lily": 32, "loha": 8, "lokr": 8, "miss": 64, "oft": 0, "randlora": 32, "shira": 32,
     "unilora": 4, "vblora": 4, "vera": 256,
 }  # fmt: skip
-"""Methods with a rank, and peft's default of it (`init_r` of AdaLoRA). Source: peft 0.21 tuners/*/config.py."""
+"""Methods with a rank -> peft's default for it (`init_r` for AdaLoRA). Source: peft 0.21 tuners/*/config.py."""
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "adaption_prompt": {"adapter_len": None, "adapter_layers": None},
@@ -74,13 +74,15 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "vblora": {"num_vectors": 256, "vector_length": 256, "topk": 2},
     "waveft": {"n_frequency": 2592},
 }
-"""What further decides a method's tensors: peft's name and default; None where it has to be said (but for the layers of
-AdaptionPrompt, which are all, and a perceptron's width, which is the model's). Source: peft 0.21 tuners/*/config.py."""
+"""Method -> its other settings that decide its tensors, by peft's name, with peft's default; None if there is no default.
+Two of these need not be given: the layers of AdaptionPrompt are then all, and a perceptron's width is the model's. Source:
+peft 0.21 tuners/*/config.py."""
 OPTIONAL = ("adapter_layers", "encoder_hidden_size")
 
 
 def settings_of(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings of `method`, with peft's defaults. Raises: SpecError for one it has not, or that is missing."""
+    """All settings of `method`: those given, and peft's defaults. Raises: SpecError for one that the method does not have,
+    or that is missing."""
     known = SETTINGS.get(method, {})
     for name, value in given.items():
         if name not in known:

@@ -1,4 +1,4 @@
-"""`Advice`: a change that needs less memory, as answers and explanations carry it."""
+"""`Advice`: a change of a job that would lower its peak, as answers and explanations have it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ class Advice:
     name: str
     sentence: str
     price: str
-    """What it costs, in words."""
+    """What the change costs, in words."""
     changes: Mapping[str, Any]
     """Field of the job -> its new value."""
     same_training: bool
-    """Whether the same is learned, up to rounding."""
+    """Whether the change trains the same, up to rounding."""
     saved_bytes: int
     peak_bytes: int
-    """The quantity's peak after the change."""
+    """The peak of the quantity after the change."""
     quantity: str = "peak_allocated_bytes"
 
 
 def plain(value: Any) -> Any:
-    """`value` as JSON has it: dataclasses as mappings, tuples as lists."""
+    """`value` as JSON values: dataclasses become mappings, tuples become lists."""
     if isinstance(value, tuple):
         return [plain(item) for item in value]
     if isinstance(value, Mapping):

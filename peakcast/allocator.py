@@ -1,8 +1,8 @@
-"""Settings of PyTorch's caching allocator that decide where tensors go: what `PYTORCH_CUDA_ALLOC_CONF` (or
-`PYTORCH_ALLOC_CONF`) says, under the same names.
+"""Settings of PyTorch's caching allocator that decide where tensors are placed: those of `PYTORCH_CUDA_ALLOC_CONF` (or
+`PYTORCH_ALLOC_CONF`), under the same names.
 
-Rules are those of torch 2.13 `c10/core/AllocatorConfig.h` and `.cpp`, `c10/cuda/CUDAAllocatorConfig.h`. Settings that move
-no tensor (locks, pinned host memory, IPC handles, error messages) are known and passed over.
+Rules are those of torch 2.13 `c10/core/AllocatorConfig.h` and `.cpp`, `c10/cuda/CUDAAllocatorConfig.h`. Settings that do
+not change the placement (locks, pinned host memory, IPC handles, error messages) are accepted and ignored.
 """
 
 from __future__ import annotations
@@ -17,14 +17,15 @@ from peakcast.errors import SpecError, near_misses
 from peakcast.fields import require_positive
 
 NUM_INTERVALS = 16
-"""kRoundUpPowerOfTwoIntervals: sizes below 2 MiB, then one interval a power of two, the last from 32 GiB on."""
+"""kRoundUpPowerOfTwoIntervals: one interval for sizes below 2 MiB, then one for each power of two; the last is from 32 GiB
+on."""
 MOVES_NOTHING = (
     "release_lock_on_cudamalloc",
     "release_lock_on_hipmalloc",
     "graph_capture_record_stream_reuse",
     "throw_on_cudamalloc_oom",
 )
-"""Settings without effect on placement; so are all that begin with `pinned_`, which concern host memory."""
+"""Settings without effect on the placement; all that begin with `pinned_` have none either, as they concern host memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,20 +34,22 @@ class Allocator:
 
     expandable_segments: bool = False
     max_split_size_mb: int | None = None
-    """Blocks of at least this are never split and serve only requests of at least this."""
+    """Blocks of at least this size are never split, and are used only for requests of at least this size."""
     max_non_split_rounding_mb: int | None = None
-    """Such a block serves a request only if it is less than this larger; null for `large_segment_size_mb`."""
+    """A block of that kind is used for a request only if it is larger by less than this; null for
+    `large_segment_size_mb`."""
     roundup_power2_divisions: str | None = None
     """Requests are rounded up to one of this many steps between powers of two: "4", or a list of MiB and divisions as
     PyTorch writes it, "[256:1,512:2,1024:4,>:8]"."""
     garbage_collection_threshold: float | None = None
-    """Part of the allowed memory above which old unsplit cached blocks are freed before a new segment is made. Acts only
-    with `per_process_memory_fraction`."""
+    """Fraction of the allowed memory above which old unsplit cached blocks are freed before a new segment is requested. It
+    only has an effect with `per_process_memory_fraction`."""
     per_process_memory_fraction: float | None = None
-    """Part of the GPU's memory that the allocator may reserve; null for all (torch 2.11, or
+    """Fraction of the GPU's memory that the allocator may reserve; null for all (torch 2.11, or
     `torch.cuda.set_per_process_memory_fraction`)."""
     large_segment_size_mb: int | None = None
-    """What requests of 1 to 10 MiB ask of the driver, and the page of large expandable segments: 20 (torch 2.11)."""
+    """Size of the segment that is requested from the driver for requests of 1 to 10 MiB, and size of pages of large
+    expandable segments: 20 by default (torch 2.11)."""
 
     def __post_init__(self) -> None:
         require_positive(
@@ -68,7 +71,7 @@ class Allocator:
 
     @cached_property
     def divisions(self) -> tuple[int, ...]:
-        """Divisions of each of the 16 intervals; 0: requests are rounded to 512 bytes."""
+        """Divisions of each of the 16 intervals; 0 means that requests are rounded to 512 bytes."""
         return parse_divisions(self.roundup_power2_divisions) if self.roundup_power2_divisions else (0,) * NUM_INTERVALS
 
 
@@ -80,7 +83,8 @@ def _refused(name: str, value: object, rule: str) -> SpecError:
 def parse_divisions(text: str) -> tuple[int, ...]:
     """The divisions of each interval that `roundup_power2_divisions:text` sets (`parseRoundUpPower2Divisions`).
 
-    Intervals below the first one listed share its value; those that a list skips stay 0; ">" is all after the last.
+    Intervals below the first one listed get its value; intervals that a list skips stay 0; ">" stands for all after the
+    last.
     Raises: SpecError.
     """
     name = "roundup_power2_divisions"
@@ -122,7 +126,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 
 def moves_nothing(item: str) -> bool:
-    """Whether a setting ("pinned_num_register_threads:8") has no effect on where tensors go."""
+    """Whether a setting ("pinned_num_register_threads:8") has no effect on where tensors are placed."""
     name = item.partition(":")[0]
     return name in MOVES_NOTHING or name.startswith("pinned_")
 

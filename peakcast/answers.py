@@ -1,4 +1,4 @@
-"""One question answered: the prediction for its job, and what reading the question took for granted."""
+"""The answer to one question: the prediction for its job, with the assumptions made in reading the question."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def answer(asked: Question, calibration: Calibration | str | Path | None = None) -> Prediction:
-    """The prediction for a question that was read already."""
+    """The prediction for a question that has been read."""
     from peakcast.models.calibration import load_calibration
     from peakcast.models.predict import predict as predict_job
 
@@ -45,8 +45,8 @@ def full_answer(
     all_ranks: bool = False,
     baseline: str = "auto",
 ) -> Answer:
-    """`answer` with what one asks next: which GPU types would fit and what to try first, both computed when they are read,
-    what is not modelled, every rank. `baseline`: where timelines come from, as in `api.predict`."""
+    """`answer` with further answers: which GPU types would fit and what to try first (both computed when they are read),
+    what is not modelled, and every rank. `baseline`: the source of timelines, as in `api.predict`."""
     with timelines_from(baseline):
         ensure_recipe(asked.job)
         return _full_answer(asked, calibration, all_ranks=all_ranks, advises=baseline != "trace")
@@ -58,7 +58,7 @@ def answer_from_trace(
     calibration: Calibration | str | Path | None = None,
     run: SeenRun | None = None,
 ) -> Answer:
-    """`full_answer` with `baseline` "trace", of timelines that `trace` has, and of the whole `run` where that was seen."""
+    """`full_answer` with `baseline` "trace", from timelines in `trace`, and from the whole `run` if that was seen."""
     with baseline_from("trace", trace, run):
         return _full_answer(asked, calibration, all_ranks=False, advises=False)
 
@@ -70,7 +70,7 @@ def _full_answer(
     from peakcast.prediction import Answer
 
     prediction = answer(asked, calibration)
-    here = copy_context()  # what is read later comes from the timelines that are chosen now
+    here = copy_context()  # answers that are computed later use the timelines chosen now
     return Answer(
         **vars(prediction),
         job=asked.job,

@@ -1,6 +1,6 @@
-"""The functions behind every door: the command line calls these by the same names, with the same arguments.
+"""The functions of peakcast. The command line calls them by the same names, with the same arguments.
 
-Heavy libraries are imported inside the functions that need them, so that asking for a prediction stays quick.
+Heavy libraries are imported inside the functions that need them, so that a prediction starts quickly.
 """
 
 from __future__ import annotations
@@ -81,16 +81,16 @@ def predict(
 ) -> Answer:
     """The four peaks of one rank of `job` on `gpu`, in bytes, with error bars, and whether it fits.
 
-    `job`: a `TrainingJob`, its mapping, the path of a job file, or the catalog name of an architecture (every default then
-    holds); a mapping `{"megatron": ...}` or `{"huggingface": ...}` is translated first, and so is a configuration of
-    another project (its file, text or mapping; `read` takes more beside it).
-    `rank`: a number, "last", or "worst" (None means the same). `calibration`: one, or the path of one; None takes the
-    shipped one of the GPU type, else its nearest relative's. The answer also says which GPU types would fit, what to try
-    first and what is not modelled; `all_ranks` adds the peaks of every distinct rank. `host_memory_gib` is the host memory
-    of a node, in GiB, which its `gpus_per_node` (8) ranks share and the verdict then weighs. `baseline`: "ledger" (the
-    hand-written blocks), "recipe" (recorded from the library installed here), "trace" (of the whole step, seconds for each
-    rank), or "auto": the ledger, and a recipe for a network of a family that it does not know. `recipe`: the path of one
-    that `dryrun` kept or `record` wrote, of whose network `job` then is (None: as it ran).
+    `job`: a `TrainingJob`, its mapping, the path of a job file, or the catalog name of an architecture (then with every
+    default); a mapping `{"megatron": ...}` or `{"huggingface": ...}`, or a configuration of another project (its file, text
+    or mapping), is translated first. `read` takes further files with it. `rank`: a number, "last", or "worst" (None means
+    the same). `calibration`: a calibration or its path; None means the shipped one of the GPU type, or of the most similar
+    type. The answer also says which GPU types would fit, what to try first and what is not modelled; `all_ranks` adds the
+    peaks of every distinct rank. `host_memory_gib`: host memory of a node in GiB, which its `gpus_per_node` (8) ranks
+    share; if given, the verdict includes it. `baseline`: "ledger" (the hand-written blocks), "recipe" (recorded from the
+    library installed here), "trace" (of the whole step, seconds for each rank), or "auto": the ledger, or a recipe for a
+    network of a family that it does not know. `recipe`: the path of a recipe that `dryrun` saved or `record` wrote; `job`
+    is then a job with its network (None: the job that was run).
     Raises: SpecError, CatalogError or CalibrationError naming the parameter, the value, the rule and the way out.
     """
     nodes = {"host_memory_gib": host_memory_gib, "gpus_per_node": gpus_per_node}
@@ -119,13 +119,14 @@ def read(
     container: str | None = None,
     here: bool = False,
 ) -> Translation:
-    """The job that a configuration of another project describes, with what reading it took for granted; `predict` takes it.
+    """The job that a configuration of another project describes, with the assumptions made in reading it; `predict` accepts
+    it.
 
-    `job`: all that `predict` takes, the path of a configuration or launch script, its text, or its mapping; what it is, its
-    keys tell (or `dialect`, a name of `dialects.recognise.DIALECTS`). `companions`: other files that belong to it;
-    `num_gpus`: of the whole run; `model`: the network instead of the one named. `versions`: of packages, as a mapping or as
-    a text such as "torch=2.9,transformers=4.45.2"; `container`: the tag of NVIDIA's PyTorch image ("26.04"), whose versions
-    hold; `here`: those that are installed here.
+    `job`: anything that `predict` accepts, or the path of a configuration or launch script, its text, or its mapping. Its
+    keys tell which project it belongs to (or `dialect`, a name of `dialects.recognise.DIALECTS`). `companions`: other files
+    of the same run; `num_gpus`: of the whole run; `model`: a network to use instead of the named one. `versions`: of
+    packages, as a mapping or as a text such as "torch=2.9,transformers=4.45.2"; `container`: the tag of NVIDIA's PyTorch
+    image ("26.04") with the versions; `here`: use the versions that are installed here.
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
     asked = asked_versions(versions, container, here)
@@ -147,8 +148,8 @@ def megatron(
     container: str | None = None,
     here: bool = False,
 ) -> Answer:
-    """`predict` for a Megatron-LM command line: `arguments` are what stands after `pretrain_gpt.py`, `env` its environment;
-    `versions`, `container` and `here` as in `read`.
+    """`predict` for a Megatron-LM command line: `arguments` are the words after `pretrain_gpt.py`, `env` is its
+    environment; `versions`, `container` and `here` as in `read`.
 
     Raises: SpecError, CatalogError or CalibrationError naming the flag, its value, the rule and the way out.
     """
@@ -168,12 +169,12 @@ def explain(
     picture: Path | None = None,
     snapshot: Path | None = None,
 ) -> Explanation:
-    """Why one rank of `job` needs what it needs: the peak's reason, the per-layer table, communication, advice by bytes.
+    """Why one rank of `job` needs its memory: the reason for the peak, the per-layer table, communication, and advice.
 
-    `job`, `rank` and `gpu` as in `predict`; without `gpu`, what kernels and libraries allocate is left out. `against`:
-    another job to compare with. `trace`: run the real library on fake tensors instead of asking the ledger; `module`: trace
-    "FILE.py:FUNCTION" instead of a job, whose function returns (model, step). `recipe` as in `predict`. `picture` (.png,
-    .svg) and `snapshot` (a pickle for PyTorch's memory viewer) are files to write.
+    `job`, `rank` and `gpu` as in `predict`; without `gpu`, memory that kernels and libraries allocate is left out.
+    `against`: another job to compare with. `trace`: run the real library on fake tensors instead of using the ledger;
+    `module`: instead of a job, trace "FILE.py:FUNCTION", whose function returns (model, step). `recipe` as in `predict`.
+    `picture` (.png, .svg) and `snapshot` (a pickle for PyTorch's memory viewer) are files to write.
     Raises: SpecError, CatalogError, CollectorError or RecordError.
     """
     from peakcast.explaining.door import explanation, write
@@ -192,11 +193,13 @@ def replay(
     module: str | None = None,
     output: Path | None = None,
 ) -> Replayed:
-    """The allocator history in `file`, replayed through the simulated allocator: does it do what was recorded?
+    """Replay the allocator history in `file` through the simulated allocator, and compare the result with what was
+    recorded.
 
-    `file`: what `torch.cuda.memory._dump_snapshot` wrote, or a history of `datasets/published/histories`. `against`: a job,
-    as in `predict`, whose timeline is laid beside the recorded one (`trace`, or `module` "FILE.py:FUNCTION": a trace
-    instead of the ledger, as in `explain`); `gpu` and `rank` are of that prediction. `output` (.png, .svg) draws the two.
+    `file`: written by `torch.cuda.memory._dump_snapshot`, or a history of `datasets/published/histories`. `against`: a job,
+    as in `predict`, whose timeline is compared with the recorded one (with `trace`, or `module` "FILE.py:FUNCTION", a trace
+    instead of the ledger, as in `explain`); `gpu` and `rank` are for that prediction. `output` (.png, .svg): a file for a
+    picture of the two.
     Raises: RecordError for a file that cannot be read, and what `explain` raises.
     """
     from peakcast.replaying import replayed
@@ -207,9 +210,10 @@ def replay(
 def record(job: object, *, python: str = sys.executable, output: str | Path | None = None) -> Recorded:
     """Record the recipe of the network of `job`, in its regime: what the library allocates, block by block, without a GPU.
 
-    `job` as in `predict`; its batch and length are covered, and all for which the library does the same. `python`: the
-    interpreter of another environment, which needs the library and torch only. `output`: a .json.gz file to write beside
-    the user's cache. Raises: SpecError, or CollectorError when the library cannot run the job on fake tensors.
+    `job` as in `predict`. The recipe is valid for its batch and length, and for all others with which the library does the
+    same. `python`: the interpreter of another environment, which only needs the library and torch. `output`: a .json.gz
+    file to write in addition to the user's cache.
+    Raises: SpecError, or CollectorError when the library cannot run the job on fake tensors.
     """
     from peakcast.recording import recorded
 
@@ -223,10 +227,10 @@ def record_all(
     python: str = sys.executable,
     progress: Progress | None = None,
 ) -> Shipment:
-    """Record every family of transformers that the ledger does not know, or `families`, in the regimes that people use,
-    into `folder`; what is there already stays, so that it goes on where it was interrupted. A family takes minutes.
+    """Record every family of transformers that the ledger does not know, or `families`, in the common regimes, into
+    `folder`. Existing files are kept, so an interrupted recording can be continued. A family takes minutes.
 
-    Raises: SpecError, or CollectorError when the library cannot be asked.
+    Raises: SpecError, or CollectorError when the library cannot be used.
     """
     from peakcast.cores import available_cores
     from peakcast.shipping import record_all as ship
@@ -287,7 +291,7 @@ def search(
 
 
 def _record(progress: Progress | None, jobs: Iterable[TrainingJob]) -> None:
-    """Record the recipes that `jobs` want."""
+    """Record the recipes that `jobs` need."""
     from peakcast.recording import ensure_recipes
 
     ensure_recipes(jobs, 1, (lambda message, *_: progress(message)) if progress else None)
@@ -301,11 +305,11 @@ def watch(
     snapshot: str | Path,
     append_to: str | Path | None = None,
 ) -> Proposed:
-    """A run that was recorded, beside its prediction, and the row for one's own tables that it makes.
+    """Compare a recorded run with its prediction, and propose its row for tables of one's own.
 
-    `snapshot`: what `torch.cuda.memory._dump_snapshot` wrote in it, or `peakcast.watch(..., snapshot=...)`, which does the
-    same around a run that is under way. `job`, `gpu` (None: the one at hand) and `rank` as in `predict`. `append_to`: a
-    JSON-lines file that the row is added to.
+    `snapshot`: written in the run by `torch.cuda.memory._dump_snapshot`, or by `peakcast.watch(..., snapshot=...)`, which
+    does the same around a run in progress. `job`, `gpu` (None: this machine's) and `rank` as in `predict`. `append_to`: a
+    JSON-lines file to which the row is added.
     Raises: RecordError for a file that cannot be read, and what `predict` raises.
     """
     from peakcast.proposing import proposed
@@ -314,10 +318,10 @@ def watch(
 
 
 def web(host: str = "127.0.0.1", port: int = 7860, *, progress: Progress | None = None) -> None:
-    """Serve the web page until interrupted, with the accuracy reports beside it where this is a checkout that has them;
-    `progress` is told the address.
+    """Serve the web page until interrupted, with the accuracy reports if this is a checkout that has them; `progress` is
+    called with the address.
 
-    Raises: MissingPackageError, or SpecError when the port cannot be had.
+    Raises: MissingPackageError, or SpecError when the port cannot be used.
     """
     need("the web page", "gradio", "matplotlib", "jinja2")
     from peakcast.web.server import reports_folder, serve

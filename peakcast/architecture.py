@@ -12,8 +12,8 @@ Normalization = Literal["rmsnorm", "layernorm", "layernorm_no_bias", "nonparamet
 MOST_LAYERS = 2**11
 MOST_EXPERTS = 2**12
 MOST_ELEMENTS = 2**24
-"""Sizes above these are taken for a mistake: no published network comes within a factor of eight (of experts, two), and an
-answer takes a bounded time."""
+"""Sizes above this are refused as mistakes, so that an answer takes a bounded time. The largest size of a published network
+is an eighth of it (for numbers of experts, a half)."""
 PositionEmbedding = Literal["rope", "learned", "alibi", "relative", "none"]
 
 
@@ -25,15 +25,15 @@ class MixtureOfExperts:
     num_experts_per_tok: int
     moe_intermediate_size: int
     shared_expert_intermediate_size: int = 0
-    """Total width of the always-on experts (all shared experts together), 0 for none."""
+    """Total width of all shared experts, which every token uses; 0 for none."""
     shared_expert_gate: bool = False
     """Qwen2-MoE's sigmoid gate on the shared expert: one [1, hidden_size] weight."""
     first_k_dense_replace: int = 0
     """Layers at the start that keep a dense feed-forward of `intermediate_size`."""
     moe_layer_freq: int = 1
-    """After those, every `moe_layer_freq`-th layer is routed; the others are dense."""
+    """After those, every `moe_layer_freq`-th layer has a routed feed-forward; the others have a dense one."""
     dense_layers: tuple[int, ...] = unsaid(())
-    """Further dense layers, by number from 0, where these come in no such order."""
+    """Numbers (from 0) of further dense layers, if they do not follow that order."""
     router_correction_bias: bool = False
     """DeepSeek-V3's per-expert correction bias (a buffer of num_experts fp32 values, not trained by gradient)."""
     expert_bias: bool = False
@@ -78,19 +78,20 @@ class StateSpace:
 
     version: Literal[1, 2]
     inner_size: int
-    """Width of the stream that is scanned."""
+    """Width of the stream that the scan reads."""
     state_size: int
     conv_kernel: int
     num_heads: int = 0
-    """Mamba-2's heads, each with one decay."""
+    """Heads of Mamba-2, each with one decay."""
     num_groups: int = 0
-    """Mamba-2's groups of heads that share the input-dependent B and C."""
+    """Groups of heads of Mamba-2 that share the input-dependent B and C."""
     time_step_rank: int = 0
-    """Mamba's rank of the time step's projection."""
+    """Rank of the time step's projection in Mamba."""
     projection_bias: bool = False
     conv_bias: bool = True
     norm: Literal["none", "gated", "time_step_and_states"] = "none"
-    """`gated`: of the output before its projection (Mamba-2); `time_step_and_states`: of dt, B and C (Jamba)."""
+    """`gated`: a norm of the output before its projection (Mamba-2); `time_step_and_states`: norms of dt, B and C
+    (Jamba)."""
 
     def __post_init__(self) -> None:
         sizes = ("inner_size", "state_size", "conv_kernel")
@@ -100,25 +101,25 @@ class StateSpace:
 
     @property
     def conv_size(self) -> int:
-        """Channels of the convolution: Mamba-2's also takes B and C."""
+        """Channels of the convolution; in Mamba-2 they include B and C."""
         return self.inner_size + 2 * self.num_groups * self.state_size
 
     @property
     def input_size(self) -> int:
-        """Width of the input's projection: the stream, its gate, and Mamba-2's B, C and time steps."""
+        """Width of the input's projection: the stream and its gate; in Mamba-2 also B, C and time steps."""
         return 2 * self.inner_size if self.version == 1 else self.inner_size + self.conv_size + self.num_heads
 
 
 @dataclass(frozen=True, kw_only=True)
 class Architecture(HashedOnce):
-    """A transformer: a decoder, or by `kind` an encoder, an encoder with a decoder, or another shape, of which less is
+    """A transformer: by `kind` a decoder, an encoder, an encoder with a decoder, or another network, of which less is
     known."""
 
     __hash__ = HashedOnce.__hash__
 
     name: str
     model_type: str
-    """Hugging Face's `model_type`: the family. Accuracy is judged on families the fit has not seen."""
+    """Hugging Face's `model_type`, which names the family. Accuracy is judged on families that the fit has not seen."""
     hidden_size: int
     num_hidden_layers: int
     num_attention_heads: int
@@ -140,7 +141,7 @@ class Architecture(HashedOnce):
     norm_placement: Literal["pre", "post", "pre_and_post"] = "pre"
     """`pre` (Llama), `post` (OLMo-2: norm on each sub-layer's output), `pre_and_post` (Gemma 2/3: both)."""
     parallel_block: bool = False
-    """Attention and feed-forward read the same input and are added together (GPT-NeoX, Falcon, Phi, Cohere)."""
+    """Attention and feed-forward read the same input, and their outputs are added (GPT-NeoX, Falcon, Phi, Cohere)."""
     norms_per_parallel_block: int = 1
     """1: one shared input norm (Falcon-7B, Phi, Cohere); 2: one each (GPT-NeoX, Falcon-40B)."""
     hidden_act: str = "silu"
@@ -165,10 +166,9 @@ class Architecture(HashedOnce):
     embedding_dropout: float = 0.0
     sliding_window: int | None = None
     full_attention_layers: tuple[int, ...] | None = unsaid(None)  # a dataclass field
-    """With a sliding window: the layers (from 0) that attend to everything all the same; None: those of its family's
-    pattern."""
+    """With a sliding window: numbers of the layers (from 0) whose attention has none; None: as in the family's pattern."""
     rotary_fraction: float | None = unsaid(None)  # a dataclass field
-    """Share of head_dim that is rotated; None: its family's."""
+    """Fraction of head_dim that is rotated; None: the family's."""
     final_logit_softcapping: float | None = None
     attention_sinks: bool = False
     """One learned logit per head (gpt-oss)."""
@@ -176,21 +176,21 @@ class Architecture(HashedOnce):
     mla: MultiLatentAttention | None = None
     ssm: StateSpace | None = unsaid(None)  # noqa: RUF009  # a dataclass field
     layer_types: tuple[str, ...] = unsaid(())
-    """Of a hybrid: each layer's parts (`mamba`, `attention`, `mlp`, `moe`), `+` between those that follow each other, each
-    with a norm of its own, and `|` between those that read the same input and are added."""
+    """For a hybrid: the parts of each layer (`mamba`, `attention`, `mlp`, `moe`). `+` joins parts that follow each other,
+    each with its own norm; `|` joins parts that read the same input and whose outputs are added."""
     num_decoder_layers: int = unsaid(0)
-    """Layers of the decoder beside the `num_hidden_layers` of the encoder (T5)."""
+    """Layers of the decoder, in addition to the `num_hidden_layers` of the encoder (T5)."""
     relative_attention_num_buckets: int = unsaid(0)
-    """Rows of the table of relative positions that the first layer of encoder and decoder each have (T5)."""
+    """Rows of the table of relative positions; the first layer of the encoder and of the decoder has one each (T5)."""
     scale_decoder_outputs: bool = unsaid(False)
     """The decoder's output is multiplied by hidden_size ** -0.5 before the lm_head (T5, not T5 v1.1 nor Flan-T5)."""
     num_nextn_predict_layers: int = 0
     """Multi-token-prediction layers (DeepSeek-V3)."""
     configuration: str = unsaid("")
-    """Of an `undescribed` network: its config.json, from which transformers builds it."""
+    """For an `undescribed` network: the config.json from which transformers builds it."""
     kind: Literal["decoder", "encoder", "encoder_decoder", "hybrid", "multimodal", "undescribed"] = "decoder"
-    """Others than decoders, BERT and T5 are refused or marked out of scope by name. Of a hybrid (with state-space layers)
-    the parameters are complete."""
+    """Networks that are neither decoders nor BERT nor T5 are refused or marked out of scope by name. For a hybrid (with
+    state-space layers) all parameters are counted."""
 
     def __post_init__(self) -> None:
         heads = ("num_attention_heads", "num_key_value_heads", "head_dim")
@@ -249,22 +249,22 @@ class Architecture(HashedOnce):
 
     @property
     def num_layers(self) -> int:
-        """Layers of the encoder (or the decoder alone) and of the decoder beside it."""
+        """Number of layers, the decoder's included if an encoder has one."""
         return self.num_hidden_layers + self.num_decoder_layers
 
     @property
     def most_positions(self) -> int | None:
-        """The longest sequence that a table of learned positions has rows for; None where no table ends."""
+        """The longest sequence for which a table of learned positions has rows; None if the network has no such table."""
         return self.max_position_embeddings if self.position_embedding == "learned" else None
 
     @property
     def query_size(self) -> int:
-        """Width of all query heads together, elements."""
+        """Number of elements of all query heads together."""
         return self.num_attention_heads * self.head_dim
 
     @property
     def key_value_size(self) -> int:
-        """Width of all key heads together (the values' is the same without MLA), elements."""
+        """Number of elements of all key heads together (values have as many, except with MLA)."""
         return self.num_key_value_heads * self.head_dim
 
     def is_moe_layer(self, layer: int) -> bool:

@@ -142,7 +142,7 @@ def server() -> MCPServer:
 
 
 def tools() -> list[dict[str, Any]]:
-    """What the server tells of its tools: name, description, the schemas of arguments and answers."""
+    """A description of the server's tools: name, description, and the schemas of arguments and answers."""
     import asyncio
 
     return [tool.model_dump(mode="json", by_alias=True, exclude_none=True) for tool in asyncio.run(server().list_tools())]
@@ -154,7 +154,7 @@ def serve() -> None:
 
 
 def _explained(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """`tool`, whose refusals reach the assistant as the sentence that a user would read."""
+    """`tool`, whose errors reach the assistant as the sentence that a user would read."""
 
     @functools.wraps(tool)
     def answered(*args: Any, **kwargs: Any) -> Any:

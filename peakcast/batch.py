@@ -1,4 +1,5 @@
-"""Many questions at once: one JSON object a line in, one a line out, in order. A bad line is answered, never fatal."""
+"""Many questions at once: one JSON object per line in, one per line out, in the same order. A bad line is answered with an
+error and does not end the batch."""
 
 from __future__ import annotations
 
@@ -21,34 +22,36 @@ from peakcast.questions import FORMS, Question, question
 from peakcast.workers import Limits, Workers, check_processes
 
 MAX_LINE_CHARACTERS = 4 * 2**20
-"""A question longer than this is not one; it is refused before it is parsed."""
+"""A longer line cannot be a question; it is refused before it is parsed."""
 MAX_VALUE_CHARACTERS = 400
-"""A refused value longer than this, as JSON, is cut in the answer."""
+"""If a refused value is longer than this as JSON, the answer has a shortened one."""
 REMEMBERED = 8192
-"""Answers kept for questions that come again."""
+"""Number of answers that are cached for repeated questions."""
 NEIGHBOURS = 2048
-"""So many distinct questions are sorted before they are shared out: a process that meets alike ones together makes the
-blocks that they share once."""
+"""This many distinct questions are sorted before they are distributed, so that one process gets similar ones and computes
+the blocks that they share only once."""
 LINE_SECONDS = 60.0
-"""How long one line may take; a published configuration takes milliseconds, the largest some seconds."""
+"""Time limit of one line. A published configuration takes milliseconds, the largest some seconds."""
 LONG_BATCH = 64
-"""Questions from which on starting more processes pays."""
+"""From this many questions on, starting more processes pays."""
 KEYS = ("id", "gpu", "rank", "host_memory_gib", "gpus_per_node", *FORMS)
 
 
 def predict_batch(
     lines: Iterable[str | bytes | Mapping[str, Any]], processes: int = 1, *, timeout_seconds: float = LINE_SECONDS
 ) -> Iterator[dict[str, Any]]:
-    """Answer each question of `lines` (JSON texts or mappings), in order; blank lines are passed over.
+    """Answer each question of `lines` (JSON texts or mappings), in order; blank lines are skipped.
 
     A question has `gpu`, exactly one of `job`, `megatron` or `huggingface`, and optionally `rank` ("worst", "last" or a
-    number), `host_memory_gib` and `gpus_per_node` (as in `api.predict`) and `id`, which is echoed. An answer is
-    `Prediction.to_mapping()` with that `id`, or `{"id", "error": {"parameter", "value", "message"}}`. Every answer is
-    strict JSON.
+    number), `host_memory_gib` and `gpus_per_node` (as in `api.predict`) and `id`, which is returned with the answer. An
+    answer is `Prediction.to_mapping()` with that `id`, or `{"id", "error": {"parameter", "value", "message"}}`. Every
+    answer is strict JSON.
 
-    `processes` above 1 reads all lines first and shares them out; with 1 each line is answered before the next is read. A
-    line that takes longer than `timeout_seconds`, or whose process is killed, is refused, and the others are answered.
-    Raises: SpecError for more processes than a machine like this one can use, or a time that is none.
+    If `processes` is above 1, all lines are read first and then distributed; with 1, each line is answered before the next
+    is read. A line that takes longer than `timeout_seconds`, or whose process is killed, gets an error, and the others are
+    answered.
+    Raises: SpecError if `processes` is more than a machine like this one can use, or the time limit is not a positive
+    number.
     """
     check_processes(processes)
     if not 0 < timeout_seconds < math.inf:
@@ -61,8 +64,8 @@ def predict_batch(
 
 
 def batch_of(path: Path, processes: int | None) -> tuple[Iterable[bytes], int]:
-    """The lines of the file at `path`, and how many processes answer them: one for standard input (`-`), whose lines are
-    answered as they come, and for a short file. Raises: SpecError."""
+    """The lines of the file at `path`, and how many processes answer them: one for a short file, and one for standard input
+    (`-`), whose lines are answered as they come. Raises: SpecError."""
     if str(path) == "-":
         return lines_of(sys.stdin.buffer, MAX_LINE_CHARACTERS), processes or 1
     try:
@@ -93,7 +96,7 @@ def _in_time(text: str, seconds: float) -> str:
 
 
 Reading = tuple[object, str, dict[str, Any] | None]
-"""A line's id, its question as canonical JSON without the id, and the refusal where it could not be read."""
+"""A line's id, its question as canonical JSON without the id, and an error if the line could not be read."""
 
 
 def _read(line: str | bytes | Mapping[str, Any]) -> Reading:
@@ -105,12 +108,12 @@ def _read(line: str | bytes | Mapping[str, Any]) -> Reading:
         return name, json.dumps(entry, sort_keys=True, allow_nan=False), None
     except PeakcastError as error:
         return name, "", _refusal(name, error.parameter, error.value, error.message)
-    except (ValueError, TypeError, RecursionError) as error:  # only a mapping that no JSON text could have given
+    except (ValueError, TypeError, RecursionError) as error:  # only for mappings that are no JSON
         return None, "", _refusal(None, None, None, f"the question cannot be written as JSON: {error}.")
 
 
 def _shared_out(readings: Sequence[Reading], processes: int, timeout_seconds: float) -> Iterator[dict[str, Any]]:
-    """The answers to `readings`, in order, each distinct question answered once by one of `processes`."""
+    """The answers to `readings`, in order. Each distinct question is answered once, by one of `processes`."""
     distinct = list(dict.fromkeys(text for _, text, refusal in readings if refusal is None))
     starts = range(0, len(distinct), NEIGHBOURS)
     windows = (sorted(distinct[start : start + NEIGHBOURS], key=_but_for_gpu) for start in starts)
@@ -125,7 +128,7 @@ def _shared_out(readings: Sequence[Reading], processes: int, timeout_seconds: fl
 
 
 def _but_for_gpu(text: str) -> str:
-    """A question without its GPU type, which comes first."""
+    """The question without its GPU type, which is its first entry."""
     return text.partition(",")[2]
 
 
@@ -136,14 +139,14 @@ def _answer_text(text: str) -> str:
 
 @functools.lru_cache(maxsize=REMEMBERED)
 def _remembered(text: str, constants: object) -> str:
-    """The answer, while the user's measured `constants` stay as they are."""
+    """The cached answer; `constants` is part of the key, because the user's measured constants may change."""
     try:
         return json.dumps(_predict(question_from_entry(json.loads(text))), allow_nan=False)
     except PeakcastError as error:
         return _refusal_text(error)
     except MemoryError:
         return _refusal_text(PeakcastError("it needs more memory than there is; ask about a smaller job."))
-    except Exception as error:  # a fault of ours must not take the other lines along
+    except Exception as error:  # a bug must not end the other lines
         return _refusal_text(PeakcastError(f"this is a bug in peakcast: {type(error).__name__}: {error}"))
 
 
@@ -211,7 +214,7 @@ def _one_line(message: str) -> str:
 
 
 def _jsonable(value: object) -> object:
-    """`value` as strict JSON has it, cut when it is long."""
+    """`value` as strict JSON, shortened if it is long."""
     try:
         text = json.dumps(value, allow_nan=False)
     except (TypeError, ValueError, RecursionError):

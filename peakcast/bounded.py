@@ -1,7 +1,7 @@
-"""What comes from strangers, bounded before anything is built from it: files, lines, and JSON, YAML and TOML texts.
+"""Limits on input from outside (files, lines, and JSON, YAML and TOML texts), checked before anything is built from it.
 
-Every reader of a file or a text that this package did not write itself goes through here. A file is read whole only when it
-is a file, and never further than its bound, whatever its size is said to be; a text is weighed before it is parsed.
+Every reader of a file or a text that this package did not write itself uses this module. A file is read as a whole only if
+it is a regular file, and never beyond its limit, whatever size it claims; a text is checked before it is parsed.
 """
 
 from __future__ import annotations
@@ -19,33 +19,34 @@ from pathlib import Path
 from typing import IO, Any
 
 MAX_DEPTH = 100
-"""Mappings and lists inside one another. The deepest configuration of a real project has 9."""
+"""Depth of mappings and lists inside one another. The deepest configuration of a real project has 9."""
 MAX_VALUES = 200_000
-"""Values in one text, each alias counted as everything that it stands for."""
+"""Values in one text, where each alias counts as everything that it stands for."""
 MAX_KEYS = 20_000
-"""Keys, parts of keys and brackets of a TOML text. A key of n parts costs its parser n² steps and as many bytes: one of
-90,000 took 23 GB."""
+"""Keys, parts of keys and brackets of a TOML text. For a key of n parts, its parser needs n² steps and as many bytes: a key
+of 90,000 took 23 GB."""
 MAX_DIGITS = 100
-"""Of a whole number. Longer ones have no place in a configuration, and do not fit into a float."""
+"""Digits of a whole number. Longer numbers do not occur in configurations, and do not fit into a float."""
 _TOO_DEEP = f"it is nested too deeply, more than {MAX_DEPTH} mappings and lists inside one another"
 MAX_UNSAID_BYTES = 64 * 2**20
-"""What a file may hold beyond the size that it says: some of the system's say 0, and a shard grows while it is read."""
+"""How much longer than its stated size a file may be: some of the system's files state 0, and a shard grows while it is
+read."""
 PIPE_SECONDS = 10.0
-"""How long a pipe that is read like a file (`<(command)`) may take to give all that it has."""
+"""How long to wait for everything from a pipe that is read like a file (`<(command)`)."""
 
 
 def is_file(path: str | Path) -> bool:
-    """Whether `path` is a file that can be looked at; no name is too long or too odd to ask."""
+    """Whether `path` is a regular file that can be examined. Works for names of any length and content."""
     return _looked_at(path, stat.S_ISREG)
 
 
 def is_folder(path: str | Path) -> bool:
-    """Whether `path` is a folder that can be looked at."""
+    """Whether `path` is a folder that can be examined."""
     return _looked_at(path, stat.S_ISDIR)
 
 
 def exists(path: str | Path) -> bool:
-    """Whether there is anything at `path` that can be looked at."""
+    """Whether there is anything at `path` that can be examined."""
     return _looked_at(path, lambda mode: True)
 
 
@@ -57,9 +58,10 @@ def _looked_at(path: str | Path, rule: Callable[[int], bool]) -> bool:
 
 
 def file_bytes(path: Path, most_bytes: int) -> bytes:
-    """The bytes of the file at `path`, or of a pipe that gives them soon.
+    """The bytes of the file at `path`, or of a pipe that delivers them soon.
 
-    Raises: OSError whose `strerror` says why not: larger than `most_bytes`, a device or a folder, or what the system says.
+    Raises: OSError whose `strerror` gives the reason: larger than `most_bytes`, a device or a folder, or the system's
+    reason.
     """
     descriptor = _opened(path)
     try:
@@ -84,7 +86,7 @@ def _too_large(most_bytes: int) -> OSError:
 
 
 def file_stream(path: Path) -> IO[bytes]:
-    """The file at `path`, opened to be read part by part, and never waiting. Raises: OSError, as `file_bytes`."""
+    """The file at `path`, opened for reading in parts; opening never blocks. Raises: OSError, as `file_bytes`."""
     descriptor = _opened(path)
     try:
         _check_file(os.fstat(descriptor).st_mode)
@@ -95,7 +97,8 @@ def file_stream(path: Path) -> IO[bytes]:
 
 
 def first_bytes(path: Path, count: int) -> bytes:
-    """The first `count` bytes of the file at `path`, however large it is; none of what is no file. Raises: OSError."""
+    """The first `count` bytes of the file at `path`, whatever its size; no bytes if it is not a regular file. Raises:
+    OSError."""
     if not is_file(path):
         return b""
     descriptor = _opened(path)
@@ -137,7 +140,8 @@ def _piped(descriptor: int, most_bytes: int) -> bytes:
 
 
 def lines_of(stream: IO[bytes], most_bytes: int) -> Iterator[bytes]:
-    """The lines of `stream` as they come; of one longer than `most_bytes`, one more than that, and the rest is dropped."""
+    """The lines of `stream` as they come. If a line is longer than `most_bytes`, its first `most_bytes` + 1 bytes; the rest
+    of it is dropped."""
     while line := stream.readline(most_bytes + 1):
         end = line
         while len(end) > most_bytes and not end.endswith(b"\n"):
@@ -149,7 +153,7 @@ def lines_of(stream: IO[bytes], most_bytes: int) -> Iterator[bytes]:
 
 
 def json_value(text: str, *, strict: bool = False) -> Any:
-    """The plain value of a JSON text. `strict`: without NaN, infinities and keys that stand twice.
+    """The plain value of a JSON text. `strict`: NaN, infinities and repeated keys are refused.
 
     Raises: ValueError saying what is wrong with it.
     """
@@ -189,7 +193,7 @@ def toml_value(text: str) -> Any:
 
     if sum(map(text.count, ".=[{")) > MAX_KEYS:
         raise ValueError(f"it has more than {MAX_KEYS:,} keys and parts of keys")
-    # blanks may stand around the dots of a key, and several dots side by side are in no key
+    # blanks are allowed around the dots of a key; two dots in a row occur in no key
     for piece in re.split(r"[=\[\]{},\n]", text.replace(" ", "").replace("\t", "")):
         if piece.count(".") > MAX_DEPTH and len(re.findall(r"(?<!\.)\.(?!\.)", piece)) > MAX_DEPTH:
             raise ValueError(f"a key has more than {MAX_DEPTH} parts")
@@ -200,7 +204,7 @@ def toml_value(text: str) -> Any:
 
 
 def yaml_value(text: str) -> Any:
-    """The plain value of a YAML text, of its safe subset: nothing is run. Raises: ValueError saying what is wrong."""
+    """The plain value of a YAML text, parsed safely: nothing in it can run. Raises: ValueError saying what is wrong."""
     import yaml
 
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -212,13 +216,14 @@ def yaml_value(text: str) -> Any:
         raise ValueError(_TOO_DEEP if "nesting depth" in str(error) else error) from error
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
-    except (OverflowError, AttributeError, TypeError, KeyError, IndexError) as error:  # of its readers of dates and numbers
+    except (OverflowError, AttributeError, TypeError, KeyError, IndexError) as error:  # its parsers of dates and numbers
         raise ValueError(f"a value cannot be read ({error})") from error
 
 
 def _weigh(events: Iterable[Any]) -> None:
-    """Refuse a YAML document that is too deep, too long or contains itself, from its flat stream of events, before
-    anything is built from it: aliases make big things out of small texts. Raises: ValueError or RecursionError."""
+    """Refuse a YAML document that is too deep, too long or contains itself. It is checked as a flat stream of events,
+    before anything is built from it, because aliases make large values out of small texts. Raises: ValueError or
+    RecursionError."""
     sizes: dict[str, int] = {}
     open_: list[tuple[str | None, int]] = [(None, 0)]  # anchor and values so far of each collection that is not closed yet
     total = 0
@@ -249,7 +254,7 @@ def _weigh(events: Iterable[Any]) -> None:
 
 
 def _check_digits(text: str) -> None:
-    """Refuse a bare word that is a number of very many digits, in base 60 (1:30:00) and with underscores too."""
+    """Refuse a bare word that is a number with very many digits, also in base 60 (1:30:00) or with underscores."""
     if not set(text) - set("0123456789abcdefABCDEFx+-._:"):
         raise ValueError(f"it has a number of more than {MAX_DIGITS} digits")
 
@@ -258,7 +263,7 @@ _TOO_LONG = 10**MAX_DIGITS
 
 
 def plain(value: Any, depth: int = 0) -> Any:
-    """`value` as JSON has it: keys are texts, dates too. Raises: ValueError where it is too deep or a number too long."""
+    """`value` as JSON values: keys and dates become texts. Raises: ValueError if it is too deep or a number is too long."""
     if depth > MAX_DEPTH:
         raise ValueError(_TOO_DEEP)
     if isinstance(value, dict):

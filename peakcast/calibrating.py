@@ -1,6 +1,6 @@
-"""Calibrations and how accurate they are: the doors `fit`, `evaluate`, `check`, `report` and `reproduce`.
+"""Calibrations and their accuracy: the implementation of `fit`, `evaluate`, `check`, `report` and `reproduce`.
 
-Heavy libraries are imported inside the functions that need them, as everywhere behind the doors.
+Heavy libraries are imported inside the functions that need them, as in all such modules.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from peakcast.tracking import Tracker
 
 FITTING, DRAWING = ("sklearn", "scipy"), ("matplotlib", "jinja2")
-"""What fits, and what writes reports."""
+"""FITTING are the packages that a fit needs, DRAWING those that write reports."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,13 +36,13 @@ class Fitted:
     calibration: Calibration
     path: Path
     changed: bool
-    """Whether the file differs from what stood there before."""
+    """Whether the file was changed."""
     version: int = 0
-    """Of the registered model, 0 where nothing was registered."""
+    """Version of the registered model; 0 if none was registered."""
     promoted: bool = True
-    """Whether the GPU type's alias in the registry stands for this version."""
+    """Whether the GPU type's alias in the registry now stands for this version."""
     comparison: str = ""
-    """What the comparison with the registered calibration before says; "" where there was none."""
+    """Result of the comparison with the calibration that was registered before, in words; "" if there was none."""
 
 
 def fit(
@@ -53,11 +53,12 @@ def fit(
     tracker: Tracker | None = None,
     progress: Progress | None = None,
 ) -> list[Fitted]:
-    """Fit and write the calibration of `gpu` (None: of every GPU type that has rows) from the tables in `datasets`.
+    """Fit and write the calibration of `gpu` (None: of every GPU type that has rows) from the tables in `datasets`. Returns
+    one `Fitted` for each.
 
-    Written to `output`/<gpu>.json, by default where `predict` finds it. Equal rows leave a file as it is, with its date.
-    `tracker` registers each, and moves the GPU type's alias to it unless it is worse on unseen architectures than the one
-    that the alias stood for.
+    Written to `output`/<gpu>.json, by default where `predict` looks. If the rows are the same as before, the file keeps its
+    content and its date. `tracker` registers each calibration, and moves the GPU type's alias to it unless it is worse on
+    unseen architectures than the one that has the alias.
     Raises: MissingPackageError, RecordError, CatalogError or CalibrationError.
     """
     need("fitting a calibration", *FITTING)
@@ -72,7 +73,7 @@ def fit(
 def _fitted(
     prepared: Samples, names: Iterable[str], folder: Path, tracker: Tracker | None, progress: Progress | None
 ) -> list[Fitted]:
-    """The calibration of each GPU type in `names` from rows that were prepared, written to `folder`."""
+    """Fit each GPU type in `names` from the prepared rows, and write the calibrations to `folder`."""
     from peakcast.models.calibration import calibrations
     from peakcast.models.fit import fit_prepared
     from peakcast.models.promotion import compare
@@ -110,9 +111,8 @@ def evaluate(
 ) -> Evaluation:
     """How accurate the predictor is on architectures, layouts and GPU types that it was not fitted on (DESIGN section 6).
 
-    `gpu` asks that this GPU type has rows; every row takes part all the same, since GPU types learn from each other.
-    `new_hardware` adds how the error on each GPU type falls with rows of its own; `calibrations` are kept beside what is
-    tracked.
+    `gpu` must have rows; every row is used all the same, since GPU types learn from each other. `new_hardware` also
+    computes how the error on each GPU type falls with rows of its own; `calibrations` are stored with what is tracked.
     Raises: MissingPackageError, RecordError or CatalogError.
     """
     need("judging the predictor", *FITTING, *(DRAWING if tracker else ()))
@@ -145,16 +145,17 @@ def _evaluated(
 
 @dataclass(frozen=True, kw_only=True)
 class Checked:
-    """What measurements say about the calibrations that answer them, and the rows that say nothing, by reason."""
+    """The result of testing calibrations on measurements: what the measurements say, and the rows that could not be used,
+    by reason."""
 
     checks: tuple[Check, ...]
     left_out: dict[str, int]
 
 
 def check(against: Path, gpu: str | None = None, *, calibration: Calibration | str | Path | None = None) -> Checked:
-    """Whether the calibrations still hold on the measurements in `against` (a table or a shard), of `gpu` when given.
+    """Whether the calibrations still hold on the measurements in `against` (a table or a shard), of `gpu` if given.
 
-    `calibration`: one, or the path of one, to be checked instead of the one that `predict` takes for each GPU type.
+    `calibration`: a calibration or its path, tested instead of the one that `predict` uses for each GPU type.
     Raises: RecordError when the file is no table of measurements or has no row that counts.
     """
     from peakcast.models.calibration import calibration_for, load_calibration
@@ -211,9 +212,9 @@ def reproduce(
     tracker: Tracker | None = None,
     progress: Progress | None = None,
 ) -> tuple[list[Fitted], Evaluation, list[Path]]:
-    """Fit every GPU type, evaluate on what was held out, write all reports: everything published, from the rows.
+    """Fit every GPU type, evaluate on what was held out, and write all reports: everything published, from the rows.
 
-    With `output`, calibrations go to `output`/calibration and reports to `output`/reports, and nothing else is touched.
+    With `output`, calibrations go to `output`/calibration and reports to `output`/reports, and no other file is changed.
     Raises: MissingPackageError, RecordError or CatalogError.
     """
     need("reproducing what is published", *FITTING, *DRAWING)
@@ -237,7 +238,7 @@ def reproduce(
 
 
 def _made(folder: Path) -> Path:
-    """`folder`, which is there before minutes are spent."""
+    """`folder`, created now, so that a folder that cannot be written is reported before minutes are spent."""
     with explained(folder):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -269,7 +270,8 @@ def _gpu_types(rows: Iterable[Measurement], gpu: str | None) -> list[str]:
 
 
 def _save(calibration: Calibration, path: Path) -> tuple[Calibration, bool]:
-    """Write `calibration` unless the file at `path` says the same but for its date; which one stands, and if it changed."""
+    """Write `calibration` unless the file at `path` differs only in its date. Returns the calibration in the file, and
+    whether it changed."""
     from peakcast.models.calibration import load_calibration
 
     if path.is_file():

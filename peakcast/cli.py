@@ -1,4 +1,4 @@
-"""The command line: the commands of `peakcast.commands` put together and run, and faults become sentences."""
+"""The command line: collects the commands of `peakcast.commands`, runs one, and turns errors into sentences."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ __all__ = [
 ]  # fmt: skip
 
 QUICK = (["predict"], ["megatron"])
-"""Commands that multiply no large matrices: numpy's OpenBLAS, starting a thread for each core, would only delay them."""
+"""Commands that multiply no large matrices. For them numpy's OpenBLAS is not allowed to start a thread for each core, which
+would only take time."""
 
 
 @app.command(epilog="Example: peakcast doctor")
@@ -38,7 +39,8 @@ def doctor(json: Json = False) -> None:
 
 
 def main() -> None:
-    """The `peakcast` command. A fault becomes one sentence on standard error and exit code 2; nothing asked, the help."""
+    """The `peakcast` command. An error becomes one sentence on standard error and exit code 2; without arguments the help
+    is shown."""
     prepare()
     code = _run(sys.argv[1:])
     try:

@@ -1,4 +1,5 @@
-"""What a collection shows while it goes and at its end: time left, measured against predicted as a table and a picture."""
+"""What a collection shows while it runs and at its end: time left, and measured against predicted as a table and a
+picture."""
 
 from __future__ import annotations
 
@@ -20,15 +21,16 @@ from peakcast.spec import job_in_words
 from peakcast.units import GIB
 
 NARROW = 30
-"""Axes whose ends are less than this many times apart get marks between powers of ten."""
+"""If an axis ends at less than this many times its beginning, it gets marks between powers of ten."""
 REDRAW_SECONDS = 10.0
-"""A picture takes a third of a second; it is not drawn again before this."""
+"""Least time between two drawings of a picture, which takes a third of a second to draw."""
 MUTED = "#5b6570"
 COLOURS = dict(zip(QUANTITIES, ("#1f6feb", "#d97706", "#7c3aed", "#0f766e"), strict=True))
 
 
 def telling_time(progress: Callable[[str], None]) -> Callable[[str, int, int], None]:
-    """A runner's progress as one line: which cell of how many, time gone, and time left at the pace so far."""
+    """Turns a runner's progress into one line: number of the cell, number of cells, time elapsed, and time left at the
+    present pace."""
     began: list[tuple[float, int]] = []
 
     def tell(cell: str, done: int, total: int) -> None:
@@ -62,9 +64,9 @@ class Compared:
 
 
 class Collected:
-    """The rows of a collection beside what is predicted for them; `picture` (.png or .svg) is drawn again as rows come.
+    """The rows of a collection and their predictions; `picture` (.png or .svg) is drawn again as rows come.
 
-    Predictions are made in a thread of their own: the GPU's next cell does not wait for them.
+    Predictions are computed in a thread of their own, so that the GPU's next cell does not wait for them.
     """
 
     def __init__(self, picture: Path | None = None) -> None:
@@ -80,7 +82,7 @@ class Collected:
         self._drawn = 0.0
 
     def add(self, row: Measurement) -> None:
-        """Take in a row; one that failed, or that no prediction can be made for, has nothing to compare."""
+        """Add a row. If it failed or no prediction can be made for it, there is nothing to compare."""
         if row.outcome == "ok":
             self._under_way.append(self._thread.submit(self._compare, row))
 
@@ -95,7 +97,7 @@ class Collected:
         cell, self.kind = job_in_words(row.job), row.provenance
         for quantity, predicted in predicted_bytes(row).items():
             measured = getattr(row, quantity)
-            if measured and predicted:  # without offloading nothing is said of host memory
+            if measured and predicted:  # host memory is predicted only with offloading
                 self.compared.append(
                     Compared(cell=cell, quantity=quantity, measured_bytes=measured, predicted_bytes=predicted)
                 )
@@ -104,7 +106,8 @@ class Collected:
             self._drawn = time.monotonic()
 
     def table(self) -> list[dict[str, Any]]:
-        """Per quantity: number of cells, errors (absolute, of the measured) and the cell that is furthest off."""
+        """A mapping for each quantity: number of cells, errors (absolute, relative to the measured), and the cell with the
+        largest."""
         lines = []
         for quantity in QUANTITIES:
             found = [each for each in self.compared if each.quantity == quantity]
@@ -124,7 +127,8 @@ class Collected:
         return lines
 
     def draw(self) -> None:
-        """Write the picture: each cell's measured bytes across; above predicted bytes, below how far they are off."""
+        """Write the picture: measured bytes on the horizontal axis; above, predicted bytes, and below, the error of each
+        cell."""
         if self.picture is None or not self.compared:
             return
         import io
@@ -157,14 +161,15 @@ class Collected:
             for axis in (both.xaxis, both.yaxis):
                 axis.set_major_formatter(StrMethodFormatter("{x:g}"))
                 axis.set_minor_formatter(NullFormatter())
-                if ends[1] < NARROW * ends[0]:  # of a narrow range no power of ten, or one, lies inside
+                if ends[1] < NARROW * ends[0]:  # a narrow range contains at most one power of ten
                     axis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 5, 7)))
             figure.savefig(buffer, format=self.picture.suffix[1:].lower(), dpi=130)
         replace_file(self.picture, buffer.getvalue())
 
 
 def predicted_bytes(row: Measurement) -> dict[str, int]:
-    """The point of each quantity for the row's job; for a trace, which has no kernels, the analytical peak alone."""
+    """The predicted point of each quantity for the row's job; for a trace, which has no kernels, only the analytical
+    peak."""
     from peakcast import catalog
 
     try:

@@ -1,6 +1,5 @@
-"""What a GPU holds outside PyTorch's allocator, as `peakcast collect constants` read it on a machine: a small JSON file for
-each GPU type, in the user's own folder, which predictions for that type then use.
-"""
+"""What a GPU holds outside PyTorch's allocator, as `peakcast collect constants` read it on a machine. It is kept in a small
+JSON file for each GPU type in the user's own folder, and predictions for that type then use it."""
 
 from __future__ import annotations
 
@@ -19,38 +18,39 @@ from peakcast.fields import FrozenMapping
 SCHEMA = 1
 MAX_FILE_BYTES = 2**20
 MOST_BYTES = 2**40
-"""More than any GPU has."""
+"""No GPU has more memory than this."""
 MOST_RANKS_DIGITS = 6
 KEYS = ("schema_version", "gpu", "observed", "context_bytes", "first_uses_bytes", "communicator_bytes", "versions")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Constants:
-    """Readings of one machine's GPU, in bytes outside PyTorch's allocator."""
+    """Readings of one machine's GPU: bytes outside PyTorch's allocator."""
 
     gpu: str
     """Catalog name of the GPU type."""
     context_bytes: int
     first_uses_bytes: Mapping[str, int] = field(default_factory=FrozenMapping)
-    """Step of `collectors/first_uses.py` → what it added when it ran first."""
+    """Step of `collectors/first_uses.py` → bytes that it added when it first ran."""
     communicator_bytes: Mapping[str, int] = field(default_factory=FrozenMapping)
-    """Ranks of one NCCL communicator, as text → what it added, NCCL itself being loaded (the first use "nccl")."""
+    """Number of ranks of one NCCL communicator, as text → bytes that it added after NCCL was loaded (the first use
+    "nccl")."""
     versions: Mapping[str, str] = field(default_factory=FrozenMapping)
-    """torch, cuda, driver: what they were read with."""
+    """Versions of torch, CUDA and the driver with which they were read."""
     observed: str = ""
-    """ISO date."""
+    """Date of the reading, in ISO form."""
     path: str = field(default="", compare=False)
-    """The file they are in; "" before they are in one."""
+    """The file in which they are; "" before they are saved."""
 
     def to_mapping(self) -> dict[str, Any]:
-        """As the file has it."""
+        """The mapping that the file contains."""
         found = {name: getattr(self, name) for name in KEYS if name != "schema_version"}
         plain = {name: dict(value) if isinstance(value, Mapping) else value for name, value in found.items()}
         return {"schema_version": SCHEMA, **plain}
 
     @classmethod
     def from_mapping(cls, mapping: object) -> Constants:
-        """The constants of `to_mapping`. Raises: ValueError saying which entry is wrong."""
+        """The constants in a mapping made by `to_mapping`. Raises: ValueError saying which entry is wrong."""
         if not isinstance(mapping, dict) or mapping.get("schema_version") != SCHEMA:
             raise ValueError(f"schema_version must be {SCHEMA}")
         if wrong := sorted(set(KEYS) ^ set(mapping)):
@@ -80,7 +80,7 @@ class Constants:
 
 
 def constants_folder() -> Path:
-    """Where the files of constants are: the environment's PEAKCAST_CONSTANTS, else the user's data folder."""
+    """The folder for files of constants: the environment's PEAKCAST_CONSTANTS, else the user's data folder."""
     named = os.environ.get("PEAKCAST_CONSTANTS")
     if named:
         return Path(named)
@@ -93,8 +93,8 @@ def constants_path(gpu: str) -> Path:
 
 
 def constants_state() -> tuple[str, int]:
-    """Changes when a file of constants is written or deleted: the folder, and when it was last changed (0: it is not
-    there)."""
+    """(folder, time of its last change; 0 if it does not exist): a value that changes when a file of constants is written
+    or deleted."""
     folder = constants_folder()
     try:
         return str(folder), folder.stat().st_mtime_ns
@@ -103,9 +103,9 @@ def constants_state() -> tuple[str, int]:
 
 
 def own_constants(gpu: str) -> Constants | None:
-    """What was read here of the GPU type `gpu`, a catalog name; None where nothing was.
+    """The readings on this machine for the GPU type `gpu`, a catalog name; None if there are none.
 
-    Raises: RecordError for a file that is there and is damaged: it is never passed over in silence.
+    Raises: RecordError if the file is damaged; it is never ignored silently.
     """
     path = constants_path(gpu)
     if not path.exists():
@@ -128,7 +128,7 @@ def load_constants(path: Path) -> Constants:
 
 
 def save_constants(constants: Constants) -> Path:
-    """Write the file of that GPU type; where it is. Raises: RecordError when it cannot be written."""
+    """Write the file of that GPU type and return its path. Raises: RecordError when it cannot be written."""
     path = constants_path(constants.gpu)
     replace_file(path, constants.to_bytes())
     return path

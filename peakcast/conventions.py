@@ -1,10 +1,10 @@
-"""Framework conventions by version: what a framework does when it is not asked. Data, in `catalog/frameworks.toml`.
+"""Framework conventions by version: what a framework does when a job does not say. Data, in `catalog/frameworks.toml`.
 
-A convention is a named value ("logits_upcast", "transformer_impl", ...). The base stanza of a framework gives each one's
-default; stanzas with `when` (packages and version ranges, a `model_type`, what of a job is in `_facts`, or a convention
-that stanzas before have settled) override it in file order; `framework_options` of a job override all. So a ledger asks
-for a convention and never compares versions. `choices` of a base stanza lists the values of those that are names,
-`patterns` says what lists of names and sizes look like.
+A convention is a named value ("logits_upcast", "transformer_impl", ...). The base stanza of a framework gives the default
+of each. Stanzas with `when` override it in file order; `when` may name packages and version ranges, a `model_type`, a
+property of the job in `_facts`, or a convention that earlier stanzas have set. A job's `framework_options` override all of
+them. A ledger thus asks for a convention and never compares versions. In a base stanza, `choices` lists the allowed values
+of conventions that are names, and `patterns` gives the form of lists of names and sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from peakcast.versions import release as release
 from peakcast.versions import torch_release as torch_release
 
 DRIVEN_BY = {"deepspeed": "huggingface"}
-"""Whose conventions hold beside a framework's own: transformers' Trainer drives DeepSpeed's engine."""
+"""Framework -> the framework whose conventions apply as well: transformers' Trainer drives DeepSpeed's engine."""
 
 ONLY_USED_BY: Mapping[str, Callable[[TrainingJob], bool]] = {
     "liger_kernel": lambda job: job.loss.fused_linear_cross_entropy,
@@ -37,7 +37,7 @@ ONLY_USED_BY: Mapping[str, Callable[[TrainingJob], bool]] = {
     "transformers": lambda job: not any(stack in job.versions for stack in OWN_NETWORKS),
     "flash_attn": lambda job: job.attention == "flash_attention_2",
 }
-"""Packages whose versions are of no account to jobs that do not use them."""
+"""Package -> whether a job uses it; for other jobs its version does not matter."""
 
 
 @functools.cache
@@ -48,16 +48,16 @@ def _stanzas() -> dict[str, list[dict[str, Any]]]:
 
 
 FACTS = {"model_type", "quantization", "fused_linear_cross_entropy"}
-"""What of a job, beside versions and other conventions, the `when` of a stanza may name."""
+"""Properties of a job that the `when` of a stanza may name, in addition to versions and other conventions."""
 
 
 def conventions(job: TrainingJob) -> Mapping[str, Any]:
-    """Every convention that holds for `job`, by name."""
+    """Every convention that applies to `job`, by name."""
     return conventions_of(job.framework, job.versions, _facts(job), job.framework_options)
 
 
 def _facts(job: TrainingJob) -> FrozenMapping:
-    """What of a job, beside its versions, a stanza may depend on (`FACTS`)."""
+    """The properties of a job, other than versions, on which a stanza may depend (`FACTS`)."""
     return FrozenMapping(
         {
             "model_type": job.architecture.model_type,
@@ -68,15 +68,15 @@ def _facts(job: TrainingJob) -> FrozenMapping:
 
 
 def fuses_loss(job: TrainingJob) -> bool:
-    """Whether lm_head and loss are one kernel, which never has all logits."""
+    """Whether lm_head and loss are one kernel, which never materialises all logits."""
     return conventions(job).get("loss_kernel") in ("fused_linear", "chunked")
 
 
 def adapter_dtype(job: TrainingJob) -> str:
-    """The dtype of adapters: DeepSpeed's engine casts them to the network's, but for what stage 3 has partitioned
-    (DeepSpeed 0.19 runtime/engine.py `_cast_module_mixed_precision`), which TRL's trainers make so (trl 1.16.0, `if
-    args.deepspeed_plugin.zero_stage == 3`)."""
-    whole = job.finetuning.quantization is not None  # transformers does not make such networks in parts
+    """The dtype of adapters. DeepSpeed's engine casts them to the network's dtype, except those that stage 3 has
+    partitioned (DeepSpeed 0.19 runtime/engine.py `_cast_module_mixed_precision`), as TRL's trainers make them (trl 1.16.0,
+    `if args.deepspeed_plugin.zero_stage == 3`)."""
+    whole = job.finetuning.quantization is not None  # transformers does not partition such networks while it makes them
     cast = job.loss.kind != "cross_entropy" or whole
     stages = (1, 2, 3) if cast else (1, 2)
     if job.parallelism.zero_stage in stages:
@@ -88,9 +88,9 @@ def adapter_dtype(job: TrainingJob) -> str:
 
 
 def mixes_precision(job: TrainingJob) -> bool:
-    """Whether FSDP gathers what is wider than the compute dtype in that: where the dtypes say so and, by accelerate,
-    wherever it computes under autocast, also beside frozen weights that are narrow (accelerate 1.15 utils/dataclasses.py
-    `set_mixed_precision`)."""
+    """Whether FSDP gathers parameters that are wider than the compute dtype in the compute dtype: if the dtypes say so and,
+    under accelerate, whenever it computes with autocast, even if frozen weights are narrow (accelerate 1.15
+    utils/dataclasses.py `set_mixed_precision`)."""
     layout, precision = job.parallelism, job.precision
     sharded = layout.sharding in ("fsdp1", "fsdp2", "hsdp") and layout.num_replicas > 1
     accelerate = job.framework == "huggingface" and bool(conventions(job).get("autocast"))
@@ -101,7 +101,7 @@ def mixes_precision(job: TrainingJob) -> bool:
 def conventions_of(
     framework: str, versions: FrozenMapping, facts: FrozenMapping, options: FrozenMapping
 ) -> Mapping[str, Any]:
-    """Every convention that holds for a job of these; `facts` are named as `FACTS`."""
+    """Every convention that applies to a job with these properties; the keys of `facts` are `FACTS`."""
     values: dict[str, Any] = {}
     for stanza in _stanzas().get(framework, []):
         if _holds(stanza.get("when", {}), {**values, **resolved(versions), **facts, **options}):
@@ -119,7 +119,7 @@ def packages_of(framework: str) -> frozenset[str]:
 
 
 def assumed_versions(job: TrainingJob) -> str:
-    """The sentence on the versions that are not given and would change what is assumed of `job`; "" where all are."""
+    """A sentence about versions that are not given and would change what is assumed about `job`; "" if all are given."""
     given = {name: version for name, version in resolved(job.versions).items() if release(version)}
     facts = {**conventions(job), **given, **_facts(job)}
     unused = {package for package, uses in ONLY_USED_BY.items() if not uses(job)}
@@ -141,7 +141,7 @@ def assumed_versions(job: TrainingJob) -> str:
 
 
 def unmodelled_versions(job: TrainingJob) -> list[Finding]:
-    """A finding for each entry of `job.versions` that no stanza of its framework knows, or that is no release."""
+    """A finding for each entry of `job.versions` that no stanza of its framework knows, or that is not a release."""
     known = {CONTAINER, *packages_of(job.framework)}
     return not_compared({name: version for name, version in job.versions.items() if name in known}) + [
         Finding(
@@ -163,13 +163,13 @@ def known_conventions(framework: str) -> tuple[str, ...]:
 
 @functools.cache
 def default_of(framework: str, name: str) -> Any:
-    """What the convention `name` is where nothing else is said: the value of the first stanza that has it."""
+    """The default of the convention `name`: its value in the first stanza that has it."""
     stanzas = (stanza["conventions"] for stanza in _stanzas().get(framework, []))
     return next((values[name] for values in stanzas if name in values), None)
 
 
 def check_framework_options(job: TrainingJob) -> None:
-    """Refuse an option that is no convention of the job's framework, or a value that the convention cannot have.
+    """Refuse an option that is not a convention of the job's framework, or a value that the convention cannot have.
 
     Raises: SpecError.
     """
@@ -189,8 +189,8 @@ def check_framework_options(job: TrainingJob) -> None:
 
 
 def _broken_rule(framework: str, name: str, value: object) -> str:
-    """What `value` would have to be for the convention `name`: one of its choices, or else of its default's kind; "" where
-    it is."""
+    """The rule for the convention `name` that `value` breaks: one of its choices, or else a value of its default's type; ""
+    if it breaks none."""
     choices = next((s["choices"][name] for s in _stanzas()[framework] if name in s.get("choices", {})), None)
     if choices is not None:
         alike = any(type(choice) is type(value) and choice == value for choice in choices)
@@ -214,7 +214,7 @@ def _broken_rule(framework: str, name: str, value: object) -> str:
 
 
 def _holds(when: Mapping[str, str], facts: Mapping[str, Any]) -> bool:
-    """Whether every `package = ">=a,<b"` of `when` holds (see `compare`); one whose version is not given does not."""
+    """Whether every `package = ">=a,<b"` of `when` is true (see `compare`); it is false for a version that is not given."""
     return all(
         package in facts and all(compare(_text(facts[package]), clause) for clause in ranges.split(","))
         for package, ranges in when.items()

@@ -6,7 +6,8 @@ import os
 
 
 def available_cores() -> int:
-    """Cores that it may run on: fewer than the machine has where it is bound to some (`taskset`, a container's cpuset)."""
+    """Number of cores on which this process may run; fewer than the machine has if it is bound to some (`taskset`, a
+    container's cpuset)."""
     if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -1,4 +1,4 @@
-"""A time limit for what this very thread computes."""
+"""A time limit for a computation in the current thread."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ POLL_SECONDS = 0.2
 
 
 class TimeIsUp(BaseException):
-    """Raised inside `limited` when the time is up: like KeyboardInterrupt no fault, so that nothing takes it for one."""
+    """Raised inside `limited` when the time is up. Like KeyboardInterrupt it is not an `Exception`, so that no handler of
+    errors catches it."""
 
 
 @contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Inside it `TimeIsUp` is raised, between two operations of Python, when it takes longer than `seconds`."""
+    """A context in which `TimeIsUp` is raised, between two operations of Python, after `seconds`."""
     thread = threading.get_ident()
     _watch.begin(thread, time.monotonic() + seconds)
     try:
@@ -28,7 +29,7 @@ def limited(seconds: float) -> Iterator[None]:
 
 
 class _Watch:
-    """One thread that looks after all deadlines of this process."""
+    """One thread that watches all deadlines of this process."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -50,7 +51,7 @@ class _Watch:
             self._deadlines.pop(thread, None)
             if thread in self._raised:
                 self._raised.discard(thread)
-                _raise_in(thread, None)  # it may not have arrived yet
+                _raise_in(thread, None)  # it may still be pending
 
     def _look(self) -> None:
         while True:
@@ -66,7 +67,7 @@ class _Watch:
 
 
 def _raise_in(thread: int, error: type[BaseException] | None) -> None:
-    """Have CPython raise `error` in a thread at its next operation; None takes back one that was not raised yet."""
+    """Make CPython raise `error` in a thread at its next operation; None cancels one that is still pending."""
     raised = ctypes.py_object(error) if error is not None else None
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), raised)
 

@@ -1,4 +1,4 @@
-"""Looks at this machine: what is installed, which GPUs and calibrations are there, and what of peakcast works with them."""
+"""Examines this machine: what is installed, which GPUs and calibrations there are, and what of peakcast works with them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ COMPILED = {
 
 
 def doctor() -> Installation:
-    """What is found here. Never raises for what is missing: that becomes a finding."""
+    """What was found. It raises no error for what is missing, but reports it as a finding."""
     versions = inventory.package_versions()
     nvml, readings = inventory.nvml_gpus()
     gpus = tuple(_gpu(index, reading) for index, reading in enumerate(readings))
@@ -59,7 +59,7 @@ def _gpu(index: int, reading: Mapping[str, Any]) -> InstalledGpu:
 
 
 def known_gpu(name: str, memory_bytes: int) -> catalog.Device | None:
-    """The GPU type of that name; of types that share a marketing name the one whose memory fits."""
+    """The GPU type with that name; if several types share the name, the one whose memory fits."""
     for candidate in (name, f"{name}-{round(memory_bytes / GIB / 8) * 8}GB"):
         try:
             return catalog.gpu(candidate)
@@ -106,7 +106,7 @@ def _findings(found: Installation) -> list[str]:
 
 
 def _constants(gpu: str) -> str:
-    """What device memory on a GPU type that is here rests on."""
+    """A sentence on where the device memory of predictions for this machine's GPU type comes from."""
     try:
         own = own_constants(gpu)
     except RecordError as error:

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, matplotlib's settings, and their way into a page."""
+"""What all pictures share: colours, matplotlib's settings, and how they are put into an HTML page."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STYLE: dict[str, Any] = {
     "xtick.color": INK,
     "ytick.color": INK,
 }
-"""Given to `matplotlib.rc_context`: the same bytes for the same picture."""
+"""Arguments of `matplotlib.rc_context`, with which the same picture always has the same bytes."""
 
 
 def inline_svg(draw: Callable[[], Any], style: Mapping[str, Any] = STYLE) -> str:

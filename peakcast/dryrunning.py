@@ -1,4 +1,5 @@
-"""What `api.dryrun` does: a user's own training script on fake tensors, then an answer as `predict` gives it."""
+"""The implementation of `api.dryrun`: runs a user's training script on fake tensors, then gives an answer like
+`predict`."""
 
 from __future__ import annotations
 
@@ -34,14 +35,14 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 600.0
 ADVISED = 0.01
-"""How far the ledger's peak of the job that was seen may be from the script's for its advice to hold."""
+"""How far the ledger's peak of the job that was seen may be from the script's, as a fraction, for advice to be given."""
 MEMORY_SHARE = 0.8
-"""Of the machine's free memory, what the script may use unless it is said."""
+"""Fraction of the machine's free memory that the script may use by default."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Dryrun:
-    """What a dry run found: the answer, the job that the script turned out to run, and the timelines of its rank."""
+    """The result of a dry run: the answer, the job that the script turned out to run, and the timelines of its rank."""
 
     answer: Answer
     job: TrainingJob
@@ -50,17 +51,17 @@ class Dryrun:
     steps: int
     seconds: float
     kept: Kept | None = None
-    """The recipe that was kept, where one was asked for."""
+    """The recipe that was saved, if one was asked for."""
     not_kept: str = ""
-    """Why none was."""
+    """Why no recipe was saved."""
 
     @property
     def fits(self) -> str:
-        """As the answer has it."""
+        """The answer's verdict."""
         return self.answer.fits
 
     def to_mapping(self) -> dict[str, Any]:
-        """The answer's mapping, and what ran."""
+        """The answer's mapping, and what was run."""
         from peakcast.spec import job_to_mapping
 
         ran = {"command": list(self.command), "steps": self.steps, "seconds": round(self.seconds, 1)}
@@ -83,18 +84,18 @@ def dryrun(
     progress: Callable[[str], None] | None = None,
     output: Callable[[str], None] | None = None,
 ) -> Dryrun:
-    """Run `command` on fake CUDA tensors until its third optimizer step has ended; the four peaks of `rank` of it on `gpu`,
-    in bytes, with error bars, as `predict` has them of traces.
+    """Run `command` on fake CUDA tensors until its third optimizer step has ended. Returns the four peaks of its `rank` on
+    `gpu`, in bytes, with error bars, as `predict` gives them for traces.
 
-    `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function of no
-    arguments that trains, a copy of which runs in another process. `rank`: 0 unless given; `world_size`: where no launcher
-    says it. `length`: tokens of rows that stand in for data that cannot be fetched; `lengths`: of the shortest and the
-    longest of them, where they are to change from step to step. `skip_evaluation`: evaluation does not count.
-    `save_recipe`: a file to which the network is written, recorded, where that gives the script's own peak; `predict` takes
-    it as `recipe`. `timeout_seconds` and `memory_gib` (of the host) bound the script; `progress` is told what is done,
-    `output` what the script prints.
-    Raises: SpecError or CatalogError for a question that cannot be, ScriptError with the script's last lines when it fails,
-    MissingPackageError where there is no torch.
+    `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function without
+    arguments that trains, a copy of which runs in another process. `rank`: 0 by default; `world_size`: if no launcher says
+    it. `length`: tokens of synthetic rows for data that cannot be downloaded; `lengths`: tokens of the shortest and the
+    longest of these, if they are to change from step to step. `skip_evaluation`: evaluation does not count. `save_recipe`:
+    a file in which the recorded network is saved, if the recipe gives the script's own peak; `predict` accepts it as
+    `recipe`. `timeout_seconds` and `memory_gib` (of the host) limit the script; `progress` is called with what is being
+    done, `output` with what the script prints.
+    Raises: SpecError or CatalogError for an impossible question, ScriptError with the script's last lines when it fails,
+    MissingPackageError without torch.
     """
     need("a dry run", "torch", *(["cloudpickle"] if callable(command) else []))
     from peakcast.collectors.dryrun.command import Command, read_command
@@ -154,7 +155,7 @@ def _with_recipe(
 def answered(
     job: TrainingJob, device: Device, rank: int, seen: Seen, calibration: Calibration | str | Path | None = None
 ) -> Answer:
-    """As `predict --baseline trace` answers, of timelines that were seen already."""
+    """The answer that `predict --baseline trace` gives, from timelines that were recorded already."""
     from peakcast.answers import answer_from_trace
     from peakcast.models.baseline_choice import SeenRun
 
@@ -171,8 +172,8 @@ def answered(
 
 
 def _advice(job: TrainingJob, device: Device, rank: int, seen: Seen) -> tuple[Advice, ...]:
-    """What `predict` would say to `job`, where its own peak of that is the script's; nothing where the script does other
-    things, or trains a network that is none of transformers'."""
+    """The advice that `predict` gives for `job`, if its own peak equals the script's. Empty if the script does something
+    else, or trains a network that is not from transformers."""
     from peakcast.explaining.advice import first_to_try
     from peakcast.keeping import UNDESCRIBED
     from peakcast.models.analytical.ledger import ledger
@@ -208,7 +209,7 @@ def _few_steps(seen: Seen) -> tuple[Finding, ...]:
 
 
 def _lengths(length: int | None, lengths: tuple[int, int] | None) -> tuple[int, int] | None:
-    """Tokens of the shortest and the longest row; None where nobody has said."""
+    """Tokens of the shortest and of the longest row; None if neither argument is given."""
     if length is not None and lengths is not None:
         raise SpecError("length and lengths contradict each other; give one of them.", parameter="lengths", value=lengths)
     shortest, longest = lengths or (length, length)

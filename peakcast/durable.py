@@ -1,4 +1,4 @@
-"""Files that survive a crash: whole reads, whole replacements, advisory locks, and errors as sentences."""
+"""Files that survive a crash: complete reads, atomic replacements, advisory locks, and errors as sentences."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peakcast.errors import RecordError
 fcntl: ModuleType | None
 try:
     import fcntl
-except ImportError:  # Windows has no advisory locks of this kind; lines are still written whole
+except ImportError:  # Windows has no such locks; lines are still written as a whole
     fcntl = None
 
 MAX_FILE_BYTES = 2**30
@@ -28,7 +28,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def replace_file(path: Path, data: bytes) -> None:
-    """Write `data` beside `path`, then put it in its place: readers see the old file or the new, never a part."""
+    """Write `data` beside `path`, then rename it: readers see the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     with explained(path, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -46,7 +46,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 @contextmanager
 def explained(path: Path, done: str) -> Iterator[None]:
-    """Turns an operating-system error inside into a RecordError about `path`, which could not be `done`."""
+    """A context that turns an operating-system error into a RecordError about `path`, which could not be `done`."""
     try:
         yield
     except ValueError as error:  # a null byte or half a character
@@ -63,7 +63,7 @@ def explained(path: Path, done: str) -> Iterator[None]:
 
 @contextmanager
 def locked(descriptor: int) -> Iterator[None]:
-    """Holds the advisory lock of an open file or folder."""
+    """A context that holds the advisory lock of an open file or folder."""
     if fcntl is not None:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
     try:

@@ -18,17 +18,17 @@ from collections.abc import Iterable
 from typing import Any
 
 NO_GPU = "no CUDA GPU is available here"
-"""How the message of a cell that needs a GPU and finds none begins."""
+"""First words of the message of a cell that needs a GPU and finds none."""
 
 
 LONGEST_WORD = 200
-"""A longer one is near no known word, and to compare it takes time."""
+"""A longer word resembles no known word, and comparing it would take time."""
 MAX_CHARACTERS = 2_000
-"""A message longer than this, which quotes somebody's value at length, loses its middle."""
+"""The middle of a longer message, which quotes a long value, is left out."""
 
 
 class PeakcastError(Exception):
-    """Base of everything raised on purpose; `parameter` and `value` say what was wrong, where known."""
+    """Base of every error that is raised on purpose; `parameter` and `value` say what was wrong, if known."""
 
     def __init__(self, message: str, *, parameter: str | None = None, value: object = None) -> None:
         self.message = shortened(message)
@@ -63,7 +63,7 @@ class ScriptError(CollectorError):
         self.last_lines = last_lines
 
     def __str__(self) -> str:
-        """The sentence, then the lines."""
+        """The sentence, then the last lines."""
         return "\n".join((self.message, *(f"  | {line}" for line in self.last_lines)))
 
 
@@ -84,7 +84,7 @@ class DoesNotFitError(PeakcastError):
 
 
 def shortened(message: str) -> str:
-    """`message`, without its middle where it is longer than one may be."""
+    """`message`, without its middle if it is longer than `MAX_CHARACTERS`."""
     if len(message) <= MAX_CHARACTERS:
         return message
     return f"{message[: MAX_CHARACTERS // 2]} ... {message[-MAX_CHARACTERS // 2 :]}"

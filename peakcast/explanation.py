@@ -1,4 +1,4 @@
-"""`Explanation`: why a job needs what it needs. Plain values; `peakcast.explaining` makes them, its `text` prints them.
+"""`Explanation`: why a job needs its memory. Plain values; `peakcast.explaining` makes them, and its `text` prints them.
 
 Bytes are ints and of one rank unless a name says otherwise.
 """
@@ -28,17 +28,17 @@ COLUMNS: dict[str, tuple[Category, ...]] = {
         Category.OTHER,
     ),
 }
-"""The columns of the per-layer table and the categories that each adds up. Every category is in exactly one."""
+"""Column of the per-layer table -> the categories that it adds up. Every category is in exactly one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModuleRow:
-    """One module's share. Each column holds what is alive when that column's sum over all modules is largest, so a
-    column adds up to the most that its categories take in the step; `at_peak` adds up to the peak."""
+    """One module's part. Each column has the bytes at the instant when that column's sum over all modules is largest, so a
+    column adds up to the most that its categories have in the step; `at_peak` adds up to the peak."""
 
     module: str
     num_parameters: int
-    """Elements on this rank, frozen ones and adapters included."""
+    """Number of elements on this rank, including frozen ones and adapters."""
     weights: int
     gradients: int
     optimizer: int
@@ -49,8 +49,8 @@ class ModuleRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterRow:
-    """One parameter: its shape in the whole model, its shape on this rank, and over how many ranks that is cut once more
-    by sharded data parallelism."""
+    """One parameter: its shape in the whole model, its shape on this rank, and the number of ranks over which sharded data
+    parallelism splits the latter again."""
 
     module: str
     name: str
@@ -61,22 +61,22 @@ class ParameterRow:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """The ranks that talk to each other along one axis of the layout, in Megatron's order tp-cp-ep-dp-pp."""
+    """The ranks that communicate with each other along one axis of the layout, in Megatron's order tp-cp-ep-dp-pp."""
 
     axis: str
     members: tuple[int, ...]
-    """The group of the rank that is explained."""
+    """The ranks in the group of the explained rank."""
     firsts: tuple[int, ...]
-    """The first rank of every group of the axis; the others follow it at the distances that `members` have."""
+    """The first rank of every group of the axis; its other ranks follow at the same distances as in `members`."""
 
     @property
     def size(self) -> int:
-        """Ranks of a group."""
+        """Number of ranks in a group."""
         return len(self.members)
 
     @property
     def groups(self) -> tuple[tuple[int, ...], ...]:
-        """Every group of the axis, written out: as many numbers as the job has ranks."""
+        """The ranks of every group of the axis; all of them together are the ranks of the job."""
         distances = [member - self.members[0] for member in self.members]
         return tuple(tuple(first + distance for distance in distances) for first in self.firsts)
 
@@ -86,26 +86,26 @@ Function = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Collective:
-    """One kind of communication of a job, as one rank takes part in it."""
+    """One kind of communication of a job, from the view of one rank."""
 
     axis: str
     function: Function
     what: str
     where: str
-    """The place in the step."""
+    """The part of the step in which it happens."""
     group_size: int
     message_bytes: int
-    """Of one call: the whole tensor, before it is cut or after it is gathered."""
+    """Bytes of one call: the whole tensor, before it is scattered or after it is gathered."""
     calls_per_micro_batch: int
-    """0 where it happens once per iteration."""
+    """0 if it happens once per iteration."""
     calls_per_iteration: int
-    """0 where this rank takes no part in it."""
+    """0 if this rank takes no part in it."""
     sent_per_micro_batch_bytes: int
-    """What this rank sends in a ring: 2(n−1)/n of the message for an all-reduce, (n−1)/n for an all-gather, a
-    reduce-scatter or an all-to-all, all of it for a send."""
+    """Bytes that this rank sends in a ring: 2(n−1)/n of the message for an all-reduce, (n−1)/n for an all-gather, a
+    reduce-scatter or an all-to-all, and all of it for a send."""
     sent_per_iteration_bytes: int
     sent_in_cluster_bytes: int
-    """What all ranks together send for it per iteration."""
+    """Bytes that all ranks together send for it per iteration."""
     source: str
 
 
@@ -118,17 +118,17 @@ class PeakReason:
     module: str
     operation: str
     standing_bytes: Mapping[str, int]
-    """By category: alive since before the step."""
+    """Category -> bytes at the peak that have existed since before the step."""
     on_top_bytes: Mapping[str, int]
-    """By category: made in this step and alive at the peak. With `standing_bytes` it adds up to the peak."""
+    """Category -> bytes at the peak that were allocated in this step. With `standing_bytes` they add up to the peak."""
     largest: tuple[tuple[str, str, int, int], ...]
     """(name, category, bytes, number of tensors)."""
     previous_phase: str
-    """The phase before the peak's; "" where there is none."""
+    """The phase before the peak's; "" if there is none."""
     grown_bytes: Mapping[str, int]
-    """By category: alive at the peak less alive at the previous phase's end; negative for what was released."""
+    """Category -> bytes at the peak minus bytes at the previous phase's end; negative for what was freed."""
     next_phase: str
-    """Which other phase would peak next; "" where there is none."""
+    """The other phase with the highest peak; "" if there is none."""
     next_bytes: int
     sentences: tuple[str, ...]
 
@@ -144,7 +144,7 @@ class Change:
 
     @property
     def difference(self) -> int:
-        """Bytes more in the second job."""
+        """Bytes of the second job minus bytes of the first."""
         return self.after - self.before
 
 
@@ -153,14 +153,14 @@ class Comparison:
     """Two jobs side by side, each at its own peak."""
 
     fields: Mapping[str, tuple[Any, Any]]
-    """Field of the job -> (value in the first, value in the second), where they differ."""
+    """Field of the job -> (value in the first, value in the second), for fields that differ."""
     peak_bytes: tuple[int, int]
     peak_phase: tuple[str, str]
     phases: tuple[Change, ...]
     """The peak of each phase."""
     categories: tuple[Change, ...]
     tensors: tuple[Change, ...]
-    """Groups of equally named tensors that differ, the biggest difference first."""
+    """Groups of tensors with equal names that differ, the biggest difference first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,37 +169,38 @@ class Explanation:
 
     architecture: str
     gpu: str | None
-    """None: what the framework allocates on any GPU, without library workspaces."""
+    """None: only what the framework allocates on any GPU, without library workspaces."""
     rank: int
     source: Literal["ledger", "recipe", "trace"]
     peak: PeakReason
     timeline: Timeline
     modules: tuple[ModuleRow, ...]
     unsharded_modules: tuple[ModuleRow, ...] = ()
-    """The same job on one rank that has everything; empty where the job has one rank."""
+    """The rows of the same job on one rank that holds everything; empty if the job has one rank."""
     parameters: tuple[ParameterRow, ...] = ()
     groups: tuple[Group, ...] = ()
     communication: tuple[Collective, ...] = ()
     communication_notes: tuple[str, ...] = ()
     advice: tuple[Advice, ...] = ()
-    """Each change alone, the largest saving first."""
+    """Each change by itself, the largest saving first."""
     together: tuple[Advice, ...] = ()
-    """What to try first: each on top of those before it."""
+    """What to try first: each change on top of those before it."""
     comparison: Comparison | None = None
     assumptions: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
     allocator: Allocator = field(default_factory=Allocator)
-    """The settings under which a snapshot of the timeline has its segments."""
+    """Allocator settings for a snapshot of the timeline."""
     written: tuple[str, ...] = field(default=())
     """Files that were written on request."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the findings say."""
+        """The sentences of the findings."""
         return sentences(self.findings)
 
     def to_mapping(self) -> dict[str, Any]:
-        """The explanation as a JSON-able mapping; of the timeline the totals, phases and labels by instant."""
+        """The explanation as a JSON-able mapping; the timeline is given by its totals, phases and labels at each
+        instant."""
         timeline = self.timeline
         mapping: dict[str, Any] = {
             name: plain(value) for name, value in vars(self).items() if name != "timeline" and not name.startswith("_")

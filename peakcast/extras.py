@@ -1,8 +1,7 @@
-"""Packages that peakcast can do without until a certain command is asked for: which extra brings each, and the sentence
-where one is missing.
+"""Packages that only some commands need: which extra of peakcast installs each, and the error if one is missing.
 
-`pip install peakcast` brings what a prediction needs (`dependencies` of pyproject.toml). Every door that needs more calls
-`need` before it does anything else, so that a missing package is said in the first second.
+`pip install peakcast` installs what a prediction needs (`dependencies` of pyproject.toml). Every function of the API that
+needs more calls `need` first, so that a missing package is reported at once.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from peakcast.errors import MissingPackageError
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """A package as pip calls it, and the extra of peakcast that brings it."""
+    """A package by its name for pip, and the extra of peakcast that installs it."""
 
     name: str
     extra: str
@@ -34,7 +33,7 @@ PACKAGES = {
     "gradio": Package("gradio", "web"),
     "mcp": Package("mcp", "mcp"),
 }
-"""By the module that is imported."""
+"""The module that is imported -> its package."""
 
 USES = {
     "fit": "fitting and judging calibrations",
@@ -44,11 +43,11 @@ USES = {
     "web": "the web page",
     "mcp": "the server for assistants",
 }
-"""What each extra is for, in the words of `peakcast doctor`."""
+"""Extra -> what it is for, in the words of `peakcast doctor`."""
 
 
 def is_installed(module: str) -> bool:
-    """Whether the top-level `module` can be imported. It is looked for, not imported."""
+    """Whether the top-level `module` can be imported. It is only searched, not imported."""
     return importlib.util.find_spec(module) is not None
 
 
@@ -72,12 +71,12 @@ def need(what: str, *modules: str) -> None:
 
 
 def command(extras: str) -> str:
-    """The command that adds `extras` (one, or several with commas) to the peakcast that is installed."""
+    """The command that adds `extras` (one, or several with commas) to the installed peakcast."""
     return f"pip install 'peakcast[{extras}]'"
 
 
 def missing_extras() -> list[str]:
-    """The extras of which a package is not installed here, in the order of `USES`."""
+    """The extras with a package that is not installed here, in the order of `USES`."""
     return [
         extra
         for extra in USES

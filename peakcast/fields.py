@@ -16,7 +16,8 @@ from peakcast.errors import SpecError, near_misses
 T = TypeVar("T")
 _LARGEST = sys.float_info.max
 MOST = 2**40
-"""No whole number of a job is larger, nor smaller than its negative: products of some of them still fit into 64 bits."""
+"""No whole number of a job may be larger than this, or smaller than its negative, so that products of some of them fit into
+64 bits."""
 
 
 @functools.cache
@@ -26,14 +27,15 @@ def _hints(cls: Any) -> dict[str, Any]:
 
 @functools.cache
 def _keys(cls: Any) -> dict[str, bool]:
-    """The fields that can be given, and whether they must be."""
+    """Name of each field that can be given -> whether it is required."""
     unset = dataclasses.MISSING
     return {f.name: f.default is unset and f.default_factory is unset for f in dataclasses.fields(cls) if f.init}
 
 
 class HashedOnce:
-    """A frozen dataclass that is a key of many caches: without this each look-up walks through all of it. It has to say
-    `__hash__ = HashedOnce.__hash__`, or gets one of its own."""
+    """Base of a frozen dataclass that is a key of many caches. It computes its hash once; otherwise each look-up would
+    visit all its fields. A subclass must say `__hash__ = HashedOnce.__hash__`, because a dataclass defines one of its
+    own."""
 
     def __hash__(self) -> int:
         return self._hash
@@ -44,7 +46,7 @@ class HashedOnce:
         return hash(tuple(map(self.__dict__.__getitem__, _keys(cls))))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the hash, which holds for this process alone."""
+        """The state without the hash, which is only valid in this process."""
         return {name: value for name, value in self.__dict__.items() if name != "_hash"}
 
 
@@ -79,8 +81,8 @@ def build(cls: type[T], mapping: object, where: str = "") -> T:
 
 
 def unsaid(default: Any) -> Any:
-    """A field that `to_mapping` leaves out at its default: what few jobs have would else lengthen every stored job, and
-    change its hash on the day that the field is added."""
+    """A dataclass field that `to_mapping` leaves out if it has its default. For fields that few jobs use: they would make
+    every stored job longer, and change its hash when they are added."""
     return dataclasses.field(default=default, metadata={"unsaid": True})
 
 
@@ -126,7 +128,7 @@ class FrozenMapping(Mapping[str, Any]):
         return self._hash
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Without the hash, which holds for this process alone."""
+        """The value without the hash, which is only valid in this process."""
         return FrozenMapping, (self._items,)
 
     def __eq__(self, other: object) -> bool:
@@ -201,7 +203,7 @@ def _scalar(hint: Any, value: Any, where: str) -> Any:
 
 
 def int_like(value: object) -> int | None:
-    """`value` as an int when it is a whole number, else None (infinities included)."""
+    """`value` as an int if it is a whole number, else None (also for infinities)."""
     if isinstance(value, int):
         return value
     if not isinstance(value, float):
@@ -210,7 +212,7 @@ def int_like(value: object) -> int | None:
 
 
 def require_positive(owner: object, *names: str, where: str = "") -> None:
-    """Refuse a field of `owner` among `names` that is set and not at least 1."""
+    """Refuse those fields of `owner` among `names` that are set and less than 1."""
     for name in names:
         value = getattr(owner, name)
         if value is not None and value < 1:
@@ -218,7 +220,7 @@ def require_positive(owner: object, *names: str, where: str = "") -> None:
 
 
 def require_not_negative(owner: object, *names: str, where: str = "") -> None:
-    """Refuse a field of `owner` among `names` that is below 0."""
+    """Refuse those fields of `owner` among `names` that are less than 0."""
     for name in names:
         value = getattr(owner, name)
         if value is not None and value < 0:
@@ -226,7 +228,7 @@ def require_not_negative(owner: object, *names: str, where: str = "") -> None:
 
 
 def require_at_most(most: int, owner: object, *names: str, where: str = "") -> None:
-    """Refuse a field of `owner` among `names` that is set and above `most`, which nothing real comes near."""
+    """Refuse those fields of `owner` among `names` that are set and above `most`, a limit far above real values."""
     for name in names:
         value = getattr(owner, name)
         if value is not None and value > most:

@@ -1,4 +1,5 @@
-"""`Finding`: a warning that a program can read. What an answer does not count, has not measured or could not read.
+"""`Finding`: a warning that a program can read, about something that an answer does not count, has not measured or could
+not read.
 
 A prediction carries its findings (`Prediction.findings`); its `warnings` are their sentences. `KINDS` lists every code.
 """
@@ -10,26 +11,27 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 Direction = Literal["more", "less", "either"]
-"""Which way the thing found moves the real peak away from the answer; "either" where that is not known."""
+"""Whether the real peak is above or below the answer because of the finding; "either" if that is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """What every finding of one code has in common."""
+    """The properties that all findings with one code share."""
 
     meaning: str
     severity: int = 0
-    """How far outside of what was measured the job lies by it: 0 not at all, 1 mild, 2 another kind of job, 6 not modelled.
-    Bars widen with the sum (`models.domain.severity`)."""
+    """How far the job is from what was measured: 0 not at all, 1 a little, 2 another kind of job, 6 not modelled. Bars are
+    widened by the sum (`models.domain.severity`)."""
     uncounted: bool = False
-    """Whether the answer leaves something out whose size is not known. Only such findings change a verdict
+    """Whether the answer leaves out something of unknown size. Only such findings change a verdict
     (`models.verdict.judge`)."""
     prevents: bool = False
-    """Whether there would be no run to have a peak; then no verdict is `yes`."""
+    """Whether the run would fail and so have no peak; then the verdict is never `yes`."""
     together: str = ""
-    """A sentence for several such findings, with their parameters in the place of {}."""
+    """A sentence for several such findings, with {} for their parameters."""
     routine: bool = False
-    """Whether it says no more than what the bars rest on, or that all is as it should be: in the details of an answer."""
+    """Whether it only repeats what the bars rest on, or says that all is normal; an answer then shows it only in its
+    details."""
 
 
 UNSEEN = "the bars are wider, because no measured run is like this one in {}."
@@ -71,11 +73,11 @@ KINDS = {
 }
 """Every code a finding can have. A code keeps its meaning; a new meaning is a new code."""
 OF_THE_CACHE = frozenset(("reserved_beyond_replay", "allocator_retries"))
-"""Codes of findings about what the allocator keeps, which allocated memory knows nothing of."""
+"""Codes of findings about the allocator's cache, which do not affect allocated memory."""
 CAUSES = OF_THE_CACHE | {
     "not_modelled", "nearly_modelled", "setting_ignored", "setting_not_modelled", "outside_estimated",
 }  # fmt: skip
-"""Codes of findings that name a cause of error, where others say that something was not measured or how it was read."""
+"""Codes of findings that name a cause of error. Other findings say that something was not measured, or how it was read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +87,7 @@ class Finding:
     code: str
     """One of `KINDS`."""
     parameter: str
-    """The setting it is about, as the asker wrote it or as a job names it; "" where it is about none."""
+    """The setting that it concerns, by the user's name or by a job's; "" if it concerns none."""
     direction: Direction
     sentence: str
 
@@ -109,14 +111,14 @@ class Finding:
 
 
 def sentences(findings: Iterable[Finding]) -> tuple[str, ...]:
-    """What `findings` say, each sentence once."""
+    """The sentences of `findings`, without repetition."""
     return tuple(dict.fromkeys(finding.sentence for finding in findings))
 
 
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """`findings` with those first that may move the answer most, each sentence once.
+    """`findings` without repeated sentences, those that may change the answer most first.
 
-    First what is not counted, a stated direction before an unknown one; then by how much the bars widen for it.
+    First those that are not counted, a known direction before an unknown one; then by how much they widen the bars.
     """
     once = {finding.sentence: finding for finding in findings}.values()
     return tuple(sorted(once, key=lambda f: (not f.uncounted, f.uncounted and f.direction == "either", -f.severity)))
@@ -129,21 +131,22 @@ Effect: TypeAlias = tuple[str, Direction]
 UNKNOWN: Effect = ("not_modelled", "either")
 MORE: Effect = ("not_modelled", "more")
 LESS: Effect = ("not_modelled", "less")
-"""Something that the ledger does not count needs or saves memory."""
+"""UNKNOWN, MORE and LESS: the ledger does not count something that needs or saves memory."""
 NEARLY: Effect = ("nearly_modelled", "either")
 NEARLY_MORE: Effect = ("nearly_modelled", "more")
 NEARLY_LESS: Effect = ("nearly_modelled", "less")
-"""A trace needs more or less than the ledger has, by the share that the sentence says."""
+"""NEARLY, NEARLY_MORE and NEARLY_LESS: a trace's memory differs from the ledger's by the fraction that the sentence
+says."""
 FAILS: Effect = ("run_would_fail", "either")
 
 Check: TypeAlias = tuple[bool, str] | tuple[bool, str, Effect] | tuple[bool, str, Effect, str]
-"""Whether a job asks for something that the ledger does not cover, the sentence that says so, its effect (UNKNOWN where it
-is left out) and the parameter that it is about (where that is not the one of the whole table)."""
+"""(whether a job asks for something that the ledger does not cover, the sentence that says so, its effect, the parameter
+that it concerns). Without an effect it is UNKNOWN; without a parameter it is that of the whole table."""
 
 
 def first(checks: Iterable[Check], parameter: str, *, start: str = "", end: str = "") -> Finding | None:
-    """The finding of the first of `checks` that holds: about `parameter`, unless the check names another, and its sentence
-    between `start` and `end`."""
+    """A finding for the first of `checks` that is true, or None. It concerns `parameter` unless the check names another;
+    `start` and `end` are put around its sentence."""
     for holds, sentence, *further in checks:
         if holds:
             effect, name = (*further, parameter)[:2] if further else (UNKNOWN, parameter)
@@ -152,6 +155,6 @@ def first(checks: Iterable[Check], parameter: str, *, start: str = "", end: str 
 
 
 def found(sentence: str, parameter: str, *, effect: Effect = UNKNOWN) -> Finding:
-    """The finding that says `sentence` about `parameter`."""
+    """A finding about `parameter` with this sentence."""
     code, direction = effect
     return Finding(code, parameter, direction, sentence)

@@ -1,4 +1,4 @@
-"""`Images`: what a vision-language model sees beside text, in the terms of those who prepare data."""
+"""`Images`: the images that a vision-language model gets with its text, in the terms of people who prepare data."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from peakcast.errors import SpecError
 from peakcast.fields import require_at_most, require_not_negative, require_positive
 
 MOST_PIXELS = 2**15
-"""Of a side of an image."""
+"""Most pixels of a side of an image."""
 MOST_IMAGES = 2**10
-"""Of a sequence."""
+"""Most images of a sequence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Images:
-    """The images of each sequence, all of one size. How many tokens stand for one is the rule of the network's processor;
-    these tokens are part of `sequence_length`."""
+    """The images of each sequence, all of one size. The network's processor decides how many tokens stand for one; these
+    tokens are part of `sequence_length`."""
 
     per_sequence: int = 0
-    """0: a step of text alone, in which the vision tower does not run."""
+    """0: a step with text only, in which the vision tower does not run."""
     height: int | None = None
-    """Pixels of an image before the processor resizes it, from top to bottom."""
+    """Height of an image in pixels before the processor resizes it."""
     width: int | None = None
-    """Pixels from left to right; null means `height`."""
+    """Width in pixels; null means `height`."""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "per_sequence", where="images.")
@@ -51,18 +51,18 @@ class Images:
         return height, self.width or height
 
     def __str__(self) -> str:
-        """As answers say it: "2 images of 448 x 448"."""
+        """In the words of answers: "2 images of 448 x 448"."""
         count = f"{self.per_sequence} image{'' if self.per_sequence == 1 else 's'}"
         return f"{count} of {self.size[0]} x {self.size[1]}"
 
 
 def sees_images(architecture: Architecture) -> bool:
-    """Whether the network has a part for images, by its configuration."""
+    """Whether the network has a part for images, according to its configuration."""
     return architecture.kind == "multimodal" or '"vision_config":' in architecture.configuration
 
 
 def check_images(images: Images, architecture: Architecture, *, whole_rows: bool) -> None:
-    """Refuse images where no network sees them. Raises: SpecError."""
+    """Refuse images for a network that cannot use them. Raises: SpecError."""
     if not images.per_sequence:
         if images.height is not None:
             raise SpecError(

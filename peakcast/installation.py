@@ -18,9 +18,9 @@ class InstalledGpu:
     memory_bytes: int
     used_bytes: int
     catalog_name: str | None
-    """The GPU type of the catalog; None where it has none of that name."""
+    """The GPU type in the catalog; None if the catalog has none with this name."""
     calibration: str | None
-    """The GPU type whose calibration answers for it."""
+    """The GPU type whose calibration is used for it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,19 +30,19 @@ class FoundCalibration:
     gpu: str
     created: str
     rows: Mapping[str, int]
-    """Quantity -> rows it was fitted on."""
+    """Quantity -> number of rows in the fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Installation:
-    """Versions, GPUs and calibrations, and sentences on what works here."""
+    """Versions, GPUs and calibrations of this machine, and sentences about what works here."""
 
     peakcast: str
     python: str
     system: str
     folder: str
     versions: Mapping[str, str | None]
-    """Package -> version, None where it is not installed."""
+    """Package -> version; None if it is not installed."""
     variables: Mapping[str, str]
     """Environment variables that change what PyTorch allocates."""
     nvml: str
@@ -55,9 +55,9 @@ class Installation:
     missing_extras: tuple[str, ...]
     """Extras of peakcast of which a package is not installed."""
     findings: tuple[str, ...] = ()
-    """What works here, and what to do about what does not."""
+    """What works here, and how to repair what does not."""
 
     def to_mapping(self) -> dict[str, Any]:
-        """As JSON has it."""
+        """The fields as JSON values."""
         mapping: dict[str, Any] = plain(self)
         return mapping

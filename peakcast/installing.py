@@ -1,4 +1,4 @@
-"""Steps of installing peakcast and of making its wheel; nothing else imports them."""
+"""Steps of peakcast's installation and of making its wheel; no other module imports this one."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ OLDEST = "cp311"
 
 
 class BuildPy(build_py):  # type: ignore[misc]
-    """Byte-compiles the modules of an editable install, as installers do those of any other. Python would do it at the
-    first import, where it may write beside them; where not (PYTHONDONTWRITEBYTECODE, a read-only folder), every start
-    would compile two hundred modules anew."""
+    """Byte-compiles the modules of an editable install, as installers do for other installs. Otherwise Python compiles them
+    at the first import, if it may write beside them; if not (PYTHONDONTWRITEBYTECODE, a read-only folder), every start
+    would compile two hundred modules again."""
 
     def run(self) -> None:
         super().run()

@@ -1,7 +1,7 @@
-"""A job from the command line: the flags that change a job, declared once and taken by every command that asks about one.
+"""A job from the command line: the flags that change a job, declared once for every command that asks about one.
 
-A command is decorated with `takes_job` and has a parameter `asked: AskedJob`; on the command line that parameter is the
-argument JOB, every flag of `FLAGS`, and `--set`.
+A command is decorated with `takes_job` and has a parameter `asked: AskedJob`. On the command line, that parameter becomes
+the argument JOB, every flag of `FLAGS`, and `--set`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def complete_gpu(incomplete: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True)
 class JobFlag:
-    """One flag: its value is given to each of `fields`, paths into a job file."""
+    """One flag. Its value is assigned to each of `fields`, which are paths in a job file."""
 
     name: str
     fields: tuple[str, ...]
@@ -49,7 +49,7 @@ class JobFlag:
 
     @property
     def option(self) -> Any:
-        """How typer is told about it. A truth value gets its `--no-` form too."""
+        """The flag's declaration for typer. A boolean also gets its `--no-` form."""
         switches = () if self.kind is bool else (f"--{self.name.replace('_', '-')}",)
         completion = complete_model if self.name == "model" else None
         return typer.Option(*switches, help=self.help, rich_help_panel="Job", autocompletion=completion)
@@ -87,7 +87,7 @@ FLAGS = (
     JobFlag("expert_parallel_size", ("parallelism.expert_parallel_size",), int, "Ranks that share the experts."),
     JobFlag("other_memory_fraction", ("other_memory_fraction",), float, "Part of the GPU that others hold, such as vLLM."),
 )
-"""In the order in which `--help` shows them."""
+"""The flags in the order in which `--help` shows them."""
 JOB_HELP = "A job file, or another project's configuration or script; the flags below change it."
 SET_HELP = "Any other field: --set loss.fused_linear_cross_entropy=true"
 VERSIONS = {
@@ -95,7 +95,7 @@ VERSIONS = {
     "container": (str, typer.Option(help="Tag of NVIDIA's PyTorch image: 26.04", rich_help_panel="Versions")),
     "here": (bool, typer.Option("--here", help="Those of the packages installed here.", rich_help_panel="Versions")),
 }
-"""How a command is told the versions of packages: name -> its type and option."""
+"""Name -> type and option, for the options that give the versions of packages."""
 BESIDE = {
     "with_": (list[Path], typer.Option("--with", help="Another file that JOB needs, such as ds_config.json; repeatable.")),
     "recipe": (Path, typer.Option(help="One that dryrun --save-recipe or record --output wrote, in the place of JOB.")),
@@ -103,30 +103,29 @@ BESIDE = {
     "dialect": (str, typer.Option(help="What JOB is written in, where its keys do not tell.")),
     **VERSIONS,
 }
-"""What may come beside JOB: name -> its type and option. A command with a parameter of that name keeps its own."""
+"""Name -> type and option, for options that accompany JOB. A command with a parameter of that name keeps its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class AskedJob:
-    """What the command line said about the job: a file (or a catalog name), flags by field, and `--set` texts."""
+    """The job of a command line: a file (or a catalog name), flags by field, and `--set` texts."""
 
     job: str | None
     flags: Mapping[str, object]
     settings: Sequence[str]
     beside: Beside = NOTHING
     recipe: Path | None = None
-    """A file of one, whose job stands for JOB."""
+    """Path of a file with a recipe, whose job is used as JOB."""
 
     @property
     def given(self) -> bool:
-        """Whether anything was said at all."""
+        """Whether anything was given at all."""
         beside = bool(self.beside) or bool(self.beside.versions)
         return self.job is not None or self.recipe is not None or bool(self.flags) or bool(self.settings) or beside
 
     def other(self, against: str | None) -> object:
-        """The second job that `against` names: this job with FIELD=VALUE changed, or a file or catalog name; None for none.
-
-        Raises: SpecError."""
+        """The second job, which `against` names: this job with FIELD=VALUE changed, or a file or catalog name. None if
+        `against` is None. Raises: SpecError."""
         if against is None or "=" not in against or exists(against):
             return against
         if self.recipe is not None:
@@ -134,7 +133,7 @@ class AskedJob:
         return job_from_flags(self.job, self.flags, [*self.settings, against], self.beside)
 
     def read(self) -> Mapping[str, Any] | Translation:
-        """The job, as every door takes it. Raises: SpecError, RecordError."""
+        """The job, in a form that `peakcast.api` accepts. Raises: SpecError, RecordError."""
         if self.recipe is not None:
             return self._changed_recipe(self.recipe, self.settings)
         return job_from_flags(self.job, self.flags, self.settings, self.beside)
@@ -152,7 +151,7 @@ class AskedJob:
 
 
 def takes_job(command: Callable[..., None]) -> Callable[..., None]:
-    """`command` with its parameter `asked` spelled out as JOB, what comes beside it, the job flags and `--set`."""
+    """Replace the parameter `asked` of `command` by JOB, its accompanying options, the job flags and `--set`."""
     own = list(inspect.signature(command, eval_str=True).parameters.values())[1:]
     taken = {parameter.name for parameter in own}
     beside = {name: kind for name, kind in BESIDE.items() if name not in taken}
@@ -186,11 +185,12 @@ def takes_job(command: Callable[..., None]) -> Callable[..., None]:
 def job_from_flags(
     job: str | None, flags: Mapping[str, object], settings: Sequence[str], beside: Beside = NOTHING
 ) -> Mapping[str, Any] | Translation:
-    """The mapping of `job` (a file or a catalog name, None for none) with the fields that `flags` and `settings` change.
+    """The mapping of `job` (a file or a catalog name, None for none), with the fields that `flags` and `settings` change.
 
-    `flags` go by the field's path ("parallelism.zero_stage"); `settings` are texts "path=value" whose values are read as
-    YAML. A configuration of another project is read first, with what comes `beside` it and with
-    the architecture that `flags` name; the others then change its job. Raises: SpecError.
+    `flags` have the field's path as key ("parallelism.zero_stage"); `settings` are texts "path=value" whose values are read
+    as YAML. A configuration of another project is read first, with the options in `beside` and with the architecture that
+    `flags` name; the other flags then change its job.
+    Raises: SpecError.
     """
     from peakcast.dialects.job_file import job_from_mapping
     from peakcast.dialects.opening import opened

@@ -1,6 +1,6 @@
-"""Recipes that dry runs keep: the network that a script turned out to train, recorded, and proven by its own steps.
+"""Recipes that dry runs save: the network that a script trains, recorded and checked against the script's own steps.
 
-What is kept is of the job that was seen, for micro-batches of one sequence and of several.
+A saved recipe is for the job that was seen, with micro-batches of one sequence and of several.
 """
 
 from __future__ import annotations
@@ -27,15 +27,16 @@ if TYPE_CHECKING:
     from peakcast.models.recipes.recipe import Recipe
 
 Walks = Callable[[int | None, int, int], dict[str, Any]]
-"""As `peakcast.collectors.dryrun.walks` has them."""
+"""The function that `peakcast.collectors.dryrun.walks` provides."""
 UNDESCRIBED = "script"
-"""The `model_type` of a network that is none of transformers'."""
+"""The `model_type` of a network that is not from transformers."""
 FEW_LAYERS = 2
-"""Of a network of which only is asked whether it takes a length at all."""
+"""Layers of the network that only tests whether a sequence length is accepted at all."""
 NEARER = ((32, 4096), (8, 2048), (4, 1024))
-"""Micro-batches and lengths up to which a script's own steps may hold: some losses take so many tokens at a time."""
+"""Micro-batch sizes and lengths up to which a recipe of a script's own steps may be valid: some losses process that many
+tokens at a time."""
 BATCHES = (1, 2)
-"""Micro-batches whose recipes differ: of one sequence and of several."""
+"""Micro-batches whose recipes differ: of one sequence, and of several."""
 
 
 def keep(
@@ -50,9 +51,9 @@ def keep(
 ) -> Kept:
     """Record the network of `job` and write its recipes to `path`, if they give the peak of the steady step that was seen.
 
-    A network of transformers is recorded as that trains it. Where the script does not do the same, or its network is
-    another one, its own steps are recorded: `walks` runs them with batches of other sizes.
-    Raises: SpecError or CollectorError with the reason when nothing is kept.
+    A network of transformers is recorded as transformers trains it. If the script does something else, or its network is
+    not from transformers, its own steps are recorded: `walks` runs them with batches of other sizes.
+    Raises: SpecError or CollectorError with the reason when nothing is saved.
     """
     if reason := cannot_be_recorded(job):
         raise _not_kept(reason)
@@ -75,7 +76,7 @@ def keep(
             if reason:
                 raise _not_kept(reason)
             recipes = [recipe]
-            with suppress(CollectorError):  # its step may be one of one sequence, or of several, alone
+            with suppress(CollectorError):  # the script may only accept one sequence, or only several
                 recipes.append(_own_steps(walk, job.replace(micro_batch_size=_other_batch(job))))
     except CollectorError as error:
         raise _not_kept(str(error).rstrip(".")) from error
@@ -88,19 +89,19 @@ def _kept(path: Path, kept: Kept) -> Kept:
 
 
 def _other_batch(job: TrainingJob) -> int:
-    """A micro-batch of several sequences where the job's is of one, and of one where it is not."""
+    """A micro-batch of several sequences if the job's has one, else of one."""
     return BATCHES[job.micro_batch_size == BATCHES[0]]
 
 
 def _own_steps(walk: Walks, job: TrainingJob) -> Recipe:
-    """The recipe of a script's own steps, for what its network takes."""
+    """The recipe of a script's own steps, for the sizes that its network accepts."""
     from peakcast.models.recipes.recipe import FAR, recorded
     from peakcast.models.recipes.walk import Walk
 
     def record(layers: int | None, batch: int, length: int, _steps: int = 0) -> Walk:
         return Walk.read(walk(layers, batch, length))
 
-    most: int | None = job.sequence_length  # where a table of positions ends, or the script does
+    most: int | None = job.sequence_length  # a table of positions or the script may end there
     for layers in (FEW_LAYERS, None):
         with suppress(CollectorError):
             record(layers, job.micro_batch_size, FAR[1])
@@ -116,15 +117,15 @@ def _not_kept(reason: str) -> SpecError:
 
 
 def _proof(job: TrainingJob, recipe: Recipe, seen: Timeline, device: Device, rank: int) -> tuple[dict[str, float], str]:
-    """By phase, the recipe's peak over that of the step that was seen, minus one; and what is wrong with the whole ("":
-    nothing)."""
+    """(for each phase, the recipe's peak divided by the peak of the step that was seen, minus one; what is wrong with the
+    whole, or "")."""
     with lending(Lent(job, (recipe,))):
         made = ledger(job, device=device, rank=rank, step="steady")
     ours, theirs = _tensors(made), _tensors(seen)
     phases = {
         phase.name.lower().replace("_", " "): ours.phase_peaks()[phase] / size - 1
         for phase, size in theirs.phase_peaks().items()
-        if phase in ours.phase_peaks() and phase not in (Phase.INIT, Phase.FORWARD)  # where the loss begins, nobody says
+        if phase in ours.phase_peaks() and phase not in (Phase.INIT, Phase.FORWARD)  # nothing marks where the loss begins
     }
     error = ours.peak().num_bytes / theirs.peak().num_bytes - 1
     if abs(error) <= CLOSE and ours.peak().phase == theirs.peak().phase:
@@ -139,7 +140,7 @@ def _proof(job: TrainingJob, recipe: Recipe, seen: Timeline, device: Device, ran
 
 
 def _tensors(timeline: Timeline) -> Timeline:
-    """Without what kernels take for themselves, which is of a GPU."""
+    """`timeline` without memory that kernels allocate for themselves, which depends on the GPU."""
     held = timeline.categories != Category.WORKSPACES
     columns: dict[str, Any] = {name: getattr(timeline, name)[held] for name in ("categories", "num_bytes", "born", "dies")}
     texts: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""Files of recipes that belong to a job: what `dryrun --save-recipe` and `record --output` write, and `--recipe` reads."""
+"""Files of recipes that belong to a job: `dryrun --save-recipe` and `record --output` write them, `--recipe` reads them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ if TYPE_CHECKING:
     from peakcast.models.recipes.recipe import Recipe
 
 CLOSE = 0.001
-"""How far the peak of a dry run's recipe may be from the script's."""
+"""How far the peak of a dry run's recipe may be from the script's, as a fraction."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """What a file holds."""
+    """The content of a file."""
 
     job: TrainingJob
     recipes: tuple[Recipe, ...]
     command: str = ""
-    """Whose dry run has kept it; "": none, it was recorded of the job."""
+    """The command whose dry run saved it; "" if it was recorded from the job."""
     own_steps: bool = False
-    """Whether the script's own steps were walked, and not those of its library."""
+    """Whether the script's own steps were recorded, not those of its library."""
     phases: Mapping[str, float] | None = None
-    """Of the proof: by phase, the recipe's peak over the script's, minus one."""
+    """The check against the script: phase -> the recipe's peak divided by the script's, minus one."""
 
     def text(self) -> str:
-        """Where it holds, and how well."""
+        """For which jobs it is valid, and how accurate it is."""
         ranges = (
             f"micro-batches of {batches[0]:,} to {batches[1]:,} sequences of {lengths[0]:,} to {lengths[1]:,} tokens"
             for batches, lengths in ((one.batches, one.lengths) for one in self.recipes)
@@ -49,7 +49,7 @@ class Kept:
         return f"It holds for {'; '.join(ranges)}.{said}"
 
     def lent(self) -> Lent:
-        """As answers take them."""
+        """The recipes in the form that answers use."""
         return Lent(self.job, self.recipes)
 
 
@@ -66,7 +66,7 @@ def write(path: Path, kept: Kept) -> None:
 
 
 def read_kept(path: Path) -> Kept:
-    """What is in the file at `path`. Raises: RecordError when it is none of these."""
+    """The content of the file at `path`. Raises: RecordError when it is no such file."""
 
     def parse(content: dict[str, Any]) -> Kept:
         recipes = tuple(files.from_mapping(one) for one in content["recipes"])
@@ -87,9 +87,9 @@ def read_kept(path: Path) -> Kept:
 
 @contextmanager
 def recipe_from(kept: Kept, path: Path, job: TrainingJob) -> Iterator[str]:
-    """In here answers about `job` come from the recipes of the file at `path`; gives what to say of it.
+    """A context in which answers about `job` use the recipes in the file at `path`; its value is a sentence about them.
 
-    Raises: SpecError where they do not hold for `job`.
+    Raises: SpecError if they are not valid for `job`.
     """
     found = kept.lent()
     if others := found.other_fields(job):

@@ -1,6 +1,6 @@
-"""Memory that kernels take from PyTorch's allocator for themselves while an operator runs: no tensor has it.
+"""Memory that kernels request from PyTorch's allocator for themselves while an operator runs; it belongs to no tensor.
 
-By operator, GPU and torch release; the trace and the ledger both ask here. Each rule is held to what GPUs recorded
+By operator, GPU and torch release; the trace and the ledger both use it. Each rule is tested against recordings on GPUs
 (`tests/test_kernel_workspaces.py` on `datasets/published/histories`).
 """
 
@@ -14,7 +14,7 @@ from peakcast.catalog import Device
 from peakcast.units import MIB
 
 MAX_THREADS = 512
-"""MAX_NUM_THREADS of aten/src/ATen/native/cuda/Reduce.cuh, of all types but complex128."""
+"""MAX_NUM_THREADS of aten/src/ATen/native/cuda/Reduce.cuh, for all types except complex128."""
 WARP = 32
 VECTOR = 4
 """Elements that a thread loads at once (`input_vec_size`, `get_output_vec_size`)."""
@@ -24,13 +24,13 @@ SEMAPHORE_BYTES = 4
 SUM_ACCUMULATOR_BYTES = 4
 """Sums of bfloat16, float16 and float32 are in float32."""
 INDEXED_MAX_ACCUMULATOR_BYTES = 16
-"""`max` over a dimension keeps a value and its index of 64 bits."""
+"""`max` over a dimension holds a value and its 64-bit index."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workspace:
-    """What a reduction takes: a buffer in which blocks leave their part of each output, and a counter for each group of
-    outputs; both 0 where one block sees all of an output."""
+    """The memory of a reduction: a buffer in which blocks put their part of each output, and a counter for each group of
+    outputs. Both are 0 if one block reads all of an output."""
 
     buffer_bytes: int = 0
     semaphore_bytes: int = 0
@@ -53,12 +53,13 @@ def reduction(
     accumulator_bytes: int = SUM_ACCUMULATOR_BYTES,
     vector: int = VECTOR,
 ) -> Workspace:
-    """What `gpu_reduce_kernel` takes to reduce `num_reduced` elements to each of `num_outputs`.
+    """The memory that `gpu_reduce_kernel` takes to reduce `num_reduced` elements to each of `num_outputs`.
 
-    `reduced_is_contiguous`: the elements of one output lie one after the other; else neighbouring outputs do, as columns
-    do when a gradient is summed over tokens. `vector`: outputs a thread loads at once, fewer where the outputs are no
-    multiple of it. Where outputs are contiguous this is accumulator × outputs × 128 × min(⌈reduced/64⌉, ⌈SMs · (threads per
+    `reduced_is_contiguous`: the elements of one output are adjacent; otherwise neighbouring outputs are, like columns when
+    a gradient is summed over tokens. `vector`: outputs that a thread loads at once; fewer if the number of outputs is no
+    multiple of it. If outputs are contiguous, this is accumulator × outputs × 128 × min(⌈reduced/64⌉, ⌈SMs · (threads per
     SM/128) / ⌈outputs/128⌉⌉) from 1,021 reduced elements on.
+
     Source: torch 2.x aten/src/ATen/native/cuda/Reduce.cuh, `setReduceConfig`, `global_memory_size`, `semaphore_size`.
     """
     if num_outputs < 1 or num_reduced < 2:
@@ -93,17 +94,18 @@ def reduction(
 
 
 def column_sum(num_columns: int, num_rows: int, device: Device) -> Workspace:
-    """What a sum over the rows of a contiguous matrix takes: the gradient of a bias, or of a norm's weight, over tokens."""
+    """The memory that a sum over the rows of a contiguous matrix takes: for the gradient, over tokens, of a bias or of a
+    norm's weight."""
     return reduction(num_columns, num_rows, device.num_sms, device.max_threads_per_sm, reduced_is_contiguous=False)
 
 
 def sort_bytes(num_indices: int, num_keys: int) -> int:
-    """What the sort of `_index_put_impl_` takes that adds up the gradient of rows picked by index: an embedding written as
-    `weight[ids]`.
+    """The memory of the sort in `_index_put_impl_`, which adds up the gradient of rows that were picked by index: of an
+    embedding written as `weight[ids]`.
 
-    1 byte where one block sorts all, up to 2,048 indices. Beyond, CUB's onesweep sort has a second copy of keys and values
-    (8 bytes each), digit counts of every pass of 8 bits, and counts for each block: of 1,024 indices, which is taken from
-    the only recording above 2,048 (72,191 bytes at 4,096 indices of 10,000 rows).
+    1 byte for up to 2,048 indices, which one block sorts. Beyond, CUB's onesweep sort has a second copy of keys and values
+    (8 bytes each), digit counts of every pass of 8 bits, and counts for each block: of 1,024 indices, inferred from the
+    only recording above 2,048 (72,191 bytes at 4,096 indices of 10,000 rows).
     """
     if num_indices <= 2048:
         return 1
@@ -119,11 +121,11 @@ LARGE_CUBLAS_BYTES = 32 * MIB
 
 
 def cublas_bytes(device: Device, release: tuple[int, ...], config: str | None = None) -> int:
-    """Bytes of the workspace that each cuBLAS handle and stream keeps on `device`; `config` is CUBLAS_WORKSPACE_CONFIG
-    where set. Handles are per thread: the forward and the autograd thread have one each.
+    """Bytes of the workspace that each cuBLAS handle and stream keeps on `device`; `config` is CUBLAS_WORKSPACE_CONFIG if
+    it is set. Handles are per thread: the forward and the autograd thread have one each.
 
     Source: torch 2.11 / 2.13 shipped binaries, `getChosenWorkspaceSize` in aten/src/ATen/cuda/CublasHandlePool.cpp
-    (where-memory-goes C). Confirmed on published runs: an A100 with torch 2.4.1 holds 17,039,360 B after the step beyond
+    (where-memory-goes C). Confirmed by published runs: an A100 with torch 2.4.1 holds 17,039,360 B after the step beyond
     its tensors, which is 2 × 8,519,680; and by every history that recorded one (33,554,432 on an H100 with torch 2.6).
     """
     if config:
@@ -134,15 +136,28 @@ def cublas_bytes(device: Device, release: tuple[int, ...], config: str | None = 
 
 
 CUBLASLT_BYTES = 1 * MIB
-"""Workspace of cublasLt, which multiplies and adds a bias at once (`gemm_and_bias`, aten/src/ATen/cuda/CUDABlas.cpp)."""
+"""Workspace of cublasLt, which multiplies and adds a bias in one call (`gemm_and_bias`,
+aten/src/ATen/cuda/CUDABlas.cpp)."""
 
 
 def cublaslt_kept(release: tuple[int, ...]) -> bool | None:
-    """Whether torch of this release keeps cublasLt's workspace (recorded with 2.9) or takes it for each product (recorded
-    with 2.1 and 2.2, and the same code up to 2.4); None between, where no recording has one."""
+    """Whether this release of torch keeps cublasLt's workspace (recorded with 2.9) or allocates it for each product
+    (recorded with 2.1 and 2.2; the code is the same up to 2.4). None for releases in between, of which there is no
+    recording."""
     if release >= (2, 9):
         return True
     return False if release <= (2, 4) else None
+
+
+def flash_backward(rows: int, heads: int, width: int) -> tuple[int, int]:
+    """What the backward of flash attention takes for `rows` queries (filled up to blocks of 128) of so many `heads` of
+    `width` elements: the gradient of the queries in fp32, and row sums.
+
+    Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp, `mha_bwd`: `dq_accum`, `softmax_d`; torch's copy of it
+    (aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp) is the same.
+    """
+    filled = _ceil(width, 64) * 64 if width > 128 else _ceil(width, 32) * 32
+    return 4 * rows * heads * filled, 4 * rows * heads
 
 
 def _ceil(value: int, divisor: int) -> int:

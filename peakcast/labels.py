@@ -1,4 +1,4 @@
-"""The words that every door has for the same things: verdicts, quantities, phases, kinds of tensors."""
+"""The words in which every command and page names the same things: verdicts, quantities, phases, kinds of tensors."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from peakcast.prediction import Fits, RestsOn
 from peakcast.timeline import Category, Phase
 
 VERDICTS: dict[Fits, str] = {"yes": "fits", "no": "does not fit", "uncertain": "may or may not fit"}
-"""`Prediction.fits` -> what is said of a job."""
+"""`Prediction.fits` -> words about a job."""
 SHORT_VERDICTS: dict[Fits, str] = {"yes": "fits", "no": "too big", "uncertain": "may fit"}
-"""The same in a table."""
+"""The same for tables."""
 WOULD_FAIL = "would fail"
-"""What is said of a job that a library refuses, however much memory there is."""
+"""Verdict about a job that a library refuses to run, whatever memory there is."""
 RESTS_ON: dict[RestsOn, str] = {"measurements": "runs like it", "relatives": "related runs", "judgement": "judgement"}
 """`Interval.rests_on` -> what a bar rests on."""
 OF_LIMIT = {

@@ -1,7 +1,7 @@
 """Lengths that change from step to step (`batch.shortest_sequence`): each micro-batch as a job of its own lengths.
 
-The longest micro-batch decides what is allocated. What is reserved also depends on those before it: blocks cached for
-shorter sequences do not fit longer ones. So who measures and who replays draw the same lengths, from the same seed.
+The longest micro-batch decides what is allocated. What is reserved also depends on those before it: blocks that were cached
+for shorter sequences do not fit longer ones. Measurement and replay therefore draw the same lengths, from the same seed.
 """
 
 from __future__ import annotations
@@ -14,30 +14,31 @@ from dataclasses import replace
 from peakcast.spec import TrainingJob
 
 NUM_STEPS = 8
-"""Of these steps one has every sequence as long as may be: never the first, which has no optimizer states yet."""
+"""One of this many steps has only sequences of the largest length; never the first step, which has no optimizer states
+yet."""
 
 
 def lengths_change(job: TrainingJob) -> bool:
-    """Whether the sequences of `job` are of other lengths in every step."""
+    """Whether the sequences of `job` have other lengths in every step."""
     return job.batch.shortest_sequence is not None
 
 
 def at_its_longest(job: TrainingJob) -> TrainingJob:
-    """`job` in steps in which every sequence is as long as may be, which is what predictions and traces are of."""
+    """`job` with steps in which every sequence has the largest length; predictions and traces are of these."""
     return job.replace(batch=replace(job.batch, shortest_sequence=None, seed=0)) if lengths_change(job) else job
 
 
 def longest_step(job: TrainingJob, rank: int = 0) -> int:
-    """Which of the first `NUM_STEPS` steps has only sequences as long as may be, counted from 0."""
+    """Number (from 0) of the step among the first `NUM_STEPS` in which all sequences have the largest length."""
     return random.Random(f"{job.batch.seed}.{rank}").randrange(1, NUM_STEPS)
 
 
 def steps(job: TrainingJob, rank: int = 0) -> Iterator[tuple[TrainingJob, ...]]:
-    """The steps of `rank`, without end: of each, its micro-batches as jobs whose lengths do not change.
+    """The steps of `rank`, without end: for each, its micro-batches as jobs whose lengths do not change.
 
-    Lengths are drawn evenly from `batch.shortest_sequence` to `sequence_length`, one for each sequence; with batch.form
-    rows one for all, because rows without a mask are equally long. Ranks that share a sequence get equal parts: the
-    longest is padded up to them.
+    Lengths are drawn uniformly from `batch.shortest_sequence` to `sequence_length`: one for each sequence, or, if
+    batch.form is rows, one for all, because rows without a mask have equal lengths. Ranks that share a sequence get equal
+    parts; the longest sequence is padded so that they can.
     """
     drawn, longest = random.Random(f"{job.batch.seed}.{rank}.lengths"), longest_step(job, rank)
     for step in itertools.count():

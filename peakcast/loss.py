@@ -11,9 +11,9 @@ from peakcast.fields import unsaid
 LossKind = Literal["cross_entropy", "dpo", "reward", "kto", "grpo"]
 Reference = Literal["none", "model", "adapter_off", "precomputed"]
 PAIRS: tuple[LossKind, ...] = ("dpo", "reward")
-"""Losses of a chosen sequence beside a rejected one: both pass the network in one batch."""
+"""Losses of a chosen sequence and a rejected one, which pass through the network in one batch."""
 REFERRING: tuple[LossKind, ...] = ("dpo", "kto", "grpo")
-"""Losses that measure how far the network has moved away from a reference."""
+"""Losses that compare the network with a reference."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,14 +22,14 @@ class Loss:
 
     fused_linear_cross_entropy: bool = False
     kind: LossKind = unsaid("cross_entropy")  # noqa: RUF009  # a field
-    """`cross_entropy` of the next token; the others as TRL's trainers compute them. `dpo`: log-probabilities of pairs,
-    beside a reference's. `reward`: a head with one output scores pairs. Of a pair, `micro_batch_size` counts both
-    sequences. `kto`: log-probabilities of sequences, beside a reference's. `grpo`: those of completions that were made
-    before, with their prompts; making them is no part of the step."""
+    """`cross_entropy` of the next token; the others as TRL's trainers compute them. `dpo`: log-probabilities of pairs, with
+    a reference's. `reward`: a head with one output scores pairs. In a pair, `micro_batch_size` counts both sequences.
+    `kto`: log-probabilities of sequences, with a reference's. `grpo`: log-probabilities of completions that were generated
+    before, with their prompts; generating them is not part of the step."""
     reference: Reference | None = unsaid(None)  # noqa: RUF009  # a field
-    """Where a reference's log-probabilities come from: a frozen copy of the network beside it, the network with its
-    adapters switched off, or the data set, where they were written before training. null: what `kind` needs, which is
-    `model`, or with adapters `adapter_off`; nothing for `grpo`, whose beta is 0 by default."""
+    """Source of the reference's log-probabilities: a frozen copy of the network (`model`), the network with its adapters
+    switched off (`adapter_off`), or the data set, which had them computed before training. null: the source that `kind`
+    needs, which is `model`, or `adapter_off` with adapters; none for `grpo`, whose beta is 0 by default."""
 
     def __post_init__(self) -> None:
         if self.reference not in (None, "none") and self.kind not in REFERRING:
@@ -41,10 +41,8 @@ class Loss:
             )
 
     def reference_beside(self, *, adapters: bool) -> Reference:
-        """Where this loss has a reference's log-probabilities from, whether adapters train or the whole network.
-
-        Raises: SpecError where adapters are to be switched off and there are none.
-        """
+        """The source of this loss's reference, given whether adapters are trained or the whole network. Raises: SpecError
+        if adapters are to be switched off and there are none."""
         if self.reference == "adapter_off" and not adapters:
             raise SpecError(
                 "loss.reference='adapter_off' needs an adapter to switch off (finetuning.method: lora); with full "

@@ -1,5 +1,5 @@
-"""Rows: the doors `collect`, which measures or traces them, `verify`, which lays the ledger beside traces, and
-`import_published`, which takes over what others measured; and `collect_constants`, which reads what no tensor has."""
+"""Rows: the implementation of `collect`, which measures or traces them; `verify`, which compares the ledger with traces;
+`import_published`, which imports measurements of others; and `collect_constants`, which reads memory outside of tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 SELECTIONS = ("grid", "informative")
 UNNAMED_GPU = "A100-80GB"
-"""What cells are compared on when the GPU type is not named: only their order depends on it."""
+"""The GPU type on which cells are compared if none is named; only their order depends on it."""
 
 
 def collect(
@@ -43,10 +43,10 @@ def collect(
 ) -> Summary:
     """Measure the cells of `grid` that `shard` does not have yet, each in a process of its own. Returns a summary.
 
-    `trace` needs no GPU. `select`: "grid" takes cells in the grid's order, "informative" first those that tell most about
-    the others, given what the tables in `datasets/` and `shard` have. `history` keeps each run's timelines beside the
-    shard. `ranks`: "auto" runs a job of several ranks with all of them where there are GPUs enough. `repeats`: each cell
-    so many times, for the noise. `plot`: a picture (.png or .svg) of measured against predicted, drawn again as rows come.
+    `trace` needs no GPU. `select`: "grid" runs cells in the grid's order, "informative" first those that tell most about
+    the others, given the tables in `datasets/` and `shard`. `history` stores each run's timelines beside the shard.
+    `ranks`: "auto" runs a job of several ranks with all of them if there are enough GPUs. `repeats`: how often each cell is
+    measured, to learn the noise. `plot`: a picture (.png or .svg) of measured against predicted, drawn again as rows come.
     See `peakcast.collectors.runner.collect`.
     """
     if engine == "local":  # other engines run cells on machines with packages of their own
@@ -77,11 +77,11 @@ def collect(
 
 
 def collect_constants(gpu: str | None = None, *, timeout_seconds: float = 600) -> Reading:
-    """Read what the GPU at hand holds outside PyTorch's allocator, and keep it in the user's own file of its type, which
-    predictions for that type then use (`peakcast.constants`).
+    """Read what this machine's GPU holds outside PyTorch's allocator, and store it in the user's own file for the GPU type.
+    Predictions for that type then use it (`peakcast.constants`).
 
-    `gpu`: the type's name, where CUDA's is not in the catalog. `timeout_seconds`: for each of the two programs that read.
-    Raises: CollectorError where nothing can be read, RecordError where the file cannot be written.
+    `gpu`: the type's name, if CUDA's name is not in the catalog. `timeout_seconds`: for each of the two programs that read.
+    Raises: CollectorError if nothing can be read, RecordError if the file cannot be written.
     """
     from dataclasses import replace
 
@@ -127,8 +127,8 @@ def verify(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> list[Agreement]:
-    """Trace the cells of `grid` that `shard` does not have yet, and lay the ledger beside every trace, in the grid's order.
-    Recipes that its cells want are recorded first.
+    """Trace the cells of `grid` that `shard` does not have yet, and compare the ledger with every trace, in the grid's
+    order. Recipes that the cells need are recorded first.
 
     `output`: a folder for ledger.md, a page with every cell. Needs torch and the stacks of the grid, but no GPU.
     Raises: MissingPackageError, CollectorError for a bad grid, RecordError when a file cannot be written.
@@ -161,7 +161,8 @@ def verify(
 
 
 def import_published(sources: Path | None = None, output: Path | None = None) -> dict[str, int]:
-    """Write the tables of what others published from the files in `sources` to `output`; rows by GPU type.
+    """Write tables of what others published, from the files in `sources`, to `output`. Returns the number of rows by GPU
+    type.
 
     Raises: RecordError when a source is missing or damaged, or `output` cannot be written.
     """

@@ -1,4 +1,4 @@
-"""`Batch`: what a micro-batch looks like to the model, and what its lengths must keep to."""
+"""`Batch`: the form of a micro-batch, and the rules for its lengths."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from peakcast.errors import SpecError
 from peakcast.fields import require_not_negative, require_positive, unsaid
 
 MOST_TOKENS = 2**36
-"""Of a micro-batch: far beyond any that was run, and small enough that its bytes can be counted in 64 bits."""
+"""Most tokens of a micro-batch: far more than were ever run, and few enough that their bytes fit into 64 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """What a micro-batch of `micro_batch_size` sequences looks like to the model."""
+    """The form of a micro-batch of `micro_batch_size` sequences."""
 
     form: Literal["rows", "masked", "padding_free"] = "rows"
-    """`rows`: as many full rows of `sequence_length`, and attention needs no mask but the causal one. `masked`: rows in
-    which attention must leave something out, padding or the other sequences of a packed row. `padding_free`: all sequences
-    in one row without padding, told apart by their positions (transformers' DataCollatorWithFlattening, trl's
-    padding_free)."""
+    """`rows`: full rows of `sequence_length`, for which attention needs only the causal mask. `masked`: rows in which
+    attention must leave something out, padding or the other sequences of a packed row. `padding_free`: all sequences in one
+    row without padding, told apart by their positions (transformers' DataCollatorWithFlattening, trl's padding_free)."""
     num_tokens: int | None = None
-    """Tokens of a micro-batch that are no padding; null means micro_batch_size × sequence_length, the most there can be."""
+    """Tokens of a micro-batch without padding; null means micro_batch_size × sequence_length, the largest possible
+    number."""
     shortest_sequence: int | None = unsaid(None)
-    """Where lengths change from step to step: tokens of the shortest sequence; `sequence_length` is the longest. null means
+    """If lengths change from step to step: tokens of the shortest sequence; `sequence_length` is the longest. null means
     that every step has the same lengths."""
     seed: int = unsaid(0)
-    """Which lengths are drawn (`lengths.py`)."""
+    """Seed with which lengths are drawn (`lengths.py`)."""
 
     def __post_init__(self) -> None:
         require_positive(self, "num_tokens", "shortest_sequence", where="batch.")
@@ -35,10 +35,7 @@ class Batch:
 
 
 def check_batch(batch: Batch, micro_batch_size: int, sequence_length: int) -> None:
-    """Refuse a micro-batch that nobody runs, or whose lengths contradict each other.
-
-    Raises: SpecError.
-    """
+    """Refuse a micro-batch that does not exist in practice, or whose lengths contradict each other. Raises: SpecError."""
     tokens, longest = micro_batch_size * sequence_length, max(micro_batch_size, sequence_length)
     if tokens > MOST_TOKENS:
         name = "sequence_length" if longest == sequence_length else "micro_batch_size"

@@ -1,4 +1,5 @@
-"""Standard output and error that may be full, closed, or of another character set: no answer ends in a fault of theirs."""
+"""Standard output and error that may be full, closed, or in another character set: none of these may end an answer with a
+traceback."""
 
 from __future__ import annotations
 
@@ -10,13 +11,13 @@ from contextlib import suppress
 from typing import Any
 
 WRITE_FAILED = 74
-"""Exit code where standard output takes no more: EX_IOERR of sysexits.h."""
+"""Exit code if standard output cannot be written: EX_IOERR of sysexits.h."""
 READER_GONE = 141
-"""Exit code where whoever read standard output has gone, as `| head` does: 128 and SIGPIPE, as the shell has it."""
+"""Exit code if the reader of standard output has ended, as in `| head`: 128 plus SIGPIPE, as in a shell."""
 
 
 class OutputError(Exception):
-    """Standard output takes no more. No OSError: libraries would take it for one of theirs."""
+    """Standard output cannot be written. It is no OSError, because libraries would handle it as one of theirs."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"the answer cannot be written: {error.strerror}.")
@@ -24,7 +25,7 @@ class OutputError(Exception):
 
 
 class _Out(io.RawIOBase):
-    """A file descriptor whose errors are `OutputError`, or nobody's."""
+    """A file descriptor whose errors become `OutputError`, or are ignored."""
 
     def __init__(self, descriptor: int, *, must: bool) -> None:
         self._descriptor, self._must = descriptor, must
@@ -42,7 +43,7 @@ class _Out(io.RawIOBase):
         try:
             return os.write(self._descriptor, data)
         except OSError as error:
-            with suppress(OSError):  # what is left in buffers has nowhere to go
+            with suppress(OSError):  # buffered output has nowhere to go
                 os.dup2(os.open(os.devnull, os.O_WRONLY), self._descriptor)
             if self._must:
                 raise OutputError(error) from error
@@ -53,7 +54,7 @@ def prepare() -> None:
     """Make the standard streams of this program such that printing fails with an `OutputError` or not at all: a closed one
     takes everything and gives nothing, and characters that a terminal lacks are written as \\x.. or \\u...."""
     for name, descriptor in (("stdin", 0), ("stdout", 1), ("stderr", 2)):
-        if getattr(sys, name) is None:  # it is closed; its number must not become another file's
+        if getattr(sys, name) is None:  # it is closed; no other file may get its number
             with suppress(OSError):
                 null = os.open(os.devnull, os.O_RDWR)
                 if null != descriptor:

@@ -1,4 +1,4 @@
-"""Which process made something, written down so that another one can tell whether it is still there."""
+"""Notes which process made something, so that another process can tell whether it still runs."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from pathlib import Path
 
 
 def this_process() -> str:
-    """This process by its machine, its number and, since numbers come again, the moment at which it began."""
+    """This process as text: its machine, its number and, as numbers are reused, the time at which it began."""
     return f"{socket.gethostname()} {os.getpid()} {_began(os.getpid())}"
 
 
 def is_gone(process: str) -> bool:
-    """Whether a process written down by `this_process` has ended; of another machine's, nothing is known."""
+    """Whether a process noted by `this_process` has ended; False for processes of other machines, which cannot be seen."""
     host, digits, began = ["", "", *process.rsplit(" ", 2)][-3:]
     if host != socket.gethostname() or not digits.isdecimal():
         return False
@@ -28,7 +28,7 @@ def is_gone(process: str) -> bool:
 
 
 def _began(number: int) -> str:
-    """Clock ticks since boot when it began (proc(5), stat, field 22); "0" where the system does not say."""
+    """Clock ticks from boot to the process's beginning (proc(5), stat, field 22); "0" if the system does not tell."""
     try:
         after_name = Path(f"/proc/{number}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return after_name[19]

@@ -1,4 +1,4 @@
-"""`Parallelism`: how a job is laid out over ranks, and what a layout asks of the network that it divides."""
+"""`Parallelism`: how a job is divided over ranks, and the conditions that the network must meet for it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peakcast.errors import SpecError
 from peakcast.fields import require_positive
 
 MOST_RANKS = 2**20
-"""Of a job: far beyond any that was run, and small enough that an answer takes a bounded time."""
+"""Most ranks of a job: far more than were ever used, and few enough that an answer takes a bounded time."""
 V_SHAPED = ("zero_bubble_v", "dualpipe_v")
 """Schedules in which a rank's second stage is as far from the end as its first is from the beginning."""
 PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "zero_bubble_v", "dualpipe_v"]
@@ -18,7 +18,7 @@ PipelineSchedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble", "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallelism:
-    """The layout. `sharding` is of PyTorch's FSDP, `zero_stage` of DeepSpeed (1 with Megatron: distributed optimizer)."""
+    """The layout. `sharding` is PyTorch's FSDP, `zero_stage` is DeepSpeed's (1 with Megatron: distributed optimizer)."""
 
     data_parallel_size: int = 1
     sharding: Literal["none", "fsdp1", "fsdp2", "hsdp", "no_shard"] = "none"
@@ -56,12 +56,13 @@ class Parallelism:
 
     @property
     def num_replicas(self) -> int:
-        """Ranks that train the same weights on different tokens: they reduce gradients, and FSDP shards over them."""
+        """Number of ranks that train the same weights on different tokens. They reduce gradients, and FSDP shards over
+        them."""
         return self.data_parallel_size * self.context_parallel_size
 
     @property
     def sequence_sharing_ranks(self) -> int:
-        """Ranks among which each sequence is divided between a layer's matrices."""
+        """Number of ranks over which each sequence is divided outside of the matrix products."""
         return self.context_parallel_size * (self.tensor_parallel_size if self.sequence_parallel else 1)
 
     @property
@@ -73,8 +74,8 @@ class Parallelism:
 
 
 def layers_beside_ends(num_layers: int, num_stages: int, first: int = 1, last: int = 1) -> tuple[int, ...]:
-    """Layers of each of `num_stages` stages where the embedding counts as `first` layers of an even split and the head as
-    `last`; the stages before the others take what is left over. 126 layers on 8 stages: 15, six times 16, and 15.
+    """Number of layers on each of `num_stages` stages, if in an even split the embedding counts as `first` layers and the
+    head as `last`. Remaining layers go to the earlier stages. 126 layers on 8 stages: 15, six times 16, and 15.
 
     Source: torchtitan 0.2.0 distributed/pipeline_parallel.py `generate_llm_fqn_per_model_part`.
     """
@@ -86,7 +87,7 @@ def layers_beside_ends(num_layers: int, num_stages: int, first: int = 1, last: i
 
 
 def check_layout(layout: Parallelism, architecture: Architecture, framework: str, sequence_length: int) -> None:
-    """Refuse a layout that does not divide the network or the sequence, or that nobody runs.
+    """Refuse a layout that does not divide the network or the sequence evenly, or that no framework runs.
 
     Raises: SpecError.
     """
@@ -154,7 +155,8 @@ def _check_stages(layout: Parallelism, architecture: Architecture, framework: st
                 parameter="parallelism.pipeline_layers",
                 value=list(layout.pipeline_layers),
             )
-        # the first stage may have the embedding alone and the last the head; Megatron's layouts also know empty ones
+        # the first stage may have only the embedding and the last only the head; Megatron's layouts may also have empty
+        # stages
         between = () if framework == "megatron" else layout.pipeline_layers[1:-1]
         if min(layout.pipeline_layers) < 0 or 0 in between:
             raise SpecError(

@@ -1,4 +1,5 @@
-"""Where things are written: calibrations, reports, the MLflow store. A place that cannot be written is a sentence."""
+"""Where files are written: calibrations, reports, the MLflow store. If a place cannot be written, the error is a
+sentence."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ def calibration_folder() -> Path:
 
 
 def checkout_folder(name: str) -> Path:
-    """The folder `name` of the checkout that runs, or of the working folder where there is none."""
+    """The folder `name` of the checkout that runs, or of the working folder if there is no checkout."""
     root = Path(__file__).resolve().parents[1]
     return (root if (root / "pyproject.toml").is_file() else Path.cwd()) / name
 
@@ -43,7 +44,7 @@ def tracker(uri: str | None = None) -> Tracker:
         folder = Path(os.environ.get("XDG_DATA_HOME") or Path.home() / ".local" / "share") / "peakcast" / "mlruns"
     try:
         return Tracker(uri=uri) if uri else Tracker(folder)
-    except Exception as error:  # whatever MLflow or its database driver raises
+    except Exception as error:  # MLflow and its database driver raise errors of any class
         reason = " ".join(str(error).split())[:300]
         raise RecordError(
             f"tracking-uri={uri or folder} cannot be used: {reason}; give another, or --no-tracking.",

@@ -1,4 +1,4 @@
-"""`Prediction`: the answer to "how much memory", each quantity with its bars."""
+"""`Prediction`: the answer to "how much memory", each quantity with its error bar."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ SEEN_BY = {
     "peak_device_bytes": "nvidia-smi",
     "peak_host_bytes": "CPU memory of the rank",
 }
-"""By quantity, what shows it on a running job."""
+"""Quantity -> the reading that shows it on a running job."""
 QUANTITIES = tuple(SEEN_BY)
 """The four quantities of every answer, and of every measurement that has them."""
 
 Fits = Literal["yes", "no", "uncertain"]
 RestsOn = Literal["measurements", "relatives", "judgement"]
-"""What a bar is made of: errors on rows like the job, on rows of another GPU type or of neighbouring kinds of jobs, or a
-judgement, because no row says anything of such a job (`models.spread.PRIORS`)."""
+"""Source of a bar: errors on rows like the job; on rows of another GPU type or of similar kinds of jobs; or a judgement,
+because no row is like the job (`models.spread.PRIORS`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,18 +42,18 @@ class Interval:
     rests_on: RestsOn = "judgement"
 
     def to_mapping(self) -> dict[str, Any]:
-        """The five numbers, and what they rest on, by name."""
+        """The five numbers and their source, by name."""
         return {name: getattr(self, name) for name in ("baseline", "point", "lower", "upper", "upper_95", "rests_on")}
 
 
 @dataclass(frozen=True, slots=True)
 class Limit:
-    """What is there of one quantity for a rank, in bytes."""
+    """How much of one quantity is available to a rank, in bytes."""
 
     quantity: str
     num_bytes: int
     known: bool = True
-    """False where a usual value stands in."""
+    """False if a usual value was assumed."""
 
     def to_mapping(self) -> dict[str, Any]:
         """The fields by name."""
@@ -71,10 +71,10 @@ class GpuVerdict:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankPeak:
-    """What the ranks of one pipeline stage need; they hold the same shapes."""
+    """Peaks of the ranks of one pipeline stage, which hold the same shapes."""
 
     rank: int
-    """The first of them, which the numbers are of."""
+    """The first of these ranks, whose peaks these are."""
     num_ranks: int
     stage: int
     layers: tuple[int, ...]
@@ -90,21 +90,21 @@ class Prediction:
 
     gpu: str
     rank: int
-    """The rank the numbers are of: the one asked for, or the worst."""
+    """The rank of the numbers: the one that was asked for, or the worst."""
     peak_allocated_bytes: Interval
     peak_reserved_bytes: Interval
     peak_device_bytes: Interval
     peak_host_bytes: Interval
     capacity_bytes: int
-    """What CUDA can use on this GPU."""
+    """Memory that CUDA can use on this GPU."""
     fits: Fits
     limit: Limit
-    """What decides the verdict: of the GPU, of what the allocator may reserve, or of the host."""
+    """The limit that decides the verdict: of the GPU, of what the allocator may reserve, or of the host."""
     peak_phase: str
     phase_peaks_bytes: dict[str, int] = field(default_factory=dict)
     """Allocated peak of each phase of a steady step."""
     steady_state_bytes: int = 0
-    """Allocated between steps, from the second on."""
+    """Allocated between steps, after the first or a later step."""
     first_step_peak_bytes: int = 0
     """Allocated peak of the first step."""
     largest: tuple[tuple[str, str, int, int], ...] = ()
@@ -114,16 +114,16 @@ class Prediction:
     calibration: str = "none"
     assumptions: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()
-    """Why the real peak may differ from the answer, what may move it most first."""
+    """Why the real peak may differ from the answer; findings that may change it most come first."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the findings say."""
+        """The sentences of the findings."""
         return sentences(self.findings)
 
     @property
     def is_covered(self) -> bool:
-        """Whether the ledger counts all that the job has."""
+        """Whether the ledger counts everything in the job."""
         return not any(finding.code == "not_modelled" for finding in self.findings)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -154,15 +154,15 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Prediction):
-    """A prediction with what one asks next. Other GPU types and advice take ten times as long as the prediction itself, so
+    """A prediction with further answers. Other GPU types and advice take ten times as long as the prediction itself, so
     they are computed when they are first read."""
 
     job: TrainingJob
-    """The job that was asked about, as it was read."""
+    """The job of the question, after it was read."""
     compare_gpus: Callable[[], tuple[GpuVerdict, ...]] = field(repr=False, compare=False)
     advise: Callable[[], tuple[Advice, ...]] = field(repr=False, compare=False)
     not_modelled: tuple[str, ...]
-    """What a run may allocate that no number here contains."""
+    """What a run may allocate that no number includes."""
     ranks: tuple[RankPeak, ...] = ()
     """A line per distinct rank, where that was asked."""
     remarks: tuple[str, ...] = ()
@@ -175,7 +175,7 @@ class Answer(Prediction):
 
     @cached_property
     def first_to_try(self) -> tuple[Advice, ...]:
-        """What would lower the peak, each change on top of those before it."""
+        """Changes that lower the peak, each on top of those before it."""
         return self.advise()
 
     def to_mapping(self) -> dict[str, Any]:

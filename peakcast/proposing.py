@@ -1,5 +1,5 @@
-"""What `api.watch` does: reads the memory snapshot that a real run wrote, lays the run's peaks beside its prediction, and
-proposes the row that they make."""
+"""The implementation of `api.watch`: reads the memory snapshot that a real run wrote, compares the run's peaks with its
+prediction, and proposes a row for the run."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ if TYPE_CHECKING:
     from peakcast.prediction import Prediction
 
 SOURCE = "local"
-"""As of rows that `peakcast.watch` measures in a script (collectors/observing.py)."""
+"""The same as for rows that `peakcast.watch` measures in a script (collectors/observing.py)."""
 COMPARED = ("peak_allocated_bytes", "peak_reserved_bytes")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Proposed:
-    """A recorded run beside its prediction, and the row that it makes, which is stored where `appended_to` says."""
+    """A recorded run with its prediction and its row; `appended_to` is the file in which the row is stored."""
 
     file: str
     prediction: Prediction
@@ -46,7 +46,7 @@ class Proposed:
         return found
 
     def to_mapping(self) -> dict[str, Any]:
-        """As JSON has it: the row as a line of a shard has it, prediction and recording by quantity."""
+        """JSON values: the row as in a shard, then prediction and recording by quantity."""
         from peakcast.rows import to_row
 
         compared = {
@@ -62,7 +62,7 @@ class Proposed:
         return {"file": self.file, **compared, "row": to_row(self.row), "appended_to": self.appended_to}
 
     def text(self) -> str:
-        """The comparison in a line for each quantity, what speaks against the row, and where it is."""
+        """A line of comparison for each quantity, doubts about the row, and where the row is stored."""
         lines = [
             compared_text(quantity.split("_")[1], getattr(self.row, quantity), getattr(self.prediction, quantity))
             for quantity in COMPARED
@@ -114,7 +114,7 @@ def proposed(
 
 
 def check_snapshot_path(path: Path) -> None:
-    """Refuse a file that no snapshot can be written to. Raises: RecordError."""
+    """Refuse a path to which no snapshot can be written. Raises: RecordError."""
     if path.is_dir() or not path.absolute().parent.is_dir():
         raise RecordError(
             f"snapshot={path} cannot be written: give a file in a folder that is there.",
@@ -128,7 +128,7 @@ def _ran_out(history: History) -> bool:
 
 
 def _doubts(history: History, replay: HistoryReplay) -> list[str]:
-    """Why the recorded peaks may not be those of the whole run, a sentence each."""
+    """Sentences about why the recorded peaks may not be those of the whole run."""
     from peakcast.histories.categories import phases
     from peakcast.timeline import Phase
 

@@ -5,7 +5,7 @@ def test_memory(peak_memory):
     peak_memory(train, "H100-80GB")  # train: a function of no arguments, or the words of a command
 ```
 
-The peaks of the first run are kept in `peaks.json` beside the test; `pytest --update-peaks` keeps them anew.
+The peaks of the first run are saved in `peaks.json` beside the test; `pytest --update-peaks` saves new ones.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from peakcast.units import format_gib
 
 FILE = "peaks.json"
 TOLERANCE = 0.002
-"""A peak may grow by this share: allocator blocks and library releases move that much."""
+"""A peak may grow by this fraction, as allocator blocks and library releases may change it by as much."""
 KEPT = tuple(name for name in QUANTITIES if name in ("peak_allocated_bytes", "peak_reserved_bytes"))
-"""What tensors decide; the rest is the machine's."""
+"""Quantities that depend only on tensors; the others depend on the machine."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -35,8 +35,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.fixture
 def peak_memory(request: pytest.FixtureRequest) -> Callable[..., Dryrun]:
-    """A function `(train, gpu, name=..., tolerance=..., **options)` that dry-runs `train` and fails where a peak has grown.
-    `options` are those of `peakcast.dryrun`; `name` tells several of one test apart."""
+    """A function `(train, gpu, name=..., tolerance=..., **options)` that dry-runs `train` and fails if a peak has grown.
+    `options` are those of `peakcast.dryrun`; `name` distinguishes several calls in one test."""
     file = request.path.parent / FILE
     update = bool(request.config.getoption("--update-peaks"))
 

@@ -1,4 +1,4 @@
-"""A question: one job, one GPU type, one rank, however the job was written down."""
+"""A question: one job, one GPU type, one rank; the job may be given in any form."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from peakcast.units import GIB
 from peakcast.versions import check_versions
 
 MOST_HOST_GIB = 2**20
-"""More host memory than any node has: a mistake of units."""
+"""No node has more host memory; a larger value is in another unit by mistake."""
 FORMS = ("job", "megatron", "huggingface")
-"""The ways to write a job down: ours, Megatron-LM's command line, Hugging Face's objects."""
+"""Forms in which a job can be given: peakcast's own, Megatron-LM's command line, Hugging Face's objects."""
 _KEYS = {
     "megatron": ("arguments", "num_gpus", "env", "versions"),
     "huggingface": ("config", "training_arguments", "peft", "deepspeed", "fsdp", "num_gpus", "versions"),
 }
 
 Rank = Literal["worst", "last"] | int | str | None
-"""Which rank an answer is of: the worst (None means the same), the last (world size − 1), or a number (also as text)."""
+"""The rank of an answer: the worst (None means the same), the last (world size − 1), or a number (also as text)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Question:
-    """What is asked: a job with what reading it took for granted, where it runs, and of which rank (None: the worst)."""
+    """A job with the assumptions made in reading it, the GPU type, and the rank (None: the worst)."""
 
     translation: Translation
     device: Device
@@ -57,16 +57,16 @@ def question(
     host_memory_gib: float | None = None,
     gpus_per_node: int | None = None,
 ) -> Question:
-    """The question about `job`, written in any way that `translation_of` reads, on nodes of so many GPUs and so much host
-    memory (None: not known, and 8). Raises: SpecError or CatalogError."""
+    """The question about `job`, given in any form that `translation_of` reads. Nodes have `gpus_per_node` GPUs (None: 8)
+    and `host_memory_gib` of memory (None: not known). Raises: SpecError or CatalogError."""
     device = on_node(gpu if isinstance(gpu, Device) else catalog.gpu(gpu), host_memory_gib, gpus_per_node)
     translation = translation_of(job)
     return Question(translation=translation, device=device, rank=rank_number(rank, translation.job))
 
 
 def on_node(device: Device, host_memory_gib: float | None, gpus_per_node: int | None) -> Device:
-    """`device` in a node with so much host memory and so many GPUs, None leaves what it has, and with what
-    `peakcast collect constants` read of it here. Raises: SpecError, RecordError for a damaged file of readings."""
+    """`device` in a node with this host memory and number of GPUs (None leaves what it has), and with what `peakcast
+    collect constants` has read on this machine. Raises: SpecError; RecordError for a damaged file of readings."""
     if device.constants is None:
         device = replace(device, constants=own_constants(device.name))
     if host_memory_gib is not None:
@@ -91,10 +91,10 @@ def on_node(device: Device, host_memory_gib: float | None, gpus_per_node: int | 
 
 
 def translation_of(job: object, beside: Beside = NOTHING) -> Translation:
-    """`job` read as a `TrainingJob`: one, its mapping, a mapping with one of `FORMS` as its only key, a configuration of
-    another project (its file, its text or its mapping, told by what it contains), or the name of an architecture, which
-    then trains with every default. `beside`: other files that belong to it, the number of GPUs, another model; a text may
-    hold them itself, each after a line of `---` (see `documents`).
+    """Read `job` as a `TrainingJob`. It may be a TrainingJob, its mapping, a mapping with one of `FORMS` as its only key, a
+    configuration of another project (its file, its text or its mapping, recognised by its content), or the name of an
+    architecture, which is then trained with all defaults. `beside`: other files that belong to it, the number of GPUs,
+    another model; a text may contain other files itself, each after a line of `---` (see `documents`).
 
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
@@ -127,14 +127,14 @@ def _read(job: object, beside: Beside) -> Translation:
 
 
 def is_configuration(name: str | Path) -> bool:
-    """Whether `name` is the path of a file, or a configuration's text, and not the name of an architecture."""
+    """Whether `name` is the path of a file or the text of a configuration, rather than the name of an architecture."""
     if isinstance(name, Path) or is_text(name):
         return True
     return Path(name).suffix.lower() in ENDINGS or is_file(name)
 
 
 def rank_number(rank: Rank, job: TrainingJob) -> int | None:
-    """The number of the rank asked for, None for the worst. Raises: SpecError."""
+    """The number of the requested rank; None for the worst. Raises: SpecError."""
     world_size = job.parallelism.world_size
     if rank is None or rank == "worst":
         return None

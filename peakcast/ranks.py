@@ -1,4 +1,5 @@
-"""Which ranks of a job hold different things: those of pipeline stages, and in torch's ring those that share a sequence."""
+"""Which ranks of a job hold different tensors: those of different pipeline stages and, with torch's ring attention, those
+that share a sequence."""
 
 from __future__ import annotations
 
@@ -7,26 +8,27 @@ from peakcast.spec import TrainingJob
 
 
 def ranks_that_differ(job: TrainingJob) -> tuple[int, ...]:
-    """One rank of each kind: the first of each pipeline stage, since stages are outermost and the ranks of one are
-    consecutive, and of it those whose place in the ring of attention differs."""
+    """One rank of each kind: of each pipeline stage, the first rank for each different position in the ring of attention.
+    Stages are outermost, so the ranks of a stage are consecutive."""
     return _ranks(job, range(job.parallelism.pipeline_parallel_size))
 
 
 def ranks_to_trace(job: TrainingJob) -> tuple[int, ...]:
-    """Of those, the ones worth a trace: of a pipeline the first, the middle and the last stage."""
+    """Those ranks of `ranks_that_differ` that are traced: in a pipeline, those of the first, the middle and the last
+    stage."""
     stages = job.parallelism.pipeline_parallel_size
     return _ranks(job, sorted({0, stages // 2, stages - 1}))
 
 
 MOST_SHARDS = 8
-"""So many ranks of a stage are looked at for the memory that their parts of the optimizer make PyTorch reserve."""
+"""For how many ranks of a stage reserved memory is computed, as it depends on their parts of the optimizer."""
 
 
 def ranks_by_shard(job: TrainingJob, rank: int) -> tuple[int, ...]:
-    """Ranks of the stage of `rank`, the first of it, alike but for the parameters whose states they own, or for how FSDP1
-    builds their networks (`fsdp1_others_on_meta`). Megatron's
-    distributed optimizer cuts buffers anywhere, so that ranks with equal sums of bytes have tensors of other sizes, and
-    reserve up to 5 % more or less. All of a stage up to `MOST_SHARDS`, else so many at equal distances."""
+    """Ranks of the stage whose first rank is `rank`. They are equal except for the parameters whose states they own, or for
+    how FSDP1 builds their networks (`fsdp1_others_on_meta`). Megatron's distributed optimizer splits buffers anywhere, so
+    ranks with equal sums of bytes have tensors of different sizes, and reserve up to 5 % more or less. All ranks of a stage
+    up to `MOST_SHARDS`, else as many at equal distances."""
     layout = job.parallelism
     if layout.sharding == "fsdp1" and layout.num_replicas > 1 and conventions(job).get("fsdp1_others_on_meta"):
         return (rank, 1)
@@ -40,7 +42,7 @@ def ranks_by_shard(job: TrainingJob, rank: int) -> tuple[int, ...]:
 
 
 def worst_rank(job: TrainingJob, rank: int) -> str:
-    """The assumption that `rank`, whose peak is the highest, is the one asked about, as a sentence."""
+    """A sentence: the assumption that the question is about `rank`, which has the highest peak."""
     if job.parallelism.pipeline_parallel_size > 1:
         return f"the answer is for rank {rank}, whose pipeline stage allocates most."
     if len(ranks_that_differ(job)) > 1:
@@ -54,9 +56,9 @@ def _ranks(job: TrainingJob, stages: range | list[int]) -> tuple[int, ...]:
 
 
 def _places(job: TrainingJob) -> list[int]:
-    """In torch's ring attention the first rank has nobody before it, the last nobody behind it, and all others are alike
-    (`models/analytical/blocks/ring_attention.py`). Megatron's ranks are alike but for the ring's last one, whose turns all
-    give whole outputs (`blocks/megatron_attention.py`)."""
+    """Positions in the ring that differ. In torch's ring attention the first rank has none before it, the last none after
+    it, and all others are equal (`models/analytical/blocks/ring_attention.py`). Megatron's ranks are equal except the
+    ring's last one, for which every step of the ring returns whole outputs (`blocks/megatron_attention.py`)."""
     layout = job.parallelism
     if job.framework == "megatron":
         return [(layout.context_parallel_size - 1) * layout.tensor_parallel_size]

@@ -1,4 +1,4 @@
-"""Other jobs that a configuration may mean as well: what they would need, beside the answer for the one that was taken."""
+"""Other jobs that a configuration may also mean: what they need, in addition to the answer for the assumed one."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ VERDICT = {"yes": "that fits", "no": "that does not fit", "uncertain": "whether 
 def with_others(
     prediction: Prediction, others: tuple[Reading, ...], predict: Callable[[TrainingJob], Prediction]
 ) -> Prediction:
-    """`prediction` with a finding for each of `others` that needs another amount; where one fits and another does not,
-    whether it fits is uncertain."""
+    """`prediction` with a finding for each of `others` that needs another amount. If one of them fits and another does not,
+    the verdict is uncertain."""
     findings, fits = list(prediction.findings), prediction.fits
     point = prediction.peak_allocated_bytes.point
     for reading in others:

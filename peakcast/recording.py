@@ -1,4 +1,4 @@
-"""Recording: a network that the ledger does not know gets a recipe from the library that is installed here."""
+"""Records a recipe for a network that the ledger does not know, from the library that is installed here."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from peakcast.models.recipes.recipe import Recipe
 
 VARIABLE, NEVER = "PEAKCAST_RECORD", "never"
-"""The environment variable that keeps predictions from recording, and its value."""
+"""The environment variable that switches recording off in predictions, and its value."""
 
 
 def ensure_recipe(job: TrainingJob) -> None:
-    """Record the recipe that `job` wants, unless it is there or cannot be made, or `PEAKCAST_RECORD=never` says not to. Why
-    there is none is remembered: the answer says it."""
+    """Record the recipe that `job` needs, unless it exists, cannot be made, or `PEAKCAST_RECORD=never` is set. The reason
+    for a missing recipe is stored and appears in the answer."""
     if os.environ.get(VARIABLE) == NEVER:
         return
     if lent() is not None or not wants_recipe(job) or _is_answered(job) or cannot_be_recorded(job) or shelf.why_not(job):
@@ -51,7 +51,7 @@ def ensure_recipe(job: TrainingJob) -> None:
 
 
 def _is_answered(job: TrainingJob) -> bool:
-    """Whether there is a recipe of the release that `job` names, or none of it could be recorded here either."""
+    """Whether there is a recipe of the release that `job` names, or none could be recorded here anyway."""
     found, asked = recipe_of(job), str(job.versions.get("transformers", ""))
     if found is None or not asked:
         return found is not None
@@ -62,7 +62,8 @@ def _is_answered(job: TrainingJob) -> bool:
 def ensure_recipes(
     jobs: Iterable[TrainingJob], processes: int, progress: Callable[[str, int, int], None] | None = None
 ) -> None:
-    """As `ensure_recipe`, `processes` networks at a time. Those that may share a recipe ask for it in their order."""
+    """`ensure_recipe` for several jobs, `processes` networks at a time. Jobs that may share a recipe are handled in their
+    order."""
     by_shelf: dict[str, list[TrainingJob]] = {}
     for job in jobs:
         if wants_recipe(job):
@@ -76,30 +77,31 @@ def ensure_recipes(
                 progress(f"recipe of {job.architecture.name}", next(done), total)
             ensure_recipe(job)
 
-    with ThreadPoolExecutor(processes) as pool:  # each waits for a process of its own
+    with ThreadPoolExecutor(processes) as pool:  # each thread waits for its own process
         list(pool.map(record, by_shelf.values()))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recorded:
-    """What `peakcast record` has made."""
+    """The result of `peakcast record`."""
 
     architecture: str
     layers: int
-    """Of the network."""
+    """Number of layers of the network."""
     recorded_layers: int
-    """Of the shorter network that stands for it; as many where its layers do not repeat."""
+    """Number of layers of the shorter network that was recorded in its place; the same number if its layers do not
+    repeat."""
     num_tensors: int
     micro_batch_sizes: tuple[int, int]
-    """The smallest and the largest for which it holds."""
+    """The smallest and the largest for which the recipe is valid."""
     sequence_lengths: tuple[int, int]
-    """The shortest and the longest."""
+    """The shortest and the longest for which the recipe is valid."""
     versions: Mapping[str, str]
     seconds: float
     written: str = ""
 
     def to_mapping(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """The mapping that `--json` prints."""
         return {**vars(self), "versions": dict(self.versions)}
 
     def text(self) -> str:
@@ -115,7 +117,7 @@ class Recorded:
 
 
 def recorded(job: TrainingJob, python: str, output: Path | None) -> Recorded:
-    """Record `job`, and write the recipe to `output` too. Raises: SpecError, CollectorError, RecordError."""
+    """Record `job`, and also write the recipe to `output` if given. Raises: SpecError, CollectorError, RecordError."""
     if reason := cannot_be_recorded(job):
         raise SpecError(f"{job.architecture.name!r} cannot be recorded: {reason}; leave that out.", parameter="job")
     if python == sys.executable:
@@ -139,7 +141,8 @@ def recorded(job: TrainingJob, python: str, output: Path | None) -> Recorded:
 
 @contextmanager
 def timelines_from(baseline: str) -> Iterator[None]:
-    """In here answers come from `baseline`; a trace takes seconds for each rank. Raises: SpecError for another name."""
+    """A context in which answers use the timelines of `baseline`; a trace takes seconds for each rank. Raises: SpecError
+    for another name."""
     from peakcast.collectors.tracing.trace import trace_job
 
     with baseline_from(baseline, _traced(trace_job) if baseline == "trace" else None):
@@ -147,12 +150,12 @@ def timelines_from(baseline: str) -> Iterator[None]:
 
 
 def _traced(trace: Callable[..., dict[str, Timeline]]) -> Trace:
-    """Each job and rank once."""
+    """`trace` with a cache: each job and rank is traced once."""
     return lru_cache(maxsize=64)(lambda job, rank, gpu: trace(job, rank=rank, gpu=gpu))
 
 
 def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
-    """Record the recipe of `job` in the environment of the interpreter `python`, and keep it.
+    """Record the recipe of `job` in the environment of the interpreter `python`, and store it.
 
     Raises: CollectorError when the library there cannot run the job on fake tensors.
     """

@@ -1,5 +1,5 @@
-"""Asks before a training run starts whether it fits, and refuses one that surely does not: a refused run costs seconds, one
-that dies out of memory costs the loading of its weights and the hour in the queue.
+"""Predicts before a training run starts whether it fits, and refuses a run that surely does not. A refused run costs
+seconds; one that runs out of memory costs the loading of its weights and the time in the queue.
 
     peakcast.preflight({"huggingface": {"config": name, "training_arguments": arguments, "peft": lora}})
     model = AutoModelForCausalLM.from_pretrained(name)
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 Mode = Literal["refuse", "warn", "off"]
 VARIABLE = "PEAKCAST_PREFLIGHT"
-"""The environment variable that says what happens to a run that surely does not fit, where the script does not say it."""
+"""The environment variable that decides about a run that surely does not fit, if the script does not."""
 MODES: dict[str, Mode] = {"refuse": "refuse", "warn": "warn", "off": "off"}
 
 
@@ -57,7 +57,8 @@ def preflight(
 
 
 def mode_of(refuse: bool | None, otherwise: Mode) -> Mode:
-    """What to do: as a script says with `refuse`, else as PEAKCAST_PREFLIGHT says, else `otherwise`. Raises: SpecError."""
+    """What to do about such a run: as the script's `refuse` says, else as PEAKCAST_PREFLIGHT says, else `otherwise`.
+    Raises: SpecError."""
     if refuse is not None:
         return "refuse" if refuse else "warn"
     value = os.environ.get(VARIABLE, otherwise)
@@ -83,7 +84,7 @@ def refuse_what_does_not_fit(asked: Question, prediction: Prediction) -> None:
 
 
 def device_at(gpu: str | Device | None) -> Device:
-    """The GPU type that is named, or that of the first GPU at hand. Raises: SpecError or CatalogError."""
+    """The named GPU type, or that of this machine's first GPU. Raises: SpecError or CatalogError."""
     if gpu is not None:
         return gpu if isinstance(gpu, Device) else catalog.gpu(gpu)
     from peakcast.collectors import inventory
@@ -97,13 +98,13 @@ def device_at(gpu: str | Device | None) -> Device:
 
 
 def print_on_first_rank(line: str) -> None:
-    """Print `line` in one process of a run of several."""
+    """Print `line`, in a run of several processes only in the first one."""
     if os.environ.get("RANK", "0") == "0":
         print(line)
 
 
 def in_plain_values(job: object) -> object:
-    """`job` with the mappings of the objects in its `huggingface` form."""
+    """`job`, in whose `huggingface` form objects are replaced by their mappings."""
     if not isinstance(job, Mapping) or not isinstance(job.get("huggingface"), Mapping):
         return job
     form = {key: _plain(value) for key, value in job["huggingface"].items()}
@@ -116,8 +117,8 @@ def in_plain_values(job: object) -> object:
 
 
 def _plain(value: Any) -> Any:
-    """The mapping of an object of transformers or peft; in it, as a file would have them, sets (peft's `target_modules`) as
-    lists and members of enumerations as their values."""
+    """The mapping of an object of transformers or peft. As in their files, sets inside (peft's `target_modules`) become
+    lists, and members of enumerations become their values."""
     if hasattr(value, "to_dict"):
         value = value.to_dict()
     if isinstance(value, Mapping):

@@ -1,4 +1,5 @@
-"""The words of an answer that the command line, the web page and `explain` share: the verdict's reason, its findings."""
+"""Words of an answer that the command line, the web page and `explain` share: the reason for the verdict, and its
+findings."""
 
 from __future__ import annotations
 
@@ -10,18 +11,19 @@ from peakcast.prediction import Interval, Prediction
 from peakcast.units import GIB, format_gib
 
 NUM_SHOWN = 5
-"""Findings, and assumptions, that are printed unless all are asked for."""
+"""Number of findings, and of assumptions, that are printed unless all are asked for."""
 SURE = "95 % sure"
-"""How sure the one-sided bounds of an interval are."""
+"""How certain the one-sided bounds of an interval are."""
 
 
 def verdict_words(p: Prediction) -> str:
-    """The verdict in a few words; a run that a library refuses would fail, however much memory there is."""
+    """The verdict in a few words. If a library refuses to run the job, it would fail, whatever memory there is."""
     return WOULD_FAIL if preventing(p) else VERDICTS[p.fits]
 
 
 def verdict_reason(p: Prediction) -> str:
-    """How much is expected, how sure that is, and of how much: the end of the sentence that begins with the verdict."""
+    """How much is expected, with which certainty, and how much is available: the end of the sentence that the verdict
+    begins."""
     bar: Interval = getattr(p, p.limit.quantity)
     what = OF_LIMIT[p.limit.quantity]
     there, expected = format_gib(p.limit.num_bytes), format_gib(bar.point)
@@ -43,7 +45,7 @@ def verdict_reason(p: Prediction) -> str:
 
 
 def preventing(p: Prediction) -> Finding | None:
-    """The finding that says that the run would fail, which decides the answer where memory does not."""
+    """The finding that the run would fail, which then decides the answer instead of memory; None without it."""
     if p.fits == "no":
         return None
     return next((finding for finding in p.findings if KINDS[finding.code].prevents), None)
@@ -62,29 +64,29 @@ def bar_text(bar: Interval) -> str:
 
 
 def _may_be_lower(p: Prediction) -> bool:
-    """Whether something uncounted may make the real peak lower than any number here."""
+    """Whether something that is not counted may make the real peak lower than all numbers here."""
     return any(finding.uncounted and finding.direction != "more" for finding in p.findings)
 
 
 def notable(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Those of `findings` that an answer says at once, what may move it most first; the others are `Kind.routine`."""
+    """The `findings` that an answer shows at once, those that may change it most first; the others are `Kind.routine`."""
     return tuple(finding for finding in ordered(findings) if not KINDS[finding.code].routine)
 
 
 def warnings_shown(findings: Iterable[Finding], *, whole: bool = False, most: int = NUM_SHOWN) -> list[str]:
-    """What `findings` say, as `Warning: ...` lines, at most `most` of them and then how many are left. `whole`: all of
-    them, each by itself."""
+    """The `findings` as `Warning: ...` lines: at most `most`, then how many are left. `whole`: all of them, one by one."""
     found = ordered(findings)
     return _shown("Warning", [f.sentence for f in found] if whole else _together(found), "warning", whole, most)
 
 
 def warning_sentences(findings: Iterable[Finding]) -> list[str]:
-    """The `NUM_SHOWN` sentences of `findings` that may move the answer most; those of a kind as one (`Kind.together`)."""
+    """The `NUM_SHOWN` sentences of `findings` that may change the answer most; findings of one kind share a sentence
+    (`Kind.together`)."""
     return _together(ordered(findings))[:NUM_SHOWN]
 
 
 def assumptions_shown(assumptions: Sequence[str], *, whole: bool = False) -> list[str]:
-    """The `assumptions` as lines, shortened as `warnings_shown` are."""
+    """The `assumptions` as lines, shortened like those of `warnings_shown`."""
     return _shown("Assumed", assumptions, "assumption", whole)
 
 
@@ -96,7 +98,7 @@ def _shown(title: str, sentences: Sequence[str], noun: str, whole: bool, most: i
 
 
 def _together(findings: Sequence[Finding]) -> list[str]:
-    """The sentences of `findings`, those of the same `Kind.together` as one where the first of them would be."""
+    """The sentences of `findings`; those with the same `Kind.together` become one sentence at the place of the first."""
     parameters: dict[str, list[str]] = {}
     for finding in findings:
         if together := KINDS[finding.code].together:

@@ -39,7 +39,7 @@ def json_line(value: object) -> str:
 
 
 def plain(value: Any) -> Any:
-    """`value` as something JSON has: dataclasses as mappings, paths as texts."""
+    """`value` as JSON values: dataclasses become mappings, paths become texts."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return str(value)
@@ -53,9 +53,9 @@ def _wrapped(text: str) -> str:
 
 
 def job_text(job: object, *, as_json: bool) -> str:
-    """The job with every default written out, as a job file has it; the architecture by name where the catalog has it.
+    """The job in the form of a job file with every default; the architecture by its name if the catalog has it.
 
-    As YAML, what reading it took for granted and left out stands above it, as comments.
+    As YAML, comments at the top say what was assumed and ignored in reading it.
     """
     from peakcast import catalog
     from peakcast.errors import CatalogError
@@ -84,7 +84,7 @@ def job_text(job: object, *, as_json: bool) -> str:
 
 
 def fitted_mappings(fitted: Sequence[Fitted]) -> list[dict[str, Any]]:
-    """What `fit` did, as JSON has it."""
+    """The result of `fit` as JSON values."""
     return [
         {
             "gpu": item.gpu,
@@ -100,7 +100,7 @@ def fitted_mappings(fitted: Sequence[Fitted]) -> list[dict[str, Any]]:
 
 
 def fitted_text(fitted: Sequence[Fitted]) -> str:
-    """What `fit` did, one line a GPU type."""
+    """The result of `fit`, one line per GPU type."""
     lines = []
     for item in fitted:
         rows = ", ".join(
@@ -116,7 +116,7 @@ def fitted_text(fitted: Sequence[Fitted]) -> str:
 
 
 def print_evaluation(evaluation: Evaluation, gpu: str | None = None) -> None:
-    """Print the accuracy table, as wide as it needs to be where the output is no terminal."""
+    """Print the accuracy table; if the output is no terminal, as wide as the table needs."""
     from rich.console import Console
     from rich.table import Table
 
@@ -141,12 +141,12 @@ def print_evaluation(evaluation: Evaluation, gpu: str | None = None) -> None:
 
 
 def checked_mapping(checked: Checked) -> dict[str, Any]:
-    """What `evaluate --against` found, as JSON."""
+    """The result of `evaluate --against` as JSON values."""
     return {"checks": [found.to_mapping() for found in checked.checks], "left_out": checked.left_out}
 
 
 def checked_text(checked: Checked) -> str:
-    """What `evaluate --against` found, in sentences; the verdict of each quantity first."""
+    """The result of `evaluate --against` in sentences, the verdict of each quantity first."""
     blocks = ["\n  ".join(found.sentences) for found in checked.checks]
     left_out = [
         f"{count} {'row was' if count == 1 else 'rows were'} left out: {reason}."
@@ -156,7 +156,7 @@ def checked_text(checked: Checked) -> str:
 
 
 def installation_text(found: Installation) -> str:
-    """What `doctor` found, and what follows from it."""
+    """The result of `doctor` as text."""
     present = [f"{package} {version}" for package, version in found.versions.items() if version is not None]
     absent = [package for package, version in found.versions.items() if version is None]
     lines = [f"peakcast {found.peakcast} in {found.folder}", f"Python {found.python} on {found.system}"]
@@ -177,7 +177,7 @@ def installation_text(found: Installation) -> str:
 
 
 def summary_text(summary: Summary, shard: Path) -> str:
-    """What `collect` did: counts of cells, and why some failed."""
+    """The result of `collect`: counts of cells, and why some failed."""
     s = summary
     counts = (
         f"{s.finished} finished, {s.out_of_memory} out of memory, {s.failed} failed, {s.skipped} there already, "
@@ -199,12 +199,12 @@ def summary_text(summary: Summary, shard: Path) -> str:
 
 
 def constants_mapping(read: Reading) -> dict[str, Any]:
-    """What `collect_constants` read and where it is, as JSON has it."""
+    """The result of `collect_constants` and the path of its file, as JSON values."""
     return {**read.constants.to_mapping(), "path": read.constants.path, "remarks": list(read.remarks)}
 
 
 def constants_text(read: Reading) -> str:
-    """What `collect_constants` read, part by part."""
+    """The result of `collect_constants`, part by part."""
     found = read.constants
     parts = {
         "CUDA context": found.context_bytes,
@@ -224,7 +224,7 @@ def constants_text(read: Reading) -> str:
 
 @contextmanager
 def working() -> Iterator[Callable[[str], None]]:
-    """A context whose value shows, on standard error, what is being worked on; silent where that is no terminal."""
+    """A context whose value shows on standard error what is being done; it prints nothing if that is no terminal."""
     if not sys.stderr.isatty():
         yield lambda message: None
         return

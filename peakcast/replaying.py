@@ -1,4 +1,5 @@
-"""What `api.replay` does: reads a recording, replays it through the simulated allocator, lays a prediction beside it."""
+"""The implementation of `api.replay`: reads a recording, replays it in the simulated allocator, compares it with a
+prediction."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Replayed:
-    """A recording and its replay, GPU by GPU; sizes in bytes. `beside`: a prediction beside the fullest GPU's recording."""
+    """A recording and its replay, for each GPU; sizes in bytes. `beside`: the comparison of a prediction with the recording
+    of the GPU that reserved most."""
 
     file: str
     names: tuple[str, ...]
@@ -30,16 +32,16 @@ class Replayed:
 
     @property
     def fullest(self) -> int:
-        """Which of the recordings reserved most."""
+        """Index of the recording that reserved most."""
         return max(range(len(self.gpus)), key=lambda index: self.gpus[index].recorded_peak_reserved_bytes)
 
     @property
     def agrees(self) -> bool:
-        """Whether the simulation did what the real allocators did."""
+        """Whether the simulation reserved the same as the real allocators."""
         return all(each.agrees for each in self.gpus)
 
     def to_mapping(self) -> dict[str, Any]:
-        """As JSON has it: allocations of all GPUs together, peaks of the fullest, then each GPU."""
+        """JSON values: allocations of all GPUs together, peaks of the fullest, then each GPU."""
         most = self.gpus[self.fullest]
         mapping: dict[str, Any] = {
             "file": self.file,
@@ -70,7 +72,7 @@ def replayed(
     module: str | None,
     output: Path | None,
 ) -> Replayed:
-    """The replay of `file`. Raises: RecordError, and what a prediction raises."""
+    """The replay of `file`. Raises: RecordError, and the errors of a prediction."""
     histories = read_histories(Path(file))
     found = Replayed(
         file=str(file),

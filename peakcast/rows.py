@@ -1,7 +1,7 @@
-"""`Measurement` to and from one row: a JSON mapping (shards) or text cells (CSV). The rules of every column, in one table.
+"""`Measurement` to and from one row: a JSON mapping (shards) or text cells (CSV). One table has the rules of all columns.
 
-A text cell that a spreadsheet could run (`=`, `+`, `-`, `@` in front) or that would break a line is written as `'` and a
-JSON string, and read back the same; every other text stands as it is.
+A text cell that a spreadsheet could run (beginning with `=`, `+`, `-`, `@`) or that would break a line is written as `'`
+and a JSON string, and is converted back when it is read; every other text is written unchanged.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from peakcast.records import SCHEMA_VERSION, Collectives, Measurement, Outcome, 
 from peakcast.spec import TrainingJob, canonical_json, job_to_mapping
 
 MAX_COUNT = 2**50
-"""Largest number a row may hold: one pebibyte, in bytes. More is a unit mistake."""
+"""Largest number in a row: one pebibyte, in bytes. A larger one is in another unit by mistake."""
 MAX_CELL_CHARACTERS = 131_072
-"""Longest cell: Python's csv limit, so that what is written can be read."""
+"""Longest cell: Python's limit for csv, so that every written cell can be read."""
 
 _ENUMS = {"provenance": get_args(Provenance), "outcome": get_args(Outcome), "collectives": get_args(Collectives)}
 _TEXTS = ("gpu", "source", "source_version", "case", "out_of_scope", "observed")
@@ -67,7 +67,7 @@ _DANGEROUS = re.compile(r"[=+\-@']|.*[\x00-\x1f\x7f\ud800-\udfff]", re.DOTALL)
 
 
 class CellError(ValueError):
-    """One column of one row that breaks its rule; the store adds file and line."""
+    """One column of a row breaks its rule; the store adds file and line."""
 
     def __init__(self, column: str, value: object, rule: str) -> None:
         shown = repr(value)
@@ -78,7 +78,7 @@ class CellError(ValueError):
 def to_row(measurement: Measurement) -> dict[str, Any]:
     """The JSON-able mapping of `measurement`, one entry per column, checked. Raises: CellError."""
     mapping = job_to_mapping(measurement.job)
-    job = build(TrainingJob, mapping)  # an int where the field is a float would otherwise hash differently when read
+    job = build(TrainingJob, mapping)  # otherwise an int in a float field would hash differently when read
     try:
         if canonical_json(job_to_mapping(job)) != canonical_json(mapping):
             measurement = Measurement(**{**_fields(measurement), "job": job})
@@ -116,7 +116,7 @@ def from_row(row: Mapping[str, Any], jobs: dict[str, TrainingJob] | None = None)
     values: dict[str, Any] = {name: row[name] for name in COLUMNS if name not in ("config_hash", "key", "job")}
     values |= {name: tuple(row[name]) for name in _LISTS}
     measurement = Measurement(job=job, **values)
-    if text == canonical_json(job_to_mapping(job)):  # else an older job form: its defaults were filled in, so hashes move
+    if text == canonical_json(job_to_mapping(job)):  # else from an older version: added defaults change its hash
         for column in ("config_hash", "key"):
             expected = job.config_hash if column == "config_hash" else measurement.key
             if row[column] != expected:

@@ -1,4 +1,4 @@
-"""How the answer of `predict`, `dryrun` and `megatron` is laid out: a first screen, and the details behind a flag."""
+"""The layout of the answer of `predict`, `dryrun` and `megatron`: a first screen, and details behind a flag."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ WIDTH = 100
 NUM_WARNINGS = 3
 """Warnings on the first screen."""
 NUM_KINDS = 5
-"""Kinds of tensors that the first screen names; the rest is one line."""
+"""Kinds of tensors that the first screen names; the others share one line."""
 LEAST, LEAST_IN_DETAILS = 0.01, 0.0005
-"""Kinds of tensors that make up a smaller part of the peak are not named, on the first screen and in the details."""
+"""Kinds of tensors below this fraction of the peak are not named, on the first screen and in the details."""
 NUM_LARGEST = 5
 NUM_GPUS = 3
 """GPU types that the first screen names."""
@@ -78,8 +78,10 @@ def _verdict(p: Prediction) -> str:
 
 
 def _asked(job: TrainingJob) -> str:
-    """The job in a line: what an answer is of, so that one sees what was taken for granted."""
+    """The job in a line, so that users see what the answer is about and what was assumed."""
     what = "inference" if job.task == "inference" else METHODS[job.finetuning.method]
+    if job.finetuning.frozen:
+        what += f" ({', '.join(job.finetuning.frozen)} frozen)"
     ranks = job.parallelism.world_size
     gpus = f"{ranks:,} GPUs" if ranks > 1 else "1 GPU"
     batch = f"micro-batch {job.micro_batch_size:,} × {job.sequence_length:,} tokens"
@@ -101,7 +103,7 @@ def _quantities(p: Prediction) -> str:
 
 
 def _peak(p: Prediction, most: int | None = None) -> str:
-    """When the peak is and what it is made of; `most` kinds of tensors, and the rest as one."""
+    """When the peak occurs and what it consists of: `most` kinds of tensors, and the rest as one."""
     total = max(sum(p.composition.values()), 1)
     least = LEAST if most is not None else LEAST_IN_DETAILS
     shown = [(category_name(name), size) for name, size in p.composition.items() if size / total >= least][:most]
@@ -115,7 +117,7 @@ def _peak(p: Prediction, most: int | None = None) -> str:
 
 
 def _steps(p: Answer) -> str:
-    """What would lower the peak, each change on top of those before it."""
+    """Changes that lower the peak, each on top of those before it."""
     if p.first_to_try:
         return steps_text(p.first_to_try)
     return f"First to try: {NOTHING if p.is_covered else NOT_COVERED}."
@@ -156,7 +158,7 @@ def _warnings(p: Prediction) -> list[Finding]:
 
 
 def _more(p: Answer) -> str:
-    """What the details have that the first screen has not."""
+    """What the details contain that the first screen does not."""
     left = len(p.findings) - min(len(_warnings(p)), NUM_WARNINGS) - bool(preventing(p))
     counts = [(left, "warning"), (len(p.assumptions), "assumption")]
     said = [f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count > 0]

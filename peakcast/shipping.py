@@ -1,5 +1,5 @@
-"""The recipes that come with peakcast, recorded anew: every family of transformers that the ledger does not know, in the
-regimes that people use."""
+"""Records the recipes that peakcast ships: every family of transformers that the ledger does not know, in common
+regimes."""
 
 from __future__ import annotations
 
@@ -38,15 +38,16 @@ REGIMES: tuple[Mapping[str, Any], ...] = (
     {"activation_checkpointing": {"mode": "full"}, "precision": {"parameters": "float32", "compute": "bfloat16"}},
     {},
 )
-"""Checkpointed and not, all weights and adapters, bfloat16 and autocast: what differs from a job's defaults."""
+"""Changes to a job's defaults: with and without checkpointing, all weights and adapters, bfloat16 and autocast."""
 BATCHES = (1, 2)
-"""A micro-batch of one sequence takes paths of its own in most libraries."""
+"""Most libraries treat a micro-batch of one sequence in a special way."""
 LENGTH = 512
 LAYERS = 20
-"""Deep enough for every pattern of layers that repeats; networks of other depths follow."""
+"""Enough layers for every pattern of layers that repeats; recipes for other depths are derived."""
 TIMEOUT_SECONDS = 240
 HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
-"""A family whose defaults have as many of both has published networks with fewer of the latter, which take another path."""
+"""Numbers of heads. A family whose defaults have equally many of both also has published networks with fewer key and value
+heads, which use other code."""
 FEWEST_HEADS = 8
 
 Progress = Callable[[str], None]
@@ -54,15 +55,15 @@ Progress = Callable[[str], None]
 
 @dataclass
 class Shipment:
-    """What `record_all` has made."""
+    """The result of `record_all`."""
 
     kinds: dict[str, int] = field(default_factory=dict)
-    """Kinds of networks by family, those that were there before included."""
+    """Family -> number of kinds of networks, including those recorded earlier."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Why what could not be recorded was not, by family."""
+    """Family -> why something could not be recorded."""
 
     def to_mapping(self) -> dict[str, Any]:
-        """As `--json` prints it."""
+        """The mapping that `--json` prints."""
         return {"kinds": self.kinds, "refused": self.refused}
 
     def text(self) -> str:
@@ -78,8 +79,8 @@ def record_all(
     processes: int = 1,
     progress: Progress | None = None,
 ) -> Shipment:
-    """Record `families`, or all that transformers has and the ledger has not, into a folder of `folder` that is named after
-    the release. What is there already stays as it is. Raises: SpecError, CollectorError, RecordError."""
+    """Record `families`, or all families that transformers has and the ledger does not, into a subfolder of `folder` named
+    after the release. Existing files are kept. Raises: SpecError, CollectorError, RecordError."""
     from peakcast.collectors.recording import Recorder
 
     if python == sys.executable:
@@ -107,15 +108,15 @@ def record_all(
         if reason:
             shipment.refused[family] = reason
 
-    with explained(own, "made"):  # before the first of many minutes
+    with explained(own, "made"):  # checked before minutes are spent
         own.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(processes) as pool:  # each waits for a process of its own
+    with ThreadPoolExecutor(processes) as pool:  # each thread waits for its own process
         list(pool.map(record, asked))
     return shipment
 
 
 def _record_family(recorder: Recorder, config: Mapping[str, Any], path: Path, releases: FrozenMapping) -> tuple[int, str]:
-    """How many kinds of a family's networks are in the file at `path` then, and why one is not."""
+    """(number of kinds of a family's networks in the file at `path` afterwards, why one could not be recorded)."""
     found = shipped.all_of(path)
     reason = ""
     for job in _jobs(config):
@@ -126,14 +127,14 @@ def _record_family(recorder: Recorder, config: Mapping[str, Any], path: Path, re
         except CollectorError as error:
             reason = str(error)
             if not found:
-                break  # the defaults make no network, or one whose code reads values
+                break  # the defaults make no valid network, or its code reads values
         else:
             replace_file(path, shipped.written(found))
     return len(found), reason
 
 
 def _jobs(config: Mapping[str, Any]) -> Iterator[TrainingJob]:
-    """Jobs whose recipes are shipped, of the network with a family's defaults."""
+    """Jobs whose recipes are shipped, for the network with a family's defaults."""
     with for_tracing():
         for asked in REGIMES:
             for batch in BATCHES:
@@ -149,7 +150,7 @@ def _jobs(config: Mapping[str, Any]) -> Iterator[TrainingJob]:
 
 
 def _recorded(recorder: Recorder, job: TrainingJob, releases: FrozenMapping) -> tuple[Kind, Recipe]:
-    """A kind of networks. Raises: CollectorError when nothing was confirmed."""
+    """A kind of network with its recipe. Raises: CollectorError when no recipe was confirmed."""
     with recorder.of(regime(job)) as library:
 
         def record(*sample: Any) -> Walk:

@@ -1,7 +1,7 @@
-"""`TrainingJob`: what is trained and how. Frozen, hashable, plain values; equal means interchangeable.
+"""`TrainingJob`: what is trained and how. Frozen, hashable, plain values; equal jobs are interchangeable.
 
-Words settled here: a *rank* is a process on one GPU; *data_parallel_size* counts full replicas of the data stream
-(sharded or not); sizes of 1 change nothing. A YAML or JSON job file has the same keys as the dataclasses.
+Terms: a *rank* is a process on one GPU; *data_parallel_size* counts full replicas of the data stream (sharded or not);
+sizes of 1 change nothing. A YAML or JSON job file has the same keys as the dataclasses.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from peakcast.parallelism import PipelineSchedule as PipelineSchedule
 from peakcast.parallelism import check_layout
 
 DEFAULT_LENGTH = 2048
-"""Tokens of a sequence where a job does not say."""
+"""Tokens of a sequence if a job does not say."""
 Framework = Literal["huggingface", "torch", "megatron", "deepspeed"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 OptimizerName = Literal[
@@ -67,8 +67,8 @@ class Precision:
 
     @property
     def wide_compute(self) -> Dtype:
-        """The dtype of what is computed between matrix products: float8 is of the products alone, whose operands and
-        results are bfloat16 (torchao 0.18 float8/float8_linear.py; torchtitan's `mixed_precision_param` beside it)."""
+        """The dtype between matrix products. float8 is only used for the products, whose inputs and outputs are bfloat16
+        (torchao 0.18 float8/float8_linear.py; so does torchtitan's `mixed_precision_param`)."""
         return "bfloat16" if self.compute == "float8" else self.compute
 
 
@@ -79,7 +79,7 @@ class Optimizer:
     name: OptimizerName = "adamw"
     implementation: Literal["fused", "foreach", "loop"] = "foreach"
     momentum: float = 0.0
-    """SGD's only; above 0 it keeps one state per parameter."""
+    """Only for SGD; above 0 it has one state per parameter."""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "momentum", where="optimizer.")
@@ -101,6 +101,9 @@ class Finetuning:
     double_quantization: bool = False
     settings: FrozenMapping = unsaid(FrozenMapping())  # noqa: RUF009  # a frozen value
     """Sizes that the method has beside its rank, under peft's names (`decompose_factor`, `n_frequency`, ...)."""
+    frozen: tuple[str, ...] = unsaid(())
+    """Parts whose weights do not train, nor get adapters: `vision`, `projector` or `language` of a vision-language model,
+    or names of modules (`embed_tokens`)."""
 
     def __post_init__(self) -> None:
         require_positive(self, "rank", where="finetuning.")
@@ -145,7 +148,7 @@ class ActivationCheckpointing:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offload:
-    """What lives in host memory instead."""
+    """What is kept in host memory instead of on the GPU."""
 
     parameters: bool = False
     optimizer: bool = False
@@ -154,7 +157,7 @@ class Offload:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inference:
-    """For `task: inference`: a prefill of `prompt_length` tokens, then `new_tokens` decoded."""
+    """For `task: inference`: a prefill of `prompt_length` tokens, then `new_tokens` are decoded."""
 
     prompt_length: int | None = None
     new_tokens: int | None = None
@@ -175,17 +178,17 @@ class TrainingJob(HashedOnce):
     task: Literal["train", "inference"] = "train"
     framework: Framework = "huggingface"
     versions: FrozenMapping = field(default_factory=FrozenMapping)
-    """Package versions (`torch: "2.4.1"`) and the stack whose conventions hold, where they matter."""
+    """Package versions (`torch: "2.4.1"`) and the stack whose conventions apply, if they matter."""
     micro_batch_size: int = 1
     sequence_length: int = DEFAULT_LENGTH
-    """Tokens of each sequence of a micro-batch; of an encoder-decoder, what the encoder reads."""
+    """Tokens of each sequence of a micro-batch; for an encoder-decoder, of the encoder's input."""
     decoder_sequence_length: int | None = unsaid(None)
-    """Tokens of each of an encoder-decoder's targets; null means `sequence_length`."""
+    """Tokens of each target of an encoder-decoder; null means `sequence_length`."""
     batch: Batch = unsaid(Batch())  # noqa: RUF009  # a frozen value
     images: Images = unsaid(Images())  # noqa: RUF009  # a frozen value
-    """Of each sequence; their tokens are part of `sequence_length`."""
+    """The images of each sequence; their tokens are part of `sequence_length`."""
     gradient_accumulation_steps: int = 1
-    """Micro-batches per optimizer step and rank (with pipelining: those in flight come out of these)."""
+    """Micro-batches per optimizer step and rank (with pipelining, those in flight are among them)."""
     precision: Precision = Precision()
     optimizer: Optimizer = Optimizer()
     finetuning: Finetuning = Finetuning()
@@ -198,7 +201,8 @@ class TrainingJob(HashedOnce):
     allocator: Allocator = field(default_factory=Allocator)
     inference: Inference = Inference()
     other_memory_fraction: float = unsaid(0.0)
-    """Part of the GPU's memory that others hold all along: vLLM beside the training, another process, a screen."""
+    """Fraction of the GPU's memory that other processes hold all the time: vLLM for the same training, another process, a
+    display."""
     framework_options: FrozenMapping = field(default_factory=FrozenMapping)
     """Switches that only one framework has; each must be a known convention of `framework` (catalog/frameworks.toml)."""
 
@@ -219,7 +223,7 @@ class TrainingJob(HashedOnce):
         check_layout(self.parallelism, self.architecture, self.framework, self.sequence_length)
 
     def _check_what_has_no_effect(self) -> None:
-        """Refuse settings that contradict the rest of the job, and would be ignored."""
+        """Refuse settings that contradict the rest of the job and would have no effect."""
         if self.decoder_sequence_length is not None and self.architecture.kind != "encoder_decoder":
             raise SpecError(
                 f"decoder_sequence_length={self.decoder_sequence_length} is the length of an encoder-decoder's targets, "
@@ -237,17 +241,17 @@ class TrainingJob(HashedOnce):
 
     @property
     def reference(self) -> Reference:
-        """Where the loss has a reference's log-probabilities from (`loss.reference`, or what its kind needs)."""
+        """Source of the reference's log-probabilities (`loss.reference`, or what its kind needs)."""
         return self.loss.reference_beside(adapters=self.finetuning.method != "full")
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a micro-batch that are no padding."""
+        """Number of tokens of a micro-batch without padding."""
         return self.batch.num_tokens or self.micro_batch_size * self.sequence_length
 
     @cached_property
     def config_hash(self) -> str:
-        """16 hex digits of the SHA-256 of the canonical JSON: equal jobs, equal hashes."""
+        """16 hex digits of the SHA-256 of the canonical JSON; equal jobs have equal hashes."""
         return hashlib.sha256(canonical_json(job_to_mapping(self)).encode()).hexdigest()[:16]
 
     def replace(self, **changes: Any) -> TrainingJob:
@@ -267,7 +271,8 @@ def job_to_mapping(job: TrainingJob) -> dict[str, Any]:
 
 
 def job_in_words(job: TrainingJob) -> str:
-    """The architecture's name, then whatever differs from the defaults, as a job file would say it (versions left out)."""
+    """The architecture's name, then everything that differs from the defaults, in the words of a job file (without
+    versions)."""
     plain = job_to_mapping(TrainingJob(architecture=job.architecture))
     asked = job_to_mapping(job)
     words = [job.architecture.name]

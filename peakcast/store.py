@@ -1,7 +1,7 @@
 """The store of `Measurement` rows: JSON-lines shards while collecting, one sorted CSV per GPU type for keeping.
 
-A shard is appended to by any number of processes that may be killed at any instant; a CSV is only ever replaced whole.
-Reading a CSV is strict: a file that was damaged is refused, never repaired by guessing.
+Any number of processes may append to a shard, and may be killed at any time; a CSV is only ever replaced as a whole.
+Reading a CSV is strict: a damaged file is refused, never repaired by guessing.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from peakcast.spec import TrainingJob, canonical_json
 T = TypeVar("T")
 
 SOURCES_FOLDER = "sources"
-"""Raw files that tables were imported from live in folders of this name and are no tables of measurements."""
+"""Folders of this name contain raw files from which tables were imported; they are no tables of measurements."""
 CONSTANTS_FOLDER = "constants"
-"""Readings without a job (what a process holds before any model is there) live in folders of this name."""
+"""Folders of this name contain readings without a job (what a process holds before it has a model)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,10 +50,10 @@ class Merged:
 
 
 def append(path: Path, measurement: Measurement) -> None:
-    """Add `measurement` to the shard at `path`, durably: when this returns, a crash cannot lose or damage the row.
+    """Add `measurement` to the shard at `path`, durably: after this returns, a crash cannot lose or damage the row.
 
-    One `write` of a whole line under an advisory lock, then fsync. A line that a process killed inside its write left
-    unfinished is closed first, so that it never swallows this row.
+    One `write` of a whole line under an advisory lock, then fsync. If a process was killed during its write, its unfinished
+    line is closed first, so that this row begins on a new one.
     Raises: RecordError when the row cannot be stored or the file cannot be written.
     """
     path = Path(path)
@@ -87,8 +87,8 @@ def read_shard(path: Path) -> tuple[list[Measurement], list[BadLine]]:
 
 
 def read_rows(path: Path, start: int) -> tuple[list[Measurement], list[BadLine], int]:
-    """What `read_shard` gives of the whole lines from byte `start` on, and the byte after them: a file that others append
-    to is read little by little. Raises: RecordError only when the file itself cannot be read."""
+    """The result of `read_shard` for whole lines from byte `start` on, and the byte after them, so that a growing file can
+    be read in parts. Raises: RecordError only when the file itself cannot be read."""
     path = Path(path)
     if not exists(path) or path.stat().st_size <= start:
         return [], [], start
@@ -98,11 +98,11 @@ def read_rows(path: Path, start: int) -> tuple[list[Measurement], list[BadLine],
 
 
 def require_writable(path: Path) -> None:
-    """Raises: RecordError where no row could be appended to the shard at `path`. A shard that is not there is not made."""
+    """Check that a row could be appended to the shard at `path`, without creating it. Raises: RecordError."""
     path = Path(path)
     with explained(path, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
-        path = Path(os.path.realpath(path))  # a link may lead to where nothing can be
+        path = Path(os.path.realpath(path))  # a link may point to a path that cannot exist
         if path.is_symlink():
             raise OSError(errno.ELOOP, os.strerror(errno.ELOOP))
         if exists(path):
@@ -132,7 +132,7 @@ def _parsed(content: bytes) -> tuple[list[Measurement], list[BadLine]]:
 
 
 def keys_in(path: Path) -> set[str]:
-    """The `Measurement.key` of every readable row of a shard, or of a CSV: what need not be measured again."""
+    """The `Measurement.key` of every readable row of a shard or a CSV, which need not be measured again."""
     path = Path(path)
     if path.suffix == ".csv":
         return {row.key for row in read_csv(path)} if exists(path) else set()
@@ -184,7 +184,8 @@ def read_csv(path: Path) -> list[Measurement]:
 
 
 def read_measurements(path: Path) -> list[Measurement]:
-    """The rows of one file: a table (`.csv`) or a shard (any other ending). Raises: RecordError with what a table needs."""
+    """The rows of one file: a table (`.csv`) or a shard (any other ending). Raises: RecordError that says what a table
+    needs."""
     if path.suffix != ".csv":
         if not exists(path):
             raise RecordError(f"{path} cannot be read: there is no such file; check the path.")
@@ -207,10 +208,10 @@ def read_measurements(path: Path) -> list[Measurement]:
 
 
 def merge(shards: Iterable[Path], table: Path) -> Merged:
-    """Add the rows of `shards` to the CSV `table`. No key that the table has is ever lost; of two rows of one key the
-    newest `observed` stays (a shard's, when both are of one date).
+    """Add the rows of `shards` to the CSV `table`. No key of the table is ever lost. Of two rows with one key, the one with
+    the newest `observed` is kept (with equal dates, the shard's).
 
-    Raises: RecordError when the table cannot be read or written; nothing is touched then.
+    Raises: RecordError when the table cannot be read or written; then nothing is changed.
     """
     table = Path(table)
     with explained(table.parent, "written"):
@@ -273,7 +274,8 @@ def datasets_folder() -> Path:
 
 
 def _newest(rows: Iterable[T], identify: Callable[[T], tuple[str, str]]) -> dict[str, T]:
-    """The rows by key; of one key the newest `observed` stays, and of one date the last. `identify` gives both."""
+    """The rows by key. For each key, the row with the newest `observed` is kept; with equal dates, the last. `identify`
+    returns key and date."""
     newest: dict[str, tuple[str, T]] = {}
     for row in rows:
         key, observed = identify(row)

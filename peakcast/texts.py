@@ -1,4 +1,4 @@
-"""Columns of texts of which few differ, such as the names of a timeline's entries: held as numbers, compared as numbers."""
+"""Columns of texts with few distinct values, such as the names of a timeline's entries, stored and compared as numbers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Ints = npt.NDArray[np.int64]
 
 
 class _Numbers(dict[str, int]):
-    """The number of every text that was met in this process, counted from 0."""
+    """The number of every text that this process has seen, counted from 0."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,11 +32,11 @@ _KNOWN = _Numbers()
 
 
 number_of = _KNOWN.__getitem__
-"""The number that stands for a text in this process."""
+"""The number of a text in this process."""
 
 
 class Texts(Sequence[str]):
-    """Texts by their `numbers` [num_texts]: equal texts have equal numbers, in one process."""
+    """Texts stored as `numbers` [num_texts]; within one process, equal texts have equal numbers."""
 
     __slots__ = ("numbers",)
 

@@ -1,8 +1,8 @@
 """`Timeline`: the tensors of a training step over its instants. The one idea of peakcast.
 
-An *instant* is a moment of the step between two operations, counted from 0; each belongs to a phase. An entry lives at
-the instants `born <= t < dies`. The peak is the largest sum; it says when it is and what lives there. The ledger, the
-trace and the allocator's snapshot all produce this type, so any two can be laid side by side.
+An *instant* is a moment of the step between two operations, counted from 0; each belongs to a phase. An entry lives at the
+instants `born <= t < dies`. The peak is the largest sum: it has an instant, and the entries that live then. The ledger, the
+trace and the allocator's snapshot all produce this type, so any two can be compared.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from peakcast.texts import Texts
 
 
 class Category(IntEnum):
-    """What a tensor is for. A closed set: every byte is exactly one of these."""
+    """The purpose of a tensor. Every byte has exactly one category."""
 
     PARAMETERS = 0
     MAIN_PARAMETERS = 1
@@ -52,7 +52,7 @@ class Phase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One tensor (or a group alike): `num_bytes` from instant `born` until before instant `dies`."""
+    """One tensor (or a group of equal ones): `num_bytes` from instant `born` until before instant `dies`."""
 
     name: str
     category: Category
@@ -62,12 +62,12 @@ class Entry:
     module: str = ""
     stream: int = 0
     reusable: int = 0
-    """The first instant at which the allocator may hand its block out again, where that is after `dies`."""
+    """The first instant at which the allocator may reuse its block, if that is after `dies`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Peak:
-    """The largest sum of a timeline (or of one phase of it): where it is and how much."""
+    """The largest sum of a timeline (or of one phase of it): its instant and its bytes."""
 
     num_bytes: int
     instant: int
@@ -79,10 +79,10 @@ class Timeline:
     """Entries in columns (numpy arrays of one length) over `len(phases)` instants.
 
     Shapes: `num_bytes`, `born`, `dies`, `categories`, `streams`, `reusable` are [num_entries]; `phases` is [num_instants];
-    `labels[t]` says what happens at instant t ("" where unknown). Bytes are ints.
+    `labels[t]` says what happens at instant t ("" if unknown). Bytes are ints.
 
-    `reusable`: from which instant on the allocator may hand an entry's block out again (None: all from `dies` on). Until
-    then the block is gone from what is allocated, and still missing in what is cached: another stream uses it.
+    `reusable`: the instant from which the allocator may reuse an entry's block (None: from `dies` for all). Until then the
+    block no longer counts as allocated, but cannot be used for other requests: another stream still uses it.
     """
 
     names: Sequence[str]
@@ -98,7 +98,7 @@ class Timeline:
 
     @classmethod
     def from_entries(cls, entries: Iterable[Entry], phases: Sequence[Phase | int], labels: Sequence[str] = ()) -> Timeline:
-        """A timeline of `entries` over the instants whose phases are given."""
+        """A timeline of `entries` over instants with these phases."""
         rows = list(entries)
         return cls(
             names=[e.name for e in rows],
@@ -124,7 +124,7 @@ class Timeline:
         return total
 
     def peak(self, phase: Phase | None = None) -> Peak:
-        """The largest sum over all instants, or over those of `phase` (0 bytes where it has none)."""
+        """The largest sum over all instants, or over those of `phase` (0 bytes if it has none)."""
         if phase is None:
             return self._peak
         inside = self.phases == phase
@@ -157,7 +157,8 @@ class Timeline:
         return dict(sorted(parts.items(), key=lambda item: -item[1]))
 
     def largest_at(self, instant: int, count: int = 5) -> list[tuple[str, Category, int, int]]:
-        """The `count` biggest (name, category, bytes, how many tensors) at `instant`, alike tensors added up."""
+        """The `count` biggest (name, category, bytes, number of tensors) at `instant`; tensors with equal names are added
+        up."""
         alive = np.flatnonzero(self.alive_at(instant))
         alike = Texts.of(self.names).numbers[alive] * len(Category) + self.categories[alive]
         _, firsts, group = np.unique(alike, return_index=True, return_inverse=True)

@@ -1,6 +1,6 @@
-"""Timelines in files: compressed JSON, of a bounded size, which is data and nothing that reading could run.
+"""Timelines in files: compressed JSON of limited size. It is pure data; reading it runs nothing.
 
-A file holds the first and a steady step of one run, and what its allocator gave to no tensor of the framework:
+A file contains the first and a steady step of one run, and the allocations that belong to no tensor of the framework:
 `{"first": {...}, "steady": {...}, "hidden": [{"operator", "phase", "count", "largest_bytes", "bytes_at_peak"}, ...]}`.
 """
 
@@ -22,9 +22,9 @@ from peakcast.timeline import Timeline
 
 STEPS = ("first", "steady")
 MAX_PACKED_BYTES = 4 * 2**20
-"""A run whose timelines are larger than this is kept without them. A step of a network of seven billion takes 0.1 MB."""
+"""A run with larger timelines is stored without them. A step of a network with seven billion parameters takes 0.1 MB."""
 MAX_UNPACKED_BYTES = 256 * 2**20
-"""More than this is not unpacked: a small file may be made to grow without end."""
+"""No more than this is unpacked: a small file can be made so that it expands without end."""
 COLUMNS: dict[str, Any] = {
     "categories": np.int8,
     "num_bytes": np.int64,
@@ -48,7 +48,8 @@ def timeline_to_mapping(timeline: Timeline) -> dict[str, Any]:
 
 
 def timeline_from_mapping(mapping: Mapping[str, Any]) -> Timeline:
-    """The timeline of `timeline_to_mapping`. Raises: KeyError, ValueError or TypeError when it is none."""
+    """The timeline in a mapping made by `timeline_to_mapping`. Raises: KeyError, ValueError or TypeError for any other
+    mapping."""
     numbers = {name: mapping.get(name) for name in COLUMNS}
     columns = {name: None if column is None else np.array(column, COLUMNS[name]) for name, column in numbers.items()}
     lengths = {len(mapping[name]) for name in ("names", "modules", "num_bytes", "born", "dies", "categories")}
@@ -59,13 +60,13 @@ def timeline_from_mapping(mapping: Mapping[str, Any]) -> Timeline:
 
 
 def pack(content: Mapping[str, Any]) -> bytes | None:
-    """`content` as a file's bytes; None when they would be more than `MAX_PACKED_BYTES`."""
+    """`content` as a file's bytes; None if they would be more than `MAX_PACKED_BYTES`."""
     packed = gzip.compress(canonical_json(content).encode(), 6, mtime=0)
     return packed if len(packed) <= MAX_PACKED_BYTES else None
 
 
 def unpack(data: bytes) -> dict[str, Any]:
-    """What `pack` made `data` of. Raises: ValueError when it is nothing of the kind."""
+    """The content from which `pack` made `data`. Raises: ValueError for anything else."""
     if len(data) > MAX_PACKED_BYTES:
         raise ValueError(f"it has {len(data):,} bytes; at most {MAX_PACKED_BYTES:,} are read")
     stream = zlib.decompressobj(wbits=31)  # gzip's frame
@@ -91,7 +92,7 @@ def read_timelines(path: Path) -> dict[str, Timeline]:
 
 
 def read_content(path: Path) -> dict[str, Any]:
-    """All that the file at `path` holds. Raises: RecordError when it cannot be read."""
+    """The whole content of the file at `path`. Raises: RecordError when it cannot be read."""
     try:
         return unpack(file_bytes(Path(path), MAX_PACKED_BYTES))
     except (OSError, ValueError) as error:

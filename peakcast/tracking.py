@@ -1,7 +1,7 @@
 """MLflow behind one adapter: evaluations as runs, calibrations as versions of one registered model.
 
-The only module that imports mlflow, and only when a `Tracker` is made. It works through `MlflowClient` with an explicit
-address, so it neither reads nor changes MLflow's global active run.
+The only module that imports mlflow, and only when a `Tracker` is made. It uses `MlflowClient` with an explicit address, so
+it neither reads nor changes MLflow's global active run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 MODEL_NAME = "peakcast"
 """The registered model; each GPU type is an alias of one of its versions."""
 OWNER = "peakcast.process"
-"""Tag of a run: the process that makes it."""
+"""Tag of a run with the process that makes it."""
 _MODEL_CODE = """\
 import mlflow
 
@@ -39,14 +39,14 @@ from peakcast.tracking import served_model
 
 mlflow.models.set_model(served_model())
 """
-"""What MLflow runs to load the model: code from this package, and nothing pickled."""
+"""The code that MLflow runs to load the model; it only imports this package, and nothing is pickled."""
 
 
 class Tracker:
     """Writes to one MLflow store.
 
-    `folder` keeps a SQLite database `mlflow.db` and the folder `artifacts`; `uri` is the address of another
-    store or of a server, and then `folder` may be None.
+    `folder` gets a SQLite database `mlflow.db` and the folder `artifacts`; `uri` is the address of another store or of a
+    server, and then `folder` may be None.
     """
 
     def __init__(self, folder: Path | None = None, *, uri: str | None = None, experiment: str = "peakcast") -> None:
@@ -57,7 +57,7 @@ class Tracker:
         self.experiment = experiment
         client = _mlflow().MlflowClient
         database = Path(self.uri.removeprefix("sqlite:///")).absolute() if self.uri.startswith("sqlite:///") else None
-        with _alone(database):  # a fresh database is given its tables by whoever comes first, and by one alone
+        with _alone(database):  # the first process creates a new database's tables, and no other at the same time
             self._client = client(tracking_uri=self.uri, registry_uri=self.uri)
             if database is not None:
                 self._client.search_experiments(max_results=1)
@@ -72,10 +72,9 @@ class Tracker:
         name: str = "evaluation",
     ) -> str:
         """One parent run with parameters, the data set's digest and rows, headline metrics, decisions, figures (file name →
-        matplotlib figure) and the whole evaluation as JSON; a child run per GPU type, with the metrics of every split and
-        its calibration of `calibrations` as artefact, and one per fold, with those of the architecture that was held out.
-        Returns the parent's run id.
-        """
+        matplotlib figure) and the whole evaluation as JSON. It has a child run per GPU type, with the metrics of every
+        split and its calibration of `calibrations` as artefact, and one per fold, with the metrics of the held-out
+        architecture. Returns the parent's run id."""
         from peakcast.models.tracked import by_fold, by_gpu
 
         self._end_abandoned()
@@ -89,7 +88,7 @@ class Tracker:
         return run_id
 
     def champion(self, gpu: str) -> Calibration | None:
-        """The calibration that the alias of a GPU type stands for; None where there is none that this version reads."""
+        """The calibration for which a GPU type's alias stands; None if there is none that this version can read."""
         from peakcast.models.calibration import load_calibration
 
         exceptions = _mlflow().exceptions
@@ -109,9 +108,9 @@ class Tracker:
     ) -> int:
         """Register `calibration` as a new version of the model. Returns the version.
 
-        It gets its GPU type's slug as alias, unless a `comparison` with the one in use says that it is worse; the
-        comparison is kept as an artefact and in the version's tags. `run_id` is the run that keeps the artefacts; without
-        one a run is made for it.
+        It gets its GPU type's slug as alias, unless a `comparison` with the calibration in use says that it is worse; the
+        comparison is stored as an artefact and in the version's tags. `run_id` is the run that stores the artefacts;
+        without it, a run is made.
         """
         if run_id is None:
             self._end_abandoned()
@@ -164,7 +163,7 @@ class Tracker:
 
     @contextmanager
     def _perhaps_there(self) -> Iterator[None]:
-        """Inside it something is made that somebody else may just have made, which does as well."""
+        """A context for making something that another process may have made at the same time; its error is then ignored."""
         try:
             yield
         except _mlflow().exceptions.MlflowException as error:
@@ -173,7 +172,8 @@ class Tracker:
 
     @contextmanager
     def _running(self, name: str, tags: Mapping[str, str] | None = None) -> Iterator[str]:
-        """A run, by its id, that ends as finished or failed; should this process be killed within, the next one ends it."""
+        """A context of a run, with its id as value. The run ends as finished or failed; if this process is killed within,
+        the next process ends it."""
         tags = {OWNER: this_process(), **(tags or {})}
         run_id = str(self._client.create_run(self._experiment_id(), run_name=name, tags=tags).info.run_id)
         try:
@@ -184,7 +184,7 @@ class Tracker:
         self._client.set_terminated(run_id)
 
     def _end_abandoned(self) -> None:
-        """End runs whose processes were killed: to MLflow they would run for ever."""
+        """End runs whose processes were killed; MLflow would show them as running forever."""
         running = self._client.search_runs([self._experiment_id()], "attributes.status = 'RUNNING'", max_results=1000)
         for run in running:
             if is_gone(run.data.tags.get(OWNER, "")):
@@ -251,7 +251,7 @@ class Tracker:
 
 @contextmanager
 def _alone(database: Path | None) -> Iterator[None]:
-    """Inside it no other process of this machine is at the same SQLite file; its folder is made."""
+    """A context in which no other process of this machine uses the same SQLite file; creates its folder."""
     if database is None:
         yield
         return
@@ -266,16 +266,16 @@ def _alone(database: Path | None) -> Iterator[None]:
 
 
 def slug(gpu: str) -> str:
-    """The alias of a GPU type: letters, digits, `-` and `_` only, as MLflow asks."""
+    """The alias of a GPU type: only letters, digits, `-` and `_`, as MLflow requires."""
     return re.sub(r"[^A-Za-z0-9_-]+", "-", gpu).strip("-")
 
 
 def served_model() -> Any:
-    """The pyfunc model that MLflow serves: jobs in, byte counts out, with the calibration that lies beside it."""
+    """The pyfunc model that MLflow serves: jobs in, byte counts out, with the calibration that is stored beside it."""
     python_model: Any = _mlflow().pyfunc.PythonModel
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it wants type hints to check data by; the signature does that
+        warnings.simplefilter("ignore")  # it asks for type hints to check data; the signature checks it
 
         class PeakMemory(python_model):  # type: ignore[misc]
             def load_context(self, context: Any) -> None:
@@ -293,8 +293,8 @@ def served_model() -> Any:
 
 
 def answers(table: Any, calibration: Calibration) -> list[dict[str, Any]]:
-    """`serving.answer_rows` of the rows of a table. What is no table of jobs is MLflow's kind of error, which its server
-    turns into HTTP 400 with the reason; a fault of ours into 500."""
+    """`serving.answer_rows` of the rows of a table. If it is no table of jobs, the error is MLflow's own, for which its
+    server answers HTTP 400 with the reason; a bug here gives 500."""
     from peakcast.models.serving import answer_rows, rows_of
 
     exceptions = _mlflow().exceptions
@@ -307,7 +307,7 @@ def answers(table: Any, calibration: Calibration) -> list[dict[str, Any]]:
 
 
 def _without_stack_traces() -> None:
-    """Have this process's server answer with reasons alone: MLflow adds where in its code a fault was found to the answer
+    """Make this process's server answer with reasons only: MLflow adds the place in its code where an error was raised
     (3.17 `exceptions.py` serialize_as_json)."""
     exception: Any = _mlflow().exceptions.MlflowException
     serialize = exception.serialize_as_json
@@ -321,15 +321,15 @@ def _without_stack_traces() -> None:
 
 
 def _save_model(scratch: Path, calibration: Calibration) -> Path:
-    """The model as MLflow keeps it, in a new folder under `scratch`."""
+    """The folder of the model in MLflow's form, new under `scratch`."""
     mlflow = _mlflow()
     code, data, folder = scratch / "model.py", scratch / "calibration.json", scratch / "model"
     code.write_text(_MODEL_CODE, encoding="utf-8")
     calibration.save(data)
-    # no schema of inputs: MLflow would drop columns that it lacks, and a misspelt one would be answered by its default
+    # no schema of inputs: MLflow would drop columns that it does not have, so a misspelt one would silently get its default
     signature = mlflow.models.ModelSignature(outputs=_outputs(mlflow.types))
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # it asks for an input example and type hints; `serving.rows_of` checks what comes
+        warnings.simplefilter("ignore")  # it asks for an example and type hints; `serving.rows_of` checks inputs
         mlflow.pyfunc.save_model(
             path=str(folder),
             python_model=str(code),
@@ -341,7 +341,7 @@ def _save_model(scratch: Path, calibration: Calibration) -> Path:
 
 
 def _outputs(types: Any) -> Any:
-    """What `serving.answer_row` gives, as a schema."""
+    """The schema of `serving.answer_row`'s result."""
     from peakcast.models.serving import PARTS
 
     schema, text = types.schema, types.DataType.string
@@ -366,7 +366,6 @@ def _mlflow() -> Any:
         import mlflow.types
         import mlflow.types.schema
 
-    # it resets warning filters and then asks for type hints to check data by each time our model is loaded; the
-    # signature does that
+    # MLflow resets warning filters and then asks for type hints each time the model is loaded; the signature checks data
     validation.color_warning = lambda *_, **__: None
     return mlflow

@@ -17,7 +17,7 @@ DTYPE_BYTES: dict[str, float] = {
 
 
 def format_gib(num_bytes: float, digits: int = 2) -> str:
-    """`num_bytes` written in GiB for a person, for example `'62.76 GiB'`."""
+    """`num_bytes` in GiB for people, for example `'62.76 GiB'`."""
     return f"{num_bytes / GIB:,.{digits}f} GiB"
 
 

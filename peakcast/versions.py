@@ -1,7 +1,7 @@
-"""Version texts: which release one is, what a container stands for, and what is installed here.
+"""Version texts: which release a text means, which versions a container has, and what is installed here.
 
 A version text is a release ("2.11.0+cu130"; a nightly or alpha counts as the release that it leads to), a moving head
-("main": newer than every release), or neither, such as the hash of a commit, which is compared with no release.
+("main": newer than every release), or neither, such as the hash of a commit, which is not compared with releases.
 """
 
 from __future__ import annotations
@@ -20,37 +20,37 @@ from peakcast.errors import SpecError, near_misses
 from peakcast.findings import Finding
 
 ASSUMED_TORCH = "2.11"
-"""The release of torch where a job does not say it."""
+"""The release of torch if a job does not say."""
 CONTAINER = "ngc_pytorch"
-"""The key of `versions` that names NVIDIA's PyTorch image by its tag (catalog/containers.toml)."""
+"""The key of `versions` whose value is the tag of NVIDIA's PyTorch image (catalog/containers.toml)."""
 HEADS = ("main", "master", "head", "nightly", "latest")
 """Versions that move: newer than every release."""
 NEWEST = (2**31,)
 MOST_CHARACTERS = 100
-"""Of a version text; none that a package has is as long."""
+"""Most characters of a version text; no package has a longer one."""
 PACKAGES = {
     "torch": "torch", "transformers": "transformers", "accelerate": "accelerate", "peft": "peft", "trl": "trl",
     "bitsandbytes": "bitsandbytes", "flash_attn": "flash-attn", "liger_kernel": "liger-kernel", "unsloth": "unsloth",
     "deepspeed": "deepspeed", "megatron_core": "megatron-core", "transformer_engine": "transformer-engine",
     "torchao": "torchao", "torchtitan": "torchtitan", "torchtune": "torchtune", "litgpt": "litgpt",
 }  # fmt: skip
-"""The keys of `versions` that packages installed here can answer -> the name that the package is installed under."""
+"""Keys of `versions` that an installed package can answer -> the name under which the package is installed."""
 STACKS = ("unsloth", "torchtitan", "torchtune", "litgpt", "nanotron", "lightning_thunder")
-"""Packages whose mere mention says that their code runs the training; one that only is installed here says nothing."""
+"""Packages that run the training if a job mentions them. If one is only installed here, that means nothing."""
 OWN_NETWORKS = ("torchtitan", "torchtune", "litgpt", "nanotron")
-"""Those that train networks of their own, whatever transformers is beside them."""
+"""Those with networks of their own, whichever version of transformers is given."""
 _MONTH = re.compile(r"20\d\d-(?:0[1-9]|1[0-2])(?:-\d\d)?")
 _RELEASE = re.compile(
     r"v?(?:\d{1,4}|(\d{1,6}(?:\.\d{1,9}){1,5})(?:[._-]?(?:a|b|c|rc|alpha|beta|pre|preview)[._-]?\d*)?"
     r"(?:[._-]?(?:post|rev|r)[._-]?\d*)?(?:[._-]?dev[._-]?\d*)?)(?:[+-][\w.+-]*)?",
     re.IGNORECASE,
 )
-"""PEP 440, but a number without a dot may have no more than four digits and no suffix: hashes look like "2a13456"."""
+"""PEP 440, except that a number without a dot has at most four digits and no suffix, because hashes look like "2a13456"."""
 
 
 def release(version: object) -> tuple[int, ...]:
-    """The numbers of the release that `version` is, at most three: `'2.11.0+cu130'` and `'2.11.0.dev20260101'` give (2, 11,
-    0). `NEWEST` for a moving head; () for what is no release, such as a commit."""
+    """The numbers of the release that `version` means, at most three: `'2.11.0+cu130'` and `'2.11.0.dev20260101'` give (2,
+    11, 0). `NEWEST` for a moving head; () if it is no release, such as a commit."""
     text = str(version).strip().lower()
     if text in HEADS:
         return NEWEST
@@ -62,9 +62,9 @@ def release(version: object) -> tuple[int, ...]:
 
 
 def compare(version: object, clause: str) -> bool:
-    """Whether `version` is as the clause of a convention says: ">=2.4" and its kin between releases, "==a|b" for names,
-    "===2.5.0" for a text that begins so, "*" for any version at all. What is no release is as no clause between releases
-    says. Raises: ValueError."""
+    """Whether `version` satisfies the clause of a convention: ">=2.4" and other comparisons of releases, "==a|b" for names,
+    "===2.5.0" for a text with this beginning, "*" for any version. A text that is no release satisfies no comparison of
+    releases. Raises: ValueError."""
     if clause.strip() == "*":
         return True
     match = re.fullmatch(r"\s*(>=|<=|===|==|<|>)\s*([\w.|]+)\s*", clause)
@@ -87,26 +87,26 @@ def _three(numbers: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def torch_release(versions: Mapping[str, Any]) -> tuple[int, ...]:
-    """The release of torch among a job's `versions`, the assumed one where they do not say it."""
+    """The release of torch in a job's `versions`, or the assumed one."""
     return release(resolved(versions).get("torch", ASSUMED_TORCH)) or release(ASSUMED_TORCH)
 
 
 @functools.cache
 def containers() -> Mapping[str, Mapping[str, str]]:
-    """NVIDIA's PyTorch images: tag -> package -> version, and the source of both."""
+    """NVIDIA's PyTorch images: tag -> package -> version, with their source."""
     text = resources.files("peakcast").joinpath("catalog", "containers.toml").read_text(encoding="utf-8")
     table: dict[str, dict[str, str]] = tomllib.loads(text)
     return table
 
 
 def tag_of(container: object) -> str:
-    """The tag that `container` names: "26.04", "26.04-py3" and "nvcr.io/nvidia/pytorch:26.04-py3" are one."""
+    """The tag that `container` means: "26.04", "26.04-py3" and "nvcr.io/nvidia/pytorch:26.04-py3" are the same."""
     return str(container).strip().rpartition(":")[2].removesuffix("-py3")
 
 
 def resolved(versions: Mapping[str, Any]) -> Mapping[str, Any]:
-    """`versions` with what the container among them has, and the releases of the time of those that are commits or months;
-    those that are given themselves hold."""
+    """`versions` with those of its container added, and with the releases of the time for versions that are commits or
+    months; versions that are given directly have priority."""
     if CONTAINER in versions:
         tag = tag_of(versions[CONTAINER])
         image = {name: version for name, version in containers().get(tag, {}).items() if name != "source"}
@@ -116,15 +116,15 @@ def resolved(versions: Mapping[str, Any]) -> Mapping[str, Any]:
 
 @functools.cache
 def _dates() -> Mapping[str, Mapping[str, str]]:
-    """Package -> release -> month, in the order of time (catalog/dates.toml)."""
+    """Package -> release -> month in which it appeared, in chronological order (catalog/dates.toml)."""
     text = resources.files("peakcast").joinpath("catalog", "dates.toml").read_text(encoding="utf-8")
     table: dict[str, dict[str, str]] = tomllib.loads(text)
     return table
 
 
 def of_their_time(versions: Mapping[str, Any]) -> dict[str, str]:
-    """The releases that stand for commits among `versions`, and for a torch that is not given beside a version that is a
-    month ("2024-09"): of the month that a nightly of torch, or that version, says."""
+    """The releases assumed for commits in `versions`, and for torch if it is not given and another version is a month
+    ("2024-09"). The month is that of torch's nightly, or of that version."""
     commits = [name for name in versions if name in _dates() and name != "torch" and not release(versions[name])]
     months = [str(version)[:7] for version in versions.values() if _MONTH.fullmatch(str(version))]
     torch = [] if "torch" in versions or not months else [max(months)]
@@ -142,7 +142,8 @@ def of_their_time(versions: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _month_of_torch(version: str) -> str:
-    """The month of a build of torch: of a nightly what it says, else three months before its release; "" where unknown."""
+    """The month of a build of torch: a nightly contains it; for a release, three months before it appeared; "" if
+    unknown."""
     if match := re.search(r"dev(20\d\d)(0[1-9]|1[0-2])", version):
         return f"{match[1]}-{match[2]}"
     out = _dates()["torch"].get(".".join(map(str, (*release(version)[:2], 0))))
@@ -154,7 +155,7 @@ def _month_of_torch(version: str) -> str:
 
 
 def remarks(versions: Mapping[str, Any]) -> list[str]:
-    """Sentences on what the container among `versions` stands for, and on numbers that may have lost a zero."""
+    """Sentences about the versions that a container stands for, and about numbers that may have lost a zero."""
     found = []
     if "torch" not in versions and (torch := of_their_time(versions).get("torch")):
         found.append(f"torch {torch} is taken, of the time of the other versions (catalog/dates.toml).")
@@ -175,7 +176,7 @@ def remarks(versions: Mapping[str, Any]) -> list[str]:
 
 
 def not_compared(versions: Mapping[str, Any]) -> list[Finding]:
-    """A finding for each version that is no release, and for a container that the table does not have."""
+    """A finding for each version that is no release, and for a container that is not in the table."""
     said, taken = {}, of_their_time(versions)
     for name, version in versions.items():
         if name in taken:
@@ -198,7 +199,7 @@ def not_compared(versions: Mapping[str, Any]) -> list[Finding]:
 
 
 def check_versions(versions: object, where: str = "versions") -> dict[str, Any]:
-    """`versions` as a mapping of packages to versions, their names with underscores. Raises: SpecError."""
+    """`versions` as a mapping from packages to versions, with underscores in the names. Raises: SpecError."""
     if not isinstance(versions, Mapping):
         raise SpecError(
             f'{where}={versions!r} must map packages to versions, such as {{"torch": "2.9", "transformers": "4.45.2"}}.',
@@ -251,7 +252,7 @@ def read_versions(text: str, where: str = "versions") -> dict[str, Any]:
 
 
 def installed() -> dict[str, str]:
-    """The versions of `PACKAGES` that are installed in the environment at hand, by their metadata: nothing is imported."""
+    """The versions of `PACKAGES` that are installed in this environment, from their metadata; nothing is imported."""
     found: dict[str, str] = {}
     for name, package in PACKAGES.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

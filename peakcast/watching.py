@@ -29,11 +29,11 @@ COMPARED = (
     ("allocated", "peak_allocated_bytes", "allocated"),
     ("reserved", "peak_reserved_bytes", "reserved"),
 )
-"""Name shown, field of a prediction, reading of an observation."""
+"""(name that is shown, field of a prediction, reading of an observation)."""
 
 
 class Watch:
-    """A prediction and the run it is of, as a context manager; `say` gets each line that a user should see."""
+    """A prediction and the run to which it belongs, as a context manager; `say` is called with each line for the user."""
 
     def __init__(
         self,
@@ -59,15 +59,15 @@ class Watch:
         self.question: Question | None = None
         self.prediction: Prediction | None = None
         self.measured: dict[str, int] = {}
-        """Peaks by name (`allocated`, `reserved`), in bytes, once the run has ended."""
+        """Peaks by name (`allocated`, `reserved`), in bytes, after the run has ended."""
         if job is not None:
             self.ask(job)
 
     def ask(self, job: object) -> None:
         """Predict `job`, in any form that `peakcast.preflight` takes, and say so in one line.
 
-        Raises: SpecError or CatalogError, also when there is neither a GPU here nor one named; DoesNotFitError where runs
-        that surely do not fit are refused.
+        Raises: SpecError or CatalogError, also if no GPU is named and this machine has none; DoesNotFitError if runs that
+        surely do not fit are to be refused.
         """
         self.question = question(in_plain_values(job), device_at(self._gpu))
         self.prediction = answer(self.question)
@@ -85,7 +85,7 @@ class Watch:
         self.finish(complete=kind is None)
 
     def finish(self, num_steps: int | None = None, *, complete: bool = True) -> None:
-        """Compare, in a line for each quantity, and keep the row where that was asked for and the run is `complete`."""
+        """Compare, in a line for each quantity, and store the row if that was asked for and the run is `complete`."""
         if not self._measures or self.question is None or self.prediction is None:
             self.say("peakcast: nothing to compare; the run used no GPU that can be read")
             return
@@ -105,8 +105,8 @@ class Watch:
 
 
 class _Listener:
-    """Turns what a Trainer tells into a watch's questions. A fault is said, and never stops a training run. What stops it
-    is the refusal that was asked for."""
+    """Passes a Trainer's reports to a watch. Its own errors are printed and never stop a training run; only a refusal that
+    was asked for does."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -142,7 +142,7 @@ class _Listener:
 
 
 class _LightningListener:
-    """The same for Lightning, whose job the script says."""
+    """The same for Lightning, where the script gives the job."""
 
     def __init__(self, watch: Watch, job: object) -> None:
         self._watch = watch

@@ -1,6 +1,6 @@
-"""Processes that answer questions, each question within a time and, where asked for, a budget of memory.
+"""Processes that answer questions, each question within a time limit and, if given, a memory limit.
 
-A question that takes too long, or whose process is killed, costs its own answer and nothing else: its process is replaced.
+If a question takes too long, or its process is killed, only its own answer is lost: its process is replaced.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from peakcast.cores import available_cores
 from peakcast.errors import PeakcastError, SpecError
 
 GARBAGE_THRESHOLD = 100_000
-"""Allocations before a worker looks for cycles among its objects. Answers make none; Python looks every 700."""
+"""Allocations after which a worker searches for cycles among its objects. Answers make none; Python's default is 700."""
 CHUNK = 16
-"""So many questions go to a process at once."""
+"""Number of questions that are sent to a process together."""
 LEAST_MOST_PROCESSES = 32
 PROCESSES_PER_CORE = 4
-"""More processes than this many for each core, and than the number above, only wait for each other."""
+"""More processes than this for each core, and more than the number above, would only wait for each other."""
 WAITING_SECONDS = 30.0
-"""How long a question waits for a free process before it is turned away."""
+"""How long a question waits for a free process before it is refused."""
 
 
 class LostError(PeakcastError):
-    """A question whose process took too long, ran out of its memory, or was ended from outside."""
+    """The process of a question took too long, ran out of its memory, or was ended from outside."""
 
 
 def check_processes(processes: int) -> int:
-    """`processes`, where a machine like this one can use so many. Raises: SpecError."""
+    """`processes`, if a machine like this one can use as many. Raises: SpecError."""
     most = max(LEAST_MOST_PROCESSES, PROCESSES_PER_CORE * available_cores())
     if not 1 <= processes <= most:
         raise SpecError(
@@ -51,18 +51,18 @@ def check_processes(processes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What one question may take."""
+    """Limits of one question."""
 
     seconds: float
     memory_bytes: int | None = None
-    """Beyond what its process has when it begins; None: as much as the machine gives."""
+    """Memory beyond what its process has when the question begins; None: no limit."""
 
 
 class Workers:
-    """`size` processes that make answers of questions by `answer`, a function of a module.
+    """`size` processes that answer questions by `answer`, a function of a module.
 
-    `method` is how processes begin: "fork" has at once whatever this process has loaded; "forkserver" is for a process with
-    threads. Use it as a context, or `close` it.
+    `method` is how processes start: "fork" inherits everything that this process has loaded; "forkserver" is for a process
+    with threads. Use it as a context manager, or `close` it.
     """
 
     def __init__(self, answer: Callable[[Any], Any], size: int, limits: Limits, *, method: str = "fork") -> None:
@@ -74,8 +74,8 @@ class Workers:
         self._places = [_Place() for _ in range(size)]
         self._free: queue.Queue[_Place] = queue.Queue()
         self._beginning = threading.Lock()
-        """One process begins at a time: a forked one has whatever pipes are open just then, and would keep another's from
-        ending with it."""
+        """Only one process starts at a time: a forked process inherits all open pipes, and an inherited copy of another
+        worker's pipe would keep that worker from seeing its end."""
         for place in self._places:
             self._free.put(place)
 
@@ -86,7 +86,7 @@ class Workers:
         self.close()
 
     def close(self) -> None:
-        """End all processes, busy or not."""
+        """End all processes, including busy ones."""
         for place in self._places:
             place.end()
 
@@ -109,7 +109,7 @@ class Workers:
         return answer
 
     def answers(self, questions: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
-        """Each question with its answer, or with the exception in its place, as they come."""
+        """Each question with its answer, or with an exception instead, as they come."""
         waiting = deque(questions)
         while True:
             for place in self._places:
@@ -122,7 +122,7 @@ class Workers:
             for place in busy:
                 if place.connection in ready or place.overdue(self._limits.seconds):
                     yield place.asked[0], self._receive(place)
-                    if place.process is None:  # those behind it have not begun
+                    if place.process is None:  # the questions after it have not begun
                         waiting.extendleft(reversed(place.asked))
                         place.asked.clear()
 
@@ -133,11 +133,11 @@ class Workers:
                 place.begin(self._context, self._answer, self._limits, others)
         place.asked.extend(questions)
         place.since = time.monotonic()
-        with suppress(OSError):  # it has died meanwhile, which `_receive` finds
+        with suppress(OSError):  # it has died, as `_receive` will find
             place.connection.send(questions)
 
     def _receive(self, place: _Place) -> Any:
-        """The answer to the first question that `place` was asked, or a `LostError`, and then its process is gone."""
+        """The answer to the oldest question of `place`, or a `LostError`, after which its process is gone."""
         place.asked.popleft()
         if place.overdue(self._limits.seconds) and not place.connection.poll():
             place.end()
@@ -152,7 +152,7 @@ class Workers:
 
 
 class _Place:
-    """One process at a time, and what it has been asked and not answered yet."""
+    """One process at a time, with the questions that it has not answered yet."""
 
     def __init__(self) -> None:
         self.process: Any = None
@@ -161,7 +161,7 @@ class _Place:
         self.since = 0.0
 
     def begin(self, context: Any, answer: Callable[[Any], Any], limits: Limits, others: list[Connection]) -> None:
-        """Start the process. `others`: connections of this process that a forked one must not keep open."""
+        """Start the process. `others`: connections of this process that a forked one must close."""
         self.end()
         ours, theirs = context.Pipe()
         inherited = [*others, ours] if context.get_start_method() == "fork" else []
@@ -175,11 +175,11 @@ class _Place:
         self.connection = ours
 
     def overdue(self, seconds: float) -> bool:
-        """Whether the question that it is at has taken longer than `seconds`."""
+        """Whether the current question has taken longer than `seconds`."""
         return time.monotonic() - self.since > seconds
 
     def end(self) -> str:
-        """Kill the process; how it had ended, if it had."""
+        """Kill the process. Returns how it had ended by itself, if it had."""
         if self.process is None:
             return "had ended"
         self.process.join(0.2)
@@ -195,10 +195,11 @@ class _Place:
 
 
 def _work(questions: Connection, answer: Callable[[Any], Any], limits: Limits, inherited: list[Connection]) -> None:
-    """A worker's life: lists of questions in, their answers out one by one, until whoever asks has gone."""
+    """The main function of a worker: it receives lists of questions and sends their answers one by one, until the other
+    side closes."""
     for connection in inherited:
         connection.close()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are the parent's
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     gc.set_threshold(GARBAGE_THRESHOLD)
     _limit_memory(limits.memory_bytes)
     with suppress(EOFError, OSError):
@@ -217,7 +218,7 @@ def _answered(answer: Callable[[Any], Any], question: Any) -> Any:
 
 
 def _limit_memory(more_bytes: int | None) -> None:
-    """No more private memory for this process than it has and `more_bytes`."""
+    """Limit this process's private memory to what it has now plus `more_bytes`."""
     if more_bytes is None:
         return
     with suppress(ImportError, OSError, ValueError, IndexError):

@@ -1,1 +1,1 @@
-"""Accuracy reports: what an `Evaluation` says, as tables, plots and pages. Built from stored rows alone."""
+"""Accuracy reports: an `Evaluation` as tables, plots and pages. They are made from stored rows only."""

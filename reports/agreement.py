@@ -1,4 +1,4 @@
-"""The ledger beside the trace, as text: what agrees, what misses, and every cell as a Markdown table."""
+"""The comparison of ledger and trace as text: counts of cells that agree and differ, and every cell in a Markdown table."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PLACES = {
     "first step": "first step",
     "between steps": "between steps",
 }
-"""Where ledger and trace are compared -> column."""
+"""Where ledger and trace are compared -> column of the table."""
 
 
 def agreement_text(cells: Sequence[Agreement]) -> str:
-    """The counts, and every cell that misses, in lines."""
+    """The counts, and a line for every cell that differs."""
     missed = sorted((cell for cell in cells if not cell.holds and not cell.reason), key=lambda cell: -abs(cell.worst))
     apart = [cell for cell in cells if cell.reason]
     lines = [summary(cells)]

@@ -1,4 +1,4 @@
-"""What the figures are to be, on architectures that were not fitted on, and the rows that keep a figure from it."""
+"""Targets for the figures on architectures that were not fitted on, and the rows that keep a figure from its target."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FIGURES: dict[str, Callable[[Summary], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class Aim:
-    """A figure, by its name in FIGURES, is to be at most `most` and at least `least`. Fractions."""
+    """A figure, by its name in FIGURES, should be at most `most` and at least `least`. Fractions."""
 
     figure: str
     most: float
@@ -32,12 +32,13 @@ class Aim:
         return FIGURES[self.figure](summary)
 
     def met(self, summary: Summary) -> bool:
-        """Whether `summary` is as it should be."""
+        """Whether the figure of `summary` is within the limits."""
         return self.least <= self.value(summary) <= self.most
 
     def behind(self, cells: Iterable[Scored]) -> tuple[Scored, ...]:
-        """The cells that keep the figure from being smaller (an error), or larger (coverage): those off by more than is
-        asked, or outside their bars. What keeps bars wide or a coverage too high is no row, but rows that are not there."""
+        """The cells that keep the figure from being smaller (an error) or larger (coverage): cells whose error is above the
+        limit, or that are outside their bars. If bars are too wide or a coverage too high, no row is the cause, but the
+        lack of rows."""
         if self.figure == "silent misses":
             return tuple(cell for cell in cells if cell.silent)
         if self.figure in ("median", "p95", "mean", "worst"):
@@ -69,7 +70,7 @@ TARGETS: dict[str, tuple[Aim, ...]] = {
     "peak_device_bytes": (Aim("median", 0.015), Aim("p95", 0.05), Aim("half-width", 0.05), COVERAGE, SILENT),
     "peak_host_bytes": (COVERAGE,),
 }
-"""What each quantity is to reach on each GPU type (DESIGN section 6)."""
+"""Quantity -> its targets on each GPU type (DESIGN section 6)."""
 
 
 def _aims(median: float, p95: float, half_width: float) -> tuple[Aim, ...]:
@@ -81,7 +82,7 @@ def _of(cell: Scored, project: str, kind: str = "") -> bool:
 
 
 MANY_ROWS = 20
-"""A source with this many rows has a coverage of its own."""
+"""From this many rows on, a source has a coverage of its own."""
 
 
 ALL = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
@@ -106,12 +107,12 @@ PARTS: tuple[tuple[str, tuple[str, ...], Callable[[Scored], bool], tuple[Aim, ..
         (Aim("median", 0.002), Aim("p95", 0.03)),
     ),
 )
-"""(name, quantities, which rows, aims): what the published rows of one kind are to reach."""
+"""(name, quantities, which rows, targets) for each kind of published rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Goal:
-    """What a part of the published rows is to reach when who measured it was not fitted on."""
+    """The target for a part of the published rows, predicted by a fit without the rows of whoever measured them."""
 
     name: str
     cells: tuple[Scored, ...]
@@ -119,7 +120,7 @@ class Goal:
 
 
 def goals(evaluation: Evaluation) -> Iterator[Goal]:
-    """The goals of which `evaluation` has rows, each source predicted without its own."""
+    """The goals for which `evaluation` has rows; each source is predicted without its own rows."""
     for quantity in ALL:
         table = evaluation.table(quantity, "source")
         cells = table.cells if table else ()

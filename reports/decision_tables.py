@@ -1,4 +1,5 @@
-"""The tables beside the accuracy table: how right the answers to "does it fit" are, what a new GPU type gains from rows."""
+"""Further tables: how often the answers to "does it fit" are right, and how much a new GPU type gains from rows of its
+own."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from peakcast.models.evaluation import Evaluation
 from peakcast.reports.tables import QUANTITY_NAMES, percent
 
 Table = tuple[str, tuple[str, ...], list[list[str]]]
-"""Title, columns, lines."""
+"""(title, columns, lines)."""
 
 DECISION_COLUMNS = (
     "judged by",
@@ -27,7 +28,8 @@ LEARNING_COLUMNS = ("GPU", "peak", "its rows", "judged", "median", "p95", "90 % 
 
 
 def decision_cells(evaluation: Evaluation) -> list[list[str]]:
-    """A line per quantity (every measured peak against a grid of capacities) and one of the runs' own outcomes."""
+    """A line per quantity (every measured peak against a grid of capacities), and one for the outcomes of the runs
+    themselves."""
     lines = []
     for found in evaluation.decisions:
         total = found.total
@@ -49,7 +51,7 @@ def decision_cells(evaluation: Evaluation) -> list[list[str]]:
 
 
 def learning_cells(evaluation: Evaluation, gpu: str | None = None) -> list[list[str]]:
-    """A line per GPU type and number of its own rows in the fit; of `gpu` alone when given."""
+    """A line per GPU type and number of its own rows in the fit; only those of `gpu` if given."""
     return [
         [
             point.gpu,
@@ -67,7 +69,7 @@ def learning_cells(evaluation: Evaluation, gpu: str | None = None) -> list[list[
 
 
 def extra_tables(evaluation: Evaluation, gpu: str | None = None) -> Iterator[Table]:
-    """Those of the two tables that `evaluation` has; the second of `gpu` alone when given."""
+    """Those of the two tables for which `evaluation` has data; the second only for `gpu` if given."""
     if evaluation.decisions:
         yield "Does it fit? On architectures that were not fitted on", DECISION_COLUMNS, decision_cells(evaluation)
     if evaluation.new_hardware:

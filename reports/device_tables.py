@@ -1,4 +1,4 @@
-"""What device memory is made of, as the baseline counts it, and how much of a measured peak it leaves over."""
+"""The parts of device memory as the baseline counts them, and how much of a measured peak they leave unexplained."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ COLUMNS = (
 
 
 def device_tables(evaluation: Evaluation, gpu: str) -> Iterator[Table]:
-    """A line for each source and layout with device memory measured on `gpu`: medians of its rows, in GiB; nothing where
-    there are none. What is left over is measured less counted, before anything learned."""
+    """A line for each source and layout with device memory measured on `gpu`: medians over its rows, in GiB. Empty without
+    such rows. What is unexplained is measured minus counted, before any fit."""
     groups: dict[tuple[str, str], list[Scored]] = {}
     for cell in cells_of(evaluation, gpu, "peak_device_bytes"):
         groups.setdefault((cell.project, cell.layout), []).append(cell)

@@ -1,7 +1,7 @@
-"""What is known to be missing where a prediction is off: `findings.toml`, a cause for each kind of row.
+"""Known causes of errors in predictions: `findings.toml`, with a cause for each kind of row.
 
 A finding names a tensor that the ledger lacks or a fact that the source of the row does not give, and how that is known. It
-changes no figure: rows stay as wrong as they are.
+changes no figure: the errors of rows remain.
 """
 
 from __future__ import annotations
@@ -18,25 +18,25 @@ from peakcast.models.metrics import Scored
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """A cause of errors, and the rows that it is the cause of."""
+    """A cause of errors, and which rows have them."""
 
     name: str
     quantity: str
     error: str
-    """`under` or `over`: which way these rows are off."""
+    """`under` or `over`: the direction of these rows' errors."""
     missing: str
-    """The tensor or the fact, in a sentence."""
+    """The missing tensor or fact, in a sentence."""
     evidence: str
     """How that is known."""
     case: str = ""
-    """A regular expression that is found in the row's case."""
+    """A regular expression that is searched in the row's case."""
     layout: str = ""
-    """A regular expression that is the row's layout."""
+    """A regular expression that matches the row's layout."""
     gpu: str = ""
     """The GPU type; "" for any."""
 
     def explains(self, cell: Scored) -> bool:
-        """Whether `cell` is such a row and is off that way."""
+        """Whether `cell` is such a row with an error in that direction."""
         return (
             cell.quantity == self.quantity
             and (cell.error < 0) == (self.error == "under")
@@ -48,11 +48,11 @@ class Finding:
 
 @cache
 def findings() -> tuple[Finding, ...]:
-    """All findings, in the order of the file: the first that explains a row is taken."""
+    """All findings in the order of the file; the first that explains a row is used."""
     content = files("peakcast.reports").joinpath("findings.toml").read_text(encoding="utf-8")
     return tuple(Finding(**entry) for entry in tomllib.loads(content)["finding"])
 
 
 def finding_of(cell: Scored, known: Sequence[Finding] | None = None) -> Finding | None:
-    """The finding that explains `cell`, None where the cause is not known."""
+    """The finding that explains `cell`; None if the cause is not known."""
     return next((finding for finding in (findings() if known is None else known) if finding.explains(cell)), None)

@@ -1,4 +1,4 @@
-"""The figures a report shows beyond those of `models.metrics`: the headline per GPU type, splits, steps of error."""
+"""Figures of a report in addition to those of `models.metrics`: the headline per GPU type, splits, steps of error."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from peakcast.reports.aims import TARGETS, Aim
 from peakcast.units import GIB
 
 CHAIN = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
-"""Quantities each of which contains the one before."""
+"""Quantities, each of which includes the one before."""
 SMALL_BYTES = SIZES_GIB[0] * GIB
 LARGE = f"≥ {SIZES_GIB[0]} GiB"
 SIZES: dict[str, Callable[[int], bool]] = {
     LARGE: lambda measured: measured >= SMALL_BYTES,
     f"< {SIZES_GIB[0]} GiB": lambda measured: measured < SMALL_BYTES,
 }
-"""Sizes of measured peaks: of small ones workspaces and buffers are a large part."""
+"""Classes of measured peaks by size: workspaces and buffers are a large part of small peaks."""
 EVERY_GPU = "all"
 """Stands for all GPU types together."""
 
@@ -33,7 +33,7 @@ class HeadlineRow:
     gpu: str
     quantity: str
     size: str
-    """One of SIZES: a common figure would hide large peaks behind small ones."""
+    """One of SIZES. One figure for all sizes would let many small peaks hide the large ones."""
     cells: tuple[Scored, ...]
     aims: tuple[Aim, ...]
 
@@ -44,7 +44,7 @@ class HeadlineRow:
 
 
 def headline(evaluation: Evaluation, gpu: str | None = None) -> list[HeadlineRow]:
-    """The accuracy table, GPU type by GPU type and quantity by quantity, small peaks apart; of `gpu` alone when given."""
+    """The accuracy table by GPU type and quantity, with small peaks separate; only lines of `gpu` if given."""
     tables = [table for table in evaluation.tables if table.held_out == "architecture"]
     names = sorted({name for table in tables for name in table.by_gpu if gpu in (None, name)})
     return [
@@ -57,13 +57,13 @@ def headline(evaluation: Evaluation, gpu: str | None = None) -> list[HeadlineRow
 
 
 def cells_of(evaluation: Evaluation, gpu: str, quantity: str, held_out: str = "architecture") -> tuple[Scored, ...]:
-    """The scored rows of one quantity on one GPU type, worst first; empty where there are none."""
+    """The scored rows of one quantity on one GPU type, the largest error first; empty if there are none."""
     table = evaluation.table(quantity, held_out)
     return tuple(cell for cell in table.cells if cell.gpu == gpu) if table else ()
 
 
 def by_split(evaluation: Evaluation, gpu: str) -> list[tuple[str, str, Summary]]:
-    """(held out, quantity, figures) on `gpu` under every split that was judged."""
+    """(held out, quantity, figures) on `gpu` for every split that was evaluated."""
     return [(table.held_out, table.quantity, table.by_gpu[gpu]) for table in evaluation.tables if gpu in table.by_gpu]
 
 
@@ -77,7 +77,7 @@ def by_group(cells: Sequence[Scored], attribute: str) -> dict[str, Summary]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ErrorStep:
-    """Where error comes in on the way from one quantity to the next that contains it. Bytes, predicted − measured."""
+    """How much error is added from one quantity to the next one that includes it. Bytes, predicted − measured."""
 
     name: str
     num_rows: int
@@ -88,8 +88,8 @@ class ErrorStep:
 
 
 def error_steps(evaluation: Evaluation, gpu: str) -> list[ErrorStep]:
-    """The error of the allocated peak, then of what reserved has beyond it, then of what the device has beyond that: of
-    rows that have more than one of the three measured. Steps add up, row by row, to the error of the last."""
+    """The error of the allocated peak, then of reserved minus allocated, then of device minus reserved, for rows in which
+    more than one of the three was measured. For each row, the steps add up to the error of the last quantity."""
     cells: dict[str, dict[str, Scored]] = {}
     for quantity in CHAIN:
         for cell in cells_of(evaluation, gpu, quantity):

@@ -1,5 +1,4 @@
-"""The tables of what is missed and what is missing: every figure that is not what was aimed at, the rows that make it so,
-and what those rows are known to lack."""
+"""Tables of figures that miss their targets, the rows that cause this, and what those rows are known to lack."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ UNKNOWN = "not known"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Miss:
-    """A figure that is not what was aimed at, and the rows that keep it from that."""
+    """A figure that misses its target, and the rows that cause it."""
 
     of: str
     aim: Aim
@@ -32,10 +31,10 @@ class Miss:
 
     @property
     def line(self) -> list[str]:
-        """The line of MISS_COLUMNS."""
+        """The line of the table, with the columns MISS_COLUMNS."""
         summary = summarise(self.cells)
         value, asked = shown(self.aim, summary), self.aim.asked
-        if not self.behind:  # bars that are wider than they need be
+        if not self.behind:  # bars are wider than needed
             return [self.of, self.aim.figure, value, asked, "–", f"architectures: bars rest on {summary.num_architectures}"]
         found = [(finding.name if finding else UNKNOWN, len(cells)) for finding, cells in causes(self.behind)]
         reasons = "; ".join(f"{name} ({count})" for name, count in found)
@@ -43,13 +42,14 @@ class Miss:
 
 
 def shown(aim: Aim, summary: Summary) -> str:
-    """The figure of `summary` in words, such as `1.2 %`, or a number of rows."""
+    """The figure of `summary` as text, such as `1.2 %`, or a number of rows."""
     value = aim.value(summary)
     return f"{value:.0f}" if aim.figure == "silent misses" else percent(value)
 
 
 def causes(cells: Iterable[Scored]) -> list[tuple[Finding | None, list[Scored]]]:
-    """`cells` by the finding that explains them, most cells first; those that none explains last, under None."""
+    """`cells` grouped by the finding that explains them, most cells first; those without an explanation last, under
+    None."""
     found: dict[Finding | None, list[Scored]] = {}
     for cell in cells:
         found.setdefault(finding_of(cell), []).append(cell)
@@ -57,13 +57,13 @@ def causes(cells: Iterable[Scored]) -> list[tuple[Finding | None, list[Scored]]]
 
 
 def misses(of: str, aims: Sequence[Aim], cells: Sequence[Scored]) -> list[Miss]:
-    """The aims that the figures of `cells` miss."""
+    """The targets that the figures of `cells` miss."""
     summary = summarise(cells)
     return [Miss(of=of, aim=aim, cells=tuple(cells), behind=aim.behind(cells)) for aim in aims if not aim.met(summary)]
 
 
 def gpu_misses(evaluation: Evaluation, gpu: str) -> list[Miss]:
-    """The misses of the accuracy table of `gpu`."""
+    """The missed targets in the accuracy table of `gpu`."""
     return [
         miss
         for row in headline(evaluation, gpu)
@@ -72,12 +72,12 @@ def gpu_misses(evaluation: Evaluation, gpu: str) -> list[Miss]:
 
 
 def goal_misses(evaluation: Evaluation) -> list[Miss]:
-    """The misses of the goals over all GPU types."""
+    """The missed goals over all GPU types."""
     return [miss for goal in goals(evaluation) for miss in misses(goal.name, goal.aims, goal.cells)]
 
 
 def goal_lines(evaluation: Evaluation) -> list[list[str]]:
-    """A line of GOAL_COLUMNS for each aim of each goal."""
+    """A line with the columns GOAL_COLUMNS for each target of each goal."""
     lines = []
     for goal in goals(evaluation):
         summary = summarise(goal.cells)
@@ -88,7 +88,7 @@ def goal_lines(evaluation: Evaluation) -> list[list[str]]:
 
 
 def goal_tables(evaluation: Evaluation) -> Iterator[Table]:
-    """What was aimed at over all GPU types, what is missed of it, and why."""
+    """The goals over all GPU types, which of them are missed, and why."""
     lines = goal_lines(evaluation)
     if lines:
         yield "What was aimed at on published rows", GOAL_COLUMNS, lines
@@ -96,7 +96,7 @@ def goal_tables(evaluation: Evaluation) -> Iterator[Table]:
 
 
 def cause_lines(cells: Iterable[Scored]) -> list[list[str]]:
-    """A line of CAUSE_COLUMNS for each cause of the errors of `cells`."""
+    """A line with the columns CAUSE_COLUMNS for each cause of the errors of `cells`."""
     lines = []
     for finding, explained in causes(cells):
         errors = sorted(cell.error for cell in explained)
@@ -108,7 +108,7 @@ def cause_lines(cells: Iterable[Scored]) -> list[list[str]]:
 
 
 def miss_tables(found: Sequence[Miss], named: Iterable[Scored] = ()) -> Iterator[Table]:
-    """The misses, and the causes of their rows' errors and of those of `named`; nothing where nothing is missed."""
+    """The misses, and the causes of the errors of their rows and of `named`; no table if nothing is missed."""
     if found:
         yield "What is missed, and why", MISS_COLUMNS, [miss.line for miss in found]
     off = {(cell.key, cell.quantity): cell for cells in (*(miss.behind for miss in found), named) for cell in cells}

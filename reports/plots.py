@@ -1,4 +1,4 @@
-"""The plots of a report, drawn without any global state of matplotlib, the same bytes for the same cells."""
+"""The plots of a report, drawn without global state of matplotlib; the same cells give the same bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from peakcast.reports.tables import QUANTITY_NAMES
 from peakcast.units import GIB
 
 MAX_POINTS = 2000
-"""More points than this are thinned evenly: a page of vectors stays small."""
+"""If there are more points, they are thinned evenly, so that a page of vector graphics stays small."""
 SHOWN_ERROR = 0.10
-"""Errors beyond this are drawn at the edge of the histogram."""
+"""Larger errors are drawn at the edge of the histogram."""
 ACCENT, SECOND, GOOD = "#1d6fb8", "#d9822b", "#e3efe3"
 _STYLE = {**STYLE, "axes.titlesize": 11, "axes.titleweight": "bold", "axes.titlelocation": "left"}
 _SIZE = (5.2, 3.6)
@@ -30,7 +30,7 @@ Plot = Callable[[Sequence[Scored]], Figure]
 
 
 def predicted_against_measured(cells: Sequence[Scored]) -> Figure:
-    """Points with their 90 % bars over measured bytes, both axes logarithmic, and the line where they are equal."""
+    """Points with their 90 % bars over measured bytes, on logarithmic axes, and the line of equality."""
     figure, axes = _figure("Predicted against measured")
     shown = _thinned(cells)
     measured = np.array([cell.measured for cell in shown]) / GIB
@@ -50,7 +50,7 @@ def predicted_against_measured(cells: Sequence[Scored]) -> Figure:
 
 
 def error_histogram(cells: Sequence[Scored]) -> Figure:
-    """How many configurations err by how much: the baseline alone behind baseline + residual."""
+    """Number of configurations by error: baseline + residual, and the baseline alone behind it."""
     figure, axes = _figure("Errors")
     largest = max(abs(value) for cell in cells for value in (cell.error, cell.baseline_error))
     edge = min(SHOWN_ERROR, max(largest * 1.05, 0.01))
@@ -89,7 +89,7 @@ def coverage_by_layout(cells: Sequence[Scored]) -> Figure:
 
 
 def error_against_size(cells: Sequence[Scored]) -> Figure:
-    """Absolute error over measured bytes, both axes logarithmic."""
+    """Absolute error over measured bytes, on logarithmic axes."""
     figure, axes = _figure("Error against size")
     shown = _thinned(cells)
     measured = np.array([cell.measured for cell in shown]) / GIB
@@ -108,7 +108,7 @@ def error_against_size(cells: Sequence[Scored]) -> Figure:
 
 
 def error_by_layout(cells: Sequence[Scored]) -> Figure:
-    """Every error, layout by layout, the layouts with most configurations on top."""
+    """Every error by layout; layouts with most configurations are at the top."""
     names = list(by_group(cells, "layout"))[:14][::-1]
     figure, axes = _figure("Error by layout", height=max(2.2, 0.3 * len(names) + 1.2))
     for row, name in enumerate(names):
@@ -124,7 +124,7 @@ def error_by_layout(cells: Sequence[Scored]) -> Figure:
 
 
 def calibration_curve(cells: Sequence[Scored]) -> Figure:
-    """Share of measurements within a part (or a multiple) of their 90 % bar: at one bar it should be 90 %."""
+    """Share of measurements within a fraction (or a multiple) of their 90 % bar; at one bar it should be 90 %."""
     figure, axes = _figure("Calibration of the bars")
     reach = np.array([_reach(cell) for cell in cells])
     weights = np.array([cell.weight for cell in cells])
@@ -143,7 +143,7 @@ def calibration_curve(cells: Sequence[Scored]) -> Figure:
 
 
 def _reach(cell: Scored) -> float:
-    """How many half-widths of its bar the measurement is from the prediction, on the logarithmic scale of the bars."""
+    """Distance of the measurement from the prediction in half-widths of its bar, on the logarithmic scale of the bars."""
     distance = math.log(cell.measured / cell.point)
     edge = math.log(cell.upper / cell.point) if distance > 0 else math.log(cell.point / cell.lower)
     return abs(distance) / edge if edge > 0 else (math.inf if distance else 0.0)
@@ -157,7 +157,7 @@ PLOTS: dict[str, tuple[Plot, str]] = {
     "size": (error_against_size, "The dashed line is an error of 1 %."),
     "layouts": (error_by_layout, "Each dot is a row; layouts with most configurations on top."),
 }
-"""Name → what draws it and what to read from it."""
+"""Name → the function that draws it, and what to read from it."""
 
 
 def figures(evaluation: Evaluation) -> dict[str, Figure]:

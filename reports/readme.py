@@ -1,8 +1,8 @@
-"""Keeps a Markdown file true: its accuracy table and the output shown below its commands are written by running them.
+"""Keeps a Markdown file up to date: its accuracy table and the output below its commands are written by running them.
 
 `python -P -m peakcast.reports.readme [FILE]` refreshes FILE (README.md of the working folder): the table between the two
-markers, and what follows each `$ command` inside a ```console block. The commands of a file run in their order in a
-folder that is empty at first.
+markers, and what follows each `$ command` inside a ```console block. The commands of a file run in order, in a folder that
+is empty at first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _CONSOLE = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTAL
 
 
 def accuracy_table(text: str, path: Path) -> str:
-    """What stands between the markers of `text`, the content of the file at `path`. Raises: RecordError."""
+    """The text between the markers of `text`, the content of the file at `path`. Raises: RecordError."""
     _, begin, rest = text.partition(BEGIN + "\n")
     table, end, _ = rest.partition(END)
     if not (begin and end):
@@ -35,7 +35,7 @@ def accuracy_table(text: str, path: Path) -> str:
 
 
 def write_table(evaluation: Evaluation, path: Path) -> None:
-    """Replace what stands between the markers of the file at `path`. Raises: RecordError."""
+    """Replace the text between the markers of the file at `path`. Raises: RecordError."""
     try:
         text = path.read_text(encoding="utf-8")
         old = f"{BEGIN}\n{accuracy_table(text, path)}{END}"
@@ -46,7 +46,7 @@ def write_table(evaluation: Evaluation, path: Path) -> None:
 
 def commands(text: str) -> Iterator[tuple[str, str]]:
     """Each command of the console blocks of `text`, with the output shown below it. Lines that begin with `>` continue a
-    command, as a shell shows it."""
+    command, as in a shell."""
     for block in _CONSOLE.findall(text):
         for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
             first, *rest = part.rstrip("\n").split("\n")
@@ -56,7 +56,7 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
 
 
 def run(command: str, folder: Path) -> str:
-    """What `command` prints on standard output in `folder`, run by the shell with this interpreter's scripts first."""
+    """The standard output of `command` in `folder`, run by the shell with this interpreter's scripts first in PATH."""
     scripts = str(Path(sys.executable).parent)
     environment = {**os.environ, "PATH": scripts + os.pathsep + os.environ.get("PATH", ""), "COLUMNS": "120"}
     done = subprocess.run(
@@ -66,12 +66,12 @@ def run(command: str, folder: Path) -> str:
 
 
 def _prompted(command: str) -> str:
-    """`command` with the marks of its continued lines."""
+    """`command` as the page shows it, with `>` before continued lines."""
     return "\n".join(line.rstrip() for line in command.replace("\n", "\n> ").split("\n"))
 
 
 def with_outputs(text: str, answer: Callable[[str], str]) -> str:
-    """`text` with the output below each command replaced by `answer(command)`."""
+    """`text`, in which the output below each command is replaced by `answer(command)`."""
 
     def refreshed(block: re.Match[str]) -> str:
         asked = [command for command, _ in commands(f"```console\n{block.group(0)}```\n")]
@@ -82,7 +82,7 @@ def with_outputs(text: str, answer: Callable[[str], str]) -> str:
 
 
 def prepare(folder: Path, path: Path) -> Path:
-    """Make `folder` one in which the commands of the page at `path` run: with the examples that stand beside the page."""
+    """Prepare `folder` for the commands of the page at `path`: copy the examples that are beside the page."""
     examples = path.resolve().parent / "examples"
     if examples.is_dir():
         shutil.copytree(examples, folder / "examples")
@@ -90,7 +90,7 @@ def prepare(folder: Path, path: Path) -> Path:
 
 
 def refresh(path: Path) -> None:
-    """Rewrite the outputs of the file at `path`, and its accuracy table where it has one."""
+    """Rewrite the outputs in the file at `path`, and its accuracy table if it has one."""
     from peakcast.models.evaluation import evaluate
     from peakcast.store import load
 

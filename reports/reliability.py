@@ -1,7 +1,8 @@
-"""The figures of docs/reliability.md: what was attacked, how often, and what ended badly, from a run of the attacks.
+"""The figures of docs/reliability.md: what was attacked, how often, and how many attacks succeeded, from a run of the
+attacks.
 
-`python -P -m peakcast.reports.reliability` runs every test that is marked `attacks`, some ten minutes on two cores, and
-writes the table between the two markers of docs/reliability.md in the checkout of the working folder.
+`python -P -m peakcast.reports.reliability` runs every test that is marked `attacks`, which takes some ten minutes on two
+cores, and writes the table between the two markers of docs/reliability.md in the checkout of the working folder.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ COLUMNS = ["attacked with", "attacks", "ended badly", "seconds"]
 
 @dataclass(slots=True)
 class Attacked:
-    """What the tests of one kind of attack gave."""
+    """Results of the tests of one kind of attack."""
 
     attacks: int = 0
     faults: int = 0
-    """Tests that failed: a test of a hundred attacks ends at the first that ends badly."""
+    """Number of failed tests. A test of a hundred attacks ends with the first that succeeds."""
     seconds: float = 0.0
 
 
@@ -45,7 +46,7 @@ def run(report: Path) -> None:
 
 
 def attacked(report: Path) -> dict[str, Attacked]:
-    """Kind of attack -> what its tests gave, from pytest's XML. Raises: RecordError where it has none."""
+    """Kind of attack -> results of its tests, from pytest's XML. Raises: RecordError if the XML has none."""
     found: dict[str, Attacked] = defaultdict(Attacked)
     for case in ElementTree.parse(report).iter("testcase"):
         properties = {item.get("name"): item.get("value") for item in case.iter("property")}
@@ -60,7 +61,7 @@ def attacked(report: Path) -> dict[str, Attacked]:
 
 
 def table(found: dict[str, Attacked], when: str) -> str:
-    """The table and the sentence above it; `when`: where and when the run was."""
+    """The table and the sentence above it; `when`: place and time of the run."""
     rows = [[kind, f"{one.attacks:,}", f"{one.faults:,}", f"{one.seconds:.0f}"] for kind, one in found.items()]
     attacks, faults = (sum(getattr(one, name) for one in found.values()) for name in ("attacks", "faults"))
     return f"{attacks:,} attacks, {faults:,} of which ended badly ({when}).\n\n{markdown_table(COLUMNS, rows)}"

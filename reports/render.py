@@ -1,6 +1,6 @@
 """Writes the reports: one folder per GPU type with HTML, Markdown and CSV, and a page that lists them.
 
-Pages ask nothing of the network and carry no date: the same rows give the same bytes.
+Pages load nothing from the network and contain no date: the same rows give the same bytes.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 OURS = "peakcast"
-"""`source` of rows that were measured by this project."""
+"""`source` of rows that this project measured."""
 KNOWN_CHARACTERS = 120
-"""What a row says of itself is cut after this on the page; the CSV has all of it."""
+"""The page shows this many characters of a row's remarks; the CSV has all of them."""
 GROUPS = {"source": "project", "framework and size": "size", "layout": "layout", "architecture": "architecture"}
-"""What figures of a quantity are grouped by: title → attribute of `Scored`."""
+"""Title → attribute of `Scored` by which the figures of a quantity are grouped."""
 NAMED_COLUMNS = (
     "case",
     "layout",
@@ -99,7 +99,7 @@ def slug(gpu: str) -> str:
 
 
 def report_context(evaluation: Evaluation, gpu: str) -> dict[str, Any]:
-    """Everything the templates of one GPU type show, as texts and ready-made pictures."""
+    """Everything that the templates of one GPU type show, as texts and finished pictures."""
     named = [cell for q in QUANTITIES for cell in metrics.cells_of(evaluation, gpu, q) if abs(cell.error) > NAMED_ABOVE]
     return {
         "gpu": gpu,
@@ -182,12 +182,12 @@ def _step(step: metrics.ErrorStep) -> list[str]:
 
 
 def shortened(text: str, most: int) -> str:
-    """`text`, cut at a blank with an ellipsis where it is longer than `most` characters."""
+    """`text`; if it is longer than `most` characters, it is cut at a blank and ends with an ellipsis."""
     return text if len(text) <= most else text[:most].rpartition(" ")[0] + " …"
 
 
 def _sources(evaluation: Evaluation, gpu: str) -> list[tuple[str, int, bool]]:
-    """(who measured, rows, whether it was us) on `gpu`, most rows first."""
+    """(who measured, number of rows, whether it was this project) on `gpu`, most rows first."""
     found = {
         cell.key: cell.source
         for table in evaluation.tables
@@ -227,7 +227,7 @@ def rows_csv(evaluation: Evaluation, gpu: str) -> str:
 
 
 def _safe(text: str) -> str:
-    """`text` as a cell that a spreadsheet takes for text, never for a formula."""
+    """`text` as a cell that a spreadsheet reads as text, never as a formula."""
     return "'" + text if text[:1] in ("=", "+", "-", "@", "\t", "\r") else text
 
 

@@ -1,4 +1,4 @@
-"""How figures are written: percentages, quantities, the accuracy table as Markdown."""
+"""The form of figures: percentages, quantities, the accuracy table as Markdown."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def figures(summary: Summary) -> list[str]:
 
 
 def target_cell(row: HeadlineRow) -> str:
-    """`met`, or what is missed."""
+    """`met`, or the targets that are missed."""
     missed = [aim.figure for aim in row.aims if not aim.met(row.summary)]
     return "missed: " + ", ".join(missed) if missed else "met"
 
@@ -94,23 +94,23 @@ def headline_cells(evaluation: Evaluation, gpu: str | None = None) -> list[list[
 
 
 def headline_markdown(evaluation: Evaluation, gpu: str | None = None) -> str:
-    """The accuracy table as Markdown, closed by a newline, with a sentence on what it says."""
+    """The accuracy table as Markdown, ended by a newline, with a sentence about it."""
     return markdown_table(HEADLINE_COLUMNS, headline_cells(evaluation, gpu)) + "\n" + headline_note(evaluation) + "\n"
 
 
 def short_markdown(evaluation: Evaluation) -> str:
-    """The README's accuracy table: of rows of at least 5 GiB, what decides whether to trust an answer."""
+    """The README's accuracy table: for rows of at least 5 GiB, the figures that tell whether to trust an answer."""
     large = [cells for cells in headline_cells(evaluation) if cells[HEADLINE_COLUMNS.index("size")] == LARGE]
     return markdown_table(SHORT_COLUMNS, map(short_cells, large)) + "\n" + headline_note(evaluation) + "\n" + SMALL_NOTE
 
 
 def short_cells(cells: Sequence[str]) -> list[str]:
-    """The cells of SHORT_COLUMNS, of a line of the whole table."""
+    """The cells of SHORT_COLUMNS, taken from a line of the whole table."""
     return [cells[HEADLINE_COLUMNS.index(column)] for column in SHORT_COLUMNS]
 
 
 def headline_note(evaluation: Evaluation) -> str:
-    """What the accuracy table rests on."""
+    """A sentence on the rows behind the accuracy table."""
     left_out = sum(evaluation.left_out.values())
     return (
         f"Errors are |predicted / measured − 1| of {evaluation.num_rows} rows ({evaluation.num_configurations} "
@@ -121,7 +121,7 @@ def headline_note(evaluation: Evaluation) -> str:
 
 
 def markdown_table(columns: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
-    """A Markdown table with its numbers to the right, closed by a newline."""
+    """A Markdown table with right-aligned numbers, ended by a newline."""
     rows = [list(line) for line in lines]
     numeric = [bool(rows) and all(line[i][:1] in "±-−0123456789" for line in rows) for i in range(len(columns))]
     marks = ["--:" if right else "---" for right in numeric]

@@ -1,5 +1,5 @@
-"""`pip install peakcast` brings numpy, typer, rich and PyYAML. In an environment that has only these, questions are
-answered, and what needs more says in one sentence which command installs it."""
+"""`pip install peakcast` brings numpy, typer, rich, PyYAML and tree-sitter. In an environment that has only these,
+questions are answered, and what needs more says in one sentence which command installs it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Programs that a script starts and that may train: they run in a dry run as it does, and the first that trains answers."""
+"""Programs that a script starts and that may train. They are run as dry runs too, and the first one that trains gives the
+answer."""
 
 from __future__ import annotations
 
@@ -16,20 +17,20 @@ from peakcast.collectors.dryrun.command import Command, is_python, read_command
 from peakcast.errors import SpecError
 
 ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched", "accelerate")
-"""Fields of a command that its process is told."""
+"""Fields of a command that its process gets."""
 TOOLS = ("pip", "ensurepip", "venv", "compileall", "multiprocessing", "torch._inductor", "torch.utils", "peakcast")
-"""Modules that train nothing, and run as they are."""
+"""Modules that do not train and are run normally."""
 
 
 class Children:
-    """Starts what would train in the place of what the script asked for. `question` is the script's own."""
+    """Replaces programs that a script starts and that may train by dry runs of them. `question` is the script's own."""
 
     def __init__(self, question: Mapping[str, Any]) -> None:
         self._question = question
         self._numbers = itertools.count()
 
     def install(self) -> None:
-        """For this process."""
+        """Install it in this process."""
         begin, execute, execute_with, system = subprocess.Popen.__init__, os.execv, os.execve, os.system
 
         def started(popen: Any, args: Any, *rest: Any, **keywords: Any) -> None:
@@ -50,17 +51,17 @@ class Children:
 
         def ran(command: Any) -> int:
             followed = self._instead(_words(command, shell=True))
-            return system(command) if followed is None else subprocess.call(followed) << 8  # as wait(2) says it
+            return system(command) if followed is None else subprocess.call(followed) << 8  # in the form of wait(2)
 
         subprocess.Popen.__init__ = started  # type: ignore[method-assign,assignment]
         os.execv, os.execve, os.system = became, became_with, ran  # type: ignore[assignment]
-        if "fork" in multiprocessing.get_all_start_methods():  # a copy of this process is in a dry run as well
+        if "fork" in multiprocessing.get_all_start_methods():  # a forked child is in the dry run too
             multiprocessing.set_start_method("fork", force=True)
             context: Any = multiprocessing.get_context
             multiprocessing.get_context = lambda method=None: context("fork")  # type: ignore[assignment]
 
     def _instead(self, words: list[str]) -> list[str] | None:
-        """The command that dry-runs what `words` would run; None where that trains nothing, as far as its name tells."""
+        """The command that dry-runs what `words` would run; None if that does not train, judging by its name."""
         try:
             command = read_command(words)
         except SpecError:
@@ -69,7 +70,7 @@ class Children:
             return None
         question = {**self._question, **{field: getattr(command, field) for field in ASKED}, "is_child": True}
         question.pop("function", None)
-        if self._question["world_size"] > 1:  # somebody has said it
+        if self._question["world_size"] > 1:  # it was given
             question |= {name: self._question[name] for name in ("world_size", "ranks_per_node", "launched")}
         question["rank"] = self._question["rank"] % question["world_size"]
         os.environ.update(dict(variable.split("=", 1) for variable in command.environment))
@@ -79,7 +80,7 @@ class Children:
 
 
 def _words(args: Any, *, shell: bool) -> list[str]:
-    """A command as words; what a shell is given is read as its script."""
+    """A command as words; a shell's command is parsed as a script."""
     if isinstance(args, (str, bytes, os.PathLike)):
         text = os.fsdecode(args)
         return ["sh", "-c", text] if shell else [text]

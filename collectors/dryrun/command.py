@@ -1,4 +1,4 @@
-"""Reads a command line that trains: which script, its arguments, how many ranks, and in which Python."""
+"""Reads a command line that trains: which script, its arguments, how many ranks, and with which Python."""
 
 from __future__ import annotations
 
@@ -24,43 +24,85 @@ MODULES = {
     "torch.distributed.launch": "torchrun",
     "accelerate.commands.launch": "accelerate",
 }
-"""Launchers by the module that `python -m` runs."""
+"""Module that `python -m` runs -> the launcher."""
 SWITCHES = LAUNCHER_SWITCHES | {"debug", "quiet", "use_megatron_lm", "tpu", "cpu", "dynamo_use_fullgraph", "no_ssh"}
-"""Flags of launchers that take no value."""
+"""Flags of launchers without a value."""
 PER_NODE = {"torchrun": ("nproc_per_node",), "deepspeed": ("num_gpus",), "accelerate": ()}
 NODES = {"torchrun": ("nnodes",), "deepspeed": ("num_nodes",), "accelerate": ("num_machines",)}
 GPUS_PER_NODE = 8
+AT_ONCE: dict[str, dict[str, str]] = {
+    "srun": {"total": "-n|--ntasks", "per_node": "--ntasks-per-node", "nodes": "-N|--nodes"},
+    "mpirun": {"total": "-n|-np|--np|-c"},
+    "mpiexec": {"total": "-n|-np|--np"},
+}
+"""Programs that start a script in as many processes, and their flags."""
+RUNNERS = ("pdm", "pipenv", "hatch", "rye")
+"""Programs in Python that run another one, which counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Command:
-    """A training command, taken apart."""
+    """The parts of a training command."""
 
     script: str
-    """The file, or the module that `-m` names."""
+    """The file, or the module of `-m`."""
     arguments: tuple[str, ...] = ()
     as_module: bool = False
     python: str = sys.executable
     world_size: int = 1
     ranks_per_node: int = 1
     environment: tuple[str, ...] = ()
-    """NAME=value, as written before the command."""
+    """NAME=value words, as written before the command."""
     accelerate: tuple[str, ...] = ()
-    """The words of `accelerate launch`, which tells the script its settings by the environment."""
+    """The words of `accelerate launch`, which gives the script its settings in the environment."""
     launched: bool = False
-    """Whether a launcher starts the script, and tells it its rank by the environment."""
+    """Whether a launcher starts the script and gives it its rank in the environment."""
 
 
 def read_command(command: Sequence[str]) -> Command:
-    """The command that `command` is, word by word. Raises: SpecError for one that runs no Python script."""
+    """Read a command, word by word. Raises: SpecError if it runs no Python script."""
     words = list(command)
     variables: list[str] = []
     while words and ((not variables and words[0] == "env") or re.fullmatch(r"[A-Za-z_]\w*=.*", words[0])):
         variables.append(words.pop(0))
-    words, given = after_wrappers(words)
+    before, (words, given) = words, after_wrappers(words)
     variables += [f"{name}={value}" for name, value in given.items()]
+    words = _after_others(words)
+    ranks = _started_at_once(before[: len(before) - len(words)])
     found = _read(words)
+    if ranks is not None and not found.launched:
+        found = replace(found, world_size=ranks, ranks_per_node=min(ranks, GPUS_PER_NODE), launched=True)
+        variables += [f"{name}={ranks}" for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
     return replace(found, environment=(*found.environment, *(variable for variable in variables if variable != "env")))
+
+
+def _after_others(words: list[str]) -> list[str]:
+    """Without programs that run the rest of it in some way of their own (nice, timeout, pdm run): where the first word is
+    nothing that can be followed, `words` from the first one on that is Python, a launcher or a Python file."""
+    first = words[0] if words else ""
+    if os.path.basename(first) not in RUNNERS and (_begins(first) or _is_shell(first) or is_file(first) or _tool(first)):
+        return words
+    at = next((number for number, word in enumerate(words) if _begins(word)), 0)
+    return words[at:]
+
+
+def _begins(word: str) -> bool:
+    name = os.path.basename(word)
+    return PYTHON.fullmatch(word) is not None or name in LAUNCHERS or (word.endswith(".py") and is_file(word))
+
+
+def _started_at_once(words: Sequence[str]) -> int | None:
+    """Processes that srun or mpirun, among the `words` before a script, starts of it; None where neither says so."""
+    launcher = next((os.path.basename(word) for word in words if os.path.basename(word) in AT_ONCE), None)
+    if launcher is None:
+        return None
+    text = " ".join(words)
+    sizes = {}
+    for size, flag in AT_ONCE[launcher].items():
+        found = re.search(rf"(?<!\S)(?:{flag})[ =]?(\d+)(?!\S)", text)
+        sizes[size] = int(found[1]) if found else None
+    total, per_node = sizes["total"], sizes.get("per_node")
+    return total or (per_node * (sizes.get("nodes") or 1) if per_node else None)
 
 
 def _read(words: list[str]) -> Command:
@@ -71,7 +113,7 @@ def _read(words: list[str]) -> Command:
         )
     python = sys.executable
     first = words[0]
-    if os.path.basename(first) in SHELLS or _is_shell_script(first):
+    if _is_shell(first):
         return _shell(words[1:] if os.path.basename(first) in SHELLS else words)
     if PYTHON.fullmatch(first):
         python, words = _interpreter(first), _after_options(words[1:])
@@ -86,15 +128,16 @@ def _read(words: list[str]) -> Command:
     return _script(words)
 
 
-def _is_shell_script(word: str) -> bool:
-    if not is_file(word):
-        return False
+def _is_shell(word: str) -> bool:
+    """Whether it is a shell, or a script of one."""
+    if os.path.basename(word) in SHELLS or not is_file(word):
+        return os.path.basename(word) in SHELLS
     start = first_bytes(Path(word), 200).split(b"\n")[0]
     return word.endswith(".sh") or (start.startswith(b"#!") and start.endswith(tuple(name.encode() for name in SHELLS)))
 
 
 def _shell(words: Sequence[str]) -> Command:
-    """The last command that trains of those that a shell is given, which are read and not run."""
+    """The last training command among those of a shell; they are read and not run."""
     words = list(words)
     while words and words[0].startswith("-") and words[0] not in ("-c", "-lc", "-xc", "-ec"):
         words = words[1:]
@@ -123,12 +166,12 @@ def _shell(words: Sequence[str]) -> Command:
 
 
 def is_python(command: Command) -> bool:
-    """Whether what it runs is Python by its name."""
+    """Whether the command runs Python, judging by its name."""
     return command.as_module or command.script.endswith(".py")
 
 
 def _interpreter(word: str) -> str:
-    """The interpreter that a command names by its path; a bare name is the one that peakcast runs in."""
+    """The interpreter if a command names it by its path; for a bare name, the one that runs peakcast."""
     if "/" not in word:
         return sys.executable
     if not is_file(word):
@@ -137,7 +180,7 @@ def _interpreter(word: str) -> str:
 
 
 def _after_options(words: list[str]) -> list[str]:
-    """Without the interpreter's own options (-u, -W ignore)."""
+    """`words` without the interpreter's own options (-u, -W ignore)."""
     while words and words[0].startswith("-") and words[0] != "-m":
         words = words[2:] if words[0] in ("-W", "-X") else words[1:]
     return words
@@ -148,9 +191,8 @@ def _script(words: Sequence[str]) -> Command:
         raise SpecError("the command names no script; give one, such as python train.py.", parameter="command")
     script, *arguments = words
     if not is_file(script):
-        tool = shutil.which(script)
-        if tool is not None and b"python" in Path(tool).read_bytes()[:200].splitlines()[0]:
-            return Command(script=tool, arguments=tuple(arguments))  # a console script of a package
+        if tool := _tool(script):
+            return Command(script=tool, arguments=tuple(arguments))
         why = "is a folder" if os.path.isdir(script) else "is not there"
         raise SpecError(
             f"command: the script {script!r} {why}; give a Python file, or -m and a module.",
@@ -158,6 +200,13 @@ def _script(words: Sequence[str]) -> Command:
             value=script,
         )
     return Command(script=script, arguments=tuple(arguments))
+
+
+def _tool(word: str) -> str:
+    """The file of a console script of a package; "" where `word` is none."""
+    tool = shutil.which(word) if word else None
+    first = first_bytes(Path(tool), 200).split(b"\n")[0] if tool is not None else b""
+    return tool if tool is not None and first.startswith(b"#!") and b"python" in first else ""
 
 
 def _launched(launcher: str, words: list[str]) -> Command:
@@ -183,13 +232,15 @@ def _launched(launcher: str, words: list[str]) -> Command:
         command = Command(script=words[0], arguments=tuple(words[1:]), as_module=True)
     else:
         command = _script(words)
+    if command.arguments[:1] == ("--",):  # argparse, by which launchers read their words, takes it to be their own
+        command = replace(command, arguments=command.arguments[1:])
     world_size, per_node = _ranks(launcher, flags)
     settings = whole if launcher == "accelerate" else ()
     return replace(command, world_size=world_size, ranks_per_node=per_node, launched=True, accelerate=settings)
 
 
 def _ranks(launcher: str, flags: dict[str, str]) -> tuple[int, int]:
-    """All ranks, and those of a node."""
+    """(number of all ranks, number of ranks on a node)."""
     nodes = next((_number(flags[name].rpartition(":")[2], name) for name in NODES[launcher] if name in flags), 1)
     if launcher == "accelerate":
         settings = _accelerate_settings(flags.get("config_file"))

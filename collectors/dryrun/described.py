@@ -1,4 +1,4 @@
-"""The job that a script turned out to run, as far as error bars and findings need to know it."""
+"""Describes the job that a script turned out to run, as far as error bars and findings need it."""
 
 from __future__ import annotations
 
@@ -23,13 +23,15 @@ OPTIMIZERS = {
     "adamw": "adamw", "adam": "adam", "sgd": "sgd", "adafactor": "adafactor", "muon": "muon", "lion": "lion",
     "adagrad": "adagrad", "rmsprop": "rmsprop",
 }  # fmt: skip
-"""Beginnings of class names of optimizers, longest first where one begins another, and what jobs call them."""
+"""Prefix of an optimizer's class name -> the name in jobs; if one prefix begins with another, the longer comes first."""
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "torchao", "bitsandbytes")
+IMPORTED_BY_OTHERS = ("torchao", "bitsandbytes")
+"""Of these, those that other packages import where they are there: they count where a network or optimizer is of them."""
 
 
 @dataclass(frozen=True)
 class Described:
-    """A job's mapping, and what was taken for granted in it."""
+    """A job's mapping, and the assumptions in it."""
 
     job: dict[str, Any]
     assumptions: tuple[str, ...]
@@ -44,10 +46,11 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     weights = _dtype(parameters)
     computed, reduced = _mixed(steps.networks)
+    framework = _framework(steps.networks, config)
     job: dict[str, Any] = {
         "architecture": _architecture(network, config),
-        "framework": _framework(steps.networks, config),
-        "versions": _versions(),
+        "framework": framework,
+        "versions": _versions(steps, framework),
         "micro_batch_size": batch,
         "sequence_length": length,
         "gradient_accumulation_steps": max(1, steps.micro_batches),
@@ -70,13 +73,13 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
 
 
 def _sizes(steps: ScriptSteps) -> tuple[int, int]:
-    """Length and number of the sequences of the largest micro-batch."""
+    """(length, number) of the sequences of the largest micro-batch."""
     *outer, length = steps.tokens or steps.inputs or (1,)
     return max(1, length), max(1, math.prod(outer))
 
 
 def _dtype(parameters: Iterable[torch.Tensor]) -> str:
-    """That most elements have, of those that a job can name."""
+    """The dtype of most elements, among those that a job can name."""
     counts: dict[str, int] = {}
     for parameter in parameters:
         if parameter.dtype in DTYPES:
@@ -86,8 +89,8 @@ def _dtype(parameters: Iterable[torch.Tensor]) -> str:
 
 
 def _mixed(networks: Sequence[torch.nn.Module]) -> tuple[str, str]:
-    """The dtypes that FSDP casts weights to and reduces gradients in, as most of its units have it; "" where it does none
-    of it."""
+    """(dtype to which FSDP casts weights, dtype in which it reduces gradients), as in most of its units; "" without mixed
+    precision."""
     policies: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
     for part in (part for network in networks for part in network.modules()):
         state: Any = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
@@ -101,7 +104,7 @@ def _mixed(networks: Sequence[torch.nn.Module]) -> tuple[str, str]:
 
 
 def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
-    """By its configuration, where it is of transformers; else by the shapes that are seen."""
+    """The architecture from the configuration of a transformers network; else from the shapes that were seen."""
     if config is not None:
         from peakcast.dialects.hf_config import architecture_from_hf_config
         from peakcast.errors import PeakcastError
@@ -113,7 +116,7 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
         except PeakcastError:
             pass
     matrices = [tuple(one.shape) for one in network.parameters() if one.ndim == 2] or [(1, 1)]
-    widths = Counter(size for shape in matrices for size in shape)
+    widths = Counter(size for shape in matrices for size in shape if size > 1) or Counter([1])
     hidden = widths.most_common(1)[0][0]
     tables = [part.weight.shape[0] for part in network.modules() if isinstance(part, torch.nn.Embedding)]
     vocabulary = max(tables, default=max(widths))
@@ -122,7 +125,7 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
     layers = max(map(len, lists), default=1)
     heads = max(1, hidden // 64)
     return {
-        "name": type(network).__name__,
+        "name": type(_bare(network)).__name__,
         "model_type": "script",
         "hidden_size": int(hidden),
         "num_hidden_layers": max(1, layers),
@@ -134,6 +137,14 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
     }
 
 
+def _bare(network: torch.nn.Module) -> torch.nn.Module:
+    """`network` without what DDP and `torch.compile` put around it."""
+    for wrapper in ("module", "_orig_mod", "module"):
+        inner = network._modules.get(wrapper)
+        network = network if inner is None or len(network._modules) > 1 else inner
+    return network
+
+
 def _framework(networks: list[torch.nn.Module], config: Any) -> str:
     for network in networks:
         if type(network).__name__ == "DeepSpeedEngine":
@@ -143,26 +154,43 @@ def _framework(networks: list[torch.nn.Module], config: Any) -> str:
     return "huggingface" if config is not None else "torch"
 
 
-def _versions() -> dict[str, str]:
+def _versions(steps: ScriptSteps, framework: str) -> dict[str, str]:
+    """Of the packages that the script has loaded; of a network of its own, those that it may be made of."""
+    parts = [part for network in steps.networks for part in network.modules()]
+    used = {type(one).__module__.partition(".")[0] for one in (*parts, *map(_unwrapped, steps.optimizers))}
     found = {}
-    for package in PACKAGES:
-        if package in sys.modules:
+    for package in PACKAGES if framework != "torch" else ("torch", "transformers", *IMPORTED_BY_OTHERS):
+        if package in sys.modules and (package in used or package not in IMPORTED_BY_OTHERS):
             found[package] = importlib.metadata.version(package).partition("+")[0]
     return found
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """What accelerate and the like put around an optimizer taken off."""
+    return getattr(optimizer, "optimizer", optimizer)
 
 
 def _optimizer(optimizers: list[Any]) -> dict[str, Any]:
     if not optimizers:
         return {}
-    names = [type(getattr(one, "optimizer", one)).__name__.lower() for one in optimizers]
+    names = [type(_unwrapped(one)).__name__.lower() for one in optimizers]
     name = next((ours for begin, ours in OPTIMIZERS.items() for one in names if begin in one), "adamw")
+    name = _of_bitsandbytes(name, _unwrapped(optimizers[0])) or name
     settings = optimizers[0].param_groups[0]
     kind = "fused" if settings.get("fused") else "loop" if settings.get("foreach") is False else "foreach"
     return {"name": name, "implementation": kind}
 
 
+def _of_bitsandbytes(name: str, optimizer: Any) -> str:
+    """What jobs call an optimizer of bitsandbytes with states of 8 bits or in managed memory; "" for others."""
+    bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
+    if getattr(optimizer, "is_paged", False):
+        return f"paged_{name}_{bits}bit"
+    return f"{name}_8bit" if bits == 8 else ""
+
+
 def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
-    """Low-rank adapters, as peft names them."""
+    """The settings of low-rank adapters, by peft's names."""
     adapters = {name: parameter for name, parameter in network.named_parameters() if ".lora_A." in name}
     if not adapters:
         return {}
@@ -170,6 +198,7 @@ def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
     drops = (part.p for name, part in network.named_modules() if ".lora_dropout." in name and hasattr(part, "p"))
     return {
         "method": "lora",
+        **_quantization(network),
         "rank": int(first.shape[0]),
         "targets": sorted({name.partition(".lora_A.")[0].rpartition(".")[2] for name in adapters}),
         "dropout": float(next(drops, 0.0)),
@@ -177,8 +206,17 @@ def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
     }
 
 
+def _quantization(network: torch.nn.Module) -> dict[str, Any]:
+    """Of the base under adapters, where bitsandbytes has packed it."""
+    states = (part.quant_state for part in network.modules() if hasattr(part, "quant_state"))
+    if (state := next(states, None)) is not None:
+        return {"method": "qlora", "quantization": "nf4", "double_quantization": bool(state.nested)}
+    eight = any(type(part).__name__ == "Linear8bitLt" for part in network.modules())
+    return {"method": "qlora", "quantization": "int8"} if eight else {}
+
+
 def _of_transformers(network: torch.nn.Module, config: Any) -> dict[str, Any]:
-    """What networks of transformers say of themselves: whether they checkpoint, and their kernels of attention."""
+    """Settings that networks of transformers have as attributes: checkpointing, and the attention kernel."""
     found: dict[str, Any] = {}
     if any(getattr(part, "gradient_checkpointing", False) is True for part in network.modules()):
         calls = (getattr(part, "_gradient_checkpointing_func", None) for part in network.modules())
@@ -199,11 +237,12 @@ def _compiled(network: torch.nn.Module) -> bool:
 
 
 MESH_NAMES = {"tp": "tensor", "tensor": "tensor", "pp": "pipeline", "cp": "context", "ep": "expert"}
-"""What scripts call dimensions of a mesh, and jobs the parallelism along them."""
+"""Names of mesh dimensions in scripts -> the parallelism along them."""
 
 
 def _parallelism(networks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """Ranks by what holds the networks: sharded, replicated, or neither; and by the meshes that the script has made."""
+    """The layout, from what wraps the networks (sharded, replicated, or neither) and from the meshes that the script has
+    made."""
     if not dist.is_initialized():
         return {}
     sizes = {MESH_NAMES[name]: size for name, size in MESH_SIZES.items() if name in MESH_NAMES and size > 1}
@@ -221,7 +260,7 @@ def _parallelism(networks: Sequence[torch.nn.Module]) -> dict[str, Any]:
 
 
 def _told(job: dict[str, Any]) -> dict[str, Any]:
-    """`job`, with its ranks all alike where a job cannot divide the network as the script does."""
+    """`job`; if a job cannot divide the network as the script does, with all its ranks alike."""
     from peakcast.dialects.job_file import job_from_mapping
     from peakcast.errors import PeakcastError
 

@@ -1,4 +1,4 @@
-"""Evaluation before and between training steps: counted as the script asks for it, or left out."""
+"""Evaluation before and between training steps: it is counted as the script runs it, or left out."""
 
 from __future__ import annotations
 
@@ -19,19 +19,21 @@ from peakcast.units import format_gib
 
 CODE, PARAMETER = "script_part_skipped", "evaluation"
 TRAINER_STEP = 2
-"""After this step the Trainer of transformers evaluates, if it ever does: the third step then meets what is left of it."""
+"""After this step transformers' Trainer evaluates, if it evaluates at all, so that the third step runs with what the
+evaluation has left in memory."""
 MOST_BATCHES = 8
-"""Of one evaluation of the Trainer."""
+"""Most batches of one evaluation of the Trainer."""
 
 
 QUICK, MOST_STEPS, MOST_SECONDS = 10, 24, 30.0
-"""For an evaluation that comes after the steps that are asked for, so many more are followed, as long as each takes less
-than this part of those before, which compiled, and for so long at most."""
+"""If an evaluation comes after the required steps, further steps are followed to reach it: at most MOST_STEPS of them, for
+at most MOST_SECONDS, and only while each takes less than 1/QUICK of the time of those before, in which compiling took
+place."""
 
 
 @dataclass
 class _Evaluation:
-    """What runs from one operation to another (None: it has not ended), begun at a place of the script."""
+    """An evaluation from one operation to another (None: it has not ended), with the place in the script where it began."""
 
     network: torch.nn.Module
     place: str
@@ -40,19 +42,19 @@ class _Evaluation:
 
 
 class Evaluations:
-    """Forwards of a network in evaluation mode and without gradients, and what runs until it trains again."""
+    """Forwards of a network in evaluation mode and without gradients, and everything that runs until it trains again."""
 
     def __init__(self, tracer: Tracer, notes: Notes, *, skip: bool) -> None:
         self._tracer, self._notes, self._skip = tracer, notes, skip
         self._seen: list[_Evaluation] = []
 
     def install(self) -> None:
-        """For the Trainer of transformers, which evaluates by itself, and rarely within three steps."""
+        """Change transformers' Trainer, which evaluates by itself and rarely within three steps."""
         when_imported("transformers.trainer", self._in_trainer)
         when_imported("transformers.trainer_callback", self._in_callbacks)
 
     def forward_begins(self, network: torch.nn.Module) -> bool:
-        """An outermost forward: whether training goes on after an evaluation with it."""
+        """Note that an outermost forward begins. Returns whether training goes on after an evaluation with it."""
         running = self._seen[-1] if self._seen and self._seen[-1].stop is None else None
         if _evaluates(network) and running is None:
             self._seen.append(_Evaluation(network, where(), self._tracer.now))
@@ -62,10 +64,10 @@ class Evaluations:
         return True
 
     def awaited(self, network: torch.nn.Module, steps: Sequence[float], ended: int) -> bool:
-        """Whether to go on with an outermost forward of `network` after enough steps: an evaluation runs; no step has ended
-        since the first one did (scripts that warm up set everything back before it); or the script has one that has not
-        come yet, and steps are quick now that all is compiled. `steps`: when the script began, and when each step has
-        ended, in seconds. `ended`: the operation at which the last one did."""
+        """Whether to go on with an outermost forward of `network` after enough steps. True while an evaluation runs; if no
+        step has ended since the first one did (scripts that warm up reset everything before it); or if the script has an
+        evaluation that has not begun yet, and steps are quick now that everything is compiled. `steps`: times in seconds at
+        which the script began and each step ended. `ended`: the operation at which the last step ended."""
         if self._skip:
             return False
         if self._seen:
@@ -75,8 +77,8 @@ class Evaluations:
         return quick and ".eval()" in _text_of_script()
 
     def said(self, trained: set[int]) -> tuple[str, ...]:
-        """What was counted, once everything has run; what is to be skipped is taken out of the tracer. `trained`: the `id`s
-        of the parameters that optimizers have."""
+        """Sentences about what was counted, once everything has run. An evaluation that is to be skipped is removed from
+        the tracer. `trained`: the `id`s of the parameters that optimizers have."""
         found = [one for one in self._seen if any(id(parameter) in trained for parameter in one.network.parameters())]
         if not found:
             return ()
@@ -90,7 +92,7 @@ class Evaluations:
         return (f"the evaluation at {places} counts, with {format_gib(most)} at most; --skip-evaluation leaves it out.",)
 
     def fullest(self) -> tuple[int, int] | None:
-        """From and to which operations the one went that had most tensors; None where none counts."""
+        """(first operation, end) of the evaluation with most bytes; None if none counts."""
         spans = [(one.start, self._stop(one)) for one in self._seen]
         if self._skip or not spans:
             return None
@@ -100,7 +102,7 @@ class Evaluations:
         return self._tracer.now if one.stop is None else one.stop
 
     def _leave_out(self, one: _Evaluation) -> None:
-        """Tensors that came and went with it have never been."""
+        """Remove tensors that were made and freed during it from the tracer."""
         stop = self._stop(one)
         for number, (_, _, born, dies, _) in list(self._tracer._entries.items()):
             if one.start <= born and dies is not None and dies <= stop:
@@ -116,7 +118,7 @@ class Evaluations:
                 return _Metrics()
             try:
                 return evaluate(self, *arguments, **keywords)
-            except Exception as error:  # of what comes later than the steps that are asked for
+            except Exception as error:  # from code after the required steps
                 traceback.print_exc()
                 notes.add(CODE, PARAMETER, f"the Trainer's evaluation cannot be followed ({error}), and is not counted.")
                 return _Metrics()
@@ -150,7 +152,8 @@ class Evaluations:
 
 
 def _evaluates(network: torch.nn.Module) -> bool:
-    """Whether a forward of it now is one of an evaluation; what wraps a network may be in training mode all the same."""
+    """Whether a forward of `network` would now be part of an evaluation; modules around it may be in training mode all the
+    same."""
     return not torch.is_grad_enabled() and not all(part.training for part in network.modules())
 
 
@@ -162,7 +165,7 @@ def _text_of_script() -> str:
 
 
 class _Few:
-    """A data loader of which the first batches come."""
+    """A data loader that yields only the first batches."""
 
     def __init__(self, loader: Any) -> None:
         self._loader = loader
@@ -183,7 +186,7 @@ class _Few:
 
 
 class _Metrics(dict[str, float]):
-    """What an evaluation that did not run has found: 0 of whatever is asked for."""
+    """The results of an evaluation that did not run: 0 for every name."""
 
     def __missing__(self, name: str) -> float:
         return 0.0

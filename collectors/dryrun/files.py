@@ -1,7 +1,8 @@
-"""Keeps a script's files in a temporary folder: what it writes goes there and is read back; what it deletes stays.
+"""Keeps a script's files in a temporary folder: what it writes goes there and is read back from there; what it deletes is
+not really deleted.
 
-Python's own functions are led there (`install`). A hook of the interpreter refuses whatever else would write outside, and
-every socket that would listen.
+Python's own functions are redirected there (`install`). An audit hook of the interpreter refuses everything else that would
+write outside, and every socket that would listen.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ from typing import Any
 
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 LARGEST_COPY_BYTES = 64 * 2**20
-"""A file that is opened to be changed is copied first, up to here."""
+"""A file that is opened for changing is copied first, up to this size."""
 CHANGES = ("os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.truncate", "os.link", "os.symlink", "shutil.rmtree")
-"""Events of the interpreter whose first argument is a path that changes."""
+"""Audit events whose first argument is a path that is changed."""
 DEVICES = ("/dev/", "/proc/")
 
 
@@ -34,23 +35,23 @@ class Overlay:
         self._stat = os.stat
 
     def is_inside(self, path: str) -> bool:
-        """Whether `path` may be written as it is."""
+        """Whether `path` may be written directly."""
         return path == self.folder or path.startswith((self.folder + os.sep, *DEVICES))
 
     def shadow(self, path: Any) -> str | None:
-        """Where what is written to `path` goes; None where that is `path` itself, or no path."""
+        """The path to which writes to `path` go; None if that is `path` itself, or if `path` is no path."""
         if isinstance(path, int) or path is None:
             return None
         name = os.path.abspath(os.fsdecode(path))
         return None if self.is_inside(name) else self._written + name
 
     def read(self, path: Any) -> Any:
-        """Where `path` is read: what was written there, if anything was."""
+        """The path from which `path` is read: the written copy, if there is one."""
         shadow = self.shadow(path)
         return shadow if shadow is not None and self._there(shadow) else path
 
     def write(self, path: Any, *, keeps: bool) -> Any:
-        """Where `path` is written; `keeps`: with what it holds now."""
+        """The path to which `path` is written; `keeps`: its present content is copied there first."""
         shadow = self.shadow(path)
         if shadow is None:
             return path
@@ -79,7 +80,7 @@ def _make_folders(path: str) -> None:
 
 
 def install(folder: Path) -> Overlay:
-    """For this process."""
+    """Install it in this process."""
     overlay = Overlay(folder)
     open_file, open_descriptor = builtins.open, os.open
 
@@ -135,7 +136,7 @@ def _install_changes(overlay: Overlay) -> None:
 
     def gone(function: Callable[..., Any]) -> Callable[..., None]:
         def remove(path: Any, *arguments: Any, **keywords: Any) -> None:
-            if keywords.get("dir_fd") is not None:  # as shutil.rmtree does within what it may remove
+            if keywords.get("dir_fd") is not None:  # shutil.rmtree, within folders that it may remove
                 if overlay.is_inside(os.path.join(os.readlink(f"/proc/self/fd/{keywords['dir_fd']}"), os.fsdecode(path))):
                     function(path, *arguments, **keywords)
                 return
@@ -170,7 +171,7 @@ def _install_changes(overlay: Overlay) -> None:
 
 
 class _Guard:
-    """Refuses what was not led into the folder."""
+    """Refuses writes that were not redirected into the folder."""
 
     def __init__(self, overlay: Overlay) -> None:
         self._overlay = overlay

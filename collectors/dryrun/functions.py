@@ -1,4 +1,4 @@
-"""A function of this process for another one to call: what it closes over comes along as a copy."""
+"""Sends a function of this process to another one; the objects in its closure are copied too."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, NotImplementedE
 
 
 def pack(function: Callable[[], object], path: Path) -> None:
-    """Write `function` to `path`. Raises: SpecError where it holds what only this process has."""
+    """Write `function` to `path`. Raises: SpecError if it contains objects that only exist in this process."""
     import cloudpickle
 
     with _by_value(_found_here_only()):
         try:
-            path.write_bytes(cloudpickle.dumps(function))
+            path.write_bytes(cloudpickle.dumps((function, _file_of(function))))
         except _UNPICKLABLE as error:
             raise SpecError(
                 f"command: the function {name_of(function)!r} cannot run in another process, since it holds what cannot be "
@@ -33,18 +33,27 @@ def pack(function: Callable[[], object], path: Path) -> None:
 
 def unpack(path: Path) -> Callable[[], object]:
     """The function that `pack` wrote to `path`."""
-    function: Callable[[], object] = pickle.loads(path.read_bytes())
-    return function
+    function, file = pickle.loads(path.read_bytes())
+    if file:
+        function.__code__ = function.__code__.replace(co_filename=file)
+    packed: Callable[[], object] = function
+    return packed
+
+
+def _file_of(function: Callable[[], object]) -> str:
+    """Where it is written, which cloudpickle leaves out from 3.1.3 on; "" for what has no code of its own."""
+    code = getattr(function, "__code__", None)
+    return code.co_filename if code is not None else ""
 
 
 def name_of(function: Callable[[], object]) -> str:
-    """What it is called."""
+    """The function's name."""
     return str(getattr(function, "__name__", "function"))
 
 
 @contextmanager
 def _by_value(modules: list[ModuleType]) -> Iterator[None]:
-    """In here functions and classes of `modules` are pickled whole, not by their names."""
+    """A context in which functions and classes of `modules` are pickled by value, not by name."""
     import cloudpickle
 
     for module in modules:
@@ -57,7 +66,7 @@ def _by_value(modules: list[ModuleType]) -> Iterator[None]:
 
 
 def _found_here_only() -> list[ModuleType]:
-    """Modules that another process would not find by their names, as a file that pytest has imported."""
+    """Modules that another process could not import by their names, such as a file that pytest has imported."""
     installed = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
     found = []
     for name, module in list(sys.modules.items()):
@@ -68,7 +77,7 @@ def _found_here_only() -> list[ModuleType]:
 
 
 def _place(name: str) -> str | None:
-    """The file that importing `name` would run where nothing is imported yet."""
+    """The file that importing `name` would run in a new process."""
     path: Any = None
     spec = None
     whole = ""
@@ -83,7 +92,7 @@ def _place(name: str) -> str | None:
 
 def _spec(name: str, path: Any) -> Any:
     for finder in sys.meta_path:
-        with suppress(Exception):  # of one that does not know this kind of path
+        with suppress(Exception):  # of finders that do not know this kind of path
             if (spec := finder.find_spec(name, path)) is not None:
                 return spec
     return None

@@ -1,4 +1,4 @@
-"""What a script asks `torch.cuda` about the GPU, answered as the chosen GPU type would."""
+"""Answers a script's calls of `torch.cuda` about the GPU as the chosen GPU type would."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NAMES = {
     "H200": "NVIDIA H200",
     "B200": "NVIDIA B200",
 }
-"""How CUDA calls GPU types whose name scripts compare with, by the beginning of their name in the catalog."""
+"""Prefix of a GPU type's name in the catalog -> CUDA's name, for types whose name scripts compare."""
 SIZES = (
     *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
     *("memory_cached", "max_memory_cached"),
@@ -47,7 +47,8 @@ SILENT = (
 
 
 def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Tracer) -> None:
-    """Make this process one that has so many of `device`, of which `own` is current. Fake CUDA is installed with it."""
+    """Make this process one with `gpus_per_node` GPUs of type `device`, of which `own` is current. Installs fake CUDA
+    too."""
     fake_cuda.install()
     fake_streams.install()
     fake_streams.Stream.device = own
@@ -112,7 +113,8 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
 
 
 def _build_nothing(module: Any) -> None:
-    """Kernels that a library would compile now change what they are given, as far as fake tensors can tell."""
+    """Replace kernels that a library would compile by functions that do nothing: a change of a fake tensor's values cannot
+    be seen."""
     module.load = module.load_inline = lambda *_, **__: _Kernels()
     module.CUDA_HOME = module.CUDA_HOME or "/usr/local/cuda"
 
@@ -125,12 +127,12 @@ class _Kernels:
 
 
 def name_of(device: Device) -> str:
-    """What CUDA calls `device`."""
+    """CUDA's name of `device`."""
     return next((full for short, full in NAMES.items() if device.name.startswith(short)), f"NVIDIA {device.name}")
 
 
 def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:
-    """`torch.accelerator`, which newer scripts ask instead."""
+    """Answer `torch.accelerator`, which newer scripts use instead."""
     accelerator: Any = torch.accelerator
     for question, answer in {
         "is_available": True,
@@ -152,7 +154,8 @@ def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:
 
 
 def _to_scripts(answer: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
-    """`answer` to all but torch itself, which gets what it got before: it would start a driver, or make real tensors."""
+    """A function that gives `answer` to every caller except torch itself. torch gets what it got before, as it would start
+    a driver, or make real tensors."""
 
     def asked(*arguments: Any, **keywords: Any) -> Any:
         return (otherwise if _asker().partition(".")[0] == "torch" else answer)(*arguments, **keywords)
@@ -161,7 +164,7 @@ def _to_scripts(answer: Callable[..., Any], otherwise: Callable[..., Any]) -> Ca
 
 
 def _asker() -> str:
-    """The module that called the caller."""
+    """The module of the caller's caller."""
     return str(sys._getframe(2).f_globals.get("__name__", ""))
 
 
@@ -169,7 +172,7 @@ _is_available = _to_scripts(lambda: True, lambda: False)
 
 
 class _OnDevice(contextlib.nullcontext[None]):
-    """`torch.cuda.device`, a class: torch asks whether something is one."""
+    """`torch.cuda.device` as a class, because torch tests whether something is an instance of it."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
@@ -185,12 +188,12 @@ def _allocated(tracer: Tracer) -> int:
 
 
 def _most_allocated(tracer: Tracer) -> int:
-    """The most bytes that it has had there."""
+    """The most bytes that the script has had on the GPU."""
     return tracer.timeline(0, tracer.now).peak().num_bytes if tracer.now else 0
 
 
 class _Statistics(dict[str, int]):
-    """`torch.cuda.memory_stats()`: what is allocated for every kind of bytes, 0 for other counts."""
+    """`torch.cuda.memory_stats()`: allocated bytes for every count of bytes, 0 for other counts."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -202,5 +205,5 @@ class _Statistics(dict[str, int]):
         return _most_allocated(self._tracer) if "peak" in name else _allocated(self._tracer)
 
     def get(self, name: str, default: Any = None) -> Any:
-        """As `[]`."""
+        """The same as `[]`."""
         return self[name]

@@ -1,4 +1,4 @@
-"""CUDA graphs: what is captured runs as it is, and a replay makes no tensor, as on a GPU."""
+"""CUDA graphs: the captured part runs normally, and a replay makes no tensor, as on a GPU."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from peakcast.collectors.dryrun.noted import Notes, where
 
 
 def install(notes: Notes) -> None:
-    """For this process."""
+    """Install them in this process."""
 
     class Graph:
-        """Stands for `torch.cuda.CUDAGraph`."""
+        """Replaces `torch.cuda.CUDAGraph`."""
 
         def __init__(self, keep_graph: bool = False) -> None:
             self._pool: Any = (0, 1)
 
         def capture_begin(self, *_: Any, **__: Any) -> None:
-            """What runs from here on is captured."""
+            """Capturing begins."""
             sentence = f"{where()} captures a CUDA graph, whose memory stays its own; it is counted as if it came back."
             notes.add("script_part_skipped", "torch.cuda.graph", sentence, "more")
 
         def pool(self) -> Any:
-            """Where its memory lies."""
+            """The handle of its memory pool."""
             return self._pool
 
         def _nothing(self, *_: Any, **__: Any) -> None:

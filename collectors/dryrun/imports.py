@@ -1,4 +1,4 @@
-"""Changes to a library that the script may import, made when it does."""
+"""Changes to libraries that the script may import; each is made when the library is imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 Change = Callable[[Any], None]
-"""Takes the module that was imported."""
+"""Gets the imported module."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -52,7 +52,7 @@ _FINDER = _Finder()
 
 
 def when_imported(name: str, change: Change) -> None:
-    """Make `change` to the module called `name`: now where it is imported already, else when it is."""
+    """Make `change` to the module called `name`: now if it is imported already, else when it is."""
     if name in sys.modules:
         change(sys.modules[name])
         return

@@ -1,4 +1,4 @@
-"""Lengths that change from step to step: what is drawn for rows that stand in, and how many steps are followed for it."""
+"""Lengths that change from step to step: how lengths of synthetic rows are drawn, and how many steps are followed."""
 
 from __future__ import annotations
 
@@ -10,43 +10,45 @@ from peakcast.lengths import NUM_STEPS as CHANGING_STEPS
 NUM_STEPS = 3
 """The first makes optimizer states; under torch.compile the second may still compile; the third is steady."""
 MOST_STEPS = 5 * CHANGING_STEPS
-"""Of a run whose lengths change and that has not come to its longest."""
+"""Most steps of a run whose lengths change and that has not yet had its longest sequence."""
 
 
 def drawn(shortest: int, longest: int, count: int) -> list[int]:
-    """Lengths of `count` rows, always the same: one in `CHANGING_STEPS` is the longest, others are drawn evenly."""
+    """Lengths of `count` rows, the same at every call: one in `CHANGING_STEPS` is the longest, the others are drawn
+    uniformly."""
     source = random.Random(f"{shortest}.{longest}.lengths")
     return [longest if source.randrange(CHANGING_STEPS) == 0 else source.randint(shortest, longest) for _ in range(count)]
 
 
 class StepLengths:
-    """The longest sequence of each step; `asked`: the range that rows which stand in are of, None where all are alike."""
+    """The longest sequence of each step; `asked`: the range of synthetic rows' lengths, None if all have the same."""
 
     def __init__(self, asked: Sequence[int] | None = None) -> None:
         self.of_steps: list[int] = []
         self.num_steps = NUM_STEPS
-        """As many are enough where all are alike."""
+        """Number of steps that are enough if all lengths are equal."""
         self._asked = asked
         self._now = 0
 
     def saw(self, length: int) -> None:
-        """The step at hand has a sequence of so many tokens."""
+        """Note a sequence of `length` tokens in the current step."""
         self._now = max(self._now, length)
 
     def end_step(self) -> None:
-        """The next step begins."""
+        """Note that the next step begins."""
         self.of_steps.append(self._now)
         self._now = 0
 
     @property
     def change(self) -> bool:
-        """Whether they do."""
+        """Whether lengths change."""
         return len(set(self.of_steps)) > 1
 
     @property
     def enough(self) -> bool:
-        """Whether the steps that have ended will do. Where lengths are to change: as many as the allocator's cache
-        grows in, and one of them, not the first, is of the longest that there is: what is cut to its length comes twice."""
+        """Whether enough steps have ended. If lengths are to change: as many as the allocator's cache needs to grow, of
+        which one, not the first, has the longest possible sequences. If sequences are cut to a maximal length, that length
+        occurs twice."""
         ended = len(self.of_steps)
         if self._asked is None or ended < CHANGING_STEPS:
             return ended >= (self.num_steps if self._asked is None else CHANGING_STEPS)
@@ -55,7 +57,7 @@ class StepLengths:
         return ended >= MOST_STEPS or (is_longest and longest in self.of_steps[1:])
 
     def remark(self) -> str:
-        """What a reader should know of them; "" where there is nothing."""
+        """A sentence about the lengths for the user; "" if there is nothing to say."""
         if self._asked is not None and not self.change:
             return (
                 f"every step had sequences of {max(self.of_steps, default=0):,} tokens, whatever --lengths says: the "

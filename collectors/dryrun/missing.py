@@ -1,4 +1,4 @@
-"""What to put in the place of a file that a script reads and that is not there: the least that would do."""
+"""What a script lacked when it failed, and the way out: a package, a variable, input, or the least of a file."""
 
 from __future__ import annotations
 
@@ -33,8 +33,48 @@ BY_SUFFIX = {
 WRITERS = {".json": "to_json", ".parquet": "to_parquet", ".csv": "to_csv"}
 
 
+PACKAGE = re.compile(r".*No module named '(?P<name>[\w.]+)'")
+VARIABLE = re.compile(r"KeyError: '(?P<name>[A-Z][A-Z0-9_]*)'")
+PIP_NAMES = {
+    "yaml": "pyyaml",
+    "sklearn": "scikit-learn",
+    "PIL": "pillow",
+    "cv2": "opencv-python",
+    "dotenv": "python-dotenv",
+    "megatron": "megatron-core",
+    "attr": "attrs",
+    "bs4": "beautifulsoup4",
+    "hydra": "hydra-core",
+    "Crypto": "pycryptodome",
+    "google": "protobuf",
+}
+"""What pip calls packages that are imported by another name."""
+
+
 def hint(lines: Sequence[str]) -> str:
-    """What the last of the `lines` that a failing script printed asks for; "" where no file is missing."""
+    """What the last of the `lines` that a failing script printed asks for; "" where nothing is known to be missing."""
+    return _of_environment(lines) or _of_files(lines)
+
+
+def _of_environment(lines: Sequence[str]) -> str:
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    if (found := PACKAGE.match(last)) is not None:
+        name = found["name"].partition(".")[0]
+        package = PIP_NAMES.get(name, name.replace("_", "-"))
+        return (
+            f"The Python that runs it has no module {found['name']}: install it there (pip install {package}); a module of "
+            "the script's own is found from the folder in which it is started."
+        )
+    if (found := VARIABLE.match(last)) is not None and any("environ" in line for line in lines):
+        return f"It reads the environment variable {found['name']}: put {found['name']}=... before the command."
+    if last.startswith("EOFError") and any(
+        "input(" in line or "stdin" in line or "EOF when reading" in line for line in lines
+    ):
+        return "It reads from standard input, which a dry run does not have; give what it asks for by its arguments."
+    return ""
+
+
+def _of_files(lines: Sequence[str]) -> str:
     found = next((match for line in reversed(lines) if (match := ERROR.match(line.strip())) is not None), None)
     if found is None:
         return ""

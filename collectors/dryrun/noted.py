@@ -1,4 +1,4 @@
-"""What a dry run had to make up or leave out, with the file and line of the script that asked for it."""
+"""Notes what a dry run had to make up or leave out, with the file and line of the script that asked for it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from peakcast import collectors
 from peakcast.findings import Direction, Finding
 
 MOST_NOTES = 20
-"""Findings of one run; a loop over layers would find the same thing in as many places."""
+"""Most findings of one run; a loop over layers could repeat the same one at as many places."""
 _MACHINERY = tuple(
     os.path.join(os.path.dirname(os.path.abspath(module.__file__ or "")), "") for module in (torch, peakcast, collectors)
 )
-"""Folders whose frames are never the place that asked."""
+"""Folders whose frames are never reported as the place."""
 _LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
-"""Of Python itself."""
+"""The folder of Python's own library."""
 
 
 @dataclass
@@ -32,13 +32,13 @@ class Notes:
     _places: set[tuple[str, str]] = field(default_factory=set)
 
     def add(self, code: str, parameter: str, sentence: str, direction: Direction = "either") -> None:
-        """One finding, where there is room."""
+        """Add one finding, if there is room."""
         if (code, sentence) not in self._places and len(self.findings) < MOST_NOTES:
             self._places.add((code, sentence))
             self.findings.append(Finding(code, parameter, direction, sentence))
 
     def value(self, asked: str, answer: object) -> None:
-        """The script read a value that only a run on data has."""
+        """Note that the script read a value that only a run with data has."""
         place = where()
         if ("value", place) not in self._places:
             self._places.add(("value", place))
@@ -47,7 +47,8 @@ class Notes:
 
 
 def where() -> str:
-    """File and line of the script that is running, "train.py:12"; of the library that it called where none of its own."""
+    """File and line of the script that is running, "train.py:12"; if no frame is the script's own, those of the library
+    that it called."""
     first = ""
     for frame in _frames():
         file = frame.f_code.co_filename
@@ -60,15 +61,30 @@ def where() -> str:
     return first or "the script"
 
 
+ITS_MEANS = frozenset({"peakcast", "numpy", "torch", *sys.stdlib_module_names} - {"__main__"})
+"""Packages by which a script reads its files."""
+DIRECTLY = frozenset({"peakcast", "importlib", "os", "pathlib"})
+"""Those that lead from a line of the script to a hook of ours, where it imports a module or lists a folder itself."""
+
+
+def asker(means: frozenset[str] = ITS_MEANS) -> str | None:
+    """The file of the script whose code asks for something, itself or by the packages of `means`; None where a library
+    does."""
+    for frame in _frames():
+        if frame.f_globals.get("__name__", "").partition(".")[0] not in means:
+            return frame.f_code.co_filename if is_own(frame.f_code.co_filename) else None
+    return None
+
+
 def is_own(file: str) -> bool:
-    """Whether it is of the script, and not of a package that is installed."""
+    """Whether `file` belongs to the script rather than to an installed package."""
     installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
     own = (os.getcwd() + os.sep, os.path.dirname(os.path.abspath(sys.argv[0])) + os.sep)
     return os.path.abspath(file).startswith(own) and not os.path.abspath(file).startswith(installed)
 
 
 def _within_package(file: str) -> str:
-    """The path from the folder in which its package lies."""
+    """The path of `file` from the folder of its package on."""
     roots = [path for path in sys.path if path and file.startswith(path + os.sep)]
     return os.path.relpath(file, max(roots, key=len)) if roots else file
 

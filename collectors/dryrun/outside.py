@@ -1,4 +1,4 @@
-"""What a script does beside training, without its effect: saving, logging, loading data by processes of its own."""
+"""Suppresses what a script does besides training: saving, logging, and loading data in further processes."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ LOGGERS = {
     "ACCELERATE_DISABLE_RICH": "1",
     "TOKENIZERS_PARALLELISM": "false",
 }
-"""Environment variables by which loggers are told to do nothing."""
+"""Environment variables that switch loggers off."""
 
 
 OFFLINE = ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE")
 _SET: set[str] = set()
-"""Those of `OFFLINE` that the user had not set."""
+"""Variables of `OFFLINE` that the user had not set."""
 
 
 @contextlib.contextmanager
 def hub_as_the_user_has_it() -> Iterator[None]:
-    """In here the hub may be asked, unless the user has said that it may not."""
+    """A context in which the hub may be accessed, unless the user's environment forbids it."""
     for name in _SET:
         del os.environ[name]
     try:
@@ -46,13 +46,13 @@ def hub_as_the_user_has_it() -> Iterator[None]:
 
 
 def set_environment(folder: Path) -> None:
-    """Loggers log nothing; those that must write do it in `folder`."""
+    """Switch loggers off; those that must write do so in `folder`."""
     os.environ.update(LOGGERS)
-    for name in OFFLINE:  # else libraries would ask for each name again and again
+    for name in OFFLINE:  # else libraries would look up each name again and again
         if name not in os.environ:
             os.environ[name] = "1"
             _SET.add(name)
-            if "huggingface_hub.constants" in sys.modules:  # has read it already
+            if "huggingface_hub.constants" in sys.modules:  # it has been read already
                 sys.modules["huggingface_hub.constants"].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
     os.environ["MLFLOW_TRACKING_URI"] = f"sqlite:///{folder / 'mlflow.db'}"
     os.environ["TMPDIR"] = str(folder)
@@ -60,8 +60,8 @@ def set_environment(folder: Path) -> None:
 
 
 def _set_datasets_cache(folder: Path) -> None:
-    """Tables that are prepared already are read from the user's cache; new ones, which pyarrow writes, go to `folder`."""
-    if folder.is_dir():  # made by the script that has started this one
+    """Prepared tables are read from the user's cache; new ones, which pyarrow writes, go to `folder`."""
+    if folder.is_dir():  # made by the script that started this one
         return
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_DATASETS_CACHE") or home / "datasets").expanduser()
@@ -72,7 +72,7 @@ def _set_datasets_cache(folder: Path) -> None:
 
 
 def install(notes: Notes) -> None:
-    """For this process."""
+    """Install it in this process."""
 
     def skip(what: str) -> Any:
         def skipped(*_: Any, **__: Any) -> None:
@@ -110,10 +110,18 @@ def install(notes: Notes) -> None:
     when_imported("accelerate.accelerator", in_accelerate)
     when_imported("transformers.integrations.integration_utils", _no_reporting)
     when_imported("evaluate", _metrics_in)
+    when_imported("transformers.generation.stopping_criteria", _generate_to_the_end)
+
+
+def _generate_to_the_end(module: Any) -> None:
+    """Which sequence ends by itself only a run knows: each is generated to the most tokens that it may have."""
+    module.EosTokenCriteria.__call__ = lambda self, input_ids, scores, **_: torch.zeros(
+        input_ids.shape[0], dtype=torch.bool, device=input_ids.device
+    )
 
 
 def _metrics_in(module: Any) -> None:
-    """Metrics are programs of the hub; one that cannot be fetched finds nothing."""
+    """Metrics are programs on the hub; one that cannot be downloaded is replaced by one without results."""
     fetch = module.load
 
     def load(*arguments: Any, **keywords: Any) -> Any:
@@ -127,10 +135,10 @@ def _metrics_in(module: Any) -> None:
 
 class _Metric:
     def add_batch(self, *_: Any, **__: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def compute(self, *_: Any, **__: Any) -> dict[str, float]:
-        """Nothing was found."""
+        """Returns no results."""
         return {"accuracy": 0.0, "f1": 0.0}
 
     add = add_batch
@@ -141,7 +149,7 @@ def _no_reporting(module: Any) -> None:
 
 
 def _load_in_this_process() -> None:
-    """Workers would each be a process, and make batches that this one could not take as fake."""
+    """Make data loaders use no workers: each would be a process, whose batches could not become fake tensors here."""
     loader: Any = torch.utils.data.DataLoader
     begin = loader.__init__
 
@@ -159,5 +167,5 @@ _OF_WORKERS = frozenset(
 
 
 def _spawn(function: Any, args: Any = (), nprocs: int = 1, join: bool = True, daemon: bool = False, **_: Any) -> None:
-    """`torch.multiprocessing.spawn`: the process of this rank, here."""
+    """`torch.multiprocessing.spawn`: runs the function of this rank in this process."""
     function(int(os.environ.get("PEAKCAST_DRYRUN_RANK", "0")) % max(1, nprocs), *args)

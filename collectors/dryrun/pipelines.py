@@ -1,7 +1,7 @@
-"""A stage of a pipeline (`torch.distributed.pipelining`), alone: what others would tell it of what they send.
+"""One stage of a pipeline (`torch.distributed.pipelining`) by itself: it needs the shapes that the other stages would send.
 
-What the stage before sends is asked of a rank that has it: the script runs again as that rank until it has told the
-shapes, and that one asks the stage before it. What has been told lies in the dry run's folder, for the next one to find.
+To learn what the previous stage sends, the script is run again as a rank that has that stage, until it tells the shapes;
+that run asks the stage before it in the same way. The answers are kept in the dry run's folder for later runs.
 """
 
 from __future__ import annotations
@@ -21,14 +21,15 @@ from peakcast.errors import CollectorError
 
 
 class Stages:
-    """What stages tell each other. `question` is the dry run's; where it has "sends", that stage is to tell, no more."""
+    """Shapes that stages tell each other. `question` is the dry run's; if it has "sends", the run only tells what that
+    stage sends."""
 
     def __init__(self, question: Mapping[str, Any]) -> None:
         self._question = question
         self._folder = Path(question.get("told", question["folder"]))
 
     def install(self) -> None:
-        """For what the script will import."""
+        """Change the modules that the script will import."""
         when_imported("torch.distributed.pipelining.stage", self._in_stages)
 
     def _in_stages(self, module: Any) -> None:
@@ -38,7 +39,8 @@ class Stages:
             stage._send_meta = lambda stage, meta, target: self._sent(stage, meta, target)
 
     def _received(self, stage: Any, source: int) -> Any:
-        """Gradients are shaped as the results that they are of; what comes from the stage before, its own rank says."""
+        """What a stage receives: gradients have the shapes of the outputs to which they belong; outputs of the previous
+        stage are asked of its rank."""
         from torch.distributed.pipelining import _utils
 
         if source < stage.stage_index:
@@ -48,7 +50,7 @@ class Stages:
         return _utils._StageBackwardMeta(backward_metas=tuple(metas))
 
     def _told(self, stage: Any, source: int) -> Any:
-        """What stage `source` tells the next one. Raises: CollectorError where its rank fails."""
+        """What stage `source` sends to the next one. Raises: CollectorError if the run of its rank fails."""
         path = self._path(source)
         if not path.is_file():
             rank = stage._resolve_peer_global_rank(source)

@@ -1,5 +1,5 @@
-"""What scripts fetch by name: networks become shapes without weights, and where a name cannot be fetched, the catalog's
-network, a tokenizer that splits at blanks, and rows of text stand in."""
+"""Replaces what scripts download by name: networks have shapes but no weights; and if a name cannot be downloaded, the
+catalog's network, a tokenizer that splits at blanks, and synthetic rows of text are used."""
 
 from __future__ import annotations
 
@@ -13,37 +13,40 @@ from typing import Any
 from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.noted import Notes
 from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
+from peakcast.collectors.dryrun.quantized import quantize, quantizer_of
 from peakcast.collectors.dryrun.rows import Rows
+from peakcast.collectors.tracing import quantized_fakes
 
 DEFAULT_LENGTH = 4096
-"""Tokens of a synthetic row, where no `--length` says how many; collators cut them to what they are configured for."""
+"""Tokens of a synthetic row without `--length`; collators cut rows to their configured length."""
 FEWEST_WORDS = 256
-"""A tokenizer of the hub that knows no more was not fetched."""
+"""A tokenizer of the hub with fewer words was not really downloaded."""
 SPLITS = ("train", "test", "validation")
 HUB_KEYWORDS = {
     *("cache_dir", "force_download", "local_files_only", "proxies", "revision", "subfolder", "token", "user_agent"),
     *("code_revision", "trust_remote_code", "return_unused_kwargs", "name_or_path", "_from_auto", "_commit_hash"),
 }
-"""Of `from_pretrained`, which say how a file is fetched."""
+"""Arguments of `from_pretrained` about how a file is downloaded."""
 DTYPE_KEYWORDS = ("dtype", "torch_dtype")
 _HEADER_BYTES = 2**27
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 class Stand:
-    """Stands in for what cannot be fetched; `notes` is told of it."""
+    """Replaces what cannot be downloaded, and reports it to `notes`."""
 
     def __init__(self, notes: Notes, lengths: Sequence[int] | None) -> None:
         self.notes = notes
         self._rows = Rows(*(lengths or (DEFAULT_LENGTH, DEFAULT_LENGTH)))
 
     def install(self) -> None:
-        """For what the script will import."""
+        """Change the modules that the script will import."""
         when_imported("transformers.modeling_utils", self._in_modeling)
         when_imported("transformers.models.auto.configuration_auto", self._in_configurations)
         when_imported("transformers.models.auto.tokenization_auto", self._in_tokenizers)
         when_imported("transformers.models.auto.processing_auto", self._in_processors)
         when_imported("datasets", self._in_datasets)
+        when_imported("bitsandbytes", lambda _: quantized_fakes.install())
 
     def _in_modeling(self, module: Any) -> None:
         def from_pretrained(cls: Any, /, name: Any, *arguments: Any, config: Any = None, **keywords: Any) -> Any:
@@ -52,20 +55,16 @@ class Stand:
         module.PreTrainedModel.from_pretrained = classmethod(from_pretrained)
 
     def _network(self, cls: Any, name: str, arguments: Any, config: Any, keywords: dict[str, Any]) -> Any:
-        """The network called `name` with the weights' shapes and dtype, on the device that is asked for."""
+        """The network called `name` with its weights' shapes and dtype, on the requested device."""
         import torch
         from transformers import AutoConfig
 
-        if keywords.get("quantization_config") is not None:
-            raise NotImplementedError(
-                f"quantization_config of {name!r} cannot be run on fake tensors: weights are quantised by their values. "
-                "Ask `peakcast predict --method qlora` instead."
-            )
         if config is None or isinstance(config, (str, Path)):
             config = AutoConfig.from_pretrained(config or name, trust_remote_code=keywords.get("trust_remote_code"))
         for key, value in keywords.items():
             if hasattr(config, key) and key not in (*DTYPE_KEYWORDS, "attn_implementation"):
                 setattr(config, key, value)
+        quantizer = quantizer_of(name, config, keywords)
         dtype = keywords.get("dtype", keywords.get("torch_dtype", "auto"))
         if dtype in (None, "auto"):
             dtype = getattr(config, "dtype", None) or _dtype_of(name)
@@ -75,8 +74,12 @@ class Stand:
         network.eval()
         network.name_or_path = name
         place = keywords.get("device_map")
-        if place is not None and place != "cpu":
+        if quantizer is not None:
+            quantize(network, quantizer, self.notes)
+        elif place is not None and place != "cpu":
             network.to("cuda")
+        if place is not None:
+            network.hf_device_map = {"": place if place == "cpu" else torch.cuda.current_device()}
         return network
 
     def _in_configurations(self, module: Any) -> None:
@@ -124,7 +127,7 @@ class Stand:
     def _in_datasets(self, module: Any) -> None:
         fetch = module.load_dataset
         module.disable_caching()
-        for user in (module.fingerprint, module.arrow_dataset):  # nothing is kept that would be found again by its content
+        for user in (module.fingerprint, module.arrow_dataset):  # nothing is cached by its content
             user.update_fingerprint = lambda *_, **__: module.fingerprint.generate_random_fingerprint()
 
         def load_dataset(path: str, *arguments: Any, split: Any = None, **keywords: Any) -> Any:
@@ -147,16 +150,17 @@ class Stand:
 
 
 def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:
-    """The configuration of a network that is not in the cache, and whose it is: the catalog's of that name, owner left out,
-    or the hub's, by one plain request."""
+    """(configuration, where it is from) of a network that is not in the cache: from the catalog by its name without owner,
+    or from the hub by one plain request. None if neither has it."""
     from peakcast import catalog
     from peakcast.dialects import hub
     from peakcast.dialects.hf_reverse import hf_config_of
+    from peakcast.dialects.hf_undescribed import configuration_of
     from peakcast.errors import PeakcastError
 
     try:
         architecture = catalog.architecture(name.rpartition("/")[2])
-        told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
+        told = configuration_of(architecture) or hf_config_of(architecture)
         return _with_class(module.AutoConfig.for_model(dtype="bfloat16", **told)), "peakcast's catalog, in bfloat16,"
     except (PeakcastError, ValueError):
         pass
@@ -170,7 +174,7 @@ def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:
 
 
 def _with_class(config: Any) -> Any:
-    """A `config` that also names the class, as every one on the hub does."""
+    """`config` with the name of its class, which every configuration on the hub has."""
     from transformers.models.auto import modeling_auto as classes
 
     for table in (classes.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, classes.MODEL_FOR_MASKED_LM_MAPPING_NAMES):
@@ -180,7 +184,7 @@ def _with_class(config: Any) -> Any:
 
 
 def _dtype_of(name: str) -> str | None:
-    """The dtype of the first weights of a local checkpoint, from the header of its first safetensors file."""
+    """The dtype of a local checkpoint's first weights, from the header of its first safetensors file."""
     for file in sorted(Path(name).glob("*.safetensors"))[:1] if Path(name).is_dir() else ():
         with file.open("rb") as content:
             (size,) = struct.unpack("<Q", content.read(8))

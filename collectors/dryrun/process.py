@@ -1,4 +1,4 @@
-"""Runs a command's script in a process of its own, within limits, and reads what was seen there."""
+"""Runs a command's script in a process of its own, within limits, and reads the result."""
 
 from __future__ import annotations
 
@@ -30,26 +30,28 @@ CRASHED, NEVER_STEPPED, INTERRUPTED = 10, 11, 130
 """Exit codes of the process (`collectors/dryrun/session.py`): the script raised, no optimizer stepped, Ctrl-C."""
 MOST_LINES = 12
 """Of what the script printed last, when it failed."""
+LAST_BYTES = 2**16
+"""Of a log, in which those lines are."""
 POLL_SECONDS = 0.05
 LOG, ANSWER = "output.txt", "answer.json"
-"""Files of a dry run's folder: what the script prints, and what was seen."""
+"""Files in a dry run's folder: the script's output, and the result."""
 
 
 class Process(Protocol):
-    """A process, as `subprocess` has it."""
+    """A process with the interface of `subprocess.Popen`."""
 
     pid: int
 
     def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
+        """Its exit code; None while it runs."""
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """The same, once it has ended. Raises: TimeoutExpired."""
+        """Its exit code once it has ended. Raises: TimeoutExpired."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What a dry run may use."""
+    """Time and memory that a dry run may use."""
 
     seconds: float = 600.0
     memory_bytes: int = 32 * 2**30
@@ -60,15 +62,16 @@ class Seen:
     """What a dry run saw of one rank."""
 
     timelines: Mapping[str, Timeline]
-    """Of the "first" step, of a "steady" one (where steps differ, the fullest), and of the whole "run"."""
+    """The timelines of the "first" step, of a "steady" one (if steps differ, the one with most bytes), and of the whole
+    "run"."""
     job: Mapping[str, Any]
     """The job that the script turned out to run."""
     findings: tuple[Finding, ...]
     assumptions: tuple[str, ...]
     compiled: bool
-    """Whether kernels that `torch.compile` wrote have run."""
+    """Whether kernels written by `torch.compile` have run."""
     evaluated: bool
-    """Whether an evaluation is among them."""
+    """Whether they include an evaluation."""
     steps: int
     seconds: float
 
@@ -84,9 +87,9 @@ def run(
     skip_evaluation: bool = False,
     output: Callable[[str], None] | None = None,
 ) -> Seen:
-    """What `rank` of `command`, or of `function` in its place, allocates on `gpu`. `lengths`: tokens of the shortest
-    and the longest row of those that stand in for data that cannot be had; where the two differ, steps are followed until
-    the longest has come. `skip_evaluation`: evaluation does not count. `output` is given what the script prints.
+    """What `rank` of `command`, or of `function` instead, allocates on `gpu`. `lengths`: tokens of the shortest and the
+    longest synthetic row; if they differ, steps are followed until the longest has occurred. `skip_evaluation`: evaluation
+    does not count. `output` is called with what the script prints.
 
     Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
     """
@@ -110,8 +113,8 @@ def run(
 def started(
     command: Command, asked: Mapping[str, Any], folder: Path, function: Callable[[], object] | None = None
 ) -> Iterator[Process]:
-    """A process that runs `command`, or `function` in its place, and answers what is `asked` in the file `ANSWER` of
-    `folder`; it ends with this context, and so does whatever it has started."""
+    """A context with a process that runs `command`, or `function` instead, and writes its answer to what is `asked` to the
+    file `ANSWER` of `folder`. At the end of the context, the process and everything that it has started are ended."""
     log, path = folder / LOG, folder / "question.json"
     own = {field: getattr(command, field) for field in ASKED}
     question: dict[str, Any] = {**own, **asked, "folder": str(folder), "answer": str(folder / ANSWER)}
@@ -132,7 +135,7 @@ def started(
 
 
 def _for_a_copy(function: Callable[[], object], folder: Path) -> dict[str, Any]:
-    """What a copy of a warm process needs to run `function` as this one would."""
+    """What a copy of a warm process needs to run `function` as this process would."""
     packed = folder / "function.pickle"
     functions.pack(function, packed)
     return {
@@ -146,7 +149,7 @@ def _for_a_copy(function: Callable[[], object], folder: Path) -> dict[str, Any]:
 
 
 def _start(words: list[str], environment: Mapping[str, str], log: Path) -> Process:
-    """A process that leads a session."""
+    """Start a process that leads a session."""
     with log.open("wb") as file:
         try:
             return subprocess.Popen(
@@ -158,7 +161,7 @@ def _start(words: list[str], environment: Mapping[str, str], log: Path) -> Proce
 
 @contextmanager
 def _ended(process: Process) -> Iterator[None]:
-    """Whatever the process has started ends with it."""
+    """A context at whose end everything that the process has started is ended."""
     try:
         yield
     finally:
@@ -168,7 +171,8 @@ def _ended(process: Process) -> Iterator[None]:
 
 
 def _wait(process: Process, deadline: float, log: Path, answer: Path, output: Callable[[str], None] | None) -> int | None:
-    """The process's exit code, 0 once there is an answer, of whatever it has started too; None when its time was up."""
+    """The exit code of the process; 0 as soon as there is an answer, from it or from a process that it started; None if the
+    time was up."""
     with log.open("rb") as printed:
         while True:
             code = process.poll()
@@ -184,7 +188,7 @@ def _wait(process: Process, deadline: float, log: Path, answer: Path, output: Ca
 
 def _answer(code: int | None, folder: Path, command: Command, limits: Limits, seconds: float) -> Seen:
     if code != 0:
-        lines = (folder / LOG).read_text(encoding="utf-8", errors="replace").rstrip().splitlines()
+        lines = _last_lines(folder / LOG)
         raise ScriptError(_why(code, command, limits, lines), command.script, lines[-MOST_LINES:])
     answer = json.loads((folder / ANSWER).read_text(encoding="utf-8"))
     return Seen(
@@ -197,6 +201,13 @@ def _answer(code: int | None, folder: Path, command: Command, limits: Limits, se
         steps=answer["steps"],
         seconds=seconds,
     )
+
+
+def _last_lines(log: Path) -> list[str]:
+    """Of what the script has printed, which may be much."""
+    with log.open("rb") as printed:
+        printed.seek(max(0, log.stat().st_size - LAST_BYTES))
+        return printed.read().decode(errors="replace").rstrip().splitlines()
 
 
 def _why(code: int | None, command: Command, limits: Limits, lines: list[str]) -> str:

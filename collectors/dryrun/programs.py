@@ -1,4 +1,4 @@
-"""A program that scripts start to ask about the GPUs, put where it is found first: `nvidia-smi`."""
+"""Replaces `nvidia-smi`, which scripts start to ask about the GPUs, by a program that is found first."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ for index in range({count}):
 
 
 def install(folder: Path, device: Device, name: str, num_gpus: int) -> None:
-    """Make `nvidia-smi`, started by this process or what it starts, say that it has so many of `device`."""
+    """Make `nvidia-smi`, started by this process or its children, report `num_gpus` GPUs of type `device`."""
     mebibytes = f"{device.cuda_memory_bytes // 2**20} MiB"
     known = {
         "name": name,

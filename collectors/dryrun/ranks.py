@@ -1,4 +1,5 @@
-"""A rank of a run of many, alone: its environment, a process group whose collectives do nothing, its share of the rest."""
+"""One rank of a run of many, by itself: its environment, a process group whose collectives do nothing, and its part of the
+rest."""
 
 from __future__ import annotations
 
@@ -17,11 +18,18 @@ _GROUP_USERS = ("torch.distributed", "torch.distributed.distributed_c10d", "torc
 
 
 CHOOSE_A_DEVICE = ("ACCELERATE_USE_CPU", "ACCELERATE_TORCH_DEVICE")
-"""Variables that a Trainer on the CPU leaves behind in its process; a dry run is of a GPU."""
+"""Variables that a Trainer on the CPU sets in its process; a dry run is for a GPU."""
+
+
+STARTED_AT_ONCE = {
+    "SLURM_NTASKS": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
+    "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_NODE_RANK"),
+}
+"""What srun and mpirun set: by the variable that says how many processes there are, those of one process."""
 
 
 def set_environment(rank: int, world_size: int, ranks_per_node: int, *, launched: bool) -> None:
-    """What torchrun sets, where a launcher started the script; without one, none of it."""
+    """Set the variables that torchrun sets, if a launcher started the script; otherwise none of them."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "MASTER_ADDR", "MASTER_PORT")
     for name in (*names, *CHOOSE_A_DEVICE):
         os.environ.pop(name, None)
@@ -31,10 +39,13 @@ def set_environment(rank: int, world_size: int, ranks_per_node: int, *, launched
     values = (rank, world_size, local, min(ranks_per_node, world_size), node, "127.0.0.1", 29500)
     os.environ.update({name: str(value) for name, value in zip(names, values, strict=True)})
     os.environ["TORCHELASTIC_RUN_ID"] = "dryrun"
+    for size, own in STARTED_AT_ONCE.items():
+        if size in os.environ:
+            os.environ.update({name: str(value) for name, value in zip(own, (rank, local, node), strict=True)})
 
 
 def set_settings_of_accelerate(words: Sequence[str]) -> None:
-    """What `accelerate launch` with these words sets beside: the layout and the precision of its file and its flags."""
+    """Set what `accelerate launch` with these words sets in addition: layout and precision from its file and its flags."""
     if not words:
         return
     launch: Any = importlib.import_module("accelerate.commands.launch")
@@ -57,9 +68,9 @@ def install(rank: int, world_size: int) -> None:
         dtensors.install()
         _remember_meshes()
         fsdp: Any = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param")
-        fsdp._chunk_with_empty = _Chunks  # of which it takes two: making as many as there are ranks takes its time
+        fsdp._chunk_with_empty = _Chunks  # it uses two of them; making one for each rank would take long
         random: Any = importlib.import_module("torch.distributed.tensor._random")
-        random.manual_seed = lambda *_, **__: None  # it would set the state of a GPU's generator
+        random.manual_seed = lambda *_, **__: None  # it would set a GPU generator's state
     _install_groups(rank, world_size)
     _install_objects()
     _install_ddp()
@@ -69,7 +80,7 @@ def install(rank: int, world_size: int) -> None:
 
 
 class _Chunks:
-    """`tensor` in as many parts as there are ranks, each made when it is asked for; the last ones may be empty."""
+    """`tensor` in as many parts as there are ranks, each made when it is read; the last ones may be empty."""
 
     def __init__(self, tensor: torch.Tensor, num_chunks: int, dim: int) -> None:
         self._tensor, self._dim = tensor, dim
@@ -82,11 +93,11 @@ class _Chunks:
 
 
 MESH_SIZES: dict[str, int] = {}
-"""Ranks along each dimension of the meshes that the script has made, by the dimension's name."""
+"""Dimension's name -> number of ranks along it, for the meshes that the script has made."""
 
 
 def _remember_meshes() -> None:
-    """What dimensions a script divides its ranks into."""
+    """Record the dimensions into which a script divides its ranks."""
     from torch.distributed.device_mesh import DeviceMesh
 
     make = DeviceMesh.__init__
@@ -129,7 +140,7 @@ def _install_groups(rank: int, world_size: int) -> None:
 
 
 def _install_meshes() -> None:
-    """A mesh that nobody has given is one of GPUs; torch asks its own build, which may have none."""
+    """Meshes without a device type are of GPUs; torch would take the type from its own build, which may have none."""
 
     def default(mesh_dim_names: tuple[str, ...] | None = None) -> Any:
         if not dist.is_initialized():
@@ -144,7 +155,7 @@ def _install_meshes() -> None:
 
 
 def _install_objects() -> None:
-    """Objects that ranks send each other: every rank's are this one's."""
+    """Objects that ranks send each other: every rank's object is this rank's."""
 
     def gather_all(gathered: list[Any], value: Any, group: Any = None) -> None:
         gathered[:] = [value] * len(gathered)
@@ -169,7 +180,7 @@ def _install_objects() -> None:
 
 
 def _install_ddp() -> None:
-    """The fake group's all-reduce has no result that the reducer would accept: buckets come back as they are."""
+    """The fake group's all-reduce has no result that the reducer would accept, so buckets are returned unchanged."""
     from torch.nn.parallel import DistributedDataParallel
 
     wrap, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
@@ -181,7 +192,7 @@ def _install_ddp() -> None:
 
     def wrap_unreduced(self: Any, *arguments: Any, **keywords: Any) -> None:
         wrap(self, *arguments, **keywords)
-        register(self, None, lambda state, bucket: unreduced(bucket))  # DDP looks at what a hook's arguments are annotated
+        register(self, None, lambda state, bucket: unreduced(bucket))  # DDP checks the annotations of a hook
 
     DistributedDataParallel.__init__ = wrap_unreduced  # type: ignore[method-assign]
     DistributedDataParallel.register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]

@@ -1,7 +1,8 @@
-"""A script's batches in another size: what it makes or puts on the GPU outside of its networks is resized as it arrives.
+"""Changes the size of a script's batches: tensors that it makes or puts on the GPU outside of its networks are resized.
 
-The script itself runs on: its networks, losses and loop see a batch of so many sequences of that length, as if its data had
-them. Only what it computes from its own numbers, `view(batch_size, -1)` say, does not follow, and then fails.
+The script itself runs on: its networks, losses and loop get a batch with another number of sequences or length, as if its
+data had them. Only code that computes with the script's own numbers, such as `view(batch_size, -1)`, does not adapt, and
+fails.
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ aten = torch.ops.aten
 
 @dataclass(frozen=True)
 class Batch:
-    """So many sequences of so many tokens."""
+    """A number of sequences with a number of tokens each."""
 
     size: int
     length: int
 
     def resized(self, shape: tuple[int, ...], other: Batch, *, floats: bool) -> tuple[int, ...] | None:
-        """What a tensor of this batch of such a shape has in `other`; None for one that is none of a batch. Tokens may be
-        one longer, for the next one; numbers with a fraction are rows of vectors."""
+        """The shape in `other` of a tensor that has `shape` in this batch; None if it does not belong to a batch. A row may
+        have one more token, the next one; floating-point tensors are rows of vectors."""
         one = {self.length: other.length, self.length + 1: other.length + 1}
         if len(shape) > (2 if floats else 1) and shape[0] == self.size and shape[1 if floats else -1] in one:
             if floats:
@@ -43,15 +44,15 @@ class Batch:
 
 
 class Resizing:
-    """Makes batches of `own` size other ones, as long as it is `outside()` of networks; which ones, `ask` says when the
-    first comes."""
+    """Changes batches of size `own` to another one while `outside()` of networks; `ask` gives that size when the first
+    batch comes."""
 
     def __init__(self, own: Batch, ask: Callable[[], Batch], outside: Callable[[], bool]) -> None:
         self._own, self._ask, self._outside = own, ask, outside
         self._other: Batch | None = None
 
     def arguments(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        """`args` of an operator that brings a batch from the CPU to the GPU, with that batch resized."""
+        """`args` of an operator that copies a batch from the CPU to the GPU, with that batch resized."""
         if func is aten._to_copy.default and kwargs.get("device", args[0].device).type == "cuda":
             return (self._resized(args[0]), *args[1:]) if args[0].device.type == "cpu" else args
         if func is aten.copy_.default and isinstance(args[0], FakeTensor) and args[0].device.type == "cuda":
@@ -59,7 +60,7 @@ class Resizing:
         return args
 
     def result(self, args: Any, made: Any) -> Any:
-        """`made`, resized if it is a batch that was made on the GPU out of nothing."""
+        """`made`, resized if it is a batch that was made directly on the GPU."""
         if not isinstance(made, FakeTensor) or made.device.type != "cuda":
             return made
         return made if any(isinstance(one, torch.Tensor) for one in args) else self._resized(made)
@@ -93,5 +94,5 @@ def _repeated(values: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
 
 
 def outside_of(depth: Callable[[], int]) -> Callable[[], bool]:
-    """Whether no network runs, forward or backward, and nothing is compiled."""
+    """A function that tells whether no network runs, forward or backward, and nothing is being compiled."""
     return lambda: depth() == 0 and not inside_backward() and torch._guards.TracingContext.try_get() is None

@@ -1,4 +1,4 @@
-"""Rows that stand in for data that cannot be fetched: of text, with whichever other columns the script asks for."""
+"""Synthetic rows for data that cannot be downloaded: text, and any other columns that the script reads."""
 
 from __future__ import annotations
 
@@ -11,17 +11,20 @@ from peakcast.collectors.dryrun.lengths import drawn
 NUM_ROWS = 512
 PREFERENCE = ("dpo", "reward", "kto", "orpo", "cpo")
 """Trainers of TRL that learn from two answers to a prompt."""
+PROMPTS = ("grpo", "rloo", "online_dpo")
+"""Trainers of TRL that generate what they learn from."""
 OWN = ("text", "prompt", "chosen", "rejected")
-"""Columns that rows have before anybody asks for others."""
+"""Columns that rows have from the beginning."""
 NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index")
-"""Columns that have numbers: 0 in every row. Others have text."""
+"""Columns with numbers, which are 0 in every row; others have text."""
 AROUND = 1
-"""Tokens around a prompt or an answer: a sequence begins and ends with one. TRL's reward trainer drops what is too long."""
+"""Number of tokens that a trainer adds around a prompt or an answer. They count, because TRL's reward trainer drops rows
+that are too long."""
 MOST_COLUMNS = 16
 
 
 class Rows:
-    """Rows of the lengths that are drawn from `shortest` to `longest`."""
+    """Rows whose lengths are drawn from `shortest` to `longest`."""
 
     def __init__(self, shortest: int, longest: int) -> None:
         self.shortest, self.longest = shortest, longest
@@ -33,11 +36,11 @@ class Rows:
         return f"{NUM_ROWS} rows of {lengths} words"
 
     def made(self, module: Any) -> Any:
-        """A `Dataset` of `datasets`, whose own functions from now on add the columns that they are asked for."""
+        """A `Dataset` of `datasets`, whose functions add columns when they are asked for them."""
         if self._remove is None:
             self._change(module.Dataset)
-        self._prefers = any(f"trl.trainer.{name}_trainer" in sys.modules for name in PREFERENCE)
-        columns = ("prompt", "chosen", "rejected") if self._prefers else ("text",)
+        self._prefers = _is_loaded(PREFERENCE)
+        columns = ("prompt", "chosen", "rejected") if self._prefers else ("prompt",) if _is_loaded(PROMPTS) else ("text",)
         return module.Dataset.from_dict({name: self._values(name, NUM_ROWS) for name in columns})
 
     def _values(self, column: str, count: int) -> list[Any]:
@@ -49,7 +52,7 @@ class Rows:
         return [" ".join(["word"] * length) for length in lengths]
 
     def _with(self, rows: Any, columns: Iterable[str]) -> Any:
-        """`rows` with `columns`; where one was missing, without those that nobody has asked for."""
+        """`rows` with `columns`; if one was missing, without the columns that were never asked for."""
         asked = list(columns)
         missing = [column for column in asked if column not in rows.column_names]
         unasked = [column for column in OWN if column in rows.column_names and column not in asked]
@@ -58,7 +61,7 @@ class Rows:
         return self._remove(rows, unasked) if missing and unasked else rows
 
     def _change(self, kind: Any) -> None:
-        """What maps rows, or names a column, finds it there."""
+        """Make functions that map rows or name a column find it."""
         apply, self._remove = kind.map, kind.remove_columns
 
         def mapped(rows: Any, *arguments: Any, **keywords: Any) -> Any:
@@ -85,6 +88,10 @@ class Rows:
             setattr(kind, name, asking(getattr(kind, name)))
 
 
+def _is_loaded(trainers: Iterable[str]) -> bool:
+    return any(f"trl.trainer.{name}_trainer" in sys.modules for name in trainers)
+
+
 def _names(columns: Any) -> list[str]:
-    """Columns as a script names them: one, several, or those that get other names."""
+    """The names in an argument that may be one column, several, or a mapping to new names."""
     return [columns] if isinstance(columns, str) else list(columns or ())

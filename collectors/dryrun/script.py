@@ -1,4 +1,4 @@
-"""Runs the script of one question in this process, or the function."""
+"""Runs the script or the function of one question in this process."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import os
 import runpy
 import sys
+import types
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -27,7 +28,7 @@ def main(question: Mapping[str, Any]) -> NoReturn:
     ranks.set_settings_of_accelerate(question["accelerate"])
     os.environ["PEAKCAST_DRYRUN_RANK"] = str(question["rank"])
     if question.get("walks"):
-        os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: a copy of a process has none of its threads
+        os.environ["OMP_NUM_THREADS"] = "1"  # before torch is loaded: a forked process has no threads
     import_for_good(LIBRARIES)
     from peakcast.collectors.dryrun.session import Session
     from peakcast.collectors.dryrun.walked import WalkedSession
@@ -40,13 +41,13 @@ def main(question: Mapping[str, Any]) -> NoReturn:
 def _run_function(question: Mapping[str, Any]) -> None:
     from torch.utils._python_dispatch import _disable_current_modes
 
-    with _disable_current_modes():  # tensors that it closes over have their values
+    with _disable_current_modes():  # tensors in its closure have values
         function = unpack(Path(question["function"]))
     function()
 
 
 def _run_script(question: Mapping[str, Any]) -> None:
-    """As the interpreter does when it is started with it."""
+    """Run the script as the interpreter would run it."""
     script, arguments = question["script"], list(question["arguments"])
     sys.argv = [script, *arguments]
     if question["as_module"]:
@@ -54,11 +55,23 @@ def _run_script(question: Mapping[str, Any]) -> None:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(script, _of_notebook(script), run_name="__main__")
+
+
+def _of_notebook(script: str) -> dict[str, Any]:
+    """What a script that was exported from a notebook calls for its `%` and `!` lines, which then do nothing."""
+    text = Path(script).read_text(encoding="utf-8", errors="replace")
+    if "get_ipython()." not in text or "IPython" in text:
+        return {}
+    shell = types.SimpleNamespace(
+        **dict.fromkeys(("system", "run_line_magic", "run_cell_magic", "magic"), lambda *_, **__: None),
+        getoutput=lambda *_, **__: [],
+    )
+    return {"get_ipython": lambda: shell}
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """A script that needs more gets a MemoryError, and the machine stays as it was."""
+    """Limit the memory of this process: a script that needs more gets a MemoryError, and the machine is not affected."""
     with contextlib.suppress(ImportError, OSError, ValueError):
         import resource
 

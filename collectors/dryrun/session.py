@@ -1,4 +1,4 @@
-"""One dry run in this process, which it changes for good: what follows the script, and the answer that is written down."""
+"""One dry run in this process, which it changes permanently: it follows the script and writes the answer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from peakcast.collectors.tracing.tracer import Tracer
 
 ANSWERED, CRASHED, NEVER_STEPPED = 0, 10, 11
-"""Exit codes of the process: it answered, the script raised, the script ended before an optimizer stepped."""
+"""Exit codes of the process: it answered, the script raised an error, the script ended before an optimizer stepped."""
 
 
 class Session:
-    """One dry run: what it is asked (`question`), what it follows, and its answer."""
+    """One dry run with its `question`, the steps that it follows, and its answer."""
 
     def __init__(self, question: Mapping[str, Any], overlay: Overlay) -> None:
         self.question = question
@@ -34,12 +34,23 @@ class Session:
         self.answer_file = Path(question["answer"])
 
     def run(self, program: Callable[[], object]) -> NoReturn:
-        """Run `program` and end the process with its answer or its failure."""
+        """Run `program`, and end the process with its answer or its failure."""
         import torch
 
-        from peakcast.collectors.dryrun import gpu, graphs, outside, pretrained, programs, ranks, token_files, values
+        from peakcast.collectors.dryrun import (
+            byte_tokenizers,
+            gpu,
+            graphs,
+            outside,
+            pretrained,
+            programs,
+            ranks,
+            token_files,
+            values,
+        )
         from peakcast.collectors.dryrun.children import Children
         from peakcast.collectors.dryrun.evaluation import Evaluations
+        from peakcast.collectors.dryrun.kernel_packages import KernelPackages
         from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
         from peakcast.collectors.dryrun.pipelines import Stages
@@ -52,12 +63,14 @@ class Session:
         gpu.install(device, asked["ranks_per_node"], own, tracer)
         programs.install(Path(asked["folder"]), device, gpu.name_of(device), asked["ranks_per_node"])
         token_files.TokenFiles(self.overlay, self.notes).install()
+        byte_tokenizers.install(self.notes)
         patches.install()
         ranks.install(asked["rank"], asked["world_size"])
         Stages(asked).install()
         outside.install(self.notes)
         graphs.install(self.notes)
         Children(asked).install()
+        KernelPackages(self.notes).install()
         pretrained.Stand(self.notes, asked["lengths"]).install()
         lengths = StepLengths(asked["lengths"] if asked["lengths_change"] else None)
         evaluations = Evaluations(tracer, self.notes, skip=asked["skip_evaluation"])
@@ -88,7 +101,7 @@ class Session:
         return ANSWERED
 
     def tracer(self, device: Device) -> Tracer:
-        """Who sees what is allocated on `device`."""
+        """The tracer of what is allocated on `device`."""
         from peakcast.collectors.tracing.tracer import Tracer
 
         tracer = Tracer()
@@ -96,17 +109,17 @@ class Session:
         return tracer
 
     def follow(self, *parts: Any) -> ScriptSteps:
-        """Who sees steps, made of `parts`."""
+        """The follower of the script's steps, made from `parts`."""
         from peakcast.collectors.dryrun.steps import ScriptSteps
 
         return ScriptSteps(*parts)
 
     def failed(self, error: BaseException) -> None:
-        """The script has raised."""
+        """Report that the script has raised an error."""
         traceback.print_exception(type(error), error, _from_the_script(error.__traceback__))
 
     def finish(self) -> NoReturn:
-        """Write the answer and end, wherever the script is: nothing of it is run any more."""
+        """Write the answer and end the process, wherever the script is."""
         from torch.utils._python_dispatch import _disable_current_modes
 
         from peakcast.collectors.dryrun.described import described
@@ -130,14 +143,14 @@ class Session:
         end(ANSWERED)
 
     def write(self, answer: Mapping[str, Any]) -> None:
-        """The file of the answer is there once it is whole."""
+        """Write the answer's file, which appears only when it is complete."""
         written = self.answer_file.with_suffix(f".{os.getpid()}")
         written.write_text(json.dumps(answer), encoding="utf-8")
         written.replace(self.answer_file)
 
 
 def _from_the_script(raised: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback from the script's first line on: how it came to be run is nobody's concern."""
+    """The traceback from the script's first frame on, without frames of the dry run."""
     at = raised
     while at is not None and at.tb_frame.f_globals.get("__name__", "").partition(".")[0] in ("peakcast", "runpy", ""):
         at = at.tb_next
@@ -145,7 +158,7 @@ def _from_the_script(raised: types.TracebackType | None) -> types.TracebackType 
 
 
 def end(code: int) -> NoReturn:
-    """End this process, whatever still runs in it."""
+    """End this process, with everything that runs in it."""
     with contextlib.suppress(Exception):
         sys.stdout.flush()
         sys.stderr.flush()

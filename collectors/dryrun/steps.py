@@ -1,4 +1,4 @@
-"""Follows a script's training steps from outside: networks as they first run, optimizers as they step."""
+"""Follows a script's training steps from outside: networks when they first run, optimizers when they step."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ from peakcast.timeline import Category, Phase, Timeline
 
 
 class ScriptSteps:
-    """Tells `tracer` what the script is doing, and calls `enough` once as many steps have ended as `lengths` asks for: when
-    what comes after the last of them begins, so that gradients released after it are seen to go."""
+    """Tells `tracer` what the script is doing. Calls `enough` when as many steps have ended as `lengths` requires; it waits
+    until the next forward begins, so that gradients freed after the last step are seen."""
 
     def __init__(self, tracer: Tracer, enough: Callable[[], None], lengths: StepLengths, evaluations: Evaluations) -> None:
         self.tracer = tracer
         self.evaluations = evaluations
         self.lengths = lengths
         self.spans: list[tuple[int, int]] = []
-        """Of each step, the operations from and to; the first from the beginning of the script."""
+        """(first operation, end) of each step; the first one begins with the script."""
         self.networks: list[torch.nn.Module] = []
         """Outermost modules, in the order in which they first ran."""
         self.optimizers: list[Any] = []
-        """Those that step, in the order in which they first did."""
+        """Optimizers that step, in the order in which they first did."""
         self.micro_batches = 0
-        """Backwards since the last step, of the last step once it has ended."""
+        """Number of backwards since the last step; once that has ended, of the last step."""
         self.tokens: tuple[int, ...] = ()
-        """Shape of the largest batch of tokens that an embedding was given."""
+        """Shape of the largest batch of tokens that an embedding got."""
         self.inputs: tuple[int, ...] = ()
-        """The same of what a network was given whose embedding was not seen."""
+        """The same for the input of a network whose embedding was not seen."""
         self.autocast: torch.dtype | None = None
-        """The dtype of autocast, where a network ran under it."""
+        """The dtype of autocast, if a network ran under it."""
         self._enough = enough
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
         self._depth = 0
         self._stepped = False
         self._ended = [time.monotonic()]
-        """When the script began, and when each step has ended."""
+        """Times at which the script began and each step ended, in seconds."""
         self._backwards = 0
         self._has_gradients = False
 
     def follow(self) -> None:
-        """From now on, for good."""
+        """Begin to follow, permanently."""
         self._announced = announced(self.tracer)
         self._announced.__enter__()
         module_hooks.register_module_forward_pre_hook(self._forward_begins)
@@ -72,8 +72,8 @@ class ScriptSteps:
         torch.autograd.backward = counted
 
     def timelines(self) -> dict[str, Timeline]:
-        """Of the first step, of the fullest later one, and of the whole "run". A script that has evaluated does so again
-        after its last step, with all that is there by then."""
+        """Timelines of the first step, of the later step with most bytes, and of the whole "run". If a script has
+        evaluated, an evaluation after its last step is added, with everything that exists then."""
         again = self.evaluations.fullest()
         later = [self.tracer.timeline(*span) for span in self.spans[1:-1]]
         last = self.tracer.timeline(*self.spans[-1], again)
@@ -84,20 +84,20 @@ class ScriptSteps:
         }
 
     def evaluated(self) -> tuple[str, ...]:
-        """What is said of evaluations, which are then as they are to be counted."""
+        """Sentences about evaluations, which afterwards are in the form in which they count."""
         held = (one for optimizer in self.optimizers for group in optimizer.param_groups for one in group["params"])
         return self.evaluations.said({id(one) for one in held})
 
     def close(self) -> None:
-        """What has stepped and was not followed by another forward has ended now."""
+        """End a step that was not followed by another forward."""
         if self._stepped:
             self._end_step()
 
     def runs(self, network: torch.nn.Module) -> None:
-        """An outermost module begins; for who wants to know."""
+        """Called when an outermost module begins; for subclasses."""
 
     def goes_back(self) -> None:
-        """Backward begins; for who wants to know."""
+        """Called when backward begins; for subclasses."""
 
     def _forward_begins(self, part: torch.nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
@@ -131,8 +131,8 @@ class ScriptSteps:
             self.tracer._leave()
 
     def _meet(self, network: torch.nn.Module) -> None:
-        """Its modules and parameters have names from now on."""
-        gc.collect()  # what wrapping has replaced hangs in cycles of references
+        """Give its modules and parameters names."""
+        gc.collect()  # objects that wrapping has replaced are in reference cycles
         self.networks.append(network)
         for name, part in network.named_modules():
             self._names.setdefault(id(part), _plain(name))
@@ -161,7 +161,7 @@ class ScriptSteps:
         return self._parameters.get(id(parameter), "parameter")
 
     def _stepped_by_itself(self) -> bool:
-        """Whether something that is no `torch.optim.Optimizer` has stepped: gradients that backward has made are gone."""
+        """Whether something that is no `torch.optim.Optimizer` has stepped: gradients that backward made were released."""
         watches = not self.optimizers and self._has_gradients and torch.is_grad_enabled()
         return watches and self._gradients_are_gone()
 
@@ -169,7 +169,7 @@ class ScriptSteps:
         return all(one.grad is None for network in self.networks for one in network.parameters())
 
     def _end_step(self) -> None:
-        gc.collect()  # what compiling leaves in cycles of references
+        gc.collect()  # compiling leaves reference cycles
         self.tracer.launched("step ends", ())
         start = self.spans[-1][1] if self.spans else 0
         self.spans.append((start, self.tracer.now))
@@ -180,7 +180,8 @@ class ScriptSteps:
 
 
 def _batch(inputs: Any) -> tuple[int, ...]:
-    """Number and length of the rows of a batch: all dimensions of tokens, and of other tensors all but the last."""
+    """(number, length) of the rows of a batch, from all dimensions of tokens, and from all but the last of other
+    tensors."""
     given = [one for one in inputs if isinstance(one, torch.Tensor)]
     tokens = (tuple(one.shape) for one in given if one.ndim and not (one.is_floating_point() or one.dtype is torch.bool))
     others = (tuple(one.shape[:-1]) for one in given if one.ndim > 1)
@@ -188,7 +189,7 @@ def _batch(inputs: Any) -> tuple[int, ...]:
 
 
 def _plain(name: str) -> str:
-    """A name without what wrappers put into it."""
+    """A name without the parts that wrappers insert."""
     for wrapper in ("_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"):
         name = name.replace(f"{wrapper}.", "").removesuffix(wrapper)
     return name.removeprefix("module.")

@@ -1,7 +1,7 @@
-"""The mode of a dry run: what is on the GPU, and every weight, is fake; small tensors on the CPU are what they are.
+"""The dispatch mode of a dry run: tensors on the GPU and all weights are fake; small tensors on the CPU are real.
 
-So batches, indices and schedules have their values, and a network of any size takes no memory. What is read back from the
-GPU gets a plausible value and a note.
+So batches, indices and schedules have values, while a network of any size takes no memory. A value read from the GPU is
+replaced by a plausible one, with a note.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from peakcast.collectors.dryrun.resizing import Resizing
 from peakcast.collectors.tracing.known_values import KnownValuesMode, label, value_of
 
 REAL_FLOAT_BYTES = 2**16
-"""Tensors of numbers with a fraction that are made on the CPU are real up to here: coefficients, not weights."""
+"""Floating-point tensors made on the CPU are real up to this size: they are coefficients, not weights."""
 REAL_BYTES = 2**30
-"""Others, such as a file of tokens, up to here."""
+"""Other tensors, such as a file of tokens, are real up to this size."""
 aten = torch.ops.aten
 
 
 class ScriptMode(KnownValuesMode):
-    """Fake tensors where a script's are on a GPU or large; `notes` is told what was made up. Of small ones of whole numbers
-    and truth values (tokens, masks, positions) the values are known as long as they follow from the script's own."""
+    """Makes a script's tensors fake if they are on a GPU or large; `notes` gets what was made up. For small integer and
+    boolean tensors (tokens, masks, positions), the values are known as long as they follow from the script's own data."""
 
     def __init__(self, notes: Notes, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.notes = notes
         self.device = device
-        """This rank's GPU. Whichever a script names, it is this one: no other is seen by a rank that is alone."""
+        """This rank's GPU. Any GPU that a script names means this one, as a single rank sees no other."""
         self.resizing: Resizing | None = None
-        """What makes the script's batches other ones, where they are to be."""
+        """What changes the size of the script's batches, if it is to be changed."""
         self._sizes = FakeTensorMode()
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -53,7 +53,7 @@ class ScriptMode(KnownValuesMode):
         if torch._guards.TracingContext.try_get() is None and self._is_real(func, args, kwargs):
             return func(*args, **kwargs)
         if func is aten._to_copy.default and kwargs.get("device") == self.device and isinstance(args[0], FakeTensor):
-            args[0].constant = None  # a fake tensor that knows its numbers would have them moved for real
+            args[0].constant = None  # otherwise a fake tensor with known numbers would move them
         try:
             result = super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -69,7 +69,7 @@ class ScriptMode(KnownValuesMode):
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
         compiling = torch._guards.TracingContext.try_get() is not None
-        # of noise: the script's own numbers would then be others
+        # not for random tensors, as the script's own random numbers would change
         noise = "rand" in label(func) or kwargs.get("generator") is not None
         return not compiling and not noise and super()._follows(func, args, kwargs)
 
@@ -77,15 +77,15 @@ class ScriptMode(KnownValuesMode):
         return not result.is_floating_point() and super()._keeps(result)
 
     def _on_own_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """`kwargs` without another GPU than this rank's, and without pinning, which a CPU-only build cannot do."""
+        """`kwargs` with this rank's GPU in place of any other, and without pinning, which a CPU-only build cannot do."""
         device = kwargs.get("device")
         if device is not None and torch.device(device).type == "cuda":
             kwargs = {**kwargs, "device": self.device}
         return {**kwargs, "pin_memory": False} if kwargs.get("pin_memory") else kwargs
 
     def _is_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether `func` can run: on real tensors of the CPU alone, or making a small one there."""
-        if any(isinstance(one, FakeTensor) for one in args):  # nearly always, and soon seen
+        """Whether `func` can really run: its tensors are all real and on the CPU, or it makes a small one there."""
+        if any(isinstance(one, FakeTensor) for one in args):  # nearly always true, and quick to check
             return False
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "cpu":
@@ -99,11 +99,11 @@ class ScriptMode(KnownValuesMode):
         return self._makes_little(func, args, kwargs)
 
     def _makes_little(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
-        """Whether what `func` makes of no other tensor is small enough to be real."""
+        """Whether `func` makes, from no other tensor, one that is small enough to be real."""
         try:
             with self._sizes:
                 made = func(*args, **kwargs)
-        except Exception:  # of what is no factory: it runs, and says itself what is wrong
+        except Exception:  # it is no factory: it runs and reports errors itself
             return True
         return all(
             tensor.numel() * tensor.element_size() <= (REAL_FLOAT_BYTES if tensor.is_floating_point() else REAL_BYTES)
@@ -112,7 +112,7 @@ class ScriptMode(KnownValuesMode):
         )
 
     def _value(self, func: Any, args: Any) -> Any:
-        """1 for a number, False for a truth value, all that there are for a count."""
+        """A plausible value: 1 for a number, False for a boolean, the largest possible for a count."""
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
         dtype = tensor.dtype if tensor is not None else torch.bool
         answer: Any = False
@@ -123,7 +123,7 @@ class ScriptMode(KnownValuesMode):
         return answer
 
     def _sample(self, func: Any, args: Any) -> Any:
-        """All that a mask could choose."""
+        """All elements that a mask could select."""
         tensor = args[0]
         self.notes.value("how many entries a mask chooses", f"all {tensor.numel():,}")
         with self:
@@ -145,7 +145,7 @@ class ScriptMode(KnownValuesMode):
 
 
 def _check_rows(func: Any, args: Any) -> None:
-    """As a GPU would: a table of positions ends somewhere. Raises: IndexError."""
+    """Check indices as a GPU does: a table of positions has a last row. Raises: IndexError."""
     if func is aten.embedding.default and (rows := value_of(args[1])) is not None and rows.numel():
         with _disable_current_modes():
             last = int(rows.max())
@@ -158,7 +158,8 @@ def _is_mask(tensor: Any) -> bool:
 
 
 def install(mode: ScriptMode) -> None:
-    """What fake tensors are asked without an operator, and weights that stay themselves when a network moves."""
+    """Make fake tensors answer questions outside of operators, and keep a network's parameters the same objects when it is
+    moved."""
     for name in ("tolist", "numpy", "__array__"):
         setattr(torch.Tensor, name, _numbers(name, getattr(torch.Tensor, name)))
     make_of_numbers = torch.tensor
@@ -171,7 +172,7 @@ def install(mode: ScriptMode) -> None:
     make = torch.nn.Parameter.__new__
 
     def make_fake(cls: type[torch.nn.Parameter], data: Any = None, *arguments: Any, **keywords: Any) -> Any:
-        """A small weight is fake as well: only so can it be moved to the GPU and stay the same parameter."""
+        """Make small weights fake as well, so that they can be moved to the GPU and remain the same parameter."""
         if type(data) in (torch.Tensor, torch.nn.Parameter) and data.device.type == "cpu":
             data = mode.fake_tensor_converter.from_real_tensor(mode, data.detach())
         return make(cls, data, *arguments, **keywords)
@@ -181,8 +182,8 @@ def install(mode: ScriptMode) -> None:
 
 
 def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.nn.Module:
-    """`Module._apply` (behind `.to`, `.float`): as for real tensors, a parameter stays the object that an optimizer may
-    hold already, and gets other data; torch's own would swap fake ones, which they refuse."""
+    """`Module._apply` (behind `.to`, `.float`). As with real tensors, a parameter stays the same object, which an optimizer
+    may already have, and gets other data; torch's own would swap fake tensors, which they refuse."""
     if recurse:
         for child in self.children():
             child._apply(convert)
@@ -210,14 +211,14 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
 
 
 def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
-    """`copy.deepcopy` of a fake tensor, whose storage cannot be copied for itself."""
+    """`copy.deepcopy` of a fake tensor, whose storage cannot be copied separately."""
     if id(tensor) not in memo:
         memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
     return memo[id(tensor)]
 
 
 def _numbers(name: str, real: Any) -> Any:
-    """`Tensor.tolist` or `Tensor.numpy`, which of a fake tensor gives ones."""
+    """`Tensor.tolist` or `Tensor.numpy`; for a fake tensor they give ones."""
 
     def read(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
         known = value_of(tensor) if isinstance(tensor, FakeTensor) else tensor

@@ -1,8 +1,8 @@
-"""Walks of a script's own steps, in a process that has run it up to its first batch: for each one that is asked for, a copy
-of that process goes on with batches of another size (`resizing.py`), and writes the walk of its second step.
+"""Records walks of a script's own steps. A process runs the script up to its first batch. For each requested walk, a forked
+copy of it goes on with batches of another size (`resizing.py`) and writes the walk of its second step.
 
-A question is a file `walk-N.json` in the folder of the dry run, [layers, batch, length], where layers may be null: all of
-them; its answer is `walked-N.json`.
+A question is a file `walk-N.json` in the folder of the dry run, [layers, batch, length], where layers may be null, meaning
+all; its answer is `walked-N.json`.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from peakcast.timeline import Category, Phase
 
 POLL_SECONDS = 0.01
 NUM_STEPS = 2
-"""The second meets what the first has left, as every later one does."""
+"""The second step begins with what the first has left in memory, as every later one does."""
 AFTER = (int(Phase.GRADIENT_CLIPPING), int(Phase.OPTIMIZER_STEP))
-"""What is no part of a walk: layouts and optimizers are placed without one."""
+"""Phases that are not part of a walk: layouts and optimizers are added without one."""
 WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "DeepSpeedEngine")
 
 
 class WalkedSession(Session):
-    """A dry run that answers walks."""
+    """A dry run that answers questions for walks."""
 
     def __init__(self, question: Mapping[str, Any], overlay: Overlay) -> None:
         super().__init__(question, overlay)
@@ -44,18 +44,19 @@ class WalkedSession(Session):
         self._asked = self._own
 
     def tracer(self, device: Device) -> StretchTracer:
-        """One that sees the blocks; what kernels take for themselves is of a GPU, and no recipe's."""
+        """A tracer that sees the network's blocks. It leaves out what kernels allocate for themselves, because that depends
+        on the GPU."""
         return StretchTracer()
 
     def follow(self, *parts: Any) -> ScriptSteps:
-        """As ever, and the places."""
+        """As in `Session`, with the places in the network."""
         steps = WalkedSteps(*parts)
         steps.lengths.num_steps = NUM_STEPS
         self.mode.resizing = Resizing(self._own, self._serve, outside_of(steps.depth))
         return steps
 
     def _serve(self) -> Batch:
-        """Answer questions for good; what goes on from here is a copy that has its question."""
+        """Answer questions forever; it only returns in a forked copy, which has its question."""
         folder = Path(self.question["folder"])
         number = 0
         while True:
@@ -90,20 +91,20 @@ class WalkedSession(Session):
         end(ANSWERED)
 
     def failed(self, error: BaseException) -> None:
-        """Say so."""
+        """Write the failure."""
         super().failed(error)
         self.write({"refused": f"it raised {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"})
 
 
 class WalkedSteps(ScriptSteps):
-    """As `ScriptSteps`, with a tracer that is told of micro-batches, and of blocks from the first optimizer step on."""
+    """`ScriptSteps` whose tracer is told of micro-batches and, from the first optimizer step on, of blocks."""
 
     tracer: StretchTracer
 
     def __init__(self, *parts: Any) -> None:
         super().__init__(*parts)
         self.layers: int | None = None
-        """Of the network, those that are to run; None: all."""
+        """Number of the network's layers that run; None: all."""
         self._network: torch.nn.Module | None = None
         self._updated: set[str] = set()
         self._began: list[int] = []
@@ -113,7 +114,7 @@ class WalkedSteps(ScriptSteps):
         self._following = contextlib.ExitStack()
 
     def depth(self) -> int:
-        """How many modules are running, one inside the other."""
+        """Number of modules that are running inside each other."""
         return self._depth
 
     def runs(self, network: torch.nn.Module) -> None:
@@ -152,7 +153,7 @@ class WalkedSteps(ScriptSteps):
         self._updated |= {name for name, weight in self._network.named_parameters() if weight.grad is not None}
 
     def walk(self, asked: Batch) -> dict[str, Any]:
-        """That of the last step, with batches of `asked`. Raises: CollectorError for another kind of step."""
+        """The walk of the last step, with batches of `asked`. Raises: CollectorError if the step cannot be a walk."""
         if self._refused or self._network is None:
             raise CollectorError(self._refused or "no optimizer of torch steps")
         kinds = {type(part).__name__ for part in self._network.modules()}
@@ -169,13 +170,13 @@ class WalkedSteps(ScriptSteps):
         return mapping_of(self.tracer, weights, self._updated, True, 0, own, end)
 
     def _ends(self, cuts: list[Cut], stop: int) -> int:
-        """Where backward has ended and what follows it begins."""
+        """The operation at which backward has ended."""
         phases = self.tracer._phases
         return next((instant for instant in range(cuts[-1].instant, stop) if phases[instant] in AFTER), stop)
 
 
 def _shorten(network: torch.nn.Module, layers: int) -> None:
-    """Leave `network` its first layers. Raises: CollectorError where it has no list of them, or several."""
+    """Remove all but the first layers of `network`. Raises: CollectorError if it has no list of layers, or several."""
     blocks = blocks_of(network)
     lists = [part for part in network.modules() if isinstance(part, (torch.nn.ModuleList, torch.nn.Sequential))]
     whole = [one for one in lists if [id(part) for part in one] == [id(part) for _, part in blocks]]
@@ -189,7 +190,7 @@ def _has_weights(network: torch.nn.Module) -> bool:
 
 
 def _together(networks: list[torch.nn.Module]) -> torch.nn.Module:
-    """Those that have weights, as one."""
+    """The networks that have weights, as one module."""
     held = [network for network in networks if _has_weights(network)]
     if len(held) == 1:
         return held[0]

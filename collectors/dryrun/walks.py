@@ -1,4 +1,4 @@
-"""Walks of a script's own steps, with batches of other sizes, from a process that runs it (`walked.py`)."""
+"""Walks of a script's own steps with batches of other sizes, from a process that runs it (`walked.py`)."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from peakcast.collectors.dryrun.process import LOG, Limits, Process, started
 from peakcast.errors import CollectorError
 
 Walk = Callable[[int | None, int, int], dict[str, Any]]
-"""How many of the network's layers (None: all), a number of sequences and their length -> the walk of a step with them, as
-`collectors/tracing/walks.py` writes it."""
+"""(number of the network's layers (None: all), number of sequences, their length) -> the walk of such a step, in the form
+of `collectors/tracing/walks.py`."""
 POLL_SECONDS = 0.01
 
 
@@ -32,10 +32,10 @@ def script_walks(
     function: Callable[[], object] | None = None,
     lengths: tuple[int, int] | None = None,
 ) -> Iterator[Walk]:
-    """Walks of the script of `command`, or of `function`, as one rank alone. `batch`: the sequences of its own micro-batch,
-    and their length; `lengths` as in `process.run`.
+    """A context that gives a function for walks of the script of `command`, or of `function`, as a single rank. `batch`:
+    number and length of the sequences of its own micro-batch; `lengths` as in `process.run`.
 
-    What is given raises: CollectorError with the reason where the script has no step with a batch of that size.
+    The function raises: CollectorError with the reason if the script has no step with a batch of that size.
     """
     asked = {
         "rank": 0,

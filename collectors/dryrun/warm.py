@@ -1,9 +1,10 @@
-"""Dry runs of functions, each in a copy of a process that has imported the libraries and run nothing.
+"""Dry runs of functions, each in a forked copy of a process that has only imported the libraries.
 
-A copy of the asking process itself would abort or hang where that has trained: threads of its libraries are not copied.
+A copy of the asking process itself would abort or hang if that process has trained, because its libraries' threads are not
+copied.
 
 `python -P -m peakcast.collectors.dryrun.warm` reads the path of a question on each line, and answers with two lines: the
-number of the process that runs it, and its exit code once it has ended.
+number of the process that runs it, and its exit code when it has ended.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 FAILED = 10
-"""As a script that raised."""
+"""Exit code of a script that raised an error."""
 SHARED = ("transformers", "accelerate", "peft")
-"""Packages whose modules are imported before copies are made, as far as the asking process has them."""
+"""Packages whose modules are imported before copies are made, if the asking process has imported them."""
 
 
 class Copy:
-    """A copy of a warm process that answers the question in the file `path`, as `subprocess` has processes."""
+    """A copy of a warm process that answers the question in the file `path`; has the interface of `subprocess.Popen`."""
 
     def __init__(self, path: Path) -> None:
         self.returncode: int | None = None
@@ -37,11 +38,11 @@ class Copy:
         self.pid = int(self._warm.ask(f"{path}\n") or 0)
 
     def poll(self) -> int | None:
-        """Its exit code, None while it runs."""
+        """Its exit code; None while it runs."""
         return self._ended(0.0)
 
     def wait(self, timeout: float | None = None) -> int:
-        """The same, once it has ended. Raises: TimeoutExpired."""
+        """Its exit code once it has ended. Raises: TimeoutExpired."""
         code = self._ended(timeout)
         if code is None:
             raise subprocess.TimeoutExpired("function", timeout or 0.0)
@@ -49,17 +50,17 @@ class Copy:
 
     def _ended(self, timeout: float | None) -> int | None:
         if self.returncode is None and (line := self._warm.line(timeout)) is not None:
-            self.returncode = int(line or self._warm.process.wait())  # nothing: it was ended itself
+            self.returncode = int(line or self._warm.process.wait())  # no line: the warm process has ended
             _free.append(self._warm)
         return self.returncode
 
 
 class _Warm:
-    """The process that copies are made of. It ends with the one that has started it."""
+    """The process from which copies are made. It ends with the process that started it."""
 
     def __init__(self) -> None:
         environment = {**os.environ, "PYTHONSAFEPATH": "1", "CUDA_VISIBLE_DEVICES": ""}
-        environment["OMP_NUM_THREADS"] = "1"  # a copy of a copy (`walked.py`) has none of its threads
+        environment["OMP_NUM_THREADS"] = "1"  # a copy of a copy (`walked.py`) has no threads
         command = [sys.executable, "-P", "-m", __name__]
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, start_new_session=True, bufsize=0
@@ -69,13 +70,13 @@ class _Warm:
         atexit.register(self.end)
 
     def end(self) -> None:
-        """Stop it, where this process has started it."""
+        """Stop it, if this process has started it."""
         if self._owner == os.getpid():
             self.process.kill()
             self.process.communicate()
 
     def is_there(self) -> bool:
-        """Whether it can be asked: a copy of the process that has started it cannot."""
+        """Whether it can be asked; a forked copy of the process that started it cannot ask."""
         return self._owner == os.getpid() and self.process.poll() is None
 
     def ask(self, text: str) -> str | None:
@@ -85,7 +86,7 @@ class _Warm:
         return self.line(None)
 
     def line(self, timeout: float | None) -> str | None:
-        """The next line of an answer; None where it does not come within `timeout` seconds, "" where it never will."""
+        """The next line of an answer; None if it does not come within `timeout` seconds, "" if there will be none."""
         assert self.process.stdout is not None
         while b"\n" not in self._read:
             ready, _, _ = select.select([self.process.stdout], [], [], timeout)
@@ -103,7 +104,7 @@ _free: list[_Warm] = []
 
 
 def shared_modules() -> list[str]:
-    """Modules of this process that a warm one should have as well, in the order in which they were imported."""
+    """Modules of this process that a warm one should also have, in the order in which they were imported."""
     return [name for name in list(sys.modules) if name.partition(".")[0] in SHARED]
 
 
@@ -131,7 +132,7 @@ def main() -> None:
 
 
 def _answer(question: Mapping[str, Any]) -> NoReturn:
-    """The copy: it becomes what the asking process is, and runs its function."""
+    """In the copy: take over the asking process's state, and run its function."""
     try:
         _become(question)
         from peakcast.collectors.dryrun.script import main as run
@@ -144,7 +145,7 @@ def _answer(question: Mapping[str, Any]) -> NoReturn:
 
 
 def _become(question: Mapping[str, Any]) -> None:
-    """A process with the environment of the asking one, which reads nothing and prints into a file."""
+    """Take over the environment of the asking process, read nothing from standard input, and print into a file."""
     from peakcast.collectors.nursery import die_with_parent
 
     die_with_parent()

@@ -1,8 +1,9 @@
-"""Engines: where cells run. Each takes questions as it has places for them, and gives every one's answer once, as it comes.
+"""Engines: where cells run. An engine fetches a question whenever it has a free place, and yields each answer once, as it
+comes.
 
 An engine is a function `(questions, timeout_seconds, work=..., **options) -> iterator of (question, answer)`; an answer is
-`{"row": ...}` or `{"reason": ...}`. It asks for the next question only when it has a place for it, so whoever makes the
-questions can stop. Resuming is not its business: what the shard has is not asked again.
+`{"row": ...}` or `{"reason": ...}`. It fetches the next question only when it has a free place, so the caller can stop at
+any time. Engines do not resume: the caller does not ask again for what the shard has.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ ENGINES = {
     "ray": ("peakcast.collectors.engines.ray", "peakcast[ray]"),
     "slurm": ("peakcast.collectors.engines.slurm", "peakcast[slurm]"),
 }
-"""Name -> module with a function `run`, and what to install for it."""
+"""Name -> module with a function `run`, and the package that it needs."""
 
 Question = Mapping[str, Any]
 Answer = dict[str, Any]
@@ -32,7 +33,7 @@ class Engine(Protocol):
     def __call__(
         self, questions: Iterable[Question], timeout_seconds: float, *, work: str = WORK, **options: Any
     ) -> Iterator[tuple[Question, Answer]]:
-        """Each question with its answer, as they come."""
+        """Yields each question with its answer, as answers come."""
 
 
 def find_engine(name: str) -> Engine:

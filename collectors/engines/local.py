@@ -15,13 +15,14 @@ from peakcast.collectors.engines import WORK, Answer, Question
 from peakcast.collectors.nursery import end_session
 
 GRACE_SECONDS = 60
-"""How long past a cell's own time its warm parent, which ends it, may stay silent before it is taken for hung itself."""
+"""How long after a cell's time limit its warm parent, which ends the cell, may stay silent before it counts as hung
+itself."""
 
 
 def run(
     questions: Iterable[Question], timeout_seconds: float, *, work: str = WORK, processes: int = 1, gpus: str = ""
 ) -> Iterator[tuple[Question, Answer]]:
-    """Cells on this machine, `processes` at a time; with `gpus` ("0,1,5"), one at a time on each of those instead."""
+    """Run cells on this machine, `processes` at a time; or, with `gpus` ("0,1,5"), one at a time on each of those GPUs."""
     waiting = iter(questions)
     places = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus.split(",")] if gpus else [{}] * int(processes)
     parents = [_Parent(place, work) for place in places]
@@ -50,7 +51,7 @@ _kept: dict[str, _Parent] = {}
 
 
 def one(question: Question, timeout_seconds: float, work: str = WORK) -> Answer:
-    """The answer to one question, from a warm parent that stays for the next one: what a worker of another engine runs."""
+    """The answer to one question, from a warm parent that is kept for the next one. Workers of other engines call this."""
     parent = _kept.setdefault(work, _Parent({}, work))
     parent.send(question, timeout_seconds)
     with selectors.DefaultSelector() as answers:
@@ -60,7 +61,7 @@ def one(question: Question, timeout_seconds: float, work: str = WORK) -> Answer:
 
 
 class _Parent:
-    """A warm parent in a process of its own, started when it is first needed and again when it is lost."""
+    """A warm parent in a process of its own, started when it is first needed and again after it was lost."""
 
     def __init__(self, place: Mapping[str, str], work: str) -> None:
         # PYTHONSAFEPATH: the checkout's `datasets/` folder must not shadow Hugging Face's `datasets`
@@ -71,7 +72,7 @@ class _Parent:
 
     @property
     def output(self) -> Any:
-        """What its answers come from."""
+        """The pipe from which its answers are read."""
         assert self._process is not None
         return self._process.stdout
 
@@ -90,7 +91,7 @@ class _Parent:
             )
         assert self._process.stdin is not None
         request = json.dumps({"question": question, "timeout_seconds": timeout_seconds})
-        with contextlib.suppress(BrokenPipeError):  # it has died: no answer will come, which says so
+        with contextlib.suppress(BrokenPipeError):  # it has died; the missing answer tells
             print(request, file=self._process.stdin, flush=True)
 
     def receive(self, *, hung: bool) -> Answer:

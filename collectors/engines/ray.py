@@ -17,7 +17,8 @@ from peakcast.collectors.engines import WORK, Answer, Question, local
 from peakcast.errors import NO_GPU, CollectorError
 
 RETRIES = 3
-"""How often a cell whose worker died is run again. An exception is an answer, and is not retried."""
+"""How often a cell is run again after its worker died. A cell that raised an exception has answered and is not run
+again."""
 
 
 def run(
@@ -57,7 +58,7 @@ def _check_gpus(num_gpus: float) -> None:
 
 
 def _places(num_gpus: float, num_cpus: float) -> int:
-    """Cells that the cluster can run at a time."""
+    """Number of cells that the cluster can run at a time."""
     resources = ray.cluster_resources()
     places = [resources.get("CPU", 1) / num_cpus] if num_cpus else []
     places += [resources.get("GPU", 0) / num_gpus] if num_gpus else []

@@ -1,6 +1,6 @@
-"""Cells as jobs of a SLURM cluster, or as processes of this machine where there is none, by submitit.
+"""Cells as jobs of a SLURM cluster, or as processes of this machine if it has no SLURM, by submitit.
 
-A job that is lost (preempted, its node gone) is submitted again; one whose cell failed has answered.
+A job that is lost (preempted, or its node failed) is submitted again. A job whose cell failed has answered and is not.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from peakcast.collectors.engines import WORK, Answer, Question, local
 RETRIES = 3
 POLL_SECONDS = 0.5
 QUEUED_AT_ONCE = 64
-"""Jobs submitted and not answered; what more the grid has waits here and not in the scheduler."""
+"""Most jobs that are submitted and not yet answered; the rest of the grid waits here, not in the scheduler's queue."""
 
 
 def run(
@@ -28,8 +28,8 @@ def run(
     cluster: str | None = None,
     **parameters: Any,
 ) -> Iterator[tuple[Question, Answer]]:
-    """Cells as jobs whose files go to `folder`. `cluster`: None finds SLURM or else runs here, "local" runs here;
-    `parameters` are submitit's, such as slurm_partition and gpus_per_node."""
+    """Run cells as jobs whose files go to `folder`. `cluster`: None uses SLURM if it is there and this machine otherwise;
+    "local" always uses this machine. `parameters` are submitit's, such as slurm_partition and gpus_per_node."""
     executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
     executor.update_parameters(timeout_min=max(1, -(-int(timeout_seconds) // 60) + 2), **parameters)
     waiting = iter(questions)

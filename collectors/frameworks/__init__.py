@@ -19,8 +19,8 @@ STACKS = {
     "deepspeed": ("peakcast.collectors.frameworks.deepspeed", "deepspeed"),
     "megatron": ("peakcast.collectors.frameworks.megatron_core", "--no-deps megatron-core"),  # needs torch only
 }
-"""framework -> module, and what to install. A plain torch loop trains the same networks, and keeps the model's outputs as
-plain loops do."""
+"""framework -> its module, and what to install for it. A plain torch loop trains the same networks, and keeps the model's
+outputs until the next step, as plain loops do."""
 PACKAGES = {"huggingface": ("transformers", "accelerate", "peft"), "deepspeed": ("deepspeed",), "megatron": ("megatron",)}
 """framework -> the packages that this installs."""
 
@@ -48,15 +48,15 @@ class Training(Protocol):
         """Release the gradients."""
 
     def facts(self) -> dict[str, Any]:
-        """What was really chosen: attention implementation, optimizer path."""
+        """Settings that were really used: attention implementation, optimizer path."""
 
 
 INFERENCE = "peakcast.collectors.frameworks.huggingface_inference"
 
 
 def build(job: TrainingJob, device: str, *, longest: bool = False) -> Training:
-    """The training run of `job` on `device` with random weights; `longest`: where lengths change from step to step, every
-    step of the longest. Raises: CollectorError when the stack cannot."""
+    """The training run of `job` on `device` with random weights. `longest`: if lengths change from step to step, every step
+    is of the longest. Raises: CollectorError when the stack cannot run the job."""
     _check_lengths(job)
     asked = at_its_longest(job) if longest else job
     training: Training = _made(asked, STACKS.get(job.framework, ("", ""))[0], "build", device)
@@ -64,8 +64,8 @@ def build(job: TrainingJob, device: str, *, longest: bool = False) -> Training:
 
 
 def _check_lengths(job: TrainingJob) -> None:
-    """Sequences that ranks share are of one length, stages are told beforehand what they take, and torch.compile would
-    compile each length anew."""
+    """Refuse lengths that change in three cases: ranks that share a sequence need one length, pipeline stages are told the
+    shapes of their inputs beforehand, and torch.compile would compile each length anew."""
     layout = job.parallelism
     shared = layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.context_parallel_size > 1
     one_length = shared or job.compile or job.framework == "megatron" or job.architecture.kind != "decoder"

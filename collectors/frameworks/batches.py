@@ -1,4 +1,4 @@
-"""What a network of transformers is called with: full rows of random tokens, padded ones, or sequences joined in one."""
+"""The inputs of a network of transformers: full rows of random tokens, padded rows, or sequences joined into one row."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from peakcast.spec import TrainingJob
 
 
 def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
-    """What the model is called with: random tokens, which a decoder also predicts; an encoder-decoder has its targets."""
+    """The model's arguments by name: random tokens, which are also a decoder's labels; an encoder-decoder has labels of its
+    own."""
     if job.batch.form == "padding_free":
         return _joined(job)
     ids = random_tokens(job, job.sequence_length)
     if job.batch.form == "masked":
         return {"input_ids": ids, "labels": ids.clone(), "attention_mask": _padding(job, ids)}
     if job.architecture.kind != "encoder_decoder":
-        return {"input_ids": ids, "labels": ids.clone()}  # a collator's are a tensor of their own
+        return {"input_ids": ids, "labels": ids.clone()}  # collators make a new tensor for labels
     return {"input_ids": ids, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
 
 
@@ -28,8 +29,9 @@ def _joined(job: TrainingJob) -> dict[str, torch.Tensor]:
 
 
 def _padding(job: TrainingJob, ids: torch.Tensor) -> torch.Tensor:
-    """A mask of as many ones as there are tokens: the rest of each row is padding. Where all of it is tokens, the last is
-    left out: to transformers a mask of ones is none (5.17 masking_utils.py `_ignore_causal_mask_sdpa`)."""
+    """A mask with as many ones as there are tokens; the rest of each row is padding. If a row has no padding, its last
+    token is masked all the same, because transformers treats a mask of ones as none (5.17 masking_utils.py
+    `_ignore_causal_mask_sdpa`)."""
     found = sequence_lengths(job)
     if sum(found) == ids.numel():
         found[-1] -= 1
@@ -38,8 +40,8 @@ def _padding(job: TrainingJob, ids: torch.Tensor) -> torch.Tensor:
 
 
 def sequence_lengths(job: TrainingJob) -> list[int]:
-    """Tokens of each sequence of a micro-batch that are no padding: the first is as long as may be (rows are padded to the
-    longest one), the others share the rest."""
+    """Number of tokens, without padding, of each sequence of a micro-batch. The first is as long as possible, as rows are
+    padded to the longest; the others share the rest."""
     others = job.micro_batch_size - 1
     longest = min(job.sequence_length, job.num_tokens - others)
     if longest < 1:
@@ -54,5 +56,6 @@ def sequence_lengths(job: TrainingJob) -> list[int]:
 
 
 def random_tokens(job: TrainingJob, length: int) -> torch.Tensor:
-    """[micro_batch_size, length] tokens, many distinct: the embedding's backward and a router allocate by their spread."""
+    """[micro_batch_size, length] random tokens, many of them distinct: how much the embedding's backward and a router
+    allocate depends on their spread."""
     return torch.randint(job.architecture.vocab_size, (job.micro_batch_size, length))

@@ -1,4 +1,4 @@
-"""A callback of transformers' Trainer that tells of the first forward, of every larger batch, and of the end."""
+"""A callback of transformers' Trainer that reports the first forward, every larger batch, and the end of training."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from peakcast.collectors.observing import shape_of_call
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """Receives what the callback reports."""
 
     def begins(self, facts: dict[str, Any]) -> None:
         """Training begins, before the first step. `facts`: `training_arguments`, `config`, `peft` and `deepspeed` as
@@ -24,7 +24,7 @@ class Listener(Protocol):
 
 
 class TellingCallback(transformers.TrainerCallback):  # type: ignore[misc]
-    """Tells a `Listener`. Add it to a Trainer's `callbacks`."""
+    """Reports to a `Listener`. Add it to a Trainer's `callbacks`."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -32,7 +32,7 @@ class TellingCallback(transformers.TrainerCallback):  # type: ignore[misc]
         self._hook: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell what is trained, and listen to the model's calls."""
+        """Report what is trained, and hook into the model's calls."""
         model = kwargs["model"]
         peft = getattr(model, "peft_config", None)
         engine = getattr(args, "hf_deepspeed_config", None)  # "auto" values are filled in by now
@@ -57,7 +57,7 @@ class TellingCallback(transformers.TrainerCallback):  # type: ignore[misc]
             self._listener.sees(*shape)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Tell of the end."""
+        """Report the end."""
         if self._hook is not None:
             self._hook.remove()
         self._listener.ends(int(state.global_step))

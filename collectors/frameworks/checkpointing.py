@@ -1,4 +1,4 @@
-"""How transformers is told to checkpoint: which layers, and what of them is kept."""
+"""The arguments with which transformers is told to checkpoint: which layers, and which of their results are saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from peakcast.spec import TrainingJob
 
 
 def every_n_layers(job: TrainingJob) -> dict[str, Any]:
-    """Which layers, and where what they keep is held: further arguments of `gradient_checkpointing_enable`."""
+    """Further arguments of `gradient_checkpointing_enable`: which layers are checkpointed, and where their inputs are
+    stored."""
     every = job.activation_checkpointing.every_n_layers
     switches: dict[str, Any] = {} if every == 1 else {"every_n_layers": every}  # transformers 5.17 has both
     return {**switches, "offload": True} if job.offload.activations else switches
@@ -30,8 +31,8 @@ def checkpoint_arguments(job: TrainingJob) -> dict[str, Any]:
 
 
 def _keep(one_in: int, kinds: Collection[str], repeated: torch.Size | None = None) -> Any:
-    """Contexts that keep the results of one in so many matrix products, and of operations of `kinds`. `repeated`: products
-    by a matrix of that shape are neither kept nor counted."""
+    """Contexts that save the results of one in `one_in` matrix products, and of operations of `kinds`. `repeated`: the
+    shape of a matrix whose products are neither saved nor counted."""
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     aten = torch.ops.aten

@@ -1,4 +1,4 @@
-"""What of a network `torch.compile` compiles: all of it, or its layers one by one ("regional")."""
+"""Which part of a network `torch.compile` compiles: all of it, or its layers one by one ("regional")."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from peakcast.spec import TrainingJob
 
 
 def is_compiled_whole(job: TrainingJob) -> bool:
-    """Whether forward and loss are one graph, without a moment between them."""
+    """Whether forward and loss are one graph, so that nothing separates their phases."""
     return job.compile and conventions(job)["compiled_regions"] == "network"
 
 
 def compiles_shards(job: TrainingJob) -> bool:
-    """Whether each layer is compiled by itself and then sharded, as torchtitan and accelerate do it: what is gathered and
-    reduced around it is in no graph."""
+    """Whether each layer is compiled by itself and sharded afterwards, as torchtitan and accelerate do it: gathers and
+    reductions then run around the compiled graph, outside it."""
     sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and job.parallelism.num_replicas > 1
     return job.compile and not is_compiled_whole(job) and sharded
 
 
 def outermost_layers(model: Any, classes: tuple[type, ...]) -> list[Any]:
-    """The layers of `model`, those that are compiled by themselves as what was compiled: a wrapper that runs its hooks
-    around it, as torchtitan's `fully_shard` of a compiled block does."""
+    """The layers of `model` that are compiled one by one. If a wrapper runs its hooks around a compiled layer, as
+    torchtitan's `fully_shard` of a compiled block does, this is the wrapper."""
     found, inner = [], set[int]()
     for module in model.modules():
         within = getattr(module, "_orig_mod", module)
@@ -35,12 +35,12 @@ def outermost_layers(model: Any, classes: tuple[type, ...]) -> list[Any]:
 
 
 def compile_layers(model: Any, job: TrainingJob) -> Any:
-    """`model` with its layers compiled, each with its checkpointing, as the stack does it.
+    """Return `model` with its layers compiled, each with its checkpointing, in the stack's way.
 
     `huggingface`: accelerate's `compile_regions`, which also compiles each other module without layers (embedding, final
-    norm, head) by itself; before FSDP2 in place, where hooks that come later break the graph, and checkpointing is around
-    it. `torch`: torchtitan's `apply_compile`, or torchtune's `compile_model`, whose checkpoints are around what is compiled
-    in place; and the loss, where the release does that, or alone.
+    norm, head) by itself. Before FSDP2 it compiles in place, hooks that are added later break the graph, and checkpointing
+    is around it. `torch`: torchtitan's `apply_compile`, or torchtune's `compile_model`, whose checkpoints are around what
+    is compiled in place. The loss is compiled if the release does that, or alone.
     """
     chosen = conventions(job)
     if job.framework == "huggingface":

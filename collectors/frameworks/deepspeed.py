@@ -29,7 +29,7 @@ DETAILS = (
     "contiguous_gradients",
     "reduce_scatter",
 )
-"""Conventions that are called the same in DeepSpeed's `zero_optimization`."""
+"""Conventions that have the same names in DeepSpeed's `zero_optimization`."""
 
 
 class DeepSpeedTraining:
@@ -41,35 +41,36 @@ class DeepSpeedTraining:
         self.job = job
         self.inner = inner
         self.engine, *_ = deepspeed.initialize(model=inner.model, optimizer=inner.optimizer, config=config)
-        inner.model = self.engine  # what its forward calls
+        inner.model = self.engine  # its forward calls this
         inner.optimizer = None
         self.model: Any = self.engine.module
         self.optimizer: Any = self.engine.optimizer
         self._micro_batch = 0
 
     def forward(self, on_loss: Callable[[], None]) -> Any:
-        """The model with labels, through the engine."""
+        """Forward of the model with labels, through the engine. Returns the loss."""
         return self.inner.forward(on_loss)
 
     def backward(self, loss: Any) -> None:
-        """The engine's, which also reduces; a micro-batch that is not the last ends with a step that updates nothing."""
+        """The engine's backward, which also reduces gradients. After a micro-batch that is not the last, its step updates
+        nothing."""
         self._micro_batch = self._micro_batch % self.job.gradient_accumulation_steps + 1
         self.engine.backward(loss)
         if self._micro_batch < self.job.gradient_accumulation_steps:
             self.engine.step()
 
     def clip(self) -> None:
-        """Nothing: the engine clips in its step."""
+        """Nothing to do: the engine clips in its step."""
 
     def step(self) -> None:
-        """Clipping, the update of this rank's partition, and the gathering of weights."""
+        """The engine's step: clipping, the update of this rank's partition, and the gathering of weights."""
         self.engine.step()
 
     def zero_grad(self) -> None:
-        """Nothing: the engine's step has done it."""
+        """Nothing to do: the engine's step has released the gradients."""
 
     def facts(self) -> dict[str, Any]:
-        """What was really chosen."""
+        """Settings that were really used."""
         attention = causal_model(self.model).config._attn_implementation
         return {
             "attention_implementation": attention,
@@ -102,8 +103,8 @@ def configuration(job: TrainingJob) -> dict[str, Any]:
 
 
 def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
-    """The run of `job` on `device`; stage 3 splits a weight as it is made (transformers makes networks so, peft not its
-    adapters). Raises: CollectorError for what is not run."""
+    """The run of `job` on `device`. Stage 3 partitions each weight when it is made: transformers makes networks in that
+    way, peft does not make its adapters so. Raises: CollectorError for jobs that cannot be run here."""
     check(job)
     import deepspeed
     import torch.utils._device
@@ -116,7 +117,7 @@ def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
         precision=replace(job.precision, main_parameters=None),
     )
     if job.loss.kind != "cross_entropy" and job.finetuning.method != "full" and job.parallelism.zero_stage == 3:
-        plain = plain.replace(  # as TRL's trainers have it (trl 1.16.0), whatever is said
+        plain = plain.replace(  # as in TRL's trainers (trl 1.16.0), always
             finetuning=replace(job.finetuning, adapter_dtype=job.precision.parameters),
             activation_checkpointing=replace(job.activation_checkpointing, use_reentrant=True),
         )
@@ -131,7 +132,7 @@ def build(job: TrainingJob, device: str) -> DeepSpeedTraining:
 
 
 def _start_group() -> None:
-    """DeepSpeed wants a process group also for one rank, and the launcher's variable."""
+    """Start a process group, which DeepSpeed needs even for one rank, and set the variable of its launcher."""
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -141,7 +142,7 @@ def _start_group() -> None:
 
 
 def check(job: TrainingJob) -> None:
-    """Refuse what DeepSpeed would run otherwise than the job says. Raises: CollectorError naming the parameter."""
+    """Refuse settings that DeepSpeed would not run as the job says. Raises: CollectorError naming the parameter."""
     layout, precision = job.parallelism, job.precision
     half = precision.parameters != "float32"
     done: tuple[tuple[str, object, bool, str], ...] = (

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from peakcast.collectors.frameworks import images, layouts, scope, spreading
+from peakcast.collectors.frameworks import frozen, images, layouts, scope, spreading
 from peakcast.collectors.frameworks.batches import batch_of, random_tokens
 from peakcast.collectors.frameworks.checkpointing import checkpoint_arguments, every_n_layers
 from peakcast.collectors.frameworks.compiled import compile_layers, is_compiled_whole
@@ -22,12 +22,12 @@ from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 
 _BEFORE_LIGER: dict[str, dict[str, Any]] = {}
-"""What modules of modelling code had before Liger replaced some of it."""
+"""Module name -> the attributes of its modelling code before Liger replaced some of them."""
 
 
 def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManager[Any] | None = None) -> Any:
-    """A run of `job`: model on `device` in `precision.parameters`, optimizer, and one batch of random tokens. `making`:
-    what is around the making of the network, adapters apart."""
+    """A run of `job`: model on `device` in `precision.parameters`, optimizer, and one batch of random tokens. `making`: a
+    context in which the network, but not its adapters, is made."""
     scope.check(job)
     if (loop := conventions(job).get("loop", "calls")) != "calls" or job.loss.kind != "cross_entropy":
         images.refuse(job)
@@ -68,13 +68,15 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
 
 
 def _prepared(model: Any, job: TrainingJob) -> Any:
-    """The network as it is before the layout wraps it: split, with its kernels, checkpoints, adapters, noise and layers
+    """The network before the layout wraps it: with tensor parallelism, kernels, checkpoints, adapters, noise and layers
     that are compiled by themselves."""
     _with_liger_kernels(model, job)
     model.train()
-    layouts.split(model, job)  # first, as from_pretrained and torchtitan do: hooks on the embedding see what all ranks have
+    layouts.split(model, job)  # first, as from_pretrained and torchtitan do: later hooks on the embedding see whole tensors
     if job.activation_checkpointing.mode != "none":
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpoint_arguments(job), **every_n_layers(job))
+    if job.finetuning.frozen and job.finetuning.method == "full":
+        frozen.freeze(model, job)
     if job.finetuning.method != "full":
         model = with_adapters(model, job)
         layouts.split_adapted(model, job)
@@ -124,7 +126,7 @@ def _in_stages(job: TrainingJob, device: str) -> Any:
 
 
 def _with_liger_kernels(model: Any, job: TrainingJob) -> None:
-    """Liger's kernels where the job asks for them, patched in as `TrainingArguments.use_liger_kernel` does."""
+    """Install Liger's kernels if the job asks for them, as `TrainingArguments.use_liger_kernel` does."""
     kernels, loss = bool(conventions(job).get("liger_kernels")), job.loss.fused_linear_cross_entropy
     if not (kernels or loss):
         return
@@ -136,15 +138,15 @@ def _with_liger_kernels(model: Any, job: TrainingJob) -> None:
             f"model_type={job.architecture.model_type!r} has no Liger kernels; leave them out.", parameter="model_type"
         )
     others = inspect.signature(apply).parameters.keys() - {"model", "cross_entropy", "fused_linear_cross_entropy"}
-    switches = {} if kernels else dict.fromkeys(others, False)  # its defaults are the kernels that the family has
+    switches = {} if kernels else dict.fromkeys(others, False)  # its defaults: all kernels that the family has
     code = sys.modules[type(causal_model(model)).__module__]
     _BEFORE_LIGER.setdefault(code.__name__, dict(vars(code)))
     apply(model=model, cross_entropy=False, fused_linear_cross_entropy=loss, **switches)
 
 
 def _without_liger_kernels() -> None:
-    """A process that builds several networks builds each from the library's own code, of which Liger replaces classes: not
-    every part that it leaves alone in a network made before stays so in one made after."""
+    """Restore the library's own classes, so that a process that builds several networks builds each from unchanged code.
+    Liger replaces classes, and a part that it would leave unchanged in a new process may otherwise stay replaced."""
     for name, before in _BEFORE_LIGER.items():
         vars(sys.modules[name]).update(before)
     _BEFORE_LIGER.clear()

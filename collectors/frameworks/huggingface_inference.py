@@ -43,7 +43,7 @@ class HuggingFaceInference:
                 del outputs
 
     def facts(self) -> dict[str, Any]:
-        """What was really chosen."""
+        """Settings that were really used."""
         return {
             "attention_implementation": causal_model(self.model).config._attn_implementation,
             "cache": type(self._cache()).__name__,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 from typing import Any
 
 import torch
@@ -11,9 +10,11 @@ import transformers
 
 from peakcast.architecture import Architecture
 from peakcast.collectors.frameworks import torchtitan_expert_parallel, torchtitan_experts
+from peakcast.collectors.frameworks.frozen import frozen_modules
 from peakcast.collectors.packages import imported
 from peakcast.conventions import conventions
 from peakcast.dialects.hf_reverse import hf_config_of
+from peakcast.dialects.hf_undescribed import configuration_of
 from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 from peakcast.versions import release
@@ -29,8 +30,9 @@ VISION_LANGUAGE = "AutoModelForImageTextToText"
 
 
 def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
-    """The job's network with random weights in `precision.parameters`. Not `padded`: no token pads, whose row transformers
-    could not set to zero where zero.Init has the table in parts already (5.17 modeling_utils.py `_init_weights`)."""
+    """The job's network with random weights in `precision.parameters`. With `padded` false it has no padding token:
+    transformers sets that token's row to zero (5.17 modeling_utils.py `_init_weights`), and cannot if zero.Init has
+    partitioned the table."""
     attention: str | None = {"flex": "flex_attention"}.get(job.attention, job.attention)
     if attention == "sdpa":
         attention = str(conventions(job).get("sdpa", "sdpa"))
@@ -38,12 +40,13 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
     if types and not any("attention" in parts for parts in types):
         attention = None
     architecture = _trainable(job.architecture)
-    told = json.loads(architecture.configuration) if architecture.configuration else hf_config_of(architecture)
+    told = configuration_of(architecture) or hf_config_of(architecture)
     config = transformers.AutoConfig.for_model(**told)
     begins_padded = architecture.kind == "encoder_decoder"  # T5 shifts targets by its padding, whose row is like others
-    rows = getattr(config, "vocab_size", architecture.vocab_size)
-    if not (padded or begins_padded) or (getattr(config, "pad_token_id", None) or 0) >= rows:
-        config.pad_token_id = None  # the family's default, which a smaller vocabulary does not have
+    for part in (config, config.get_text_config()):
+        rows = getattr(part, "vocab_size", None) or architecture.vocab_size
+        if not (padded or begins_padded) or (getattr(part, "pad_token_id", None) or 0) >= rows:
+            part.pad_token_id = None  # the family's default, which a smaller vocabulary does not have
     dtype = getattr(torch, job.precision.parameters)
     if job.loss.kind == "reward":
         config.num_labels, config.pad_token_id = 1, 0
@@ -61,16 +64,17 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
 
 
 def _of_dtype(dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """How a release of transformers is told the weights' dtype (4.56 renamed it)."""
+    """The keyword argument that tells this release of transformers the weights' dtype (4.56 renamed it)."""
     return {"dtype" if release(transformers.__version__) >= (4, 56) else "torch_dtype": dtype}
 
 
 def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:
-    """A network known by its configuration alone, by the first class that has it; where sdpa is not written for it, with
-    the attention that is. It trains without a cache, as the Trainer has it (`config.use_cache`), whatever is configured."""
+    """A network of which only the configuration is known, made by the first auto class that has it. Its attention is
+    `attention`, or another if the network has no code for sdpa. It trains without a cache, as under the Trainer
+    (`config.use_cache`), whatever its configuration says."""
     config.use_cache = config.get_text_config().use_cache = False
     classes = dict.fromkeys([VISION_LANGUAGE, *AUTO_MODELS.values()])
-    if getattr(config, "is_encoder_decoder", False):  # of which some can be a decoder alone as well
+    if getattr(config, "is_encoder_decoder", False):  # some of these can also be a decoder alone
         classes = dict.fromkeys([AUTO_MODELS["encoder_decoder"], *classes])
     for auto in classes:
         known = getattr(transformers, auto, None)  # releases before 4.45 have no class of vision-language models
@@ -106,7 +110,7 @@ def _trainable(architecture: Architecture) -> Architecture:
 
 
 def in_float8(model: Any) -> Any:
-    """As accelerate's torchao backend converts it: every nn.Linear but the first and the last."""
+    """Convert `model` as accelerate's torchao backend does: every nn.Linear but the first and the last."""
     float8 = imported("torchao.float8", "torchao", parameter="precision.compute", value="float8")
     from accelerate.utils.ao import filter_linear_layers
 
@@ -118,13 +122,13 @@ def in_float8(model: Any) -> Any:
 
 
 TASK_TYPES = {"encoder_decoder": "SEQ_2_SEQ_LM", "encoder": None}
-"""What peft calls the task of a kind of network, where it is not to generate; for masked words it has no name."""
+"""Kind of network -> peft's name for its task, for kinds that do not generate; peft has none for masked-word training."""
 
 
 def _task_type(model: Any, job: TrainingJob) -> str | None:
     if job.loss.kind == "reward":
         return "SEQ_CLS"
-    if not hasattr(model, "prepare_inputs_for_generation"):  # which peft asks for where words are to be generated
+    if not hasattr(model, "prepare_inputs_for_generation"):  # peft needs it for networks that generate
         return None
     return TASK_TYPES.get(job.architecture.kind, "CAUSAL_LM")
 
@@ -141,6 +145,7 @@ def with_adapters(model: Any, job: TrainingJob) -> Any:
         lora_dropout=tuning.dropout,
         target_modules=targets,
         task_type=_task_type(model, job),
+        exclude_modules=frozen_modules(model, job) or None,
     )
     if job.activation_checkpointing.mode != "none":
         model.enable_input_require_grads()

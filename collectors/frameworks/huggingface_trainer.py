@@ -1,8 +1,8 @@
-"""transformers' own Trainer as a measurable stack (`framework_options: {loop: trainer}`): beside the calls that the
-`huggingface` stack makes in its place, so that the rows of both can be laid side by side.
+"""transformers' own Trainer as a measurable stack (`framework_options: {loop: trainer}`). The `huggingface` stack makes the
+Trainer's calls itself; this one checks it, as the rows of both can be compared.
 
-The Trainer makes its optimizer, its batches and every call; nothing of it is replaced. Phases are told by its callbacks,
-and by a subclass that says when it computes a loss and when it has run backward.
+The Trainer makes its optimizer, its batches and every call; nothing of it is replaced. Its callbacks report the phases, and
+so does a subclass that reports when a loss is computed and when a backward has run.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ OPTIM = {
     ("paged_adamw_32bit", "foreach"): "paged_adamw_32bit",
     ("lion_8bit", "foreach"): "lion_8bit",
 }
-"""(name, implementation) -> `TrainingArguments.optim`; foreach is what PyTorch takes on a GPU when it is not told."""
+"""(name, implementation) -> `TrainingArguments.optim`; foreach is PyTorch's default on a GPU."""
 STEPS_AT_MOST = 1000
 
 
@@ -63,13 +63,13 @@ class Tokens(torch.utils.data.Dataset):  # type: ignore[misc,type-arg]
 
 
 class Followed(transformers.Trainer):  # type: ignore[misc]
-    """A Trainer that tells when it computes a loss and when it has run backward. It changes nothing."""
+    """A Trainer that reports when it computes a loss and when a backward has run. It changes nothing."""
 
     job: TrainingJob
     follower: Follower
 
     def compute_loss(self, model: Any, *arguments: Any, **keywords: Any) -> Any:
-        """The Trainer's own."""
+        """The Trainer's own, reported."""
         self.follower.begin(Phase.FORWARD)
         with announcing_loss(self.model, self.job, lambda: self.follower.begin(Phase.LOSS)):
             loss = super().compute_loss(model, *arguments, **keywords)
@@ -78,34 +78,34 @@ class Followed(transformers.Trainer):  # type: ignore[misc]
         return loss
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """The Trainer's own."""
+        """The Trainer's own, reported."""
         loss = super().training_step(*arguments, **keywords)
-        if self.accelerator.sync_gradients:  # of the last micro-batch: clipping is next
+        if self.accelerator.sync_gradients:  # last micro-batch: clipping is next
             self.follower.gradients_made()
             self.follower.begin(Phase.GRADIENT_CLIPPING)
         return loss
 
 
 class Telling(transformers.TrainerCallback):  # type: ignore[misc]
-    """Tells of steps, and of the optimizer's."""
+    """Reports the beginning and end of steps, and of the optimizer's."""
 
     def __init__(self, follower: Follower) -> None:
         self.follower = follower
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Its batches are on the GPU."""
+        """The step's batches are on the GPU."""
         self.follower.step_begins()
 
     def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """Gradients are clipped."""
+        """Gradients have been clipped."""
         self.follower.begin(Phase.OPTIMIZER_STEP)
 
     def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        """States are there, and gradients still."""
+        """Optimizer states exist, and gradients do still."""
         self.follower.states_made()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Gradients are released."""
+        """Gradients have been released."""
         self.follower.step_ends()
 
 
@@ -120,23 +120,23 @@ class TrainerTraining:
 
     @property
     def optimizer(self) -> Any:
-        """The Trainer's, which accelerate wraps when training begins."""
+        """The Trainer's optimizer, which accelerate wraps when training begins."""
         return self.trainer.optimizer
 
     @property
     def scaler(self) -> Any:
-        """accelerate's, of fp16."""
+        """accelerate's loss scaler, for fp16."""
         return self.trainer.accelerator.scaler
 
     def drive(self, num_steps: int, follower: Follower) -> None:
-        """`Trainer.train`, for so many steps."""
+        """`Trainer.train`, for `num_steps` steps."""
         self.trainer.follower, self.trainer.args.max_steps = follower, num_steps
         self.trainer.add_callback(Telling(follower))
         self.trainer.train()
         self._folder.cleanup()
 
     def facts(self) -> dict[str, Any]:
-        """What was really chosen."""
+        """Settings that were really used."""
         optimizer = self.optimizer
         return {
             "loop": f"transformers.Trainer {transformers.__version__}",
@@ -149,14 +149,14 @@ class TrainerTraining:
 
 
 def build(job: TrainingJob, device: str) -> TrainerTraining:
-    """The Trainer of `job`, its model on `device`. Raises: CollectorError for what it is not asked to run here."""
+    """The Trainer of `job`, its model on `device`. Raises: CollectorError for jobs that it does not run here."""
     scope.check(job)
     check(job)
     with torch.device(device):
         model = model_of(job)
     if job.finetuning.method != "full":
         model = with_adapters(model, job)
-    os.environ["ACCELERATE_TORCH_DEVICE"] = device  # the one it would take by itself, also where a trace has none
+    os.environ["ACCELERATE_TORCH_DEVICE"] = device  # its own default; a trace has no GPU from which it could see that
     _without_namesake_of_datasets()
     folder = tempfile.TemporaryDirectory(prefix="peakcast-trainer-")
     arguments = transformers.TrainingArguments(output_dir=folder.name, use_cpu=device == "cpu", **training_arguments(job))
@@ -167,15 +167,15 @@ def build(job: TrainingJob, device: str) -> TrainerTraining:
 
 
 def _without_namesake_of_datasets() -> None:
-    """In a source checkout on PYTHONPATH the data folder `datasets/` passes for Hugging Face's library, which the Trainer
-    would ask whether its data is of it."""
+    """Hide the folder `datasets/` of a source checkout on PYTHONPATH. Python would import it in place of Hugging Face's
+    library of that name, which the Trainer imports to check the type of its data."""
     found = importlib.util.find_spec("datasets")
     if found is not None and found.origin is None:  # a folder without code
         importlib.import_module("transformers.trainer").is_datasets_available = lambda: False  # type: ignore[attr-defined]
 
 
 def training_arguments(job: TrainingJob) -> dict[str, Any]:
-    """The job as `TrainingArguments`, but for where it runs and how long."""
+    """The job as `TrainingArguments`, without the device and the number of steps."""
     autocast = bool(conventions(job).get("autocast"))
     checkpointed = job.activation_checkpointing.mode == "full"
     return {
@@ -198,7 +198,7 @@ def training_arguments(job: TrainingJob) -> dict[str, Any]:
 
 
 def check(job: TrainingJob) -> None:
-    """Refuse what the Trainer would have to be told otherwise. Raises: CollectorError naming the parameter."""
+    """Refuse jobs for which the Trainer would need other arguments. Raises: CollectorError naming the parameter."""
     checkpointing, optimizer = job.activation_checkpointing, (job.optimizer.name, job.optimizer.implementation)
     rules: tuple[tuple[str, object, bool, str], ...] = (
         ("parallelism", f"{job.parallelism.world_size} ranks", job.parallelism.world_size == 1, "one GPU"),

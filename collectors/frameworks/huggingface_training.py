@@ -33,22 +33,23 @@ class HuggingFaceTraining:
         self.batch = batch
         collated = batch and job.batch.form == "rows" and conventions(job).get("trainer")  # TRL's batches have a mask
         self._mask = torch.ones_like(batch["input_ids"]) if collated else None
-        """What the Trainer's collators send along; a mask of ones is none to the model (5.17 masking_utils.py)."""
+        """The mask that the Trainer's collators add to a batch. The model treats a mask of ones as none (5.17
+        masking_utils.py)."""
         self.trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self._unwrapped = model
         self._outputs: Any = None
         half = job.framework_options.get("autocast") and job.precision.compute == "float16"
         self.scaler = torch.amp.GradScaler("cuda") if half else None
-        """As accelerate makes one for fp16=True: gradients are fp32, the loss is scaled."""
+        """The scaler that accelerate makes for fp16=True: gradients are fp32, and the loss is scaled."""
         self._micro_batch = 0
         self._steps = steps(job, dist.get_rank() if dist.is_initialized() else 0)
         self._lengths: tuple[TrainingJob, ...] = ()
-        """Of the step at hand, where they change."""
+        """Jobs with the lengths of the current step's micro-batches, if lengths change."""
         self._around = contextlib.ExitStack()
-        """What a micro-batch enters before its forward and leaves after its backward."""
+        """Contexts that a micro-batch enters before its forward and leaves after its backward."""
 
     def forward(self, on_loss: Callable[[], None]) -> Any:
-        """The model with labels, as its users call it: the loss is part of its forward."""
+        """Call the model with labels, so that its forward includes the loss. Returns the loss."""
         self._micro_batch = self._micro_batch % self.job.gradient_accumulation_steps + 1
         self._draw_lengths()
         self._share_sequences()
@@ -66,7 +67,7 @@ class HuggingFaceTraining:
         return outputs.loss
 
     def _draw_lengths(self) -> None:
-        """Where lengths change from step to step: a batch of its own for each micro-batch."""
+        """If lengths change from step to step: make a new batch for each micro-batch."""
         if not lengths_change(self.job):
             return
         if self._micro_batch == 1:
@@ -76,7 +77,7 @@ class HuggingFaceTraining:
             self.batch = batch_of(self._lengths[self._micro_batch - 1])
 
     def _share_sequences(self) -> None:
-        """Under context parallelism: a batch of its own for each micro-batch, of which only this rank's part stays."""
+        """Under context parallelism: make a new batch for each micro-batch and keep only this rank's part of it."""
         if self.job.parallelism.context_parallel_size == 1:
             return
         from peakcast.collectors.frameworks.layouts import context
@@ -87,13 +88,14 @@ class HuggingFaceTraining:
         self._around.enter_context(context.sharing(self.batch, self.job))
 
     def _positions(self) -> dict[str, Any]:
-        """Sequence parallelism hides the length of the sequence from the model, which would count a part's positions."""
+        """Positions to pass to the model. Under sequence parallelism the model sees only a part of the sequence, and would
+        count that part's positions from 0."""
         if not self.job.parallelism.sequence_parallel or "position_ids" in self.batch:
             return {}
         return {"position_ids": torch.arange(self.job.sequence_length, device=self.batch["input_ids"].device)[None]}
 
     def _accumulation(self) -> contextlib.AbstractContextManager[Any]:
-        """What the layout does around a micro-batch that is not the last of its step."""
+        """The layout's context around a micro-batch that is not the last of its step."""
         last = self._micro_batch == self.job.gradient_accumulation_steps
         return contextlib.nullcontext() if last else self.layout.accumulating()
 
@@ -106,14 +108,14 @@ class HuggingFaceTraining:
         return contextlib.nullcontext()
 
     def _saves(self) -> contextlib.AbstractContextManager[Any]:
-        """Where what autograd keeps is held."""
+        """A context that decides where autograd stores saved tensors."""
         if self.job.offload.activations and self.job.activation_checkpointing.mode == "none":
             context: contextlib.AbstractContextManager[Any] = torch.autograd.graph.save_on_cpu(pin_memory=True)
             return context
         return contextlib.nullcontext()
 
     def backward(self, loss: Any) -> None:
-        """Backward of the loss; LOMO's own, which updates on the way (accelerate `lomo_backward`)."""
+        """Backward of the loss; for LOMO its own, which updates parameters on the way (accelerate `lomo_backward`)."""
         with self._accumulation(), self.layout.computing_loss():
             self._backward(loss)
         self._around.close()
@@ -127,7 +129,7 @@ class HuggingFaceTraining:
             loss.backward()
 
     def clip(self) -> None:
-        """As the Trainer does by default."""
+        """Clip gradients as the Trainer does by default."""
         if self.scaler is not None:
             self.scaler.unscale_(self.optimizer)
         self.layout.clip(self.trained, MAX_GRAD_NORM)
@@ -145,7 +147,7 @@ class HuggingFaceTraining:
         self.optimizer.zero_grad()
 
     def facts(self) -> dict[str, Any]:
-        """What was really chosen."""
+        """Settings that were really used."""
         chosen = causal_model(self._unwrapped).config._attn_implementation
         options = self.optimizer.defaults
         return {
@@ -159,13 +161,14 @@ class HuggingFaceTraining:
 
 
 def causal_model(model: Any) -> Any:
-    """The network itself, out of peft's wrapper."""
+    """The network inside peft's wrapper, or `model` itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 @contextlib.contextmanager
 def announcing_loss(model: Any, job: TrainingJob, on_loss: Callable[[], None]) -> Iterator[None]:
-    """Within it, the network's forward calls `on_loss()` when the loss begins; one compiled whole cannot."""
+    """A context in which the network's forward calls `on_loss()` when the loss begins. A network compiled as a whole
+    cannot."""
     if is_compiled_whole(job):
         yield
         return
@@ -177,7 +180,7 @@ def announcing_loss(model: Any, job: TrainingJob, on_loss: Callable[[], None]) -
         assert loss_function is not None
         return loss_function(*arguments, **keywords)
 
-    if loss_function is not None:  # which transformers has since 4.46
+    if loss_function is not None:  # since transformers 4.46
         inner.loss_function = announced
     before = _module_before_loss(inner, job)
     announcement = before.register_forward_hook(lambda *_: on_loss()) if before is not None else None

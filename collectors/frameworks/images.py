@@ -1,5 +1,5 @@
-"""Images of a vision-language model's batch: what the library's own image processor makes of blank ones, and the tokens
-that stand for them."""
+"""Images in a vision-language model's batch: the output of the library's own image processor for blank images, and the
+tokens that stand for them."""
 
 from __future__ import annotations
 
@@ -18,22 +18,24 @@ from peakcast.errors import CollectorError
 from peakcast.spec import TrainingJob
 
 PLACEHOLDERS = ("image_token_id", "image_token_index")
-"""How configurations spell the token that stands for a part of an image."""
+"""Names that configurations use for the token that stands for a part of an image."""
 ALIKE = {
     "patch_size": "patch_size",
     "merge_size": "spatial_merge_size",
     "temporal_patch_size": "temporal_patch_size",
     "max_image_tiles": "max_num_tiles",
 }
-"""Sizes of image processors, and what configurations call them."""
+"""Sizes of image processors -> the names that configurations use for them."""
 IDEFICS_TILES = 4
 """Along the longer side of an image that Idefics3 and SmolVLM cut into tiles (`size` over `max_image_size`)."""
+SIZED_BY_CHECKPOINT = "timm_wrapper"
+"""The `model_type` of towers whose image processor takes its sizes from a checkpoint and has none by itself."""
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
-"""What processors call the tensor that marks tokens of images with 1."""
+"""Names that processors use for the tensor that marks image tokens with 1."""
 
 
 def refuse(job: TrainingJob) -> None:
-    """Raises: CollectorError where `job` has images, for loops that make batches of their own."""
+    """Refuse a job with images, for loops that make batches of their own. Raises: CollectorError."""
     if job.images.per_sequence:
         raise CollectorError(
             f"images.per_sequence={job.images.per_sequence} is run with cross-entropy and a loop of calls, not with the "
@@ -44,9 +46,10 @@ def refuse(job: TrainingJob) -> None:
 
 
 def with_images(batch: Mapping[str, torch.Tensor], job: TrainingJob, model: Any, device: str) -> dict[str, torch.Tensor]:
-    """`batch` with `job.images` in every sequence: their tokens first, each image after one of text.
+    """`batch` with `job.images` in every sequence. Their tokens come first, and one text token comes before each image.
 
-    Raises: CollectorError when the images do not fit in the sequence, or the library has no rule for the network's images.
+    Raises: CollectorError when the images do not fit in the sequence, or the library has no rule for the network's
+    images.
     """
     seen = inputs_of(job, model)
     tokens = _features_of_image(job, model, seen, device)
@@ -59,14 +62,14 @@ def with_images(batch: Mapping[str, torch.Tensor], job: TrainingJob, model: Any,
         if name in accepted:
             found[name] = _placeholders(job, tokens, found["input_ids"].device).to(torch.long)
             break
-    if "cross_attention_mask" in accepted:  # every token may look at every tile
+    if "cross_attention_mask" in accepted:  # every token attends to every tile
         tiles = seen["aspect_ratio_mask"].shape[1:] if "aspect_ratio_mask" in seen else (job.images.per_sequence,)
         found["cross_attention_mask"] = torch.ones((*found["input_ids"].shape, *tiles), dtype=torch.long, device=device)
     return found | _on_device(seen, job.micro_batch_size, device)
 
 
 def check_fit(job: TrainingJob, tokens: int) -> None:
-    """Raises: CollectorError where the tokens of `job.images` are more than a sequence has."""
+    """Check that the tokens of `job.images` fit in a sequence of `tokens`. Raises: CollectorError."""
     images = job.images
     needed = images.per_sequence * (tokens + 1)
     if needed > job.sequence_length:
@@ -80,13 +83,13 @@ def check_fit(job: TrainingJob, tokens: int) -> None:
 
 
 def inputs_of(job: TrainingJob, model: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """What the network is called with for the images of one sequence. Raises: CollectorError."""
+    """The network's arguments for the images of one sequence, by name. Raises: CollectorError."""
     processor = image_processor_of(model.config)
     blank = np.zeros((*job.images.size, 3), dtype=np.uint8)
     with _disable_current_modes():
         try:
             made = processor(images=[[blank] * job.images.per_sequence], return_tensors="np")
-        except Exception as error:  # whatever it does not like about images of this size
+        except Exception as error:  # processors reject sizes with errors of any class
             raise CollectorError(
                 f"images.height={job.images.size[0]}: {type(processor).__name__} refuses {job.images}: {error}; give "
                 "another size.",
@@ -100,7 +103,7 @@ def inputs_of(job: TrainingJob, model: Any) -> dict[str, np.ndarray[Any, Any]]:
 def image_processor_of(config: Any) -> Any:
     """The image processor of the network's family, with its class's defaults and the sizes that the configuration has.
 
-    Raises: CollectorError where the family has none here.
+    Raises: CollectorError if the family has none in this library.
     """
     classes = _processor_classes(config)
     if not classes:
@@ -118,21 +121,34 @@ def image_processor_of(config: Any) -> Any:
 
 
 def _processor_classes(config: Any) -> list[Any]:
-    """Those that need the least first: Pillow's before torchvision's."""
+    """Those that need the least first: Pillow's before torchvision's. A vision tower that has an image processor of its own
+    is given that one's images (Pixtral's, which is a tower of Llava)."""
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
-    try:
-        found = IMAGE_PROCESSOR_MAPPING[type(config)]
-    except KeyError:
+    parts = [part for part in (getattr(config, "vision_config", None), config) if part is not None]
+    owners = [type(part) for part in parts if getattr(part, "model_type", "") != SIZED_BY_CHECKPOINT]
+    owners += _with_the_same_processor(config)
+    found = next((IMAGE_PROCESSOR_MAPPING[owner] for owner in owners if owner in IMAGE_PROCESSOR_MAPPING), None)
+    if found is None:
         return []
     by_backend = found if isinstance(found, Mapping) else dict(zip(("pil", "torchvision"), found, strict=False))
     classes = [by_backend[name] for name in ("pil", "torchvision") if by_backend.get(name) is not None]
     return [_own_module_has(each) or each for each in classes]
 
 
+def _with_the_same_processor(config: Any) -> list[type]:
+    """The configurations of families whose inputs the same class prepares: Qwen3-VL's for its mixture of experts."""
+    from transformers import CONFIG_MAPPING
+    from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as PROCESSORS
+
+    own = PROCESSORS.get(config.model_type)
+    families = [family for family, name in PROCESSORS.items() if name == own and own is not None]
+    return [CONFIG_MAPPING[family] for family in families if family in CONFIG_MAPPING]
+
+
 def _own_module_has(named: Any) -> Any:
-    """The class itself where the library puts another of its name in its place, because the family's videos need
-    torchvision (5.17: SmolVLM)."""
+    """The class from the family's own module. The library exports another under its name if torchvision is missing, which
+    only the family's videos need (5.17: SmolVLM)."""
     if not getattr(named, "is_dummy", False):
         return None
     family = named.__name__.partition("ImageProcessor")[0].lower()
@@ -143,7 +159,7 @@ def _own_module_has(named: Any) -> Any:
 
 
 def _told(processor: Any, config: Any) -> dict[str, Any]:
-    """The sizes that checkpoints write into both of their files, `config.json` and `preprocessor_config.json`."""
+    """Sizes that checkpoints write into both of their files, `config.json` and `preprocessor_config.json`."""
     vision = getattr(config, "vision_config", None) or config
     found: dict[str, Any] = {}
     for ours, theirs in ALIKE.items():
@@ -191,8 +207,8 @@ def tokens_of_image(job: TrainingJob, batch: Mapping[str, torch.Tensor], config:
 
 
 def _features_of_image(job: TrainingJob, model: Any, seen: Mapping[str, np.ndarray[Any, Any]], device: str) -> int:
-    """Placeholders that stand for one image: the features that the network makes of it. Networks that read images by cross
-    attention have one."""
+    """Number of placeholder tokens that stand for one image: as many as features that the network makes of it. Networks
+    that read images by cross attention have one."""
     features_of = getattr(model, "get_image_features", None)
     if features_of is None:
         return 1
@@ -215,7 +231,8 @@ def _evaluating(model: Any) -> Iterator[None]:
 
 
 def _on_device(seen: Mapping[str, np.ndarray[Any, Any]], times: int, device: str) -> dict[str, torch.Tensor]:
-    """What one sequence has, for as many. Whole numbers have their values, pixels only a shape."""
+    """The arguments of one sequence repeated for `times` sequences, on `device`. Integers keep their values; pixels are
+    random, with the right shape."""
     found = {}
     for name, value in seen.items():
         shape = (value.shape[0] * times, *value.shape[1:])
@@ -244,7 +261,7 @@ def _placeholder_of(config: Any) -> int:
 
 
 def _placeholders(job: TrainingJob, tokens: int, device: torch.device) -> torch.Tensor:
-    """[micro_batch_size, sequence_length]: where tokens stand for images."""
+    """[micro_batch_size, sequence_length] booleans: true for the tokens that stand for images."""
     position = torch.arange(job.sequence_length, device=device)
     each = tokens + 1
     row = (position < job.images.per_sequence * each) & (position % each != 0)

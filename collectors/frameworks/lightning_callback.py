@@ -1,4 +1,4 @@
-"""A callback of Lightning's Trainer that tells when a run is set up, before its model's weights are made, when it begins
+"""A callback of Lightning's Trainer that reports when a run is set up (before its model's weights are made), when it begins
 and when it has ended."""
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from typing import Any, Protocol
 from peakcast.errors import CollectorError
 
 PACKAGES = ("lightning.pytorch", "pytorch_lightning")
-"""The two names of the same library, whose classes do not mix."""
+"""Two names of the same library, whose classes cannot be mixed."""
 
 
 class Listener(Protocol):
-    """Who is told."""
+    """Receives what the callback reports."""
 
     def sets_up(self) -> None:
         """A fit is about to begin; `configure_model` has not run."""
@@ -23,11 +23,12 @@ class Listener(Protocol):
         """The first step is about to run."""
 
     def ends(self, num_steps: int) -> None:
-        """The last of so many optimizer steps has run."""
+        """The last of `num_steps` optimizer steps has run."""
 
 
 def telling_callback(listener: Listener) -> Any:
-    """The callback, of the package that the script has imported, or of the first that can be. Raises: CollectorError."""
+    """The callback, made for the package that the script has imported, or else for the first one that can be imported.
+    Raises: CollectorError."""
     loaded = [name for name in PACKAGES if name in sys.modules]
     for name in (*loaded, *PACKAGES):
         try:
@@ -39,7 +40,7 @@ def telling_callback(listener: Listener) -> Any:
 
 def _made(base: Any, listener: Listener) -> Any:
     class TellingCallback(base):  # type: ignore[misc]
-        """Tells a `Listener`. Add it to a Trainer's `callbacks`."""
+        """Reports to a `Listener`. Add it to a Trainer's `callbacks`."""
 
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             if stage == "fit":

@@ -1,7 +1,7 @@
-"""A job as megatron-core configures it: the fields of `TransformerConfig`, and what the stack refuses.
+"""A job as megatron-core's configuration: the fields of `TransformerConfig`, and the jobs that the stack refuses.
 
-Options of a job that are named like a field are that field: `framework_options` and the conventions carry the names of
-Megatron-LM's flags, which are the field names but for a few (`RENAMED`).
+An option of a job that has the name of a field sets that field: `framework_options` and the conventions use the names of
+Megatron-LM's flags, which are the names of the fields with a few exceptions (`RENAMED`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ RENAMED = {
     "overlap_p2p_communication_warmup_flush": "overlap_p2p_comm_warmup_flush",
     "te_rng_tracker": "use_te_rng_tracker",
 }
-"""Flag -> field, where the two differ (Megatron-LM `core_transformer_config_from_args`)."""
+"""Flag -> field, for those whose names differ (Megatron-LM `core_transformer_config_from_args`)."""
 OWN_RULE = frozenset({"attention_backend", "gradient_accumulation_fusion", "overlap_p2p_communication"})
-"""Options that are set below, not copied."""
+"""Options that are set by code below, not copied."""
 ACTIVATIONS: dict[str, Callable[..., Any]] = {"gelu": F.gelu, "gelu_new": F.gelu, "silu": F.silu}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -57,11 +57,11 @@ _REFUSED: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob],
         "a pre-norm GPT, BERT or T5 with learned, rotary or no positions",
     ),
 }
-"""parameter -> (whether the job asks for what is not done, the value to show, what is done)."""
+"""parameter -> (whether the job asks for something that the stack does not do, the value to show, what it does)."""
 
 
 def _foreign(architecture: Architecture) -> str:
-    """What of `architecture` Megatron-LM's networks have not, "" for nothing."""
+    """Which part of `architecture` Megatron-LM's networks do not have, in words; "" if they have all."""
     features = {
         "kind": architecture.kind not in ("decoder", "encoder", "encoder_decoder"),
         "parallel_block": architecture.parallel_block,
@@ -77,7 +77,8 @@ def _foreign(architecture: Architecture) -> str:
 
 
 def check(job: TrainingJob) -> None:
-    """Refuse what the stack would silently leave out. Raises: CollectorError naming the parameter and what is done."""
+    """Refuse settings that the stack would silently ignore. Raises: CollectorError naming the parameter and what is
+    done."""
     for parameter, (asked, value, done) in _REFUSED.items():
         if asked(job):
             raise CollectorError(
@@ -97,7 +98,7 @@ def transformer_config(job: TrainingJob) -> Any:
 
 
 def _options(convention: Mapping[str, Any], known: Mapping[str, Any]) -> dict[str, Any]:
-    """Conventions that are fields. Zero and "" stand for "not set" where the field's default is None."""
+    """Conventions that are fields. If a field's default is None, zero and "" mean "not set"."""
     from megatron.core.transformer.enums import AttnBackend
 
     fields = {RENAMED.get(name, name): value for name, value in convention.items() if name not in OWN_RULE}
@@ -112,7 +113,7 @@ def _options(convention: Mapping[str, Any], known: Mapping[str, Any]) -> dict[st
 
 
 def _shape(architecture: Architecture) -> dict[str, Any]:
-    """The network's own numbers."""
+    """Fields with the network's sizes."""
     moe, mla = architecture.moe, architecture.mla
     shape: dict[str, Any] = {
         "num_layers": architecture.num_hidden_layers,
@@ -188,7 +189,8 @@ def _layout(job: TrainingJob) -> dict[str, Any]:
 
 
 def _stages(job: TrainingJob) -> list[list[str]] | None:
-    """What each virtual stage has, where the layers are not split evenly (`--pipeline-model-parallel-layout`)."""
+    """The parts of each virtual stage, if the layers are not split evenly (`--pipeline-model-parallel-layout`); else
+    None."""
     counts = job.parallelism.pipeline_layers
     if not counts or job.parallelism.pipeline_parallel_size == 1:
         return None

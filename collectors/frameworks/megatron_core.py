@@ -1,8 +1,8 @@
-"""megatron-core as a measurable stack: GPTModel, DistributedDataParallel, its optimizers and its schedules, as one rank.
+"""megatron-core as a measurable stack: GPTModel, DistributedDataParallel, its optimizers and its schedules, on one rank.
 
-What stands around them is Megatron-LM's training script (`pretrain_gpt.py`, `megatron/training/training.py`): a batch for
-each micro-batch, the masked loss, zeroed gradients before a step. The process group is torch's fake one, so a row's
-`collectives` say `fake`. The library runs forward and backward itself, in its schedule: `forward_backward` says which.
+The code around them is as in Megatron-LM's training script (`pretrain_gpt.py`, `megatron/training/training.py`): a batch
+for each micro-batch, the masked loss, zeroed gradients before a step. The process group is torch's fake one, so a row's
+`collectives` say `fake`. The library's own schedule runs forward and backward, so this class has `forward_backward`.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ class MegatronTraining:
 
     @property
     def optimizer(self) -> Any:
-        """The states of all optimizers (Megatron chains one for dense and one for expert parameters)."""
+        """An object with the states of all optimizers (Megatron chains one for dense and one for expert parameters)."""
         inner = [part.optimizer for part in self._optimizer.chained_optimizers]
         states = {key: value for part in inner if part is not None for key, value in part.state.items()}
         return SimpleNamespace(state=states, param_groups=[group for part in inner if part for group in part.param_groups])
 
     def forward_backward(self, begin: Callable[[Phase], None]) -> None:
-        """All micro-batches of a step in the library's schedule; calls `begin` at each forward, loss and backward."""
+        """Run all micro-batches of a step in the library's schedule; calls `begin` at each forward, loss and backward."""
         self._begin = begin
         begin(Phase.FORWARD)
         for chunk in self.chunks:
@@ -86,17 +86,17 @@ class MegatronTraining:
             schedules.forward_step, schedules.backward_step = forward, backward
 
     def clip(self) -> None:
-        """Nothing: the optimizer clips in its step."""
+        """Nothing to do: the optimizer clips in its step."""
 
     def step(self) -> None:
         """Gradient norm, clipping and update."""
         self._optimizer.step()
 
     def zero_grad(self) -> None:
-        """Nothing: gradients are zeroed before the next step's first forward."""
+        """Nothing to do: gradients are zeroed before the next step's first forward."""
 
     def facts(self) -> dict[str, Any]:
-        """What was really chosen."""
+        """Settings that were really used."""
         inner = self._optimizer.chained_optimizers[0].optimizer
         return {
             "attention_implementation": conventions(self.job)["attention_backend"],
@@ -105,7 +105,7 @@ class MegatronTraining:
         }
 
     def _forward_step(self, _: Iterator[Any] | None, chunk: Any) -> tuple[Any, Any]:
-        """As `pretrain_gpt.py` has it, or the script of another kind of network."""
+        """The forward step of `pretrain_gpt.py`, or of the script for another kind of network."""
         kind = self.job.architecture.kind
         if kind != "decoder":
             return self._forward_of_encoder(chunk, kind)
@@ -145,7 +145,8 @@ class MegatronTraining:
             model.compute_language_model_loss = losses
 
     def _batch(self, chunk: Any) -> dict[str, Any]:
-        """What the chunk reads of a micro-batch, as Megatron-LM sends it to a rank (`get_batch_on_this_tp_rank`)."""
+        """The tensors of a micro-batch that the chunk reads, as Megatron-LM sends them to a rank
+        (`get_batch_on_this_tp_rank`)."""
         job, convention, model = self.job, conventions(self.job), unwrapped(chunk)
         shape = job.micro_batch_size, job.sequence_length // job.parallelism.context_parallel_size
         reads_tokens = model.pre_process or (model.post_process and job.architecture.num_nextn_predict_layers > 0)
@@ -171,14 +172,14 @@ def _loss(losses: Any, mask: Any) -> tuple[Any, Any, dict[str, Any]]:
 
 
 def unwrapped(chunk: Any) -> Any:
-    """GPTModel, out of its wrappers."""
+    """GPTModel inside its wrappers."""
     while hasattr(chunk, "module"):
         chunk = chunk.module
     return chunk
 
 
 def build(job: TrainingJob, device: str) -> MegatronTraining:
-    """A rank of a run of `job`: the one that the default process group says this process is."""
+    """A run of `job` on the rank that this process has in the default process group."""
     check(job)
     start_parallel_groups(job)
     config = transformer_config(job)
@@ -227,7 +228,7 @@ def build(job: TrainingJob, device: str) -> MegatronTraining:
 
 
 def start_parallel_groups(job: TrainingJob) -> None:
-    """Megatron's process groups over the default group, and its random states."""
+    """Make Megatron's process groups from the default group, and its random states."""
     layout, convention = job.parallelism, conventions(job)
     order = "tp-cp-ep-pp-dp" if convention["use_tp_pp_dp_mapping"] else "tp-cp-ep-dp-pp"
     virtual = layout.virtual_pipeline_stages
@@ -246,7 +247,7 @@ def start_parallel_groups(job: TrainingJob) -> None:
 
 
 def _network(job: TrainingJob, config: Any, virtual_stage: int | None, device: str) -> Any:
-    """GPTModel's chunk of this rank (Megatron-LM `gpt_builder`)."""
+    """The chunk of GPTModel of this rank (Megatron-LM `gpt_builder`)."""
     architecture, convention = job.architecture, conventions(job)
     first = parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=virtual_stage)
     last = parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=virtual_stage)

@@ -1,5 +1,5 @@
-"""BERT and T5 of megatron-core: their networks, and a forward step as Megatron-LM's `pretrain_bert.py` and `pretrain_t5.py`
-have it."""
+"""BERT and T5 of megatron-core: their networks, and the forward steps of Megatron-LM's `pretrain_bert.py` and
+`pretrain_t5.py`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Forward = Callable[[Any, TrainingJob, str], tuple[Any, Callable[[Any], tuple[Any
 
 
 def bert(job: TrainingJob, config: Any, common: dict[str, Any]) -> Any:
-    """BertModel; its sentence pairs, told apart by token types, have a head of their own."""
+    """BertModel; pairs of sentences, which token types tell apart, need its binary head."""
     types, engine = job.architecture.type_vocab_size, conventions(job)["transformer_impl"] == "transformer_engine"
     spec = (
         bert_layer_specs.get_bert_layer_with_transformer_engine_spec() if engine else bert_layer_specs.bert_layer_local_spec
@@ -30,7 +30,7 @@ def bert(job: TrainingJob, config: Any, common: dict[str, Any]) -> Any:
 
 
 def t5(job: TrainingJob, config: Any, common: dict[str, Any]) -> Any:
-    """T5Model, both stacks on one rank."""
+    """T5Model, with encoder and decoder on one rank."""
     architecture, encoder = job.architecture, copy(config)
     encoder.num_layers, config.num_layers = architecture.num_hidden_layers, architecture.num_decoder_layers
     kind = "transformer_engine" if conventions(job)["transformer_impl"] == "transformer_engine" else "local"
@@ -38,12 +38,12 @@ def t5(job: TrainingJob, config: Any, common: dict[str, Any]) -> Any:
         getattr(t5_spec, f"get_t5_{stack}_with_{kind}_block_spec")(number)
         for stack, number in (("encoder", encoder.num_layers), ("decoder", config.num_layers))
     )
-    common.pop("vp_stage")  # it knows no virtual stages
+    common.pop("vp_stage")  # it has no virtual stages
     return T5Model(config, encoder, *specs, **common)
 
 
 def _broadcast(sizes: dict[str, tuple[int, ...]], device: str) -> dict[str, Any]:
-    """What `tensor_parallel.broadcast_data` gives: int64 views of one tensor."""
+    """Tensors as `tensor_parallel.broadcast_data` returns them: int64 views of one tensor."""
     numbers = [torch.Size(size).numel() for size in sizes.values()]
     flat = torch.zeros(sum(numbers), dtype=torch.int64, device=device)
     return {name: part.view(sizes[name]) for name, part in zip(sizes, flat.split(numbers), strict=True)}
@@ -68,7 +68,7 @@ def bert_forward(chunk: Any, job: TrainingJob, device: str) -> tuple[Any, Callab
 
 
 def t5_forward(chunk: Any, job: TrainingJob, device: str) -> tuple[Any, Callable[[Any], tuple[Any, ...]]]:
-    """`forward_step` of pretrain_t5.py, its masks as `T5MaskedWordPieceDataset.config_attention_mask` makes them."""
+    """`forward_step` of pretrain_t5.py, with masks as `T5MaskedWordPieceDataset.config_attention_mask` makes them."""
     source = job.micro_batch_size, job.sequence_length
     target = job.micro_batch_size, job.decoder_sequence_length or job.sequence_length
     lengths = {"text_enc": source, "text_dec": target, "labels": target, "loss_mask": target}
@@ -90,10 +90,10 @@ def t5_forward(chunk: Any, job: TrainingJob, device: str) -> tuple[Any, Callable
 
 
 def _square(rows: Any, columns: Any) -> Any:
-    """[batch, 1, rows, columns]: whether either is padding."""
+    """[batch, 1, rows, columns] booleans: whether the row's or the column's token is padding."""
     return (rows[:, :, None] | columns[:, None, :])[:, None]
 
 
 NETWORKS: dict[str, Callable[[TrainingJob, Any, dict[str, Any]], Any]] = {"encoder": bert, "encoder_decoder": t5}
 FORWARDS: dict[str, Forward] = {"encoder": bert_forward, "encoder_decoder": t5_forward}
-"""By the architecture's kind."""
+"""The architecture's kind -> its forward step."""

@@ -1,4 +1,4 @@
-"""Real optimizers by the names that jobs use; a package that is missing is a sentence that says what to install."""
+"""Real optimizers by the names that jobs use. If a package is missing, the error says what to install."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LEARNING_RATE = 1e-5
 
 
 class Together:
-    """Several optimizers that step as one, as a loop with Muon for matrices and AdamW for the rest has them."""
+    """Several optimizers that step as one, as in a loop with Muon for matrices and AdamW for the other parameters."""
 
     def __init__(self, *parts: Any) -> None:
         self.parts = [part for part in parts if part.param_groups]
@@ -25,7 +25,7 @@ class Together:
 
     @property
     def state(self) -> dict[Any, Any]:
-        """The states of all."""
+        """The states of all of them."""
         return {parameter: state for part in self.parts for parameter, state in part.state.items()}
 
     def step(self) -> None:
@@ -40,7 +40,7 @@ class Together:
 
 
 class InBackward(Together):
-    """An optimizer for each parameter, which steps and releases the gradient as soon as it has come (torchtune 0.6
+    """An optimizer for each parameter. It steps and releases the gradient as soon as backward has made it (torchtune 0.6
     `OptimizerInBackward`, `register_optim_in_bwd_hooks`)."""
 
     def __init__(self, build: Callable[[Any], Any], parameters: Sequence[Any]) -> None:
@@ -55,11 +55,12 @@ class InBackward(Together):
         self._own[parameter].zero_grad()
 
     def step(self) -> None:
-        """All have stepped."""
+        """Nothing to do: all have stepped during backward."""
 
 
 def build_optimizer(job: TrainingJob, model: Any) -> Any:
-    """The job's optimizer over the trained parameters of `model`, in the Trainer's two groups or a plain loop's one."""
+    """The job's optimizer over the trained parameters of `model`: in two groups as the Trainer has them, or in one as a
+    plain loop."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     groups = [trained]
     if job.framework == "huggingface":
@@ -78,7 +79,8 @@ def build_optimizer(job: TrainingJob, model: Any) -> Any:
 
 
 def _decaying(model: Any, job: TrainingJob) -> set[Any]:
-    """The parameters of the Trainer's first group: all matrices. FSDP1 has made vectors of them, whose names are left."""
+    """The parameters of the Trainer's first group: all matrices. FSDP1 has flattened them, so they are known by their
+    names."""
     if job.parallelism.sharding != "fsdp1":
         return {parameter for parameter in model.parameters() if parameter.ndim > 1}
     from transformers import Trainer
@@ -98,7 +100,7 @@ def _pytorch(kind: str, *, has_fused: bool = True, **options: Any) -> Builder:
             from transformers.trainer_optimizer import has_mixed_dtensor
 
             if has_mixed_dtensor(parameter for group in groups for parameter in group):
-                implementation = "loop"  # as `_get_adamw_torch` has it
+                implementation = "loop"  # as in `_get_adamw_torch`
         switches = {"foreach": implementation == "foreach", **({"fused": implementation == "fused"} if has_fused else {})}
         return getattr(torch.optim, kind)(_as_groups(groups), lr=LEARNING_RATE, **switches, **options)
 
@@ -124,7 +126,8 @@ def _from_package(module: str, kind: str, package: str, **options: Any) -> Build
 
 
 def _bitsandbytes(kind: str) -> Builder:
-    """8-bit states are of 32 bits for embeddings, with the Trainer (transformers 5.17 trainer.py `create_optimizer`)."""
+    """Builder of a bitsandbytes optimizer. With the Trainer, embeddings have 32-bit states (transformers 5.17 trainer.py
+    `create_optimizer`)."""
 
     def build(job: TrainingJob, model: Any, groups: Groups) -> Any:
         optimizer = _from_package("bitsandbytes.optim", kind, "bitsandbytes")(job, model, groups)
@@ -139,7 +142,7 @@ def _bitsandbytes(kind: str) -> Builder:
 
 
 def _galore(job: TrainingJob, model: Any, groups: Groups) -> Any:
-    """As the Trainer with optim_target_modules="all-linear" (transformers 5.17 trainer_optimizer.py)."""
+    """GaLore as the Trainer makes it with optim_target_modules="all-linear" (transformers 5.17 trainer_optimizer.py)."""
     linear = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Linear)}
     embeddings = {id(part.weight) for part in model.modules() if isinstance(part, torch.nn.Embedding)}
     everything = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -192,4 +195,4 @@ BUILDERS: dict[tuple[str, str], Builder] = {
     ("lomo", ""): _lomo("Lomo"),
     ("adalomo", ""): _lomo("AdaLomo"),
 }
-"""(name, library where a name has several) -> how to build it."""
+"""(name, library if several have it) -> function that builds the optimizer."""

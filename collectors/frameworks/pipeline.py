@@ -37,13 +37,13 @@ SCHEDULES = {
 """(`parallelism.pipeline_schedule`, whether a rank has several stages) -> torch's class."""
 
 SCALES = ("embedding_multiplier", "logits_scaling", "logit_scale", "final_logit_softcapping")
-"""Settings by which a network of transformers multiplies what goes into its layers or comes out of its head: a stage, whose
-parts are called one by one, would leave that out or do it again."""
+"""Settings by which a network of transformers multiplies the inputs of its layers or the outputs of its head. A stage calls
+the network's parts one by one, and would leave out or repeat the multiplication."""
 
 
 def cut(network: Any, layers: range, job: TrainingJob, *, first: bool, last: bool) -> Any:
-    """`network` as one stage: token ids or hidden states in, hidden states or logits out. What it lacks are identities.
-    Raises: CollectorError for a network that is not made of Llama's parts."""
+    """`network` as one stage: token ids or hidden states in, hidden states or logits out. Modules that it lacks become
+    identities. Raises: CollectorError for a network that is not made of Llama's parts."""
     body = getattr(network, "model", network)
     parts = ((body, "embed_tokens"), (body, "layers"), (body, "norm"), (network, "lm_head"))
     scales = [name for name in SCALES if getattr(network.config, name, None) not in (None, 1, 1.0)]
@@ -80,7 +80,7 @@ class PipelineTraining:
         self.optimizer = build_optimizer(job, self.model)
         self._draw = draw
         ids = draw()
-        self.batch = {"input_ids": ids, "labels": ids.clone()}  # which a data loader gives
+        self.batch = {"input_ids": ids, "labels": ids.clone()}  # as from a data loader
         self._layouts = wrapped
         self._begin: Callable[[Phase], None] = lambda phase: None
         self._trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
@@ -89,9 +89,9 @@ class PipelineTraining:
         self._announce()
 
     def forward_backward(self, begin: Callable[[Phase], None]) -> None:
-        """All forward and backward turns of a step; `begin` hears of each phase."""
+        """Run all forwards and backwards of a step; `begin` is called with each phase."""
         self._begin = begin
-        begin(Phase.FORWARD)  # stages are gathered before the first turn
+        begin(Phase.FORWARD)  # stages are gathered before the first forward
         stages = self._stages()
         with self._layouts[-1].computing_loss(), self._sharing():
             arguments = (self.batch["input_ids"],) if any(stage.is_first for stage in stages) else ()
@@ -101,7 +101,7 @@ class PipelineTraining:
             self._schedule.step(*arguments, target=target, return_outputs=False, **positions)
 
     def _sharing(self) -> contextlib.AbstractContextManager[None]:
-        """Under context parallelism: a batch of its own for each step, of which only this rank's part stays."""
+        """Under context parallelism: make a new batch for each step and keep only this rank's part of it."""
         if self.job.parallelism.context_parallel_size == 1:
             return contextlib.nullcontext()
         from peakcast.collectors.frameworks.layouts import context
@@ -113,7 +113,7 @@ class PipelineTraining:
 
     def _compute_loss(self, logits: Any, labels: Any) -> Any:
         self._begin(Phase.LOSS)
-        shared = self.job.parallelism.context_parallel_size > 1  # then labels were shifted before sequences were cut
+        shared = self.job.parallelism.context_parallel_size > 1  # labels have then been shifted before sequences are split
         given = {"labels": None, "shift_labels": labels} if shared else {"labels": labels}
         return self._loss(logits=logits, vocab_size=self.job.architecture.vocab_size, **given)
 
@@ -121,7 +121,7 @@ class PipelineTraining:
         return getattr(self._schedule, "_stages", None) or [self._schedule._stage]
 
     def _announce(self) -> None:
-        """Say which phase begins before each turn."""
+        """Make every forward and backward of a stage report its phase first."""
         for stage in self._stages():
             for name, phase in (
                 ("forward_one_chunk", Phase.FORWARD),
@@ -139,7 +139,7 @@ class PipelineTraining:
         return announced
 
     def clip(self) -> None:
-        """Over this rank's stages."""
+        """Clip by the norm over this rank's stages."""
         self._layouts[-1].clip(self._trained, 1.0)
 
     def step(self) -> None:
@@ -151,7 +151,7 @@ class PipelineTraining:
         self.optimizer.zero_grad()
 
     def facts(self) -> dict[str, Any]:
-        """What was really chosen."""
+        """Settings that were really used."""
         return {"optimizer": type(self.optimizer).__name__, "pipeline_schedule": type(self._schedule).__name__}
 
 
@@ -161,8 +161,8 @@ def build(
     draw: Callable[[], torch.Tensor],
     settle: Callable[[Any], None] | None = None,
 ) -> PipelineTraining:
-    """The run of this process's rank; `new_network` makes the whole network, with checkpointing where the job has it,
-    `draw` the token ids of a whole step, and `settle` brings a stage to the GPU where it is not yet there."""
+    """A run on this process's rank. `new_network` makes the whole network, with checkpointing if the job has it; `draw`
+    makes the token ids of a whole step; `settle` moves a stage to the GPU if it is not there yet."""
     layout = job.parallelism
     total = layout.pipeline_parallel_size * layout.virtual_pipeline_stages
     sizes = layout.pipeline_layers or (job.architecture.num_hidden_layers // total,) * total
@@ -181,7 +181,7 @@ def build(
 
 
 def stages_of_rank(job: TrainingJob, rank: int) -> list[int]:
-    """The stages of pipeline rank `rank`, in model order: every p-th one, or those of a V."""
+    """Numbers of the stages of pipeline rank `rank`, in model order: every p-th stage, or the two of a V schedule."""
     layout = job.parallelism
     ranks, back = layout.pipeline_parallel_size, layout.pipeline_schedule in ("zero_bubble_v", "dualpipe_v")
     return [
@@ -217,15 +217,16 @@ def _schedule(job: TrainingJob, stages: list[Any], loss: Callable[..., Any], dev
 
 
 def _agree(stage: Any) -> None:
-    """Stages vote on whether all know what they take and give (torch 2.13 `_warmup_forward_vote`). Of a fake group
-    the others cannot, and what is received from them is a no: each says yes by itself."""
+    """Stages vote on whether all know the shapes of their inputs and outputs (torch 2.13 `_warmup_forward_vote`). In a fake
+    group nothing arrives, which counts as a no, so each stage decides yes by itself."""
     for vote in ("_warmup_forward_vote", "_warmup_backward_result"):
         if hasattr(stage, vote):
             setattr(stage, vote, lambda *_, **__: torch.ones(1, dtype=torch.int32))
 
 
 def _edges(job: TrainingJob, stage: int, total: int) -> tuple[Any, Any]:
-    """What a stage takes and gives, said beforehand: else the stages would tell each other, which no fake group can."""
+    """Examples of a stage's inputs and outputs. Without them stages would send each other the shapes, which a fake group
+    cannot do."""
     layout, sequences = job.parallelism, job.micro_batch_size
     length = job.sequence_length // layout.context_parallel_size
     part = length // (layout.tensor_parallel_size if layout.sequence_parallel else 1)

@@ -1,7 +1,7 @@
 """TRL's trainers as a measurable stack: their own losses and heads, called on networks and batches that are made here.
 
-A trainer's `__init__` wants a tokenizer and a data set, of which no tensor is left in a step; what it sets that a loss
-asks for is set here instead. `tests/collectors/test_preference.py` holds both beside each other.
+A trainer's `__init__` needs a tokenizer and a data set, which leave no tensor in a step. It is not called: the attributes
+that a loss reads are set here instead. `tests/collectors/test_preference.py` compares them with a real trainer's.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from peakcast.errors import CollectorError
 from peakcast.spec import Parallelism, TrainingJob
 
 TRL = (1, 15)
-"""The release from which on no trainer makes whole logits (`add_fused_lm_head`); the only form that is run here."""
+"""The first release in which no trainer computes whole logits (`add_fused_lm_head`), the only form that is run here."""
 TRAINERS = {
     "dpo": ("dpo_trainer", "DPOTrainer"),
     "reward": ("reward_trainer", "RewardTrainer"),
@@ -40,7 +40,7 @@ OUTPUTS = {
     "kto": ("log_probs", "entropy", "mean_logits"),
     "grpo": ("log_probs", "entropy"),
 }
-"""What a trainer asks of the policy's head; of a reference's, log-probabilities alone."""
+"""Outputs that a trainer asks of the policy's head, by loss.kind; the reference's head gives log-probabilities only."""
 
 
 class PreferenceTraining(HuggingFaceTraining):
@@ -52,17 +52,18 @@ class PreferenceTraining(HuggingFaceTraining):
         self.reference = reference
         network = causal_model(model)
         for one in (model, *([reference] if reference is not None else [])):
-            if job.loss.kind != "grpo":  # the default of each trainer's `disable_dropout`
+            if job.loss.kind != "grpo":  # each trainer's default `disable_dropout`
                 _trl("utils", job).disable_dropout_in_model(one)
         if job.loss.kind in OUTPUTS:
             _trl("utils", job).add_fused_lm_head(network, outputs=OUTPUTS[job.loss.kind])
         for prepared in (model, *([reference] if reference is not None else [])):
-            if job.framework_options.get("autocast"):  # as accelerate's prepare_model: a context of its own for each
+            if job.framework_options.get("autocast"):  # as accelerate's prepare_model: one context for each
                 prepared.forward = torch.autocast("cuda", dtype=getattr(torch, job.precision.compute))(prepared.forward)
         self.trainer = _trainer(job, model, reference)
 
     def forward(self, on_loss: Callable[[], None]) -> Any:
-        """The trainer's loss; what follows the policy's last layer belongs to it, the reference's forward too."""
+        """The trainer's loss. The loss phase is everything after the policy's last layer, including the reference's
+        forward."""
         network = causal_model(self._unwrapped)
         # KTO runs the network without a graph beforehand
         announcement = network.base_model.register_forward_hook(lambda *_: on_loss() if torch.is_grad_enabled() else None)
@@ -74,7 +75,7 @@ class PreferenceTraining(HuggingFaceTraining):
             announcement.remove()
 
     def use_deepspeed(self, config: dict[str, Any]) -> None:
-        """The copy becomes an engine of its own, which shards it with stage 3 only."""
+        """Make the reference an engine of its own; only stage 3 shards it."""
         plugin = SimpleNamespace(deepspeed_config=config)
         integration = importlib.import_module("transformers.integrations.deepspeed")
         self._known = integration.HfDeepSpeedConfig(config)  # transformers refers to it weakly: TRL asks for the stage
@@ -84,7 +85,7 @@ class PreferenceTraining(HuggingFaceTraining):
             self.trainer.ref_model = self.reference
 
     def facts(self) -> dict[str, Any]:
-        """What was really chosen."""
+        """Settings that were really used."""
         return {**super().facts(), "trl": importlib.import_module("trl").__version__}
 
 
@@ -95,7 +96,7 @@ def training_of(
     device: str,
     making: contextlib.AbstractContextManager[Any] | None = None,
 ) -> PreferenceTraining:
-    """The run of `job`, whose network has been made; the reference is made here, with `making` around it. Raises:
+    """The run of `job` with its network `model`. The reference is made here, within the context `making`. Raises:
     CollectorError without TRL."""
     _check(job)
     reference = None
@@ -111,7 +112,7 @@ def training_of(
 
 
 def _sharded(reference: Any, job: TrainingJob) -> Any:
-    """The copy as `prepare_fsdp` has it, which is one group with FSDP2."""
+    """The reference sharded as `prepare_fsdp` does it; with FSDP2 it is one group."""
     if job.parallelism.sharding not in ("fsdp2", "hsdp"):
         return reference
     from peakcast.collectors.frameworks.layouts import data_mesh
@@ -135,8 +136,8 @@ def _sharded(reference: Any, job: TrainingJob) -> Any:
 
 
 def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
-    """What the trainer's collator makes: all chosen sequences, then all rejected ones, each full and all of it an answer,
-    but for its first token."""
+    """The batch that the trainer's collator makes: all chosen sequences, then all rejected ones. Each has full length, and
+    all its tokens but the first are the answer."""
     ids = random_tokens(job, job.sequence_length)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
     if job.loss.kind == "grpo":
@@ -155,7 +156,7 @@ def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
 
 
 def _generated(ids: torch.Tensor, job: TrainingJob) -> dict[str, torch.Tensor]:
-    """What GRPO's step takes of the completions that it has made: prompts of one token."""
+    """The fields of a batch of completions that GRPO's step reads; prompts have one token."""
     prompt, completion = ids[:, :1].clone(), ids[:, 1:].clone()
     batch = {"prompt_ids": prompt, "prompt_mask": torch.ones_like(prompt), "completion_ids": completion}
     batch |= {"completion_mask": torch.ones_like(completion), "advantages": torch.zeros(len(ids))}
@@ -166,7 +167,7 @@ def _generated(ids: torch.Tensor, job: TrainingJob) -> dict[str, torch.Tensor]:
 
 
 def _trainer(job: TrainingJob, model: Any, reference: Any) -> Any:
-    """The trainer with what its loss asks for, as its configuration's defaults have it."""
+    """The trainer with the attributes that its loss reads, set to its configuration's defaults."""
     module, name = TRAINERS[job.loss.kind]
     trainer = object.__new__(getattr(_trl(module, job), name))
     trainer.__dict__ |= {
@@ -212,7 +213,7 @@ def _trainer(job: TrainingJob, model: Any, reference: Any) -> Any:
 
 
 class _OneProcess:
-    """What an `Accelerator` answers a loss of one process."""
+    """The `Accelerator`'s methods that a loss calls, for a single process."""
 
     def __init__(self, model: Any) -> None:
         self.device = next(model.parameters()).device
@@ -237,7 +238,7 @@ def _done(layout: Parallelism) -> tuple[Parallelism, ...]:
 
 
 def _check(job: TrainingJob) -> None:
-    """Refuse what is not run with TRL's losses. Raises: CollectorError."""
+    """Refuse jobs that cannot be run with TRL's losses. Raises: CollectorError."""
     rules = (
         ("framework", job.framework != "huggingface", job.framework, "framework: huggingface"),
         ("architecture.kind", job.architecture.kind != "decoder", job.architecture.kind, "a decoder"),

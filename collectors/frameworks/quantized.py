@@ -23,8 +23,8 @@ INT8_THRESHOLD = 6.0
 
 
 def quantize(model: Any, job: TrainingJob, device: str) -> Any:
-    """`model` (on the CPU) on `device`, its linear layers but the head's quantised. Raises: CollectorError without the
-    package."""
+    """Move `model` from the CPU to `device` and quantise its linear layers, except the head. Returns it. Raises:
+    CollectorError without the package."""
     asked = job.finetuning.quantization
     layers = imported("bitsandbytes", "bitsandbytes", parameter="finetuning.quantization", value=asked).nn
     kept = set(get_keys_to_not_convert(model))
@@ -36,7 +36,7 @@ def quantize(model: Any, job: TrainingJob, device: str) -> Any:
     model.is_loaded_in_8bit = job.finetuning.quantization == "int8"
     model.requires_grad_(False)
     model = model.to(device)
-    model.tie_weights()  # fake tensors come apart as they move
+    model.tie_weights()  # moving fake tensors unties them
     return model
 
 

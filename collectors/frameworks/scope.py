@@ -1,4 +1,5 @@
-"""What a stack on one GPU does not do. A job that asks for it is refused: a row must never claim what was not run."""
+"""Features that a stack on one GPU does not have. A job that asks for one is refused: a row must never claim something that
+was not run."""
 
 from __future__ import annotations
 
@@ -12,7 +13,7 @@ from peakcast.spec import Offload, Parallelism, TrainingJob
 
 
 def _offloads_with_fsdp(job: TrainingJob) -> bool:
-    """FSDP moves parameters, their gradients and so the optimizer's states together."""
+    """Whether FSDP offloads: it moves parameters and gradients together, and with them the optimizer's states."""
     sharded = job.parallelism.sharding in ("fsdp1", "fsdp2", "hsdp") and job.parallelism.num_replicas > 1
     return sharded and job.offload == Offload(parameters=True, optimizer=True)
 
@@ -27,7 +28,7 @@ LEFT_OUT = (
     "norms_in_float32",
     "trainer",
 )
-"""Options of frameworks that the library decides here, whatever the job says."""
+"""Options of frameworks that the library decides by itself here, whatever the job says."""
 
 
 def _left_out(job: TrainingJob) -> list[str]:
@@ -43,20 +44,21 @@ def _has_ddp(layout: Parallelism) -> bool:
 
 
 def _is_split_otherwise(layout: Parallelism) -> bool:
-    """By sequences, tensors or stages beside data parallelism that is neither DDP's nor FSDP2's."""
+    """Whether sequences, tensors or stages are split together with data parallelism other than DDP and FSDP2."""
     split = _is_split(layout) or layout.context_parallel_size > 1
     return split and layout.num_replicas > 1 and layout.sharding not in ("none", "fsdp2", "hsdp")
 
 
 def _divides_experts(job: TrainingJob) -> bool:
-    """Otherwise than torchtitan does, under FSDP2 and beside nothing else."""
+    """Whether experts are divided in another way than torchtitan does under FSDP2 without other parallelism."""
     layout = job.parallelism
     alone = layout.sharding == "fsdp2" and layout.world_size == layout.data_parallel_size and job.framework == "torch"
     return layout.expert_parallel_size > 1 and not (are_divided(job) and alone)
 
 
 def _turns_in_no_ring(job: TrainingJob) -> bool:
-    """Whether sequences are shared and torch's ring attention cannot take them: it is flash attention of whole rows."""
+    """Whether ranks share sequences and torch's ring attention cannot compute the job's attention: the ring is flash
+    attention of whole rows."""
     half = ("bfloat16", "float16")
     narrow = job.precision.parameters in half or job.precision.compute in half
     causal = job.architecture.kind == "decoder" and job.architecture.sliding_window is None
@@ -65,7 +67,7 @@ def _turns_in_no_ring(job: TrainingJob) -> bool:
 
 
 def _outgrows_table(job: TrainingJob) -> int:
-    """Positions beyond the last of a learned table; never more than 0 without one."""
+    """Number of positions beyond the end of a learned table; 0 or less without one."""
     rows = job.architecture.max_position_embeddings
     return job.sequence_length - rows if job.architecture.position_embedding == "learned" and rows else 0
 
@@ -158,7 +160,7 @@ SINGLE_GPU: dict[str, Rule] = {
         "FSDP2 (ZeRO: framework deepspeed)",
     ),
 }
-"""parameter -> (whether the job asks for what is not done, the value to show, what is done)."""
+"""parameter -> (whether the job asks for something that the stack does not do, the value to show, what it does)."""
 
 
 def _option(name: str) -> Rule:
@@ -215,11 +217,12 @@ PIPELINE: dict[str, Rule] = {
         "bfloat16 under pipeline parallelism",
     ),
 }
-"""As `SINGLE_GPU`, for the stages of a pipeline, of which the run is a loop of its own (`pipeline.py`)."""
+"""The same as `SINGLE_GPU` for the stages of a pipeline, whose run has a loop of its own (`pipeline.py`)."""
 
 
 def check(job: TrainingJob) -> None:
-    """Refuse what the stack would silently leave out. Raises: CollectorError naming the parameter and what is done."""
+    """Refuse settings that the stack would silently ignore. Raises: CollectorError naming the parameter and what is
+    done."""
     staged = job.parallelism.pipeline_parallel_size > 1
     for parameter, (asked, value, done) in [*SINGLE_GPU.items(), *(PIPELINE.items() if staged else ())]:
         if asked(job):

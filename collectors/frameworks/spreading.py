@@ -1,8 +1,9 @@
-"""Networks that one rank never holds whole: made in host memory without a value, split, and only then filled on the GPU.
+"""Networks that no rank ever holds whole: made in host memory without values, split, and only then filled on the GPU.
 
-Made on the GPU at once, a network of which a rank keeps an eighth would have a peak before the first step that no real run
-has, and one of 70 billion parameters would be out of memory. Libraries do the same: accelerate and torchtitan shard what is
-on the CPU, or on no device at all, and transformers reads each rank's part of a checkpoint.
+If a rank that keeps an eighth of a network made all of it on the GPU, its peak would be before the first step, where no
+real run has it; a network of 70 billion parameters would run out of memory. Libraries also avoid this: accelerate and
+torchtitan shard weights that are on the CPU or on no device, and transformers reads only each rank's part of a
+checkpoint.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ from torch.distributed.tensor import DTensor
 from peakcast.spec import TrainingJob
 
 DEVIATION = 0.02
-"""Of the weights: initializer_range's usual value. Zeros would send all of a router's tokens to the same experts."""
+"""Standard deviation of the weights: initializer_range's usual value. With zeros, a router would send all tokens to the
+same experts."""
 
 
 def is_spread(job: TrainingJob) -> bool:
-    """Whether a rank has a part of the weights only. A trace's tensors are fake and begin when its steps do."""
+    """Whether a rank holds only a part of the weights. False in a trace, whose tensors are fake and counted from its first
+    step on."""
     layout = job.parallelism
     sharded = layout.data_parallel_size > 1 and layout.sharding in ("fsdp1", "fsdp2", "hsdp")
     split = layout.tensor_parallel_size * layout.pipeline_parallel_size > 1
@@ -31,16 +34,18 @@ def is_spread(job: TrainingJob) -> bool:
 
 @contextlib.contextmanager
 def untouched() -> Iterator[None]:
-    """Networks made here are in host memory whose pages nobody writes, so that they take neither room nor time."""
-    from transformers.initialization import no_init_weights  # which releases before 5 do not have
+    """A context in which networks are made in host memory whose pages are never written, which costs neither memory nor
+    time."""
+    from transformers.initialization import no_init_weights  # missing in releases before 5
 
     with torch.device("cpu"), no_init_weights():
         yield
 
 
 def unmade(model: Any, job: TrainingJob) -> Any:
-    """`model` with weights on no device where FSDP2 can shard them there (torchtitan does): else all of a large network
-    would be copied through the GPU. Tied weights would part; adapters and offloaded shards go accelerate's way."""
+    """`model` with weights on no device (`meta`) if FSDP2 can shard them there, as torchtitan does; otherwise all of a
+    large network would be copied through the GPU. Not done for tied weights, which would come apart, nor for adapters and
+    offloaded shards, for which accelerate has its own way."""
     plain = job.finetuning.method == "full" and not job.offload.parameters and not job.architecture.tie_word_embeddings
     if plain and job.parallelism.data_parallel_size > 1 and job.parallelism.sharding in ("fsdp2", "hsdp"):
         for module in model.modules():
@@ -50,7 +55,7 @@ def unmade(model: Any, job: TrainingJob) -> Any:
 
 
 def settle(model: Any, job: TrainingJob, device: str) -> None:
-    """Bring what wrapping has left in host memory to `device`, and give every weight a value, in place."""
+    """Move what wrapping has left in host memory to `device`, and fill every weight with values, in place."""
     if any(parameter.is_meta for parameter in model.parameters()):
         kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
         model.to_empty(device=device)

@@ -1,5 +1,5 @@
-"""torchtitan's expert parallelism: each of a group of data-parallel ranks has some of the experts whole, and tokens are
-sent to them and back by all-to-all.
+"""torchtitan's expert parallelism: each rank of a group of data-parallel ranks holds some of the experts whole, and
+all-to-all sends tokens to the experts and back.
 
 Source: torchtitan 0.3.0 models/common/token_dispatcher.py (AllToAllTokenDispatcher), moe_sharding.py, distributed/fsdp.py
 (`apply_fsdp`: two meshes for the parameters of one block) and distributed/utils.py (`_clip_grad_norm_with_ep`).
@@ -26,7 +26,7 @@ def sparse_mesh(job: TrainingJob) -> Any:
 
 
 def divide(model: Any, job: TrainingJob) -> None:
-    """Leave this rank its part of the experts of `model`, before FSDP2 shards each."""
+    """Keep only this rank's experts in `model`, before FSDP2 shards each of them."""
     mesh = sparse_mesh(job)["ep"]
     for module in list(model.modules()):
         if not hasattr(module, "token_dispatcher"):
@@ -39,7 +39,7 @@ def divide(model: Any, job: TrainingJob) -> None:
 
 
 def placement(layer: Any, job: TrainingJob, dense_mesh: Any) -> dict[str, Any]:
-    """What `fully_shard` is told of `layer`: over which ranks each of its parameters is sharded."""
+    """Arguments of `fully_shard` for `layer`: over which ranks each of its parameters is sharded."""
     from torch.distributed.fsdp._fully_shard._fsdp_common import ShardPlacementResult
     from torch.distributed.fsdp._fully_shard._fsdp_init import _get_mesh_info
 
@@ -59,8 +59,8 @@ def placement(layer: Any, job: TrainingJob, dense_mesh: Any) -> dict[str, Any]:
 
 
 def prefetch(model: Any) -> None:
-    """Have each block fetch the next one in forward and in backward: the exchange reads its counts back from the GPU, which
-    would hold up what FSDP2 fetches by itself."""
+    """Make each block gather the next one in forward and in backward. FSDP2 does so by itself too late: the exchange of
+    tokens first reads its counts back from the GPU."""
     blocks = [[block] for block in model.model.layers]
     order = [[model.model.embed_tokens], *blocks, [model.model.norm, model.lm_head]]
     for units, following in pairwise(order):
@@ -69,7 +69,7 @@ def prefetch(model: Any) -> None:
 
 
 def clip(parameters: list[Any], max_norm: float) -> None:
-    """Norms of the experts' gradients and of the others apart, then one factor for all."""
+    """Clip by one factor, from the norms of the experts' gradients and of the others, which are computed separately."""
     divided = [weight for weight in parameters if "ep" in weight.device_mesh.mesh_dim_names]
     others = [weight for weight in parameters if "ep" not in weight.device_mesh.mesh_dim_names]
     norms = []

@@ -1,4 +1,4 @@
-"""torchtitan's own mixture of experts in the place of transformers', for jobs whose experts are torchtitan's."""
+"""torchtitan's own mixture of experts in place of transformers', for jobs whose experts are torchtitan's."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ def are_divided(job: TrainingJob) -> bool:
 
 
 def modules() -> SimpleNamespace:
-    """What of torchtitan makes up its experts. Raises: CollectorError where torchtitan is missing or another version."""
+    """The parts of torchtitan that make up its experts. Raises: CollectorError if torchtitan is missing or another
+    version."""
 
     def found(name: str) -> Any:
         return imported(f"torchtitan.{name}", "torchtitan>=0.3", parameter="versions.torchtitan", value="0.3")
@@ -82,8 +83,9 @@ def put_in_place(model: Any, job: TrainingJob) -> None:
 
 
 def repeated_product(job: TrainingJob) -> torch.Size | None:
-    """Shape of the right factor of the products that torchtitan's selective checkpointing always repeats and never counts,
-    the router's (SelectiveAC.Config.force_recompute_mm_shapes_by_fqns); None without its experts."""
+    """Shape of the router's weight as the right factor of its product, or None without torchtitan's experts. torchtitan's
+    selective checkpointing always recomputes products of that shape and never counts them
+    (SelectiveAC.Config.force_recompute_mm_shapes_by_fqns)."""
     moe = job.architecture.moe
     if moe is None or not has_torchtitan_experts(job):
         return None

@@ -40,11 +40,11 @@ READERS: dict[str, Callable[[Path], list[Measurement]]] = {
 """The reader of each source file. A source has a module, a line here, and a section in `datasets/README.md`."""
 
 CONSTANTS = "device_constants_h100.jsonl"
-"""The source whose lines have no job: what a process holds on a GPU before any model is there."""
+"""The source whose lines have no job: memory that a process holds on a GPU before it has a model."""
 
 
 def import_published(sources: Path, folder: Path) -> list[Measurement]:
-    """Every published row of the files in `sources`, written to `folder` as one table per source file.
+    """Read every published row of the files in `sources`, write one table per source file to `folder`, and return the rows.
 
     Raises: RecordError when a source is missing or damaged, or `folder` cannot be written.
     """
@@ -58,7 +58,7 @@ def import_published(sources: Path, folder: Path) -> list[Measurement]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """The command: prints a count per GPU type, and returns 0, or 1 after an error's sentence."""
+    """The command: print a count per GPU type. Returns 0, or 1 after an error's sentence."""
     parser = argparse.ArgumentParser(prog="python -P -m peakcast.collectors.published", description=__doc__)
     parser.add_argument("sources", type=Path, help="folder of the source files")
     parser.add_argument("folder", type=Path, help="folder of the tables")

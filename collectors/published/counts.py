@@ -1,4 +1,4 @@
-"""The page that says how many published rows count, and why the others do not: `datasets/published/README.md`."""
+"""The page that says how many published rows count and why the others do not: `datasets/published/README.md`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,8 @@ def _line(name: str, rows: Sequence[Measurement]) -> str:
 
 
 def _reasons(rows: Iterable[Measurement]) -> list[tuple[str, int]]:
-    """Kinds of reasons (the first sentence, without what differs from row to row), most rows first."""
+    """(reason, number of rows), most rows first. A reason is its first sentence without the parts that differ from row to
+    row."""
     found: Counter[str] = Counter()
     for row in rows:
         found.update({f"out of scope: {_kind(row.out_of_scope)}"} if row.out_of_scope else ())

@@ -1,4 +1,4 @@
-"""What a process holds on a GPU before any model is there, as published: `Reading`, and its table.
+"""Published readings of the memory that a process holds on a GPU before it has a model: `Reading`, and its table.
 
 Source: `device_constants_h100.jsonl`, nvidia-smi as the logs of KellerJordan/modded-nanogpt print it after NCCL's first
 collective of all ranks; the facts about it are in `datasets/README.md`. A reading has no job, so it is no `Measurement`.
@@ -18,8 +18,8 @@ from peakcast.durable import replace_file
 from peakcast.units import MIB
 
 OTHERS_BYTES = 512 * MIB
-"""More than this on a GPU beyond the process's own memory is other processes' contexts: code that
-lets every rank touch GPU 0 leaves some 620 MiB each there, and an idle driver reports 9 to 13 MiB."""
+"""If a GPU has more than this beyond the process's own memory, other processes have contexts there: code that lets every
+rank touch GPU 0 leaves some 620 MiB each on it, while an idle driver reports 9 to 13 MiB."""
 MODEL_BYTES = 1600 * MIB
 """A reading above this was taken later in the script, with tensors on the GPU: logs of 2024 and of the first half of 2025
 print it after the model was built or warmed up (3.4 to 21 GiB)."""
@@ -32,17 +32,17 @@ class Reading:
     case: str
     gpu: str
     num_ranks: int
-    """Ranks of the one NCCL communicator."""
+    """Number of ranks of the only NCCL communicator."""
     torch: str
     cuda: str
     process_bytes: int | None
-    """What nvidia-smi lists for the process; None where the log has no list."""
+    """The process's memory in nvidia-smi's list; None if the log has no list."""
     used_bytes: int
-    """What nvidia-smi shows as used on the GPU (of two, the one that holds less)."""
+    """Memory in use that nvidia-smi shows for the GPU (for the GPU with less, if there are two)."""
     runs: int
-    """Logs that say the same."""
+    """Number of logs with the same figures."""
     left_out: str
-    """Why the reading is not the context and NCCL of one process alone; "" when it is."""
+    """Why the reading is more than the context and NCCL of one process; "" if it is not."""
     source: str
     source_version: str
     path: str

@@ -1,7 +1,7 @@
-"""The cases of foundation-model-stack/fms-acceleration's benchmark, as jobs: what its tables of every date share.
+"""The cases of foundation-model-stack/fms-acceleration's benchmark as jobs; its tables of all dates share them.
 
-One case is a network, a number of GPUs, a batch, a method and a `framework_config`, which names the plug-ins in use. What
-the benchmark sets for all of them (packed sequences, flash attention, checkpointing, AdamW) is in `_translation`.
+A case is a network, a number of GPUs, a batch, a method and a `framework_config`, which names the plug-ins in use. Settings
+that all cases share (packed sequences, flash attention, checkpointing, AdamW) are in `_translation`.
 """
 
 from __future__ import annotations
@@ -54,12 +54,12 @@ the GPTQ group sizes are those that allocated-after-step fits. The last two stan
 of which 6 run, and a shared one); their rows are out of scope."""
 
 TOKENS = {"mistral": 32001, "mixtral": 32001, "llama": 32001, "gpt_bigcode": 49158}
-"""By model_type, the tokens that a network's tokenizer has when fms-hf-tuning has added its own padding token; the token
-table and the lm_head are then resized to as many rows. Of other networks nothing is added. Llama's tokenizer has 32,000;
-santacoder's 49,152, an end of text and four for infilling, and its tables shrink.
+"""model_type -> number of tokens of the tokenizer after fms-hf-tuning has added its own padding token; the token table and
+the lm_head are then resized to as many rows. Networks of other types are not resized. Llama's tokenizer has 32,000;
+santacoder's has 49,152, an end of text and four for infilling, so its tables shrink.
 Source: foundation-model-stack/fms-hf-tuning tuning/sft_trainer.py special_tokens_dict, tuning/data/tokenizer_data_utils.py
-tokenizer_and_embedding_resize. Full fine-tuning and LoRA of Mistral-7B on one GPU hold, 100 steps on, what so many rows
-need to within 2,048 bytes; a row is 49,152 and 16,384 bytes there."""
+tokenizer_and_embedding_resize. After 100 steps, full fine-tuning and LoRA of Mistral-7B on one GPU hold, within 2,048
+bytes, what this number of rows needs; a row is 49,152 and 16,384 bytes there."""
 
 NETWORK_REASONS = {
     "ibm-research/moe-7b-1b-active-shared-experts": "The network's shape is assumed: no file at hand gives it.",
@@ -78,7 +78,7 @@ COMMON_ASSUMPTIONS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A case as a job, the sentences about how it was read, and why it is out of scope (empty if it is not)."""
+    """A case as a job, with sentences about how it was read and why it is out of scope (empty if it is not)."""
 
     job: TrainingJob
     name: str
@@ -90,10 +90,10 @@ def case_of(
     record: Mapping[str, str], versions: Mapping[str, str], *, rows_multiple_of: int = 1, loads_on_hosts: bool = False
 ) -> Case:
     """The case of a line of the benchmark's tables (`record`, its columns as text), run with `versions`.
-    `rows_multiple_of`: what the rows of token table and lm_head were rounded up to. `loads_on_hosts`: whether the plug-ins
-    had every rank load quantised weights onto its host, whatever transformers would do.
+    `rows_multiple_of`: the rows of token table and lm_head were rounded up to a multiple of this. `loads_on_hosts`: whether
+    the plug-ins made every rank load quantised weights on its host, whatever transformers would do.
 
-    Raises: KeyError or ValueError when a column is missing or holds what the benchmark does not write.
+    Raises: KeyError or ValueError when a column is missing or holds something that the benchmark does not write.
     """
     model, setup = record["model_name_or_path"], record["framework_config"]
     config = dict(NETWORKS[model][1])
@@ -146,9 +146,10 @@ def case_of(
 
 
 def _adapters_are_narrow(job: TrainingJob, versions: Mapping[str, str], *, fused: bool) -> bool:
-    """Whether adapters on quantised weights are in half precision: FSDP has these stored so (`bnb_4bit_quant_storage`), and
-    peft before 0.12 takes that over; accelerate widens what FSDP trains from 0.31 on, but not adapters that are left out
-    of it (fms_acceleration_peft/framework_plugin_bnb.py; peft 0.11.1 update_layer)."""
+    """Whether adapters on quantised weights are in half precision. FSDP stores quantised weights in it
+    (`bnb_4bit_quant_storage`), and peft before 0.12 gives adapters the dtype of the weights. From 0.31 on, accelerate casts
+    what FSDP trains to fp32, but not adapters that FSDP leaves out (fms_acceleration_peft/framework_plugin_bnb.py; peft
+    0.11.1 update_layer)."""
     quantised = job.finetuning.quantization is not None and job.parallelism.world_size > 1
     widened = release(versions["accelerate"]) >= (0, 31) and not fused
     return quantised and release(versions["peft"]) < (0, 12) and not widened
@@ -187,7 +188,7 @@ def _translation(
 
 
 def _quantization(setup: str, config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
-    """The quantization settings of a framework_config, and what was taken for granted about them."""
+    """The quantization settings of a framework_config, and sentences about what they assume."""
     if "bnb" in setup:
         facts = ["NF4 with double quantization: allocated-after-step of Mistral-7B fits 0.516 bytes per quantized weight."]
         return {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True}, facts

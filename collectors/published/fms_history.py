@@ -25,23 +25,26 @@ UNRECORDED_VERSIONS = {
     "00febdc8a6b03d2fc509469f2e9e4619dc96a372": _JUNE_2024,
     "ef9a58f6617aea74fe843bb7de72ed1110cf86d4": _NOVEMBER_2024,
 }
-"""Of three commits no releases are recorded (June and November 2024): those of the next commit that has them are taken, but
-for accelerate in June. An inference from the peaks themselves: they fit adapters that nobody has widened, which accelerate
-0.32.1 does; which release began with that was not read. These 93 rows are no independent test of the adapters' dtype."""
+"""Releases for three commits that record none (June and November 2024). They are assumed to be those of the next commit
+that has them, except accelerate in June. This is inferred from the peaks: they fit adapters that are not cast to fp32, and
+accelerate 0.32.1 casts them; the first release that does was not looked up. These 93 rows are no independent test of the
+adapters' dtype."""
 ROWS_MULTIPLE_OF = {"c3a069c842f2f62a70970b5515074f73530ca431": 8, "b6c1455bf12bf613250dc41d275232c0b7f1dca1": 8}
-"""What fms-hf-tuning rounded the rows of token table and lm_head up to, in the two tables of July 2024: the default of
-`embedding_size_multiple_of` (tuning/config/configs.py), 8 when it came that month (fms-hf-tuning #227) and 1 later. The
-allocated peaks of both tables are those of 32,008 rows, of the tables before and after those of 32,001."""
+"""fms-hf-tuning rounded the rows of token table and lm_head up to this multiple in the two tables of July 2024: the default
+of `embedding_size_multiple_of` (tuning/config/configs.py) was 8 when it was added that month (fms-hf-tuning #227) and 1
+later. The allocated peaks of both tables are those of 32,008 rows; of the tables before and after, those of 32,001."""
 LOADS_ON_HOSTS = "97fc3c138e09108354c74297cf5ee9899bf606dc"
-"""The commit with transformers 4.45 whose plug-ins say that every rank is a first one, so that none has quantised weights
-on `meta` (framework_plugin_bnb.py: patch_target_module of `is_local_dist_rank_0`; gone with fms-acceleration #90)."""
+"""The commit with transformers 4.45 whose plug-ins say that every rank is the first of its node, so that no rank has
+quantised weights on `meta` (framework_plugin_bnb.py: patch_target_module of `is_local_dist_rank_0`; removed by
+fms-acceleration #90)."""
 HOST_WEIGHTS = "810323822cf38f1f1a1ecae5363555cd75636714"
-"""The commit whose plug-in is taken to leave adapted layers out of FSDP, on the host. An inference: the plug-in was read
-at neighbouring commits (0c76157 framework_plugin_fast_quantized_peft.py: ignored_modules = modules; 06a1af9
-gptq/fast_lora.py: qweight.cuda()), not at this one; its six rows are 0.2 to 7.6 % below the ledger."""
+"""The commit whose plug-in is assumed to leave adapted layers out of FSDP, on the host. This is inferred: the plug-in was
+read at neighbouring commits (0c76157 framework_plugin_fast_quantized_peft.py: ignored_modules = modules; 06a1af9
+gptq/fast_lora.py: qweight.cuda()), not at this one. Its six rows are 0.2 to 7.6 % below the ledger."""
 
 NEVER_RAN_BYTES = GIB
-"""A job whose GPUs held less never loaded its network (four rows of 3 and 210 MiB: more expert shards than GPUs)."""
+"""If GPUs held less than this, the job never loaded its network (four rows of 3 and 210 MiB: more expert shards than
+GPUs)."""
 
 DEVICE_ALONE = "The source gives nvidia-smi's number only: peak_allocated_bytes is not known."
 

@@ -28,7 +28,7 @@ COMPILED = (
 FLOAT8 = ("THUN-007", "THUN-008", "THUN-009", "THUN-010")
 RECOMPUTED_FLOAT8 = ("THUN-008", "THUN-010")
 APART = ("THUN-006",)
-"""Embedding, last norm and head are wrapped as units of their own."""
+"""Rows in which embedding, last norm and head are wrapped as units of their own."""
 
 
 def read_lightning_thunder(path: Path) -> list[Measurement]:

@@ -23,7 +23,7 @@ VOCABULARIES: dict[tuple[str, int], tuple[int, str]] = {
     ("GPTSentencePieceTokenizer", 6144): (256000, "Nemotron-4's; allocated-after-step on GB200 fits 256000 to 0.01 %"),
     ("GPTSentencePieceTokenizer", 7168): (129280, "DeepSeek-V3's, 40 times make-vocab-size-divisible-by=3232"),
 }
-"""Vocabulary by tokenizer type and hidden size, where the type alone does not settle it, and why."""
+"""(tokenizer type, hidden size) -> vocabulary and reason, for types that alone do not determine it."""
 
 NUM_GPUS_FROM: dict[str | None, str] = {
     "recipe": "",
@@ -31,7 +31,7 @@ NUM_GPUS_FROM: dict[str | None, str] = {
     "after-step bytes": "num_gpus is the multiple of the layout whose model states explain allocated_bytes_after_step.",
     None: "num_gpus is the fewest that the layout needs: the recipe is not public.",
 }
-"""What each origin of the number of GPUs leaves to be assumed, as a sentence."""
+"""Where the number of GPUs comes from -> a sentence about what is assumed then."""
 
 FAMILY_REASONS = {"multimodal-llava": "A multimodal model is not modelled."}
 
@@ -51,24 +51,24 @@ CONTRADICTIONS: dict[tuple[str, str, str], str] = {
     ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "A100-80GB", "dev"): COPIED_FROM_H100,
     ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "A100-80GB", "lts"): COPIED_FROM_H100,
 }
-"""Rows whose values cannot be their own configuration's, by case, GPU type and environment."""
+"""Rows whose values cannot belong to their own configuration, by case, GPU type and environment."""
 
 SAVED_BATCHES = ("2026-05-26", "2026-07-08")
-"""Days from and to which Megatron-LM's main branch saved batches on the GPU: values of 25 May have none, those of 8 July
-have them, and none between that day and the change that ended it could tell. Main called itself 0.18 before that and 0.19
-at its end, unlike the releases of those numbers (convention `saves_batches_on_gpu`)."""
+"""First and last day on which Megatron-LM's main branch saved batches on the GPU: values of 25 May do not have them, those
+of 8 July do; no value between that day and the change that removed them could tell. Main was called 0.18 at the beginning
+and 0.19 at the end, but differs from the releases of those numbers (convention `saves_batches_on_gpu`)."""
 
 LAYER_WISE_LAYOUT = "2026-05-21"
-"""Day of the first value with the shard-aligned layout of the layer-wise optimizer; values of 9 May fit the one before, as
-do releases before 0.18, the number that main had on both days (convention `use_layer_wise_param_layout`)."""
+"""Day of the first value with the shard-aligned layout of the layer-wise optimizer. Values of 9 May fit the earlier layout,
+as do releases before 0.18, which is main's number on both days (convention `use_layer_wise_param_layout`)."""
 
 FSDP_OF_TODAY = "2026-01-01"
-"""Values of Megatron-FSDP before this day are of older code, which main ran while it called itself 0.16: their first steps
-have no states of the optimizer yet, all later ones have (convention `fsdp_reduces_each_gradient`)."""
+"""Values of Megatron-FSDP before this day are of older code, which main ran while it was called 0.16: their first steps do
+not have optimizer states yet, all later ones do (convention `fsdp_reduces_each_gradient`)."""
 
 ONE_NODE = {("GB200", "_1node"): 4}
-"""GPUs of a case by GPU type and end of its name, where no recipe says it: those of all 27 others named so, and what its
-`allocated_bytes_after_step` fits."""
+"""(GPU type, end of a case's name) -> number of GPUs, for cases whose recipe does not say it. All 27 others with such names
+have this number, and `allocated_bytes_after_step` fits it."""
 
 COMMON_ASSUMPTIONS = (
     "The values are of the last rank, world size − 1, as the tests log them.",
@@ -140,7 +140,7 @@ def _is_release(record: Mapping[str, Any]) -> bool:
 
 
 def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str]]:
-    """The translation, and the sentences about what was filled in."""
+    """The translation, and sentences about values that were filled in."""
     arguments = dict(record["arguments"])
     facts = [PEAK_OF_TEN_STEPS if _is_release(record) else PEAK_OF_ALL_STEPS]
     if record["family"] == "bert":  # what pretrain_bert.py trains; no flag says so
@@ -160,7 +160,7 @@ def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str]]:
 
 
 def _as_of_its_day(translation: Translation, day: str) -> Translation:
-    """With what the main branch did on `day`, where a release of the same number does otherwise."""
+    """`translation` with the conventions of the main branch on `day`, if they differ from the release with its number."""
     job = translation.job
     then = {"saves_batches_on_gpu": SAVED_BATCHES[0] <= day <= SAVED_BATCHES[1]}
     if job.optimizer.name == "muon":
@@ -175,7 +175,7 @@ def _as_of_its_day(translation: Translation, day: str) -> Translation:
 
 
 def _num_gpus(record: Mapping[str, Any]) -> int | None:
-    """The number of GPUs that is recorded, but of one that the source took for granted what its name says (`ONE_NODE`)."""
+    """The recorded number of GPUs; if the source only assumed one, the number that the case's name implies (`ONE_NODE`)."""
     named = (number for (gpu, end), number in ONE_NODE.items() if record["gpu"] == gpu and record["case"].endswith(end))
     recorded: int | None = record["num_gpus"]
     return next(named, recorded) if record["num_gpus_from"] == "8 taken" else recorded
@@ -192,7 +192,7 @@ def _fewest_gpus(arguments: Mapping[str, Any]) -> int:
 
 
 def _versions(record: Mapping[str, Any]) -> dict[str, str]:
-    """Of the commit that set the value: megatron-core's, and the tag of NVIDIA's PyTorch image."""
+    """Versions at the commit that set the value: megatron-core's, and the tag of NVIDIA's PyTorch image."""
     return {"megatron_core": record["megatron_core"], "ngc_pytorch": str(record["container"]).removesuffix("-py3")}
 
 

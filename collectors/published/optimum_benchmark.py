@@ -19,12 +19,12 @@ COMMON_ASSUMPTIONS = (
     "(nvmlDeviceGetMemoryInfo, version 1) counts as used and nvidia-smi does not: 881 MiB here, NVML's total less CUDA's.",
 )
 POSITIONS = 4096
-"""max_position_embeddings of Llama-2, whose rotary tables transformers of 2023 keeps in every layer."""
+"""max_position_embeddings of Llama-2; transformers of 2023 keeps rotary tables of that length in every layer."""
 FIRST_LLAMA_POSITIONS = 2048
-"""... and of Llama, the one before it, of which TheBloke's checkpoints are."""
+"""The same of the first Llama, of which TheBloke's checkpoints are."""
 OUTPUTS_STAY = "6a25a6db"
-"""Commit of the runs that emptied no cache after loading and held what the last forward had returned: their reserved memory
-is 9.6 GB above allocated. Those of 9a0db86b, of the same month, have the reserved memory of later ones to the MB."""
+"""Commit of the runs that did not empty the cache after loading and kept the last forward's outputs: their reserved memory
+is 9.6 GB above allocated. Runs of 9a0db86b, in the same month, have the reserved memory of later ones to the MB."""
 
 
 def read_optimum_benchmark(path: Path) -> list[Measurement]:
@@ -58,6 +58,6 @@ def _reading(record: Mapping[str, Any]) -> Reading:
 
 
 def _driver_reserve_bytes(name: str) -> int:
-    """What version 1 of NVML's call counts as used with nobody there: its total less what CUDA gives out."""
+    """Bytes that version 1 of NVML's call counts as used without any process: NVML's total minus CUDA's."""
     device = gpu(name)
     return device.nvml_memory_bytes - device.cuda_memory_bytes

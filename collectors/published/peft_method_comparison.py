@@ -21,13 +21,14 @@ COMMON_ASSUMPTIONS = (
     "Rows of a batch are taken as equally long: the source pads them, and says neither by how much nor which batch it was.",
 )
 UNPADDED = {"sdpa_repeats_key_value": False, "sdpa_copies": False}
-"""What older releases make of batches without padding, which these only stand for: rows of transformers 4.52.4 and 4.57.1
-measured the same bytes, and unpadded ones would have needed 5 % less from 4.54 on."""
+"""Copies that older releases make for batches without padding, switched off: the job's unpadded batches only stand for the
+source's padded ones. Rows of transformers 4.52.4 and 4.57.1 measured the same bytes, while unpadded batches would have
+needed 5 % less from 4.54 on."""
 OPTIMIZERS = {"AdamW": "adamw", "lora-fa": "adamw"}
-"""The source's words. LoRA-FA is AdamW over lora_B, with lora_A frozen (peft optimizers/lorafa.py)."""
+"""The source's name -> peakcast's. LoRA-FA is AdamW over lora_B, with lora_A frozen (peft optimizers/lorafa.py)."""
 
 STEPS = 5000
-"""Of a whole run, which has met the longest batch."""
+"""Steps of a whole run, which contains the longest batch."""
 
 
 def read_peft_method_comparison(path: Path) -> list[Measurement]:

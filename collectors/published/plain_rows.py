@@ -1,7 +1,7 @@
-"""The row format that several published sources share: one run a line, with its job where the job form has words for it.
+"""The row format that several published sources share: one run a line, with its job if a job file can express it.
 
-A row says `id source commit path gpu num_gpus framework versions model method batch sequence_length accumulation precision
-optimizer checkpointing attention compile layout allocator measured grade note rank` and, mostly, `job`. Bytes are whole
+A row has `id source commit path gpu num_gpus framework versions model method batch sequence_length accumulation precision
+optimizer checkpointing attention compile layout allocator measured grade note rank` and usually `job`. Bytes are whole
 numbers. Grade A: every input is known; B: something was assumed, which `note` says.
 """
 
@@ -26,29 +26,29 @@ SHAPES = {
     "vocab": "vocab_size",
     "tie": "tie_word_embeddings",
 }
-"""A row's words for its network, and config.json's; any other word is config.json's own."""
+"""A row's names for sizes of its network -> config.json's; any other name is config.json's own."""
 KEPT_AS_FOUND = (
     "framework", "versions", "method", "precision", "optimizer", "checkpointing", "attention", "layout", "allocator",
     "accumulation", "grade", "note",
 )  # fmt: skip
-"""What of a row stands in `environment`, so that nothing it says is lost where the job has no word for it."""
+"""Fields of a row that are kept in `environment`, so that nothing is lost that a job cannot express."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reading:
-    """What a source's own module makes of one row."""
+    """How a source's own module reads one row."""
 
     job: TrainingJob
     assumptions: tuple[str, ...] = ()
-    """Beside the row's own note."""
+    """Assumptions in addition to the row's own note."""
     out_of_scope: tuple[str, ...] = ()
-    """Why the job is not the run, or the ledger does not cover it: a sentence each."""
+    """Why the job differs from the run, or the ledger does not cover it; one sentence each."""
     spoiled: tuple[str, ...] = ()
     unread: tuple[str, ...] = ()
-    """Names in `measured` that say something else than the job's peak; they are kept in `environment["unread"]`."""
+    """Names in `measured` that are not the job's peak; they are kept in `environment["unread"]`."""
     also_counted: Mapping[str, int] = field(default_factory=dict)
-    """Name in `measured` → bytes that the source's reading counts beside the quantity, which are taken off; what was read
-    is kept in `environment["as_read"]`."""
+    """Name in `measured` → bytes that the source includes in addition to the quantity. They are subtracted, and the
+    source's number is kept in `environment["as_read"]`."""
 
 
 def read_plain_rows(path: Path, reading: Callable[[Mapping[str, Any]], Reading]) -> list[Measurement]:
@@ -57,7 +57,7 @@ def read_plain_rows(path: Path, reading: Callable[[Mapping[str, Any]], Reading])
 
 
 def measurement(record: Mapping[str, Any], reading: Reading) -> Measurement:
-    """`record` as a `Measurement` of the job that was read from it."""
+    """`record` as a `Measurement` of the job that `reading` has."""
     as_read = record["measured"]
     measured = {name: value for name, value in as_read.items() if name not in reading.unread}
     unread = {name: as_read[name] for name in reading.unread if name in as_read}
@@ -86,15 +86,16 @@ def measurement(record: Mapping[str, Any], reading: Reading) -> Measurement:
 
 
 def job_of(record: Mapping[str, Any], **changes: Any) -> TrainingJob:
-    """The row's own job with `changes`, or, where the row has none, the nearest job that its other fields describe.
+    """The row's own job with `changes`, or, if the row has none, the nearest job that its other fields describe.
 
-    `changes` are keys of a job file. Raises: SpecError, as a job file does.
+    `changes` are keys of a job file.
+    Raises: SpecError, as a job file does.
     """
     return job_from_mapping({**(record.get("job") or _described(record)), **changes})
 
 
 def _described(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A job file's mapping of what the row's fields say beside `job`, for training. Its stage 2 is of FSDP: weights stay
+    """The mapping of a job file for training, from the row's fields other than `job`. Stage 2 means FSDP here: weights stay
     gathered between forward and backward."""
     precision, optimizer = record["precision"], str(record["optimizer"] or "adamw").lower().split()
     layout = record["layout"] or {"data_parallel_size": record["num_gpus"]}

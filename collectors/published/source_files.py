@@ -1,4 +1,4 @@
-"""Reading a source file of JSON lines: each line a row, a damaged one refused by file and line."""
+"""Reads a source file of JSON lines. Each line is a row; the error for a damaged one names file and line."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""pytorch/torchtitan's own runs, as its commit messages record them, as `Measurement` rows.
+"""pytorch/torchtitan's own runs, recorded in its commit messages, as `Measurement` rows.
 
-Source: `torchtitan_log.jsonl`; the facts about it are in `datasets/README.md`. A row names a commit, which is no release:
-the conventions of its day are stated by the release that has them and, where the two differ, by options.
+Source: `torchtitan_log.jsonl`; the facts about it are in `datasets/README.md`. A row names a commit, not a release. Its
+conventions are given by the release that has most of them, and by options for those that differ.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EXCHANGES_REPEATED = {"selective_checkpointing_keeps": ["attention", "flex", "re
 
 @dataclass(frozen=True)
 class Day:
-    """What torchtitan was on the day of a commit: the release whose conventions it had, what differs, and why."""
+    """torchtitan's state at a commit: the release with its conventions, what differs, and why."""
 
     release: str
     why: str
@@ -68,7 +68,7 @@ DAYS = {
     "df2e96d51": Day("0.2.2", "no torch is named; the pull request is of early 2026"),
     "00cffaeb3": Day("0.2.2", "no torch is named, and what it runs came after 0.2.2"),
 }
-"""By commit, nine digits of it."""
+"""Nine digits of the commit -> its state."""
 
 ONE_GRAPH = (
     "Forward and backward are traced into one graph whose passes decide what is kept and when it is freed (torchtitan's "
@@ -97,7 +97,7 @@ REASONS = {
         f"{ONE_GRAPH} Which products it keeps beside full checkpointing has no word in a job, and its exchanges are fake.",
     ),
 }  # fmt: skip
-"""Why a row's job is not its run."""
+"""Why a row's job is not the job that was run."""
 CHANGES: dict[str, dict[str, Any]] = {
     "TLOG-011": {"fsdp2_last_layer_stays": False},
     "TLOG-012": {"fsdp_reshard_after_forward": False},
@@ -105,7 +105,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     **{name: {"compiled_regions": "loss"} for name in ("TLOG-056", "TLOG-057", "TLOG-058")},
     "TLOG-060": {"selective_checkpointing_keeps": ["attention", "flex", "reduce_scatter", "all_to_all"]},
 }
-"""What a row's own note asks for beside the conventions of its day."""
+"""Settings that a row's own note asks for in addition to its conventions."""
 LOSS_COMPILED = (
     'deepseek_v3_16b.toml of that time compiles the loss alone (compile.components = ["loss"]), which the reading '
     "overlooked; experts get what the router sends them, and balanced loads are counted."
@@ -114,9 +114,9 @@ ASSUMED = {
     **dict.fromkeys(("TLOG-056", "TLOG-057", "TLOG-058"), LOSS_COMPILED),
     "TLOG-006": "That it was compiled is the reading's own guess: the same job as it runs eagerly is answered within 1 %.",
 }
-"""What is to be known of a row's own assumptions."""
+"""Sentences about a row's own assumptions."""
 IN_ONE_SCHEDULE = {"micro_batch_size": 1, "gradient_accumulation_steps": 8}
-"""TLOG-058: a local batch of 8 in as many micro-batches (pipeline_parallel_microbatch_size = 1)."""
+"""TLOG-058: a local batch of 8 split into 8 micro-batches (pipeline_parallel_microbatch_size = 1)."""
 DEEPSEEK_16B = {
     "name": "deepseek-v3-16b-torchtitan", "model_type": "deepseek_v3", "hidden_size": 2048, "intermediate_size": 10944,
     "num_hidden_layers": 27, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 102400,
@@ -171,7 +171,7 @@ def _options(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _complete(record: Mapping[str, Any]) -> dict[str, Any]:
-    """The row, with what the nearest job has where it says nothing: all of these are out of scope."""
+    """The row, with the nearest job's values where it has none; all such rows are out of scope."""
     if record.get("job"):
         return dict(record)
     row = {**record, "framework": "torch"}

@@ -1,5 +1,6 @@
-"""`python -P -m peakcast.collectors.tracing JOB [RANK [GPU]]`: trace a job file and print the peaks; `-` reads a job
-as JSON from standard input and writes both timelines as one line of JSON. With a GPU type also what its kernels take."""
+"""`python -P -m peakcast.collectors.tracing JOB [RANK [GPU]]`: trace a job file and print the peaks. `-` reads a job as
+JSON from standard input and prints both timelines as one line of JSON. With a GPU type, memory that its kernels allocate is
+included."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from peakcast.errors import PeakcastError
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0, or 2 with one sentence on standard error."""
+    """Returns exit code 0, or 2 with one sentence on standard error."""
     from peakcast.collectors.packages import import_for_good
     from peakcast.collectors.tracing.trace import timeline_to_mapping, trace_here
     from peakcast.collectors.worker import LIBRARIES

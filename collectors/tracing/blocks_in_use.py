@@ -1,9 +1,10 @@
-"""On which stream each block of memory was made, and which freed ones the allocator may not hand out yet.
+"""On which stream each block of memory was allocated, and which freed blocks the allocator may not reuse yet.
 
-A block that another stream than its own uses (`record_stream`) stays out of the cache after its tensor is gone, until the
-CPU knows that this stream is done with it (c10/cuda/CUDACachingAllocator.cpp `free`, `process_events`). When that is
-depends on how far the CPU is ahead of the GPU. It is taken to be as far ahead as it can be, as in a run whose kernels take
-longer than their launches: it knows that what it has waited for is done, and what went `MOST_LAUNCHES_AHEAD` kernels ago.
+If another stream than a block's own uses it (`record_stream`), the block stays out of the cache after its tensor is freed,
+until the CPU knows that this stream has finished with it (c10/cuda/CUDACachingAllocator.cpp `free`, `process_events`). The
+time of that depends on how far the CPU is ahead of the GPU. It is assumed to be as far ahead as possible, as in a run whose
+kernels take longer than their launches: it knows that what it has waited for is finished, and what was launched
+`MOST_LAUNCHES_AHEAD` kernels ago.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from peakcast.collectors.tracing import fake_streams
 
 MOST_LAUNCHES_AHEAD = 1000
-"""Kernels that are sent and have not begun, at most: sending another one waits then
+"""The most kernels that are launched and have not begun; launching another one blocks
 (https://stackoverflow.com/questions/53970187)."""
 
 
@@ -25,29 +26,29 @@ class BlocksInUse:
 
     def __init__(self) -> None:
         self._streams: dict[int, int] = {}
-        """Of the blocks that were not made on the stream that computes, which is 0."""
+        """Block -> stream, for blocks that were not allocated on the computing stream, which is 0."""
         self._used: set[int] = set()
         self._waiting: deque[tuple[int, int, int]] = deque()
-        """Number, the operation at which the tensor went, and how many kernels had been sent by then."""
+        """(block, operation at which its tensor was freed, number of kernels launched by then)."""
         self._reusable: dict[int, int] = {}
         self._launches = 0
         self._nodes: list[int] = [0]
         self._nodes_on: list[int] = [0]
-        """From which number on autograd's nodes were made on which stream."""
+        """For each change of stream, the number of autograd's first node after it."""
 
     def switched(self, stream: int) -> None:
-        """From now on blocks are made on `stream`."""
+        """From now on blocks are allocated on `stream`."""
         self._nodes.append(torch._C._autograd._get_sequence_nr())
         self._nodes_on.append(stream)
 
     def made(self, number: int, *, backward: bool) -> None:
-        """A block was made, in backward or not."""
+        """A block was allocated, in backward or not."""
         if stream := self._stream(backward=backward):
             self._streams[number] = stream
 
     def _stream(self, *, backward: bool) -> int:
-        """The stream of what is made now: backward runs on the streams on which its forward did (torch
-        `csrc/autograd/engine.cpp`, `evaluate_function`) unless it says otherwise."""
+        """The stream of what is allocated now. Backward runs on the streams on which its forward ran (torch
+        `csrc/autograd/engine.cpp`, `evaluate_function`) unless it changes the stream itself."""
         current: int = fake_streams.current_stream().stream_id
         if current or not backward or len(self._nodes) == 1:
             return current
@@ -55,30 +56,30 @@ class BlocksInUse:
         return self._nodes_on[bisect.bisect_right(self._nodes, node._sequence_nr()) - 1] if node is not None else current
 
     def stream(self, number: int) -> int:
-        """The stream on which it was made."""
+        """The stream on which block `number` was allocated."""
         return self._streams.get(number, 0)
 
     def use(self, number: int, stream: int) -> None:
-        """`stream` uses it (`record_stream`)."""
+        """`stream` uses block `number` (`record_stream`)."""
         if self.stream(number) != stream:
             self._used.add(number)
 
     def gone(self, number: int, now: int) -> None:
-        """Its tensor is gone from the operation `now` on."""
+        """The block's tensor is freed at the operation `now`."""
         if number in self._used:
             self._waiting.append((number, now, self._launches))
 
     def launch(self, now: int) -> None:
-        """A kernel is sent, which waits where too many are on their way."""
+        """A kernel is launched; the launch blocks if too many are waiting."""
         self._launches += 1
         while self._waiting and self._waiting[0][2] + MOST_LAUNCHES_AHEAD <= self._launches:
             self._reusable[self._waiting.popleft()[0]] = now
 
     def done(self, until: int, now: int) -> None:
-        """The CPU knows that the GPU has done all that was asked for before the operation `until`."""
+        """The CPU knows that the GPU has finished everything launched before the operation `until`."""
         while self._waiting and self._waiting[0][1] <= until:
             self._reusable[self._waiting.popleft()[0]] = now
 
     def reusable(self) -> dict[int, int | None]:
-        """From which operation on the blocks that waited are free again; None: they still wait."""
+        """Block -> the operation from which it can be reused, for blocks that waited; None: it still waits."""
         return {**self._reusable, **{number: None for number, _, _ in self._waiting}}

@@ -1,7 +1,8 @@
-"""Operators that a script defines in Python (`torch.library.custom_op`): what they do is seen as what they make is.
+"""Operators that a script defines in Python (`torch.library.custom_op`): the tensors that they allocate inside are traced
+too.
 
-Their rule for fake tensors knows only their results. So what runs on a GPU is run on fake tensors too, and what it makes on
-the way is seen; where it cannot be (it launches what is not there, or reads a value), the rule stands in.
+Their rule for fake tensors only gives their outputs. So the Python that runs on a GPU is run on the fake tensors, and what
+it allocates is seen. If that is not possible (it launches a missing kernel, or reads a value), the rule is used.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from torch._library import custom_ops
 
 
 def gpu_kernel(operator: Any) -> Callable[..., Any] | None:
-    """The Python that `operator` runs on a GPU; None for operators of other kinds."""
+    """The Python function that `operator` runs on a GPU; None for other kinds of operators."""
     defined = custom_ops.OPDEFS.get(getattr(operator, "_name", ""))
     if defined is None:
         return None

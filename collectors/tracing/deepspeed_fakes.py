@@ -1,5 +1,5 @@
-"""What DeepSpeed asks of a GPU and of other ranks, answered on fake tensors: ZeRO then runs as it does on CUDA, and what it
-offloads is on the device "cpu", apart from what stays.
+"""Answers DeepSpeed's questions to a GPU and to other ranks on fake tensors. ZeRO then runs as on CUDA, and tensors that it
+offloads are on the device "cpu", separate from the others.
 
 Read and tried on DeepSpeed 0.19.8.
 """
@@ -14,8 +14,8 @@ from peakcast.collectors.packages import imported
 
 
 def install() -> None:
-    """Choose DeepSpeed's CUDA accelerator, and replace, for this process, what needs a driver or the values of tensors. To
-    be called while torch is still as it was: parts of DeepSpeed are given to torch.compile as they are imported."""
+    """Choose DeepSpeed's CUDA accelerator, and replace, for this process, code that needs a driver or the values of
+    tensors. To be called before torch is changed: parts of DeepSpeed are passed to torch.compile when they are imported."""
     os.environ["DS_ACCELERATOR"] = "cuda"
     asked: dict[str, Any] = {"parameter": "framework", "value": "deepspeed"}
     imported("deepspeed.runtime.zero.muon.muon_optimizer", "deepspeed", **asked)
@@ -38,16 +38,16 @@ def install() -> None:
 
 
 class _LastFirst(set[Any]):
-    """A set of parameters in an order that no run changes. A module waits for its weights as a set has them, which is by
-    their addresses: where they come by several gathers, one's buffer may be freed before the next is copied out, or after.
-    The last first keeps the buffer of the first until the others have come."""
+    """A set of parameters with a fixed order. A module waits for its weights in the order of a set, which depends on their
+    addresses: if they are gathered in several parts, the buffer of one may be freed before or after the next is copied.
+    With the last one first, the buffer of the first is kept until the others have been gathered."""
 
     def __iter__(self) -> Iterator[Any]:
         return iter(sorted(super().__iter__(), key=lambda one: getattr(one, "ds_id", 0), reverse=True))
 
 
 def _take_every_step(optimizer: Any) -> None:
-    """A fake gradient cannot tell whether it is infinite; the step that is taken is the one to see."""
+    """Never skip a step: whether a fake gradient is infinite is unknown, and the step that is taken is the one to trace."""
     asked = optimizer.has_overflow
 
     def has_overflow(*arguments: Any, **keywords: Any) -> bool:

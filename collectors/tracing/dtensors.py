@@ -1,7 +1,6 @@
-"""Keeps what DTensor computes on the side out of a trace: to know an operation's global shape it runs the operation on
-fake tensors of that shape, and a mesh of ranks is a tensor on the CPU whose numbers are asked for. In a process whose every
-tensor is fake, the former would look like everything else, and the latter would have no numbers.
-"""
+"""Keeps DTensor's auxiliary computations out of a trace. To find an operation's global shape, it runs the operation on fake
+tensors of that shape; and a mesh of ranks is a CPU tensor whose values are read. In a process whose tensors are all fake,
+the former would be traced like everything else, and the latter would have no values."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 
 def install() -> None:
-    """Run them unseen, for this process."""
+    """Make them invisible to the tracer, for this process."""
     for owner, name in (
         (ShardingPropagator, "_propagate_tensor_meta_non_cached"),
         (DeviceMesh, "__init__"),
@@ -24,7 +23,7 @@ def install() -> None:
         (DeviceMesh, "_flatten"),
     ):
         setattr(owner, name, _unseen(getattr(owner, name)))
-    _dispatch.is_rng_supported_mesh = lambda mesh: False  # dropout would read and set the state of a GPU's generator
+    _dispatch.is_rng_supported_mesh = lambda mesh: False  # dropout would use a GPU's generator
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -24,16 +24,16 @@ IS_BUILT_SLOT, HAS_PRIMARY_CONTEXT_SLOT = 4, 6
 CUDA_DEVICE_TYPE, LAZY_DEVICE_TYPE = 1, 17
 """c10::DeviceType values; the Lazy guard answers deviceCount() == 0."""
 COMPUTE_CAPABILITY = (8, 0)
-"""What a trace stands for: an A100 and everything newer takes the same paths where only this is asked."""
+"""The compute capability of a trace, of an A100; newer GPUs take the same paths wherever only this is asked."""
 
 MOST_NUMBERS = 1024
-"""A tensor that a script writes down number by number has no more."""
+"""A tensor that a script writes as a list of numbers has at most this many."""
 
 _keep_alive: list[Any] = []
 
 
 def install() -> None:
-    """Make fake cuda tensors usable in this process. Raises: CollectorError on a torch that was never tried."""
+    """Make fake cuda tensors usable in this process. Raises: CollectorError for a release of torch that was never tried."""
     if torch.cuda.is_available() or _keep_alive:
         return
     release = ".".join(torch.__version__.split(".")[:2])
@@ -61,9 +61,9 @@ def _register_device_guard(libraries: str) -> None:
     # the only three operators with a CUDA kernel and a composite one: without this they would be decomposed
     for operator in ("silu_backward", "mish_backward", "_fused_rms_norm"):
         library.impl(operator, lambda *arguments, **keywords: None, "CUDA")
-    # numbers that a script writes down (`x.new_tensor(1.0)`) are moved for real while torch.compile folds what it knows
+    # numbers in a script (`x.new_tensor(1.0)`) are really moved while torch.compile folds known values
     library.impl("empty_strided", _on_the_cpu, "CUDA")
-    # compiled code gives it the memory of its result; without a rule it would be run on real tensors
+    # compiled code passes it the memory for its output; without a rule it would be run on real tensors
     library.impl("_scaled_mm.out", lambda *arguments, out, **keywords: out, "Meta")
     _keep_alive.append(library)
 
@@ -75,12 +75,12 @@ def _on_the_cpu(size: Any, stride: Any, *, dtype: torch.dtype | None = None, **_
 
 
 def _replace_hooks(libraries: str) -> None:
-    """CUDA hooks that say "built" and "no context yet", in a copy of their virtual table."""
+    """Install CUDA hooks that answer "built" and "no context yet", in a copy of their virtual table."""
     get_hooks = ctypes.CDLL(os.path.join(libraries, "libtorch_cpu.so"))._ZN2at6detail12getCUDAHooksEv
     get_hooks.restype = ctypes.c_void_p
     hooks = ctypes.cast(get_hooks(), ctypes.POINTER(ctypes.c_void_p))
     size = 60
-    header = 16  # offset-to-top and type information stand before the first slot
+    header = 16  # offset-to-top and type information precede the first slot
     original = ctypes.cast((hooks[0] or 0) - header, ctypes.POINTER(ctypes.c_void_p * size)).contents
     table = (ctypes.c_void_p * size)(*original)
     predicate = ctypes.CFUNCTYPE(ctypes.c_bool, ctypes.c_void_p, ctypes.c_int8)
@@ -92,7 +92,7 @@ def _replace_hooks(libraries: str) -> None:
 
 
 def _allow_fake_tensors() -> None:
-    """Python-side checks that look at the exact type of a tensor or for a real GPU."""
+    """Change checks in Python that test the exact type of a tensor, or for a real GPU."""
     from torch._subclasses.fake_tensor import FakeTensor
 
     for module in ("torch.utils._foreach_utils", "torch.optim.optimizer"):
@@ -100,7 +100,8 @@ def _allow_fake_tensors() -> None:
         supported.append(FakeTensor)  # else AdamW silently becomes a for-loop
     amp = importlib.import_module("torch.cuda.amp.common")
     amp.amp_definitely_not_available = lambda: False  # type: ignore[attr-defined]  # else autocast("cuda") disables itself
-    # for good: where it asks NVML it counts devices, of which a trace pretends to have one (`fake_streams`, `inductor`)
+    # permanently: torch would ask NVML for the number of devices, of which a trace pretends to have one (`fake_streams`,
+    # `inductor`)
     torch.cuda.is_available = lambda: False
     torch.cuda.is_bf16_supported = lambda *arguments, **keywords: True
     torch.cuda.get_device_capability = lambda device=None: COMPUTE_CAPABILITY  # chooses the experts' grouped matmul

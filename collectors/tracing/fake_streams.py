@@ -1,10 +1,10 @@
-"""What data-parallel wrappers ask of CUDA beyond tensors: streams, events and devices that do nothing, on a machine
-without a GPU. Everything then happens in the order in which it is asked for.
+"""What data-parallel wrappers need of CUDA besides tensors: streams, events and devices that do nothing, on a machine
+without a GPU. Everything then happens in the order of the calls.
 
-`max_memory_allocated` does not depend on the streams: a block that another stream still uses counts as free from the
-moment that Python lets go of it (CUDACachingAllocator `free`). Reserved memory does: each stream has a pool of its own, and
-such a block is not handed out again before the CPU knows that the other stream is done with it. So a `Watcher` is told on
-which stream each tensor is made, what other streams use, and when the CPU has waited.
+`max_memory_allocated` does not depend on streams: a block that another stream still uses counts as free as soon as Python
+has released it (CUDACachingAllocator `free`). Reserved memory does: each stream has a pool of its own, and such a block is
+not reused before the CPU knows that the other stream has finished with it. So a `Watcher` is told on which stream each
+tensor is allocated, which tensors other streams use, and when the CPU has waited.
 """
 
 from __future__ import annotations
@@ -18,53 +18,53 @@ import torch
 import torch.distributed as dist
 
 STREAMS_IN_POOL = 32
-"""Of each of two priorities: a new `torch.cuda.Stream` is one of these in turn (c10/cuda/CUDAStream.cpp,
+"""Streams of each of two priorities; a new `torch.cuda.Stream` is the next one of these, in turn (c10/cuda/CUDAStream.cpp,
 `kStreamsPerPool`)."""
 
 
 class Watcher(Protocol):
-    """Whoever sees the tensors."""
+    """An observer of tensors and streams."""
 
     @property
     def now(self) -> int:
-        """The operation that comes next."""
+        """The number of the next operation."""
 
     def switched(self, stream: int) -> None:
-        """From now on tensors are made on `stream`."""
+        """From now on tensors are allocated on `stream`."""
 
     def used(self, tensor: torch.Tensor, stream: int) -> None:
-        """`stream` uses `tensor`, whichever stream it was made on."""
+        """`stream` uses `tensor`, which may have been allocated on another one."""
 
     def done(self, until: int) -> None:
-        """The CPU knows that the GPU has done all that was asked for before the operation `until`."""
+        """The CPU knows that the GPU has finished everything launched before the operation `until`."""
 
 
 class _Nobody:
     now = 0
 
     def switched(self, stream: int) -> None:
-        """Nobody cares."""
+        """Does nothing."""
 
     def used(self, tensor: torch.Tensor, stream: int) -> None:
-        """Nor here."""
+        """Does nothing."""
 
     def done(self, until: int) -> None:
-        """Nor here."""
+        """Does nothing."""
 
 
 _WATCHER: Watcher = _Nobody()
 _MADE = {True: itertools.count(), False: itertools.count()}
-"""Streams so far, by whether they have a high priority."""
+"""Whether the priority is high -> counter of streams."""
 
 
 def tell(watcher: Watcher) -> None:
-    """Tell `watcher` from now on."""
+    """Report to `watcher` from now on."""
     global _WATCHER
     _WATCHER = watcher
 
 
 class Stream:
-    """A stream on which everything happens at once. Its number is 0 for the one that computes."""
+    """A stream on which everything happens at once. Number 0 is the computing stream."""
 
     device = torch.device("cuda:0")
     device_index = 0
@@ -79,40 +79,40 @@ class Stream:
         return self.stream_id
 
     def record_event(self, event: Event | None = None) -> Event:
-        """An event of now."""
+        """An event at this moment."""
         return (event or Event()).record()
 
     def query(self) -> bool:
-        """Nothing is left to do."""
+        """True: nothing is left to do."""
         return True
 
     def synchronize(self) -> None:
-        """The CPU waits for it."""
+        """The CPU waits for this stream."""
         _WATCHER.done(_WATCHER.now)
 
     def wait_stream(self, *_: Any) -> None:
-        """The GPU waits, not the CPU."""
+        """Only the GPU waits, not the CPU."""
 
     wait_event = wait_stream
 
 
 class Event:
-    """An event that has happened; the CPU knows it once it has waited."""
+    """An event that has happened. The CPU knows this after it has waited."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._recorded = 0
 
     def record(self, *_: Any) -> Event:
-        """Itself, as torch's does."""
+        """Returns the event itself, as in torch."""
         self._recorded = _WATCHER.now
         return self
 
     def query(self) -> bool:
-        """It has happened."""
+        """True: it has happened."""
         return True
 
     def wait(self, *_: Any) -> None:
-        """The GPU waits, not the CPU."""
+        """Only the GPU waits, not the CPU."""
 
     def synchronize(self) -> None:
         """The CPU waits for it."""
@@ -130,7 +130,7 @@ _CURRENT = DEFAULT
 
 
 def current_stream() -> Stream:
-    """The stream on which tensors are made now."""
+    """The stream on which tensors are now allocated."""
     return _CURRENT
 
 
@@ -143,7 +143,7 @@ def _set_stream(stream: Any) -> None:
 
 @contextlib.contextmanager
 def on(stream: Any) -> Iterator[Any]:
-    """Tensors are made on `stream` in here (`torch.cuda.stream`)."""
+    """A context in which tensors are allocated on `stream` (`torch.cuda.stream`)."""
     before = _CURRENT
     _set_stream(stream)
     try:
@@ -153,16 +153,16 @@ def on(stream: Any) -> Iterator[Any]:
 
 
 class _Logger:
-    """DDP's logger reads timers that only a CUDA build has."""
+    """DDP's logger without timers that only a CUDA build has."""
 
     def __getattr__(self, _: str) -> Any:
         return lambda *arguments, **keywords: None
 
 
 class _Reducer:
-    """DDP's reducer without its one rebuild of buckets in the order in which gradients arrived: that sends bucket
-    numbers around in a tensor with data. The buckets' bytes stay the same but for where one ends. Nor does it count its
-    forwards: from the first on it would time them, by events of a CUDA build, which want a driver."""
+    """DDP's reducer without its rebuild of buckets in the order in which gradients arrived, which sends bucket numbers in a
+    tensor with values. The bytes of buckets stay the same, but their limits may differ. Nor does it count its forwards:
+    from the first on it would time them with events of a CUDA build, which need a driver."""
 
     def __init__(self, reducer: Any) -> None:
         self._reducer = reducer
@@ -174,20 +174,20 @@ class _Reducer:
         return False
 
     def prepare_for_forward(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def install() -> None:
-    """Replace them for this process."""
+    """Replace them in this process."""
     cuda: Any = torch.cuda
     cuda.Stream, cuda.Event = Stream, Event
     cuda.stream, cuda.set_stream = on, _set_stream
     answers = {"default_stream": DEFAULT, "device_count": 1, "current_device": 0}
-    # a pipeline keeps the state of random numbers while it prepares
+    # a pipeline saves the state of random numbers while it prepares
     nothing = ("set_device", "get_rng_state", "set_rng_state", "reset_peak_memory_stats")
-    for name, answer in (answers | dict.fromkeys(nothing)).items():  # each a function of its own: Dynamo tells them apart
+    for name, answer in (answers | dict.fromkeys(nothing)).items():  # one function each: Dynamo distinguishes them
         setattr(cuda, name, lambda *_, answer=answer, **__: answer)
-    for module in (cuda, torch.accelerator):  # each with functions of its own; FSDP2 waits on what the second one says
+    for module in (cuda, torch.accelerator):  # each has its own functions; FSDP2 uses those of the second
         module.current_stream = lambda *_, **__: current_stream()
         module.synchronize = lambda *_, **__: DEFAULT.synchronize()
     torch.Tensor.record_stream = lambda tensor, stream: _WATCHER.used(tensor, stream.stream_id)  # type: ignore[method-assign,assignment]
@@ -197,9 +197,9 @@ def install() -> None:
 
 
 def _install_fsdp1() -> None:
-    """FSDP1 asks once, before its first forward, whether there is a GPU (always saying yes would mislead fake tensors);
-    and it compares addresses to see whether a flat parameter is sharded: all fake tensors have address 0, so frozen units
-    would stay gathered for ever."""
+    """Two changes for FSDP1. It asks once, before its first forward, whether there is a GPU; answering yes everywhere would
+    mislead fake tensors. And it compares addresses to see whether a flat parameter is sharded; all fake tensors have
+    address 0, so frozen units would stay gathered forever."""
     import torch.distributed.fsdp._runtime_utils as runtime
     import torch.distributed.fsdp.fully_sharded_data_parallel as wrapper
     from torch._subclasses.fake_tensor import FakeTensor
@@ -217,7 +217,8 @@ def _install_fsdp1() -> None:
     data: Any = torch.Tensor.data
 
     def set_data(tensor: FakeTensor, value: torch.Tensor) -> None:
-        """A fake tensor's device is an attribute, which goes with its data: FSDP1 moves a flat parameter so to the host."""
+        """Set the device together with the data, as it is an attribute of a fake tensor; FSDP1 moves a flat parameter to
+        the host in this way."""
         data.__set__(tensor, value)
         tensor.fake_device = value.device
 
@@ -233,7 +234,8 @@ def _install_ddp() -> None:
     reducer, find_unused_argument = dist.Reducer, 6  # type: ignore[attr-defined]
 
     def make_reducer(*arguments: Any, **keywords: Any) -> Any:
-        """Without its map of used parameters, 4 bytes each in pinned memory, which fake tensors cannot be."""
+        """A reducer without its map of used parameters, which has 4 bytes for each in pinned memory; fake tensors cannot be
+        pinned."""
         rest = arguments[find_unused_argument + 1 :]
         return reducer(*arguments[:find_unused_argument], False, *rest, **keywords)
 

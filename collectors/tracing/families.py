@@ -1,6 +1,6 @@
-"""The families of networks that the installed transformers trains, and what it takes where a configuration says nothing.
+"""The families of networks that the installed transformers can train, and its defaults for their configurations.
 
-`python -P -m peakcast.collectors.tracing.families` prints them as JSON, and the releases of the libraries.
+`python -P -m peakcast.collectors.tracing.families` prints them as JSON, with the releases of the libraries.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ MAPPINGS = (
     "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
 )
-"""Of `transformers.models.auto.modeling_auto`: which class trains which family."""
+"""Mappings of `transformers.models.auto.modeling_auto`: family -> class that trains it."""
 
 
 def defaults_of(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The defaults in the signature of the class that reads `config`, and of those that read its parts, by flat names."""
+    """The defaults in the signature of the class that reads `config`, and of classes that read its parts, by flat names."""
     import transformers
 
     read_by = transformers.CONFIG_MAPPING[config["model_type"]]
@@ -37,7 +37,7 @@ def defaults_of(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[s
 
 
 def families() -> dict[str, dict[str, Any]]:
-    """Each family's configuration of the defaults, where its class has no parts that are read by others."""
+    """Family -> a configuration with all defaults, for families whose class has no parts that other classes read."""
     import transformers
     from transformers.models.auto import modeling_auto
 
@@ -53,7 +53,7 @@ def families() -> dict[str, dict[str, Any]]:
 
 
 def _computed(read_by: Any, values: Mapping[str, Any]) -> dict[str, Any]:
-    """What the class itself puts where its signature says None: numbers, and lists of what each layer is."""
+    """Values that the class itself sets if its signature says None: numbers, and lists of the layers' kinds."""
     try:
         made = read_by()
     except Exception:  # some classes refuse their own defaults

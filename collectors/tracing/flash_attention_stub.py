@@ -1,9 +1,9 @@
-"""A `flash_attn` whose kernels do nothing, for tracing `attention: flash_attention_2`: what its functions keep and make
-around the kernels is seen; what the backward kernel takes inside itself is not.
+"""A `flash_attn` whose kernels do nothing, for tracing `attention: flash_attention_2` and scripts that call it: what its
+functions keep and make around the kernels is seen, and where a GPU is given what the backward kernel takes inside itself.
 
 Source: flash-attention 2.8 flash_attn/flash_attn_interface.py (`FlashAttnFunc`, `FlashAttnVarlenFunc`) and the rules for
-fake tensors there: queries, keys, values and the output are kept, a statistic in fp32 for each query of each head, and the
-state of the random numbers; head widths are padded to multiples of 8.
+fake tensors there: query, key, value and output are saved, an fp32 statistic for each query of each head, and the state of
+the random numbers; head widths are padded to multiples of 8.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import contextlib
 import functools
 import importlib.machinery
 import inspect
+import math
 import sys
 import types
 from collections.abc import Callable
@@ -19,43 +20,89 @@ from typing import Any
 
 import torch
 
+from peakcast.collectors.tracing.kernels import RULES, Taken, flash_backward_taken
+from peakcast.units import round_up
+
 WIDTH = 8
 """Head widths are padded to multiples of this."""
 
 
-class _Attention(torch.autograd.Function):  # type: ignore[misc]
-    """Shapes: [batch, sequence, heads, width], or with sequences of any length [tokens, heads, width]."""
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What the forward kernel makes. Shapes: [batch, sequence, heads, width], or of `sequences` of any length one after the
+    other (0: all are equally long) [tokens, heads, width]."""
+    *outer, tokens, heads, _ = query.shape
+    statistics = query.new_empty((*outer, heads, tokens), dtype=torch.float32)
+    output = query.new_empty((*query.shape[:-1], value.shape[-1]))
+    return output, statistics, query.new_empty((2,), dtype=torch.int64)
 
-    @staticmethod
-    def forward(context: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-        width = query.shape[-1]
-        padding = (0, -width % WIDTH)
-        if padding[1]:
-            query, key, value = (torch.nn.functional.pad(tensor, padding) for tensor in (query, key, value))
-        query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
-        output = torch.empty_like(query)
-        *outer, tokens, heads, _ = query.shape
-        statistics = torch.empty((*outer, heads, tokens), dtype=torch.float32, device=query.device)
-        random_state = torch.empty((2,), dtype=torch.int64, device=query.device)
-        context.save_for_backward(query, key, value, output, statistics, random_state)
-        return output[..., :width]
 
-    @staticmethod
-    def backward(context: Any, *gradients: torch.Tensor) -> Any:
-        query, key, value, *_ = context.saved_tensors
-        (gradient,) = gradients
-        made = [torch.empty_like(tensor) for tensor in (query, key, value)]
-        return tuple(tensor[..., : gradient.shape[-1]] for tensor in made)
+def _attention_backward(
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+
+
+def _keep(ctx: Any, inputs: Any, output: Any) -> None:
+    *tensors, ctx.sequences = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _go_back(context: Any, gradient: torch.Tensor, *_: Any) -> Any:
+    query, key, value, *_ = context.saved_tensors
+    backward = torch.ops.flash_attention.backward
+    return *backward(gradient, query, key, value, context.sequences), None
+
+
+def _backward_takes(arguments: Any, result: Any, device: Any) -> list[Taken]:
+    _, query, key, _, sequences = arguments
+    *outer, tokens, heads, width = query.shape
+    rows = tokens + 128 * sequences if sequences else round_up(tokens, 128) * math.prod(outer)
+    return flash_backward_taken(query, rows, heads, width, grouped=key.shape[-2] != heads)
+
+
+def _define() -> None:
+    """The two operators: to compiled code they are kernels whose results are there, which nothing else writes."""
+    given, made = "Tensor q, Tensor k, Tensor v, int sequences", "(Tensor, Tensor, Tensor)"
+    operators = (("forward", given, _attention), ("backward", f"Tensor gradient, {given}", _attention_backward))
+    for name, arguments, function in operators:
+        torch.library.define(f"flash_attention::{name}", f"({arguments}) -> {made}")
+        torch.library.impl(f"flash_attention::{name}", "default", function)
+        torch.library.register_fake(f"flash_attention::{name}", function)
+    torch.library.register_autograd("flash_attention::forward", _go_back, setup_context=_keep)
+    RULES[torch.ops.flash_attention.backward.default] = _backward_takes
+
+
+_define()
+
+
+def _attend(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The output and its statistics."""
+    width = value.shape[-1]
+    padding = (0, -width % WIDTH)
+    if padding[1]:
+        query, key, value = (torch.nn.functional.pad(tensor, padding) for tensor in (query, key, value))
+    query, key, value = (tensor if tensor.stride(-1) == 1 else tensor.contiguous() for tensor in (query, key, value))
+    output, statistics, _ = torch.ops.flash_attention.forward(query, key, value, sequences)
+    return output[..., :width], statistics
 
 
 OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "alibi_slopes", "deterministic")
 
 
 def _function(*tensors_and_lengths: str) -> Callable[..., Any]:
-    """Attention that is asked with these and OPTIONS: transformers reads from a signature what it may pass."""
+    """Attention with these arguments and OPTIONS in its signature, from which transformers reads what it may pass."""
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
-        return _Attention.apply(q, k, v)
+    def attend(
+        q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None, *_: Any, **more: Any
+    ) -> Any:
+        ends = cu_seqlens_q if isinstance(cu_seqlens_q, torch.Tensor) else None
+        output, statistics = _attend(q, k, v, 0 if ends is None else ends.shape[0] - 1)
+        asked = any(more.get(name) for name in ("return_attn_probs", "return_softmax_lse"))
+        return (output, statistics, None) if asked else output
 
     named = [inspect.Parameter(name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for name in (*tensors_and_lengths, *OPTIONS)]
     attend.__signature__ = inspect.Signature(named)  # type: ignore[attr-defined]
@@ -63,24 +110,44 @@ def _function(*tensors_and_lengths: str) -> Callable[..., Any]:
 
 
 flash_attn_func = _function("q", "k", "v")
-"""Of rows that are equally long."""
+"""For rows of equal lengths."""
 flash_attn_varlen_func = _function("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-"""Of sequences of any length, one after the other."""
+"""For sequences of any length, joined in one row."""
+
+
+def _packed(attend: Callable[..., Any]) -> Callable[..., Any]:
+    """Attention that is given queries, keys and values as one tensor, whose gradient is one as well."""
+
+    def attend_packed(qkv: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
+        return attend(*qkv.unbind(-3), *arguments, **keywords)
+
+    return attend_packed
+
+
+def _attend_cached(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+    """Of a generation: without a graph, and keys and values are written into the cache."""
+    return torch.empty_like(q)
 
 
 FUNCTIONS = {"flash_attn_func": flash_attn_func, "flash_attn_varlen_func": flash_attn_varlen_func}
+MORE_FUNCTIONS = {
+    "flash_attn_qkvpacked_func": _packed(flash_attn_func),
+    "flash_attn_varlen_qkvpacked_func": _packed(flash_attn_varlen_func),
+    "flash_attn_with_kvcache": _attend_cached,
+}
+"""Others that scripts call themselves."""
 
 
 def _mask(*, kv_length: int, attention_mask: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
-    """transformers' `flash_attention_mask` where no token pads, which fake ones cannot tell: a mask is kept where a static
-    cache is longer."""
+    """transformers' `flash_attention_mask` for batches without padding, which fake tensors cannot show: a mask is only kept
+    if a static cache is longer."""
     sliced = None if attention_mask is None else attention_mask[:, -kv_length:]
     return None if sliced is None or sliced.shape[1] == kv_length else sliced
 
 
 def install(*, packed: bool, padded: bool = True) -> None:
-    """Put it in the place of the package, in this process; `packed`: the row of a batch holds several sequences, and
-    `padded`: a batch's mask says which tokens pad, which fake ones cannot tell."""
+    """Install it in place of the package, in this process. `packed`: a row of the batch has several sequences; `padded`:
+    the batch's mask has padding, which fake tensors cannot show."""
     import transformers.modeling_flash_attention_utils as utils
     from transformers import PreTrainedModel
 
@@ -103,8 +170,9 @@ def install(*, packed: bool, padded: bool = True) -> None:
 
 
 def _install_in_old(utils: Any, packed: bool) -> None:
-    """The same for transformers before 4.54, which imports flash_attn's names while it is imported, if they are there, and
-    looks in each layer at positions that fake tensors do not have. Rows of several sequences are left to fail there."""
+    """The same for transformers before 4.54. It imports flash_attn's names, if they exist, when it is imported itself, and
+    reads positions in each layer, which fake tensors do not have. Rows of several sequences are not supported and fail
+    there."""
     import transformers.utils as shared
     from transformers import PreTrainedModel
 

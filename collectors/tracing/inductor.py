@@ -1,12 +1,12 @@
 """Lets `torch.compile` compile and run a step for a GPU on a machine without one, on fake `cuda` tensors.
 
-Dynamo, AOTAutograd's partitioner and Inductor are the real ones: what is kept for backward, what is fused, in which order
-kernels run and which buffer takes the place of which are theirs, lowered for CUDA. The Python that Inductor writes around
-its kernels, which makes and releases every buffer, is run as it is; only the kernels do nothing. So nothing is simulated,
-and nothing seen that a kernel would allocate inside itself.
+Dynamo, AOTAutograd's partitioner and Inductor are the real ones. They decide what is saved for backward, what is fused, in
+which order kernels run and which buffers are reused, lowered for CUDA. The Python code that Inductor writes around its
+kernels, which allocates and frees every buffer, is really run; only the kernels do nothing. So nothing is simulated, and
+memory that a kernel would allocate for itself is not seen.
 
-What Inductor decides by timing kernels on the GPU is not decided here: matrices whose sizes are not multiples of 8 elements
-stay unpadded (`fx_passes/pad_mm.py`), and `max_autotune` is off, as it is by default.
+Decisions that Inductor makes by timing kernels on the GPU are not made here: matrices whose sizes are not multiples of 8
+elements stay unpadded (`fx_passes/pad_mm.py`), and `max_autotune` is off, as it is by default.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ PROPERTIES = types.SimpleNamespace(
     max_threads_per_block=1024,
     regs_per_multiprocessor=65536,
     warp_size=32,
-    gcnArchName="",  # of AMD only, but asked of all
+    gcnArchName="",  # for AMD only, but read for all
 )
 """The GPU for which Inductor compiles: it splits long reductions by the number of multiprocessors. Source: NVIDIA A100
 architecture whitepaper, table 1; CUDA C++ programming guide, technical specifications of compute capability 8.0."""
 
 
 class _OnCpu(TorchDispatchMode):  # type: ignore[misc]
-    """Makes what is made on a GPU on the CPU."""
+    """Makes on the CPU what would be made on a GPU."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -57,7 +57,7 @@ class _OnCpu(TorchDispatchMode):  # type: ignore[misc]
 
 
 class _Generator(torch.Generator):  # type: ignore[misc]
-    """The GPU's random numbers: compiled code gives a kernel that runs again the state that it had."""
+    """The GPU's random generator: compiled code passes its earlier state to a kernel that runs again."""
 
     device = torch.device("cuda", 0)
 
@@ -75,7 +75,7 @@ class _Kernel:
     """A Triton kernel that is launched and does nothing."""
 
     def __init__(self, name: str, tracer: Tracer) -> None:
-        self.name = re.sub(r"_\d+$", "", name)  # without its number: equal ones of several layers are one name
+        self.name = re.sub(r"_\d+$", "", name)  # without its number, so that equal kernels of several layers share a name
         self.tracer = tracer
 
     def run(self, *arguments: Any, **_: Any) -> None:
@@ -85,8 +85,8 @@ class _Kernel:
 
 @contextlib.contextmanager
 def compiling(tracer: Tracer) -> Iterator[None]:
-    """Compile for `PROPERTIES` from now on in this process, and tell `tracer` of kernels; what is compiled lies in files
-    until the context ends. After `fake_cuda.install`."""
+    """A context in which this process compiles for `PROPERTIES` and reports kernels to `tracer`; compiled code is in files
+    until the context ends. To be used after `fake_cuda.install`."""
     with tempfile.TemporaryDirectory(prefix="peakcast-inductor-") as directory:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = directory
         _install(tracer)
@@ -95,7 +95,8 @@ def compiling(tracer: Tracer) -> Iterator[None]:
 
 @contextlib.contextmanager
 def when_asked(tracer: Tracer) -> Iterator[None]:
-    """As `compiling`, from the first call of `torch.compile` on: a step that compiles nothing needs not wait for it."""
+    """Like `compiling`, but beginning with the first call of `torch.compile`, so that a step that compiles nothing does not
+    wait for it."""
     compile_it, asked = torch.compile, False
     with contextlib.ExitStack() as stack:
 
@@ -114,7 +115,7 @@ def when_asked(tracer: Tracer) -> Iterator[None]:
 
 
 def _untimed(keywords: dict[str, Any]) -> dict[str, Any]:
-    """What `torch.compile` is asked for, without choices that are made by timing kernels on the GPU."""
+    """The arguments of `torch.compile` without those that choose by timing kernels on the GPU."""
     if str(keywords.get("mode", "")).startswith("max-autotune"):
         return {**keywords, "mode": None}
     options = keywords.get("options") or {}
@@ -123,7 +124,7 @@ def _untimed(keywords: dict[str, Any]) -> dict[str, Any]:
 
 
 def load() -> None:
-    """Import what would take Triton apart, before a stub seems to be it."""
+    """Import code that would examine Triton, before it is replaced by a stub."""
     for name in ("compile_fx", "codegen.triton", "codegen.wrapper"):
         importlib.import_module(f"torch._inductor.{name}")
 
@@ -137,10 +138,10 @@ def _install(tracer: Tracer) -> None:
 
     load()
     if not _triton.has_triton_package():
-        find_stubs("triton")  # the code that is written imports it
+        find_stubs("triton")  # generated code imports it
     config.force_disable_caches = True  # a kernel of an earlier trace, or of a real run, is not this one
     config.compile_threads = 1
-    # an operator's rule for fake tensors may say other strides than its kernel has, which older releases did not mind
+    # an operator's rule for fake tensors may have other strides than its kernel, which older releases accepted
     config.size_asserts = config.alignment_asserts = False
     _answer_for_the_gpu()
     scheduler.has_triton = lambda: True  # type: ignore[attr-defined]
@@ -165,7 +166,7 @@ def _install(tracer: Tracer) -> None:
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile without the modes that see what runs: torch leaves them on for backward, and for what
+    """Compile outside of the modes that see what runs; torch leaves them on for backward, and for what
     `DistributedDataParallel` wraps."""
 
     @functools.wraps(function)
@@ -177,8 +178,8 @@ def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _of_changed_views(convert: Callable[..., Any]) -> Callable[..., Any]:
-    """Compile what changes a view of a weight in place under no_grad: torch 2.13 asks the view whether it is a leaf, which
-    autograd refuses to say. A tensor of the same storage is asked instead."""
+    """Compile code that changes a view of a weight in place under no_grad. torch 2.13 asks the view whether it is a leaf,
+    which autograd refuses to tell; a tensor of the same storage is asked instead."""
 
     @functools.wraps(convert)
     def converted(self: Any, fake_mode: Any, tensor: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
@@ -193,8 +194,8 @@ def _of_changed_views(convert: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def forget_flex_attention() -> None:
-    """Let go at once of what compiling transformers' flex attention leaves in cycles of references (arguments of its first
-    call), as a run does when Python next looks for such."""
+    """Free at once what compiling transformers' flex attention leaves in reference cycles (arguments of its first call); in
+    a real run, Python's next collection frees it."""
     from torch._dynamo.utils import counters
     from transformers.integrations import flex_attention
 
@@ -231,7 +232,7 @@ def _answer_for_the_gpu() -> None:
     cuda.default_generators = (_Generator(),)
     cuda._DeviceGuard = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
-    # C functions that would make real tensors of the GPU's, or of a fake one's storage
+    # C functions that would make real tensors on the GPU, or from a fake tensor's storage
     answers._empty_strided_cuda = functools.partial(_empty, device="cuda:0")  # type: ignore[attr-defined]
     answers._empty_strided_cpu = functools.partial(_empty, device="cpu")  # type: ignore[attr-defined]
     answers._reinterpret_tensor = lambda whole, size, stride, offset=0: torch.as_strided(  # type: ignore[attr-defined]

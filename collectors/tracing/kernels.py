@@ -1,4 +1,4 @@
-"""What the kernel of an operator takes from the allocator for itself, worked out from the tensors it was given."""
+"""What an operator's kernel allocates for itself, computed from the tensors that it was given."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import torch
 from peakcast import kernel_workspaces
 from peakcast.catalog import Device
 from peakcast.kernel_workspaces import CUBLASLT_BYTES, INDEXED_MAX_ACCUMULATOR_BYTES, SUM_ACCUMULATOR_BYTES, VECTOR
+from peakcast.units import round_up
 
 aten = torch.ops.aten
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
@@ -19,7 +20,7 @@ RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Bytes that a kernel takes: while it runs, or `kept` by its library from then on."""
+    """Bytes that a kernel allocates: while it runs, or, if `kept`, from then on by its library."""
 
     name: str
     num_bytes: int
@@ -27,7 +28,7 @@ class Taken:
 
 
 def taken(operator: Any, arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
-    """What `operator` took of `device` to make `result`. Empty for operators of which nothing is known."""
+    """What `operator` allocated on `device` to make `result`; empty for operators without a rule."""
     rule = RULES.get(operator)
     return rule(arguments, result, device) if rule is not None else []
 
@@ -45,7 +46,7 @@ def _reduces(accumulator_bytes: int) -> Callable[[Sequence[Any], Any, Device], l
 
 
 def reduction_of(source: torch.Tensor, dims: Any, device: Device, accumulator_bytes: int) -> kernel_workspaces.Workspace:
-    """What a reduction of `source` over `dims` (None, or none: over all) takes, by its shape and strides."""
+    """What a reduction of `source` over `dims` (None or empty: all) allocates, from its shape and strides."""
     given = (dims,) if isinstance(dims, int) else tuple(dims or range(source.dim()))
     reduced = {dim % source.dim() for dim in given} if source.dim() else set()
     sides: list[list[int]] = [[], []]
@@ -67,7 +68,7 @@ def reduction_of(source: torch.Tensor, dims: Any, device: Device, accumulator_by
 
 def _index_put(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
     """With `accumulate`, indices are sorted first: four copies of them (torch 2.11 `Indexing.cu`,
-    `index_put_with_sort_kernel`; a fifth is gone by then), and what the sort takes."""
+    `index_put_with_sort_kernel`; a fifth is freed by then), and the sort's own memory."""
     target, indices, _, *rest = arguments
     if not (rest and rest[0]):
         return []
@@ -94,6 +95,29 @@ def _addmm(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]
     return found
 
 
+def flash_backward_taken(query: torch.Tensor, rows: int, heads: int, width: int, *, grouped: bool) -> list[Taken]:
+    """What a backward of flash attention takes for `rows` queries (filled up to blocks) of so many `heads`, and where heads
+    share keys (`grouped`) for the gradients of keys and values at all heads."""
+    accumulator, sums = kernel_workspaces.flash_backward(rows, heads, width)
+    found = [Taken("flash.dq_accum", accumulator), Taken("flash.row_sums", sums)]
+    whole = query.numel() * query.element_size()
+    return [*found, *(Taken(name, whole) for name in ("flash.dk_expanded", "flash.dv_expanded") if grouped)]
+
+
+def _flash_backward(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
+    """Shapes: [batch, heads, sequence, width]."""
+    _, query, key, *_ = arguments
+    batch, heads, tokens, width = query.shape
+    rows = batch * round_up(tokens, 128)
+    return flash_backward_taken(query, rows, heads, width, grouped=key.shape[1] != heads)
+
+
+def _efficient_backward(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
+    """The row sums "delta" (attention_backward.cu). Shapes: [batch, heads, sequence, width]."""
+    batch, heads, tokens, _ = arguments[1].shape
+    return [Taken("attention.row_sums", 4 * batch * heads * tokens)]
+
+
 _sum, _max = _reduces(SUM_ACCUMULATOR_BYTES), _reduces(INDEXED_MAX_ACCUMULATOR_BYTES)
 RULES: dict[Any, Callable[[Sequence[Any], Any, Device], list[Taken]]] = {
     aten.sum.dim_IntList: _sum,
@@ -113,5 +137,7 @@ RULES: dict[Any, Callable[[Sequence[Any], Any, Device], list[Taken]]] = {
     aten.bmm.default: _product,
     aten.baddbmm.default: _product,
     aten.addmm.default: _addmm,
+    aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
+    aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
-"""Operators whose workspaces were recorded (`datasets/published/histories`), and what each takes."""
+"""Operators whose workspaces were recorded (`datasets/published/histories`), or are read in their source."""

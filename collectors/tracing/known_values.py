@@ -1,7 +1,7 @@
 """Fake tensors whose values are known: token ids, grids of patches, and what is computed from them.
 
-A fake tensor has a shape and no values. Where values decide shapes (how many tokens stand for images, where a window of
-patches ends), small tensors that follow from known ones are computed for real as well, on the CPU, unseen by any tracer.
+A fake tensor has a shape and no values. If values decide shapes (how many tokens stand for images, where a window of
+patches ends), small tensors that follow from known ones are also computed for real, on the CPU, invisible to any tracer.
 """
 
 from __future__ import annotations
@@ -21,17 +21,21 @@ from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unf
 
 MOST_ELEMENTS = 2**21
 """Of a tensor whose values are kept: more than the tokens of the largest batch that is recorded."""
-_WITHOUT_VALUES = ("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like", "aten.randn", "aten.native_dropout")
-"""How operators begin whose results are memory that nobody has written yet, or noise."""
+_WITHOUT_VALUES = (
+    *("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like", "aten.randn", "aten.native_dropout"),
+    "aten.as_strided",
+)
+"""How operators begin whose results are memory that nobody has written yet, noise, or what a storage holds elsewhere."""
 
 
 label = functools.cache(str)
-"""The name of an operator, "aten.add.Tensor": torch puts it together anew each time."""
+"""The name of an operator, "aten.add.Tensor". Cached, because torch builds the text at each call."""
 
 
 def install() -> None:
-    """Let `torch.tensor` take numbers that are fake tensors, which it reads where no mode sees it, and let `tolist` read
-    all values at once; in this process, for good."""
+    """Let `torch.tensor` take numbers that are fake tensors, which it reads where no mode sees it, let `tolist` read all
+    values at once, and let a number be written into a text (the name of an expert, of Switch); in this process, for good.
+    """
     if hasattr(torch.tensor, "__wrapped__"):
         return
     make, to_list = torch.tensor, FakeTensor.tolist
@@ -47,14 +51,22 @@ def install() -> None:
         with _disable_current_modes():
             return value.tolist()
 
-    torch.tensor, FakeTensor.tolist = made, listed
+    def formatted(tensor: FakeTensor, specification: str) -> str:
+        value = value_of(tensor) if tensor.ndim == 0 else None
+        if value is None:
+            return object.__format__(tensor, specification)
+        with _disable_current_modes():
+            return format(value.item(), specification)
+
+    torch.tensor, FakeTensor.tolist, FakeTensor.__format__ = made, listed, formatted
 
 
 class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
-    """Fake tensors, of which small ones have values where all that they follow from has."""
+    """Makes fake tensors; small ones have values if everything from which they follow has."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """The fake result, and the real one where it is known. Raises what FakeTensorMode raises where it is not."""
+        """The fake result, with the real values if they are known. If they are not, it raises what FakeTensorMode
+        raises."""
         kwargs = kwargs or {}
         known = self._follows(func, args, kwargs)
         values = _on_the_cpu(args, kwargs) if known else ((), {})  # now: what runs inside may forget them
@@ -71,22 +83,22 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
             for fake, real in zip(tree_iter(result), tree_iter(_really(func, *values)), strict=True):
                 if isinstance(fake, FakeTensor):
                     fake.known_value = real
-        elif func is torch.ops.aten.topk.default and result[1].numel() <= MOST_ELEMENTS:
-            result[1].known_value = _in_turn(result[1], args[0].shape[kwargs.get("dim", args[2] if len(args) > 2 else -1)])
+        elif (largest := _largest(func, args, kwargs, result)) is not None and largest[0].numel() <= MOST_ELEMENTS:
+            largest[0].known_value = _in_turn(*largest)
         else:
             _forget_written(func, args)
         return result
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Whether the values of the result of `func` are to be known."""
+        """Whether the values of `func`'s result should be computed."""
         return _are_known(func, args, kwargs)
 
     def _keeps(self, result: torch.Tensor) -> bool:
-        """Whether those of this one are kept."""
+        """Whether the values of this result are kept."""
         return bool(result.numel() <= MOST_ELEMENTS)
 
     def _faked(self, real: Any, args: Any) -> Any:
-        """Fake tensors with the values of `real`, on the device of what they were made from."""
+        """Fake tensors with the values of `real`, on the device of the arguments from which they were made."""
         device = next(one.device for one in tree_iter(args) if isinstance(one, torch.Tensor))
 
         def fake(value: torch.Tensor) -> torch.Tensor:
@@ -98,21 +110,41 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
         return tree_map_only(torch.Tensor, fake, real)
 
 
+_LARGEST: dict[Any, tuple[int, int | None]] = {
+    torch.ops.aten.topk.default: (2, -1),
+    torch.ops.aten.max.dim: (1, None),
+    torch.ops.aten.argmax.default: (1, None),
+}
+"""Operators that say which numbers along a dimension are the largest: that dimension's place among the arguments, and its
+default (None: over all dimensions)."""
+
+
+def _largest(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[torch.Tensor, int] | None:
+    """The positions that `func` has found along a dimension, and how many there are to choose from."""
+    if func not in _LARGEST:
+        return None
+    place, default = _LARGEST[func]
+    dim = kwargs.get("dim", args[place] if len(args) > place else default)
+    if dim is None or not args[0].ndim:
+        return None
+    return (result if isinstance(result, torch.Tensor) else result[1]), args[0].shape[dim]
+
+
 def _in_turn(chosen: torch.Tensor, choices: int) -> torch.Tensor:
-    """The largest of numbers that nobody knows: each as often as any other, which is how a router is to spread tokens."""
+    """The largest of unknown numbers: every index equally often, as a balanced router would spread tokens."""
     with _disable_current_modes():
         return (torch.arange(chosen.numel()) % choices).reshape(chosen.shape)
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """The values of a tensor; None where nobody knows them."""
+    """The values of a tensor; None if they are not known."""
     if isinstance(tensor, FakeTensor):
         return getattr(tensor, "known_value", None)
     return tensor if tensor.device.type == "cpu" and tensor.numel() <= MOST_ELEMENTS else None
 
 
 def _plain(data: Any) -> Any:
-    """Numbers that are fake tensors of a list, as numbers."""
+    """`data` in which fake tensors of a list are replaced by their numbers."""
     if isinstance(data, (list, tuple)):
         return [_plain(one) for one in data]
     return data.item() if isinstance(data, FakeTensor) and data.ndim == 0 else data
@@ -126,15 +158,21 @@ def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
 
 
 def _on_the_cpu(args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Arguments with the values of tensors in their places."""
+    """The arguments with tensors replaced by their values."""
     leaves, spec = tree_flatten((args, kwargs))
     found: tuple[Any, Any] = tree_unflatten([_on_cpu(leaf) for leaf in leaves], spec)
     return found
 
 
 def _really(func: Any, args: Any, kwargs: Any) -> Any:
+    kwargs = {name: value for name, value in kwargs.items() if name != "pin_memory"}
     with _disable_current_modes(), torch.no_grad():
-        return func(*args, **{name: value for name, value in kwargs.items() if name != "pin_memory"})
+        try:
+            return func(*args, **kwargs)
+        except NotImplementedError:  # the CPU has it for fractions alone: histc, which counts the tokens of each expert
+            dtype = next(one.dtype for one in tree_iter(args) if isinstance(one, torch.Tensor))
+            made = func(*tree_map_only(torch.Tensor, torch.Tensor.double, args), **kwargs)
+            return tree_map_only(torch.Tensor, lambda one: one.to(dtype), made)
 
 
 def _on_cpu(leaf: Any) -> Any:
@@ -144,7 +182,8 @@ def _on_cpu(leaf: Any) -> Any:
 
 
 def _positions(indices: Any) -> list[Any] | None:
-    """`indices` with masks as the positions that they choose; None where the values of a mask are not known."""
+    """`indices` in which masks are replaced by the positions that they select; None if the values of a mask are not
+    known."""
     found: list[Any] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):
@@ -163,7 +202,7 @@ def _on(index: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _forget_written(func: Any, args: Any) -> None:
-    """What is overwritten has other values from here on."""
+    """Forget the values of tensors that the operator overwrites."""
     for argument, given in zip(func._schema.arguments, args, strict=False):
         if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, FakeTensor):
             given.known_value = None

@@ -1,7 +1,7 @@
-"""What megatron-core asks of CUDA and of a process group beyond tensors, answered on a machine without a GPU.
+"""What megatron-core needs of CUDA and of a process group besides tensors, replaced on a machine without a GPU.
 
-Installed before megatron-core is imported. Functions that it compiles become one operation of the trace: what a fused
-kernel has inside itself is never allocated.
+To be installed before megatron-core is imported. Functions that it compiles become one operation of the trace: intermediate
+tensors of a fused kernel are never allocated.
 """
 
 from __future__ import annotations
@@ -23,23 +23,24 @@ from peakcast.collectors.tracing.tracer import Tracer
 
 HOPPER = SimpleNamespace(major=9, minor=0, multi_processor_count=132, name="NVIDIA H100 80GB HBM3")
 BLACKWELL = SimpleNamespace(major=10, minor=0, multi_processor_count=148, name="NVIDIA B200")
-"""The GPUs that a trace stands for: Transformer Engine chooses by their compute capability."""
+"""The GPUs for which a trace stands; Transformer Engine chooses by their compute capability."""
 COMPILED_MODULES = frozenset({"megatron.core.fusions.fused_cross_entropy", "megatron.core.activations"})
-"""Modules of functions that Inductor compiles in a trace too: whose kernels hand large tensors to each other, or whose
-backward autograd makes."""
+"""Modules whose functions Inductor compiles in a trace too, because their kernels exchange large tensors, or because
+autograd makes their backward."""
 _TYPE_NAMES = {torch.float32: "Float", torch.bfloat16: "BFloat16", torch.float16: "Half"}
 
 
 class _Done:
-    """A communication that has happened."""
+    """A finished communication."""
 
     def wait(self) -> None:
         """Nothing to wait for."""
 
 
 def install(tracer: Tracer, *, engine: bool, compiles: bool, gpu: SimpleNamespace = HOPPER) -> None:
-    """Replace them for this process. `engine`: with Transformer Engine, where its Python is installed; else without, also
-    where it is. `compiles`: whether those of `COMPILED_MODULES` are compiled, within `inductor.compiling`."""
+    """Replace them in this process. `engine`: with Transformer Engine, if its Python is installed; otherwise without it,
+    even if it is installed. `compiles`: whether functions in `COMPILED_MODULES` are compiled, within
+    `inductor.compiling`."""
     cuda: Any = torch.cuda
     compiler = torch.compile if compiles else None
     torch.compile = functools.partial(_one_operation, tracer, compiler)  # type: ignore[assignment]  # core/jit.py
@@ -49,7 +50,7 @@ def install(tracer: Tracer, *, engine: bool, compiles: bool, gpu: SimpleNamespac
     cuda.is_current_stream_capturing = lambda: False
     cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
     cuda.manual_seed = cuda.set_rng_state = lambda *_, **__: None
-    # what CheckpointWithoutOutput copies back: of fake storages that keeps both for good
+    # CheckpointWithoutOutput copies back; with fake storages that would keep both forever
     torch.UntypedStorage.copy_ = lambda storage, *_, **__: storage  # type: ignore[method-assign]
     dist.all_gather_object = _all_gather_object
     make, torch.Tensor.cuda = torch.tensor, lambda tensor, *_, **__: tensor.to(device)  # type: ignore[method-assign]
@@ -57,7 +58,7 @@ def install(tracer: Tracer, *, engine: bool, compiles: bool, gpu: SimpleNamespac
     kind = torch.Tensor.type
 
     def type_of(tensor: Any, dtype: Any = None, **keywords: Any) -> Any:
-        """The optimizers tell parameters apart by the names of CUDA's types."""
+        """The names of CUDA's types, by which the optimizers distinguish parameters."""
         if dtype is None and tensor.dtype in _TYPE_NAMES and tensor.device.type == "cuda":
             return f"torch.cuda.{_TYPE_NAMES[tensor.dtype]}Tensor"
         return kind(tensor, dtype, **keywords)
@@ -86,14 +87,15 @@ def _install_in_megatron() -> None:
 
     random._set_cuda_rng_state = lambda *_, **__: None
     groups.einops = SimpleNamespace(rearrange=_ranks_by_level)
-    # its operators know no fake tensors
+    # its operators do not accept fake tensors
     buffers._coalescing_manager = dist._coalescing_manager = lambda *_, **__: contextlib.nullcontext(_Done())
     if not hasattr(clipping.l2_norm_impl, "__self__") and clipping.l2_norm_impl.__name__ == "local_multi_tensor_l2_norm":
         clipping.l2_norm_impl = _local_l2_norm
     unscale = MixedPrecisionOptimizer._unscale_main_grads_and_check_for_nan
 
     def unscale_finite(optimizer: Any) -> bool:
-        """A float16 gradient that overflows, which a host reads from the GPU, would skip the step and its states."""
+        """False: an overflow of float16 gradients, which the host would read from the GPU, would skip the step and its
+        states."""
         unscale(optimizer)
         return False
 
@@ -101,7 +103,7 @@ def _install_in_megatron() -> None:
 
 
 def answer_counts(rows: int) -> None:
-    """Lists that the host reads from the GPU are counts of tokens: equal shares of `rows`."""
+    """Lists that the host reads from the GPU are assumed to be counts of tokens: equal shares of `rows`."""
 
     read = torch.Tensor.tolist
 
@@ -112,9 +114,9 @@ def answer_counts(rows: int) -> None:
 
 
 def balance(rows: int, shares: int, dispatcher: str) -> None:
-    """A router is taken as balanced: a rank sends `rows` copies of tokens to experts and gets as many, and those of the
-    `shares` ranks that cut an expert (expert tensor parallelism) with it. Counts of tokens, which the host reads from the
-    GPU, are equal shares; so many a routing map selects, of the rank's own tokens or of all gathered ones."""
+    """Assume a balanced router. A rank sends `rows` copies of tokens to experts and receives as many, and with expert
+    tensor parallelism also those of the other `shares` ranks that split an expert. Counts of tokens, which the host reads
+    from the GPU, are equal shares; a routing map selects as many, from the rank's own tokens or from all gathered ones."""
     received = rows * shares
     selected = received if dispatcher == "allgather" else rows
 
@@ -124,7 +126,7 @@ def balance(rows: int, shares: int, dispatcher: str) -> None:
         return np.full(tuple(tensor.shape), rows // max(1, tensor.numel()), dtype=np.int64)
 
     class Selected(torch.autograd.Function):  # type: ignore[misc]
-        """`masked_select`, which keeps both its inputs."""
+        """`masked_select`, which saves both its inputs."""
 
         @staticmethod
         def forward(ctx: Any, tensor: Any, mask: Any) -> Any:
@@ -143,7 +145,7 @@ def balance(rows: int, shares: int, dispatcher: str) -> None:
     sort = dispatching.sort_chunks_by_idxs
 
     def sort_chunks(tensor: Any, sizes: Any, order: Any, *arguments: Any, **keywords: Any) -> Any:
-        """Chunks are of one size: their order is read from the host without being one of the counts."""
+        """All chunks have one size; the host reads their order, which is not one of the counts."""
         if not keywords.get("fused"):
             order = np.arange(order.numel())
         return sort(tensor, sizes, order, *arguments, **keywords)
@@ -152,7 +154,7 @@ def balance(rows: int, shares: int, dispatcher: str) -> None:
     permute = dispatching.permute
 
     def permute_rows(*arguments: Any, num_out_tokens: Any = None, **keywords: Any) -> Any:
-        """A number of rows that is read from the GPU is known."""
+        """The number of rows, which would be read from the GPU, is known."""
         if keywords.get("fused") and isinstance(num_out_tokens, torch.Tensor):
             num_out_tokens = selected
         return permute(*arguments, num_out_tokens=num_out_tokens, **keywords)
@@ -162,7 +164,7 @@ def balance(rows: int, shares: int, dispatcher: str) -> None:
     synchronize = kind._maybe_dtoh_and_synchronize
 
     def synchronized(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-        """What comes from each of the ranks that cut an expert is whole, not a share."""
+        """What comes from each of the ranks that split an expert is everything, not a share."""
         tokens_per_expert = synchronize(dispatcher, point, tokens_per_expert)
         if isinstance(dispatcher.output_splits_tp, np.ndarray):
             dispatcher.output_splits_tp = np.full(len(dispatcher.output_splits_tp), rows, dtype=np.int64)
@@ -175,7 +177,8 @@ def balance(rows: int, shares: int, dispatcher: str) -> None:
 def _one_operation(
     tracer: Tracer, compiler: Callable[..., Any] | None, function: Callable[..., Any] | None = None, **options: Any
 ) -> Any:
-    """`torch.compile` for a trace; `compiler` is torch's own, where more is seen than what outlives a function."""
+    """`torch.compile` for a trace: the function is one operation. `compiler` is torch's own, for functions of which more
+    must be seen than their outputs."""
     if function is None:
         return functools.partial(_one_operation, tracer, compiler)
     if compiler is not None and function.__module__ in COMPILED_MODULES:
@@ -190,7 +193,7 @@ def _one_operation(
 
 
 def _ranks_by_level(ranks: Any, pattern: str, *, l: int, s: int, u: int) -> Any:  # noqa: E741  # its caller's names
-    """The one thing that parallel_state asks of einops, "(l s u) -> (l u) s"."""
+    """The only operation of einops that parallel_state uses, "(l s u) -> (l u) s"."""
     return ranks.reshape(l, s, u).transpose(0, 2, 1).reshape(l * u, s)
 
 
@@ -199,7 +202,7 @@ def _all_gather_object(gathered: list[Any], value: Any, group: Any = None) -> No
 
 
 def _local_l2_norm(chunk_size: int, flag: Any, tensors: list[list[Any]], *_: Any) -> tuple[Any, None]:
-    """`local_multi_tensor_l2_norm`, which reads each tensor's norm back to the host."""
+    """`local_multi_tensor_l2_norm`, which would read each tensor's norm back to the host."""
     norms = [torch.norm(tensor) for group in tensors for tensor in group]
     del norms
     return torch.zeros(1, device="cuda"), None

@@ -1,8 +1,8 @@
 """Traces a user's own training step: any `nn.Module` with any step function, on fake tensors, in a process of its own.
 
 The user's file has a function without arguments that returns `(model, step)`: the module on device "cuda", and a function
-that runs one whole training step (forward, backward, optimizer). Phases are seen from outside: the loss by torch's loss
-functions, backward by `Tensor.backward`, clipping by `clip_grad_norm_`, the optimizer by its step hooks.
+that runs one whole training step (forward, backward, optimizer). Phases are recognised from outside: the loss by torch's
+loss functions, backward by `Tensor.backward`, clipping by `clip_grad_norm_`, the optimizer by its step hooks.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from peakcast.timeline import Category, Phase, Timeline
 
 def trace_module(target: str, gpu: str | None = None, *, timeout_seconds: float = 600) -> dict[str, Timeline]:
     """`{"first": ..., "steady": ...}`: the timelines of two steps of `target`, "path/to/file.py:function". With a GPU of
-    the catalog also what its kernels take for themselves.
+    the catalog, memory that its kernels allocate for themselves is included.
 
-    Raises: SpecError for a target that is not one, CollectorError with what the traced process said.
+    Raises: SpecError for an invalid target, CollectorError with the message of the traced process.
     """
     need("a trace", "torch")
     path, function = _target(target)
@@ -69,7 +69,7 @@ def _target(target: str) -> tuple[Path, str]:
 
 
 def trace_here(path: Path, function: str, gpu: str | None = None) -> dict[str, Timeline]:
-    """As `trace_module`, in this process, which it changes for good."""
+    """The same as `trace_module`, in this process, which it changes permanently."""
     import torch
 
     from peakcast.collectors.tracing import fake_cuda, fake_streams, inductor, patches
@@ -81,7 +81,7 @@ def trace_here(path: Path, function: str, gpu: str | None = None) -> dict[str, T
     tracer = Tracer()
     tracer.gpu = catalog.gpu(gpu) if gpu is not None else None
     spans: dict[str, tuple[int, int]] = {}
-    # one thread: autograd's own would not know that tensors made in backward are fake too
+    # one thread: in autograd's own, tensors made in backward would not be fake
     with inductor.when_asked(tracer), fake_mode(), tracer, torch.autograd.set_multithreading_enabled(False):
         model, step = built(path, function)
         tracer.name(model.named_parameters(), Category.PARAMETERS)
@@ -93,7 +93,7 @@ def trace_here(path: Path, function: str, gpu: str | None = None) -> dict[str, T
                 optimizers.clear()
                 step()
                 _name_states(tracer, model, optimizers)
-                gc.collect()  # what compiling leaves in cycles of references, as a job's trace does
+                gc.collect()  # frees what compiling leaves in reference cycles, as for a job's trace
                 spans[name] = (start, tracer.now)
     timelines = {name: tracer.timeline(*span) for name, span in spans.items()}
     if not timelines["steady"].names:
@@ -105,7 +105,7 @@ def trace_here(path: Path, function: str, gpu: str | None = None) -> dict[str, T
 
 
 def built(path: Path, function: str) -> tuple[Any, Callable[[], object]]:
-    """What the user's function returns, checked."""
+    """The result of the user's function, checked."""
     import torch
 
     sys.path.insert(0, str(path.parent))
@@ -126,7 +126,7 @@ def built(path: Path, function: str) -> tuple[Any, Callable[[], object]]:
 
 @contextlib.contextmanager
 def _phases(tracer: Any, model: Any, optimizers: list[Any]) -> Iterator[None]:
-    """Tell the tracer where the step is; collect the optimizers that it steps."""
+    """A context that tells `tracer` which phase the step is in, and collects the optimizers that step."""
     from torch.optim import optimizer as hooks
 
     from peakcast.collectors.tracing.phases import announced
@@ -157,7 +157,7 @@ def _name_states(tracer: Any, model: Any, optimizers: list[Any]) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Exit code 0 and both timelines as a line of JSON, or 2 with one sentence on standard error."""
+    """Prints both timelines as a line of JSON and returns 0, or returns 2 after one sentence on standard error."""
     path, function, *gpu = arguments
     import_for_good(("torch", "transformers.masking_utils"))
     try:

@@ -1,8 +1,8 @@
-"""What PyTorch and transformers do differently on fake tensors, replaced for the process that traces.
+"""Replaces what PyTorch and transformers do differently on fake tensors, for the process that traces.
 
-Above all scaled dot product attention: its chooser sees no GPU and would fall to the math path, so the operator that a GPU
-would run is called directly. A function is replaced, not a mode entered: a mode is off inside backward, where checkpointing
-recomputes.
+Most important is scaled dot product attention: without a GPU it would choose the math path, so the operator that a GPU
+would run is called directly. The function is replaced; a mode would not do, because modes are off inside backward, where
+checkpointing recomputes.
 """
 
 from __future__ import annotations
@@ -72,7 +72,8 @@ def _math(
     scale: float | None,
     enable_gqa: bool,
 ) -> Any:
-    """`_scaled_dot_product_attention_math` (attention.cpp), whose own code adds the mask in place but to fake tensors."""
+    """`_scaled_dot_product_attention_math` (attention.cpp), whose own code adds the mask in place except for fake
+    tensors."""
     narrow = query.dtype
     if narrow in (torch.float16, torch.bfloat16):
         query, key, value = query.float(), key.float(), value.float()
@@ -100,8 +101,8 @@ def _math(
 def _grouped_mm(
     mat_a: torch.Tensor, mat_b: torch.Tensor, scale_a: Any, scale_b: Any, *, offs: Any, out_dtype: Any, **more: Any
 ) -> Any:
-    """The result of `aten._grouped_mm`. torch 2.13's meta function refuses all but bfloat16, which a GPU does not: there
-    other dtypes are multiplied group by group into the result (aten/src/ATen/native/GroupedMMUtils.h)."""
+    """The result of `aten._grouped_mm`. torch 2.13's meta function only accepts bfloat16; a GPU also accepts other dtypes,
+    and multiplies them group by group into the result (aten/src/ATen/native/GroupedMMUtils.h)."""
     if scale_a is None and mat_a.dtype == mat_b.dtype != torch.bfloat16:
         return shapes._create_grouped_mm_output_tensor(mat_a, mat_b, offs, out_dtype)
     return _bfloat16_grouped_mm(mat_a, mat_b, scale_a, scale_b, offs=offs, out_dtype=out_dtype, **more)
@@ -111,8 +112,8 @@ _bfloat16_grouped_mm: Any = getattr(shapes, "_meta_grouped_mm_common", None)
 
 
 def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.nn.Module:
-    """`Module._apply` (behind `.to`, `.float`) by plain assignment: torch's own swaps tensors, which fake ones refuse. What
-    a framework has noted on a parameter stays on it: Megatron's experts say that they are no part of the dense buffers."""
+    """`Module._apply` (behind `.to`, `.float`) by plain assignment: torch's own swaps tensors, which fake ones refuse.
+    Attributes that a framework has set on a parameter are kept: Megatron marks experts as not part of the dense buffers."""
     for child in self.children():
         child._apply(convert)
     for name, parameter in self._parameters.items():
@@ -122,7 +123,7 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
             if converted is not parameter:
                 made = self._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
                 for note, value in vars(parameter).items():
-                    vars(made).setdefault(note, value)  # a fake tensor's own, such as its device, are there already
+                    vars(made).setdefault(note, value)  # a fake tensor already has its own, such as its device
     for name, buffer in self._buffers.items():
         if buffer is not None:
             self._buffers[name] = convert(buffer)
@@ -130,13 +131,13 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
 
 
 def install(*, masks_of_batch: bool = False) -> None:
-    """Use this module's attention for every call in this process, and keep transformers from building a mask it does not
-    need: `masks_of_batch` says that the batch has padding, or sequences joined in a row, where its values do not."""
+    """Use this module's attention for every call in this process, and prevent transformers from building a mask that it
+    does not need. `masks_of_batch`: the batch has padding, or sequences joined in a row, which fake values cannot show."""
     torch.nn.functional.scaled_dot_product_attention = scaled_dot_product_attention
     torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     if _bfloat16_grouped_mm is not None:
         shapes._meta_grouped_mm_common = _grouped_mm
-    # fake tensors cannot say whether a gradient was infinite; a step that is taken is the one to see
+    # whether a fake gradient is infinite is unknown; the step that is taken is the one to trace
     torch.amp.GradScaler._maybe_opt_step = (  # type: ignore[method-assign]
         lambda self, optimizer, state, *arguments, **keywords: optimizer.step(*arguments, **keywords)
     )
@@ -146,7 +147,7 @@ def install(*, masks_of_batch: bool = False) -> None:
         return
     compiling = torch.compiler.is_compiling  # inside what is compiled, transformers does not look at values either
     if hasattr(masks, "find_packed_sequence_indices") and not masks_of_batch:
-        find = masks.find_packed_sequence_indices  # fake tensors of no known value look packed to it: a b·s·s mask
+        find = masks.find_packed_sequence_indices  # fake tensors without values look packed to it: a b·s·s mask
         masks.find_packed_sequence_indices = lambda position_ids: (
             find(position_ids) if compiling() or value_of(position_ids) is not None else None
         )
@@ -157,7 +158,7 @@ def install(*, masks_of_batch: bool = False) -> None:
 
 
 def install_for_trainer() -> None:
-    """The Trainer asks whether the GPU has bfloat16."""
+    """Answer the Trainer's question whether the GPU has bfloat16."""
     import transformers.training_args as training_arguments
 
     training_arguments.is_torch_bf16_gpu_available = lambda: True

@@ -1,4 +1,4 @@
-"""Phases of a step that is nobody's but the user's, seen from outside: by what of torch it calls."""
+"""Recognises the phases of a user's own training step from outside, by the functions of torch that it calls."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ import torch
 from peakcast.timeline import Phase
 
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "binary_cross_entropy_with_logits")
-"""Of `torch.nn.functional`: from the first of these on until backward, the phase is the loss."""
+"""Functions of `torch.nn.functional`; the first call of one begins the loss phase, which lasts until backward."""
 CLIPPING = ("clip_grad_norm_", "clip_grad_value_", "get_total_norm")
-"""Of `torch.nn.utils`."""
+"""Functions of `torch.nn.utils`."""
 
 
 @contextlib.contextmanager
 def announced(tracer: Any) -> Iterator[None]:
-    """Tell `tracer` of loss, backward and gradient clipping as they begin, and of a forward after a backward."""
+    """A context in which `tracer` is told when loss, backward and gradient clipping begin, and a forward after a
+    backward."""
     saved: list[tuple[Any, str, Any]] = []
 
     def announce(owner: Any, name: str, phase: Phase) -> None:
@@ -46,13 +47,13 @@ def announced(tracer: Any) -> Iterator[None]:
 
 
 def inside_backward() -> bool:
-    """Whether autograd is running: a module that runs then is recomputed."""
+    """Whether autograd is running; a module that runs then is being recomputed."""
     return bool(torch._C._current_graph_task_id() != -1)
 
 
 def _forward_again(tracer: Any) -> None:
-    """A module that runs after a backward outside of it begins the next micro-batch."""
-    if torch.compiler.is_compiling():  # what is compiled would be so again for each phase
+    """A module that runs after a backward, and not within one, begins the next micro-batch."""
+    if torch.compiler.is_compiling():  # compiled code would be compiled again for each phase
         return
     if tracer.phase == Phase.BACKWARD and not inside_backward():
         tracer.phase = Phase.FORWARD

@@ -1,4 +1,4 @@
-"""Records a real run on a GPU: a tracer that also stamps the allocator's history with the operator at hand."""
+"""Records a real run on a GPU: a tracer that also stamps the allocator's history with the current operator."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from peakcast.timeline import Category, Phase
 from peakcast.timelines import timeline_to_mapping
 
 MAX_ENTRIES = 2_000_000
-"""Actions that the allocator keeps; a longer run overwrites its beginning, and is not recorded then."""
+"""Actions that the allocator keeps. A longer run overwrites its beginning, and is then not recorded."""
 
 
 class Recording(Tracer):
-    """As `Tracer`, on real tensors, beside the allocator's history. `content` is what a file of timelines holds."""
+    """A `Tracer` for real tensors, together with the allocator's history. `content` is the content of a file of
+    timelines."""
 
     def __init__(self, device_type: str = "cuda") -> None:
         super().__init__(device_type)
-        self._addresses: dict[int, int] = {}  # number of the entry -> where it lies
+        self._addresses: dict[int, int] = {}  # number of the entry -> its address
         self._ran_in: list[str] = []
         self._steps: list[int] = []
 
@@ -42,7 +43,7 @@ class Recording(Tracer):
         torch.cuda.memory._set_memory_metadata("")
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        for leaf in tree_iter((args, kwargs)):  # what C++ code made without an operator is seen when one takes it
+        for leaf in tree_iter((args, kwargs)):  # tensors made by C++ code without an operator are seen when one uses them
             if isinstance(leaf, torch.Tensor):
                 self._see(leaf, self.now)
         torch.cuda.memory._set_memory_metadata(str(self.now))
@@ -68,7 +69,7 @@ class Recording(Tracer):
         return self.content_of(trace)
 
     def content_of(self, trace: list[dict[str, Any]]) -> dict[str, Any]:
-        """As `content`, of an allocator's trace."""
+        """The same as `content`, from an allocator's trace."""
         if len(trace) >= MAX_ENTRIES:
             raise CollectorError(f"the run has more than {MAX_ENTRIES:,} actions of the allocator; record a shorter one.")
         made = history.allocations(trace)

@@ -1,9 +1,9 @@
-"""A tracer that also sees in which block of the network each operation belongs, forward and backward.
+"""A tracer that also finds the block of the network to which each operation belongs, forward and backward.
 
-A network's forward is cut where its blocks (the layers in a `ModuleList`) begin and end: gap, block, gap, block, ..., gap.
-The places 0, 1, 2, ... are these in the order in which they run; odd ones are blocks. Backward visits the same places from
-the last to the first: an operation belongs to the place in whose forward its autograd node was made, which the node's
-sequence number tells, and a recomputation belongs to the block that it runs.
+A network's forward is cut at the beginning and end of each block (the layers in a `ModuleList`): gap, block, gap, block,
+..., gap. Places 0, 1, 2, ... are these in the order in which they run; odd ones are blocks. Backward visits the same places
+from the last to the first. An operation belongs to the place in whose forward its autograd node was made, which the node's
+sequence number tells; a recomputation belongs to the block that it recomputes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from peakcast.timeline import Phase
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """From the operation `instant` on the step is at `place` of `micro_batch`, forward or backward."""
+    """From the operation `instant` on, the step is at `place` of `micro_batch`, forward or backward."""
 
     instant: int
     micro_batch: int
@@ -34,35 +34,36 @@ class Cut:
 
 
 class StretchTracer(Tracer):
-    """As `Tracer`, and knows the stretches. `cuts` say where they begin; `raw_bytes` are sizes as asked for, unrounded."""
+    """A `Tracer` that also knows the stretches. `cuts` are their beginnings; `raw_bytes` are requested sizes, not
+    rounded."""
 
     def __init__(self) -> None:
         super().__init__()
         self.cuts: list[Cut] = []
         self.raw_bytes: dict[int, int] = {}
-        """By the number of the entry."""
+        """Number of the entry -> bytes."""
         self.gradients: dict[int, str] = {}
-        """Entries that autograd hands to a parameter as its gradient, and the parameter's name."""
+        """Number of an entry that autograd gives to a parameter as its gradient -> the parameter's name."""
         self.handed_on: dict[int, int] = {}
-        """Before which operation it does so."""
+        """Number of such an entry -> the operation before which this happens."""
         self.visits = Visits()
         self.first_place: dict[str, int] = {}
-        """By module, the place where it first ran."""
+        """Module -> the place where it first ran."""
         self._blocks: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
         self._made_from: list[int] = []
         self._made_at: list[int] = []
         self._micro_batch = -1
         self._nodes_made = 0
-        """The sequence number after those of all nodes that the forward at hand has made."""
+        """The sequence number after all nodes that the current forward has made."""
         self._recomputing: int | None = None
-        """The node that is running a block again."""
+        """The node that is recomputing a block."""
         self._again = False
-        """Whether a block is running again."""
+        """Whether a block is being recomputed."""
 
     @contextmanager
     def following(self, model: torch.nn.Module) -> Iterator[None]:
-        """Watch the blocks of `model` begin and end."""
+        """A context in which the blocks of `model` are watched as they begin and end."""
         self._blocks = {id(part): name for name, part in blocks_of(model)}
         self._parameters = {id(parameter): name for name, parameter in model.named_parameters()}
         names = {id(part): name for name, part in model.named_modules()}
@@ -79,14 +80,14 @@ class StretchTracer(Tracer):
             unwatch()
 
     def micro_batch_begins(self) -> None:
-        """The next micro-batch is about to run forward."""
+        """The forward of the next micro-batch begins."""
         self._micro_batch += 1
         self._made_from, self._made_at = [], []
         self.visits.begin(self._micro_batch)
         self._move(0, backward=False)
 
     def backward_begins(self) -> None:
-        """Its backward is about to run."""
+        """The backward of the micro-batch begins."""
         self._recomputing, self._again, self._nodes_made = None, False, torch._C._autograd._get_sequence_nr()
         self._move(self.cuts[-1].place, backward=True)
 
@@ -118,7 +119,7 @@ class StretchTracer(Tracer):
             self._move(self.cuts[-1].place + 1, backward=False)
 
     def _recompute(self, block: int) -> None:
-        """A block runs again inside backward: what follows is the block's, whoever asked for it."""
+        """A block is recomputed inside backward: what follows belongs to the block, whichever code caused it."""
         node = torch._C._current_autograd_node()
         self._recomputing = node._sequence_nr() if node is not None else None
         self._again = True
@@ -136,9 +137,9 @@ class StretchTracer(Tracer):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
     def _follow(self, node: Any, func: Any, args: Any) -> None:
-        """Backward goes to the place where the node was made, never back to one that it has left. Nodes of a recomputation
-        are younger than the forward."""
-        variable = getattr(node, "variable", None)  # of AccumulateGrad, which has no place
+        """Move to the place where the backward node was made, never back to one that was left. Nodes made by a
+        recomputation are younger than the forward."""
+        variable = getattr(node, "variable", None)  # AccumulateGrad has one, and no place
         if variable is not None:
             self._accumulated(self._parameters.get(id(variable), ""), func, args)
             return
@@ -152,7 +153,7 @@ class StretchTracer(Tracer):
         self.visits.backward_at(number, self.now)
 
     def _accumulated(self, parameter: str, func: Any, args: Any) -> None:
-        """A parameter gets what backward has made as its gradient, or has it added to that (torch
+        """Note the gradient that a parameter gets from backward, or to which it is added (torch
         `csrc/autograd/functions/accumulate_grad.h`): the last tensor that is read."""
         read = [one for one in args if isinstance(one, torch.Tensor)]
         if parameter and read and func in (torch.ops.aten.detach.default, torch.ops.aten.add_.Tensor):
@@ -168,8 +169,8 @@ class StretchTracer(Tracer):
 
 
 def blocks_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
-    """The blocks of a network by name: the parts of its outermost lists of modules that have weights; of one without such
-    lists, the parts of its outermost sequence of blocks of one class."""
+    """The blocks of a network by name: the parts with weights of its outermost lists of modules; without such lists, the
+    parts of its outermost sequence of blocks of one class."""
     found: list[tuple[str, torch.nn.Module]] = []
     lists: list[str] = []
     for name, part in model.named_modules():
@@ -185,5 +186,5 @@ def blocks_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
 
 
 def _are_blocks(parts: list[torch.nn.Module]) -> bool:
-    """Whether modules that run one after the other are several of one class with parts of their own."""
+    """Whether modules that run one after the other are several modules of one class, with submodules."""
     return len(parts) > 1 and len({type(one) for one in parts}) == 1 and any(True for _ in parts[0].children())

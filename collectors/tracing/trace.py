@@ -31,9 +31,9 @@ def trace_job(
     job: TrainingJob, *, rank: int = 0, gpu: str | None = None, timeout_seconds: float = 600
 ) -> dict[str, Timeline]:
     """`{"first": ..., "steady": ...}`: the timelines of the two steps of `job` on `rank`, traced in a subprocess without a
-    GPU. With a GPU of the catalog also what its kernels take for themselves.
+    GPU. With a GPU of the catalog, memory that its kernels allocate for themselves is included.
 
-    Raises: CollectorError with what the subprocess said.
+    Raises: CollectorError with the message of the subprocess.
     """
     need("a trace", "torch")
     command = [sys.executable, "-P", "-m", "peakcast.collectors.tracing", "-", str(rank)]
@@ -59,7 +59,7 @@ def trace_job(
 
 
 def trace_here(job: TrainingJob, rank: int = 0, gpu: str | None = None) -> dict[str, Timeline]:
-    """As `trace_job`, in this process, which it changes for good (fake CUDA, patched attention)."""
+    """The same as `trace_job`, in this process, which it changes permanently (fake CUDA, patched attention)."""
     if job.framework == "deepspeed" and job.finetuning.quantization:
         return trace_on_cpu(job, rank)  # weights are quantised by their values
     check_traceable(job)
@@ -77,7 +77,7 @@ def trace_here(job: TrainingJob, rank: int = 0, gpu: str | None = None) -> dict[
 
 
 def check_traceable(job: TrainingJob) -> None:
-    """Raises: CollectorError for what fake tensors cannot run."""
+    """Refuse a job that cannot run on fake tensors. Raises: CollectorError."""
     beside = _beside_compile(job) if job.compile else ""
     for parameter, value, why in (
         ("compile", bool(beside), f"not yet with {beside}"),
@@ -107,13 +107,15 @@ def check_traceable(job: TrainingJob) -> None:
 
 
 def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.AbstractContextManager[None]:
-    """Make this process one in which jobs like `job` can be traced by `tracer`, for good; what a trace runs in besides."""
+    """Prepare this process permanently so that `tracer` can trace jobs like `job`. Returns a context in which the trace
+    must run."""
     from peakcast.collectors.frameworks import layouts, torchtitan_experts
     from peakcast.collectors.tracing import (
         deepspeed_fakes,
         dtensors,
         fake_cuda,
         fake_streams,
+        kernel_packages,
         known_values,
         megatron_fakes,
         patches,
@@ -136,6 +138,8 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         inductor.load()
     if job.loss.fused_linear_cross_entropy or job.framework_options.get("liger_kernels"):
         triton_stub.install()
+    if not (compiles(job) or compiles_part):
+        kernel_packages.install()
     if job.finetuning.quantization == "nf4":
         quantized_fakes.install()
     if job.loss.kind != "cross_entropy":
@@ -157,7 +161,7 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         engine = conventions(job)["adam_library"] != "torch"
         dispatcher = str(conventions(job)["moe_token_dispatcher_type"])
         shares = job.parallelism.expert_tensor_parallel_size or job.parallelism.tensor_parallel_size
-        blocks = conventions(job)["fp8_recipe"] == "mxfp8"  # which no GPU before Blackwell has
+        blocks = conventions(job)["fp8_recipe"] == "mxfp8"  # no GPU before Blackwell has it
         seen = megatron_fakes.BLACKWELL if blocks else megatron_fakes.HOPPER
         megatron_fakes.install(tracer, engine=engine, compiles=compiles_part, gpu=seen)
         if job.architecture.moe is not None:
@@ -176,15 +180,15 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
 
 
 def num_nonzero(job: TrainingJob) -> int | None:
-    """How many entries of a mask are set: flash attention gathers the tokens that are no padding, or finds the sequences by
-    their first positions. None: all of them, as with images, of which none is padding."""
+    """Number of true entries of a mask: flash attention gathers the tokens that are not padding, or finds the sequences by
+    their first positions. None: all, as with images, none of which is padding."""
     if job.images.per_sequence:
         return None
     return job.micro_batch_size if job.batch.form == "padding_free" else at_its_longest(job).num_tokens
 
 
 def one_thread() -> contextlib.AbstractContextManager[Any]:
-    """Backward runs in this thread: autograd's own would not know that tensors made there are fake too."""
+    """A context in which backward runs in this thread; in autograd's own, tensors made in backward would not be fake."""
     import torch
 
     context: contextlib.AbstractContextManager[Any] = torch.autograd.set_multithreading_enabled(False)
@@ -192,22 +196,21 @@ def one_thread() -> contextlib.AbstractContextManager[Any]:
 
 
 def _import_torchtitan() -> None:
-    """Its modules, which import Triton's kernels of expert parallelism that nobody launches here."""
+    """Import its modules, which import Triton's kernels for expert parallelism that are never launched here."""
     import importlib.util
 
     from peakcast.collectors.frameworks import torchtitan_experts
     from peakcast.collectors.tracing import triton_stub
 
-    for torchs_own in ("torch._inductor.compile_fx", "torch.utils.flop_counter"):
-        importlib.import_module(torchs_own)  # these look for Triton as well, and must not find the stub
+    triton_stub.load_others()
     missing = importlib.util.find_spec("triton") is None
     with triton_stub.while_importing("triton") if missing else contextlib.nullcontext():
         torchtitan_experts.modules()
 
 
 def trace_on_cpu(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
-    """As `trace_here`, on real tensors of this machine's CPU: its operators allocate nearly as the GPU's do, and the job
-    must fit its memory. Raises: CollectorError for offloading, which cannot be told from what stays."""
+    """The same as `trace_here`, on real tensors of this machine's CPU, whose operators allocate nearly as the GPU's do; the
+    job must fit in its memory. Raises: CollectorError for offloading, as offloaded tensors could not be distinguished."""
     if job.offload.parameters or job.offload.optimizer or job.offload.activations:
         raise CollectorError(
             f"framework={job.framework!r} is traced on the CPU, where offloaded tensors cannot be told from others; "
@@ -227,7 +230,7 @@ def _train(job: TrainingJob, device: str, tracer: Any) -> dict[str, Timeline]:
 
     with tracer:
         training = build(job, device, longest=True)
-        gc.collect()  # what wrapping has replaced hangs in cycles of references
+        gc.collect()  # objects that wrapping has replaced are in reference cycles
         tracer.name(training.model.named_parameters(), Category.PARAMETERS)
         steps = Steps(training, tracer)
         with tracer.watching(training.model), _cycles_kept() if compiles(job) else contextlib.nullcontext():
@@ -238,8 +241,8 @@ def _train(job: TrainingJob, device: str, tracer: Any) -> dict[str, Timeline]:
 
 @contextlib.contextmanager
 def _cycles_kept() -> Iterator[None]:
-    """Python does not look for cycles of references by itself: whether it does in the midst of a first step, and what of it
-    is then let go, hangs on how many objects the process happens to have, and would differ from trace to trace."""
+    """A context in which Python does not search for reference cycles by itself. Whether it does so in the middle of a first
+    step, and what it then frees, depends on the number of objects in the process, and would differ from trace to trace."""
     gc.disable()
     try:
         yield
@@ -248,38 +251,38 @@ def _cycles_kept() -> Iterator[None]:
 
 
 class Steps:
-    """Follows the steps of `training` with `tracer`, which is told the phases and what the tensors are."""
+    """Follows the steps of `training`, and tells `tracer` the phases and the purpose of tensors."""
 
     def __init__(self, training: Any, tracer: Any) -> None:
         self.training = training
         self.tracer = tracer
         self.spans: list[tuple[int, int]] = []
-        """Of each step, the operations from and to."""
+        """(first operation, end) of each step."""
         self._start = 0
 
     def step_begins(self) -> None:
-        """From here on."""
+        """A step begins here."""
         self._start = self.tracer.now
 
     def begin(self, phase: Phase) -> None:
-        """Operations are of this phase."""
+        """Operations from here on belong to this phase."""
         self.tracer.phase = phase
 
     def loss_made(self, loss: Any) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def gradients_made(self) -> None:
-        """Name them."""
+        """Name the gradients."""
         name_gradients(self.training, self.tracer.name)
 
     def states_made(self) -> None:
-        """Name them."""
+        """Name the optimizer states."""
         name_states(self.training, self.tracer.name)
 
     def step_ends(self) -> None:
-        """Up to here, a moment of its own: not every `zero_grad` runs an operation after it has released the gradients.
-        What compiling leaves in cycles of references (where a graph breaks, tensors of that step too) goes in a run when
-        Python next looks for such."""
+        """The step ends here, with an instant of its own, because not every `zero_grad` runs an operation after it has
+        released the gradients. Objects that compiling leaves in reference cycles (with graph breaks also tensors of the
+        step) are freed; in a real run, Python's next collection frees them."""
         if compiles(self.training.job):
             gc.collect()
         self.tracer.launched("step ends", ())
@@ -287,12 +290,12 @@ class Steps:
 
 
 def compiles(job: TrainingJob) -> bool:
-    """Whether anything of `job` is compiled: transformers compiles flex attention and its masks by themselves."""
+    """Whether any part of `job` is compiled; transformers itself compiles flex attention and its masks."""
     return job.compile or job.attention == "flex"
 
 
 def _beside_compile(job: TrainingJob) -> str:
-    """What of `job` was never traced together with torch.compile, "" when nothing."""
+    """A setting of `job` that was never traced together with torch.compile, in words; "" if there is none."""
     from peakcast.collectors.frameworks.compiled import compiles_shards
 
     checks = (
@@ -311,7 +314,7 @@ def _beside_compile(job: TrainingJob) -> str:
 
 
 def _routed_rows(job: TrainingJob) -> int:
-    """Copies of a rank's tokens that go to experts, 0 without experts."""
+    """Number of copies of a rank's tokens that go to experts; 0 without experts."""
     layout, moe = job.parallelism, job.architecture.moe
     tokens = job.micro_batch_size * job.sequence_length // layout.context_parallel_size
     if layout.sequence_parallel:
@@ -325,8 +328,8 @@ def _routed_rows(job: TrainingJob) -> int:
 
 
 def fake_mode(num_nonzero: int | None = None, *, knows_values: bool = False) -> Any:
-    """The mode in which every tensor is fake; `num_nonzero` is how many entries of a mask are set, where that is asked.
-    `knows_values`: small tensors have values where they follow from the batch's."""
+    """The mode in which every tensor is fake. `num_nonzero`: number of true entries of a mask, when code asks.
+    `knows_values`: small tensors have values if they follow from the batch's."""
     import torch
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 
@@ -335,8 +338,8 @@ def fake_mode(num_nonzero: int | None = None, *, knows_values: bool = False) -> 
     base: Any = KnownValuesMode if knows_values else FakeTensorMode
 
     class Mode(base):  # type: ignore[misc]
-        """Answers `.item()`: 1 for a number (step counters and norms are read back, never shapes), False for a truth value
-        (OPT asks whether to drop a layer). A mask that chooses elements chooses all of them."""
+        """Answers `.item()`: 1 for a number (step counters and norms are read back, never shapes), False for a boolean (OPT
+        asks whether to drop a layer). A mask that selects elements selects all."""
 
         def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             try:
@@ -358,7 +361,7 @@ def fake_mode(num_nonzero: int | None = None, *, knows_values: bool = False) -> 
 
 
 def _generate(job: TrainingJob, tracer: Any) -> tuple[int, int]:
-    """Prefill and decoding of `job`, all of it forward; the operations from and to."""
+    """Run prefill and decoding of `job`, all as forward. Returns (first operation, end)."""
     from peakcast.collectors.frameworks import build_inference
 
     inference = build_inference(job, "cuda:0")

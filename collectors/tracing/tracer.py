@@ -1,9 +1,9 @@
 """The tracer: every storage that a step allocates, from which operation to which, as a `Timeline`.
 
-A dispatch mode sees each operation; a storage is born at the operation that first returns it and dies when Python and
-autograd have let go of it (a finalizer). Sizes are rounded as the CUDA allocator does. What a kernel allocates inside
-itself is not visible; where a GPU is given it is worked out (`kernels.py`). Of a tensor made of others (a DTensor's shard)
-the inner ones count: the outer's own storage is nominal and of full size.
+A dispatch mode sees each operation. A storage is born at the operation that first returns it, and dies when Python and
+autograd have released it (a finalizer). Sizes are rounded as by the CUDA allocator. What a kernel allocates for itself is
+not visible; if a GPU is given, it is computed (`kernels.py`). For a tensor made of others (such as a DTensor, made of its
+shard), the inner ones count: the outer one's own storage is nominal and has the full size.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from peakcast.units import round_up
 
 ALLOCATION_UNIT_BYTES = 512
 OUTER = (DTensor, AsyncCollectiveTensor)
-"""Tensors that stand for others: a shard's whole, the result of a collective that has not been waited for."""
+"""Tensors that wrap others: a DTensor around its shard, and the result of a collective that was not yet waited for."""
 LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
-"""Operators whose kernel makes its last result first (ATen `native/cuda/Dropout.cu`: the mask, then the result)."""
+"""Operators whose kernel allocates its last result first (ATen `native/cuda/Dropout.cu`: the mask, then the result)."""
 
 COMPILED_CODE: Any = getattr(wrap, "inductor_compiled_code", None)
-"""From torch 2.10 on."""
+"""Exists from torch 2.10 on."""
 BUFFER = "empty_strided.default"
-"""Memory that compiled code makes before the kernel that fills it."""
+"""Memory that compiled code allocates before the kernel that fills it."""
 READS = frozenset({"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.equal.default"})
 COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
-"""Operators for which the CPU waits until the GPU has done all that it was sent: all that read a value, and copies between
-the two unless they are asked not to (ATen `native/cuda/Copy.cu`)."""
+"""READS and COPIES are operators for which the CPU waits until the GPU has finished everything: those that read a value,
+and copies between the two unless they are asked not to block (ATen `native/cuda/Copy.cu`)."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc]
-    """Records storages on `device_type`. Set `phase` as the step goes; read the step with `timeline`."""
+    """Records storages on `device_type`. Set `phase` during the step; get the step with `timeline`."""
 
     supports_higher_order_operators = True
 
@@ -58,44 +58,44 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self.device_type = device_type
         self.phase = Phase.INIT
         self.gpu: Device | None = None
-        """Whose kernels run: what they take for themselves is seen too. None: of no GPU, and nothing of it is."""
+        """The GPU whose kernels run; memory that they allocate for themselves is then recorded. None: it is not."""
         self._zeros: tuple[int, int] | None = None
-        """Operation and storage of the last zeros made to be filled."""
+        """(operation, storage) of the last zeros made to be filled."""
         self._kept: set[tuple[str, bool]] = set()
-        """Workspaces that a library keeps: name, and whether the autograd thread's."""
+        """Workspaces that a library keeps: (name, whether it is the autograd thread's)."""
         self._modules: list[str] = []
         self._phases: list[int] = []
         self._labels: list[str] = []
         self._entries: dict[int, list[Any]] = {}  # number -> [name, bytes, born, dies, module]
         self._alive: dict[int, int] = {}  # storage -> number
-        self._seen: set[int] = set()  # storages that are there, emptied ones too
+        self._seen: set[int] = set()  # living storages, including emptied ones
         self._named: dict[int, tuple[Category, str]] = {}
         self._count = 0
         self._blocks_in_use = BlocksInUse()
         self.compiled = False
         """Whether a kernel that `torch.compile` wrote has run."""
         self._fused: str | None = None
-        """The operation as which a function is seen, while it runs."""
+        """The label of a function that is seen as one operation, while it runs."""
 
     @property
     def now(self) -> int:
-        """The operation that comes next."""
+        """The number of the next operation."""
         return len(self._phases)
 
     @property
     def module(self) -> str:
-        """The module whose forward (or recomputation) runs; "" in backward itself and outside."""
+        """The module whose forward (or recomputation) is running; "" in backward itself and outside of modules."""
         return self._modules[-1] if self._modules else ""
 
     @contextlib.contextmanager
     def watching(self, model: torch.nn.Module) -> Iterator[None]:
-        """Name the modules of `model` as they run."""
+        """A context in which the modules of `model` are named as they run."""
         names = {id(part): name.replace("_orig_mod.", "") for name, part in model.named_modules()}
         before = hooks.register_module_forward_pre_hook(lambda part, _: self._enter(part, names))
         # also when it raises: checkpointing stops a recomputation early with an exception
         after = hooks.register_module_forward_hook(lambda *_: self._leave(), always_call=True)
         compiled = [part for part in model.modules() if part._compiled_call_impl is not None]
-        for part in compiled:  # its hooks are compiled too, and away
+        for part in compiled:  # its hooks would be compiled away
             part._compiled_call_impl = self._within(part, names)
         try:
             yield
@@ -121,7 +121,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def one_operation(self, label: str) -> Iterator[None]:
-        """What runs here is one kernel on a GPU: a single operation, of which only what outlives it is seen."""
+        """A context for what is one kernel on a GPU: it is a single operation, of which only the tensors that outlive it
+        are seen."""
         if self._fused is not None:
             yield
             return
@@ -138,11 +139,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Off while torch.compile compiles, on while what it made runs; else Dynamo would compile nothing."""
+        """True: torch leaves the mode while it compiles, not while compiled code runs; otherwise nothing is compiled."""
         return True
 
     def launched(self, label: str, tensors: Iterable[torch.Tensor]) -> None:
-        """A kernel without an operator ran on `tensors`. Buffers that had been made for it are named after it."""
+        """Record that a kernel without an operator ran on `tensors`. Buffers that were allocated for it get its name."""
         self._phases.append(int(self.phase))
         self._labels.append(label)
         self._blocks_in_use.launch(self.now)
@@ -155,16 +156,17 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 entry[0] = label
 
     def switched(self, stream: int) -> None:
-        """From now on tensors are made on `stream`."""
+        """From now on tensors are allocated on `stream`."""
         self._blocks_in_use.switched(stream)
 
     def used(self, tensor: torch.Tensor, stream: int) -> None:
-        """`stream` uses `tensor` (`record_stream`), whose block stays out of the cache until it is done with it."""
+        """`stream` uses `tensor` (`record_stream`); its block stays out of the cache until the stream has finished with
+        it."""
         if (number := self._alive.get(tensor.untyped_storage()._cdata)) is not None:
             self._blocks_in_use.use(number, stream)
 
     def done(self, until: int) -> None:
-        """The CPU knows that the GPU has done all that was asked for before the operation `until`."""
+        """The CPU knows that the GPU has finished everything launched before the operation `until`."""
         self._blocks_in_use.done(until, self.now)
 
     def __enter__(self) -> Tracer:
@@ -186,7 +188,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         super().__exit__(*error)
 
     def _enter(self, part: torch.nn.Module, names: dict[int, str]) -> None:
-        if not torch.compiler.is_compiling():  # nor a name, which would be compiled for each layer anew
+        if not torch.compiler.is_compiling():  # a name would be compiled again for each layer
             self._modules.append(names.get(id(part), ""))
 
     def _leave(self) -> None:
@@ -195,15 +197,15 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, OUTER) for kind in types):
-            return NotImplemented  # it runs operations on what it stands for, each of which comes here
+            return NotImplemented  # it runs operations on its inner tensors, each of which comes here
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # as csrc/distributed/c10d/Functional.cpp does; its rule for fake tensors makes another
-        if func is COMPILED_CODE:  # a region that is wrapped so that checkpointing may keep what it returns
+            return args[0]  # as csrc/distributed/c10d/Functional.cpp does; the rule for fake tensors makes another tensor
+        if func is COMPILED_CODE:  # a region wrapped so that checkpointing can save its outputs
             return self._within_operator(args[0], args[1:], {})
         if self._fused is None and (kernel := gpu_kernel(func)) is not None:
-            with contextlib.suppress(Exception):  # it launches what is not here, or reads a value
+            with contextlib.suppress(Exception):  # it launches a missing kernel, or reads a value
                 return self._within_operator(kernel, args, kwargs or {})
-        if func is graphsafe_run_with_rng_state:  # around an operator that compiled code runs again
+        if func is graphsafe_run_with_rng_state:  # around an operator that compiled code recomputes
             func, *args = args
             kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
         if func is torch.ops.aten.scatter.src and self._fills_new_zeros(args[0]):
@@ -230,7 +232,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def _within_operator(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What the Python of an operator makes, which is seen doing it."""
+        """Run an operator's Python function, and record what it allocates."""
         super().__enter__()
         try:
             return kernel(*args, **kwargs)
@@ -238,14 +240,14 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             super().__exit__(None, None, None)
 
     def _fills_new_zeros(self, target: torch.Tensor) -> bool:
-        """Whether a scatter in backward goes into zeros that were made for it. The backward of `max` over a dimension makes
-        them and then scatters in place, but out of place while a mode is on (torch 2.13 `FunctionsManual.cpp`,
-        `value_selecting_reduction_backward_symint`, `areAnyTensorSubclassLike`)."""
+        """Whether a scatter in backward writes into zeros that were made for it. The backward of `max` over a dimension
+        makes zeros and then scatters in place; but while a mode is on, it does so out of place (torch 2.13
+        `FunctionsManual.cpp`, `value_selecting_reduction_backward_symint`, `areAnyTensorSubclassLike`)."""
         made = self._zeros == (self.now - 1, target.untyped_storage()._cdata)
         return made and self.phase is Phase.BACKWARD
 
     def _take(self, workspace: Taken, instant: int) -> None:
-        """Memory that an operator's kernel takes for itself, until it ends or for good."""
+        """Record memory that an operator's kernel allocates for itself, until it ends or permanently."""
         holder = workspace.name, self.phase is Phase.BACKWARD
         if workspace.kept and holder in self._kept:
             return
@@ -264,8 +266,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self._begin(tensor.untyped_storage(), instant)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
-        """The storage's old memory is gone; its new one, if any, is there from now on. Whether it is one of ours is known
-        from its first tensor: the storage of a fake tensor says "meta"."""
+        """The storage's old memory is freed; its new memory, if any, is allocated now. Whether the storage is on the traced
+        device is known from its first tensor: the storage of a fake tensor says "meta"."""
         if storage._cdata not in self._seen:
             return
         if (number := self._alive.get(storage._cdata)) is not None:
@@ -300,7 +302,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self._blocks_in_use.gone(number, self.now)
 
     def name(self, tensors: Iterable[tuple[str, torch.Tensor]], category: Category) -> None:
-        """Say what living tensors are: parameters, gradients, optimizer states."""
+        """Set the category of living tensors: parameters, gradients, optimizer states."""
         for name, tensor in tensors:
             if is_traceable_wrapper_subclass(tensor):
                 self.name(((name, inner) for inner in _inner_tensors(tensor)), category)
@@ -308,12 +310,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             number = self._alive.get(tensor.untyped_storage()._cdata)
             if number is not None and number not in self._named:
                 self._named[number] = (category, name)
-                if category is not Category.OPTIMIZER_STATES:  # a parameter's or gradient's name begins with its module's
+                if category is not Category.OPTIMIZER_STATES:  # parameters and gradients have their module's name as prefix
                     self._entries[number][4] = name.removesuffix(".grad").rpartition(".")[0]
 
     def timeline(self, start: int, stop: int, again: tuple[int, int] | None = None) -> Timeline:
-        """What lived at the operations `start` to `stop` (exclusive), counted from 0; after them comes what has come and
-        gone within those of `again`, once more."""
+        """The tensors at the operations `start` to `stop` (exclusive), counted from 0. `again`: tensors that were allocated
+        and freed within this range are added once more at the end."""
         first, last = again or (stop, stop)
         end, later = stop - start + last - first, stop - start - first
         reusable = self._blocks_in_use.reusable()
@@ -334,7 +336,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         return Timeline.from_entries(entries, phases, labels)
 
     def _guess(self, born: int, dies: int, stop: int) -> Category:
-        """What an unnamed storage is, by when it lives: kept from forward into backward, or passing."""
+        """The category of an unnamed storage, from its lifetime: saved from forward for backward, or temporary."""
         phase = self._phases[born] if born < len(self._phases) else 0
         last = self._phases[min(dies, stop) - 1]
         if phase == Phase.OPTIMIZER_STEP:
@@ -345,7 +347,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _waits(operator: str, args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether the CPU goes on only when the GPU has done all that it was sent."""
+    """Whether the CPU only goes on when the GPU has finished everything that was launched."""
     if operator not in COPIES or kwargs.get("non_blocking") or any(one is True for one in args):
         return operator in READS
     source = args[1] if operator == "aten.copy_.default" else args[0]
@@ -353,6 +355,6 @@ def _waits(operator: str, args: Any, kwargs: Any, result: Any) -> bool:
 
 
 def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a wrapper is made of (a DTensor also lists its mesh)."""
+    """The tensors of which a wrapper is made (a DTensor also lists its mesh)."""
     parts = (getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0])
     return [part for part in parts if isinstance(part, torch.Tensor)]

@@ -1,4 +1,5 @@
-"""What the kernels of Transformer Engine and apex give in a trace: new tensors of the same sizes, in the same order.
+"""Replacements for kernels of Transformer Engine and apex in a trace: they return new tensors of the same sizes, in the
+same order.
 
 Sources: TransformerEngine `pytorch/csrc/extensions/` (gemm.cpp, normalization.cpp, attention.cpp, cast.cpp, softmax.cpp,
 apply_rope.cpp, multi_tensor/) and `pytorch/csrc/quantizer.cpp`, as of 2.8; apex `csrc/megatron`, `contrib/layer_norm`.
@@ -16,7 +17,7 @@ KERNELS: dict[str, Callable[..., Any]] = {}
 
 
 def kernel(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Registers the stand-in of the kernel of its name."""
+    """Registers the replacement for the kernel of the same name."""
     KERNELS[function.__name__] = function
     return function
 
@@ -28,7 +29,7 @@ def _torch_dtype(kind: Any) -> torch.dtype:
 
 
 def _shape(tensor: Any) -> list[int]:
-    """The logical shape of a plain or quantised tensor, which may have its transpose only."""
+    """The logical shape of a plain or quantised tensor; the latter may only have its transpose."""
     if isinstance(tensor, torch.Tensor):
         return list(tensor.shape)
     for rows in ("_rowwise_data", "_data"):
@@ -42,7 +43,8 @@ def _shape(tensor: Any) -> list[int]:
 
 
 def _made(shape: list[int], dtype: torch.dtype, quantizer: Any) -> Any:
-    """What `Quantizer::create_tensor` makes: only the usages asked for, in a class without autograd where internal."""
+    """The result of `Quantizer::create_tensor`: only the usages that are asked for; if internal, in a class without
+    autograd."""
     if quantizer is None:
         return torch.empty(shape, dtype=dtype, device="cuda")
     from transformer_engine.pytorch.tensor.float8_tensor import Float8CurrentScalingQuantizer, Float8Quantizer
@@ -61,7 +63,7 @@ def _made(shape: list[int], dtype: torch.dtype, quantizer: Any) -> Any:
 
 
 def _internal(tensor: Any) -> Any:
-    """The same data in the class that C++ makes for tensors inside a module."""
+    """The same data in the class that C++ uses for tensors inside a module."""
     base = next(kind for kind in type(tensor).__mro__ if kind.__name__.endswith("TensorBase") and kind is not type(tensor))
     return base(**tensor.get_metadata())
 
@@ -74,7 +76,7 @@ def generic_gemm(
     a: Any, transa: bool, b: Any, transb: bool, out: Any, quantizer: Any, out_dtype: Any, bias: Any, bias_dtype: Any,
     gelu: bool, gelu_in: Any, grad: bool, *_: Any, extra_output: Any = None, **__: Any,
 ) -> list[Any]:  # fmt: skip
-    """D = A·B as column-major BLAS has it; the bias gradient comes along in backward (gemm.cpp, `gemm`)."""
+    """D = A·B in column-major order as in BLAS; in backward the bias gradient is returned too (gemm.cpp, `gemm`)."""
     first, second = _shape(a), _shape(b)
     rows = [second[-1]] if transb else second[:-1]
     columns = first[0] if transa else first[-1]
@@ -92,7 +94,7 @@ def generic_gemm(
 def te_general_grouped_gemm(
     a: Any, transa: bool, b: Any, transb: bool, out: Any, out_dtype: Any, m_splits: Any, bias: Any, *_: Any, **__: Any
 ) -> Any:
-    """Into outputs that exist; the (gradients of) biases that came in."""
+    """Writes into existing outputs; returns the (gradients of) biases that it got."""
     return bias
 
 
@@ -100,7 +102,7 @@ def te_general_grouped_gemm(
 
 
 def _normalized(x: Any, out: Any, quantizer: Any, dtype: Any) -> tuple[Any, Any]:
-    """The output and the fp32 statistic per row. All but delayed scaling quantise in a second kernel."""
+    """The output and an fp32 statistic per row. All recipes except delayed scaling quantise in a second kernel."""
     from transformer_engine.pytorch.tensor.float8_tensor import Float8Quantizer
 
     statistics = torch.empty(x.shape[0], dtype=torch.float32, device="cuda")
@@ -176,7 +178,7 @@ def compute_amax(*_: Any) -> None: ...
 
 @kernel
 def get_fused_attn_backend(*_: Any) -> Any:
-    """cuDNN's kernel for any length: whether it is taken is the job's `attention_backend`."""
+    """cuDNN's kernel for any length; the job's `attention_backend` decides whether it is used."""
     return sys.modules["transformer_engine_torch"].NVTE_Fused_Attn_Backend.NVTE_F16_arbitrary_seqlen
 
 
@@ -198,7 +200,7 @@ def fused_attn_bwd(
     window: Any, deterministic: bool, cu_q: Any, cu_kv: Any, q: Any, k: Any, v: Any, o: Any, do: Any, dtype: Any,
     *rest: Any,
 ) -> list[Any]:  # fmt: skip
-    """Gradients in the layout of q, k and v: one tensor where those are views of one; none of a bias or of sinks."""
+    """Gradients in the layout of q, k and v: one tensor if those are views of one; none for a bias or for sinks."""
     name = str(layout).rsplit("_", 1)[-1]
     if name.endswith("3HD") or name.endswith("H3D"):
         place = q.dim() - 2 if name.endswith("3HD") else q.dim() - 1
@@ -226,7 +228,7 @@ def _softmax_forward(scores: Any, *_: Any) -> Any:
 
 
 def _softmax_backward(gradient: Any, *_: Any) -> Any:
-    """In place."""
+    """Works in place."""
     return gradient
 
 
@@ -319,7 +321,7 @@ def get_cudnn_version() -> int:
 
 
 class _FastLayerNorm(torch.autograd.Function):  # type: ignore[misc]
-    """apex contrib/layer_norm/layer_norm.py `FastLayerNormFN`: keeps its input and two fp32 statistics per row."""
+    """apex contrib/layer_norm/layer_norm.py `FastLayerNormFN`: saves its input and two fp32 statistics per row."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, epsilon: float) -> Any:
@@ -335,7 +337,8 @@ class _FastLayerNorm(torch.autograd.Function):  # type: ignore[misc]
 
 
 class _FusedLayerNorm(_FastLayerNorm):
-    """apex normalization/fused_layer_norm.py `FusedLayerNormAffineFunction`: the same, told the normalised shape."""
+    """apex normalization/fused_layer_norm.py `FusedLayerNormAffineFunction`: the same, with the normalised shape as an
+    argument."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, bias: Any, shape: Any, epsilon: float) -> Any:  # type: ignore[override]
@@ -363,4 +366,4 @@ EXTENSIONS: dict[str, dict[str, Callable[..., Any]]] = {
     "apex.normalization": {},
     "apex.normalization.fused_layer_norm": {"FusedLayerNormAffineFunction": _FusedLayerNorm},
 }
-"""Module -> what megatron-core takes from it (apex csrc/megatron, contrib/layer_norm, normalization)."""
+"""Module -> what megatron-core imports from it (apex csrc/megatron, contrib/layer_norm, normalization)."""

@@ -1,7 +1,8 @@
-"""Transformer Engine's own Python, run in a trace on kernels that do nothing (`pip install --no-deps transformer_engine`).
+"""Transformer Engine's own Python code, run in a trace with kernels that do nothing (`pip install --no-deps
+transformer_engine`).
 
-The package is Python around two binary libraries, which want a GPU. Here `transformer_engine_torch` gives what its C++
-gives: new tensors of the same sizes, in the same order, as fake as their inputs. What the kernels allocate inside
+The package is Python around two binary libraries, which need a GPU. Here `transformer_engine_torch` returns what its C++
+returns: new tensors of the same sizes, in the same order, fake if their inputs are. What the kernels allocate for
 themselves (workspaces, cuDNN's accumulators) is not seen.
 """
 
@@ -22,11 +23,11 @@ from peakcast.collectors.tracing import triton_stub
 from peakcast.collectors.tracing.transformer_engine_kernels import EXTENSIONS, KERNELS
 
 ABSENT = ("einops", "onnxscript", "onnx", "triton")
-"""What its modules import and a trace never runs."""
+"""Packages that its modules import and that a trace never calls."""
 
 
 class _Names:
-    """An enumeration of C++: every name is there, and is itself."""
+    """An enumeration of C++, in which every name exists and is its own value."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
@@ -46,7 +47,7 @@ class _Names:
 
 
 class _Name(int):
-    """A member: an index with a name, as pybind's are."""
+    """A member: an index with a name, as in pybind."""
 
     def __new__(cls, value: int, name: str) -> _Name:
         member = super().__new__(cls, value)
@@ -72,13 +73,13 @@ INDICES = {
     "FP8FwdTensors": [f"GEMM{i}_{part}" for i in (1, 2, 3) for part in ("INPUT", "WEIGHT", "OUTPUT")],
     "FP8BwdTensors": [f"GRAD_{part}{i}" for i in (1, 2, 3) for part in ("OUTPUT", "INPUT")],
 }
-"""Members that index lists, in their order (csrc/common.h)."""
+"""Members that are indices of lists, in order (csrc/common.h)."""
 
 
 def install() -> bool:
-    """Make `import transformer_engine` give its Python on kernels that do nothing; False where it is not installed."""
+    """Make `import transformer_engine` give its Python with kernels that do nothing; False if it is not installed."""
     for name in [name for name in sys.modules if name.split(".")[0] == "transformer_engine"]:
-        del sys.modules[name]  # half of it, where a library looked for it and found no binaries
+        del sys.modules[name]  # half imported by a library that found no binaries
     found = importlib.util.find_spec("transformer_engine")
     if found is None or found.loader is None:
         return False
@@ -107,7 +108,8 @@ def install() -> bool:
 
 
 def _install_extensions() -> None:
-    """apex's kernels that megatron-core's own modules call: products into main gradients, softmax with its mask, norms."""
+    """Install apex's kernels that megatron-core's own modules call: products into main gradients, softmax with its mask,
+    norms."""
     for name, kernels in EXTENSIONS.items():
         extension = types.ModuleType(name)
         extension.__dict__.update(kernels)
@@ -115,7 +117,7 @@ def _install_extensions() -> None:
 
 
 def _of_tensors(choose: Callable[..., Any]) -> Callable[..., Any]:
-    """The chooser of an attention backend, told that fake tensors are tensors."""
+    """The function that chooses an attention backend, changed so that it accepts fake tensors."""
 
     def chosen(parameters: Any) -> Any:
         if issubclass(parameters.qkv_type, FakeTensor):
@@ -126,7 +128,8 @@ def _of_tensors(choose: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _with_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Modules ask once, when they are made, whether there is a GPU; always saying yes would mislead fake tensors."""
+    """`function`, within which there seems to be a GPU. Modules ask once, when they are made; answering yes everywhere
+    would mislead fake tensors."""
 
     def asked(*arguments: Any, **keywords: Any) -> Any:
         available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
@@ -139,7 +142,7 @@ def _with_gpu(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _missing(name: str) -> Any:
-    """A class to be named in annotations; called, it says which kernel has no stand-in."""
+    """A class for use in annotations; calling it raises an error that names the kernel without a replacement."""
     if name.startswith("__"):
         raise AttributeError(name)
 

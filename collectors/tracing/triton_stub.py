@@ -1,11 +1,12 @@
-"""A `triton` whose kernels do nothing, for tracing code that launches them: what such code allocates itself is seen.
+"""A `triton` whose kernels do nothing, for tracing code that launches them: the tensors that such code allocates are seen.
 
-Only for the process that traces, and only where the real package is missing or there is no GPU to launch on.
+Only for the process that traces, and only if the real package is missing or there is no GPU on which to launch.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import importlib.abc
 import importlib.machinery
 import re
@@ -16,9 +17,16 @@ from typing import Any
 
 import torch
 
+from peakcast.collectors.tracing.fake_cuda import COMPUTE_CAPABILITY
+
+SHARED_MEMORY_BYTES = 163 * 1024
+"""Of a multiprocessor of that capability, for one block of threads (CUDA C++ programming guide, table of capabilities)."""
+
 
 class _Anything:
-    """Stands for whatever Triton names: attributes, calls, types and launches all give it back."""
+    """Replaces any object of Triton: its attributes, calls, types and launches all return it."""
+
+    __name__ = "kernel"
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None: ...
 
@@ -34,7 +42,7 @@ class _Anything:
         return self
 
     def __mro_entries__(self, bases: Any) -> tuple[type, ...]:
-        return (object,)
+        return (_Anything,)
 
 
 class _Number(_Anything):
@@ -54,11 +62,21 @@ class _Module(types.ModuleType):
         number = re.fullmatch(r"u?int(\d+)|b?float(\d+)", name)
         if number is not None:
             return _Number(int(number[1] or number[2]))
-        # torch 2.13 utils/flop_counter.py asks of what it is given whether it is one
+        # torch 2.13 utils/flop_counter.py tests whether its argument is one
         return _Anything if name == "JITFunction" else _Anything()
 
 
-class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+def _driver() -> Any:
+    """What code asks about the GPU that its kernels are compiled for: the one that a trace stands for."""
+    target = types.SimpleNamespace(backend="cuda", arch=10 * COMPUTE_CAPABILITY[0] + COMPUTE_CAPABILITY[1], warp_size=32)
+    properties = {"multiprocessor_count": 1, "max_shared_mem": SHARED_MEMORY_BYTES}
+    utilities = types.SimpleNamespace(get_device_properties=lambda device: properties)
+    return types.SimpleNamespace(active=types.SimpleNamespace(get_current_target=lambda: target, utils=utilities))
+
+
+class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Makes the stub of `packages` and whatever is in them."""
+
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = packages
 
@@ -70,27 +88,35 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: Any) -> types.ModuleType:
         module = _Module(spec.name)
         if spec.name == "triton":
-            module.__version__ = "3.0.0"  # type: ignore[attr-defined]
+            module.__version__ = "3.4.0"  # type: ignore[attr-defined]
             module.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
             module.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()  # type: ignore[attr-defined]
             module.jit = lambda function=None, **keywords: _Anything()  # type: ignore[attr-defined]
+            module.runtime = types.SimpleNamespace(driver=_driver())  # type: ignore[attr-defined]
         return module
 
     def exec_module(self, module: types.ModuleType) -> None: ...
 
 
 def install(*packages: str) -> None:
-    """Make `import triton` (and of `packages`) give the stub in this process, and answer what code asks of a GPU before it
-    launches: a current device, one multiprocessor (partial sums of which each makes a row stay negligible)."""
+    """Make `import triton` (and of `packages`) give the stub in this process, and answer what code asks about a GPU before
+    a launch: a current device, one multiprocessor (so that partial sums, one row for each, are negligible)."""
     find_stubs(*packages or ("triton",))
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=1)  # type: ignore[assignment]
+    torch.cuda.get_device_name = lambda device=None: "NVIDIA A100"
+
+
+def load_others() -> None:
+    """Import what looks for Triton as well, and must not find the stub: torch's own modules."""
+    for name in ("torch._inductor.compile_fx", "torch.utils.flop_counter"):
+        importlib.import_module(name)
 
 
 @contextlib.contextmanager
 def while_importing(*packages: str) -> Iterator[None]:
     """Give the stub to what is imported meanwhile, and to nobody after: kernels that are imported and not launched."""
-    finder = _Finder(packages)
+    finder = Finder(packages)
     sys.meta_path.insert(0, finder)
     try:
         yield
@@ -101,8 +127,8 @@ def while_importing(*packages: str) -> Iterator[None]:
 
 
 def find_stubs(*packages: str) -> None:
-    """Make `import` of `packages` give the stub in this process, also where the real one was imported: a CUDA build of
-    torch brings its Triton along and has loaded it."""
+    """Make `import` of `packages` give the stub in this process, even if the real one was imported: a CUDA build of torch
+    includes Triton and has loaded it."""
     for name in [name for name in sys.modules if name.split(".")[0] in packages]:
         del sys.modules[name]
-    sys.meta_path.insert(0, _Finder(packages))
+    sys.meta_path.insert(0, Finder(packages))

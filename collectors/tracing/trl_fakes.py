@@ -1,4 +1,4 @@
-"""What fake tensors cannot: run the kernels of TRL's head, which do nothing here, and be copied as a classifier's head."""
+"""Replaces what fake tensors cannot do: run the kernels of TRL's head, and be copied as a classifier's head."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 
 def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
-    """A copy of a parameter, as `Parameter.__deepcopy__` makes it; a fake one takes Tensor's, which asks where it is."""
+    """A copy of a parameter as `Parameter.__deepcopy__` makes it; a fake one would use Tensor's, which asks for its
+    address."""
     if id(tensor) not in memo:
         memo[id(tensor)] = torch.nn.Parameter(tensor.detach().clone(), tensor.requires_grad)
     copied: torch.Tensor = memo[id(tensor)]
@@ -26,7 +27,7 @@ class _Kernel:
 
 
 def install() -> None:
-    """For the process that traces. Nothing where TRL is not installed: whoever needs it says so."""
+    """Install it in the process that traces. Does nothing if TRL is not installed: code that needs it will report that."""
     FakeTensor.__deepcopy__ = _copied
     try:
         head: Any = importlib.import_module("trl.kernels.chunked_logprob")

@@ -1,9 +1,10 @@
-"""Which modules a step enters and leaves, in order: what ZeRO-3, which fetches weights module by module, goes by.
+"""Which modules a step enters and leaves, in order. ZeRO-3 gathers weights module by module in this order.
 
-Forward that is what hooks see. Backward enters a module when it comes to a node that was made before the module was left,
-and leaves it when it comes to one made before the module was entered. DeepSpeed hangs nodes of its own on a module's
-results and arguments (DeepSpeed 0.19.8 `runtime/zero/parameter_offload.py`), which would change the graph here; as there,
-results and arguments without a gradient have none, nor have arguments by keyword, and nothing says then that it is done.
+In forward, hooks see it. Backward enters a module when it reaches a node that was made before the module was left, and
+leaves the module when it reaches a node that was made before the module was entered. DeepSpeed attaches nodes of its own to
+a module's results and arguments (DeepSpeed 0.19.8 `runtime/zero/parameter_offload.py`), which would change the graph here.
+As in DeepSpeed, results and arguments without a gradient have no such node, nor have keyword arguments, and then nothing
+shows that the module is done.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_iter
 
 FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
-"""What runs: forward once more is what checkpointing does."""
+"""What is running; "again" is the forward of a recomputation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,34 +34,35 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class _Passed:
-    """A module was entered or left when autograd had made `nodes` nodes, so that backward will leave or enter it."""
+    """A module was entered or left in forward when autograd had made `nodes` nodes; backward will leave or enter it
+    there."""
 
     nodes: int
     enters: bool
-    """Whether backward enters it there."""
+    """Whether backward enters the module there."""
     module: str
     micro_batch: int
     place: int
 
 
 class Visits:
-    """`seen`: the visits so far. `weights`: by module, the names of the parameters that it reads: its own, and those of
-    others that it was seen to read while it was the innermost one that ran (`register_external_parameter`)."""
+    """`seen`: the visits so far. `weights`: module -> names of the parameters that it reads: its own, and those of other
+    modules that it read while it was the innermost running one (`register_external_parameter`)."""
 
     def __init__(self) -> None:
         self.seen: list[Visit] = []
         self.weights: dict[str, dict[str, None]] = {}
         self.first_read: dict[str, int] = {}
-        """By parameter, the place where it was first read."""
+        """Parameter -> the place where it was first read."""
         self.micro_batch, self.place = -1, 0
-        """What is running."""
+        """The micro-batch and the place that are running."""
         self.graph = False
-        """Whether backward runs the nodes that are made while a block runs again."""
+        """Whether backward runs the nodes that a recomputation makes."""
         self._passed: list[_Passed] = []
         self._running: list[str] = []
 
     def watch(self, model: torch.nn.Module) -> Callable[[], None]:
-        """See which module reads which parameter; returns what ends it."""
+        """Watch which module reads which parameter. Returns a function that ends it."""
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         watched = []
         for name, part in model.named_modules():
@@ -82,14 +84,14 @@ class Visits:
             self.weights.setdefault(self._running[-1], {}).setdefault(weight)
 
     def enter(self, module: str, arguments: Any, now: int, again: bool) -> None:
-        """A module begins to run; `again`: once more, in backward."""
+        """A module begins to run; `again`: as a recomputation in backward."""
         self._running.append(module)
         self.seen.append(Visit(AGAIN if again else FORWARD, True, module, now, self.micro_batch, self.place))
         if (self.graph or not again) and _has_gradient(arguments):
             self._pass(False, module)
 
     def leave(self, module: str, results: Any, now: int, again: bool) -> None:
-        """It is done; without a result where a recomputation has stopped inside it."""
+        """A module has run; it has no result if a recomputation stopped inside it."""
         self._running.pop()
         if results is None:
             return
@@ -102,20 +104,20 @@ class Visits:
         self._passed.append(_Passed(nodes, enters, module, self.micro_batch, self.place))
 
     def backward_at(self, node: int, now: int) -> None:
-        """Backward is about to run the `node`-th node."""
+        """Backward is about to run node number `node`."""
         while self._passed and self._passed[-1].nodes > node:
             one = self._passed.pop()
             self.seen.append(Visit(BACKWARD, one.enters, one.module, now, one.micro_batch, one.place))
 
     def begin(self, micro_batch: int) -> None:
-        """A new forward begins: what backward has not come to, it never will."""
+        """A new forward begins; nodes that backward has not reached will never be reached."""
         self.micro_batch, self.place = micro_batch, 0
         self._passed.clear()
         self._running.clear()
 
 
 class _Read(dict[str, Any]):
-    """A module's parameters, whose reading is told. `names`: theirs in the network."""
+    """A module's parameters; reading one is reported. `names`: their names in the network."""
 
     def __init__(self, parameters: dict[str, Any], names: dict[str, str], told: Callable[[str], None]) -> None:
         super().__init__(parameters)

@@ -1,8 +1,8 @@
-"""Walks: one step of a network on one GPU, cut at its blocks, with sizes that no allocator rounded.
+"""Walks: one step of a network on one GPU, cut at its blocks, with sizes that are not rounded by an allocator.
 
-`python -P -m peakcast.collectors.tracing.walks` reads lines of JSON from standard input: a job, then for each walk
-[layers (null: as many as the job has), micro_batch_size, sequence_length, steps, changed values], then null before another
-job; it answers each with a line. Recipes are made of walks (`peakcast.models.recipes`).
+`python -P -m peakcast.collectors.tracing.walks` reads lines of JSON from standard input: a job, then for each walk [layers
+(null: as many as the job has), micro_batch_size, sequence_length, steps, changed values], then null before another job; it
+answers each with a line. Recipes are made of walks (`peakcast.models.recipes`).
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ import gc
 import json
 import os
 import sys
+import traceback
 from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.stepping import name_gradients
-from peakcast.collectors.tracing import zero3_linear
+from peakcast.collectors.tracing import kernel_packages, known_values, zero3_linear
 from peakcast.collectors.tracing.families import defaults_of
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
@@ -28,15 +30,15 @@ from peakcast.spec import Parallelism, TrainingJob
 from peakcast.timeline import Category, Phase
 
 PEFT = "base_model.model."
-"""What peft puts before every name of a network."""
+"""Prefix that peft adds to every name of a network."""
 PLACED = (Category.PARAMETERS, Category.OPTIMIZER_STATES)
-"""What layouts and optimizers place by themselves."""
+"""Categories that layouts and optimizers add by themselves."""
 STEPS = 2
-"""The second step meets what the first has left, as every later one does."""
+"""The second step begins with what the first has left in memory, as every later one does."""
 
 
 class Walker:
-    """Walks of `job`, in this process, which it changes for good. Raises: CollectorError for what cannot be traced."""
+    """Walks of `job`, in this process, which it changes permanently. Raises: CollectorError if it cannot be traced."""
 
     def __init__(self, job: TrainingJob) -> None:
         check_traceable(job)
@@ -46,34 +48,38 @@ class Walker:
                 parameter="compile",
                 value=True,
             )
-        if job.parallelism.zero_stage == 3:  # all that changes what is walked on one GPU
+        if job.parallelism.zero_stage == 3:  # the only layout that changes a walk on one GPU
             zero3_linear.install()
         self._job = job.replace(parallelism=Parallelism())
         self._beside = 0
-        """Blocks that the count of layers does not have, a vision tower's: the walk of the whole network tells."""
+        """Number of blocks that the layer count does not include, such as a vision tower's; known from the walk of the
+        whole network."""
         self._knows_values = False
         prepare(self._job, None)
 
     def defaults(self) -> dict[str, Any]:
-        """What the library takes for what the network's configuration may say, by flat names."""
+        """The library's defaults for values of the network's configuration, by flat names."""
         kept = self._job.architecture.configuration
         return dict(defaults_of(json.loads(kept), NETWORK)) if kept else {}
 
     def walk(
         self, layers: int | None, batch: int, length: int, steps: int = STEPS, changes: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
-        """The last of so many steps of the first `layers` layers (None: of all) with so many sequences of this length, in
-        a job with `changes` (`peakcast.dialects.network_values`)."""
+        """The walk of the last of `steps` steps, with the first `layers` layers (None: all), `batch` sequences of `length`
+        tokens, and `changes` to the job (`peakcast.dialects.network_values`)."""
         asked = with_values(self._job, changes or {}).replace(micro_batch_size=batch, sequence_length=length)
         if layers is not None:
             asked = asked.replace(architecture=with_layers(asked.architecture, max(1, layers - self._beside)))
         self._knows_values |= bool(asked.images.per_sequence)
         try:
             found = self._walked(asked, steps)
-        except TypeError:  # where sizes are computed from values: how many tokens a router gives each expert
+        except PeakcastError:
+            raise
+        except Exception:  # where the library reads values: how many tokens a router gives each expert, say
             if self._knows_values:
                 raise
             self._knows_values = True
+            known_values.install()
             found = self._walked(asked, steps)
         if layers is None:
             self._beside = max(0, found["num_places"] // 2 - asked.architecture.num_layers)
@@ -91,7 +97,7 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
         training = build(job, "cuda:0", longest=True)
         if hasattr(training, "drive"):
             raise CollectorError("a recipe is recorded of a loop's calls, not of the Trainer's own loop.")
-        gc.collect()  # what wrapping has replaced hangs in cycles of references
+        gc.collect()  # objects that wrapping has replaced are in reference cycles
         weights = list(training.model.named_parameters())
         tracer.name(weights, Category.PARAMETERS)
         tracer.name(training.model.named_buffers(), Category.OTHER)
@@ -109,7 +115,7 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
 
 
 def _constants(model: Any) -> Iterator[tuple[str, Any]]:
-    """What bitsandbytes keeps beside a packed weight."""
+    """Tensors that bitsandbytes keeps with a packed weight."""
     for name, part in model.named_modules():
         state = getattr(part, "quant_state", None)
         for of, found in (("", state), ("nested_", getattr(state, "state2", None))):
@@ -138,21 +144,21 @@ def mapping_of(
     cuts: Sequence[Cut],
     end: int,
 ) -> dict[str, Any]:
-    """The walk that `cuts` are of, as JSON has it; it ends before the operation `end`. `updated`: the names of `weights`
-    that have got gradients."""
+    """The walk with these `cuts` as JSON values; it ends before the operation `end`. `updated`: the names of `weights` that
+    got gradients."""
     start, first = cuts[0].instant, cuts[0].micro_batch
     last_place = max(cut.place for cut in cuts)
     num_places, num_micro_batches = last_place + 1, cuts[-1].micro_batch - first + 1
 
     def stretch(cut: Cut) -> int:
-        """All of a micro-batch's places forward, then all of them backward from the last."""
+        """The number of the cut's stretch: all places of a micro-batch forward, then all of them backward from the last."""
         within = 2 * num_places - 1 - cut.place if cut.backward else cut.place
         return (cut.micro_batch - first) * 2 * num_places + within
 
     starts = [end] * (2 * num_places * num_micro_batches)
     for cut in reversed(cuts):
         starts[stretch(cut)] = cut.instant
-    for index in reversed(range(len(starts) - 1)):  # where nothing ran, the stretch is empty
+    for index in reversed(range(len(starts) - 1)):  # if nothing ran, the stretch is empty
         starts[index] = min(starts[index], starts[index + 1])
     spans = list(zip(starts, [*starts[1:], end], strict=True))
     own = _Names(tracer, weights, last_place)
@@ -163,6 +169,7 @@ def mapping_of(
         "visits": _visits(tracer, own, starts, first, num_places),
         "wrapped": wrapped,
         "image_tokens": image_tokens,
+        "replaced": sorted(kernel_packages.replaced.items()),
         "parameters": own.parameters(weights, updated),
     }
 
@@ -170,9 +177,9 @@ def mapping_of(
 def _entries(
     tracer: StretchTracer, own: _Names, starts: list[int], start: int, end: int, num_places: int
 ) -> Iterator[list[Any]]:
-    """[name, category, bytes, place, born: stretch, offset, dies: stretch, offset, handed on: stretch, offset, whether a
-    parameter's gradient]. Stretch -1 of birth: before this step, its offset 0 if before the first one, else 1; of death:
-    never. `place`: whose it is. Handed on: as a gradient, to its parameter."""
+    """[name, category, bytes, place, born: stretch, offset, dies: stretch, offset, given: stretch, offset, whether it is a
+    parameter's gradient]. Stretch -1 for birth means before this step, with offset 0 if before the first step, else 1; for
+    death it means never. `place`: to which it belongs. Given: when autograd gives it to its parameter as a gradient."""
     for number, (label, _, born, dies, module) in sorted(tracer._entries.items(), key=lambda item: (item[1][2], item[0])):
         ends = sys.maxsize if dies is None else dies
         category, called = tracer._named.get(number, (None, ""))
@@ -198,13 +205,13 @@ def _entries(
 
 
 def _after(instant: int, starts: list[int]) -> list[int]:
-    """Stretch and offset by the end of the stretch in which the operation before `instant` ran."""
+    """[stretch, offset], counted to the end of the stretch in which the operation before `instant` ran."""
     at = bisect.bisect_right(starts, instant - 1) - 1
     return [at, instant - starts[at]]
 
 
 def _visits(tracer: StretchTracer, own: _Names, starts: list[int], first: int, num_places: int) -> list[list[list[Any]]]:
-    """Of each stretch [what runs, whether it is entered, module, offset, weights as their modules and names] in order."""
+    """For each stretch, [what runs, whether it is entered, module, offset, weights as their modules and names] in order."""
     found: list[list[list[Any]]] = [[] for _ in starts]
     for visit in tracer.visits.seen:
         within = visit.place if visit.runs == FORWARD else 2 * num_places - 1 - visit.place
@@ -223,7 +230,7 @@ def _place(stretch: int, num_places: int) -> int:
 
 
 def _image_tokens(training: Any) -> int:
-    """Tokens that stand for each image of the batch; 0 without images."""
+    """Number of tokens that stand for each image of the batch; 0 without images."""
     from peakcast.collectors.frameworks.huggingface_training import causal_model
     from peakcast.collectors.frameworks.images import tokens_of_image
 
@@ -231,14 +238,14 @@ def _image_tokens(training: Any) -> int:
 
 
 def _wrapped(model: Any) -> bool:
-    """Whether FSDP makes a unit of each block: accelerate and the Trainer go by the classes that the network names."""
+    """Whether FSDP makes a unit of each block: accelerate and the Trainer use the classes that the network names."""
     network = model.get_base_model() if hasattr(model, "get_base_model") else model
     named = set(getattr(network, "_no_split_modules", None) or ())
     return all(type(block).__name__ in named for _, block in blocks_of(network))
 
 
 class _Names:
-    """What tensors and the places they belong to are called: within a block, by the block's own parts."""
+    """Names of tensors and of the places to which they belong; within a block, relative to the block."""
 
     def __init__(self, tracer: StretchTracer, weights: Sequence[tuple[str, Any]], last_place: int) -> None:
         self._first, self._last = tracer.first_place, last_place
@@ -248,7 +255,7 @@ class _Names:
         self._prefix = _common_prefix([name.removeprefix(PEFT) for name, _ in weights])
 
     def _split(self, name: str) -> tuple[int | None, str]:
-        """The block of a dotted name, and the rest of it, without what peft puts around a module and its adapters."""
+        """(the block of a dotted name, the rest of the name without what peft adds around a module and its adapters)."""
         name = name.removeprefix(PEFT)
         for index, block in enumerate(self._blocks):
             if name == block or name.startswith(f"{block}."):
@@ -263,25 +270,25 @@ class _Names:
         return self._split(module)[1]
 
     def of_weight(self, name: str) -> str:
-        """Or of a buffer."""
+        """The name of a weight or a buffer."""
         return self._split(name)[1]
 
     def as_it_is(self, module: str) -> str:
-        """A module's name within its block, with what peft puts around it."""
+        """A module's name within its block, including what peft adds."""
         name = module.removeprefix(PEFT)
         block = self._split(module)[0]
         return name.removeprefix(self._blocks[block]).lstrip(".") if block is not None else name
 
     def owner(self, weight: str, place: int) -> list[str]:
-        """The module of a weight, "" for the block that is at `place` or after it, and its name there."""
+        """[the module of a weight, or "" for the block that is at `place` or after it; the weight's name there]."""
         block, own = self._split(weight)
         if block is None:
             return [self._end(weight), own]
         return ["" if place // 2 == block else f"layers.{block}", own]
 
     def parameters(self, weights: Sequence[tuple[str, Any]], updated: Set[str]) -> list[list[Any]]:
-        """[module, name, shape, bytes of an element, whether it trains], in the order of the network's modules. A weight
-        that no loss depends on gets no gradient, and optimizers pass it by."""
+        """[module, name, shape, bytes of an element, whether it is trained], in the order of the network's modules. A
+        weight on which no loss depends gets no gradient, and optimizers skip it."""
         found = []
         for name, weight in weights:
             block, own = self._split(name)
@@ -290,30 +297,47 @@ class _Names:
         return found
 
     def _end(self, name: str) -> str:
-        """Whether a weight outside the blocks is used first before them or after."""
+        """Whether a weight outside of the blocks is first used before or after them."""
         module = name
         while module:
             module = module.rpartition(".")[0]
             if module in self._first and (module or "." not in name):
                 break
-        # that of a module that never runs is read by another one: a fused loss reads the lm_head's
+        # if its module never runs, another one reads it: a fused loss reads the lm_head's
         place = self._first[module] if module else self._read.get(name, 0)
         return "embedding" if place == 0 else "head" if place == self._last else f"between.{place}"
 
 
 def _plain(name: str) -> str:
-    """A name inside a block as it is without peft: an adapter's matrices are called after what they adapt."""
+    """A name inside a block without peft's parts: an adapter's matrices have the name of what they adapt."""
     return name.replace(".base_layer", "").replace(".default", "")
 
 
 def _common_prefix(names: Sequence[str]) -> str:
-    """What most names begin with: the network's base model, "model." say."""
+    """The prefix of most names, which is the network's base model, such as "model."."""
     heads = [name.split(".")[0] + "." for name in names]
     return max(set(heads), key=heads.count, default="")
 
 
+_WAYS = {
+    "pixel_values": "it takes no step without images: give images.per_sequence and images.height, or ask with your script",
+    "scalar type": "it mixes dtypes: try float32 weights (precision.parameters), or ask with your script",
+    "dtype": "its dtypes do not fit: try float32 weights (precision.parameters), or ask with your script",
+}
+"""What a message of a library says -> what to do."""
+
+
+def refusal(error: Exception) -> str:
+    """What `error` of a library says, the line of the library's own code that raised it, and what to do."""
+    said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "transformers" in Path(frame.filename).parts]
+    where = f" in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
+    way = next((way for sign, way in _WAYS.items() if sign in said), "if a script of yours trains it, ask with that")
+    return f"it raised {said}{where}; {way} (`peakcast dryrun`)"
+
+
 def main() -> int:
-    """Serves jobs until standard input ends, each in a process of its own, which has the libraries loaded already."""
+    """Serve jobs until standard input ends, each in a forked process that has the libraries loaded."""
     try:
         import torch
         import transformers
@@ -332,8 +356,8 @@ def main() -> int:
 
 
 def serve(job_line: str) -> None:
-    """Answers a line for a line until one says null: the releases and defaults of the libraries for the job, then a walk
-    for each line, or `{"refused": a sentence}`."""
+    """Answer each line with a line, until one is null: first the releases and defaults of the libraries for the job, then a
+    walk for each line, or `{"refused": a sentence}`."""
     from peakcast.collectors.probes import versions
     from peakcast.dialects.job_file import job_from_mapping
 
@@ -345,7 +369,7 @@ def serve(job_line: str) -> None:
             return walker.walk(*json.loads(line))
         walker = Walker(job_from_mapping(json.loads(line)))
         gc.collect()
-        gc.freeze()  # what the libraries have made stays; looking through it takes a quarter of a walk
+        gc.freeze()  # the libraries' objects stay; examining them takes a quarter of a walk
         return {"versions": versions(), "defaults": walker.defaults()}
 
     line = job_line
@@ -357,7 +381,7 @@ def serve(job_line: str) -> None:
         except ImportError as error:
             found = {"refused": f"recording needs {error.name}; install it with: pip install 'peakcast[collect]'"}
         except Exception as error:  # the library's code may raise anything for a configuration that it does not like
-            found = {"refused": f"it raised {' '.join(f'{type(error).__name__}: {error}'.split())[:300]}"}
+            found = {"refused": refusal(error)}
         print(json.dumps(found), flush=True)
         line = sys.stdin.readline()
     print("null", flush=True)

@@ -1,6 +1,7 @@
-"""DeepSpeed's linear layer under stage 3, a function in Python: it keeps its input also where the weight is frozen.
+"""DeepSpeed's linear layer with stage 3, a Python function that saves its input even if the weight is frozen.
 
-Source: DeepSpeed 0.19.8 `runtime/zero/linear.py` (LinearFunctionForZeroStage3), which `zero.Init` puts in torch's place.
+Source: DeepSpeed 0.19.8 `runtime/zero/linear.py` (LinearFunctionForZeroStage3), which `zero.Init` installs in place of
+torch's.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class _Linear(torch.autograd.Function):  # type: ignore[misc]
 
 
 def install() -> None:
-    """Put it in the place of torch's, in this process."""
+    """Install it in place of torch's, in this process."""
 
     def linear(given: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
         return _Linear.apply(given, weight, bias)

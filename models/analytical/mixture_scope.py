@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peakcast.conventions import conventions
+from peakcast.conventions import conventions, mixes_precision
 from peakcast.findings import (
     FAILS,
     MORE,
@@ -52,7 +52,9 @@ def kernels_reason(job: TrainingJob) -> Finding | None:
             "attention",
         ),
         (
-            flash and job.precision.parameters == "float32" and not conventions(job).get("autocast"),
+            flash
+            and job.precision.parameters == "float32"
+            and not (conventions(job).get("autocast") or mixes_precision(job)),
             "flash_attention_2 has no kernel for float32; use autocast or half precision.",
             FAILS,
             "attention",

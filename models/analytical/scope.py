@@ -6,6 +6,7 @@ from __future__ import annotations
 from peakcast.conventions import conventions, fuses_loss
 from peakcast.findings import (
     FAILS,
+    LESS,
     MORE,
     NEARLY,
     NEARLY_MORE,
@@ -38,7 +39,7 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
         return ()
     if wants_recipe(job):
         return recipe_findings(job)
-    reasons = [_batch_reason(job), preference_reason(job), _lengths_reason(job)]
+    reasons = [_batch_reason(job), preference_reason(job), _lengths_reason(job), _frozen_reason(job)]
     if job.framework == "megatron":
         from peakcast.models.analytical.megatron_scope import megatron_findings
 
@@ -54,6 +55,16 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
 def out_of_scope(job: TrainingJob) -> str:
     """The sentences of `scope_findings` as one text; "" if the ledger covers `job`."""
     return " ".join(sentences(scope_findings(job)))
+
+
+def _frozen_reason(job: TrainingJob) -> Finding | None:
+    if not job.finetuning.frozen:
+        return None
+    sentence = (
+        f"finetuning.frozen={', '.join(job.finetuning.frozen)} is counted from recipes and traces alone, and these weights "
+        "are counted as if they trained; ask with baseline recipe."
+    )
+    return found(sentence, "finetuning.frozen", effect=LESS)
 
 
 def _batch_reason(job: TrainingJob) -> Finding | None:

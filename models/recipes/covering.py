@@ -9,11 +9,12 @@ from peakcast.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.dialects.hf_config import left_out_of
 from peakcast.dialects.hf_families import FAMILIES
 from peakcast.errors import near_misses
-from peakcast.findings import MORE, Finding, found
+from peakcast.findings import LESS, MORE, Finding, found
 from peakcast.images import sees_images
 from peakcast.lengths import lengths_change
 from peakcast.models.analytical.layouts import LEAVES, gathered_dtype
 from peakcast.models.recipes.lent import lent
+from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.shelf import recipe_of, why_not
 from peakcast.spec import Offload, TrainingJob
 from peakcast.versions import release
@@ -21,6 +22,10 @@ from peakcast.versions import release
 FRAMEWORKS = ("huggingface", "torch", "deepspeed")
 """Stacks whose training loops can be recorded."""
 METHODS = ("full", "lora", "qlora")
+RECORDED_KERNELS = ("flash-linear-attention",)
+"""Packages of kernels that a recording runs where they are installed: Triton's, which need no GPU to be traced."""
+SHORT_CONVOLUTIONS = {"causal_conv1d"}
+"""Packages whose kernels save a copy or two of a layer's input; other ones save loops over the sequence."""
 
 
 def cannot_be_recorded(job: TrainingJob) -> str:
@@ -76,6 +81,26 @@ def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
     """Findings about what differs from the recording, for a job that needs a recipe."""
     if reason := no_recipe(job):
         return (found(f"{_wanting(job.architecture)}, and {reason}{_instead(job.architecture)}", "architecture"),)
+    return (*_without_kernels(recipe_of(job)), *_otherwise_placed(job))
+
+
+def _without_kernels(recipe: Recipe | None) -> tuple[Finding, ...]:
+    """Kernels that a GPU's environment is likely to have, and that of the recording had not."""
+    if recipe is None or not recipe.walk.replaced:
+        return ()
+    functions, packages = (dict.fromkeys(names) for names in zip(*recipe.walk.replaced, strict=True))
+    recordable = [package for package in packages if package in RECORDED_KERNELS]
+    way = f"; if you train with {recordable[0]}, record it where that is installed (pip install)" if recordable else ""
+    sentence = (
+        f"{' and '.join(packages)} {'was' if len(packages) == 1 else 'were'} not installed where the network was recorded: "
+        f"transformers ran its own code of {', '.join(functions)}, which takes more memory than their kernels do{way}."
+    )
+    effect = LESS if packages.keys() - SHORT_CONVOLUTIONS else ("version_not_modelled", "less")
+    return (found(sentence, "versions", effect=effect),)
+
+
+def _otherwise_placed(job: TrainingJob) -> tuple[Finding, ...]:
+    """What of the release or of the layout is not the recipe's."""
     if sees_images(job.architecture) and not job.images.per_sequence:
         sentence = (
             f"{job.architecture.name!r} also sees images, and none are counted: its vision tower's weights are there, "

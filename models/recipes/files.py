@@ -19,7 +19,7 @@ from peakcast.models.analytical.polynomials import EXPONENTS
 from peakcast.models.recipes.depth import Repeats
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.sizes import Sizes
-from peakcast.models.recipes.walk import Visit, Walk
+from peakcast.models.recipes.walk import Visit, Walk, pairs_of
 
 T = TypeVar("T")
 SCHEMA = 2
@@ -82,6 +82,7 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
         "wrapped": walk.wrapped,
         "visits": [[[*map(one.__getattribute__, _VISIT)] for one in visits] for visits in walk.visits],
         "image_tokens": walk.image_tokens,
+        **({"replaced": [list(pair) for pair in walk.replaced]} if walk.replaced else {}),
         "versions": dict(recipe.versions),
     }
 
@@ -118,6 +119,7 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         wrapped=bool(mapping["wrapped"]),
         visits=tuple(tuple(map(_visit, visits)) for visits in mapping["visits"]),
         image_tokens=int(mapping.get("image_tokens", 0)),
+        replaced=pairs_of(mapping.get("replaced", ())),
     )
     how = None
     if mapping["repeats"] is not None:

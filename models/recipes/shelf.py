@@ -27,7 +27,7 @@ from peakcast.spec import TrainingJob, canonical_json, job_to_mapping
 
 MOST = 16
 """Most recipes of one regime that are kept, for different ranges of batch and length."""
-LIBRARIES = ("torch", "transformers", "peft")
+LIBRARIES = ("torch", "transformers", "peft", "fla-core")
 """Packages whose releases a recipe depends on."""
 NAMELESS = r"[^A-Za-z0-9_.]"
 """Characters of a family's name that are replaced in a file's name."""

@@ -3,7 +3,7 @@ is allocated."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,11 @@ class Visit:
     module: str
     instant: int
     weights: tuple[tuple[str, str], ...]
+
+
+def pairs_of(written: Iterable[Sequence[object]]) -> tuple[tuple[str, str], ...]:
+    """Pairs of texts, as JSON has them."""
+    return tuple((str(one), str(other)) for one, other in written)
 
 
 @dataclass(frozen=True)
@@ -53,6 +58,8 @@ class Walk:
     """For each stretch, the modules that are entered and left, in order."""
     image_tokens: int = 0
     """Number of tokens that represent each image of the batch."""
+    replaced: tuple[tuple[str, str], ...] = ()
+    """Functions that ran as the library's own code, and the packages whose kernels it calls where they are installed."""
 
     @property
     def num_layers(self) -> int:
@@ -105,4 +112,5 @@ class Walk:
             bool(mapping.get("wrapped", True)),
             tuple(visits),
             int(mapping.get("image_tokens", 0)),
+            pairs_of(mapping.get("replaced", ())),
         )

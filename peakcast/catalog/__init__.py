@@ -1,4 +1,5 @@
-"""Facts with their sources: GPUs, architectures, framework conventions. Read lazily from TOML, looked up by any name."""
+"""Facts with their sources: GPUs, architectures, framework conventions. They are read from TOML when first needed, and
+found by any of their names."""
 
 from __future__ import annotations
 
@@ -25,35 +26,33 @@ class Device:
     generation: str
     """NVIDIA's name of the GPU architecture ("Hopper")."""
     memory_bytes: int
-    """Nominal memory, as sold: bytes."""
+    """Nominal memory as advertised, in bytes."""
     nvml_memory_bytes: int
-    """Total that nvidia-smi shows: bytes, error correction's share already taken off."""
+    """Total that nvidia-smi shows, in bytes; memory for error correction is already subtracted."""
     cuda_memory_bytes: int
-    """Total that `cudaMemGetInfo` reports, which is what CUDA programs can use, all of them together: bytes."""
+    """Total that `cudaMemGetInfo` reports, in bytes: what all CUDA programs together can use."""
     num_sms: int
     """Streaming multiprocessors."""
     max_threads_per_sm: int
     compute_capability: tuple[int, int]
     source: str
-    """Where the multiprocessors, threads and nominal memory are from."""
+    """Source of the multiprocessors, threads and nominal memory."""
     cuda_memory_source: str
-    """"measured report: ..." or "estimated: ...": how `cuda_memory_bytes` is known."""
+    """How `cuda_memory_bytes` is known: "measured report: ..." or "estimated: ..."."""
     host_memory_bytes: int | None = None
-    """Host memory of a node: bytes; None where nobody said, and no catalog does."""
+    """Host memory of a node, in bytes. Catalogs do not have it; None unless the question gives it."""
     gpus_per_node: int = 8
     """GPUs of a node, as in the usual machine (DGX, HGX)."""
     constants: Constants | None = None
-    """What was read on a machine with this GPU of memory outside PyTorch's allocator; no catalog has it."""
+    """Readings of memory outside PyTorch's allocator on a machine with this GPU. Catalogs do not have them."""
 
 
 # -- GPUs -------------------------------------------------------------------------------------------------------------
 
 
 def gpu(name: str) -> Device:
-    """The GPU type called `name`: ours ("H100-80GB") or torch's ("NVIDIA H100 80GB HBM3"); case does not matter.
-
-    Raises: CatalogError with near misses.
-    """
+    """The GPU type called `name`: peakcast's name ("H100-80GB") or torch's ("NVIDIA H100 80GB HBM3"), in upper or lower
+    case. Raises: CatalogError with near misses."""
     key = _gpu_aliases().get(_folded(name, "gpu"))
     if key is None:
         hint = near_misses(name, gpu_names()) or f"; known: {', '.join(gpu_names())}."
@@ -91,10 +90,8 @@ def _gpu_aliases() -> Mapping[str, str]:
 
 
 def architecture(name: str) -> Architecture:
-    """The network called `name`: ours ("llama-3.1-8b") or a hub id ("meta-llama/Llama-3.1-8B"); case does not matter.
-
-    Raises: CatalogError with near misses.
-    """
+    """The network called `name`: peakcast's name ("llama-3.1-8b") or a hub id ("meta-llama/Llama-3.1-8B"), in upper or
+    lower case. Raises: CatalogError with near misses."""
     return _architecture(_architecture_key(name))
 
 
@@ -105,12 +102,14 @@ def architecture_names() -> tuple[str, ...]:
 
 
 def published_num_parameters(name: str) -> int:
-    """Parameters of the network called `name` as its makers state them: tied weights once. See also the tolerance."""
+    """Number of parameters of the network called `name` as its authors state it; tied weights count once. It may be
+    rounded: see `published_num_parameters_tolerance`."""
     return int(_file(_architecture_key(name))["num_parameters"])
 
 
 def published_num_parameters_tolerance(name: str) -> int:
-    """How far `published_num_parameters` may be from the truth because it was published rounded; 0 for exact counts."""
+    """How far `published_num_parameters` may be from the exact number because it was published rounded; 0 if it is
+    exact."""
     return int(_file(_architecture_key(name)).get("num_parameters_tolerance", 0))
 
 
@@ -123,8 +122,8 @@ def _architecture(key: str) -> Architecture:
 
 @cache
 def _file(key: str) -> dict[str, Any]:
-    """One architecture's file: its own keys, and `config`, the excerpt of its config.json ("null" stands for null,
-    which TOML has not)."""
+    """The content of one architecture's file: its own keys, and `config`, the excerpt of its config.json (in which "null"
+    stands for null, which TOML does not have)."""
     mapping = tomllib.loads(_HERE.joinpath("architectures", f"{key}.toml").read_text(encoding="utf-8"))
     mapping["config"] = {field: None if value == "null" else value for field, value in mapping["config"].items()}
     return mapping
@@ -162,12 +161,12 @@ _PACKAGING = re.compile(r"[-_.](gptq|awq|gguf|bnb|nf4|4bit|8bit|int4|int8|fp16|f
 
 
 def _without_packaging(name: str) -> str:
-    """A hub id without its owner and without how the weights are stored: `TheBloke/Llama-2-70B-GPTQ` -> `Llama-2-70B`."""
+    """A hub id without its owner and its words for the storage of weights: `TheBloke/Llama-2-70B-GPTQ` -> `Llama-2-70B`."""
     return _PACKAGING.sub("", name.rsplit("/", 1)[-1])
 
 
 def _folded(name: str, parameter: str = "name") -> str:
-    """`name` for comparison: lower case, one kind of separator, no vendor."""
+    """`name` in the form used for comparison: lower case, one kind of separator, no vendor."""
     if not isinstance(name, str):
         raise CatalogError(f"{parameter}={name!r} must be a name, as text.", parameter=parameter, value=name)
     return re.sub(r"[\s_]+", "-", name.strip().lower()).removeprefix("nvidia-")

@@ -1,1 +1,2 @@
-"""The commands, by what they are for: each parses, calls the function of `peakcast.api` of the same name, and prints."""
+"""The commands, grouped by purpose. Each parses its arguments, calls the function of `peakcast.api` of the same name, and
+prints."""

@@ -13,7 +13,7 @@ from peakcast.errors import SpecError
 from peakcast.job_flags import VERSIONS, AskedJob, takes_job
 
 FITS_EXIT_CODES = {"yes": 0, "no": 3, "uncertain": 4}
-"""What `peakcast predict` exits with; 2 is a question that cannot be answered."""
+"""Verdict -> exit code of `peakcast predict`; 2 means that the question cannot be answered."""
 
 
 @app.command(epilog="Example: peakcast predict --model llama-3.1-8b --method lora --lora-rank 16 --gpu A100-80GB")
@@ -224,7 +224,8 @@ def _answer(
     json: bool,
     details: bool,
 ) -> None:
-    """Print the prediction for a job that was read and exit with whether it fits. `options`: further ones of `predict`."""
+    """Print the prediction for a job that was read, and exit with the verdict's code. `options`: further arguments of
+    `predict`."""
     from peakcast import api, render
     from peakcast.screen import prediction_text
 

@@ -11,7 +11,7 @@ from peakcast.commands.application import Datasets, Json, NoTracking, TrackingUr
 from peakcast.errors import SpecError
 
 HOLDS_EXIT_CODES = {"holds": 0, "broken": 3, "too few": 4}
-"""What `peakcast evaluate --against` exits with, the worst of its checks."""
+"""Result -> exit code of `peakcast evaluate --against`; the worst of its checks counts."""
 
 
 @app.command(epilog="Example: peakcast fit --gpu H100-80GB")

@@ -11,15 +11,15 @@ from peakcast.commands.application import Json, Processes, app
 from peakcast.errors import SpecError
 
 NOTHING_MEASURED = 1
-"""What `peakcast collect` exits with when every cell that it started failed."""
+"""Exit code of `peakcast collect` if every cell that it started failed."""
 
 CONSTANTS = "constants"
-"""In the place of a grid: read what no tensor has instead. A grid file of that name is ./constants."""
+"""In place of a grid: read memory outside of tensors instead. A grid file with this name can be given as ./constants."""
 OF_CONSTANTS = {"context", "grid", "gpu", "timeout_seconds", "json"}
-"""What may be given then."""
+"""Arguments that are allowed in this case."""
 
 DISAGREES = 1
-"""What `peakcast verify` exits with when ledger and trace differ."""
+"""Exit code of `peakcast verify` if ledger and trace differ."""
 
 
 @app.command(epilog="Example: peakcast collect my-grid.yaml --budget-minutes 25")

@@ -1,4 +1,4 @@
-"""A recorded allocator history, simulated again and beside a prediction: `replay`."""
+"""Simulates a recorded allocator history and compares it with a prediction: `replay`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import typer
 from peakcast.commands.application import Gpu, Json, app
 
 DISAGREES = 3
-"""What `peakcast replay` exits with when the simulation is not as recorded."""
+"""Exit code of `peakcast replay` if the simulation differs from the recording."""
 
 
 @app.command(epilog="Example: peakcast replay snapshot.pickle --against llama-3.2-1b --gpu H100-80GB --output beside.png")

@@ -1,4 +1,4 @@
-"""A run that was recorded, beside its prediction: `watch`."""
+"""Compares a recorded run with its prediction: `watch`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peakcast.commands.application import Gpu, Json, app
 from peakcast.job_flags import AskedJob, takes_job
 
 OUTSIDE = 3
-"""What `peakcast watch` exits with when a recorded peak lies outside its bar."""
+"""Exit code of `peakcast watch` if a recorded peak is outside its bar."""
 
 
 @app.command(epilog="Example: peakcast watch job.yaml --snapshot run.pickle --gpu H100-80GB --append-to mine.shard.jsonl")

@@ -40,17 +40,17 @@ _IGNORED = words("""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launcher:
-    """What a run gets from `accelerate launch`."""
+    """Settings that a run gets from `accelerate launch`."""
 
     num_gpus: int | None = None
     deepspeed: Mapping[str, Any] | None = None
     fsdp: Mapping[str, Any] | None = None
     mixed_precision: str = "no"
     mesh: Mapping[str, Any] = field(default_factory=dict)
-    """`parallelism_config`."""
+    """The content of `parallelism_config`."""
 
     def gpus(self, pasted: Pasted, notes: Notes) -> int:
-        """The number of GPUs as asked, else the launcher's, else 1 with an assumption."""
+        """The number of GPUs that was asked for, else the launcher's, else 1 with an assumption."""
         if pasted.num_gpus is None and self.num_gpus is not None:
             return self.num_gpus
         return pasted.gpus(notes)
@@ -72,7 +72,7 @@ def launcher_of(values: Mapping[str, Any], pasted: Pasted, notes: Notes) -> Laun
     if kind == "FSDP" and not isinstance(fsdp, Mapping):
         raise settings.refuse("fsdp_config", "must be a mapping of FSDP's settings, since distributed_type is FSDP")
     reshards = str((fsdp or {}).get("fsdp_reshard_after_forward", "")) if isinstance(fsdp, Mapping) else ""
-    if reshards.lower() in SHARDING and isinstance(fsdp, Mapping):  # FSDP 1's strategy under its newer key
+    if reshards.lower() in SHARDING and isinstance(fsdp, Mapping):  # FSDP1's strategy under its newer name
         fsdp = {"fsdp_sharding_strategy": reshards, **fsdp}
     mesh = settings.raw("parallelism_config") or {}
     if not isinstance(mesh, Mapping):
@@ -98,7 +98,7 @@ def launcher_of(values: Mapping[str, Any], pasted: Pasted, notes: Notes) -> Laun
 
 
 def launcher_beside(pasted: Pasted, notes: Notes) -> Launcher:
-    """What an accelerate configuration beside another project's gives its run; nothing where there is none."""
+    """The settings that an accelerate configuration gives the run of another project; empty without such a file."""
     if "accelerate" not in pasted.companions:
         return Launcher()
     pasted.used.add("accelerate")
@@ -106,7 +106,7 @@ def launcher_beside(pasted: Pasted, notes: Notes) -> Launcher:
 
 
 def of_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of `accelerate launch` as the mapping of its configuration file."""
+    """The flags of `accelerate launch`, in the form of the mapping in its configuration file."""
     out: dict[str, Any] = {key: flags[key] for key in ("num_processes", "mixed_precision") if key in flags}
     engine = {
         key: flags[key] for key in (*_DEEPSPEED, "deepspeed_config_file", "gradient_accumulation_steps") if key in flags
@@ -125,7 +125,7 @@ def of_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _deepspeed(settings: Settings, pasted: Pasted, notes: Notes) -> Mapping[str, Any]:
-    """The DeepSpeed configuration: the file that is named, or the few keys of accelerate's own."""
+    """The DeepSpeed configuration: the named file, or the few keys that accelerate's own file has."""
     own = settings.raw("deepspeed_config") or {}
     if not isinstance(own, Mapping):
         raise settings.refuse("deepspeed_config", "must be a mapping of DeepSpeed's settings")
@@ -148,6 +148,6 @@ def _deepspeed(settings: Settings, pasted: Pasted, notes: Notes) -> Mapping[str,
 
 
 def refuse_twice(first: object, second: object, what: str, where: str) -> None:
-    """Refuse settings that come from two files at once. Raises: SpecError."""
+    """Refuse settings that are in two files. Raises: SpecError."""
     if first is not None and second is not None:
         raise SpecError(f"{what} is given twice, in {where} and beside it; keep one.", parameter=what)

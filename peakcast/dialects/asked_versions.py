@@ -1,4 +1,4 @@
-"""The package versions that a question gives beside its job: named, or those that are installed here."""
+"""The package versions that a question gives in addition to its job: named versions, or those installed here."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from peakcast.versions import CONTAINER, OWN_NETWORKS, STACKS, check_versions, i
 
 @dataclass(frozen=True, slots=True)
 class AskedVersions:
-    """Versions for any job; which of them concern one, its framework tells."""
+    """Versions for any job; its framework decides which of them it uses."""
 
     given: FrozenMapping = field(default_factory=FrozenMapping)
-    """Package -> version, as asked; they hold over what a configuration says."""
+    """Package -> version as asked for; they override those of a configuration."""
     here: bool = False
-    """Whether the versions installed here hold for everything else."""
+    """Whether the versions installed here are used for all other packages."""
 
     def of(self, framework: str, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """`own`, the versions that a configuration says or its dialect stands for, with those that are asked for. Of the
-        packages installed here those of `framework` are taken, and of stacks the one that `own` names."""
+        """`own`, the versions that a configuration or its dialect has, overridden by those that were asked for. Of the
+        packages installed here, those of `framework` are added; of the stacks, the one in `own`."""
         own = own or {}
         known = packages_of(framework)
         if any(stack in own for stack in OWN_NETWORKS):
@@ -59,7 +59,7 @@ def asked_versions(versions: object = None, container: str | None = None, here: 
 
 
 def with_versions(translation: Translation, asked: AskedVersions) -> Translation:
-    """`translation` with the versions that are asked for, and a sentence on those that were found here."""
+    """`translation` with the versions that were asked for, and a sentence about those that were found here."""
     if not asked:
         return translation
     versions = asked.of(translation.job.framework, translation.job.versions)

@@ -1,4 +1,4 @@
-"""Axolotl's YAML: a Hugging Face Trainer run under other names.
+"""Axolotl's YAML: a run of the Hugging Face Trainer, with other names for its settings.
 
 Source: axolotl 0.4-0.13 src/axolotl/utils/schemas/config.py, core/builders/base.py and causal.py, loaders/model.py.
 """
@@ -100,7 +100,7 @@ def from_axolotl(pasted: Pasted) -> Translation:
 
 
 def _experts(job: TrainingJob, settings: Settings) -> TrainingJob:
-    """How a mixture's experts are computed and stored, as framework options; of a dense network nothing."""
+    """`job` with framework options for how a mixture's experts are computed and stored; unchanged for a dense network."""
     word, options = settings.text("experts_implementation"), dict(job.framework_options)
     if job.architecture.moe is None:
         return job
@@ -116,7 +116,7 @@ def _experts(job: TrainingJob, settings: Settings) -> TrainingJob:
 
 
 def _generation(settings: Settings) -> Generation:
-    """GRPO's settings, which `trl` holds under trl's names, and `vllm` for a server (`axolotl vllm-serve`)."""
+    """GRPO's settings: `trl` has them under trl's names, and `vllm` those of a server (`axolotl vllm-serve`)."""
     given = settings.raw("trl")
     values = {key: value for key, value in (given if isinstance(given, Mapping) else {}).items() if value is not None}
     values.setdefault("beta", settings.number("rl_beta", 0.0))
@@ -126,7 +126,8 @@ def _generation(settings: Settings) -> Generation:
 
 
 def _packing(settings: Settings, training: dict[str, Any]) -> None:
-    """The micro-batch joined in one row for flash attention; rows of their own otherwise (`multipack_real_batches`)."""
+    """Join the micro-batch into one row if attention is flash attention; otherwise each sequence has its row
+    (`multipack_real_batches`)."""
     flash = training.get("attn_implementation") == "flash_attention_2"
     if not flash or settings.switch("multipack_real_batches"):
         return
@@ -135,7 +136,7 @@ def _packing(settings: Settings, training: dict[str, Any]) -> None:
 
 
 def _precision(settings: Settings, training: dict[str, Any]) -> None:
-    """The weights' dtype follows bf16 and fp16 (loaders/model.py), float32 without either."""
+    """The weights' dtype from bf16 and fp16 (loaders/model.py); float32 without either."""
     word = settings.text("bf16", "false" if any(map(settings.given, ("fp16", "float16", "float32"))) else "auto").lower()
     bf16 = word in ("auto", "full") or settings.switch("bfloat16") or (word != "auto" and settings.switch("bf16"))
     if word == "auto":
@@ -191,7 +192,7 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     if settings.switch("liger_fused_linear_cross_entropy"):
         training["fused_linear_cross_entropy"] = True
     plugged = any("CutCrossEntropyPlugin" in name for name in settings.words("plugins"))
-    if settings.switch("cut_cross_entropy", plugged):  # integrations/cut_cross_entropy/args.py: on by the plugin alone
+    if settings.switch("cut_cross_entropy", plugged):  # integrations/cut_cross_entropy/args.py
         training["fused_linear_cross_entropy"] = True
         settings.notes.unsupported.append(
             "Cut cross entropy is taken as Liger's fused linear cross entropy.", "cut_cross_entropy", "less"

@@ -1,4 +1,5 @@
-"""Axolotl's keys as data: what each one is called elsewhere, cannot be said in a job, or does not matter to memory.
+"""Axolotl's keys as data: the names of their equivalents, keys that a job cannot express, and keys without effect on
+memory.
 
 Source: axolotl 0.4-0.13 src/axolotl/utils/schemas/config.py.
 """
@@ -32,26 +33,26 @@ ADAPTER = {
     "peft_trainable_token_indices": "trainable_token_indices",
 }  # fmt: skip
 NOT_LINEAR = ("lm_head", "embed_tokens", "wte", "embed_out")
-"""What peft's all-linear leaves out."""
+"""Projections that peft's all-linear leaves out."""
 PLUGINS = (
     "LigerPlugin", "CutCrossEntropyPlugin", "ExpertParallelPlugin", "GrokfastPlugin", "LMEvalPlugin", "KernelsPlugin",
 )  # fmt: skip
-"""Whose settings have keys of their own (axolotl 0.13 integrations/), which are read or listed."""
+"""Plugins whose settings have keys of their own (axolotl 0.13 integrations/), which are read or listed."""
 OPTIMIZERS = {
     "muon": "adamw_torch", "optimi_adamw": "adamw_hf", "ao_adamw_4bit": "adamw_torch_4bit",
     "ao_adamw_8bit": "adamw_torch_8bit", "adopt_adamw": "adamw_torch", "came_pytorch": "adafactor",
     "ao_adamw_fp8": "adamw_torch_8bit",
 }  # fmt: skip
-"""Axolotl's own optimizers, with the nearest of transformers'."""
+"""Axolotl's own optimizers -> the most similar one of transformers."""
 SAME = ("ao_adamw_4bit", "ao_adamw_8bit")
 ATTENTION = {
     "flash_attention": "flash_attention_2", "sdp_attention": "sdpa", "eager_attention": "eager",
     "flex_attention": "flex_attention", "xformers_attention": "xformers", "sage_attention": "sage",
 }  # fmt: skip
 OFFLOADED = ("legacy", "disk", "hidden_states")
-"""Values of `activation_offloading` that move what true does, elsewhere or otherwise."""
+"""Values of `activation_offloading` that offload like true, but to another place or in another way."""
 SHORT = {"flash": "flash_attention_2", "flex": "flex_attention"}
-"""Values of the newer key `attention` that transformers calls otherwise."""
+"""Values of the newer key `attention` -> transformers' name."""
 KERNELS = {
     "lora_mlp_kernel": "what LoRA's fused kernels keep", "lora_qkv_kernel": "what LoRA's fused kernels keep",
     "lora_o_kernel": "what LoRA's fused kernels keep",
@@ -79,25 +80,25 @@ KERNELS = {
     "model_quantization_config": "a checkpoint that is loaded quantized",
     "quantize_moe_experts": "dequantizing experts that were quantized at load",
 }  # fmt: skip
-"""What a job cannot say, and its name."""
+"""Keys that a job cannot express -> name of what they switch on."""
 LESS = {
     "tiled_mlp": "The MLP in tiles (tiled_mlp)",
     "unfrozen_parameters": "Training some parameters only (unfrozen_parameters)",
 }
-"""What a job cannot say and what needs less than the whole, which is taken."""
+"""Keys that a job cannot express and that reduce memory; the job is predicted without them."""
 READ_LATER = ("batch_size", "rl", "trl", "revision_of_model", "bnb_config_kwargs", "experts_implementation")
-"""Keys that are read in places of their own."""
+"""Keys that are read by other functions."""
 EXPERTS = {"eager": "loop", "grouped_mm": "grouped_mm"}
 """Values of `experts_implementation` (transformers 5 integrations/moe.py) -> the framework option of that name."""
 LIGER = ("liger_rope", "liger_rms_norm", "liger_glu_activation")
-"""What `use_liger_kernel` of transformers patches together in a decoder."""
+"""The kernels that `use_liger_kernel` of transformers patches together in a decoder."""
 MESH = {
     "replicate": "dp_replicate_size", "shard": "dp_shard_size", "tensor": "tensor_parallel_size",
     "expert": "expert_parallel_size",
 }  # fmt: skip
-"""Axis -> the key of its size; the ranks of one sequence have two (ring-flash-attn)."""
+"""Axis -> the key for its size; the axis of ranks that share a sequence has two keys (ring-flash-attn)."""
 OVERRIDES = words("output_router_logits rope_theta rope_scaling rope_parameters use_cache max_position_embeddings")
-"""Keys of a network's configuration that may be overridden without another shape."""
+"""Keys of a network's configuration that may be overridden without changing a shape."""
 IGNORED = words("""
     is_llama_derived_model
     accelerator_config adam_beta1 adam_beta2 adam_beta3 adam_epsilon adam_epsilon2 added_tokens_overrides

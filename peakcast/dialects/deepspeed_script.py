@@ -1,7 +1,8 @@
-"""Scripts that train a network of transformers with DeepSpeed's engine and no Trainer, as DeepSpeed's own examples do.
+"""Scripts that train a network of transformers with DeepSpeed's engine and without the Trainer, like DeepSpeed's own
+examples.
 
-Source: deepspeedai/DeepSpeedExamples training/DeepSpeed-SuperOffload, finetune_*.sh for finetune_zero3.py. The layout, the
-precision and what is offloaded are those of the file that deepspeed_config names.
+Source: deepspeedai/DeepSpeedExamples training/DeepSpeed-SuperOffload, finetune_*.sh for finetune_zero3.py. Layout,
+precision and offloading are those of the file that deepspeed_config names.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def from_deepspeed_script(pasted: Pasted) -> Translation:
 
 
 def _micro_batch_size(settings: Settings, engine: Any, num_gpus: int) -> int:
-    """Sequences of a rank and forward: as DeepSpeed works them out from train_batch_size (runtime/config.py
+    """Sequences per rank and forward: computed from train_batch_size as in DeepSpeed (runtime/config.py
     `_set_batch_related_parameters`), else the script's batch_size."""
     size = settings.size("batch_size")
     total, steps = engine.get("train_batch_size"), engine.get("gradient_accumulation_steps", 1)

@@ -1,4 +1,4 @@
-"""Projects whose configurations are not read here, told by what they contain, and what to give in their place."""
+"""Projects whose configurations are not read here: how they are recognised, and what the user can give instead."""
 
 from __future__ import annotations
 
@@ -9,24 +9,25 @@ from typing import Any, NamedTuple
 JOB = "give the model and the step as a job: --model, --micro-batch-size, --sequence-length, --sharding and the like"
 TRACE = "give the step itself: peakcast explain --trace --module FILE.py:FUNCTION runs it on fake tensors"
 XLA = "give it to MaxText's own train_compile, which prints what XLA plans: peakcast counts PyTorch's allocator"
-SECTIONS = (
-    "give its values as a TOML, YAML or JSON mapping with the sections model, training, parallelism, ..., as torchtitan's "
-    "train_configs/*.toml have them"
+DRYRUN = (
+    "run it on fake tensors instead, which needs no GPU: peakcast dryrun --gpu H100-80GB -- COMMAND, with its own command"
 )
 FLAGS = "give model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...), named as its fields are"
 
+SWIFT = ("infer", "deploy", "rollout", "eval", "export", "sample", "app", "web-ui")
+
 
 class Foreign(NamedTuple):
-    """What the configuration of such a project looks like."""
+    """How the configuration of such a project is recognised."""
 
     title: str
     way_out: str
     signs: tuple[str, ...] = ()
-    """As those of a dialect: sets of keys."""
+    """Sets of keys, as for a dialect."""
     words: tuple[str, ...] = ()
-    """Beginnings of its `_target_`, `recipe`, program or imports."""
+    """Prefixes of its `_target_`, `recipe`, program or imports."""
     programs: str = ""
-    """A pattern of the file names of its scripts."""
+    """A regular expression for the file names of its scripts."""
 
 
 FOREIGN: tuple[Foreign, ...] = (
@@ -35,30 +36,26 @@ FOREIGN: tuple[Foreign, ...] = (
         FLAGS,
         ("ConfigContainer", "model_config train_config|ddp_config", "perf_matrix"),
         ("megatron.bridge",),
+        r"setup_experiment\.py",
     ),
-    Foreign("a Megatron-Bridge launcher", FLAGS, (), (), r"run_recipe\.py|setup_experiment\.py"),
-    Foreign("a NeMo AutoModel recipe", JOB, ("step_scheduler model",), ("nemo_automodel", "automodel")),
     Foreign("a NeMo 2 recipe", FLAGS, (), ("nemo.", "nemo_run", "nemo llm", "nemo vlm")),
-    Foreign("a GPT-NeoX configuration", FLAGS, ("pipe_parallel_size|pipe-parallel-size",), (), r"deepy\.py"),
     Foreign(
         "an LLM Foundry configuration",
         JOB,
         ("global_train_batch_size device_train_microbatch_size|max_seq_len",),
         ("composer",),
     ),
-    Foreign("a verl configuration", JOB, ("actor_rollout_ref", "model.partial_pretrain", "data.train_files"), ("verl.",)),
-    Foreign("an OpenRLHF command", JOB, ("pretrain micro_train_batch_size",), ("openrlhf",)),
-    Foreign("an ms-swift command for Megatron", FLAGS, (), ("megatron sft", "megatron pt", "megatron rlhf")),
-    Foreign("an ms-swift command", JOB, ("train_type model", "tuner_type model"), ("swift",)),
+    Foreign("an ms-swift command that trains nothing", JOB, (), tuple(f"swift {verb}" for verb in SWIFT)),
     Foreign(
         "a nanochat run",
-        JOB,
+        DRYRUN,
         (
             "model_config.n_kv_head model_config.sequence_len",
             "depth device_batch_size|target_param_data_ratio|aspect_ratio",
         ),
         ("nanochat", "scripts.base_train", "scripts.mid_train", "scripts.chat_sft", "scripts.chat_rl"),
     ),
+    Foreign("a nanoGPT run", DRYRUN, ("block_size n_layer|n_head|n_embd",)),
     Foreign(
         "a MaxText configuration",
         XLA,
@@ -85,29 +82,22 @@ _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+([A-Za-z_][\w.]*)", re.MULTIL
 
 
 def foreign_program(text: str) -> str:
-    """What `foreign` says of a program that a script's `text` names at the beginning of a line."""
+    """The sentence of `foreign` about a program that a script's `text` runs at the beginning of a line."""
     return next(filter(None, (foreign((), {}, name) for name in _PROGRAM.findall(text))), "")
 
 
 def foreign_python(text: str) -> str:
-    """What `foreign` says of a Python program with this `text`, by what it imports."""
+    """The sentence of `foreign` about a Python program with this `text`, recognised by its imports."""
     return next(filter(None, (foreign((), {}, name) for name in _IMPORT.findall(text))), "")
 
 
-def foreign_launch(program: str, files: Iterable[str]) -> str:
-    """What `foreign` says of a launch command's `program`, or of its configuration `files`; "" for all that is read."""
-    registered = [file for file in files if "." not in file.rsplit("/", 1)[-1]]
-    if program.startswith("torchtitan") and registered:
-        return f"is a torchtitan command for {registered[0]!r}, a Python function of its config registry; {SECTIONS}."
-    return foreign((), {}, program)
-
-
 def foreign(keys: Iterable[str], values: Mapping[str, Any], program: str) -> str:
-    """The sentence that names the project which a mapping's `keys` and `values` are of, or whose `program` is run; "" where
-    none is known."""
+    """The sentence that names the project to which a mapping's `keys` and `values`, or the `program`, belong; "" if it is
+    not known."""
     known = set(keys)
     places = [place for place in (values, values.get("model")) if isinstance(place, Mapping)]
-    named = [program, *(str(place.get(key, "")) for place in places for key in ("_target_", "recipe"))]
+    run = {"ddp", "train", "model"} <= known  # what a run of Megatron-Bridge saves
+    named = [program, *(str(place.get(key, "")) for place in places for key in ("_target_", "recipe") if not run)]
     for each in FOREIGN:
         calls = bool(each.words) and any(name.startswith(each.words) for name in named)
         calls |= bool(each.programs) and re.fullmatch(each.programs, program.rsplit("/", 1)[-1]) is not None

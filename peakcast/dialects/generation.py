@@ -1,4 +1,4 @@
-"""GRPO's completions: how long the sequences of its step are, whether it has a reference, and who generates beside it.
+"""GRPO's completions: the length of its step's sequences, whether it has a reference, and what generation holds on the GPU.
 
 Source: trl 1.16.0 `trainer/grpo_config.py`, 0.14-0.24 for `max_prompt_length`; axolotl 0.19 `utils/schemas/trl.py`.
 """
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 from peakcast.dialects.translation import Settings
 
 PROMPT, COMPLETION, UTILIZATION = 512, 512, 0.3
-"""trl's defaults: of `max_prompt_length`, which releases since 1.0 do not have, of `max_completion_length`, and of
+"""trl's defaults of `max_prompt_length` (not in releases since 1.0), `max_completion_length` and
 `vllm_gpu_memory_utilization`."""
+RLOO_BETA = 0.05
+"""trl's default of `beta` in RLOOConfig; GRPO's is 0."""
 READ = (
     "num_generations", "max_prompt_length", "max_completion_length", "beta", "use_vllm", "vllm_mode", "vllm_device",
     "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
@@ -23,25 +25,26 @@ SAMPLING = re.compile(
     r"|mask_truncated_completions|num_iterations|log_completions.*|log_(unique_prompts|multimodal)|shuffle_dataset"
     r"|max_tool_calling_iterations|off_policy_.*|use_bias_correction_kl|use_transformers_.*|sync_ref_model"
     r"|transformers_continuous_batching_config|entropy_.*|use_adaptive_entropy|use_vllm|max_(prompt|completion)_length|beta"
+    r"|ds3_gather_for_generation|chat_template_kwargs|top_entropy_quantile|normalize_advantages"
 )
-"""Settings of GRPO that are read here or that its optimisation step does not feel."""
+"""Settings of GRPO that are read here or that do not affect its optimisation step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What GRPO's step is given."""
+    """What generation means for GRPO's step."""
 
     sequence_length: int
-    """Tokens of the longest prompt and of the longest completion together."""
+    """Tokens of the longest prompt plus the longest completion."""
     refers: bool
-    """Whether there is a reference: beta is not 0."""
+    """Whether it has a reference, i.e. beta is not 0."""
     other_memory_fraction: float
-    """Part of the GPU's memory that generation holds while the step runs."""
+    """Fraction of the GPU's memory that generation holds during the step."""
 
 
 def generation_of(settings: Settings, batch: str) -> Generation:
-    """What `settings`, called as trl calls them, say of a GRPO run, with its notes. `batch`: what its micro-batch is called
-    where it was written."""
+    """Read a GRPO run from `settings`, which have trl's names; adds notes. `batch`: the name of its micro-batch where it
+    was written."""
     notes = settings.notes
     lengths = [settings.integer(f"max_{part}_length") for part in ("prompt", "completion")]
     defaults = (PROMPT, COMPLETION)
@@ -59,7 +62,7 @@ def generation_of(settings: Settings, batch: str) -> Generation:
 
 
 def _beside_the_step(settings: Settings) -> tuple[float, str]:
-    """What generation holds of the GPU while the optimisation step runs, as a part, and what is to be said of it."""
+    """(fraction of the GPU that generation holds during the optimisation step, a sentence about it)."""
     if not settings.switch("use_vllm"):
         return 0.0, "transformers generates before it (use_vllm: false), whose cache and logits are not in the number"
     if settings.given("vllm_device"):  # trl 0.14 to 0.15, GRPOConfig: "auto" is the GPU after those that train

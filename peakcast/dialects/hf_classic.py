@@ -36,7 +36,8 @@ def _falcon_flags(architecture: Architecture) -> Row:
 
 
 def _gpt_neo_layers(architecture: Architecture) -> Row:
-    """Every second layer attends within a window of 256 tokens, as in the published networks; memory does not tell."""
+    """Layer types in which every second layer has a window of 256 tokens, as in the published networks; it does not change
+    memory."""
     half, rest = divmod(architecture.num_hidden_layers, 2)
     return {"attention_types": [[["global", "local"], half]] * bool(half) + [[["global"], 1]] * rest}
 
@@ -190,4 +191,4 @@ CLASSIC: Mapping[str, Family] = {
         )
     ),
 }
-"""`model_type` -> its row."""
+"""`model_type` -> the family's rules."""

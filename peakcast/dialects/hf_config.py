@@ -1,4 +1,4 @@
-"""Hugging Face `config.json` mappings, read into an `Architecture` by the rows of `hf_families`."""
+"""Reads the mapping of a Hugging Face `config.json` into an `Architecture`, by the rules in `hf_families`."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ LLAMA_KEYS = (
     "rms_norm_eps",
     "hidden_act",
 )
-"""The keys by which an unknown `model_type` is recognised as a relative of Llama."""
+"""Keys by which an unknown `model_type` is recognised as similar to Llama."""
 
 FOREIGN_KEYS = re.compile(
     r"(\w+\.)*(moe_\w+|\w*num_(local_|routed_|shared_)?experts\w*|n_(routed_|shared_)?experts|(kv|q)_lora_rank|vision_config"
     r"|audio_config|num_decoder_layers|\w*state_size|(mamba|ssm)_\w+|\w*d_state|linear_num_\w+|attn_layer_period|conv_L_cache"
     r"|ffn_config|attn_config)(\.\w+)*"
 )
-"""Keys of shapes that Llama has not, at any depth; one of them, and an unknown `model_type` is not a relative."""
+"""Keys, at any depth, of shapes that Llama does not have; with one of them, an unknown `model_type` is not similar to
+Llama."""
 
 _OTHER_NAMES = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -41,7 +42,7 @@ _OTHER_NAMES = {
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     "max_position_embeddings": ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len"),
 }
-"""Spellings that transformers' `attribute_map`s treat as one; the family's own is read first."""
+"""Names that transformers' `attribute_map`s treat as equal; the family's own name is tried first."""
 
 _FLAGS = {"tie_word_embeddings", "attention_bias", "attention_output_bias", "mlp_bias", "lm_head_bias", "parallel_block"}
 _PROBABILITIES = {"attention_dropout", "hidden_dropout", "embedding_dropout"}
@@ -59,25 +60,26 @@ _MAY_BE_ZERO = {
 def architecture_from_hf_config(config: Mapping[str, Any], name: str | None = None) -> Architecture:
     """The `Architecture` that the mapping of a Hugging Face `config.json` describes.
 
-    `name` (or the mapping's own "name") is what messages and reports call it. A multimodal configuration is read by its
-    `text_config`, marked `kind="multimodal"` and kept whole, for recipes to be recorded of.
+    `name` (or the mapping's own "name") appears in messages and reports. For a multimodal configuration, its `text_config`
+    is read; the architecture is marked `kind="multimodal"` and contains the whole configuration, so that recipes can be
+    recorded.
     Raises: SpecError naming the key, its value, the rule and the way out.
     """
     return read_hf_config(config, name)[0]
 
 
 def left_out_of(config: Mapping[str, Any]) -> Unread:
-    """What of the mapping of a `config.json` is in no `Architecture`, and may matter. Raises: SpecError."""
+    """The keys of a `config.json`'s mapping that no `Architecture` has and that may matter. Raises: SpecError."""
     return read_hf_config(config)[1]
 
 
 def is_unknown(config: Mapping[str, Any]) -> bool:
-    """Whether a `config.json` is of no family that is known here."""
+    """Whether a `config.json` belongs to no known family."""
     return isinstance(config.get("model_type"), str) and config["model_type"] not in FAMILIES
 
 
 def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[Architecture, Unread]:
-    """The `Architecture` of a configuration, and what of it is left out. Raises: SpecError."""
+    """The `Architecture` of a configuration, and the keys that it leaves out. Raises: SpecError."""
     if not isinstance(config, Mapping):
         raise SpecError(
             f"the configuration must be a mapping of keys to values (a parsed config.json), not {type(config).__name__}.",
@@ -86,7 +88,7 @@ def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[
     language, multimodal = _language_part(config)
     seen = Seen(language)
     model_type = seen.get("model_type")
-    known = not isinstance(model_type, str) or model_type in FAMILIES  # what is no text is refused below
+    known = not isinstance(model_type, str) or model_type in FAMILIES  # other types are refused below
     if not known and (is_traced() or not _is_like_llama(model_type, language)):
         return undescribed(config, name), Unread((), ())
     family = _family(model_type)
@@ -109,13 +111,13 @@ def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[
         values |= _latent_attention(_read(family.mla, seen), values)
     if multimodal:
         values["kind"] = "multimodal"
-    if multimodal or not known:  # as it is, for what knows more than its keys say
+    if multimodal or not known:  # kept for code that knows more than its keys
         values["configuration"] = kept_configuration(config)
     return Architecture(name=str(called), model_type=str(model_type), **values), unread(seen, known=known)
 
 
 def _language_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
-    """The keys of the language model, and whether there is more than a language model."""
+    """The keys of the language model, and whether the network has other parts."""
     text = config.get("text_config")
     multimodal = any(isinstance(config.get(key), Mapping) for key in ("vision_config", "audio_config"))
     if not isinstance(text, Mapping):
@@ -125,7 +127,7 @@ def _language_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
 
 
 def _family(model_type: object) -> Family:
-    """The rules by which a configuration is read: its family's, or Llama's."""
+    """The rules for reading a configuration: its family's, or Llama's."""
     if model_type is None:
         raise SpecError(
             'model_type is required and missing; a config.json names its family there, for example "model_type": "llama".',
@@ -137,7 +139,7 @@ def _family(model_type: object) -> Family:
 
 
 def _is_like_llama(model_type: str, config: Mapping[str, Any]) -> bool:
-    """Whether a network of an unknown family may be guessed by its keys."""
+    """Whether the keys of a network of an unknown family are enough to treat it like Llama."""
     foreign = any(value and FOREIGN_KEYS.fullmatch(key) for key, value in flat(config).items())
     return model_type not in OTHER_KINDS and not foreign and all(config.get(key) is not None for key in LLAMA_KEYS)
 
@@ -177,7 +179,7 @@ def _value(field: str, rule: Any, config: Mapping[str, Any]) -> Any:
 
 
 def _lookup(field: str, rule: Key, config: Mapping[str, Any]) -> tuple[str, Any]:
-    """The key that was found and its value, or the family's key and its default."""
+    """(the key that was found, its value), or (the family's key, its default)."""
     for key in (rule.name, *_OTHER_NAMES.get(field, ())):
         found, value = _descend(config, key)
         if found and (value is not None or rule.nullable):
@@ -249,7 +251,8 @@ def _whole_number(field: str, key: str, value: Any) -> int:
 
 
 def _complete(values: Row, config: Mapping[str, Any]) -> None:
-    """Fill what the configuration left to convention: head width, key-value heads, a feed-forward of 4·hidden_size."""
+    """Fill in values that the configuration leaves to defaults: head width, key-value heads, a feed-forward of
+    4·hidden_size."""
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
     if values["num_key_value_heads"] is None:
         values["num_key_value_heads"] = heads
@@ -276,7 +279,7 @@ def _reads_head_dim(config: Mapping[str, Any]) -> bool:
 
 
 def _experts(values: Row) -> MixtureOfExperts | None:
-    """The routed feed-forward, or None where the configuration has no experts (dense DeepSeek)."""
+    """The routed feed-forward; None if the configuration has no experts (dense DeepSeek)."""
     if values["num_experts"] is None:
         return None
     if values["num_experts_per_tok"] is None:
@@ -288,7 +291,7 @@ def _experts(values: Row) -> MixtureOfExperts | None:
 
 
 def _latent_attention(mla: Row, values: Row) -> Row:
-    """MLA's fields: a query head is as wide as its two parts, and every query head has its own key and value."""
+    """MLA's fields: a query head is as wide as its two parts together, and every query head has its own key and value."""
     return {
         "mla": MultiLatentAttention(**mla),
         "head_dim": mla["qk_nope_head_dim"] + mla["qk_rope_head_dim"],

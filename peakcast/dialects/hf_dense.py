@@ -13,7 +13,7 @@ from peakcast.dialects.hf_rules import Choice, Family, Key, Row, gemma, llama, p
 
 
 def _baichuan(config: Mapping[str, Any], values: Row) -> None:
-    """The 13B models say no `max_position_embeddings`: they use ALiBi."""
+    """The 13B models have no `max_position_embeddings`, because they use ALiBi."""
     if config.get("max_position_embeddings") is None:
         values["position_embedding"] = "alibi"
 
@@ -247,4 +247,4 @@ DENSE: Mapping[str, Family] = {
         )
     ),
 }
-"""`model_type` -> its row."""
+"""`model_type` -> the family's rules."""

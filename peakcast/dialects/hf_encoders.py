@@ -14,8 +14,8 @@ from peakcast.dialects.hf_rules import Choice, Family, Key, Row, classic, plain
 
 
 def _t5(config: Mapping[str, Any], values: Row) -> None:
-    """`feed_forward_proj` names the activation, "gated-" before it where there is a gate; "gated-gelu" means gelu_new
-    (transformers `configuration_t5.py`). Without a number of its own the decoder is as deep as the encoder."""
+    """`feed_forward_proj` is the activation, with "gated-" before it if there is a gate; "gated-gelu" means gelu_new
+    (transformers `configuration_t5.py`). By default the decoder is as deep as the encoder."""
     *gate, activation = values["hidden_act"].split("-")
     if gate not in ([], ["gated"]):
         values["refusal"] = ("feed_forward_proj", values["hidden_act"], "an activation, or 'gated-' and an activation")
@@ -25,7 +25,8 @@ def _t5(config: Mapping[str, Any], values: Row) -> None:
 
 
 def _t5_keys(architecture: Architecture) -> Row:
-    """... and the token that a shifted target begins with, which every published configuration has."""
+    """The keys that `_t5` reads, and the token at the beginning of shifted targets, which every published configuration
+    has."""
     activation = architecture.hidden_act
     if architecture.gated_mlp:
         activation = "gated-" + activation.replace("gelu_new", "gelu")
@@ -59,7 +60,7 @@ _T5 = plain(
     max_position_embeddings=0,
     relative_attention_num_buckets=Key("relative_attention_num_buckets", 32),
     position_embedding="relative",
-    tie_word_embeddings=True,  # transformers 5 ties always and reads the key as what follows
+    tie_word_embeddings=True,  # transformers 5 always ties, and uses the key otherwise
     scale_decoder_outputs=Choice("tie_word_embeddings", True, True, False),
     hidden_act=Key("feed_forward_proj", "relu"),
     attention_dropout=Key("dropout_rate", 0.1),
@@ -84,4 +85,4 @@ ENCODERS: Mapping[str, Family] = {
         restore=_t5_keys,
     ),
 }
-"""`model_type` -> its row."""
+"""`model_type` -> the family's rules."""

@@ -15,7 +15,7 @@ from peakcast.dialects.hf_rules import DEEPSEEK_MLA, Choice, Family, Key, Row, d
 
 
 def _qwen_dense_prefix(config: Mapping[str, Any], values: Row) -> None:
-    """`mlp_only_layers` as a dense prefix; another pattern is left for the reader to refuse."""
+    """Read `mlp_only_layers` as a number of dense layers at the start; any other pattern is refused later."""
     dense = config.get("mlp_only_layers") or []
     if isinstance(dense, (list, tuple)) and list(dense) == list(range(len(dense))):
         values["moe"]["first_k_dense_replace"] = len(dense)
@@ -24,7 +24,8 @@ def _qwen_dense_prefix(config: Mapping[str, Any], values: Row) -> None:
 
 
 def _dbrx_attention(architecture: Architecture) -> Row:
-    """With what DBRX's attention must be told (transformers 5.17 modeling_dbrx.py), as the published networks say it."""
+    """The keys of DBRX's attention that must be given (transformers 5.17 modeling_dbrx.py), with the published networks'
+    values."""
     dropout, heads = architecture.attention_dropout, architecture.num_key_value_heads
     return {"attn_config": {"attn_pdrop": dropout, "kv_n_heads": heads, "clip_qkv": 8, "rope_theta": 500000}}
 
@@ -181,4 +182,4 @@ EXPERTS: Mapping[str, Family] = {
         ),
     ),
 }
-"""`model_type` -> its row."""
+"""`model_type` -> the family's rules."""

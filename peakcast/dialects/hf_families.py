@@ -1,6 +1,6 @@
-"""The table of Hugging Face model families: for each `model_type`, where every field of `Architecture` comes from.
+"""The table of Hugging Face model families: for each `model_type`, the source of every field of `Architecture`.
 
-The rows stand by shape in `hf_dense`, `hf_classic`, `hf_experts`, `hf_encoders` and `hf_state_space`.
+The families are grouped by shape in `hf_dense`, `hf_classic`, `hf_experts`, `hf_encoders` and `hf_state_space`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from peakcast.dialects.hf_rules import Family
 from peakcast.dialects.hf_state_space import STATE_SPACE
 
 FAMILIES: Mapping[str, Family] = {**DENSE, **CLASSIC, **EXPERTS, **ENCODERS, **STATE_SPACE}
-"""`model_type` -> its row."""
+"""`model_type` -> the family's rules."""
 
 OTHER_KINDS: Mapping[str, str] = {
     "umt5": "an encoder-decoder",
@@ -33,4 +33,4 @@ OTHER_KINDS: Mapping[str, str] = {
     "clip": "a pair of encoders",
     "deberta-v2": "an encoder with relative attention",
 }
-"""Known families that no row can describe, and what they are."""
+"""Known families that no rules can describe -> what kind of network they are."""

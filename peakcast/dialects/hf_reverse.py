@@ -1,4 +1,4 @@
-"""`Architecture` back to the mapping of a Hugging Face `config.json`: the table of families read the other way."""
+"""Turns an `Architecture` back into the mapping of a Hugging Face `config.json`, by the same table of families."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from peakcast.errors import SpecError
 
 
 def hf_config_of(architecture: Architecture) -> dict[str, Any]:
-    """A configuration that `architecture_from_hf_config` reads as `architecture` (its name aside).
+    """A configuration that `architecture_from_hf_config` reads as `architecture` (except its name).
 
-    Raises: SpecError when the family cannot say what the architecture asks for.
+    Raises: SpecError when the family cannot express the architecture.
     """
     family = FAMILIES.get(architecture.model_type)
     if family is None:
@@ -34,7 +34,7 @@ def hf_config_of(architecture: Architecture) -> dict[str, Any]:
     if family.mla is not None and architecture.mla is not None:
         _fill(config, family.mla, architecture.mla)
     if architecture.mla is not None:
-        config.pop("head_dim", None)  # there it is the rotated part's, and follows from qk_rope_head_dim
+        config.pop("head_dim", None)  # it is the rotated part's, and follows from qk_rope_head_dim
     if family.restore is not None:
         config |= family.restore(architecture)
     config |= window_keys(architecture) | rotary_key(architecture)
@@ -58,14 +58,14 @@ def _fill(config: dict[str, Any], rules: Rules, source: object) -> None:
         elif isinstance(rule, Key) and hasattr(source, field):
             if rule.only_if:
                 config[rule.only_if] = value is not None
-            inside = "." in rule.name  # another configuration, which knows its defaults (MPT's takes no 0.0 for a 0)
+            inside = "." in rule.name  # a nested configuration with its own defaults (MPT's refuses 0.0 for 0)
             if (value is not None or rule.nullable) and not (inside and value == rule.default):
                 *outer, last = rule.name.split(".")
                 inner = config
                 for part in outer:
                     inner = inner.setdefault(part, {})
                 inner[last] = value
-    for field, rule in rules.items():  # a product's right factor is known by now
+    for field, rule in rules.items():  # a product's right factor has been set before
         value = getattr(source, field, None)
         if isinstance(rule, Product) and value and config.get(rule.right.name):
             config[rule.left.name] = value // config[rule.right.name]

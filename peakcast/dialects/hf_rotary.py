@@ -1,4 +1,5 @@
-"""How much of a head the rotary embedding turns: what a configuration says, and what its family's class says for it."""
+"""Which fraction of a head the rotary embedding rotates: what a configuration says, and the default of its family's
+class."""
 
 from __future__ import annotations
 
@@ -20,15 +21,15 @@ ROTARY_FRACTION: Mapping[str, float] = {
     "glm4_moe": 0.5,
     "phi3": 1.0,
 }
-"""`model_type` -> the share of head_dim that is rotated where nothing is said (transformers 5.17 configuration_*.py)."""
+"""`model_type` -> the fraction of head_dim that is rotated by default (transformers 5.17 configuration_*.py)."""
 ROTARY_DIM: Mapping[str, int] = {"gptj": 64, "codegen": 64}
-"""Families that say the width itself, and its default."""
+"""Families whose configuration has the width itself -> its default."""
 
 
 def read_rotary(config: Mapping[str, Any], values: Row) -> None:
-    """Set `rotary_fraction` where `config` says another than its family has.
+    """Set `rotary_fraction` if `config` has another value than its family's default.
 
-    Source: transformers 5.17 modeling_rope_utils.py `standardize_rope_params`: what `rope_parameters` says holds.
+    Source: transformers 5.17 modeling_rope_utils.py `standardize_rope_params`: `rope_parameters` has priority.
     """
     family, width = str(config.get("model_type")), values["head_dim"]
     key, said = "rotary_dim", config.get("rotary_dim")
@@ -45,7 +46,7 @@ def read_rotary(config: Mapping[str, Any], values: Row) -> None:
 
 
 def _said(config: Mapping[str, Any]) -> tuple[str, Any]:
-    for where in ("rope_parameters", "rope_scaling"):  # one name of it in transformers 5 and before
+    for where in ("rope_parameters", "rope_scaling"):  # its names in transformers 5 and before
         inner = config.get(where)
         if isinstance(inner, Mapping) and inner.get("partial_rotary_factor") is not None:
             return f"{where}.partial_rotary_factor", inner["partial_rotary_factor"]
@@ -54,7 +55,7 @@ def _said(config: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def rotary_key(architecture: Architecture) -> Row:
-    """The key of config.json that says what `read_rotary` has read."""
+    """The key of config.json from which `read_rotary` reads the fraction, with its value."""
     if architecture.rotary_fraction is None:
         return {}
     if architecture.model_type in ROTARY_DIM:
@@ -64,7 +65,7 @@ def rotary_key(architecture: Architecture) -> Row:
 
 
 def rotated_width(architecture: Architecture) -> int:
-    """Elements of every head that are rotated."""
+    """Number of rotated elements in every head."""
     family, width, said = architecture.model_type, architecture.head_dim, architecture.rotary_fraction
     if family in ROTARY_DIM:
         return min(ROTARY_DIM[family], width) if said is None else round(width * said)

@@ -1,7 +1,7 @@
-"""The rules of which `hf_families` is made, and the row shapes that many families share.
+"""The kinds of rules in `hf_families`, and sets of rules that many families share.
 
-A row maps a field of `Architecture` to a rule: a plain value is fixed by the family; `Key` reads a key of config.json;
-`Choice` turns a flag into the field's value; `Product` multiplies keys.
+A family maps each field of `Architecture` to a rule: a plain value is fixed by the family; `Key` reads a key of
+config.json; `Choice` turns a flag into the field's value; `Product` multiplies keys.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any, Final
 from peakcast.architecture import Architecture
 
 REQUIRED: Final = "<required>"
-"""Default of a key that has no honest default: the configuration must have it."""
+"""Default of a key for which no default would be right: the configuration must have it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """The value of a key; `.` in `name` descends into a nested mapping."""
+    """The value of a key; `.` in `name` leads into a nested mapping."""
 
     name: str
     default: Any = REQUIRED
     nullable: bool = False
-    """An explicit null means null; otherwise it means the default, as in the config classes."""
+    """Whether an explicit null means null; otherwise it means the default, as in the config classes."""
     only_if: str | None = None
-    """A flag that must be true, else the field is null (Qwen2's `use_sliding_window`)."""
+    """A flag that must be true; otherwise the field is null (Qwen2's `use_sliding_window`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class Choice:
 
 @dataclass(frozen=True, slots=True)
 class Product:
-    """The product of two keys (0 where one is null): DeepSeek's shared experts."""
+    """The product of two keys (0 if one is null), for DeepSeek's shared experts."""
 
     left: Key
     right: Key
@@ -53,20 +53,21 @@ Rules = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One row: rules per field, what the configuration must not ask for, and rules that need two keys at once."""
+    """The rules of one family: a rule per field, values that the configuration must not have, and functions that use
+    several keys."""
 
     rules: Rules
     moe: Rules | None = None
     mla: Rules | None = None
     demands: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
-    """Key -> the only value that is modelled (also assumed where the key is absent)."""
+    """Key -> the only value that is modelled, which is also assumed if the key is absent."""
     adjust: Callable[[Mapping[str, Any], Row], None] | None = None
     restore: Callable[[Architecture], Row] | None = None
-    """Keys of the configuration that `adjust` has read, from the architecture."""
+    """Computes the keys of the configuration that `adjust` reads, from the architecture."""
 
 
 def llama(**changes: Any) -> Row:
-    """Llama's row with `changes`; most families differ from it by a few fields."""
+    """Llama's rules with `changes`; most families differ from them in a few fields."""
     row: Row = {
         "hidden_size": Key("hidden_size"),
         "num_hidden_layers": Key("num_hidden_layers"),
@@ -87,12 +88,12 @@ def llama(**changes: Any) -> Row:
 
 
 def plain(**changes: Any) -> Row:
-    """Llama's row without any bias (Mistral and its kin have no key for it)."""
+    """Llama's rules without any bias, for families without a key for it (Mistral and similar ones)."""
     return llama(attention_bias=False, attention_output_bias=False, mlp_bias=False) | changes
 
 
 def classic(**changes: Any) -> Row:
-    """The GPT-2 and GPT-3 shape: layer norms and a two-matrix feed-forward, biases everywhere."""
+    """The GPT-2 and GPT-3 shape: layer norms, a feed-forward of two matrices, and biases everywhere."""
     row = llama(
         num_key_value_heads=None,
         head_dim=None,
@@ -107,7 +108,7 @@ def classic(**changes: Any) -> Row:
 
 
 def gpt2(**changes: Any) -> Row:
-    """OpenAI's spelling of the sizes (n_embd, n_layer, n_head, n_inner)."""
+    """OpenAI's names for the sizes (n_embd, n_layer, n_head, n_inner)."""
     row = classic(
         hidden_size=Key("n_embd"),
         num_hidden_layers=Key("n_layer"),
@@ -127,7 +128,7 @@ def gpt2(**changes: Any) -> Row:
 
 
 def gptj(**changes: Any) -> Row:
-    """GPT-J: GPT-2's spelling, attention and feed-forward side by side, no attention biases, a biased head."""
+    """GPT-J: GPT-2's names, attention and feed-forward in parallel, no attention biases, a head with a bias."""
     row = gpt2(
         vocab_size=Key("vocab_size", 50400),
         max_position_embeddings=Key("n_positions", 2048),
@@ -146,7 +147,7 @@ def gptj(**changes: Any) -> Row:
 
 
 def gemma(**changes: Any) -> Row:
-    """Gemma: a head width of its own, tied embeddings."""
+    """Gemma: its own head width, and tied embeddings."""
     row = llama(
         head_dim=Key("head_dim", 256),
         vocab_size=Key("vocab_size", 256000),
@@ -159,7 +160,7 @@ def gemma(**changes: Any) -> Row:
 
 
 def experts(num: Key, per_token: Key, width: Key, **changes: Any) -> Row:
-    """A mixture-of-experts row from its three sizes."""
+    """Rules for a mixture of experts, from its three sizes."""
     return {"num_experts": num, "num_experts_per_tok": per_token, "moe_intermediate_size": width} | changes
 
 
@@ -173,7 +174,7 @@ DEEPSEEK_MLA: Rules = {
 
 
 def deepseek_moe(width: int, num: int | None, per_token: int | None, shared: int | None, dense: int) -> Row:
-    """DeepSeek's experts with the defaults of one version."""
+    """Rules for DeepSeek's experts, with the defaults of one version."""
     each = Key("moe_intermediate_size", width)
     return experts(
         Key("n_routed_experts", num, nullable=True),

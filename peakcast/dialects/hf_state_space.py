@@ -1,7 +1,7 @@
-"""Hugging Face families with state-space layers: Mamba alone, or beside attention (hybrids).
+"""Hugging Face families with state-space layers: Mamba by itself, or together with attention (hybrids).
 
-Defaults are those of the family's config class in transformers 5.17. Which parts a layer has is read by each family's own
-rule; configurations that share blocks between layers (Zamba) are not described.
+Defaults are those of the family's config class in transformers 5.17. Each family has its own function that reads the parts
+of a layer; configurations that share blocks between layers (Zamba) are not described.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ _NAMES = {
     "mlp": "mlp", "-": "mlp",
     "moe": "moe", "E": "moe",
 }  # fmt: skip
-"""Nemotron-H's spellings of a layer, in words or as a letter of `hybrid_override_pattern`."""
+"""Nemotron-H's names of a layer's kind, in words or as a letter of `hybrid_override_pattern`."""
 
 
 def _number(config: Mapping[str, Any], key: str, default: int, least: int = 1) -> int:
-    """The whole number that a key holds; its default where it is absent, null or a word such as "auto"."""
+    """The whole number of a key; `default` if the key is absent, null or a word such as "auto"."""
     value = config.get(key, default)
     if value is None or isinstance(value, str):
         return default
@@ -42,7 +42,7 @@ def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 
 
 def _first_mamba(prefix: str) -> Any:
-    """The mixer of the first Mamba; Jamba writes `mamba_` before its keys."""
+    """The rules for the mixer of the first Mamba; in Jamba, keys begin with `mamba_`."""
 
     def read(config: Mapping[str, Any], values: Row) -> StateSpace:
         names = ("d_state", "d_conv", "dt_rank") if prefix else ("state_size", "conv_kernel", "time_step_rank")
@@ -82,7 +82,7 @@ def _mamba2(config: Mapping[str, Any], values: Row) -> None:
 
 
 def _without_attention(values: Row) -> None:
-    """The shapes of parts that no layer has."""
+    """Set the shapes of parts that no layer has."""
     values |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
     values["intermediate_size"] = values["ssm"].inner_size
     values["layer_types"] = ("mamba",) * values["num_hidden_layers"]
@@ -305,4 +305,4 @@ STATE_SPACE: Mapping[str, Family] = {
         restore=_nemotron_h_keys,
     ),
 }
-"""`model_type` -> its row."""
+"""`model_type` -> the family's rules."""

@@ -1,4 +1,5 @@
-"""Which keys of a `config.json` nobody reads: a network whose shapes hang on one of them would be taken for another."""
+"""Finds the keys of a `config.json` that no rule reads: if a shape depends on one of them, the network would be read
+wrongly."""
 
 from __future__ import annotations
 
@@ -27,9 +28,9 @@ HARMLESS = re.compile(
     r"|tie_word_embeddings|hidden_act|activation\w*|mlp_only_layers|resid_pdrop|\w*dropout\w*|\w*_pdrop|embd_pdrop|layerdrop"
     r"|num_key_value_heads|qk_head_dim|embedding_fraction|norm_type|\w*_bias|bias"
 )
-"""Keys that change no tensor's size, whatever their value, or are read in more than one way."""
+"""Keys that change no tensor's size, whatever their value, or that are read in more than one way."""
 OF_FAMILIES = re.compile(r"num_local_experts|n_shared_experts|intermediate_size|head_dim")
-"""Other names of sizes, which families that are known here have beside those that are read."""
+"""Further names of sizes, which known families have in addition to the keys that are read."""
 ONLY_AS: dict[str, tuple[Any, ...]] = {
     "add_cross_attention": (False, None),
     "clip_qkv": (None,),
@@ -41,14 +42,14 @@ ONLY_AS: dict[str, tuple[Any, ...]] = {
     "prefix_lm": (False, None),
     "attn_type": ("multihead_attention", None),
 }
-"""Keys that change what a layer computes, unless they are as here; families that read them have them modelled."""
+"""Keys that change what a layer computes, unless they have these values; families whose rules read them model them."""
 _NOT_INSIDE = re.compile(
     r"\w*rope\w*|id2label|label2id|(quantization|vision|audio|text|generation|compression)_\w+|task_\w+|auto_map"
 )
 
 
 class Seen(dict[str, Any]):
-    """A configuration that remembers which of its keys were asked for."""
+    """A configuration that records which of its keys were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(
@@ -57,7 +58,7 @@ class Seen(dict[str, Any]):
         self.asked: set[str] = set()
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As of a mapping, remembered."""
+        """As in any mapping; the key is recorded."""
         self.asked.add(key)
         return super().get(key, default)
 
@@ -71,16 +72,16 @@ class Seen(dict[str, Any]):
 
 
 class Unread(NamedTuple):
-    """What reading a configuration left out."""
+    """The keys of a configuration that were not read."""
 
     keys: tuple[str, ...]
-    """Keys that nobody here knows; those in an inner mapping with what leads to them."""
+    """Unknown keys; those of an inner mapping with its path."""
     deviating: tuple[str, ...]
-    """Known keys that nobody read, and whose value is not the usual one: "clip_qkv=8"."""
+    """Known keys that were not read and do not have their usual value: "clip_qkv=8"."""
 
 
 def unread(seen: Seen, *, known: bool) -> Unread:
-    """What of a configuration was not asked for, and may matter; `known`: its family is known here."""
+    """The keys of a configuration that were not read and may matter; `known`: whether its family is known."""
     left = dict(_left(seen))
     patterns = (HARMLESS, OF_FAMILIES) if known else (HARMLESS,)
     keys = tuple(
@@ -105,5 +106,5 @@ def _name(path: str) -> str:
 
 
 def _apart(key: object) -> bool:
-    """Whether the mapping at `key` is read by itself, or is no part of the network."""
+    """Whether the mapping at `key` is read separately, or is not part of the network."""
     return _NOT_INSIDE.fullmatch(str(key)) is not None

@@ -1,5 +1,5 @@
-"""Which layers of a network attend through its sliding window, and which to everything: a list or a pattern of its
-configuration, or what its family's class says where there is none."""
+"""Which layers of a network have a sliding window in their attention, and which have none: from a list or a pattern in its
+configuration, or from the default of its family's class."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ FULL_ATTENTION_EVERY: Mapping[str, int] = {
     "gpt_oss": 2,
     "cohere2": 4,
 }
-"""`model_type` -> every so many layers one attends to everything (transformers 5.17 configuration_*.py)."""
+"""`model_type` -> one layer in this many has no window (transformers 5.17 configuration_*.py)."""
 _READS_PATTERN = ("gemma3", "gemma3_text", "exaone4", "cohere2")
 """Families whose configuration class reads `sliding_window_pattern`."""
 _WHERE_ASKED = ("qwen2", "qwen3", "smollm3")
-"""Families in which a network whose layers all attend to everything is one without a window."""
+"""Families in which a network without any windowed layer counts as one without a window."""
 ALTERNATES = frozenset({*FULL_ATTENTION_EVERY, *_WHERE_ASKED, "qwen2_moe", "ministral"})
-"""Families whose layers have a kind each (`layer_types`), and whose model makes a mask of either."""
+"""Families in which each layer has its kind (`layer_types`), and whose model makes a mask for each kind."""
 
 
 def read_windows(config: Mapping[str, Any], values: Row) -> None:
-    """Set `full_attention_layers` where `config` says others than its family's pattern has."""
+    """Set `full_attention_layers` if `config` has another pattern than its family's default."""
     family, num_layers = str(config.get("model_type")), values["num_hidden_layers"]
     if family not in ALTERNATES or values.get("sliding_window") is None:
         return
@@ -44,7 +44,7 @@ def read_windows(config: Mapping[str, Any], values: Row) -> None:
 
 
 def _said(config: Mapping[str, Any], family: str, num_layers: int) -> Iterable[int]:
-    """The layers that attend to everything: transformers 5.17 configuration_*.py, `__post_init__`."""
+    """The layers without a window: transformers 5.17 configuration_*.py, `__post_init__`."""
     kinds, layers = config.get("layer_types"), range(num_layers)
     if kinds is not None:
         return _listed(kinds, num_layers)
@@ -54,7 +54,7 @@ def _said(config: Mapping[str, Any], family: str, num_layers: int) -> Iterable[i
         if family == "qwen2_moe":
             return [layer for layer in layers if layer % 2 or layer >= first]
         return range(first)
-    if family == "smollm3":  # through the window attends what does not rotate
+    if family == "smollm3":  # layers without rotary embedding have the window
         return _rotating(config, num_layers)
     pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
     if pattern is None or family not in _READS_PATTERN:
@@ -103,9 +103,9 @@ def _usual(family: str, num_layers: int) -> tuple[int, ...]:
 
 
 def window_keys(architecture: Architecture) -> Row:
-    """The keys of config.json that say what `read_windows` has read."""
+    """The keys of config.json from which `read_windows` reads the layers, with their values."""
     family, windowed = architecture.model_type, architecture.sliding_window is not None
-    if family == "exaone4" and not windowed:  # whose class divides by a pattern of 0 where nothing is listed
+    if family == "exaone4" and not windowed:  # its class would divide by a pattern of 0
         return {"layer_types": [FULL] * architecture.num_hidden_layers}
     said = windowed and (architecture.full_attention_layers is not None or family not in FULL_ATTENTION_EVERY)
     if family not in ALTERNATES or not said:
@@ -115,7 +115,7 @@ def window_keys(architecture: Architecture) -> Row:
 
 @lru_cache(maxsize=512)
 def attends_to_everything(architecture: Architecture) -> tuple[bool, ...]:
-    """Of every layer, whether it attends to everything and not through a window."""
+    """For every layer, whether its attention has no window."""
     num_layers, said = architecture.num_hidden_layers, architecture.full_attention_layers
     if architecture.sliding_window is None and architecture.model_type not in FULL_ATTENTION_EVERY:
         return (True,) * num_layers

@@ -161,7 +161,7 @@ def _finetuning(
     options: dict[str, Any],
     widens: bool,
 ) -> Finetuning:
-    """`widens`: whether peft makes adapters in float32 unless told otherwise, as it has since 0.12."""
+    """`widens`: whether peft makes adapters in float32 by default, as it does since 0.12."""
     kind: Literal["nf4", "gptq", "int8"] | None = None
     if quantization.get("load_in_8bit"):
         kind = "int8"
@@ -187,16 +187,16 @@ def _finetuning(
 def _adapter_dtype(
     adapter: Settings, kind: str | None, weights: Dtype, quantization: Mapping[str, Any], widens: bool
 ) -> Dtype | None:
-    """The dtype of adapters; None for float32 by peft's default. Before peft 0.12 they took the dtype of the weight that
-    they are on, if that has floating point (peft 0.11.1 `tuners/lora/layer.py` update_layer)."""
+    """The dtype of adapters; None for peft's default, float32. Before peft 0.12 they had the dtype of the weight to which
+    they are attached, if that is a floating-point type (peft 0.11.1 `tuners/lora/layer.py` update_layer)."""
     if not widens:
         return weights if kind is None else None
     return None if adapter.switch("autocast_adapter_dtype", True) else _base_dtype(kind, weights, quantization)
 
 
 def _base_dtype(kind: str | None, weights: Dtype, quantization: Mapping[str, Any]) -> Dtype:
-    """The dtype of adapters that peft 0.21 leaves in the dtype of the layer they are on: bitsandbytes' 4 bits have the one
-    that they are computed in, and other integers say nothing of it (`_move_adapter_to_device_of_base_layer`)."""
+    """The dtype of adapters that peft 0.21 leaves in the dtype of their layer: for bitsandbytes' 4 bits, the dtype of
+    computation; other integer weights do not determine it (`_move_adapter_to_device_of_base_layer`)."""
     if kind is None:
         return weights
     computed = str(quantization.get("bnb_4bit_compute_dtype", weights))
@@ -204,8 +204,9 @@ def _base_dtype(kind: str | None, weights: Dtype, quantization: Mapping[str, Any
 
 
 def _widened(finetuning: Finetuning, half: Dtype | None, shards: Settings | None, notes: Notes) -> Finetuning:
-    """With adapters in float32 if accelerate makes them so, as it does all that trains where FSDP mixes precisions, but for
-    FSDP2's beside bitsandbytes' 4 bits (accelerate 1.15 accelerator.py, utils/fsdp_utils.py `fsdp2_prepare_model`)."""
+    """`finetuning` with adapters in float32 if accelerate casts them. It casts all trained parameters if FSDP mixes
+    precisions, except with FSDP2 and bitsandbytes' 4 bits (accelerate 1.15 accelerator.py, utils/fsdp_utils.py
+    `fsdp2_prepare_model`)."""
     if half is None or shards is None or finetuning.adapter_dtype in (None, "float32"):
         return finetuning
     if finetuning.quantization == "nf4" and fsdp_version(shards) == 2:
@@ -215,7 +216,7 @@ def _widened(finetuning: Finetuning, half: Dtype | None, shards: Settings | None
 
 
 def _half(training: Settings, engine: Settings | None, shards: Settings | None, notes: Notes) -> Dtype | None:
-    """The narrow dtype that is asked for, if one is."""
+    """The 16-bit dtype that is asked for; None if there is none."""
     mixed = shards.text("mixed_precision", "no") if shards else "no"
     bf16, fp16 = (
         any([training.switch(key), mixed == key, _enabled(engine, key)])  # a list: each is read, and refused if it is odd
@@ -248,7 +249,7 @@ def _precision(
     trained: Dtype = weights
     if finetuning.method != "full" and weights != "float32" and finetuning.adapter_dtype in (None, "float32"):
         trained = "float32"  # peft's autocast_adapter_dtype
-    options["autocast"] = half is not None  # beside narrow weights too: norms and losses are on its fp32 list
+    options["autocast"] = half is not None  # even with 16-bit weights: its fp32 list has norms and losses
     compute = half if options.get("autocast") and half else weights
     return Precision(parameters=weights, compute=compute, gradients=trained, optimizer_states=trained)
 

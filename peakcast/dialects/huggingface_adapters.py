@@ -1,4 +1,4 @@
-"""peft's configurations (`adapter_config.json`, LoraConfig and its kin) as the adapters of a job.
+"""Reads peft's configurations (`adapter_config.json`, LoraConfig and the like) as the adapters of a job.
 
 Sources: peft 0.21 config.py, tuners/*/config.py.
 """
@@ -27,13 +27,13 @@ UNSUPPORTED: Mapping[str, str] = {
     "alora_invocation_tokens": "activated LoRA",
     "exclude_modules": "modules left without adapters",
 }
-"""Keys of any method that ask for what no job can say."""
+"""Keys of any method for something that no job can express."""
 FEWER = ("exclude_modules", "layers_to_transform")
-"""Those of them that leave adapters out."""
+"""Those of them with which some layers get no adapter."""
 RANK_KEYS = {"adalora": "init_r"}
-"""What a method calls the rank that it begins with, where that is not `r`."""
+"""Method -> its name for the initial rank, if that is not `r`."""
 MICA = "mica"
-"""A way to start LoRA that trains lora_A alone."""
+"""A way to initialise LoRA with which only lora_A is trained."""
 
 
 def adapter_of(
@@ -43,7 +43,8 @@ def adapter_of(
     quantization: Mapping[str, Any],
     notes: Notes,
 ) -> Finetuning:
-    """The adapters that `adapter` asks for over weights quantised as `kind`, of `dtype`, None for peft's default.
+    """The adapters that `adapter` asks for, on weights quantised as `kind`. `dtype`: the adapters', None for peft's
+    default.
 
     Raises: SpecError naming the key, its value and the rule.
     """
@@ -97,7 +98,7 @@ def _rank(method: FinetuningMethod, adapter: Settings) -> int | None:
 
 
 def _settings(method: FinetuningMethod, adapter: Settings) -> FrozenMapping:
-    """What the method's table names and the configuration gives."""
+    """The settings in the method's table that the configuration gives."""
     known = SETTINGS.get(method, {})
     given = {key: adapter.raw(key) for key in known if adapter.raw(key) is not None}
     if method == "trainable_tokens":

@@ -1,4 +1,4 @@
-"""What a Hugging Face trainer's batches look like to the model: how long, packed or padded, in one row or in many."""
+"""The batches of a Hugging Face trainer as the model gets them: their length, packed or padded, in one row or several."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def sequence_length(training: Settings, notes: Notes) -> int:
 
 
 def batch_of(training: Settings, attention: str, versions: Mapping[str, object], notes: Notes) -> Batch:
-    """The form of the batches. Packing without a strategy is one row per sequence where trl's version is not known: as many
-    tokens, and with flash attention as many bytes."""
+    """The form of the batches. If packing has no strategy and trl's version is not known, it is one row per sequence, which
+    has as many tokens and, with flash attention, as many bytes."""
     packing, free = training.switch("packing"), training.switch("padding_free")
     strategy = training.one_of("packing_strategy", "", ("", *STRATEGIES))
     if training.switch("neat_packing"):

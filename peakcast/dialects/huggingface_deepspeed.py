@@ -1,4 +1,4 @@
-"""Where a DeepSpeed configuration and TrainingArguments meet: values that must agree, and DeepSpeed's own optimizer.
+"""Values that a DeepSpeed configuration and TrainingArguments both have and that must agree, and DeepSpeed's own optimizer.
 
 Source: transformers 5.17 integrations/deepspeed.py, HfTrainerDeepSpeedConfig.trainer_config_process and
 deepspeed_optim_sched; DeepSpeed 0.19 runtime/engine.py `_configure_basic_optimizer`.
@@ -52,7 +52,7 @@ def check_agreement(engine: Settings, training: Settings, num_gpus: int) -> None
 
 
 def engine_optimizer(engine: Settings | None, notes: Notes) -> Optimizer | None:
-    """The optimizer that the DeepSpeed configuration names, None for none (TrainingArguments' holds then)."""
+    """The optimizer that the DeepSpeed configuration names; None if it names none, and TrainingArguments' is used."""
     given = engine.raw("optimizer") if engine is not None else None
     if engine is None or given is None:
         return None
@@ -74,7 +74,7 @@ def engine_optimizer(engine: Settings | None, notes: Notes) -> Optimizer | None:
 
 
 def note_engine_optimizer(engine: Settings) -> None:
-    """Note what is not read of the optimizer that the DeepSpeed configuration names."""
+    """Note the settings of the DeepSpeed configuration's optimizer that are not read."""
     note_inner(engine, "optimizer", ("type", "params"), ("legacy_fusion",))
     optimizer = engine.raw("optimizer")
     if isinstance(optimizer, Mapping):

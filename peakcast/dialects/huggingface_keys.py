@@ -16,12 +16,12 @@ def _words(text: str) -> frozenset[str]:
 
 
 class OptimizerChoice(NamedTuple):
-    """What a value of TrainingArguments.optim stands for."""
+    """The meaning of a value of TrainingArguments.optim."""
 
     name: OptimizerName
     implementation: Literal["fused", "foreach", "loop"] = "foreach"
     library: str = ""
-    """Whose class it is, where that is not what the framework's convention says."""
+    """The library of its class, if that is not the framework's convention."""
 
 
 OPTIMIZERS: dict[str, OptimizerChoice] = {
@@ -54,10 +54,23 @@ OTHER_OPTIMIZERS: dict[str, OptimizerChoice] = {
     "galore_adafactor": OptimizerChoice("galore", "loop"),
     "galore_adamw_8bit": OptimizerChoice("galore", "loop"),
     "galore_adamw_layerwise": OptimizerChoice("galore", "loop"),
+    "galore_adamw_8bit_layerwise": OptimizerChoice("galore", "loop"),
+    "galore_adafactor_layerwise": OptimizerChoice("galore", "loop"),
+    "apollo_adamw_layerwise": OptimizerChoice("galore", "loop"),
+    "ademamix": OptimizerChoice("adamw"),
+    "ademamix_8bit": OptimizerChoice("adamw_8bit", "fused"),
+    "paged_ademamix_32bit": OptimizerChoice("paged_adamw_32bit", "fused"),
+    "paged_ademamix_8bit": OptimizerChoice("paged_adamw_8bit", "fused"),
+    "rmsprop_bnb": OptimizerChoice("rmsprop"),
+    "rmsprop_bnb_8bit": OptimizerChoice("rmsprop"),
+    "rmsprop_bnb_32bit": OptimizerChoice("rmsprop"),
+    "grokadamw": OptimizerChoice("adamw", "loop"),
+    "schedule_free_radam": OptimizerChoice("adamw"),
+    "schedule_free_sgd": OptimizerChoice("adamw"),
     "schedule_free_adamw": OptimizerChoice("adamw"),
     "stable_adamw": OptimizerChoice("adamw", "loop"),
 }
-"""Optimizers that a job has no name for, with the nearest one, which is taken and reported as unsupported."""
+"""Optimizers for which a job has no name -> the most similar one, which is used and reported as unsupported."""
 
 DTYPES: dict[str, Literal["float32", "bfloat16", "float16"]] = {
     "float32": "float32", "fp32": "float32", "float": "float32", "torch.float32": "float32",
@@ -69,10 +82,10 @@ SHARDING: dict[str, Literal["fsdp1", "no_shard", "hsdp"]] = {
     "full_shard": "fsdp1", "1": "fsdp1", "shard_grad_op": "fsdp1", "2": "fsdp1", "no_shard": "no_shard", "3": "no_shard",
     "hybrid_shard": "hsdp", "4": "hsdp", "hybrid_shard_zero2": "hsdp", "5": "hsdp",
 }  # fmt: skip
-"""FSDP sharding strategies, by torch's names and accelerate's numbers, in lower case."""
+"""FSDP sharding strategies by torch's names and accelerate's numbers, in lower case."""
 
 LAYER_LINEARS = "all-linear"
-"""peft's word for every Linear but the head."""
+"""peft's word for every Linear except the head."""
 
 IGNORED_TRAINING = _words("""
     accelerator_config adam_beta1 adam_beta2 adam_epsilon assistant_only_loss average_tokens_across_devices
@@ -104,7 +117,7 @@ UNLESS: dict[str, tuple[tuple[str, ...], str]] = {
     "fp16_backend": (("auto", "amp", "cuda_amp"), "Mixed precision by apex"),
     "half_precision_backend": (("auto", "amp", "cuda_amp"), "Mixed precision by apex"),
 }
-"""Training arguments that change what is computed -> the values with which they do not, and what else they ask for."""
+"""Training arguments that change what is computed -> (values with which they do not, what other values ask for)."""
 IGNORED_PEFT = _words("""
     alpha_pattern arrow_config auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
     fan_in_fan_out inference_mode init_lora_weights kasa_config layers_pattern loftq_config
@@ -133,16 +146,16 @@ AUTOMATIC = _words("""
 """)
 """Keys of a DeepSpeed configuration that may be "auto" (transformers 5.17 integrations/deepspeed.py)."""
 CHECKPOINT_DETAILS = _words("preserve_rng_state determinism_check debug early_stop")
-"""Arguments of torch.utils.checkpoint beside use_reentrant that keep no tensor."""
+"""Arguments of torch.utils.checkpoint, besides use_reentrant, that do not change which tensors are saved."""
 HALF_DETAILS = _words("""
     auto_cast loss_scale initial_scale_power loss_scale_window hysteresis consecutive_hysteresis min_loss_scale
     immediate_grad_update check_grad_overflow
 """)
-"""Keys of DeepSpeed's bf16 and fp16 beside `enabled`: how a loss is scaled, and when gradients are added up."""
+"""Keys of DeepSpeed's bf16 and fp16 besides `enabled`: loss scaling, and when gradients are added up."""
 ENGINE_OPTIMIZER = _words("""
     lr betas eps weight_decay bias_correction adam_w_mode set_grad_none nesterov dampening muon_lr adam_lr
 """)
-"""Parameters of DeepSpeed's optimizers that change no state."""
+"""Parameters of DeepSpeed's optimizers that do not change their states."""
 ZERO_DETAILS = _words("""
     allgather_partitions contiguous_gradients elastic_checkpoint ignore_unused_parameters log_trace_cache_warnings
     overlap_comm reduce_scatter round_robin_gradients sub_group_size
@@ -151,12 +164,12 @@ ZERO_DETAILS = _words("""
     stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save
     stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params stage3_allgather_sequential
 """)
-"""Keys of zero_optimization whose DeepSpeed defaults are taken."""
+"""Keys of zero_optimization for which DeepSpeed's defaults are assumed."""
 OFFLOAD_DETAILS = _words("""
     device pin_memory ratio super_offload cpuadam_cores_perc nvme_path buffer_count buffer_size max_in_cpu fast_init
     pipeline_read pipeline_write
 """)
-"""Keys of offload_optimizer and offload_param that are read, or that only say how fast states move."""
+"""Keys of offload_optimizer and offload_param that are read, or that only affect how fast states move."""
 UNSUPPORTED_DEEPSPEED: dict[str, str] = {
     "activation_checkpointing": "DeepSpeed's own activation checkpointing",
     "amp": "apex AMP",

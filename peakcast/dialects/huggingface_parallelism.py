@@ -1,4 +1,4 @@
-"""How a Hugging Face run is spread over GPUs: DDP, FSDP (TrainingArguments' or accelerate's settings), DeepSpeed ZeRO."""
+"""How a Hugging Face run is divided over GPUs: DDP, FSDP (TrainingArguments' or accelerate's settings), DeepSpeed ZeRO."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ ZERO_3_SIZES = {
     "stage3_prefetch_bucket_size": 50_000_000, "stage3_param_persistence_threshold": 100_000,
     "stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9,
 }  # fmt: skip
-"""DeepSpeed 0.19 runtime/zero/config.py defaults, elements."""
+"""Defaults of DeepSpeed 0.19 runtime/zero/config.py, in elements."""
 ALIASES = {key.removeprefix("stage3_"): key for key in (*ZERO_3_SIZES, "stage3_gather_16bit_weights_on_model_save")}
-"""Field names of the same file, which it takes as well as the keys."""
+"""Names of fields in the same file, which DeepSpeed accepts as well as the keys."""
 PLAIN: dict[str, Any] = {
     "contiguous_gradients": True, "sub_group_size": 10**9, "allgather_partitions": True, "reduce_scatter": True,
     "round_robin_gradients": False, "elastic_checkpoint": False,
 }  # fmt: skip
-"""Details with DeepSpeed's own value, which need no word."""
+"""Details with DeepSpeed's default value, which need no note."""
 
 
 def fsdp_settings(fsdp: Mapping[str, Any] | str | None, training: Settings, notes: Notes) -> Settings | None:
@@ -55,7 +55,7 @@ def fsdp_settings(fsdp: Mapping[str, Any] | str | None, training: Settings, note
 
 
 def fsdp_version(shards: Settings) -> int:
-    """1 or 2, as accelerate asks for it."""
+    """1 or 2, as for accelerate."""
     return shards.integer("fsdp_version", shards.integer("version", 1)) or 1
 
 
@@ -110,8 +110,8 @@ def layout_and_offload(
 
 
 def _fsdp1_options(shards: Settings, options: dict[str, Any]) -> None:
-    """When FSDP1 fetches in backward, what its optimizer sees, whether rank 0 sends its weights to the others, which then
-    need none of their own, and whether the CPU waits before it gathers."""
+    """Set FSDP1's options: when it gathers in backward, what its optimizer sees, whether rank 0 sends its weights to the
+    others (which then need none of their own), and whether the CPU waits before a gather."""
     prefetch = (shards.text("fsdp_backward_prefetch") or shards.text("backward_prefetch") or "").upper()
     if prefetch:
         options["fsdp1_backward_prefetch"] = "" if prefetch == "NO_PREFETCH" else prefetch
@@ -147,7 +147,7 @@ def _zero(
 
 
 def _zero_sizes(zero: Settings, stage: int, hidden: int, notes: Notes, options: dict[str, Any]) -> None:
-    """How large buckets are, and from what size on stage 3 partitions and fetches."""
+    """Set the sizes of buckets, and the size from which stage 3 partitions and gathers parameters."""
     # transformers 5.17 integrations/deepspeed.py, HfTrainerDeepSpeedConfig.trainer_config_finalize
     automatic = {"reduce_bucket_size": hidden**2}
     if stage == 3:
@@ -166,7 +166,7 @@ def _zero_sizes(zero: Settings, stage: int, hidden: int, notes: Notes, options: 
 
 
 def _zero_offload(zero: Settings, notes: Notes, options: dict[str, Any]) -> dict[str, str]:
-    """Where the optimizer and the weights are moved to."""
+    """Where the optimizer and the weights are offloaded to."""
     inside = {key: _inside(zero, key, notes) for key in ("offload_optimizer", "offload_param")}
     moved = {key: settings.one_of("device", "none", ("none", "cpu", "nvme")) for key, settings in inside.items()}
     pinned = {key: settings.switch("pin_memory") for key, settings in inside.items()}
@@ -196,7 +196,7 @@ def _zero_offload(zero: Settings, notes: Notes, options: dict[str, Any]) -> dict
 
 
 def _note_left_of_zero(zero: Settings, notes: Notes, options: dict[str, Any]) -> None:
-    """What nobody has read: of no weight, left to DeepSpeed, not modelled, or unknown."""
+    """Note the keys that were not read: without effect, left to DeepSpeed, not modelled, or unknown."""
     for key in zero.left():
         if key in keys.ZERO_DETAILS:
             value = zero.raw(key)
@@ -217,7 +217,7 @@ def _inside(zero: Settings, key: str, notes: Notes) -> Settings:
 
 
 def mapping_at(settings: Settings, key: str) -> Mapping[str, Any]:
-    """The mapping at `key`, {} when it is not given. Raises: SpecError when it is no mapping."""
+    """The mapping at `key`; {} if it is not given. Raises: SpecError if it is not a mapping."""
     value = settings.raw(key) or {}
     if not isinstance(value, Mapping):
         raise settings.refuse(key, "must be a mapping")

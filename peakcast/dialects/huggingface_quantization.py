@@ -1,4 +1,5 @@
-"""How the base model is quantised: by the arguments, by its config.json, or by the name under which it was published."""
+"""How the base model is quantised: according to the arguments, its config.json, or the name under which it was
+published."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ NAMED: dict[str, dict[str, Any]] = {
     r"(bnb|nf4)[-_]?(4[-_]?bit)?": {"load_in_4bit": True},
     r"awq|aqlm|hqq|eetq|fp8|nvfp4|mxfp4|gguf": {},
 }
-"""What a part of a name says of the checkpoint; {}: it is quantised, in a way that no job can say."""
+"""Part of a name -> quantization settings; {}: quantised in a way that no job can express."""
 
 
 def quantization_of(model: Mapping[str, Any], training: Settings, name: object) -> dict[str, Any]:
-    """The quantization settings of the base model, {} for none. Raises: SpecError."""
+    """The quantization settings of the base model; {} if it is not quantised. Raises: SpecError."""
     given = training.raw("quantization_config", model.get("quantization_config")) or {}
     if not isinstance(given, Mapping):
         raise training.refuse("quantization_config", "must be a mapping")
@@ -26,7 +27,7 @@ def quantization_of(model: Mapping[str, Any], training: Settings, name: object) 
 
 
 def quantization_of_name(name: object) -> dict[str, Any]:
-    """The settings that a hub id such as `TheBloke/Llama-2-7B-GPTQ` tells, {} where it tells none."""
+    """The settings implied by a hub id such as `TheBloke/Llama-2-7B-GPTQ`; {} if it implies none."""
     if not isinstance(name, str) or "/" not in name:
         return {}
     for pattern, settings in NAMED.items():

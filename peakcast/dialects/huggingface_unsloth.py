@@ -1,4 +1,4 @@
-"""Unsloth's own arguments, as its notebooks give them to `FastLanguageModel`, in the words of TrainingArguments.
+"""Unsloth's own arguments, as its notebooks give them to `FastLanguageModel`, translated into TrainingArguments.
 
 Source: unsloth 2025.11.4 `models/llama.py` from_pretrained and get_peft_model; unsloth_zoo 2025.11.5
 `gradient_checkpointing.py`.
@@ -12,15 +12,15 @@ from typing import Any
 from peakcast.dialects.translation import Settings
 
 NEWEST_UNSLOTH = "2025.11.4"
-"""The release whose conventions hold where none is named."""
+"""The release whose conventions are used if none is named."""
 CHECKPOINTING = ("gradient_checkpointing", "use_gradient_checkpointing")
 LEAST_OFFLOADED_BYTES = 2 * 2**20
-"""Hidden states larger than this go to the host (MINIMUM_SIZE): of width 4096 in half precision from 257 tokens on."""
+"""Hidden states larger than this are offloaded (MINIMUM_SIZE): at width 4096 and 16 bits, from 257 tokens on."""
 HALF = 2
 
 
 def is_unsloths(versions: Mapping[str, str] | None, *arguments: Mapping[str, Any] | None) -> bool:
-    """Whether Unsloth runs: its version is named, or one of its own values is given."""
+    """Whether the run uses Unsloth: its version is named, or one of its own values is given."""
     given = [one.get(key) for one in arguments if isinstance(one, Mapping) for key in CHECKPOINTING]
     return "unsloth" in (versions or {}) or "unsloth" in given
 
@@ -28,8 +28,8 @@ def is_unsloths(versions: Mapping[str, str] | None, *arguments: Mapping[str, Any
 def in_words_of_the_trainer(
     training: Mapping[str, Any] | None, peft: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any] | None]:
-    """`training_arguments` and `peft` with Unsloth's checkpointing said as the Trainer says it: reentrant, and of the value
-    "unsloth" offloaded (`activation_offloading`), which `get_peft_model` asks for unless told otherwise."""
+    """`training_arguments` and `peft` with Unsloth's checkpointing expressed in the Trainer's arguments: reentrant and, for
+    the value "unsloth", offloaded (`activation_offloading`). "unsloth" is the default of `get_peft_model`."""
     arguments, adapter = dict(training or {}), None if peft is None else dict(peft)
     given = [(mapping or {}).pop(key, None) for mapping in (adapter, arguments) for key in CHECKPOINTING[::-1]]
     chosen = next((value for value in given if value is not None), "unsloth" if adapter is not None else False)
@@ -41,5 +41,5 @@ def in_words_of_the_trainer(
 
 
 def offloads(training: Settings, num_tokens: int, hidden_size: int) -> bool:
-    """Whether Unsloth's checkpoints of so many tokens leave the GPU. Raises: SpecError."""
+    """Whether Unsloth's checkpoints of `num_tokens` tokens are offloaded. Raises: SpecError."""
     return training.switch("activation_offloading") and num_tokens * hidden_size * HALF > LEAST_OFFLOADED_BYTES

@@ -1,4 +1,4 @@
-"""peakcast's own job files (YAML or JSON) and mappings, and the ways to name an architecture."""
+"""Reads peakcast's own job files (YAML or JSON) and mappings, and architectures in all forms in which they can be named."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def job_from_mapping(mapping: Mapping[str, Any]) -> TrainingJob:
 
 
 def _shorter_default(values: Mapping[str, Any]) -> dict[str, int]:
-    """The length of a job that gives none, where its network has a table of fewer positions than the default length."""
+    """The sequence length of a job without one, if its network has a table of fewer positions than the default length."""
     most = values["architecture"].most_positions
     return {"sequence_length": most} if "sequence_length" not in values and most and most < DEFAULT_LENGTH else {}
 
 
 def _checkpointing_as_released(job: TrainingJob, values: Mapping[str, Any]) -> TrainingJob:
-    """`job` with checkpoints that are reentrant, or not, as its release makes them where nothing is said of that."""
+    """`job` with reentrant checkpoints or not, as by default in its release, if the job does not say."""
     said = values.get("activation_checkpointing")
     if job.activation_checkpointing.mode == "none" or (isinstance(said, Mapping) and "use_reentrant" in said):
         return job
@@ -77,8 +77,8 @@ def _as_the_stack_has_it(job: TrainingJob) -> TrainingJob:
 
 
 def _with_stage_layers(values: dict[str, Any]) -> dict[str, Any]:
-    """`values` with the layers of each pipeline stage, where they are not given and the stack has a split of its own
-    (the convention `pipeline_split`), as torchtitan has, for which 126 layers on 8 stages are an ordinary job."""
+    """`values` with the layers of each pipeline stage, if they are not given and the stack has its own way to split them
+    (the convention `pipeline_split`), like torchtitan, in which 126 layers on 8 stages are a normal job."""
     layout = values.get("parallelism")
     if values.get("framework") != "torch" or not isinstance(layout, Mapping) or layout.get("pipeline_layers"):
         return values
@@ -98,7 +98,7 @@ def _with_stage_layers(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_job(pasted: Pasted) -> Translation:
-    """The job of a job file, as other configurations are read. Raises: SpecError."""
+    """The job of a job file, in the form of other dialects' readers. Raises: SpecError."""
     changed = {} if pasted.model is None else {"architecture": pasted.model}
     read = read_job({**pasted.values, **changed})
     job = read.job
@@ -118,11 +118,12 @@ def load_job(path: Path) -> TrainingJob:
 
 
 def resolve_architecture(value: object) -> Architecture:
-    """An `Architecture` from a catalog name, a hub id, a config.json (or its folder), or a mapping (of one, or ours)."""
+    """An `Architecture` from a catalog name, a hub id, a config.json (or its folder), or a mapping (of a config.json, or of
+    peakcast's own form)."""
     if isinstance(value, Architecture):
         return value
     if isinstance(value, Mapping):
-        if "norm_placement" in value:  # a key that only our own canonical form has
+        if "norm_placement" in value:  # a key that only peakcast's own form has
             return build(Architecture, value, "architecture.")
         return architecture_from_hf_config(value)
     if isinstance(value, str):
@@ -135,12 +136,12 @@ def resolve_architecture(value: object) -> Architecture:
 
 
 def note_network(value: object, notes: Notes) -> None:
-    """Note what of the `config.json` that `value` is, or names, no `Architecture` has. Raises: SpecError."""
+    """Note keys of the `config.json` that `value` is, or names, if no `Architecture` contains them. Raises: SpecError."""
     path = _file_named(value) if isinstance(value, str) else None
     config = read_mapping(path) if path is not None else value
     if not isinstance(config, Mapping) or "norm_placement" in config:
         return
-    if is_unknown(config):  # what answers for it says what it was taken for
+    if is_unknown(config):  # the answer says what was assumed for it
         return
     left = left_out_of(config)
     if left.keys:
@@ -150,7 +151,8 @@ def note_network(value: object, notes: Notes) -> None:
 
 
 def read_job(mapping: Mapping[str, Any]) -> Translation:
-    """The job of `job_from_mapping`, with what of its network's configuration is left out. Raises: SpecError."""
+    """The job of `job_from_mapping`, with notes on keys of its network's configuration that are left out. Raises:
+    SpecError."""
     notes = Notes()
     job = job_from_mapping(mapping)
     note_network(mapping["architecture"], notes)
@@ -165,7 +167,7 @@ def read_job(mapping: Mapping[str, Any]) -> Translation:
 
 
 def _file_named(name: str) -> Path | None:
-    """The config.json that `name` is the path of, or of its folder."""
+    """The config.json to which the path `name` leads, directly or as its folder; None if there is none."""
     path = Path(name)
     if is_folder(path) and is_file(path / "config.json"):
         path = path / "config.json"
@@ -173,7 +175,7 @@ def _file_named(name: str) -> Path | None:
 
 
 def _architecture_named(name: str) -> Architecture:
-    """The network in the file or folder `name`, else of that catalog name, else of that hub id."""
+    """The network in the file or folder `name`, else the one with that catalog name, else with that hub id."""
     path = Path(name)
     if (file := _file_named(name)) is not None:
         called = file.absolute().parent.name if file.stem == "config" else ""

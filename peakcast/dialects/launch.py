@@ -1,4 +1,5 @@
-"""What a launch command starts: the program, its arguments, and how many processes torchrun and its like make of it."""
+"""What a launch command starts: the program, its arguments, and the number of processes that torchrun or a similar launcher
+starts."""
 
 from __future__ import annotations
 
@@ -17,27 +18,30 @@ SIZES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "deepspeed": (("num_gpus",), ("num_nodes",)),
     "accelerate": (("num_processes",), ()),
 }
-"""Of each launcher: the flags with processes per node (accelerate: in all), and with nodes."""
+"""Launcher -> (flags for the processes per node (accelerate: of all nodes), flags for the number of nodes)."""
 LAUNCHER_SWITCHES = words("""
     standalone multi_gpu use_fsdp use_deepspeed no_python use_env no_local_rank same_network use_cpu module m
 """)
-"""Flags of launchers that take no value."""
+"""Flags of launchers without a value."""
 CONFIG_FLAGS = ("config", "config_file", "c", "job.config_file", "config-file", "yaml_cfg", "yaml-cfg")
-"""Flags by which programs are given their configuration file."""
+"""Flags with which programs are given their configuration file."""
 _CLIS = ("llamafactory-cli", "axolotl", "tune", "litgpt", "trl", "nemo", "automodel", "megatron", "swift")
 _FILE = re.compile(r".+\.(ya?ml|json|toml)")
+_PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
+_OF_VERL = re.compile(r"(ppo|sft)(_megatron|_veomni)?_trainer(_engine)?(\.ya?ml)?")
+"""verl's own configurations, whose values are its defaults."""
 _BEFORE = re.compile(r"(.*/)?(srun|mpirun|mpiexec|nohup|numactl|time|env|sudo|nsys|ncu|exec|uv|poetry|run|conda|stdbuf)")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """A training command, taken apart."""
+    """The parts of a training command."""
 
     program: str
     """The script or command line tool: "pretrain_gpt.py", "llamafactory-cli train"."""
     arguments: Mapping[str, Any]
     files: tuple[str, ...] = ()
-    """Configuration files that it is given."""
+    """Configuration files in its arguments."""
     num_gpus: int | None = None
     launcher: Mapping[str, Any] = field(default_factory=dict)
     """The launcher's own flags."""
@@ -64,10 +68,10 @@ def launch_of(script: Script, text: str, where: str) -> Launch:
 
 
 def flags_to_mapping(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    """Command line words as flags with values, and the words that belong to none.
+    """Command-line words as (flags with their values, words that belong to no flag).
 
-    `--flag`, `--flag value`, `--flag=value`, `--flag a b` (a list); `key=value` as Hydra and LLaMA-Factory have it. The
-    last of two equal flags holds, as argparse has it.
+    `--flag`, `--flag value`, `--flag=value`, `--flag a b` (a list); `key=value` as in Hydra and LLaMA-Factory. If a flag is
+    repeated, the last one counts, as in argparse.
     """
     values: dict[str, Any] = {}
     others: list[str] = []
@@ -77,11 +81,11 @@ def flags_to_mapping(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, .
             flag, equals, value = word.lstrip("-").partition("=")
             values[flag] = value if equals else True
             flag = None if equals else flag
-        elif flag is not None and (values[flag] is True or not re.match(r"[A-Za-z_][\w.]*=", word)):
+        elif flag is not None and (values[flag] is True or not _PAIR.match(word)):
             old = values[flag]
             values[flag] = word if old is True else [*old, word] if isinstance(old, list) else [old, word]
-        elif re.match(r"[A-Za-z_][\w.]*=", word):
-            key, _, value = word.partition("=")
+        elif _PAIR.match(word):
+            key, _, value = word.lstrip("+").partition("=")
             values[key] = value
         else:
             others.append(word)
@@ -89,8 +93,10 @@ def flags_to_mapping(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, .
 
 
 def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
-    """`command` without programs that run the rest of it (srun, time, env), and the variables that they set."""
+    """(`command` without programs that run the rest of it (srun, time, env), the variables that they set)."""
     words, env = list(command), {}
+    if words[:3] == ["ray", "job", "submit"] and "--" in words:
+        words = words[words.index("--") + 1 :]
     while words and _BEFORE.fullmatch(words[0]):
         words = words[1:]
         while words and (words[0].startswith("-") or "=" in words[0] or words[0].isdigit()):
@@ -132,6 +138,8 @@ def _launch(command: Command) -> Launch | None:
             found = _program([name], words[1:], int(gpus) if re.fullmatch(r"[1-9]\d{0,5}", gpus) else None, launcher, env)
             named = tuple(env[key] for key in ("CONFIG_FILE", "CONFIG") if key in env)
             return replace(found, files=(*named, *found.files))
+        elif name.endswith(".py") and (begins := _after_dashes(words)):
+            words = begins  # a program that starts another elsewhere: mason.py ... -- accelerate launch ...
         elif name.endswith(".py") or (launcher and not name.startswith("-")):
             return replace(_program([name], words[1:], num_gpus, launcher, env), launched_by=by)
         else:
@@ -139,8 +147,14 @@ def _launch(command: Command) -> Launch | None:
     return None
 
 
+def _after_dashes(words: list[str]) -> list[str]:
+    """The command behind `--`, where one of the launchers or Python stands there; empty for any other."""
+    rest = words[words.index("--") + 1 :] if "--" in words else []
+    return rest if rest and (rest[0] in SIZES or re.fullmatch(r"python[\d.]*", rest[0])) else []
+
+
 def _after_python(words: list[str]) -> list[str]:
-    """What Python runs: a launcher that is run as a module is named as its command is."""
+    """The words that Python runs; a launcher run as a module gets its command's name."""
     while words and words[0].startswith("-") and words[0] != "-m":
         words = words[1:]
     if words[:2] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
@@ -158,7 +172,8 @@ def _program(
     files += [word for word in others if _FILE.fullmatch(word)]
     if (hydra := values.pop("config-name", None)) is not None:
         values.pop("config-path", None)
-        files.append(str(hydra) if _FILE.fullmatch(str(hydra)) else f"{hydra}.yaml")
+        own = name and name[0].startswith("verl.") and _OF_VERL.fullmatch(str(hydra))
+        files += [] if own else [str(hydra) if _FILE.fullmatch(str(hydra)) else f"{hydra}.yaml"]
     return Launch(
         program=name[0] if name else "",
         arguments=values,
@@ -170,7 +185,7 @@ def _program(
 
 
 def _launcher_flags(words: list[str]) -> tuple[dict[str, Any], list[str]]:
-    """A launcher's own flags at the start of `words`, and the words from its program on."""
+    """(a launcher's own flags at the start of `words`, the words from its program on)."""
     own: dict[str, Any] = {}
     while words and words[0].startswith("-"):
         flag, equals, value = words[0].lstrip("-").partition("=")
@@ -198,7 +213,7 @@ def _processes(launcher: str, own: Mapping[str, Any]) -> int | None:
 
 
 def _sbatch_gpus(text: str) -> int | None:
-    """Nodes × GPUs (or tasks) per node of #SBATCH lines, None where they do not say."""
+    """Nodes × GPUs (or tasks) per node in #SBATCH lines; None if they do not say."""
     found: dict[str, int] = {}
     for name, value in re.findall(r"^#SBATCH\s+(?:--)?([\w-]+)[ =]([^\s#]+)", text, re.MULTILINE):
         number = re.search(r"(\d{1,6})$", value)

@@ -1,4 +1,4 @@
-"""A network with fewer layers: of the same kinds, in the same order, from the first on."""
+"""A network with fewer layers, which are the first layers of the original."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peakcast.architecture import Architecture
 from peakcast.spec import canonical_json
 
 COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
-"""How configurations spell the number of layers."""
+"""Names that configurations use for the number of layers."""
 TOWERS = ("vision_config", "audio_config", "vq_config", "qformer_config", "vision_tower_config")
 """Parts of a configuration that have layers of their own."""
 
@@ -31,10 +31,13 @@ def with_layers(architecture: Architecture, layers: int) -> Architecture:
 
 
 def _shortened(config: Mapping[str, Any], before: int, layers: int) -> dict[str, Any]:
-    """Every count of `before` layers, and every list of as many entries, shortened, at any depth."""
+    """Every count of `before` layers, every list of as many entries, and what single layers are told, shortened, at any
+    depth."""
     found: dict[str, Any] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping) and key not in TOWERS:
+        if _is_by_layer(value):
+            value = {layer: told for layer, told in value.items() if int(layer) < layers}
+        elif isinstance(value, Mapping) and key not in TOWERS:
             value = _shortened(value, before, layers)
         elif key in COUNTS and value == before:
             value = layers
@@ -42,3 +45,9 @@ def _shortened(config: Mapping[str, Any], before: int, layers: int) -> dict[str,
             value = value[:layers]
         found[key] = value
     return found
+
+
+def _is_by_layer(value: Any) -> bool:
+    """Whether `value` has settings under the numbers of layers (`per_layer_config`, as Gemma 4 has for its wider heads)."""
+    numbered = isinstance(value, Mapping) and bool(value) and all(str(key).isdecimal() for key in value)
+    return numbered and all(isinstance(told, Mapping) for told in value.values())

@@ -28,13 +28,13 @@ from peakcast.spec import (
 
 ON_BY_DEFAULT = ("lora_query", "lora_value")
 LOSS_CHUNK = 128
-"""Tokens (litgpt 0.5.13 utils.py chunked_cross_entropy, `chunk_size`)."""
+"""Tokens per chunk of the loss (litgpt 0.5.13 utils.py chunked_cross_entropy, `chunk_size`)."""
 OPTIMIZERS: dict[str, OptimizerName] = {
     "adamw": "adamw", "adam": "adam", "sgd": "sgd", "lion": "lion", "adafactor": "adafactor",
     "adamw8bit": "adamw_8bit", "pagedadamw": "paged_adamw_32bit", "galore": "galore", "galoreadamw": "galore",
 }  # fmt: skip
 QUANTIZED = ("", "bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8", "bnb.int8-training")
-"""litgpt 0.5.13 finetune/lora.py `setup`."""
+"""Values of `quantize` (litgpt 0.5.13 finetune/lora.py `setup`)."""
 IGNORED = re.compile(
     r"(data|eval|out_dir|logger_name|log|seed|access_token|resume|initial_checkpoint_dir|tokenizer_dir|optimizer\.init_args"
     r"|generate)(\..*|$)"
@@ -99,7 +99,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
 
 
 def _num_gpus(settings: Settings, pasted: Pasted) -> int:
-    """`devices` (all of the machine for "auto") on `num_nodes`."""
+    """`devices` (all GPUs of the machine for "auto") times `num_nodes`."""
     nodes = settings.integer("num_nodes", 1) or 1
     if settings.text("devices", "1") == "auto":
         return pasted.gpus(settings.notes, nodes, " for devices=auto")
@@ -107,7 +107,7 @@ def _num_gpus(settings: Settings, pasted: Pasted) -> int:
 
 
 def _accumulation(settings: Settings, micro: int, num_gpus: int) -> int:
-    """litgpt/args.py `gradient_accumulation_iters`: the global batch over ranks and micro-batches, at least 1."""
+    """litgpt/args.py `gradient_accumulation_iters`: the global batch divided by ranks and micro-batches, at least 1."""
     total = settings.integer("train.global_batch_size", 16, assume=True) or 16
     per_rank = total // num_gpus
     if per_rank < micro:

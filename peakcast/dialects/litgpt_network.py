@@ -1,6 +1,6 @@
-"""LitGPT's networks: by name, by the folder of a checkpoint, or by the fields of its `Config`.
+"""LitGPT's networks, given by a name, by the folder of a checkpoint, or by the fields of its `Config`.
 
-Source: litgpt 0.5.13 config.py (Config and its defaults), pretrain.py (`model_config` takes the place of `model_name`).
+Source: litgpt 0.5.13 config.py (Config and its defaults), pretrain.py (`model_config` replaces `model_name`).
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from peakcast.errors import SpecError
 from peakcast.units import round_up
 
 SECTIONS = ("model_config", "model")
-"""The second in configurations of 2024."""
+"""Names of the section; the second is from configurations of 2024."""
 DEFAULTS: dict[str, Any] = {
     "block_size": 4096, "n_layer": 16, "n_embd": 4096, "vocab_size": 50254, "padding_multiple": 512, "n_head": 32,
     "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "parallel_residual": True, "bias": True,
@@ -28,7 +28,7 @@ DEMANDS = {
     "llama": {"norm_class_name": "RMSNorm", "parallel_residual": False, "bias": False},
     "gpt_neox": {"norm_class_name": "LayerNorm", "parallel_residual": True, "bias": True, "n_query_groups": None},
 }
-"""What a family's config.json cannot say otherwise; None: as many as heads."""
+"""Values that a family's config.json cannot express differently; None: as many as heads."""
 FAMILIES = {"LLaMAMLP": "llama", "LLaMAMoE": "llama", "GptNeoxMLP": "gpt_neox"}
 
 
@@ -50,7 +50,7 @@ def litgpt_network(settings: Settings, pasted: Pasted) -> Architecture:
 
 
 def _config(given: Mapping[str, Any], section: str) -> dict[str, Any]:
-    """The fields of `Config` as a config.json. Raises: SpecError for a network of another make than Llama's or NeoX's."""
+    """The fields of `Config` as a config.json. Raises: SpecError for a network that is neither like Llama nor like NeoX."""
     config = DEFAULTS | {key: value for key, value in given.items() if value is not None}
     family = FAMILIES.get(config["mlp_class_name"])
     heads = config.get("n_query_groups", config["n_head"])

@@ -1,4 +1,5 @@
-"""LitGPT's switches for adapters as names of projections: it has one matrix for queries, keys and values in every family.
+"""Translates LitGPT's switches for adapters into names of projections. LitGPT has one matrix for queries, keys and values
+in every family.
 
 Source: litgpt 0.5.13 lora.py LoRAQKVLinear (`enable_lora`: a part for each of query, key and value), finetune/lora.py
 (`lora_query`, ..., `lora_head`).
@@ -28,12 +29,13 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
         **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
     },
 }  # fmt: skip
-"""Families whose projections have other names in transformers -> Llama's name -> theirs; "" where they have none."""
+"""Families whose projections have other names in transformers -> Llama's name -> theirs; "" if they do not have it."""
 
 
 def litgpt_targets(names: Iterable[str], network: Architecture) -> tuple[str, ...]:
-    """`names`, among them LitGPT's switches, as the family's projections; where that has one matrix for several, the whole
-    matrix gets an adapter, which is a little more than LitGPT's parts of it. Names of other stacks stay."""
+    """`names`, in which LitGPT's switches are replaced by the family's projections. If the family has one matrix for
+    several of them, the whole matrix gets an adapter, which is a little more than LitGPT's parts of it. Other names are
+    unchanged."""
     other = OTHER_NAMES.get(network.model_type, {})
     found: list[str] = []
     for name in names:

@@ -1,11 +1,12 @@
-"""LLaMA-Factory's YAML: a Hugging Face Trainer run with defaults of its own.
+"""LLaMA-Factory's YAML: a run of the Hugging Face Trainer, with other defaults.
 
-Source: LLaMA-Factory 0.9 src/llamafactory/hparams (model_args, data_args, finetuning_args), model/adapter.py
-`init_adapter` (trained parameters in float32), model/model_utils/checkpointing.py, quantization.py, attention.py.
+Source: LLaMA-Factory 0.9 src/llamafactory/hparams (model_args, data_args, finetuning_args), model/adapter.py `init_adapter`
+(trained parameters in float32), model/model_utils/checkpointing.py, quantization.py, attention.py.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from peakcast.dialects.accelerate import launcher_beside, refuse_twice
@@ -22,7 +23,8 @@ from peakcast.dialects.translation import (
     states_direction,
     words,
 )
-from peakcast.errors import SpecError
+from peakcast.images import sees_images
+from peakcast.spec import Optimizer
 
 TRAINING = {
     "per_device_train_batch_size": "per_device_train_batch_size",
@@ -43,10 +45,9 @@ ADAPTER = {
 }  # fmt: skip
 ATTENTION = {"auto": "sdpa", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
 OPTIMIZERS = {
-    "use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_adam_mini": "adamw_torch",
-    "use_muon": "adamw_torch",
+    "use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_adam_mini": "adamw_torch", "use_muon": "adamw_torch",
 }  # fmt: skip
-"""Switches of optimizers, with the nearest of transformers'."""
+"""Switches for optimizers -> the most similar optimizer of transformers."""
 UNSUPPORTED = {
     "use_unsloth": "Unsloth", "use_unsloth_gc": "Unsloth's checkpointing", "use_llama_pro": "LLaMA Pro",
     "use_v1_kernels": "LLaMA-Factory's own kernels", "mixture_of_depths": "mixture of depths",
@@ -78,8 +79,8 @@ IGNORED = words("""
     default_system disable_shuffling disable_version_check do_eval do_predict do_train dpo_label_smoothing
     early_stopping_steps enable_thinking eval_dataset eval_num_beams eval_on_each_dataset eval_on_start eval_steps
     eval_strategy export_device export_dir export_legacy_format export_quantization_bit export_quantization_dataset
-    export_size fp8_backend fp8_enable_fsdp_float8_all_gather freeze_extra_modules freeze_language_model
-    freeze_multi_modal_projector freeze_trainable_layers freeze_trainable_modules freeze_vision_tower galore_layerwise
+    export_size fp8_backend fp8_enable_fsdp_float8_all_gather freeze_extra_modules freeze_trainable_layers
+    freeze_trainable_modules galore_layerwise
     galore_proj_type galore_rank galore_scale galore_target galore_update_interval group_by_length hf_hub_token
     hub_model_id ignore_pad_token_for_loss image_max_pixels image_min_pixels include_effective_tokens_per_second
     include_num_input_tokens_seen include_tokens_per_second infer_backend infer_dtype init_special_tokens
@@ -106,13 +107,6 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     """The job of a LLaMA-Factory configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "LLaMA-Factory")
-    if settings.given("model_class"):
-        raise SpecError(
-            "model_class is a key of LLaMA-Factory's v1 configurations, which are not read; write the run with the keys of "
-            "the others (model_name_or_path, finetuning_type, per_device_train_batch_size, cutoff_len, deepspeed).",
-            parameter="model_class",
-            value=settings.raw("model_class"),
-        )
     training = renamed(settings, TRAINING)
     training["max_length"] = settings.integer("cutoff_len", 2048, assume=True)
     training["neat_packing"] = settings.switch("neat_packing")
@@ -157,6 +151,10 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         versions=pasted.versions.of("huggingface"),
         spell=speller(TRAINING, ADAPTER),
     )
+    translation = _freezing(settings, translation)
+    if settings.switch("use_muon"):
+        muon = Optimizer(name="muon", implementation="loop")
+        translation = translation.changed(lambda job: job.replace(optimizer=muon))
     if stage == "rm":  # train/rm/trainer.py: a value head beside the lm_head, and every layer's hidden states
         raise settings.refuse(
             "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
@@ -165,13 +163,31 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     return notes.finish(with_method(notes.include(translation), stage, "stage", notes, whole_logits=who))
 
 
+def _freezing(settings: Settings, translation: Translation) -> Translation:
+    """Which parts of a vision-language model train and get adapters (hparams/finetuning_args.py)."""
+    keys = {
+        "vision": "freeze_vision_tower",
+        "projector": "freeze_multi_modal_projector",
+        "language": "freeze_language_model",
+    }
+    frozen = tuple(part for part, key in keys.items() if settings.switch(key, part != "language"))
+    job = translation.job
+    if not sees_images(job.architecture):
+        return translation
+    if not any(map(settings.given, keys.values())):
+        settings.notes.assumptions.append(
+            "LLaMA-Factory freezes the vision tower and the projector unless it is told not to."
+        )
+    return replace(translation, job=job.replace(finetuning=replace(job.finetuning, frozen=frozen)))
+
+
 def _sharded(deepspeed: Any) -> bool:
     zero = (deepspeed or {}).get("zero_optimization")
     return isinstance(zero, dict) and zero.get("stage") == 3
 
 
 def _precision(settings: Settings, training: dict[str, Any], *, upcast: bool) -> None:
-    """Trained parameters become float32 unless pure_bf16, ZeRO-3 or FSDP (model/adapter.py, `init_adapter`)."""
+    """Trained parameters are cast to float32 unless with pure_bf16, ZeRO-3 or FSDP (model/adapter.py, `init_adapter`)."""
     pure = settings.switch("pure_bf16")
     bf16, fp16 = settings.switch("bf16"), settings.switch("fp16")
     half = "bfloat16" if bf16 or pure else "float16" if fp16 else None
@@ -241,9 +257,29 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     for key, name in OPTIMIZERS.items():
         if settings.switch(key):
             training["optim"] = name
+            _note_optimizer(settings, training, key, name)
+
+
+def _note_optimizer(settings: Settings, training: dict[str, Any], key: str, name: str) -> None:
+    """Say what of an optimizer's switch is not modelled, and keep the rank to which gradients are projected."""
+    project = key.removeprefix("use_")
+    if project in ("galore", "apollo"):
+        training["optim_args"] = f"rank={settings.size(f'{project}_rank', 16, assume=True)}"
+        training["optim_target_modules"] = settings.raw(f"{project}_target", "all-linear")
+        if training["optim_target_modules"] == "all":
+            training["optim_target_modules"] = "all-linear"
+        if settings.switch(f"{project}_layerwise"):
             settings.notes.unsupported.append(
-                f"{key} is not modelled; {name} is taken in its place.", key, states_direction(key)
+                f"{project}_layerwise updates each layer in backward, which is not modelled.",
+                f"{project}_layerwise",
+                "less",
             )
+    if project == "muon":
+        settings.notes.unsupported.append("LLaMA-Factory's own Muon is not modelled; torch's is taken.", key)
+    elif project == "adam_mini":
+        settings.notes.unsupported.append(
+            f"{key} is not modelled; {name} is taken in its place.", key, states_direction(key)
+        )
 
 
 def _rest(settings: Settings) -> None:

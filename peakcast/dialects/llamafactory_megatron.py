@@ -31,7 +31,7 @@ SWITCHES = {
     "ddp_average_in_collective": "ddp_average_in_collective", "calculate_per_token_loss": "calculate_per_token_loss",
     "moe_layer_recompute": "moe_layer_recompute",
 }  # fmt: skip
-"""Option of the framework -> the key that turns it on; all are off by default, the fusions too."""
+"""Option of the framework -> the key that switches it on; all are off by default, fusions included."""
 TEXTS = {"moe_token_dispatcher_type": "allgather", "moe_router_dtype": "", "transformer_impl": "transformer_engine"}
 NUMBERS = {"ddp_bucket_size": 0, "moe_aux_loss_coeff": 0}
 UNSUPPORTED = {
@@ -45,7 +45,7 @@ UNSUPPORTED = {
 
 
 COUNTED = {"mtp_num_layers": "Multi-token prediction", "moe_expert_capacity_factor": "A capacity of experts"}
-"""What is asked for by any number but 0."""
+"""Settings that any number except 0 switches on."""
 
 
 def from_llamafactory_megatron(pasted: Pasted) -> Translation:
@@ -121,7 +121,7 @@ def _layout(settings: Settings, architecture: Architecture, pasted: Pasted) -> P
 
 
 def _precision(settings: Settings) -> Precision:
-    """bf16 adds gradients up in float32 (training_args.py TrainingArguments.__post_init__)."""
+    """With bf16, gradients are added up in float32 (training_args.py TrainingArguments.__post_init__)."""
     bf16, fp16 = settings.switch("bf16"), settings.switch("fp16")
     settings.given("pure_bf16")
     in_fp32 = bf16 or settings.switch("accumulate_allreduce_grads_in_fp32")

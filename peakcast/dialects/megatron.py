@@ -41,17 +41,19 @@ def from_megatron(
     num_gpus: int = 1,
     env: Mapping[str, Any] | None = None,
     versions: Mapping[str, Any] | None = None,
+    network: Architecture | None = None,
 ) -> Translation:
     """The job of a Megatron-LM command line: `arguments` by flag name (dashes or underscores, with or without the leading
     ones; values may be texts), on `num_gpus` GPUs in all, with the environment variables `env` and the package `versions`
-    (`megatron_core: "0.14"`, or `ngc_pytorch: "26.04"`), whose defaults hold.
+    (`megatron_core: "0.14"`, or `ngc_pytorch: "26.04"`), whose defaults hold. `network`: what is trained, where other
+    projects that speak of Megatron's flags take it from elsewhere.
 
     Raises: SpecError naming the flag, its value, the rule and the way out.
     """
     notes = Notes()
     settings = Settings(_normalized(arguments), notes, "Megatron-LM", lambda key: key.replace("_", "-"))
     layout_sizes = _layout_sizes(settings, num_gpus)
-    architecture = megatron_architecture(settings, layout_sizes["tensor_parallel_size"])
+    architecture = network or megatron_architecture(settings, layout_sizes["tensor_parallel_size"])
     parallelism = _parallelism(settings, architecture, layout_sizes)
     micro_batch_size = settings.size("micro_batch_size")
     _note_unsupported(settings)

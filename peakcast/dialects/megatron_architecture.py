@@ -27,7 +27,8 @@ NORMALIZATIONS: dict[str, Normalization] = {"LayerNorm": "layernorm", "RMSNorm":
 
 
 def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
-    """The network that the flags describe, its vocabulary padded for `tensor` ranks. Raises: SpecError naming the flag."""
+    """The network that the flags describe, with its vocabulary padded for `tensor` ranks. Raises: SpecError naming the
+    flag."""
     hidden, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
     bias = not settings.switch("disable_bias_linear")
     swiglu, squared_relu = settings.switch("swiglu"), settings.switch("squared_relu")
@@ -92,7 +93,7 @@ def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
 
 
 def one_of_table(settings: Settings, key: str, default: str, table: Mapping[str, Any]) -> Any:
-    """The entry of `table` that the flag `key` names. Raises: SpecError with near misses."""
+    """The entry of `table` for the value of the flag `key`. Raises: SpecError with near misses."""
     return table[settings.one_of(key, default, table)]
 
 
@@ -119,9 +120,9 @@ def _num_layers(settings: Settings) -> int:
 
 
 def _vocabulary(settings: Settings, tensor: int, kind: str) -> int:
-    """The padded vocabulary, rows of the embedding over all tensor-parallel ranks."""
+    """The padded vocabulary: rows of the embedding over all tensor-parallel ranks."""
     padded = settings.integer("padded_vocab_size")
-    if padded is not None:  # taken as it is (megatron/training/arguments.py)
+    if padded is not None:  # used unchanged (megatron/training/arguments.py)
         for key in ("tokenizer_type", "vocab_size", "vocab_extra_ids", "make_vocab_size_divisible_by"):
             settings.given(key)
         return padded
@@ -158,8 +159,9 @@ def _experts(settings: Settings, experts: int, ffn: int, layers: int, bias: bool
 
 
 def _dense_layers(settings: Settings, layers: int) -> tuple[int, ...]:
-    """The layers without experts: of `moe-layer-freq` N all but every N-th, beginning with the first, of a pattern its
-    zeros. Source: megatron-core 0.16.1 `models/gpt/gpt_layer_specs.py`. Raises: SpecError naming the flag."""
+    """The numbers of layers without experts. If `moe-layer-freq` is N: all except every N-th, counted from the first; if it
+    is a pattern: its zeros. Source: megatron-core 0.16.1 `models/gpt/gpt_layer_specs.py`. Raises: SpecError naming the
+    flag."""
     value = settings.raw("moe_layer_freq", "1")
     frequency = "".join(str(value).split()).strip("\\\"'")
     if frequency.isdecimal() and 0 < int(frequency) <= MOST_LAYERS:

@@ -1,8 +1,8 @@
-"""Megatron-LM's flags as data: what each one means here. Names are the flags' with underscores and without the dashes.
+"""Megatron-LM's flags as data: the meaning of each. Names are the flags' with underscores and without the dashes.
 
 Source of names and defaults: NVIDIA/Megatron-LM megatron/training/arguments.py and
-megatron/core/transformer/transformer_config.py (core 0.14 to 0.18). A flag is read by `megatron.py` and its
-neighbours, or stands in one of these tables, or is reported as unknown.
+megatron/core/transformer/transformer_config.py (core 0.14 to 0.18). A flag is read by `megatron.py` and the modules beside
+it, or is in one of these tables, or is reported as unknown.
 """
 
 from __future__ import annotations
@@ -87,23 +87,23 @@ OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {
     "moe_router_load_balancing_type": "aux_loss",
     "offload_modules": "",
 }
-"""Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image; importers set it),
+"""Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image, which importers set),
 `adam_library` (what is installed), `fp8_recipe` (one of `FP8_RECIPES`), `offload_modules` (words), and the router's
 balancing losses."""
 
 FP8_FORMATS = ("hybrid", "e4m3")
-"""Of `fp8_format`: a byte per element either way."""
+"""Values of `fp8_format`; both have one byte per element."""
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
-"""Of `fp8_recipe`, those that the ledger knows; "custom" is Megatron's other one."""
+"""Values of `fp8_recipe` that the ledger knows; Megatron's other one is "custom"."""
 FP8_GATHERED_RECIPES = ("delayed", "tensorwise")
-"""Recipes with one scale for a whole weight, of which the ledger knows FP8 parameters."""
+"""Recipes with one scale for a whole weight; only for these does the ledger know FP8 parameters."""
 FP8_UNSUPPORTED: dict[str, str] = {
     "first_last_layers_bf16": "first and last layers in bf16 beside FP8 ones",
     "fp8_dot_product_attention": "FP8 attention",
     "fp8_multi_head_attention": "FP8 attention",
     "no_fp8_wgrad": "bf16 weight gradients beside FP8 products",
 }
-"""What a flag asks for beside `fp8_format`; without that it asks for nothing."""
+"""What a flag switches on if `fp8_format` is set; otherwise it has no effect."""
 
 ENVIRONMENT: dict[str, str] = {
     "CUBLAS_WORKSPACE_CONFIG": "cublas_workspace_config",
@@ -175,11 +175,11 @@ UNSUPPORTED: dict[str, tuple[str, Direction]] = {
     "vision_pretraining": ("a vision model", "either"),
     "yaml_cfg": ("further arguments in a file", "either"),
 }
-"""Flags that ask for something a TrainingJob or the ledgers cannot express: its name, and which way it moves the peak."""
+"""Flags for something that a TrainingJob or the ledgers cannot express -> (its name, how it changes the peak)."""
 
 MUON: dict[str, str] = {"muon_tp_mode": "blockwise", "muon_scalar_optimizer": "adam"}
-"""Flags of Muon that matter to memory, with Megatron's default, the only value that the ledger knows: ranks that gather
-matrices to orthogonalize them whole, and what updates all that is no matrix."""
+"""Flags of Muon that affect memory, with Megatron's default, the only value that the ledger knows: whether ranks gather
+whole matrices to orthogonalize them, and which optimizer updates parameters that are no matrices."""
 
 DETAILS = (
     "fp4_", "cuda_graph_", "rl_", "grpo_", "mamba_", "inference_", "mtp_", "muon_", "megatron_fsdp_", "export_",
@@ -240,8 +240,8 @@ IGNORED = _words("""
     use_torch_optimizer_for_cpu_offload valid_data_path verify_integrity vocab_file weight_decay
     weight_decay_incr_style window_attn_skip_freq
 """)
-"""Flags that are known and do not change a training step's memory, or only refine something in `UNSUPPORTED`. Sliding
-windows are among them: Transformer Engine keeps the same tensors with and without (2.8 `dot_product_attention/`)."""
+"""Known flags that do not change a training step's memory, or that only refine something in `UNSUPPORTED`. Sliding windows
+are among them: Transformer Engine saves the same tensors with and without (2.8 `dot_product_attention/`)."""
 
 TOKENIZERS: dict[str, int] = {
     "GPT2BPETokenizer": 50257,
@@ -250,14 +250,15 @@ TOKENIZERS: dict[str, int] = {
     "Llama2Tokenizer": 32000,
     "TikTokenizer": 2**17,
 }
-"""Vocabulary sizes that a tokenizer's type settles; BERT's with the two tokens that Megatron adds. Of TikTokenizer unless
-vocab-size says otherwise (megatron/training/tokenizer/tokenizer.py `CustomTikTokenizer`)."""
+"""Tokenizer types that determine the vocabulary size -> the size; BERT's includes the two tokens that Megatron adds.
+TikTokenizer's is used unless vocab-size says otherwise (megatron/training/tokenizer/tokenizer.py `CustomTikTokenizer`)."""
 
 COUNT_ONE_MORE = ("NullTokenizer", "NullMultimodalTokenizer")
-"""Tokenizers that have one token more than vocab-size."""
+"""Tokenizers with one token more than vocab-size."""
 
 LIKELY_TOKENIZERS: dict[str, int] = {"": 50257, "GPTSentencePieceTokenizer": 32000, "HuggingFaceTokenizer": 128256}
-"""Vocabulary sizes assumed (with a warning) where the type leaves it to a model file; "" is GPT-2's, Megatron's usual."""
+"""Vocabulary sizes assumed (with a warning) for types whose size is in a model file; "" means GPT-2's, Megatron's usual
+one."""
 
 
 def option_defaults() -> dict[str, object]:

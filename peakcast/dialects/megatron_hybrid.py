@@ -15,17 +15,17 @@ CONV_KERNEL = 4
 
 
 def hybrid_pattern(settings: Settings) -> str:
-    """The symbols of all layers, without the bounds of pipeline stages and what follows them for multi-token prediction."""
+    """The symbols of all layers, without separators of pipeline stages and without the part for multi-token prediction."""
     return _whole_pattern(settings).replace("|", "").split("/")[0]
 
 
 def _whole_pattern(settings: Settings) -> str:
     pattern = settings.text("hybrid_layer_pattern") or settings.text("hybrid_override_pattern")
-    return pattern.strip("\\\"' ")  # quoted once more, as YAML and shells need it
+    return pattern.strip("\\\"' ")  # without the extra quotes that YAML and shells need
 
 
 def hybrid_parts(settings: Settings) -> tuple[str, ...]:
-    """What each layer is; () where that is not modelled, which is then said."""
+    """The kind of each layer; () if a kind is not modelled, for which a note is added."""
     pattern = hybrid_pattern(settings)
     whole = _whole_pattern(settings)
     others = sorted(set(pattern) - SYMBOLS.keys())
@@ -50,7 +50,7 @@ def hybrid_parts(settings: Settings) -> tuple[str, ...]:
 
 
 def state_space(settings: Settings, hidden: int, tensor: int) -> StateSpace:
-    """The Mamba-2 mixer. Raises: SpecError naming the flag that does not divide over `tensor` ranks."""
+    """The Mamba-2 mixer. Raises: SpecError naming the flag that cannot be divided over `tensor` ranks."""
     head_dim, groups = settings.size("mamba_head_dim", 64), settings.size("mamba_num_groups", 8)
     heads = settings.integer("mamba_num_heads")
     inner = heads * head_dim if heads else 2 * hidden

@@ -1,4 +1,5 @@
-"""Megatron-LM as people have it: the flags of a launch script or command line, and the experimental --yaml-cfg file.
+"""Megatron-LM in the forms that users have: the flags of a launch script or command line, and the experimental --yaml-cfg
+file.
 
 Source: NVIDIA/Megatron-LM megatron/training/yaml_arguments.py (`load_yaml`, `core_transformer_config_from_yaml`),
 examples/gpt3/gpt_config.yaml.
@@ -18,10 +19,10 @@ from peakcast.errors import SpecError
 
 SECTIONS = ("language_model", "model_parallel")
 RENAMED = {
-    "fp8": "fp8_format",
+    "fp8": "fp8_format", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }  # fmt: skip
-"""Fields of TransformerConfig, which the YAML sections have, whose flags are called otherwise."""
+"""Fields of TransformerConfig in the YAML's sections -> their flags, if the names differ."""
 SWITCHED_OFF = {
     "add_bias_linear": "disable_bias_linear", "bias_swiglu_fusion": "no_bias_swiglu_fusion",
     "bias_activation_fusion": "no_bias_gelu_fusion", "masked_softmax_fusion": "no_masked_softmax_fusion",
@@ -29,7 +30,7 @@ SWITCHED_OFF = {
     "apply_rope_fusion": "no_rope_fusion", "gradient_accumulation_fusion": "no_gradient_accumulation_fusion",
     "overlap_p2p_comm": "no_overlap_p2p_communication",
 }  # fmt: skip
-"""Fields that are true by default, whose flags turn them off."""
+"""Fields that are true by default -> the flags that switch them off."""
 NO_FLAG = words("""
     init_method output_layer_init_method memory_efficient_layer_norm fp8_margin fp8_interval fp8_amax_history_len
     fp8_amax_compute_algo fp8_wgrad clone_scatter_output_in_embedding moe_token_dropping perform_initialization
@@ -40,15 +41,15 @@ NO_FLAG = words("""
     pipeline_model_parallel_split_rank _cpu_offloading_context cpu_offloading_weights cpu_offloading_activations
     barrier_with_l1_time deallocate_pipeline_outputs layernorm_epsilon bert_binary_head
 """)
-"""Fields of the sections that no memory hangs on, or that only refine what is off."""
+"""Fields of the sections on which no memory depends, or that only refine something that is off."""
 ACTIVATIONS = ("gelu", "swiglu", "squared_relu")
 """Values of `activation_func`."""
 GPU_VARIABLES = ("NCCL_", "NVTE_", "CUDA_", "CUBLAS_", "CUDNN_", "TORCH_", "PYTORCH_", "NVSHMEM_", "USE_MNNVL")
-"""Beginnings of environment variables that can matter to a GPU's memory."""
+"""Prefixes of environment variables that can affect a GPU's memory."""
 
 
 NEWER = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
-"""Environment variables by a name of their own since PyTorch 2.9."""
+"""Newer name of an environment variable (PyTorch 2.9) -> the older one."""
 
 
 def from_megatron_flags(pasted: Pasted) -> Translation:
@@ -68,7 +69,7 @@ def from_megatron_yaml(pasted: Pasted) -> Translation:
 
 
 def flags_of_yaml(values: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """A --yaml-cfg mapping as flags: its sections' fields by their flags' names, what is off or null left out.
+    """A --yaml-cfg mapping as flags: the fields of its sections by their flags' names, without those that are off or null.
 
     Raises: SpecError.
     """
@@ -78,7 +79,7 @@ def flags_of_yaml(values: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
         if not isinstance(inner, Mapping):
             raise SpecError(f"{section} must be a mapping of settings.", parameter=section, value=inner)
         fields |= inner
-    # flags of the command line come last, with dashes, and hold
+    # command-line flags come last, with dashes, and have priority
     written = {str(name).lower().replace("-", "_"): str(name) for name in fields}
     values = {key: fields[name] for key, name in written.items()}
     settings = Settings(values, notes, "Megatron-LM", lambda key: written.get(key, key))
@@ -101,7 +102,7 @@ def flags_of_yaml(values: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
 
 
 def _size(values: Mapping[str, Any], key: str) -> int:
-    """A degree of parallelism, 1 where it is not given or no number (which is refused later)."""
+    """A degree of parallelism; 1 if it is not given or not a number (which is refused later)."""
     text = str(values.get(key, "1"))
     return int(text) if text.isdecimal() and len(text) < 6 and int(text) else 1
 

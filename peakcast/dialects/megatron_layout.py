@@ -1,4 +1,4 @@
-"""How Megatron-LM cuts a model into pipeline stages, and the two little languages in which its flags say so."""
+"""How Megatron-LM splits a model into pipeline stages, and the two small languages in which its flags describe it."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ import re
 from peakcast.dialects.translation import Settings
 
 MAX_STAGES = 4096
-"""More stages than this in a layout text is a mistake, refused before it is expanded."""
+"""A layout text with more stages is a mistake; it is refused before it is expanded."""
 
 
 def binary_pattern(text: str) -> list[int] | None:
-    """The zeros and ones of a pattern such as `"([0]*3+[1]*11)"` (also `*2` after the whole), None when it is none."""
+    """The zeros and ones of a pattern such as `"([0]*3+[1]*11)"` (`*2` may follow the whole); None if it is no such
+    pattern."""
     text = text.replace(" ", "")
     whole = re.fullmatch(r"\((.*)\)(?:\*(\d{1,4}))?", text)
     inner, times = (whole[1], int(whole[2] or 1)) if whole else (text, 1)
@@ -28,7 +29,7 @@ def layout_stages(text: str) -> list[str] | None:
     """The stages of `--pipeline-model-parallel-layout`, in model order: `"Et*2|(tt|)*2tmL"` gives Ett, tt, tt, tmL.
 
     E is the embedding, t a decoder layer, m a multi-token-prediction layer, L the loss; `x*n` and `(...)*n` repeat.
-    Backslashes, which launch scripts need before `|` and brackets, are left out. None when the text is not of that form.
+    Backslashes, which launch scripts need before `|` and brackets, are ignored. None if the text has another form.
     """
     text = text.replace(" ", "").replace(",", "").replace("\\", "")
     for pattern in (r"\(([EtmL|]*)\)\*(\d{1,3})", r"([EtmL|])\*(\d{1,3})"):
@@ -40,9 +41,9 @@ def layout_stages(text: str) -> list[str] | None:
 
 
 def virtual_stages(settings: Settings, num_layers: int, pipeline: int) -> tuple[int, tuple[int, ...]]:
-    """Virtual stages per rank, and the layers of each stage in model order (empty when the split is even).
+    """(virtual stages per rank, layers of each stage in model order; empty if the split is even).
 
-    Raises: SpecError naming the flag whose split does not work out.
+    Raises: SpecError naming the flag whose split is not possible.
     """
     layout, per_stage, stages = (
         settings.text("pipeline_model_parallel_layout"),

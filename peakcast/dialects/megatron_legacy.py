@@ -1,4 +1,5 @@
-"""Megatron-LM's layers from before megatron-core: `--use-legacy-models`, and every release in which they were the default.
+"""Megatron-LM's layers from before megatron-core: with `--use-legacy-models`, and in releases in which they were the
+default.
 
 Source: NVIDIA/Megatron-LM megatron/training/arguments.py: core 0.6 has `--use-mcore-models` and `--transformer-impl local`,
 core 0.7 `--use-legacy-models` and `--transformer-impl transformer_engine`; megatron/legacy/model/transformer.py.
@@ -14,18 +15,18 @@ from peakcast.versions import release
 
 FIRST_CORE_DEFAULT = (0, 7)
 LAST_LEGACY_RELEASE = "0.7"
-"""Of megatron-core: the release that is taken for legacy layers where none is given."""
+"""The release of megatron-core that is assumed for legacy layers if none is given."""
 
 
 def is_legacy(settings: Settings, versions: Mapping[str, Any]) -> bool:
-    """Whether the layers are the legacy ones: asked for, or of a release where megatron-core's had to be asked for."""
+    """Whether the layers are legacy ones: the flag is set, or the release uses megatron-core's only on request."""
     asked, core = settings.switch("use_legacy_models"), settings.switch("use_mcore_models")
     number = release(versions.get("megatron_core", ""))
     return asked or (not core and bool(number) and number < FIRST_CORE_DEFAULT)
 
 
 def legacy_versions(settings: Settings, versions: dict[str, Any]) -> dict[str, Any]:
-    """`versions` with the release that legacy layers imply where none is given, and what else they take for granted."""
+    """`versions` with the release that legacy layers imply, if none is given, and notes about further assumptions."""
     notes = settings.notes
     if "megatron_core" not in versions and "ngc_pytorch" not in versions:
         notes.assumptions.append(
@@ -48,7 +49,7 @@ def legacy_versions(settings: Settings, versions: dict[str, Any]) -> dict[str, A
 
 
 def note_flash_attention(settings: Settings) -> None:
-    """megatron-core's own attention never asks for the flag (core 0.16.1 `transformer/dot_product_attention.py`)."""
+    """Note that megatron-core's own attention ignores the flag (core 0.16.1 `transformer/dot_product_attention.py`)."""
     if settings.switch("use_flash_attn") and settings.text("transformer_impl") == "local":
         settings.notes.warnings.append(
             "use-flash-attn does nothing with transformer-impl=local: megatron-core's own attention is unfused and keeps "

@@ -1,4 +1,4 @@
-"""The `Precision` of a Megatron-LM command line, and what of Transformer Engine's FP8 its flags ask for."""
+"""The `Precision` of a Megatron-LM command line, and its use of Transformer Engine's FP8."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def megatron_precision(settings: Settings) -> Precision:
 
 
 def _fp8(settings: Settings) -> bool:
-    """Whether Transformer Engine's projections multiply in FP8; a flag that the YAML left false or null does not ask."""
+    """Whether Transformer Engine's projections multiply in FP8; a flag that is false or null in the YAML does not count."""
     text = settings.text("fp8_format").lower()
     if text in FALSE or text == "none":
         for key in flags.FP8_UNSUPPORTED:

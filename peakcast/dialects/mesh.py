@@ -1,7 +1,8 @@
-"""accelerate's ParallelismConfig: into what axes the ranks of a Hugging Face run divide, besides plain data parallelism.
+"""accelerate's ParallelismConfig: the axes into which the ranks of a Hugging Face run are divided, besides data
+parallelism.
 
-Source: accelerate 1.15 parallelism_config.py (`total_size`, `fsdp_dim_names`: shards and the ranks of one sequence divide
-the weights between them, replicas hold them again), utils/launch.py for the keys of its configuration file.
+Source: accelerate 1.15 parallelism_config.py (`total_size`, `fsdp_dim_names`: the weights are divided over shards and over
+the ranks that share a sequence, and replicas hold them again), utils/launch.py for the keys of its configuration file.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from peakcast.fields import FrozenMapping
 from peakcast.spec import Batch, TrainingJob
 
 PREFIX = "parallelism_config_"
-"""Of the keys in accelerate's configuration file."""
+"""Prefix of the keys in accelerate's configuration file."""
 SIZES = {
     "replicate": "dp_replicate_size", "shard": "dp_shard_size", "context": "cp_size", "sequence": "sp_size",
     "tensor": "tp_size",
@@ -25,15 +26,15 @@ IGNORED = words("""
     sp_seq_length sp_seq_length_is_variable tp_handler
 """)
 AXES = ("replicate", "shard", "context", "sequence", "tensor", "expert")
-"""Ranks of `expert` have samples of their own, and hold what is not an expert again, as those of `replicate` do (axolotl
-integrations/expert_parallel/README.md)."""
+"""Ranks along `expert` have their own samples, and each holds all weights that are not experts, as ranks along `replicate`
+do (axolotl integrations/expert_parallel/README.md)."""
 
 
 def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills: str = "") -> TrainingJob:
-    """`job`, whose ranks are all data-parallel, with those that `settings` gives to other axes; `keys`: axis -> the key of
-    its size. `fills`: the axis that takes the ranks that are left where it is not given.
+    """`job`, whose ranks are all data-parallel, with those moved that `settings` gives to other axes; `keys`: axis -> the
+    key for its size. `fills`: the axis that gets all remaining ranks if its size is not given.
 
-    Raises: SpecError where the sizes do not make up the ranks of the run.
+    Raises: SpecError if the sizes do not multiply to the ranks of the run.
     """
     given = [axis for axis in AXES if axis in keys and settings.given(keys[axis])]
     sizes = {axis: (settings.integer(keys[axis], 1) or 1) if axis in given else 1 for axis in AXES}
@@ -75,7 +76,7 @@ def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills:
 
 
 def of_training(job: TrainingJob, mesh: Mapping[str, object], notes: Notes) -> TrainingJob:
-    """`job` with what `parallelism_config` of TrainingArguments or of accelerate's file says. Raises: SpecError."""
+    """`job` with the axes in `parallelism_config` of TrainingArguments or of accelerate's file. Raises: SpecError."""
     written = {str(key).removeprefix(PREFIX): str(key) for key in mesh}
     values = {key: mesh[name] for key, name in written.items()}
     settings = Settings(values, notes, "accelerate", lambda key: written.get(key, PREFIX + key))

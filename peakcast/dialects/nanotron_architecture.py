@@ -1,4 +1,4 @@
-"""nanotron's networks: `model.model_config` in Hugging Face's names, with its experts.
+"""nanotron's networks: `model.model_config` with Hugging Face's names, and its experts.
 
 Source: nanotron 0.4 and main (2025) src/nanotron/config/models_config.py (LlamaConfig, Qwen2Config, Starcoder2Config,
 MoEConfig), models/llama.py, models/qwen.py, models/starcoder2.py, nn/moe.py.
@@ -27,7 +27,7 @@ OTHER_NAMES = {
     "activation_function": "hidden_act", "attn_pdrop": "attention_dropout", "embd_pdrop": "embedding_dropout",
     "num_kv_heads": "num_key_value_heads", "resid_pdrop": "residual_dropout", "sliding_window_size": "sliding_window",
 }  # fmt: skip
-"""nanotron's key to Hugging Face's."""
+"""nanotron's key -> Hugging Face's."""
 LLAMA = {
     "hidden_size": 4096, "intermediate_size": 11008, "max_position_embeddings": 2048, "num_attention_heads": 32,
     "num_hidden_layers": 32, "vocab_size": 32000, "tie_word_embeddings": False,
@@ -40,7 +40,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "vocab_size": 49280, "attention_dropout": 0.1, "embedding_dropout": 0.1, "residual_dropout": 0.1,
     },
 }  # fmt: skip
-"""What the family's config class takes for a key that is not there."""
+"""Defaults of the family's config class for absent keys."""
 WITHOUT_MEMORY = words(
     "bos_token_id eos_token_id pad_token_id initializer_range pretraining_tp rms_norm_eps layer_norm_epsilon use_cache "
     "rope_theta rope_interleaved interleaved_rotary z_loss_coefficient attention_softmax_in_fp32 use_rotary_embeddings "
@@ -68,7 +68,7 @@ UNSUPPORTED = {
 
 
 def nanotron_architecture(settings: Settings, tensor: int) -> Architecture:
-    """The network of `model.model_config`, its vocabulary padded as nanotron pads it. Raises: SpecError."""
+    """The network of `model.model_config`, with its vocabulary padded as in nanotron. Raises: SpecError."""
     family = next((name for key, name in FAMILIES.items() if settings.switch(PREFIX + key)), None)
     if family is None:
         raise SpecError(
@@ -96,7 +96,7 @@ def nanotron_architecture(settings: Settings, tensor: int) -> Architecture:
     _note_ignored(settings)
     if family == "starcoder2":
         return described
-    biased = settings.switch(f"{PREFIX}attention_bias")  # of query, key and value alone
+    biased = settings.switch(f"{PREFIX}attention_bias")  # only of query, key and value
     described = replace(described, attention_bias=biased, attention_output_bias=False)
     return _with_routed_layers(settings, described) if routed else described
 
@@ -111,7 +111,7 @@ def _padded(settings: Settings, size: object, tensor: int) -> object:
 
 
 def _experts(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
-    """`moe_config` as the keys of Qwen2-MoE, which nanotron's layer follows."""
+    """`moe_config` as the keys of Qwen2-MoE, which nanotron's layer imitates."""
     width = settings.size(f"{PREFIX}intermediate_size", config["intermediate_size"])
     shared = settings.switch(f"{EXPERTS}enable_shared_expert")
     for key, counts in (("moe_hidden_size", True), ("shared_expert_hidden_size", shared)):
@@ -136,7 +136,8 @@ def _experts(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _with_routed_layers(settings: Settings, architecture: Architecture) -> Architecture:
-    """`moe_config.layers`: the indices of the routed layers, [-1] for all. Raises: SpecError for a pattern without name."""
+    """`architecture` with the routed layers of `moe_config.layers`, which has their indices; [-1] means all. Raises:
+    SpecError for a pattern that an `Architecture` cannot express."""
     key = f"{EXPERTS}layers"
     layers, count = settings.raw(key, [-1]), architecture.num_hidden_layers
     wanted = set(range(count)) if layers == [-1] else set(layers) if isinstance(layers, list) else None

@@ -1,4 +1,4 @@
-"""NeMo 1's Megatron GPT configurations (megatron_gpt_config.yaml and what is launched with it), as Megatron-LM flags.
+"""NeMo 1's Megatron GPT configurations (megatron_gpt_config.yaml and similar ones), as Megatron-LM flags.
 
 Source: NVIDIA/NeMo nlp/models/language_modeling/megatron_gpt_model.py, megatron_base_model.py and
 examples/nlp/language_modeling/conf/megatron_gpt_config.yaml (1.x); its `model` section has Megatron-LM's arguments under
@@ -24,14 +24,14 @@ RENAMED = {
     "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "ub_tp_comm_overlap": "tp_comm_overlap",
 }  # fmt: skip
-"""Key of the `model` section -> the flag with its value."""
+"""Key of the `model` section -> the flag that has its value."""
 TURNED_OFF = {
     "bias": "disable_bias_linear", "share_embeddings_and_output_weights": "untie_embeddings_and_output_weights",
     "bias_activation_fusion": "no_bias_swiglu_fusion", "bias_dropout_add_fusion": "no_bias_dropout_fusion",
     "masked_softmax_fusion": "no_masked_softmax_fusion", "persist_layer_norm": "no_persist_layer_norm",
     "gradient_accumulation_fusion": "no_gradient_accumulation_fusion", "apply_rope_fusion": "no_rope_fusion",
 }  # fmt: skip
-"""Key -> the flag that turns off what it says; NeMo has some of them off where Megatron-LM has them on."""
+"""Key -> the flag that switches it off; some are off by default in NeMo and on in Megatron-LM."""
 ON_BY_DEFAULT = (
     "bias", "share_embeddings_and_output_weights", "bias_activation_fusion", "bias_dropout_add_fusion",
     "masked_softmax_fusion", "persist_layer_norm",
@@ -45,7 +45,7 @@ SAME = words("""
     moe_aux_loss_coeff moe_router_load_balancing_type cpu_offloading cpu_offloading_num_layers deterministic_mode vocab_size
     moe_ffn_hidden_size moe_shared_expert_intermediate_size init_method_std rotary_interleaved
 """)
-"""Keys that are flags by the same name."""
+"""Keys that are also flags."""
 GATED = ("swiglu", "fast-swiglu")
 PLAIN = {"gelu": "", "squared-relu": "squared_relu", "openai-gelu": ""}
 """Activations without a gate -> their flag."""
@@ -63,21 +63,21 @@ IGNORED = words("""
     dist_ckpt_load_on_device
 """)
 SECTIONS = words("name restore_from_path defaults hydra run exp_manager inference target")
-"""Beside `model` and `trainer`: what launches, logs and restores the run."""
+"""Sections besides `model` and `trainer`: how the run is launched, logged and restored."""
 TRAINER = words("""
     accelerator logger enable_checkpointing use_distributed_sampler replace_sampler_ddp max_epochs max_steps max_time
     log_every_n_steps val_check_interval limit_val_batches limit_test_batches limit_train_batches gradient_clip_val
     benchmark enable_model_summary enable_progress_bar num_sanity_val_steps check_val_every_n_epoch
 """)
-"""Keys of `trainer` beside devices, num_nodes, precision and accumulate_grad_batches: how long a run is, what it logs."""
+"""Keys of `trainer` besides devices, num_nodes, precision and accumulate_grad_batches: length of the run, and logging."""
 TOKENIZER = words("model vocab_file merge_file delimiter sentencepiece_legacy use_fast additional_special_tokens")
 LIBRARIES = ("megatron", "huggingface", "sentencepiece", "tiktoken", "yttm", "byte-level", "regex", "tabular", "null")
 LIBRARY_TOKENIZERS = {"huggingface": "HuggingFaceTokenizer", "sentencepiece": "GPTSentencePieceTokenizer"}
-"""Libraries of `tokenizer` -> Megatron's kind; with the others `type` says it."""
+"""`tokenizer.library` -> Megatron's type; with other libraries, `type` has it."""
 OPTIMIZER = words("""
     lr weight_decay betas eps sched bucket_cap_mb contiguous_grad_buffer contiguous_param_buffer
 """)
-"""Keys of `optim` beside name and the two overlap_ ones; the buffers are as Megatron's optimizer has them."""
+"""Keys of `optim` besides name and the two overlap_ keys; the buffers are those of Megatron's optimizer."""
 _NAMED = re.compile(r"\$\{(?:training\.)?(?:model)?\.(\w+)\}")
 
 
@@ -108,7 +108,7 @@ def from_nemo(pasted: Pasted) -> Translation:
 
 
 def _num_gpus(top: Settings, asked: int | None) -> int | None:
-    """The number of GPUs as asked, else the trainer's, None where it leaves that open."""
+    """The number of GPUs that was asked for, else the trainer's; None if it does not say."""
     trainer = top.raw("trainer")
     note_inner(top, "trainer", ("devices", "num_nodes", "precision", "accumulate_grad_batches"), TRAINER)
     run = Settings(trainer if isinstance(trainer, Mapping) else {}, top.notes, "NeMo", lambda key: f"trainer.{key}")
@@ -120,7 +120,7 @@ def _num_gpus(top: Settings, asked: int | None) -> int | None:
 
 
 def _resolved(value: Any, model: Mapping[str, Any]) -> Any:
-    """What `${.key}` and `${model.key}` stand for."""
+    """`value`, with `${.key}` and `${model.key}` replaced by what they refer to."""
     named = _NAMED.fullmatch(value) if isinstance(value, str) else None
     return model.get(named[1]) if named else value
 

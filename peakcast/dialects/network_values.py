@@ -1,4 +1,4 @@
-"""The values of a network's configuration under flat names (`network.hidden_size`), and networks with other ones."""
+"""The values of a network's configuration by flat names (`network.hidden_size`), and jobs with other values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from peakcast.dialects.pasted import flat
 from peakcast.spec import TrainingJob, canonical_json, job_to_mapping
 
 NETWORK = "network."
-"""How the names of what is in a configuration begin; other names are of a job's own fields (`finetuning.rank`)."""
+"""Prefix for values of a network's configuration; other names are fields of a job (`finetuning.rank`)."""
 
 
 def network_values(architecture: Architecture) -> dict[str, Any]:
-    """What the library builds the network from: its own configuration where it is kept, else the architecture's fields."""
+    """Values from which the library builds the network: its own configuration if that is stored, else the architecture's
+    fields."""
     if architecture.configuration:
         return flat(json.loads(architecture.configuration), NETWORK)
     fields = job_to_mapping(TrainingJob(architecture=architecture))["architecture"]
@@ -24,7 +25,7 @@ def network_values(architecture: Architecture) -> dict[str, Any]:
 
 
 def with_values(job: TrainingJob, changes: Mapping[str, Any]) -> TrainingJob:
-    """`job` with other values, by their flat names. Raises: SpecError for what cannot be."""
+    """`job` with `changes`, by flat name. Raises: SpecError for invalid values."""
     if not changes:
         return job
     mapping = job_to_mapping(job)

@@ -1,8 +1,8 @@
-"""open-instruct's YAML and command lines: a loop around accelerate with defaults of its own, no Trainer.
+"""open-instruct's YAML and command lines: a training loop with accelerate and its own defaults, without the Trainer.
 
 Source: allenai/open-instruct open_instruct/finetune.py (FlatArguments, main), 2025: bfloat16 weights, adapters on seven
-projections, bitsandbytes' paged AdamW for QLoRA, torch's fused AdamW else. With adapters on weights that are not quantised
-gradient_checkpointing has no effect there (`if args.use_lora: ... elif args.gradient_checkpointing`).
+projections, bitsandbytes' paged AdamW for QLoRA, otherwise torch's fused AdamW. With adapters on weights that are not
+quantised, gradient_checkpointing has no effect (`if args.use_lora: ... elif args.gradient_checkpointing`).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _adapters(settings: Settings) -> dict[str, Any]:
 
 
 def _training(settings: Settings, *, quantised: bool, adapters: bool) -> dict[str, Any]:
-    """The step in the words of transformers' training arguments."""
+    """The step as transformers' training arguments."""
     notes = settings.notes
     training: dict[str, Any] = {
         "per_device_train_batch_size": settings.size("per_device_train_batch_size", 8, assume=True),

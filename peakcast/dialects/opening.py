@@ -1,4 +1,5 @@
-"""A configuration's values from a file, a text or a mapping; of a launch script, what it starts and how wide."""
+"""The values of a configuration in a file, a text or a mapping; for a launch script, of what it starts, and the number of
+GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.dialects.foreign import foreign_launch, foreign_python
+from peakcast.bounded import is_file
+from peakcast.dialects.foreign import foreign, foreign_python
 from peakcast.dialects.pasted import THE_TEXT, Pasted, mapping_of_text, merged, nested
 from peakcast.dialects.text import kind_of, parse, read_text
 from peakcast.errors import SpecError
@@ -16,7 +18,8 @@ NO_FILES: Mapping[str, Mapping[str, Any]] = {}
 
 
 def is_text(source: str) -> bool:
-    """Whether `source` is a configuration's text and not a name or a path: several lines, JSON, or flags."""
+    """Whether `source` is the text of a configuration rather than a name or a path: it has several lines, or is JSON or
+    flags."""
     return "\n" in source or source.lstrip().startswith("{") or " --" in f" {source}" or len(source) > 1000
 
 
@@ -36,13 +39,10 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
     if kind == "shell":
         return _launched(text, where, folder, files)
     if kind == "Python":
-        if sentence := foreign_python(text):
-            raise SpecError(f"{where} {sentence}", parameter="job")
-        raise SpecError(
-            f"{where} is a Python program, which is not run here. Give its settings as a YAML, TOML or JSON mapping "
-            "(for torchtitan: the sections model, training, parallelism, ... with their values), or the launch command."
-        )
+        return _program(text, where, folder)
     value = parse(text, kind, where)
+    if isinstance(value, dict) and {"cells", "nbformat"} <= set(value):
+        return _program(notebook_source(value), where, folder)
     if isinstance(value, str) and kind == "YAML" and " --" in f" {value}":  # a bare argument list
         return _launched(f"torchrun pretrain_gpt.py {text}", where, folder, files, counted=False)
     if not isinstance(value, dict):
@@ -50,17 +50,47 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
     return Pasted(values=value, where=where, folder=folder)
 
 
+def _program(text: str, where: str, folder: Path | None) -> Pasted:
+    """What a Python program's calls configure. Raises: SpecError where they configure no training that is read here."""
+    if sentence := foreign_python(text):
+        raise SpecError(f"{where} {sentence}", parameter="job")
+    from peakcast.dialects.python_calls import calls_of
+    from peakcast.dialects.python_script import values_of
+    from peakcast.dialects.torchtitan_registry import only_one
+
+    if (found := only_one(text, where)) is not None:
+        return Pasted(values=found.values, where=where, folder=folder, remarks=found.remarks)
+    values = values_of(calls_of(text, where), text)
+    if not values:
+        raise SpecError(
+            f"{where} is a Python program, which is not run here, and it makes no training arguments that can be read "
+            "(TrainingArguments, SFTConfig and their kin). Give the launch command or its settings as a YAML, TOML or JSON "
+            f"mapping, or run its step on fake tensors: peakcast dryrun -- python {where}.",
+            parameter="job",
+        )
+    return Pasted(values=values, where=where, folder=folder)
+
+
+def notebook_source(values: Mapping[str, Any]) -> str:
+    """The code of a Jupyter notebook's cells."""
+    cells = values["cells"] if isinstance(values["cells"], list) else []
+    codes = [cell.get("source", "") for cell in cells if isinstance(cell, Mapping) and cell.get("cell_type") == "code"]
+    return "\n".join("".join(code) if isinstance(code, list) else str(code) for code in codes)
+
+
 def _launched(
     text: str, where: str, folder: Path | None, files: Mapping[str, Mapping[str, Any]], *, counted: bool = True
 ) -> Pasted:
-    """A launch script: the mapping of its program's arguments, on top of the configuration file that it names."""
+    """A launch script as the mapping of its program's arguments, which override the configuration file that it names."""
     from peakcast.dialects.accelerate import of_flags
     from peakcast.dialects.launch import launch_of
+    from peakcast.dialects.megatron_bridge import recipe_of
     from peakcast.dialects.shell import read_script
+    from peakcast.dialects.torchtitan_registry import registered
 
-    script = read_script(text)
+    script = read_script(text, sourced=lambda name: _sourced(name, folder))
     launch = launch_of(script, text, where)
-    if sentence := foreign_launch(launch.program, launch.files):
+    if sentence := foreign((), {}, launch.program):
         raise SpecError(f"{where} {sentence}", parameter="job")
     written: dict[str, Mapping[str, Any]] = {}
     for name, body in script.files.items():
@@ -75,9 +105,14 @@ def _launched(
         companions["accelerate"] = merged(base, of_flags(launch.launcher))
         here.used.update(name for name, mapping in files.items() if mapping is base)
     values: dict[str, Any] = {}
-    for file in launch.files:
-        values = merged(values, here.file(file, "", "the configuration"))
     arguments = launch.arguments
+    module = str(arguments.get("module", launch.env.get("MODULE", "")))
+    found = registered(launch.program, module, launch.files, folder) or recipe_of(launch.program, arguments)
+    if found is not None:
+        arguments = {key.replace("-", "_"): value for key, value in arguments.items() if key not in ("module", "recipe")}
+        values = found.values
+    for file in launch.files if found is None else ():
+        values = merged(values, here.file(file, "", "the configuration"))
     if values:
         arguments = nested({key: _plain(value) for key, value in arguments.items()})
     return Pasted(
@@ -89,12 +124,20 @@ def _launched(
         num_gpus=launch.num_gpus if counted else None,
         env=launch.env,
         program=launch.program,
-        remarks=tuple(dict.fromkeys(script.notes)),
+        remarks=tuple(dict.fromkeys((*script.notes, *(found.remarks if found is not None else ())))),
     )
 
 
+def _sourced(name: str, folder: Path | None) -> str | None:
+    """The text of a shell script that another in `folder` takes in, None where it is not there."""
+    for candidate in (folder / name, folder / Path(name).name) if folder is not None else ():
+        if is_file(candidate):
+            return read_text(candidate)
+    return None
+
+
 def _plain(value: Any) -> Any:
-    """A command line value as YAML reads it: numbers and switches are no texts."""
+    """A command-line value as YAML reads it, so that numbers and switches are not texts."""
     if isinstance(value, str) and len(value) < 100 and value.replace(".", "").replace("-", "").isalnum():
         try:
             return parse(value, "YAML", "an argument")

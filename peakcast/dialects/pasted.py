@@ -1,4 +1,4 @@
-"""`Pasted`: a configuration of another project as it was pasted, with what came beside it."""
+"""`Pasted`: a configuration of another project as the user gave it, with its other files."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peakcast.dialects.translation import Notes
 from peakcast.errors import SpecError
 
 THE_TEXT = "the text"
-"""What messages call a configuration that came as text."""
+"""Name for a configuration that was given as text, in messages."""
 _BETWEEN = re.compile(r"^---(.*)$", re.MULTILINE)
 
 
@@ -23,13 +23,13 @@ class Document(NamedTuple):
     """One of several configurations in one text."""
 
     name: str
-    """The file that it stands for, "" where the text does not say."""
+    """Name of the file that it replaces; "" if the text does not say."""
     text: str
 
 
 def documents(text: str) -> list[Document]:
-    """The parts of `text` between lines of `---`, each named by what follows the dashes above it (`--- ds_config.json`);
-    parts with nothing in them are left out, but there is always one."""
+    """The parts of `text` between lines of `---`. Each has the name that follows the dashes above it (`---
+    ds_config.json`). Empty parts are left out, but there is always one."""
     first, *rest = _BETWEEN.split(text)
     parts = [Document("", first), *(Document(name.strip(), part) for name, part in zip(rest[::2], rest[1::2], strict=True))]
     return [part for part in parts if part.text.strip()] or [Document("", text)]
@@ -37,38 +37,39 @@ def documents(text: str) -> list[Document]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pasted:
-    """What a dialect reads."""
+    """The input of a dialect."""
 
     values: Mapping[str, Any]
     where: str = "the configuration"
-    """How messages call it: the file's name."""
+    """Its name in messages: the file's name."""
     folder: Path | None = None
-    """Where files that it names are looked for."""
+    """The folder in which files that it names are searched."""
     companions: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Other files that were given with it: by dialect ("deepspeed"), and by file name ("ds_z3_config.json")."""
+    """Other files that were given with it, by dialect ("deepspeed") and by file name ("ds_z3_config.json")."""
     num_gpus: int | None = None
-    """GPUs of the whole run, as asked or as the launcher says; None when nobody says."""
+    """GPUs of the whole run, as asked for or from the launcher; None if neither says."""
     model: str | Mapping[str, Any] | None = None
-    """The network to take in place of the one named: its name, or the mapping of its config.json."""
+    """The network to use instead of the named one: its name, or the mapping of its config.json."""
     env: Mapping[str, str] = field(default_factory=dict)
     program: str = ""
-    """The program that the launch script runs, "" when there is none."""
+    """The program that the launch script runs; "" if there is none."""
     used: set[str] = field(default_factory=set)
-    """The companions that were asked for, by name."""
+    """Names of the companions that were read."""
     versions: AskedVersions = NO_VERSIONS
-    """Package versions that are asked for beside it."""
+    """Package versions that the question gives in addition."""
     remarks: tuple[str, ...] = ()
-    """What was not followed in a launch script, as sentences."""
+    """Sentences about parts of a launch script that were not followed."""
 
     def gpus(self, notes: Notes, default: int = 1, why: str = "") -> int:
-        """The number of GPUs, `default` with an assumption where it is not said."""
+        """The number of GPUs; `default` with an assumption if it is not given."""
         if self.num_gpus is not None:
             return self.num_gpus
         notes.assumptions.append(f"the number of GPUs is not given; {default} is taken{why}. --num-gpus changes it.")
         return default
 
     def file(self, name: object, role: str, key: str) -> Mapping[str, Any]:
-        """The mapping in the file `name` that `key` refers to: one given beside it, else (for a file) that file.
+        """The mapping in the file `name`, to which `key` refers: from a file that was given as well, else (for a path) from
+        that file.
 
         Raises: SpecError saying that it is missing and how to give it.
         """
@@ -89,7 +90,8 @@ class Pasted:
         )
 
     def beside(self, name: str = "") -> str:
-        """How another file (called `name`) is given with this one, for messages: a text has no command line."""
+        """How the user can give another file (called `name`), in the words of a message; text is not given on a command
+        line."""
         if self.where != THE_TEXT:
             return f"by --with {name or 'FILE'}"
         return f"below, after a line of --- {name}".rstrip()
@@ -101,7 +103,7 @@ def mapping_of_file(path: Path) -> Mapping[str, Any]:
 
 
 def mapping_of_text(text: str, where: str, ending: str = "") -> Mapping[str, Any]:
-    """The mapping in the `text` of a YAML, JSON or TOML file, which messages call `where`. Raises: SpecError."""
+    """The mapping in the `text` of a YAML, JSON or TOML file, whose name in messages is `where`. Raises: SpecError."""
     kind = kind_of(text, ending)
     if kind not in ("JSON", "YAML", "TOML"):
         raise SpecError(f"{where} is no YAML, JSON or TOML file.")
@@ -123,7 +125,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def nested(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The opposite of `flat`: keys with dots become inner mappings. Raises: SpecError where two keys disagree."""
+    """The inverse of `flat`: keys with dots become inner mappings. Raises: SpecError if two keys contradict each other."""
     out: dict[str, Any] = {}
     for key, value in values.items():
         place = out
@@ -139,7 +141,7 @@ def nested(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def merged(values: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """`values` with `changes` on top, inner mappings key by key."""
+    """`values` updated with `changes`, inner mappings key by key."""
     out = dict(values)
     for key, value in changes.items():
         old = out.get(key)

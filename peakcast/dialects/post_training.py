@@ -1,4 +1,5 @@
-"""Training methods beyond plain next-token loss (DPO and its kin): what they change about a job, or why they are refused.
+"""Training methods with another loss than plain next-token loss (DPO and similar ones): what they change about a job, or
+why they are refused.
 
 Sources: trl 1.16.0 trainer/dpo_trainer.py and reward_trainer.py, trl 0.13-0.24 dpo_trainer.py `concatenated_forward`
 (chosen and rejected sequences in one batch); orpo_trainer.py, cpo_trainer.py (the same batch, no reference).
@@ -21,9 +22,9 @@ class Method(NamedTuple):
     """How a method's step differs from supervised fine-tuning."""
 
     sequences: int
-    """Sequences that pass the network for each sample."""
+    """Sequences that pass through the network for each sample."""
     kind: LossKind
-    """The job's; the cross entropy's stands in for losses that are not modelled."""
+    """The job's loss kind; cross entropy for losses that are not modelled."""
 
 
 METHODS: dict[str, Method] = {
@@ -36,11 +37,17 @@ METHODS: dict[str, Method] = {
     "orpo": Method(2, "cross_entropy"),
     "cpo": Method(2, "cross_entropy"),
     "simpo": Method(2, "cross_entropy"),
+    "tpo": Method(3, "cross_entropy"),
     "kto": Method(1, "kto"),
+    "bco": Method(1, "kto"),
     "grpo": Method(1, "grpo"),
+    "rloo": Method(1, "grpo"),
+    "gmpo": Method(1, "grpo"),
 }
 NOT_MODELLED = {
-    "ppo": "PPO", "rloo": "RLOO", "gkd": "distillation", "online_dpo": "online DPO", "xpo": "XPO", "nash_md": "Nash-MD",
+    "ppo": "PPO", "gkd": "distillation", "gold": "distillation", "distillation": "distillation", "minillm": "distillation",
+    "sdft": "self-distillation", "sdpo": "self-distillation", "iw_opd": "distillation", "online_dpo": "online DPO",
+    "async_grpo": "GRPO with its completions made meanwhile", "a2po": "A*PO", "xpo": "XPO", "nash_md": "Nash-MD",
     "prm": "PRM", "gspo": "GSPO", "gdpo": "GDPO", "ebft": "EBFT",
 }  # fmt: skip
 
@@ -56,7 +63,8 @@ def with_method(
     whole_logits: str = "",
 ) -> TrainingJob:
     """`job` as the training method `name` runs it. `precomputed`: the reference's log-probabilities are made beforehand.
-    `generation`: GRPO's. `whole_logits`: who computes log-probabilities of whole logits, as trl did before 1.15;
+    `generation`: that of GRPO and its kin. `whole_logits`: who computes log-probabilities of whole logits, as trl did
+    before 1.15;
     "": nobody.
 
     Raises: SpecError for methods that are not modelled, with what can be asked instead.
@@ -75,8 +83,9 @@ def with_method(
         return job
     size = method.sequences * job.micro_batch_size
     if method.sequences > 1:
+        both = "the chosen and the rejected sequence" if method.sequences == 2 else f"{method.sequences} sequences"
         notes.assumptions.append(
-            f"{name} passes the chosen and the rejected sequence of each sample together: micro_batch_size is "
+            f"{name} passes {both} of each sample together: micro_batch_size is "
             f"{method.sequences} × {job.micro_batch_size} = {size}."
         )
     if method.kind == "cross_entropy":

@@ -1,4 +1,4 @@
-"""One door for every configuration: what a file or text is, told by what it contains, and who reads it."""
+"""Recognises every kind of configuration by its content, and calls its reader."""
 
 from __future__ import annotations
 
@@ -20,19 +20,22 @@ from peakcast.spec import TrainingJob
 
 
 class Dialect(NamedTuple):
-    """A kind of configuration: what it is called in sentences, its signs, and its reader."""
+    """A kind of configuration: its name in sentences, the keys that identify it, and its reader."""
 
     title: str
     signs: tuple[str, ...]
-    """Each a set of keys (dots lead into mappings, `|` separates alternatives); all of one set must be there."""
+    """Each is a set of keys (dots lead into mappings, `|` separates alternatives); all keys of one set must be there."""
     reader: str
-    """Module and function under `peakcast.dialects`."""
+    """Module and function in `peakcast.dialects`."""
     weak: tuple[str, ...] = ()
-    """Further signs, of keys that other projects have too: what they tell is likely, not sure."""
+    """Further sets of keys that other projects have too: with these, the dialect is likely but not certain."""
 
 
 DIALECTS: dict[str, Dialect] = {
     "job": Dialect("a peakcast job", ("architecture",), "job_file:from_job"),
+    "python_script": Dialect(
+        "a Python program around transformers' trainers", ("trainer_calls",), "python_script:from_python_script"
+    ),
     "axolotl": Dialect(
         "an Axolotl configuration",
         ("base_model micro_batch_size|sequence_len|adapter|datasets|sample_packing",),
@@ -54,14 +57,59 @@ DIALECTS: dict[str, Dialect] = {
         ),
         "llamafactory_megatron:from_llamafactory_megatron",
     ),
+    "llamafactory_v1": Dialect(
+        "a LLaMA-Factory v1 configuration",
+        ("model_class train_dataset|peft_config|dist_config",),
+        "llamafactory_v1:from_llamafactory_v1",
+    ),
     "llamafactory": Dialect(
         "a LLaMA-Factory configuration",
-        (
-            "model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target",
-            "model_class train_dataset|peft_config|dist_config",
-        ),
+        ("model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target",),
         "llamafactory:from_llamafactory",
         ("model_name_or_path lora_rank",),
+    ),
+    "swift_megatron": Dialect(
+        "an ms-swift configuration for Megatron",
+        (
+            "model micro_batch_size|global_batch_size|recompute_granularity|tensor_model_parallel_size"
+            "|pipeline_model_parallel_size|expert_model_parallel_size "
+            "train_type|tuner_type|max_length|finetune|load_safetensors",
+        ),
+        "swift_megatron:from_swift_megatron",
+    ),
+    "swift": Dialect(
+        "an ms-swift configuration",
+        (
+            "model train_type|tuner_type|sft_type|rlhf_type|attn_impl|quant_bits|loss_scale",
+            "model model_author|split_dataset_ratio|dataset_num_proc per_device_train_batch_size|deepspeed|max_length",
+        ),
+        "swift:from_swift",
+    ),
+    "openrlhf": Dialect(
+        "an OpenRLHF command",
+        ("pretrain micro_train_batch_size|generate_max_len|max_len|zero_stage",),
+        "openrlhf:from_openrlhf",
+    ),
+    "verl": Dialect(
+        "a verl configuration",
+        (
+            "actor_rollout_ref.model|actor_rollout_ref.actor",
+            "model.partial_pretrain",
+            "data.train_files model|model.path trainer",
+        ),
+        "verl:from_verl",
+    ),
+    "automodel": Dialect(
+        "a NeMo AutoModel recipe", ("step_scheduler model|model.pretrained_model_name_or_path",), "automodel:from_automodel"
+    ),
+    "gpt_neox": Dialect("a GPT-NeoX configuration", ("pipe_parallel_size|pipe-parallel-size",), "gpt_neox:from_gpt_neox"),
+    "megatron_bridge": Dialect(
+        "a Megatron-Bridge configuration",
+        (
+            "model|model.tensor_model_parallel_size train.micro_batch_size|train.global_batch_size|mixed_precision "
+            "ddp|checkpoint|rng",
+        ),
+        "megatron_bridge:from_megatron_bridge",
     ),
     "nanotron": Dialect("a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron:from_nanotron"),
     "torchtune": Dialect("a torchtune recipe", ("model._component_",), "torchtune:from_torchtune"),
@@ -136,9 +184,9 @@ DIALECTS: dict[str, Dialect] = {
         "trainer:from_config",
     ),
 }
-"""Every dialect, the one with the more telling signs first."""
+"""Every dialect; those with more specific keys come first."""
 HUGGING_FACE_PARTS = ("hf_config", "peft", "deepspeed", "accelerate", "training")
-"""Files that may come beside another, as parts of one Hugging Face run."""
+"""Files that may accompany another one as parts of one Hugging Face run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +201,7 @@ class Beside:
     versions: AskedVersions = NO_VERSIONS
 
     def __bool__(self) -> bool:
-        """Whether anything comes with it that only a configuration can have: any job may have versions."""
+        """Whether anything is given that only a configuration can have; versions are possible for any job."""
         return bool(self.files or self.num_gpus is not None or self.model is not None or self.dialect is not None)
 
 
@@ -161,25 +209,28 @@ NOTHING = Beside()
 
 
 PROGRAMS = {
-    "llamafactory-cli": ("llamafactory_megatron", "llamafactory"), "axolotl": ("axolotl",),
+    "llamafactory-cli": ("llamafactory_v1", "llamafactory_megatron", "llamafactory"), "axolotl": ("axolotl",),
     "axolotl.cli.train": ("axolotl",), "tune": ("torchtune",), "litgpt": ("litgpt",),
-    "torchtitan.train": ("torchtitan",), "run_train.sh": ("torchtitan",),
+    "openrlhf": ("openrlhf",), "verl": ("verl",), "automodel": ("automodel",), "run_recipe.py": ("megatron_bridge",),
+    "swift": ("swift",), "megatron": ("swift_megatron",), "torchtitan.train": ("torchtitan",),
+    "run_train.sh": ("torchtitan",),
 }  # fmt: skip
-"""Programs that read one project's configurations only -> its dialects; the last where no sign of the others is there."""
+"""Programs that only read one project's configurations -> its dialects; the last is used if no key identifies another."""
 
 
 class Recognised(NamedTuple):
-    """What a mapping was taken for, and why."""
+    """The dialect that was assumed for a mapping, and why."""
 
     name: str
     rests_on: str
-    """The program, or the keys, that tell; in words."""
+    """The program or the keys by which it was recognised, in words."""
     sure: bool
 
 
 def recognised(values: Mapping[str, Any], program: str = "") -> list[Recognised]:
-    """The dialects that a mapping may be written in, the likeliest first; those after a sure one are left out."""
+    """The dialects in which a mapping may be written, the most likely first; after a certain one, no others are listed."""
     word = program.split(" ")[0].rsplit("/", 1)[-1]
+    word = word if word in PROGRAMS else word.split(".")[0]  # openrlhf.cli.train_sft
     keys = _keys(values)
     found: list[Recognised] = []
     for name, dialect in DIALECTS.items():
@@ -199,19 +250,19 @@ def recognised(values: Mapping[str, Any], program: str = "") -> list[Recognised]
 
 
 def dialect_of(values: Mapping[str, Any]) -> str | None:
-    """The dialect that a mapping is written in, None when nothing tells."""
+    """The dialect in which a mapping is written; None if it cannot be recognised."""
     found = recognised(values)
     return found[0].name if found else None
 
 
 def _keys(values: Mapping[str, Any]) -> set[str]:
-    """The keys of a mapping and of those in it, with what leads to them."""
+    """The keys of a mapping and of mappings inside it, with their paths."""
     keys = {str(key) for key in flat(values)} | {str(key) for key in values}
     return keys | {key.rpartition(".")[0] for key in keys} | {".".join(key.split(".")[:2]) for key in keys}
 
 
 def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
-    """The job of an `opened` configuration with what comes `beside` it.
+    """The job of an `opened` configuration, read together with `beside`.
 
     Raises: SpecError or CatalogError naming the file or key, the rule and the way out.
     """
@@ -231,12 +282,13 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
     name = found[0].name if found else None
     if name not in HUGGING_FACE_PARTS and pasted.model is None and "hf_config" in pasted.companions:
         pasted = replace(pasted, model=pasted.companions["hf_config"], used={"hf_config"})
-    if name is None and set(pasted.values) & {field.name for field in fields(TrainingJob)}:
+    if name is None and not pasted.program and set(pasted.values) & {field.name for field in fields(TrainingJob)}:
         name = "job"
     if name is None:
         raise SpecError(
             f"{pasted.where} is no configuration that is known here (its keys: {_some(pasted.values)}). Known are "
-            f"{', '.join(dialect.title for dialect in DIALECTS.values())}; --dialect of the command line forces one.",
+            f"{', '.join(dialect.title for dialect in DIALECTS.values())}; --dialect of the command line forces one."
+            + (f" Or run it on fake tensors: peakcast dryrun -- {pasted.program} ..." if pasted.program else ""),
             parameter="job",
         )
     if name != "job":
@@ -261,7 +313,7 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
 
 
 def _read_as(pasted: Pasted, name: str, found: Sequence[Recognised]) -> str:
-    """The sentence on what a configuration was taken for, on what that rests, and how sure it is."""
+    """The sentence that says which dialect was assumed, from what, and how certain that is."""
     title = f"{pasted.where} is read as {DIALECTS[name].title}"
     if not found or not found[0].rests_on:
         return f"{title}, as asked." if found else f"{title}."
@@ -290,14 +342,14 @@ class Companion(NamedTuple):
     """Another file of the same run."""
 
     where: str
-    """How messages call it."""
+    """Its name in messages."""
     name: str
-    """By what name a configuration may refer to it."""
+    """The name by which a configuration may refer to it."""
     values: Mapping[str, Any]
 
 
 def companions(files: Sequence[str | Path | Document]) -> dict[str, Mapping[str, Any]]:
-    """Other files by what they are and by their names. Raises: SpecError where one is unknown or comes twice."""
+    """Other files by their dialect and by their names. Raises: SpecError if one is not recognised or comes twice."""
     found: dict[str, Mapping[str, Any]] = {}
     for where, file_name, values in map(_read, files):
         name = dialect_of(values)
@@ -329,7 +381,7 @@ def _some(values: Mapping[str, Any]) -> str:
 def from_arguments(
     words: Sequence[str], env: Mapping[str, str], num_gpus: int | None = None, versions: AskedVersions = NO_VERSIONS
 ) -> Translation:
-    """The job of Megatron-LM's own command line: what stands after `pretrain_gpt.py`. Raises: SpecError."""
+    """The job of Megatron-LM's own command line: the words after `pretrain_gpt.py`. Raises: SpecError."""
     from peakcast.dialects.launch import flags_to_mapping
     from peakcast.dialects.megatron_launch import from_megatron_flags
 

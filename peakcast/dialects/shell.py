@@ -1,34 +1,41 @@
-"""A launch script's commands, read and never run: variables, arrays, simple conditions, continued lines.
+"""A launch script's commands, read and never run. tree-sitter's grammar of bash says what is a command, a condition or a
+loop; what bash would need to run something for (`$(...)`, the status of a command) is left out and said.
 
-What bash would need to run something for ($(...), loops, functions) is left out and said. Source of the rules: the Bash
-manual, "Shell Expansions" and "Bash Conditional Expressions".
+Source of the rules: the Bash manual, "Shell Commands", "Shell Parameters", "Bash Conditional Expressions".
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 
-from peakcast.dialects.shell_values import calculated, is_whole, tested
-from peakcast.dialects.shell_words import MOST_WORDS, closing, pieces_of, statements, tokens
+from peakcast.dialects.shell_expansion import MAX_CHARACTERS as MAX_CHARACTERS
+from peakcast.dialects.shell_expansion import MOST_NESTED, Variables
+from peakcast.dialects.shell_tree import Node, command_nodes, descendants, joined, named, source_of, tree_of
+from peakcast.dialects.shell_values import is_whole, tested
 from peakcast.errors import SpecError
 
-MAX_CHARACTERS = 2**18
-MOST_NESTED = 8
-"""Texts that a script has run inside one another, and defaults of variables inside one another."""
-_NAME = r"[A-Za-z_]\w*"
-_ASSIGNMENT = re.compile(rf"({_NAME})(\+?)=(.*)", re.DOTALL)
-_PARAMETER = re.compile(rf"(#?)({_NAME}|[0-9]+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?])(.*)|([#%/,^:].*))?", re.DOTALL)
-_RESERVED = ("for", "while", "until", "case", "select", "function", "{")
-WRITES = "peakcast-writes"
-"""The command that stands for `cat > FILE << EOF` while a script is read."""
-_HERE_DOCUMENT = re.compile(
-    r"""^[ \t]*cat[ \t]*(?:>[ \t]*(?P<file>[^\s<>]+)[ \t]*)?<<-?[ \t]*(?P<quote>['"]?)(?P<end>\w+)(?P=quote)"""
-    r"""[ \t]*(?:>[ \t]*(?P<later>[^\s<>]+)[ \t]*)?$""",
-    re.MULTILINE,
+MOST_STEPS = 20_000
+"""Statements that a script may have run, those of its loops and functions included."""
+MOST_BLOCKS = 40
+"""Blocks, functions and conditions inside one another."""
+_WITHOUT_EFFECT = (
+    ":",
+    "echo",
+    "printf",
+    "mkdir",
+    "cd",
+    "set",
+    "unset",
+    "exit",
+    "return",
+    "module",
+    "true",
+    "wait",
+    "sleep",
 )
-_ENDS = {"for": "done", "while": "done", "until": "done", "select": "done", "case": "esac", "function": "}", "{": "}"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,300 +56,295 @@ class Script:
     """Files that it writes from here-documents: by the name that it gives them."""
 
 
-def read_script(text: str, arguments: Sequence[str] = ()) -> Script:
-    """The commands that `text` would run with `arguments`, as far as they can be known without running any. Raises:
-    SpecError."""
+def read_script(
+    text: str, arguments: Sequence[str] = (), sourced: Callable[[str], str | None] = lambda name: None
+) -> Script:
+    """The commands that `text` would run with `arguments`, as far as they can be known without running any. `sourced` gives
+    the text of a file that the script takes in by `source`, None where it is not at hand. Raises: SpecError."""
     if len(text) > MAX_CHARACTERS:
         raise SpecError(f"the script has {len(text):,} characters; a launch script is not that long.")
-    reader = _Reader()
-    reader.give(arguments)
+    reader = _Reader(sourced)
+    reader.variables.give(arguments)
     reader.read(text)
     return reader.script
 
 
-def _documents_as_commands(text: str) -> str:
-    """`text` with each here-document that is written to a file as one command, whose last word is what it holds."""
-    parts: list[str] = []
-    position = 0
-    while (opened := _HERE_DOCUMENT.search(text, position)) is not None:
-        closed = re.compile(rf"^\t*{opened['end']}[ \t]*$", re.MULTILINE).search(text, opened.end())
-        if closed is None:  # it goes on to the end, and so would all that follow
-            break
-        name, body = opened["file"] or opened["later"], text[opened.end() + 1 : closed.start()]
-        if not name:
-            written = text[opened.start() : closed.end()]
-        elif opened["quote"]:
-            written = f"{WRITES} {name} '" + body.replace("'", "'\\''") + "'"
-        else:
-            written = f'{WRITES} {name} "' + re.sub(r'(["`])', r"\\\1", body) + '"'
-        parts += [text[position : opened.start()], written]
-        position = closed.end()
-    return "".join([*parts, text[position:]])
+class _LoopLeftError(Exception):
+    """`break` or `continue` of a loop."""
 
 
 class _Reader:
-    """Walks a script's statements and keeps its variables."""
+    """Walks a script's tree and keeps its variables and functions."""
 
-    def __init__(self) -> None:
+    def __init__(self, sourced: Callable[[str], str | None]) -> None:
         self.script = Script()
-        self.variables: dict[str, str | list[str]] = {}
+        self.variables = Variables(self.script.notes, self._substituted)
         self.exported: set[str] = set()
-        self.words_made = 0
-        self.depth = 0
-        self.defaults_open = 0
-
-    def give(self, arguments: Sequence[str]) -> None:
-        """These are `$1`, `$2` and so on from now on."""
-        for name in [name for name in self.variables if name.isdecimal()]:
-            del self.variables[name]
-        self.variables.update({str(number): word for number, word in enumerate(arguments, 1)})
-        self.variables |= {"@": list(arguments), "*": list(arguments), "#": str(len(arguments))}
+        self.functions: dict[str, Node] = {}
+        self._sourced = sourced
+        self._texts, self._blocks, self._steps = 0, 0, 0
 
     def read(self, text: str) -> None:
         """Follow the statements of `text`."""
-        self.depth += 1
-        if self.depth > MOST_NESTED:
+        self._texts += 1
+        if self._texts > MOST_NESTED:
             raise SpecError("the script runs text inside text too deeply to be a launch script.")
-        branches: list[list[bool]] = []  # of each open `if`: is this branch taken, was any before
-        skipping: list[str] = []  # the words that end what is passed over
-        for words in statements(_documents_as_commands(text)):
-            if skipping:
-                first = words[words[0] in ("do", "then", "else") and len(words) > 1]
-                if first == skipping[-1]:
-                    skipping.pop()
-                elif first in _RESERVED:
-                    skipping.append(_ENDS[first])
-                continue
-            words = self._branched(words, branches)
-            if not words or not self._taken(branches):
-                continue
-            if words[0] in _RESERVED or re.fullmatch(rf"{_NAME}\(\)", words[0]):
-                what = words[0] if words[0] in _RESERVED else "function"
-                self.script.notes.append(f"The script's {' '.join(words)[:60]!r} is not followed.")
-                if _ENDS[what] not in words[1:]:
-                    skipping.append(_ENDS[what])
-                continue
-            while words and words[0] in ("[", "[["):  # `[[ test ]] && command`
-                joint = next((index for index, word in enumerate(words) if word in ("&&", "||")), len(words) - 1)
-                follows = self._test(words[:joint]) == (words[joint] == "&&")
-                words = words[joint + 1 :] if follows else []
-            if words:
-                self._statement(words)
-        self.depth -= 1
+        self._follow(named(tree_of(text)))
+        self._texts -= 1
 
-    def _branched(self, words: list[str], branches: list[list[bool]]) -> list[str]:
-        """What is left of a statement after the words of `if` before it, which open, change and close `branches`."""
-        while words and words[0] in ("if", "elif", "then", "else", "fi", "time", "exec", "!", "do"):
-            word, words = words[0], words[1:]
-            if word == "if":
-                branches.append([False, not self._taken(branches)])
-                branches[-1][0] = self._condition(words) if self._taken(branches[:-1]) else False
-                words = []
-            elif word == "elif" and branches:
-                branches[-1][1] |= branches[-1][0]
-                branches[-1][0] = not branches[-1][1] and self._condition(words)
-                words = []
-            elif word == "else" and branches:
-                branches[-1][0] = not (branches[-1][0] or branches[-1][1])
-            elif word == "fi" and branches:
-                branches.pop()
-        return words
+    # -- statements ---------------------------------------------------------------------------------------------------
 
-    def _taken(self, branches: list[list[bool]]) -> bool:
-        return all(taken for taken, _ in branches)
+    def _follow(self, nodes: Iterable[Node]) -> None:
+        """Follow statements that stand one after another."""
+        self._blocks += 1
+        if self._blocks > MOST_BLOCKS:
+            raise SpecError(f"the script has more than {MOST_BLOCKS} blocks inside one another; a launch script has not.")
+        for node in nodes:
+            self._steps += 1
+            if self._steps > MOST_STEPS:
+                raise SpecError(f"the script runs more than {MOST_STEPS:,} statements; a launch script does not.")
+            step = getattr(self, f"_{node.type}", None)
+            if step is not None:
+                step(node)
+            elif node.type in ("c_style_for_statement", "unset_command"):
+                self._not_followed(node)
+        self._blocks -= 1
 
-    def _statement(self, raw: list[str]) -> None:
-        prefix, raw = self._assigned(raw)
-        if not raw:
-            self.variables.update(prefix)
-        elif raw[0] in ("export", "declare", "local", "readonly", "typeset"):
-            exports = raw[0] == "export" or "-x" in raw
-            for word in raw[1:]:
-                if _ASSIGNMENT.fullmatch(word) is not None:
-                    self._statement([word])
-                if exports and not word.startswith("-"):
-                    self.exported.add(word.partition("=")[0].rstrip("+"))
-        elif raw[0] == WRITES and len(raw) == 3:
-            name, body = (" ".join(self._expand(word, split=False)) for word in raw[1:])
-            self.script.files[name] = body
+    def _inside(self, node: Node) -> None:
+        self._follow(named(node))
+
+    _pipeline = _subshell = _ERROR = _do_group = _else_clause = _inside
+
+    def _not_followed(self, node: Node) -> None:
+        self.script.notes.append(f"The script's {' '.join(source_of(node).split())[:60]!r} is not followed.")
+
+    def _compound_statement(self, node: Node) -> None:
+        if not source_of(node).startswith("(("):
+            self._inside(node)
+
+    def _list(self, node: Node) -> None:
+        """`a && b`, `a || b`: a command is taken to succeed."""
+        left, right = named(node)[0], named(node)[-1]
+        if left.type in ("test_command", "negated_command"):
+            holds = self._holds(left)
         else:
-            self._run([item for word in raw for item in self._expand(word)], prefix)
+            self._follow([left])
+            holds = left.type != "list" or not any(child.type == "test_command" for child in left.named_children)
+            holds = holds or self._holds(left)
+        if holds == any(child.type == "&&" for child in node.children):
+            self._follow([right])
 
-    def _assigned(self, raw: list[str]) -> tuple[dict[str, str], list[str]]:
-        """The texts that the assignments before a command give, and the command; arrays are there at once."""
-        prefix: dict[str, str] = {}
-        while raw and (match := _ASSIGNMENT.fullmatch(raw[0])):
-            name, plus, value = match.groups()
-            raw = raw[1:]
-            if value.startswith("("):
-                items = [item for word in tokens(value[1:-1]) for item in self._expand(word)]
-                old = self.variables.get(name, []) if plus else []
-                self.variables[name] = [*(old if isinstance(old, list) else [old]), *items]
-            else:
-                old_text = self._value(name) if plus else ""
-                prefix[name] = old_text + " ".join(self._expand(value, split=False))
-        return prefix, raw
+    def _if_statement(self, node: Node) -> None:
+        branches = [node, *(child for child in node.named_children if child.type == "elif_clause")]
+        for branch in branches:
+            then = next((index for index, child in enumerate(branch.children) if child.type == "then"), None)
+            if then is None:
+                continue
+            asked = [child for child in branch.children[1:then] if child.is_named and child.type != "comment"]
+            if asked and self._holds(asked[-1]):
+                body = branch.children[then + 1 :]
+                self._follow(child for child in body if child.is_named and child.type not in ("elif_clause", "else_clause"))
+                return
+        self._follow(child for child in node.named_children if child.type == "else_clause")
+
+    def _for_statement(self, node: Node) -> None:
+        if node.children[0].type == "select":
+            self._not_followed(node)
+            return
+        name, *values = named(node)
+        body = next((child for child in values if child.type in ("do_group", "compound_statement")), None)
+        words = self._words([child for child in values if child is not body])
+        if not any(child.type == "in" for child in node.children):
+            words = self.variables.items("@")
+        for word in words:
+            self.variables.variables[source_of(name)] = word
+            if body is None or not self._turn(body):
+                break
+
+    def _while_statement(self, node: Node) -> None:
+        condition, body = named(node)[0], named(node)[-1]
+        until = node.children[0].type == "until"
+        if condition.type not in ("test_command", "negated_command", "list") and source_of(condition) not in ("true", ":"):
+            self._not_followed(node)
+            return
+        endless = source_of(condition) in ("true", ":")
+        while (endless or self._holds(condition)) != until and self._turn(body):
+            self._steps += 1
+
+    def _turn(self, body: Node) -> bool:
+        """Follow one turn of a loop; whether another may come."""
+        blocks, before = self._blocks, self._steps
+        try:
+            self._follow([body])
+        except _LoopLeftError as left:
+            self._blocks = blocks
+            return str(left) == "continue"
+        return self._steps > before
+
+    def _case_statement(self, node: Node) -> None:
+        value, *items = named(node)
+        text = self._text(value)
+        for item in items:
+            ends = next(index for index, child in enumerate(item.children) if child.type == ")")
+            if any(fnmatchcase(text, self._text(pattern)) for pattern in item.children[:ends] if pattern.is_named):
+                self._follow(child for child in item.children[ends + 1 :] if child.is_named)
+                return
+
+    def _function_definition(self, node: Node) -> None:
+        name, *rest = named(node)
+        self.functions[source_of(name)] = rest[-1]
+
+    # -- variables ----------------------------------------------------------------------------------------------------
+
+    def _variable_assignment(self, node: Node) -> None:
+        name, value = self._assigned(node)
+        self.variables.variables[name] = value
+
+    def _variable_assignments(self, node: Node) -> None:
+        self._inside(node)
+
+    def _assigned(self, node: Node) -> tuple[str, str | list[str]]:
+        """The variable that an assignment names, and what it has after it."""
+        name, *values = named(node)
+        appends = any(child.type == "+=" for child in node.children)
+        key = source_of(name)
+        if values and values[0].type == "array":
+            items = self._words(named(values[0]))
+            return key, [*(self.variables.items(key) if appends else []), *items]
+        written = source_of(node).partition("=")[2]
+        text = " ".join(self.variables.expand(written, split=False))
+        if name.type == "subscript":
+            self.script.notes.append(f"The script's {source_of(node)[:60]!r} is not followed.")
+        return key, (self.variables.value(key) if appends else "") + text
+
+    def _declaration_command(self, node: Node) -> None:
+        exports = node.children[0].type == "export" or any(source_of(child) == "-x" for child in node.children)
+        for child in named(node):
+            text = source_of(child)
+            if child.type == "variable_assignment":
+                self._variable_assignment(child)
+            elif child.type in ("concatenation", "string", "raw_string"):  # export "NAME=value"
+                text = self._text(child)
+                key, equals, value = text.partition("=")
+                self.variables.variables |= {key: value} if equals else {}
+            name = re.match(r"\w+", text)
+            if exports and name is not None:
+                self.exported.add(name[0])
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def _redirected_statement(self, node: Node) -> None:
+        """A command with what it reads from a here-document, which `cat` writes to a file and `read` puts in a variable."""
+        body, *others = named(node)
+        document = next((other for other in others if other.type == "heredoc_redirect"), None)
+        text = None if document is None else self._document(document)
+        words = self._words(command_nodes(body)) if text is not None and body.type == "command" else []
+        if text is not None and words[:1] == ["read"] and len(words) > 1:
+            self.variables.variables[words[-1]] = text
+        elif text is not None and words[:1] in (["cat"], ["tee"]):
+            for target in descendants(node, "file_redirect"):
+                self.script.files[self._text(named(target)[-1])] = text
+            for word in words[1:] if words[0] == "tee" else ():
+                self.script.files[word] = text
+        elif body.type != "heredoc_redirect":
+            self._follow([body])
+
+    def _document(self, node: Node) -> str:
+        """What a here-document holds, with its variables put in unless its end is quoted."""
+        start = next((source_of(child) for child in node.children if child.type == "heredoc_start"), "")
+        text = "".join(source_of(child) for child in node.children if child.type == "heredoc_body")
+        if start[:1] in ("'", '"', "\\"):
+            return text
+        return " ".join(self.variables.expand('"' + re.sub(r'(["`])', r"\\\1", text) + '"', split=False))
+
+    def _command(self, node: Node) -> None:
+        prefix = dict(self._assigned(child) for child in node.children if child.type == "variable_assignment")
+        self._run(self._words(command_nodes(node)), {key: _as_text(value) for key, value in prefix.items()})
 
     def _run(self, words: list[str], prefix: dict[str, str]) -> None:
         """A command that the script starts, with the variables set before it."""
-        if words[:1] == ["shift"]:
-            left, count = list(self.variables["@"]), words[1] if words[1:] else "1"
+        if not words:
+            self.variables.variables.update(prefix)
+        elif words[0] in ("break", "continue"):
+            raise _LoopLeftError(words[0])
+        elif words[0] == "shift":
+            left, count = self.variables.items("@"), words[1] if words[1:] else "1"
             if is_whole(count) and 0 <= int(count) <= len(left):
-                self.give(left[int(count) :])
-            return
-        if words[:1] in (["source"], ["."]):
-            self.script.notes.append(f"The script's {' '.join(words)[:60]!r} is not followed.")
-        if not words or words[0] in (":", "set", "cd", "echo", "mkdir", "source", ".", "unset", "exit", "module"):
-            return
-        env = {name: self._value(name) for name in sorted(self.exported)} | prefix
+                self.variables.give(left[int(count) :])
+        elif words[:2] == ["set", "--"]:
+            self.variables.give(words[2:])
+        elif words[0] in ("source", "."):
+            text = self._sourced(words[1]) if len(words) > 1 else None
+            if text is None:
+                self.script.notes.append(f"The script's {' '.join(words)[:60]!r} is not followed.")
+            else:
+                self.read(text)
+        elif words[0] in self.functions:
+            arguments = self.variables.items("@")
+            self.variables.give(words[1:])
+            self._follow([self.functions[words[0]]])
+            self.variables.give(arguments)
+        elif words[0] not in _WITHOUT_EFFECT:
+            self._start(words, prefix)
+
+    def _start(self, words: list[str], prefix: dict[str, str]) -> None:
+        env = {name: self.variables.value(name) for name in sorted(self.exported)} | prefix
         self.script.commands.append(Command(tuple(words), env))
         text = _text_to_run(words)
         if text is not None:
             exported = self.exported
             self.exported = exported | set(prefix)
-            self.variables.update(prefix)
+            self.variables.variables.update(prefix)
             self.read(text)
             self.exported = exported
 
     # -- conditions ---------------------------------------------------------------------------------------------------
 
-    def _condition(self, words: list[str]) -> bool:
-        """Whether a condition holds: comparisons of texts and numbers joined by && and ||; anything else counts as no."""
-        truth, joined = False, "||"
-        part: list[str] = []
-        for word in [*words, "||"]:
-            if word not in ("&&", "||"):
-                part.append(word)
-                continue
-            if joined == "||" or truth:
-                value = self._test(part)
-                truth = value if joined == "&&" else truth or value
-            part, joined = [], word
-        return truth
+    def _holds(self, node: Node) -> bool:
+        """Whether a condition holds: comparisons of texts and numbers, joined; anything else counts as no, and is said."""
+        inner = [child for child in node.children if child.type not in ("[", "[[", "]", "]]", "(", ")")]
+        kinds = [child.type for child in inner]
+        if node.type in ("test_command", "parenthesized_expression") and len(inner) == 1:
+            return self._holds(inner[0])
+        if kinds[:1] == ["!"] and len(inner) == 2:
+            return not self._holds(inner[1])
+        if len(inner) == 3 and kinds[1] in ("&&", "||"):
+            return all(map(self._holds, inner[::2])) if kinds[1] == "&&" else any(map(self._holds, inner[::2]))
+        words = [self._text(child) for child in inner] if node.type.endswith("_expression") else [self._text(node)]
+        known = None
+        if len(words) == 3 and kinds[2] in ("extglob_pattern", "regex") and words[1] in ("==", "=", "!="):
+            known = fnmatchcase(words[0], words[2]) == (words[1] != "!=")
+        elif node.type.endswith("_expression") or (node.parent is not None and node.parent.type == "test_command"):
+            known = tested(words)
+        if known is None:
+            shown = " ".join(source_of(node).split())[:60]
+            self.script.notes.append(f"The script's condition {shown!r} is not known; it is taken as not holding.")
+        return bool(known)
 
-    def _test(self, words: list[str]) -> bool:
-        shown = " ".join(words)
-        if len(words) > 2 and words[0] in ("[", "[[") and words[-1] in ("]", "]]"):
-            inner = [" ".join(self._expand(word, split=False)) for word in words[1:-1]]
-            negated = inner[0] == "!"
-            inner = inner[negated:]
-            known = tested(inner)
-            if known is not None:
-                return known != negated
-        self.script.notes.append(f"The script's condition {shown[:60]!r} is not known; it is taken as not holding.")
-        return False
+    # -- words --------------------------------------------------------------------------------------------------------
 
-    # -- expansion ----------------------------------------------------------------------------------------------------
+    def _words(self, nodes: Iterable[Node]) -> list[str]:
+        """The words that nodes stand for; nodes that touch are one word."""
+        return [word for written in joined(nodes) for word in self.variables.expand(written)]
 
-    def _value(self, name: str) -> str:
-        value = self.variables.get(name, "")
-        return value if isinstance(value, str) else (value[0] if value else "")
+    def _text(self, node: Node) -> str:
+        return " ".join(self.variables.expand(source_of(node), split=False))
 
-    def _expand(self, word: str, *, split: bool = True) -> list[str]:
-        """The words that `word` stands for: quotes removed, variables put in, unquoted ones split at spaces."""
-        out: list[str] = []
-        current: str | None = None
-        position, quoted, nothing = 0, False, False
-        while position < len(word):
-            character = word[position]
-            if character == "\\" and position + 1 < len(word):
-                follower = word[position + 1]
-                if follower != "\n":
-                    current = (current or "") + (follower if not quoted or follower in '$`"\\' else "\\" + follower)
-                position += 2
-            elif character == "'" and not quoted:
-                end = word.find("'", position + 1)
-                end = len(word) if end < 0 else end
-                current = (current or "") + word[position + 1 : end]
-                position = end + 1
-            elif character == '"':
-                quoted, current, position = not quoted, current or "", position + 1
-            elif character in "$`":
-                values, several, position = self._expansion(word, position)
-                pieces = pieces_of(values, several=several, quoted=quoted, split=split)
-                nothing |= several and quoted and not pieces
-                for index, piece in enumerate(pieces):
-                    if index:
-                        out.append(current or "")
-                        current = None
-                    current = (current or "") + piece
-            else:
-                current, position = (current or "") + character, position + 1
-            if len(current or "") > MAX_CHARACTERS:
-                raise SpecError("a variable of the script grows too long for a launch script.")
-        out += [current] if current or (current is not None and not nothing) else []
-        self.words_made += len(out)
-        if self.words_made > MOST_WORDS:
-            raise SpecError(f"the script stands for more than {MOST_WORDS:,} words; a launch script does not.")
-        return out
+    def _substituted(self, text: str) -> str | None:
+        """What `$(...)` gives of a command that only prints: `cat` with a here-document, `echo`; None for all others."""
+        nodes = named(tree_of(text))
+        if len(nodes) != 1:
+            return None
+        documents = descendants(nodes[0], "heredoc_redirect")
+        if nodes[0].type == "redirected_statement" and text.split()[:1] == ["cat"] and documents:
+            return self._document(documents[0]).rstrip("\n")
+        if nodes[0].type == "command" and text.split()[:1] == ["echo"]:
+            return " ".join(self._words(command_nodes(nodes[0]))[1:])
+        return None
 
-    def _expansion(self, word: str, start: int) -> tuple[list[str], bool, int]:
-        """What the expansion at `start` gives, whether it is a whole array, and where it ends."""
-        if word.startswith("$((", start):
-            end = word.find("))", start)
-            end = len(word) if end < 0 else end
-            return [self._arithmetic(word[start + 3 : end])], False, end + 2
-        if word[start] == "`" or word.startswith("$(", start):
-            end = closing(word, start + 1, "`", "`") if word[start] == "`" else closing(word, start + 2, "(", ")")
-            self.script.notes.append(f"The script's {word[start : end + 1][:60]!r} is not run; it counts as empty.")
-            return [""], False, end + 1
-        if word.startswith("${", start):
-            end = closing(word, start + 2, "{", "}")
-            values, several = self._parameter(word[start + 2 : end])
-            return values, several, end + 1
-        match = re.compile(rf"\$({_NAME}|[0-9@*#?$!-])").match(word, start)
-        if match is None:
-            return ["$"], False, start + 1
-        if match[1] in "@*":
-            return list(self.variables[match[1]]), match[1] == "@", match.end()
-        return [self._value(match[1])], False, match.end()
 
-    def _parameter(self, inside: str) -> tuple[list[str], bool]:
-        """`${...}`: a variable, an array's items, their number, or a default."""
-        match = _PARAMETER.fullmatch(inside)
-        if match is None:
-            self.script.notes.append(f"The script's '${{{inside[:40]}}}' is not followed.")
-            return [""], False
-        count, name, index, rule, other, change = match.groups()
-        value = self.variables.get(name)
-        items = value if isinstance(value, list) else [] if value is None else [value]
-        if count:
-            return [str(len(items) if index else len(self._value(name)))], False
-        if index in ("@", "*"):
-            return list(items), True
-        if name in ("@", "*") and not rule:
-            since = re.fullmatch(r":\s*(\d{1,6})", change or "")
-            return items[max(0, int(since[1]) - 1) :] if since else items, name == "@"
-        if index and index.isdecimal() and len(index) < 6:
-            items = items[int(index) : int(index) + 1]
-        text = items[0] if items else ""
-        if rule and rule[-1] in "-=" and not (text if rule[0] == ":" else items):
-            text = self._default(other)
-            if rule[-1] == "=":
-                self.variables[name] = text
-        elif rule and rule[-1] == "+":
-            text = self._default(other) if text else ""
-        elif change:
-            self.script.notes.append(f"The script's '${{{inside[:40]}}}' is taken as ${{{name}}}.")
-        return [text], False
-
-    def _default(self, words: str) -> str:
-        """What stands in a variable's place."""
-        self.defaults_open += 1
-        if self.defaults_open > MOST_NESTED:
-            raise SpecError(f"the script has more than {MOST_NESTED} defaults of variables inside one another.")
-        text = " ".join(self._expand(words, split=False))
-        self.defaults_open -= 1
-        return text
-
-    def _arithmetic(self, expression: str) -> str:
-        """The whole number that `$((...))` gives, "" where it is not plain arithmetic."""
-        names = re.compile(rf"\$?\{{?({_NAME})\}}?")
-        plain = names.sub(lambda match: self._value(match[1]) or "0", expression)
-        value = calculated(plain)
-        if value is None:
-            self.script.notes.append(f"The script's $(({expression[:40]})) is not followed.")
-        return "" if value is None else str(value)
+def _as_text(value: str | list[str]) -> str:
+    return value if isinstance(value, str) else " ".join(value)
 
 
 def _text_to_run(words: list[str]) -> str | None:

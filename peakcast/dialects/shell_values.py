@@ -1,4 +1,4 @@
-"""What a launch script's tests and arithmetic come to. Source of the rules: the Bash manual, "Bash Conditional Expressions"
+"""Evaluates a launch script's tests and arithmetic. Source of the rules: the Bash manual, "Bash Conditional Expressions"
 and "Shell Arithmetic"."""
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import re
 
 
 def tested(words: list[str]) -> bool | None:
-    """The truth of a test's words, None where only running could tell."""
+    """Whether a test with these words is true; None if only running the script could tell."""
     if len(words) == 1:
         return bool(words[0])
     if len(words) == 2 and words[0] in ("-z", "-n"):
@@ -25,12 +25,12 @@ def tested(words: list[str]) -> bool | None:
 
 
 def is_whole(text: str) -> bool:
-    """Whether it is a whole number, of at most 18 digits."""
+    """Whether `text` is a whole number of at most 18 digits."""
     return re.fullmatch(r"-?\d{1,18}", text) is not None
 
 
 def calculated(expression: str) -> int | None:
-    """Whole-number arithmetic with + - * / % and brackets, None for anything else."""
+    """The value of whole-number arithmetic with + - * / % and brackets; None for anything else."""
     known = {
         ast.Add: operators.add, ast.Sub: operators.sub, ast.Mult: operators.mul, ast.Div: operators.floordiv,
         ast.FloorDiv: operators.floordiv, ast.Mod: operators.mod,

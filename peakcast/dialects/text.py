@@ -1,4 +1,4 @@
-"""Configuration files and texts: what kind each is, and its plain values. Bounds are those of `bounded`; nothing is run."""
+"""Configuration files and texts: the kind of each, and its plain values. `bounded` has the limits; nothing is run."""
 
 from __future__ import annotations
 
@@ -14,23 +14,28 @@ from peakcast import bounded
 from peakcast.errors import SpecError
 
 MAX_FILE_BYTES = 4 * 2**20
-"""A configuration larger than this is not one; refused before it is parsed."""
+"""A larger file is no configuration; it is refused before it is parsed."""
 MAX_SLOW_CHARACTERS = 2**19
-"""The same for YAML and TOML, whose parsers need seconds for a megabyte."""
+"""The same limit for YAML and TOML, whose parsers take seconds for a megabyte."""
 
 ENDINGS = {
     ".json": "JSON", ".yaml": "YAML", ".yml": "YAML", ".toml": "TOML",
-    ".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".py": "Python",
+    ".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".py": "Python", ".ipynb": "JSON",
 }  # fmt: skip
 """What a file is by its ending."""
 _COMMAND = re.compile(
     r"^#!.*\b(?:ba|z)?sh\b"
-    r"|^[ \t]*(?:export[ \t]+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s)"
+    r"|^[ \t]*(?:export[ \t]+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s"
+    r"|(?:swift|megatron|trl|litgpt|tune|ray|nemo|automodel|uv)[ \t]+[a-z])"
     r"|^[ \t]*\S{0,400}?pretrain_\w{1,100}\.py\b",
     re.MULTILINE,
 )
+_PROGRAM = re.compile(r"(?:from\s+[\w.]+\s+import\s|import\s+[\w.]+(?:\s+as\s+\w+)?\s*(?:[,;#]|$))|(?:!|%)pip\s")
+"""A first line that a Python program or a notebook's code has."""
 _TABLE = re.compile(r"\s*(?:\[[\w.\"-]+\]|[\w.]+\s*=\s*\S)")
 """A first line that TOML has and YAML has not."""
+_NO_JSON = re.compile(r",\s*[}\]]|^\s*#", re.MULTILINE)
+"""A comma before a bracket that closes, or a comment: YAML has them and JSON has not."""
 
 
 _FILES_ARE_READ: ContextVar[bool] = ContextVar("files_are_read", default=True)
@@ -38,7 +43,7 @@ _FILES_ARE_READ: ContextVar[bool] = ContextVar("files_are_read", default=True)
 
 @contextmanager
 def no_files() -> Iterator[None]:
-    """Inside it no file that a question names is read: who asks may be somebody else than whose files they are."""
+    """A context in which no file is read that a question names: the person who asks may not own these files."""
     token = _FILES_ARE_READ.set(False)
     try:
         yield
@@ -46,8 +51,13 @@ def no_files() -> Iterator[None]:
         _FILES_ARE_READ.reset(token)
 
 
+def files_are_read() -> bool:
+    """Whether the question is one of the user whose files and token are here: false inside `no_files`."""
+    return _FILES_ARE_READ.get()
+
+
 PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
-"""What a pickle of each protocol in use begins with."""
+"""The first bytes of a pickle, for each protocol in use."""
 
 
 def read_text(path: Path, *, named: bool = True) -> str:
@@ -70,13 +80,16 @@ def read_text(path: Path, *, named: bool = True) -> str:
 
 
 def kind_of(text: str, ending: str = "") -> str:
-    """What `text` is: JSON, YAML, TOML, shell or Python; by the file's `ending` (".yml") where that says it."""
+    """The kind of `text`: JSON, YAML, TOML, shell or Python; the file's `ending` (".yml") decides if it is known."""
     if ending.lower() in ENDINGS:
         return ENDINGS[ending.lower()]
     begins = (line for line in io.StringIO(text) if line.strip() and not line.lstrip().startswith("#"))
-    table = _TABLE.match(next(begins, "")) is not None
+    first = next(begins, "")
+    if _PROGRAM.match(first):
+        return "Python"
+    table = _TABLE.match(first) is not None
     if text.lstrip()[:1] in ("{", "["):
-        return "TOML" if table else "JSON"
+        return "TOML" if table else "YAML" if _NO_JSON.search(text) else "JSON"
     if _COMMAND.search(text):
         return "shell"
     return "TOML" if table else "YAML"

@@ -46,7 +46,7 @@ IGNORED = re.compile(
     r"|parallelism\.(enable_async_tensor_parallel|context_parallel_rotate_method|context_parallel_load_balancer|enable_compiled_autograd"
     r"|expert_parallel_comm_backend|pipeline_parallel_expert_parallel_overlap|module_fqns_per_model_part"
     r"|pipeline_parallel_schedule_csv)"
-    r"|compile\.(backend|mode|enable_async_tensor_parallel)"
+    r"|override(\..*|$)|compile\.(backend|mode|enable_async_tensor_parallel)"
     r"|loss\.(global_vocab_size|loss_fn\..*|ignore_index|mtp_scale)"
     r"|optimizer\.optimizer_factory_kwargs.*|parallelism\.(spmd_backend|context_parallel_ptrr_mask_key)"
 )
@@ -98,7 +98,7 @@ def from_torchtitan(pasted: Pasted) -> Translation:
         gradient_accumulation_steps=steps,
         precision=precision,
         optimizer=_optimizer(settings),
-        attention=described_attention(pasted) or ("flex" if settings.switch("model.use_flex_attn") else "sdpa"),
+        attention=described_attention(pasted) or _attention(settings),
         activation_checkpointing=_checkpointing(settings, pasted),
         loss=Loss(fused_linear_cross_entropy=chunks > 0),
         compile=bool(compiled),
@@ -112,9 +112,16 @@ def from_torchtitan(pasted: Pasted) -> Translation:
     return notes.finish(job)
 
 
+def _attention(settings: Settings) -> Literal["sdpa", "flex", "flash_attention_2"]:
+    if settings.text("model.attn_backend") == "varlen":
+        return "flash_attention_2"
+    return "flex" if settings.switch("model.use_flex_attn") else "sdpa"
+
+
 def _release(pasted: Pasted, notes: Notes) -> str:
-    """The release that has these keys: 0.3 has Python configurations in place of TOML; 0.2 moved `training.compile` to a
-    section of its own; 0.1 moved the degrees of parallelism to one, and named `training.batch_size` local_batch_size."""
+    """The release that has these keys: 0.3 has Python configurations instead of TOML; 0.2 moved `training.compile` to a
+    section of its own; 0.1 did so with the degrees of parallelism, and renamed `training.batch_size` to
+    local_batch_size."""
     sections = {key: value for key, value in pasted.values.items() if isinstance(value, Mapping)}
     training = sections.get("training", {})
     if "model_spec" in sections:
@@ -189,7 +196,8 @@ def _optimizer(settings: Settings) -> Optimizer:
 
 
 def _loss_chunks(settings: Settings, layout: Parallelism) -> int:
-    """Chunks of the sequence in which lm_head and loss run (torchtitan 0.3 `ChunkedLossWrapper`), 0 for whole logits."""
+    """Number of chunks of the sequence for which lm_head and loss are computed (torchtitan 0.3 `ChunkedLossWrapper`); 0 for
+    whole logits."""
     chunks = settings.integer("loss.num_chunks", 1) or 1
     if chunks == 1:
         return 0
@@ -205,7 +213,7 @@ def _loss_chunks(settings: Settings, layout: Parallelism) -> int:
 
 
 def _checkpointing_mode(settings: Settings, pasted: Pasted) -> str:
-    """`mode`, or that of the configuration classes of torchtitan 0.3, of which only the keys are left in their values."""
+    """`mode`, or that of torchtitan 0.3's configuration class, which is recognised by its keys."""
     section = "activation_checkpoint"
     if section in pasted.values and pasted.values[section] is None:
         return "none"
@@ -247,7 +255,7 @@ def _checkpointing(settings: Settings, pasted: Pasted) -> ActivationCheckpointin
 
 
 def _compiled(settings: Settings) -> frozenset[str]:
-    """What of "model" and "loss" is compiled: both, unless `compile.components` (torchtitan 0.2) names one."""
+    """Which of "model" and "loss" are compiled: both, unless `compile.components` (torchtitan 0.2) names one."""
     if not (settings.switch("compile.enable") or settings.switch("training.compile")):
         settings.words("compile.components")
         return frozenset()
@@ -255,7 +263,7 @@ def _compiled(settings: Settings) -> frozenset[str]:
 
 
 def _regions(compiled: frozenset[str]) -> dict[str, Any]:
-    """What differs from the conventions, by which the layers are compiled one by one and the loss beside them."""
+    """Options that differ from the conventions because layers are compiled one by one, and the loss separately."""
     alone: dict[frozenset[str], dict[str, Any]] = {
         frozenset({"model"}): {"compiles_loss": False},
         frozenset({"loss"}): {"compiled_regions": "loss"},
@@ -264,8 +272,8 @@ def _regions(compiled: frozenset[str]) -> dict[str, Any]:
 
 
 def _options(settings: Settings, chunks: int, *, autocast: bool) -> dict[str, Any]:
-    """What differs from the conventions of the torch loop: `mixed_precision_param` is autocast where nothing is sharded
-    (distributed/utils.py maybe_enable_amp)."""
+    """Options that differ from the conventions of the torch loop. `mixed_precision_param` means autocast if nothing is
+    sharded (distributed/utils.py maybe_enable_amp)."""
     options: dict[str, Any] = {"loss_chunks": chunks} if chunks else {}
     if autocast:
         options["autocast"] = True

@@ -16,7 +16,7 @@ SCHEDULES: dict[str, tuple[PipelineSchedule, int]] = {
     "loopedbfs": ("gpipe", 2), "interleavedzerobubble": ("zero_bubble", 2), "zbvzerobubble": ("zero_bubble_v", 2),
     "dualpipev": ("dualpipe_v", 2),
 }  # fmt: skip
-"""Each schedule here, with the stages per rank that torchtitan gives it."""
+"""torchtitan's schedule -> (the schedule here, stages per rank in torchtitan)."""
 
 
 def torchtitan_layout(settings: Settings, pasted: Pasted, num_layers: int) -> Parallelism:

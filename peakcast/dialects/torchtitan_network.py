@@ -1,4 +1,4 @@
-"""torchtitan's networks: a model and its flavor by name, or the network itself in the values of a Python configuration.
+"""torchtitan's networks: a model and its flavor by name, or the network's values in a Python configuration.
 
 Source: torchtitan 0.3.0 trainer.py `Trainer.Config.to_dict`, protocols/model_spec.py, models/common/attention.py, moe.py,
 models/llama3, qwen3, deepseek_v3, gpt_oss.
@@ -25,7 +25,7 @@ FLAVORS: dict[tuple[str, str], str] = {
     ("deepseek_v3", "16b"): "deepseek-v2-lite", ("deepseek_v3", "671b"): "deepseek-v3",
     ("gpt_oss", "20b"): "gpt-oss-20b", ("gpt_oss", "120b"): "gpt-oss-120b",
 }  # fmt: skip
-"""torchtitan's model and flavor, in lower case, to the catalog's name."""
+"""(torchtitan's model, flavor), in lower case -> the catalog's name."""
 DESCRIBED = "model_spec.model"
 Attention = Literal["eager", "sdpa", "flash_attention_2", "flex"]
 
@@ -58,14 +58,14 @@ def torchtitan_network(settings: Settings, pasted: Pasted) -> Architecture:
 
 
 def described_model(pasted: Pasted) -> Mapping[str, Any]:
-    """The network's own values, empty where the configuration has none."""
+    """The values of the network; empty if the configuration has none."""
     spec = pasted.values.get("model_spec")
     model = spec.get("model") if isinstance(spec, Mapping) else None
     return model if isinstance(model, Mapping) and isinstance(model.get("layers"), Sequence) and model["layers"] else {}
 
 
 def described_attention(pasted: Pasted) -> Attention | None:
-    """The kernel of the first layer's `inner_attention`, told by the keys of its configuration; None without it."""
+    """The kernel of the first layer's `inner_attention`, recognised by the keys of its configuration; None without it."""
     model = described_model(pasted)
     if not model:
         return None
@@ -87,7 +87,7 @@ def _at(value: Any, *keys: str) -> Any:
 
 
 def _config(model: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """`model` as a config.json; None where it is none, or of a family whose values are not read here."""
+    """`model` as a config.json; None if it is none, or its family cannot be read here."""
     layers = [layer for layer in model.get("layers", ()) if isinstance(layer, Mapping)]
     if not layers or name not in ("llama3", "qwen3", "deepseek_v3", "gpt_oss"):
         return None
@@ -124,7 +124,7 @@ def _config(model: Mapping[str, Any], name: str) -> dict[str, Any] | None:
 
 
 def _experts(moe: Mapping[str, Any], name: str, dense: list[int]) -> dict[str, Any]:
-    """The keys that the family's config.json has for experts."""
+    """The experts' keys in the family's config.json."""
     inner = _at(moe, "routed_experts", "inner_experts", "hidden_dim")
     shared = _at(moe, "shared_experts", "w1", "out_features") or 0
     num, per_token = _at(moe, "num_experts"), _at(moe, "router", "top_k")

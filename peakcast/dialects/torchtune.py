@@ -42,7 +42,7 @@ BUILDERS = {
     "qwen3_0_6b": "qwen3-0.6b", "qwen3_1_7b": "qwen3-1.7b", "qwen3_4b": "qwen3-4b",
     "qwen3_8b": "qwen3-8b", "qwen3_14b": "qwen3-14b", "qwen3_32b": "qwen3-32b",
 }  # fmt: skip
-"""torchtune's model builders, without `lora_`, `qlora_`, `_base` and `_instruct`, to the catalog's names."""
+"""torchtune's model builders, without `lora_`, `qlora_`, `_base` and `_instruct` -> the catalog's names."""
 ATTENTION_MODULES = {"q_proj": "q_proj", "k_proj": "k_proj", "v_proj": "v_proj", "output_proj": "o_proj"}
 MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
 OPTIMIZERS: dict[str, OptimizerName] = {
@@ -52,7 +52,7 @@ OPTIMIZERS: dict[str, OptimizerName] = {
     "torchao.optim.AdamW8bit": "adamw_8bit", "torchao.prototype.low_bit_optim.AdamW4bit": "adamw_4bit",
 }  # fmt: skip
 CHUNKED_LOSS = "CEWithChunkedOutputLoss"
-"""The recipes' default before LinearCrossEntropyLoss."""
+"""The recipes' default loss before LinearCrossEntropyLoss."""
 DTYPES: dict[str, Dtype] = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 IGNORED = re.compile(
     r"(checkpointer|dataset|dataset_val|lr_scheduler|metric_logger|profiler)(\..*|$)"
@@ -122,7 +122,8 @@ def from_torchtune(pasted: Pasted) -> Translation:
 
 
 def _checkpointing(settings: Settings) -> ActivationCheckpointing:
-    """Every layer, or by `ac_mode` each n-th, or operators by torchtitan's policy (torchtune training/activations.py)."""
+    """Every layer; by `ac_mode`, each n-th layer, or operators by torchtitan's policy (torchtune
+    training/activations.py)."""
     mode, option = settings.text("ac_mode"), settings.text("ac_option")
     if settings.switch("enable_activation_checkpointing") or mode == "full":
         return ActivationCheckpointing(mode="full")
@@ -134,7 +135,7 @@ def _checkpointing(settings: Settings) -> ActivationCheckpointing:
 
 
 def _options(settings: Settings, *, sharded: bool) -> dict[str, Any]:
-    """What differs from torchtune's conventions: which units FSDP2 has, and when they are resharded."""
+    """Differences from torchtune's conventions: the units of FSDP2, and when they are resharded."""
     options: dict[str, Any] = {}
     if settings.text("loss._component_").endswith(f".{CHUNKED_LOSS}"):
         options |= {"loss_kernel": "chunked_logits", "logits_chunks": settings.integer("loss.num_output_chunks", 8) or 8}
@@ -214,7 +215,7 @@ def _loss(settings: Settings) -> Loss:
         )
         return Loss(fused_linear_cross_entropy=True)
     if name == CHUNKED_LOSS:
-        return Loss()  # `_options` says so
+        return Loss()  # see `_options`
     if name and name not in ("CrossEntropyLoss", "DPOLoss"):
         settings.notes.unsupported.append(f"The loss {name} is not modelled; the cross entropy is taken.", "loss")
     return Loss()

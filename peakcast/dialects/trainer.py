@@ -1,5 +1,5 @@
 """Hugging Face runs from their files: TrainingArguments or TRL YAML, config.json, adapter_config.json, DeepSpeed JSON,
-accelerate YAML. Any of them may come first; the others come beside it."""
+accelerate YAML. Any of them may be the main file; the others accompany it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from peakcast.dialects.accelerate import Launcher, launcher_of, refuse_twice
-from peakcast.dialects.generation import READ, SAMPLING, Generation, generation_of
+from peakcast.dialects.generation import READ, RLOO_BETA, SAMPLING, Generation, generation_of
 from peakcast.dialects.huggingface import from_huggingface
 from peakcast.dialects.pasted import Pasted
 from peakcast.dialects.post_training import METHODS, NOT_MODELLED, with_method
@@ -33,9 +33,9 @@ _ADAPTER = {
     "lora_modules_to_save": "modules_to_save", "lora_task_type": "task_type", "use_rslora": "use_rslora",
     "use_dora": "use_dora", "lora_target_parameters": "target_parameters",
 }  # fmt: skip
-"""trl's ModelConfig (0.13-0.24) to peft's LoraConfig."""
+"""trl's ModelConfig (0.13-0.24) -> peft's LoraConfig."""
 _ADAPTER_DEFAULTS = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
-"""trl's ModelConfig defaults, which are not peft's."""
+"""Defaults of trl's ModelConfig that differ from peft's."""
 _QUANTIZATION = (
     "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage",
 )  # fmt: skip
@@ -43,15 +43,15 @@ _SCRIPT = re.compile(
     r"dataset_.*|datasets?|model_(revision|code_revision|adapter_name)|base_model_revision|chat_template|trust_remote_code"
     r"|ignore_bias_buffers|columns.*|streaming|test_split_size|config|system_prompt|router_aux_loss_coef|disable_dropout"
     r"|pad_to_multiple_of|pad_token|truncation_mode|tools|max_prompt_length|max_completion_length"
-    r"|label_pad_token_id|padding_value|generate_during_eval|discopop_tau|ld_alpha|loss_weights|f_.*|label_smoothing"
+    r"|cpo_alpha|simpo_gamma|alpha|is_encoder_decoder|tpo_(alpha|l_gamma)|label_pad_token_id|padding_value|generate_during_eval|discopop_tau|ld_alpha|loss_weights|f_.*|label_smoothing"
     r"|use_weighting|use_logits_to_keep|precompute_ref_batch_size|ref_.*|base_model_attribute_name|force_use_ref_model"
     r"|benchmarks|callbacks|hub_model_revision|wandb_.*|overwrite_hub_revision|push_to_hub_revision|num_completions_to_print"
 )
 """trl's ScriptArguments, the rest of ModelConfig, DPOConfig's loss: data, and what else cannot matter."""
 _TRL_DEFAULTS = {"gradient_checkpointing": True, "bf16": True}
-"""Where trl's configurations differ from TrainingArguments: trl 0.24.0 and 1.16.0, SFTConfig and DPOConfig."""
+"""Defaults of trl's configurations that differ from TrainingArguments: trl 0.24.0 and 1.16.0, SFTConfig and DPOConfig."""
 _INIT = ("dtype", "torch_dtype", "attn_implementation")
-"""Keys of model_init_kwargs that matter here."""
+"""Keys of model_init_kwargs that affect memory."""
 TRL = Whose(True, True, "taken as TRL's, as asked")
 TRANSFORMERS = Whose(False, True, "taken as transformers' own, as asked")
 ASK_WHOSE = "Say which by --dialect trl or --dialect transformers."
@@ -59,9 +59,10 @@ _OF_METHOD = {
     "grpo": ("num_generations", "use_vllm"),
     "kto": ("desirable_weight", "undesirable_weight"),
     "reward": ("center_rewards_coefficient",),
+    "distillation": ("teacher_model_server_url", "lmbda", "distillation_mode", "teacher_server_urls"),
     "dpo": ("precompute_ref_log_probs", "beta", "rpo_alpha", "reference_free", "sync_ref_model"),
 }
-"""Keys by which TRL's trainers other than SFTTrainer are told apart."""
+"""Keys by which TRL's trainers other than SFTTrainer are recognised."""
 
 
 def from_training(pasted: Pasted) -> Translation:
@@ -70,37 +71,37 @@ def from_training(pasted: Pasted) -> Translation:
 
 
 def from_trl(pasted: Pasted) -> Translation:
-    """The job of training arguments that are TRL's, whatever they contain."""
+    """The job of training arguments that are known to be TRL's."""
     return from_parts(pasted, "training", TRL)
 
 
 def from_transformers(pasted: Pasted) -> Translation:
-    """The job of training arguments of transformers' own Trainer, whatever they contain."""
+    """The job of training arguments that are known to be for transformers' own Trainer."""
     return from_parts(pasted, "training", TRANSFORMERS)
 
 
 def from_config(pasted: Pasted) -> Translation:
-    """The job of a config.json, with what comes beside it."""
+    """The job of a config.json and its accompanying files."""
     return from_parts(pasted, "hf_config")
 
 
 def from_peft(pasted: Pasted) -> Translation:
-    """The job of an adapter_config.json, with what comes beside it."""
+    """The job of an adapter_config.json and its accompanying files."""
     return from_parts(pasted, "peft")
 
 
 def from_deepspeed(pasted: Pasted) -> Translation:
-    """The job of a DeepSpeed configuration, with what comes beside it."""
+    """The job of a DeepSpeed configuration and its accompanying files."""
     return from_parts(pasted, "deepspeed")
 
 
 def from_accelerate(pasted: Pasted) -> Translation:
-    """The job of an accelerate configuration, with what comes beside it."""
+    """The job of an accelerate configuration and its accompanying files."""
     return from_parts(pasted, "accelerate")
 
 
 def from_fsdp(pasted: Pasted) -> Translation:
-    """An FSDP configuration of the Trainer says what is trained in no way. Raises: SpecError with the way out."""
+    """Refuse: the Trainer's FSDP configuration does not say what is trained. Raises: SpecError with the way out."""
     raise SpecError(
         f"{pasted.where} is an FSDP configuration of transformers' Trainer, which does not say what is trained; give the "
         f"training arguments that name it (fsdp_config), and this file {pasted.beside()}.",
@@ -109,8 +110,9 @@ def from_fsdp(pasted: Pasted) -> Translation:
 
 
 def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Translation:
-    """The job of a Hugging Face run whose part `role` is `pasted`, with the other job that it may mean where nothing tells
-    whose arguments they are (`whose`: that is known). Raises: SpecError saying which part is missing."""
+    """The job of a Hugging Face run whose part `role` is `pasted`. If nothing decides which program the arguments are for,
+    the translation also has the other possible job; `whose` is given if it is known. Raises: SpecError saying which part is
+    missing."""
     parts = {name: values for name, values in pasted.companions.items() if name in PARTS}
     if role in parts:
         raise SpecError(f"{SAYS[role]} is given twice, in {pasted.where} and beside it; keep one.")
@@ -141,6 +143,9 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
         _take_trl_defaults(training, notes)
     else:
         _take_examples_defaults(pasted, training, notes)
+    if whose.trl and not {"dtype", "torch_dtype"} & set(training) and "hf_config" not in parts:
+        training["torch_dtype"] = "float32"  # trl 1.16 trainer/utils.py create_model_from_path, trainer/model_config.py
+        notes.assumptions.append("dtype is not given; trl loads weights in float32 (dtype: bfloat16 halves them).")
     if "hf_config" in parts:
         _leave_dtype_to_network(training)
     model = _model(pasted, parts, training)
@@ -152,14 +157,14 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     if quantization:
         training["quantization_config"] = quantization
     method = _method(pasted.program, training)
-    generation = _generation(training, notes) if method == "grpo" else None
+    generation = _generation(training, notes, method) if METHODS.get(method, METHODS["sft"]).kind == "grpo" else None
     _note_loss(training, method, notes)
     if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
         notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
     if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
         training[launcher.mixed_precision] = True
     processes = Settings({"num_processes": training.pop("num_processes", None)}, notes, "trl").integer("num_processes")
-    if launcher.num_gpus is None and processes:  # recipes name it beside what they train
+    if launcher.num_gpus is None and processes:  # recipes have it in the same file
         launcher = replace(launcher, num_gpus=processes)
     num_gpus = launcher.gpus(pasted, notes)
     _drop(training, notes, lambda key: bool(_SCRIPT.fullmatch(key)))
@@ -179,14 +184,14 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
 
 
 def _leave_dtype_to_network(training: dict[str, Any]) -> None:
-    """Take out a dtype of "auto", which is that of the network's configuration."""
+    """Remove a dtype of "auto", which means the dtype in the network's configuration."""
     for key in ("dtype", "torch_dtype"):
         if str(training.get(key, "auto")) == "auto":
             training.pop(key, None)
 
 
 def _note_loss(training: dict[str, Any], method: str | None, notes: Notes) -> None:
-    """Take out what TRL's losses are told beside their kind, and say what of it is not modelled."""
+    """Remove the settings of TRL's losses other than the kind, and note those that are not modelled."""
     if Settings({"use_liger_loss": training.pop("use_liger_loss", False)}, notes, "trl").switch("use_liger_loss"):
         notes.unsupported.append("Liger's preference loss (use_liger_loss) is not modelled.", "use_liger_loss", "less")
     loss = training.pop("loss_type", None)
@@ -201,14 +206,22 @@ def _note_loss(training: dict[str, Any], method: str | None, notes: Notes) -> No
 
 
 def _drop(training: dict[str, Any], notes: Notes, chosen: Callable[[str], bool]) -> None:
-    """Take the keys that are `chosen` out of `training`, as ones that cannot matter."""
+    """Remove the `chosen` keys from `training`, as keys that do not affect memory."""
     for key in [key for key in training if chosen(key)]:
         notes.ignored.append(key)
         del training[key]
 
 
-def _generation(training: dict[str, Any], notes: Notes) -> Generation:
-    """What GRPO's completions make of the run; `training` says how long its sequences are, and no more of them."""
+def _generation(training: dict[str, Any], notes: Notes, method: str) -> Generation:
+    """What completions make of a run of GRPO or its kin; `training` says how long its sequences are, and no more of
+    them."""
+    if Settings(training, notes, "trl").switch("cast_lm_head_to_fp32"):
+        notes.unsupported.append(
+            "The head's weight in float32 (cast_lm_head_to_fp32) is not modelled.", "cast_lm_head_to_fp32", "more"
+        )
+    training.pop("cast_lm_head_to_fp32", None)
+    if method == "rloo":
+        training.setdefault("beta", RLOO_BETA)
     given = {key: training[key] for key in READ if key in training}
     generation = generation_of(Settings(given, notes, "trl"), "per_device_train_batch_size")
     for key in [key for key in training if SAMPLING.fullmatch(key)]:
@@ -253,7 +266,7 @@ def _deepspeed(
 def _adapter(
     parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any], notes: Notes, *, trl: bool
 ) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
-    """The LoRA settings, None for full fine-tuning, and the quantization of the base model."""
+    """(the LoRA settings, or None for full fine-tuning; the quantization of the base model)."""
     settings = Settings(training, notes, "trl")
     wanted = settings.switch("use_peft")
     mapping = {name: training[key] for key, name in _ADAPTER.items() if training.get(key) is not None}
@@ -285,7 +298,7 @@ def _adapter(
 
 
 def _take_trl_defaults(training: dict[str, Any], notes: Notes) -> None:
-    """Fill in what trl takes by itself, and say so."""
+    """Fill in trl's defaults, with a note."""
     for key, value in _TRL_DEFAULTS.items():
         if key not in training and not (key == "bf16" and training.get("fp16")):
             training[key] = value
@@ -300,7 +313,7 @@ def _take_trl_defaults(training: dict[str, Any], notes: Notes) -> None:
 
 
 def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Notes) -> None:
-    """Fill in what transformers' example scripts take by themselves, and say so."""
+    """Fill in the defaults of transformers' example scripts, with a note."""
     if not EXAMPLE_SCRIPT.fullmatch(pasted.program.rsplit("/", 1)[-1]):
         return
     if not {"block_size", "max_seq_length", "max_length"} & set(training):
@@ -315,10 +328,10 @@ def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Not
 
 def _method(program: str, training: Mapping[str, Any]) -> str:
     """The training method: as the program is called, else as keys of one trainer say, else sft."""
-    words = re.findall(r"[a-z]+", program.lower().rsplit("/", 1)[-1])
-    for word in words:
-        if word in METHODS or word in NOT_MODELLED:
-            return str(word)
+    stem = re.sub(r"\W+", " ", program.lower().rsplit("/", 1)[-1]).replace("_", " ")
+    for name in (*NOT_MODELLED, *METHODS):  # "online_dpo" before "dpo"
+        if re.search(rf"\b{name.replace('_', ' ')}\b", stem):
+            return name
     for name, keys in _OF_METHOD.items():
         if any(training.get(key) is not None for key in keys):
             return name

@@ -1,4 +1,5 @@
-"""What a dialect hands back, and how it reads its settings: by name, with types, leaving no key unexplained."""
+"""The result of a dialect, and how it reads settings: by name, with types, and with a note for every key that is not
+read."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from peakcast.spec import MOST_RANKS, TrainingJob
 
 TRUE = frozenset(("true", "yes", "on", "1"))
 MOST = 2**40
-"""Largest whole number a setting may have; more is a mistake, refused before anything is built from it."""
+"""A larger whole number in a setting is a mistake, refused before anything is built from it."""
 FALSE = frozenset(("false", "no", "off", "0", ""))
 FEWER_STATES = (
     "lion",
@@ -33,51 +34,53 @@ FEWER_STATES = (
     "mini",
 )
 """Words in the names of optimizers that keep one state, or narrower ones."""
+MORE_STATES = ("ademamix", "grokadamw")
+"""Words in the names of optimizers that keep three states."""
 NOT_MODELLED, UNKNOWN = "setting_not_modelled", "setting_unknown"
 """Codes of findings (`findings.KINDS`)."""
 
 
 class Reading(NamedTuple):
-    """Another way to read a configuration, which gives another job."""
+    """Another way to read a configuration, with another job as result."""
 
     name: str
-    """Whose configuration it would be: "TRL's arguments"."""
+    """Whose configuration it would be, such as "TRL's arguments"."""
     job: TrainingJob
     way_out: str
-    """How to say that it is meant, or that it is not."""
+    """How the user can say that this is meant, or that it is not."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation:
-    """A configuration of another project as a `TrainingJob`, and everything the job does not say by itself."""
+    """A configuration of another project as a `TrainingJob`, with everything that the job does not contain."""
 
     job: TrainingJob
     assumptions: tuple[str, ...] = ()
-    """Defaults taken that matter to memory, as sentences."""
+    """Assumed defaults that affect memory, as sentences."""
     findings: tuple[Finding, ...] = ()
-    """What the configuration asks for and the job does not say, keys that nobody here knows, and doubtful readings."""
+    """Things that the configuration asks for and the job does not contain, unknown keys, and doubtful readings."""
     ignored: tuple[str, ...] = ()
-    """Keys that are known and do not matter to memory (or only refine something in `unsupported`)."""
+    """Known keys that do not affect memory (or only refine something in `unsupported`)."""
     others: tuple[Reading, ...] = ()
-    """Other jobs that the configuration may mean as well, where nothing in it tells; answers show what they would need."""
+    """Other jobs that the configuration may also mean, if nothing in it decides; answers show what they would need."""
 
     @property
     def unsupported(self) -> tuple[str, ...]:
-        """What the configuration asks for and a job cannot express, as sentences; empty means fully translated."""
+        """Sentences about what the configuration asks for and a job cannot express; empty if everything was translated."""
         return sentences(found for found in self.findings if found.code == NOT_MODELLED)
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the other findings say."""
+        """The sentences of the other findings."""
         return sentences(found for found in self.findings if found.code != NOT_MODELLED)
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Keys that nobody here knows; they may matter."""
+        """Keys that are not known here; they may affect memory."""
         return tuple(found.parameter for found in self.findings if found.code == UNKNOWN)
 
     def changed(self, change: Callable[[TrainingJob], TrainingJob]) -> Translation:
-        """The same with `change` made to its job, and to the others that may be meant."""
+        """The same with `change` applied to its job, and to the other possible jobs."""
         others = tuple(reading._replace(job=change(reading.job)) for reading in self.others)
         return replace(self, job=change(self.job), others=others)
 
@@ -90,8 +93,8 @@ class Said:
     findings: list[Finding] = field(default_factory=list)
 
     def append(self, sentence: str, parameter: str = "", direction: Direction = "either") -> None:
-        """Say `sentence` about `parameter`, a setting in the configuration's own spelling; what it asks for needs more or
-        less memory than the job that is answered."""
+        """Add `sentence` about `parameter`, a setting as the configuration writes it. `direction`: whether it needs more or
+        less memory than the job of the answer."""
         self.findings.append(Finding(self.code, parameter, direction, sentence))
 
 
@@ -107,7 +110,7 @@ class Notes:
     others: list[Reading] = field(default_factory=list)
 
     def include(self, translation: Translation) -> TrainingJob:
-        """Take over what `translation` says beside its job, which comes back."""
+        """Add the notes of `translation` to these, and return its job."""
         for name in ("assumptions", "ignored", "unknown", "others"):
             getattr(self, name).extend(getattr(translation, name))
         for said in (self.warnings, self.unsupported):
@@ -115,7 +118,7 @@ class Notes:
         return translation.job
 
     def finish(self, job: TrainingJob) -> Translation:
-        """The frozen `Translation` of `job`, each sentence once."""
+        """The `Translation` of `job` with these notes; repeated sentences are dropped."""
         unknown = (Finding(UNKNOWN, key, "either", _not_known(key)) for key in sorted(set(self.unknown)))
         return Translation(
             job=job,
@@ -127,7 +130,7 @@ class Notes:
 
 
 class Settings:
-    """Named settings of one configuration, read with a type and a default. Values may be texts ("1e-2", "true").
+    """The settings of one configuration by name, read with a type and a default. Values may be texts ("1e-2", "true").
 
     `spell` turns a key into the name that the user wrote, for messages. None counts as not given.
     """
@@ -140,12 +143,12 @@ class Settings:
         self.notes, self.project, self.spell = notes, project, spell
 
     def given(self, key: str) -> bool:
-        """Whether `key` is set; asking counts as reading it."""
+        """Whether `key` is set; this also marks it as read."""
         self._read.add(key)
         return key in self._values
 
     def raw(self, key: str, default: Any = None) -> Any:
-        """The value of `key` as it stands."""
+        """The value of `key`, unchanged."""
         return self._values[key] if self.given(key) else default
 
     def switch(self, key: str, default: bool = False) -> bool:
@@ -214,11 +217,11 @@ class Settings:
         return tuple(str(item).strip("'\"") for item in items)
 
     def left(self) -> list[str]:
-        """The keys that nobody has read."""
+        """The keys that have not been read."""
         return sorted(set(self._values) - self._read)
 
     def note_left(self, ignored: re.Pattern[str]) -> None:
-        """Note the keys that nobody has read: as ignored where their whole name matches, else as unknown."""
+        """Note the keys that have not been read: as ignored if `ignored` matches the whole name, else as unknown."""
         for key in self.left():
             (self.notes.ignored if ignored.fullmatch(key) else self.notes.unknown).append(key)
 
@@ -230,7 +233,7 @@ class Settings:
 
 
 def note_inner(settings: Settings, key: str, read: Iterable[str], ignored: Iterable[str] = ()) -> None:
-    """Note the keys of the mapping at `key` but those that are `read` elsewhere: as ignored or as unknown."""
+    """Note the keys of the mapping at `key` that are not in `read`: as ignored or as unknown."""
     value = settings.raw(key)
     for name in value if isinstance(value, Mapping) else ():
         if name not in read:
@@ -238,7 +241,7 @@ def note_inner(settings: Settings, key: str, read: Iterable[str], ignored: Itera
 
 
 def gpu_count(number: object) -> int:
-    """`number` of GPUs of a run; JSON writers may have made it a float. Raises: SpecError."""
+    """`number` of GPUs of a run as an int; JSON writers may have made it a float. Raises: SpecError."""
     whole = int_like(number) if isinstance(number, (int, float)) and not isinstance(number, bool) else None
     if whole is None or not 1 <= whole <= MOST_RANKS:
         raise SpecError(
@@ -251,13 +254,15 @@ def gpu_count(number: object) -> int:
 
 def states_direction(optimizer: str) -> Direction:
     """Which way the peak moves where AdamW stands in for `optimizer`: down for those known to keep less than two states of
-    four bytes for each parameter."""
+    four bytes for each parameter, up for those with a third."""
+    if any(word in optimizer.lower() for word in MORE_STATES):
+        return "more"
     return "less" if any(word in optimizer.lower() for word in FEWER_STATES) else "either"
 
 
 def refuse_teacher(settings: Settings, *names: str) -> None:
-    """Refuse a run that distils from a teacher: a whole network beside the one that trains, of which an answer without it
-    would say nothing. Raises: SpecError."""
+    """Refuse a run that distils from a teacher: that is another whole network on the GPU, so an answer without it would be
+    far too low. Raises: SpecError."""
     for key in names:
         if settings.raw(key):
             raise settings.refuse(
@@ -273,12 +278,12 @@ def words(text: str) -> frozenset[str]:
 
 
 def renamed(settings: Settings, names: Mapping[str, str]) -> dict[str, Any]:
-    """The values of `settings` whose keys are in `names`, under the names given there."""
+    """The values of those `settings` whose keys are in `names`, by the names given there."""
     return {name: settings.raw(key) for key, name in names.items() if settings.given(key)}
 
 
 def note_unsupported(settings: Settings, names: Mapping[str, str]) -> None:
-    """Note the keys of `names` that are set to anything but off, or to a size of 1, under the names given there."""
+    """Note the keys of `names` that are switched on or have a size other than 1, by the names given there."""
     found: dict[str, list[str]] = {}
     for key, what in names.items():
         value = settings.raw(key)
@@ -290,11 +295,11 @@ def note_unsupported(settings: Settings, names: Mapping[str, str]) -> None:
 
 
 def speller(*names: Mapping[str, str]) -> Callable[[str], str]:
-    """The function that turns a name of `renamed` back into the key that the user wrote."""
+    """A function that turns a name made by `renamed` back into the key that the user wrote."""
     written = {name: key for table in names for key, name in table.items()}
     return lambda name: written.get(name, name)
 
 
 def _not_known(name: str) -> str:
-    """What is said of a key that nobody here knows."""
+    """The sentence about an unknown key."""
     return f"{name} is not known here; it is left out, and may matter."

@@ -1,4 +1,5 @@
-"""Whose program Hugging Face training arguments are for: TRL's, which checkpoints activations by itself, or transformers'.
+"""Decides which program Hugging Face training arguments are for: TRL's, which checkpoints activations by default, or
+transformers'.
 
 Sources: trl 0.13-1.16 ScriptArguments, ModelConfig, SFTConfig, DPOConfig, KTOConfig, GRPOConfig; transformers 4.57 and 5.17
 examples/pytorch/language-modeling/run_clm.py, run_mlm.py, run_fim.py (ModelArguments, DataTrainingArguments).
@@ -20,26 +21,28 @@ OF_EXAMPLES = re.compile(
     r"|config_(name|overrides)|tokenizer_name|use_fast_tokenizer|keep_linebreaks|preprocessing_num_workers|mlm_probability"
     r"|line_by_line|pad_to_max_length|low_cpu_mem_usage|overwrite_cache"
 )
-"""Keys that transformers' example scripts have and TRL has not; `do_train` is of TrainingArguments, but TRL's scripts
-train whether it is given or not."""
+"""Keys of transformers' example scripts that TRL does not have. `do_train` is in TrainingArguments, but TRL's scripts train
+whether it is given or not."""
 OF_EITHER = re.compile(r"dataset_(name|config)|max_seq_length|lora_(r|alpha|dropout|target_modules)")
-"""Keys that are of TRL, and of scripts around transformers' Trainer as well."""
+"""Keys of TRL that scripts with transformers' Trainer have as well."""
 EXAMPLE_SCRIPT = re.compile(r"run_\w+\.py")
-TRL_SCRIPT = re.compile(r"trl( .*)?|((run_)?(sft|dpo|kto|grpo|orpo|cpo|reward)|reward_modeling|sft_vlm|sft_video_llm)\.py")
+TRL_SCRIPT = re.compile(
+    r"trl( .*)?|((run_)?(sft|dpo|kto|bco|grpo|orpo|cpo|tpo|rloo|gmpo|reward)|reward_modeling|sft_vlm|sft_video_llm)\.py"
+)
 
 
 class Whose(NamedTuple):
-    """Whose arguments they are."""
+    """Which program the arguments are for."""
 
     trl: bool
     sure: bool
-    """Whether something tells; else the other reading is as good."""
+    """Whether something decides; otherwise the other reading is equally likely."""
     rests_on: str
-    """What tells, in words; "" where nothing does."""
+    """What decides, in words; "" if nothing does."""
 
 
 def whose_trainer(program: str, keys: Iterable[str]) -> Whose:
-    """Whose arguments `keys` are, run by `program` ("" where that is not known)."""
+    """Which program the argument names `keys` are for, if `program` is run ("" if that is not known)."""
     name = program.rsplit("/", 1)[-1]
     found = sorted(keys)
     if TRL_SCRIPT.fullmatch(name):

@@ -1,7 +1,7 @@
-"""What to change so that a job needs less: each piece of advice is a changed job whose peak was really computed.
+"""Changes that lower a job's peak: each piece of advice is a changed job whose peak was really computed.
 
-A candidate is a line of `CANDIDATES`. It is shown only where it holds for the job, the changed job is one that the ledger
-covers as well as the job itself, and its peak is lower.
+A candidate is an entry of `CANDIDATES`. It is shown only if it applies to the job, the ledger covers the changed job as
+well as the job itself, and the changed job's peak is lower.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from peakcast.spec import TrainingJob
 from peakcast.units import MIB
 
 Changes = Mapping[str, Any]
-"""Field of the job, as a path -> its new value."""
+"""Path of a job's field -> its new value."""
 WORTH_SHOWING_BYTES = 16 * MIB
 WORTH_SHOWING_PART = 0.005
-"""Savings below this, or this part of the peak, are not worth a change."""
+"""Savings below `WORTH_SHOWING_BYTES`, or below this fraction of the peak, are not worth a change."""
 MORE_TO_FIT = 2
 ADAPTER_RANK = 16
 FREE = "nothing that is known"
@@ -32,7 +32,7 @@ FREE = "nothing that is known"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to need less: what it changes in a job (nothing where it does not apply), and what that costs."""
+    """One way to need less: the fields of a job that it changes (none if it does not apply), and what that costs."""
 
     name: str
     sentence: str
@@ -90,7 +90,7 @@ def _quantised_base(job: TrainingJob) -> Changes:
 
 
 def _narrow(job: TrainingJob) -> Changes:
-    """All of training in bfloat16; with autocast off, which is for weights in float32."""
+    """Train in bfloat16 throughout, without autocast, which is for float32 weights."""
     wide = {
         f"precision.{part}": "bfloat16"
         for part in ("parameters", "gradients", "optimizer_states", "compute")
@@ -107,7 +107,7 @@ def _narrow_gradients(job: TrainingJob) -> Changes:
 
 
 def _no_main_weights(job: TrainingJob) -> Changes:
-    kept = job.precision.main_parameters is not None and job.framework != "megatron"  # which always has them
+    kept = job.precision.main_parameters is not None and job.framework != "megatron"  # Megatron-LM always has them
     return _when(kept, {"precision.main_parameters": None})
 
 
@@ -259,7 +259,7 @@ CANDIDATES = (
 def advice(
     job: TrainingJob, device: Device | None, rank: int, candidates: Sequence[Candidate] = CANDIDATES
 ) -> tuple[Advice, ...]:
-    """What would lower the peak of a steady step of `rank`, the largest saving first. Each candidate costs one ledger."""
+    """Changes that lower the peak of a steady step of `rank`, the largest saving first. Each candidate costs one ledger."""
     if out_of_scope(job):
         return ()
     before = _peak(job, device, rank)
@@ -279,16 +279,17 @@ def advice(
                     peak_bytes=after,
                 )
             )
-    # savings that differ by less than is worth showing are equal: then the cheaper, which stands first, is the better
+    # savings that differ by less than is worth showing count as equal; then the cheaper change, which comes first, is
+    # better
     return tuple(sorted(found, key=lambda item: -(item.saved_bytes // WORTH_SHOWING_BYTES)))
 
 
 def first_to_try(job: TrainingJob, device: Device | None, rank: int, count: int = 3) -> tuple[Advice, ...]:
-    """Up to `count` changes, each on top of those before it and then the one that saves most: two peaks of nearly one
-    height only give way together. Changes that leave what is learned alone come first; bytes are those that each adds.
-
-    While the step needs more than `device` has, the mildest change that brings it below comes before the one that saves
-    most, and where `count` changes are not enough, there are up to `MORE_TO_FIT` further ones if these are."""
+    """Up to `count` changes, each applied on top of those before it, and each the one that then saves most: if two peaks
+    are nearly equally high, only changes to both lower the maximum. Changes that do not alter the training come first. The
+    bytes of a change are what it saves in addition.
+    If the step needs more than `device` has, the mildest change that makes it fit is preferred to the one that saves most.
+    If `count` changes are not enough, up to `MORE_TO_FIT` more are added, provided that the job then fits."""
     room = _room(job, device)
     found: list[Advice] = []
 
@@ -308,7 +309,8 @@ def first_to_try(job: TrainingJob, device: Device | None, rank: int, count: int 
 
 
 def _fresh(candidates: Sequence[Candidate], found: Sequence[Advice], room: int) -> list[Candidate]:
-    """Those worth trying next: the same again (halving the micro-batch once more) only on the way to what fits."""
+    """Candidates worth trying next. A change that was made already (halving the micro-batch once more) is tried again only
+    if it may make the job fit."""
     again = bool(found) and found[-1].peak_bytes > room
     return [candidate for candidate in candidates if again or all(item.name != candidate.name for item in found)]
 
@@ -321,7 +323,7 @@ def _room(job: TrainingJob, device: Device | None) -> int:
 
 
 def expandable_segments(job: TrainingJob, device: Device, rank: int) -> tuple[Advice, ...]:
-    """What `expandable_segments` saves of reserved memory, by replaying the step through the simulated allocator."""
+    """What `expandable_segments` saves of reserved memory, from a replay of the step in the simulated allocator."""
     from peakcast.models.baseline import baseline
 
     if job.allocator.expandable_segments or out_of_scope(job):
@@ -346,7 +348,7 @@ def expandable_segments(job: TrainingJob, device: Device, rank: int) -> tuple[Ad
 
 
 def changed(job: TrainingJob, changes: Changes) -> TrainingJob:
-    """`job` with `changes`, at most one level deep. Raises: SpecError where that is no job."""
+    """`job` with `changes`, whose paths have at most two parts. Raises: SpecError if the result is not a valid job."""
     values: dict[str, Any] = {}
     inside: dict[str, dict[str, Any]] = {}
     for path, value in changes.items():
@@ -360,7 +362,7 @@ def changed(job: TrainingJob, changes: Changes) -> TrainingJob:
 
 
 def _peak_after(job: TrainingJob, changes: Changes, device: Device | None, rank: int) -> int | None:
-    """The peak of the changed job; None where there is no such job or the ledger does not cover it."""
+    """The peak of the changed job; None if that is not a valid job or the ledger does not cover it."""
     try:
         other = changed(job, changes)
         return None if out_of_scope(other) else _peak(other, device, rank)
@@ -368,7 +370,7 @@ def _peak_after(job: TrainingJob, changes: Changes, device: Device | None, rank:
         return None
 
 
-@lru_cache(maxsize=256)  # what to try first, and what each change saves alone, ask for the same jobs
+@lru_cache(maxsize=256)  # `first_to_try` and `advice` ask for the same jobs
 def _peak(job: TrainingJob, device: Device | None, rank: int) -> int:
     from peakcast.models.analytical.ledger import ledger
 

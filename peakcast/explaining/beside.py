@@ -1,8 +1,10 @@
-"""A recorded timeline beside a predicted one: which tensors are as predicted, which are missing, which nobody predicted.
+"""Compares a recorded timeline with a predicted one: which tensors are as predicted, which are missing, which nobody
+predicted.
 
-A recording knows no names of tensors. What it knows exactly is sizes and moments, so tensors are told apart by size: as
-many as both have of one size (rounded to 512 bytes) at the compared moments are as predicted. Compared is the recording's
-fullest moment of a phase with that moment of the prediction, in the same phase, that has most in common with it.
+A recording has no names of tensors, but exact sizes and times, so tensors are matched by size: as many tensors of one size
+(rounded to 512 bytes) as both have at the compared moments are as predicted. In each phase, the moment at which the
+recording has most bytes is compared with that moment of the prediction in the same phase that has most in common with
+it.
 """
 
 from __future__ import annotations
@@ -21,54 +23,54 @@ NUM_NAMES = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SizeRow:
-    """All tensors of one size at the compared moments: how many were recorded and predicted, and what they are called."""
+    """All tensors of one size at the compared moments: how many were recorded and predicted, and their predicted names."""
 
     size_bytes: int
     recorded: int
     predicted: int
     hidden: int
-    """How many of the recorded ones a kernel or a library took: no tensor has them."""
+    """How many of the recorded ones a kernel or a library allocated, so that they are no tensors."""
     recorded_as: tuple[str, ...]
     predicted_as: tuple[str, ...]
 
     @property
     def difference_bytes(self) -> int:
-        """Recorded less predicted."""
+        """Recorded bytes minus predicted bytes."""
         return (self.recorded - self.predicted) * self.size_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Moment:
-    """The fullest moment of a phase in the recording beside the nearest one of the prediction, in bytes.
+    """The moment of a phase at which the recording has most bytes, and the nearest moment of the prediction.
 
-    `as_predicted_bytes + unpredicted_bytes + hidden_bytes + slack_bytes` is what was recorded;
-    `as_predicted_bytes + missing_bytes` what was predicted.
+    `as_predicted_bytes + unpredicted_bytes + hidden_bytes + slack_bytes` is what was recorded; `as_predicted_bytes +
+    missing_bytes` is what was predicted.
     """
 
     phase: str
     recorded_instant: int
-    """Allocations made until then."""
+    """Number of allocations made until then."""
     recorded_bytes: int
     predicted_peak_bytes: int
-    """The prediction's largest sum in that phase, 0 where it lacks the phase."""
+    """The prediction's largest sum in that phase; 0 if it does not have the phase."""
     predicted_bytes: int
-    """At the moment that is compared."""
+    """The prediction's bytes at the compared moment."""
     as_predicted_bytes: int
     missing_bytes: int
-    """Predicted and not recorded."""
+    """Bytes that were predicted and not recorded."""
     unpredicted_bytes: int
-    """Tensors that nobody predicted."""
+    """Bytes of tensors that were not predicted."""
     hidden_bytes: int
-    """Memory of kernels and libraries that nobody predicted: no tensor has it."""
+    """Memory of kernels and libraries that was not predicted; it belongs to no tensor."""
     slack_bytes: int
-    """What blocks keep because too little was left to be split off."""
+    """Bytes that blocks keep because the rest was too small to be split off."""
     sizes: tuple[SizeRow, ...]
-    """By the bytes that the two differ by, most first; then by bytes."""
+    """By size; those whose bytes differ most come first, then by bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """A recording beside a prediction: at the recorded peak, and in every phase that was recorded."""
+    """A recording compared with a prediction: at the recorded peak, and in every recorded phase."""
 
     predicted_by: str
     peak: Moment
@@ -78,7 +80,7 @@ class Beside:
 
 
 def beside(recorded: Timeline, predicted: Timeline, allocated_bytes: list[int], predicted_by: str) -> Beside:
-    """`recorded` beside `predicted`; `allocated_bytes` at each instant of the recording, slack included."""
+    """Compare `recorded` with `predicted`; `allocated_bytes` are the recording's at each instant, slack included."""
     allocated = np.array(allocated_bytes, dtype=np.int64)
     moments = {}
     for phase in Phase:
@@ -97,7 +99,7 @@ def beside(recorded: Timeline, predicted: Timeline, allocated_bytes: list[int], 
 
 
 def _moment(recorded: Timeline, predicted: Timeline, phase: Phase, at: int, allocated: int) -> Moment:
-    """The recording at instant `at` beside the nearest moment of the prediction in that phase (or in the step)."""
+    """Compare the recording at instant `at` with the nearest moment of the prediction in that phase (or in the step)."""
     ours = np.flatnonzero(recorded.alive_at(at))
     have = Counter(recorded.num_bytes[ours].tolist())
     theirs = np.flatnonzero(predicted.alive_at(_nearest(predicted, phase, have)))
@@ -135,7 +137,7 @@ def _moment(recorded: Timeline, predicted: Timeline, phase: Phase, at: int, allo
 
 
 def _nearest(predicted: Timeline, phase: Phase, have: Counter[int]) -> int:
-    """The instant of `phase` at which the prediction differs from these sizes by the fewest bytes."""
+    """The instant of `phase` at which the prediction's bytes differ least from the sizes `have`."""
     end, sizes = len(predicted.phases), _rounded(predicted)
     lives = np.flatnonzero(np.clip(predicted.born, 0, end) < np.clip(predicted.dies, 0, end)).tolist()
     moves = [(max(int(predicted.born[entry]), 0), 1, int(sizes[entry])) for entry in lives]
@@ -153,8 +155,8 @@ def _nearest(predicted: Timeline, phase: Phase, have: Counter[int]) -> int:
 
 
 def shares(found: Beside, instants: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-    """Bytes of the recording at each of `instants`: as predicted, of tensors that nobody predicted, of kernels and
-    libraries; [3, len(instants)]. As predicted are as many of a size as the prediction ever has at once in that phase."""
+    """Bytes of the recording at each of `instants`, [3, len(instants)]: as predicted; of tensors that were not predicted;
+    of kernels and libraries. Of each size, as many are as predicted as the prediction ever has at once in that phase."""
     recorded, predicted = found.recorded, found.predicted
     most = {phase: _most_at_once(predicted, phase) for phase in Phase}
     result = np.zeros((3, len(instants)), dtype=np.int64)
@@ -171,7 +173,8 @@ def shares(found: Beside, instants: npt.NDArray[np.int64]) -> npt.NDArray[np.int
 
 
 def _most_at_once(predicted: Timeline, phase: Phase) -> dict[int, int]:
-    """How many tensors of each size the prediction has at once in a phase, or in the whole step where it lacks that."""
+    """How many tensors of each size the prediction has at once in a phase; in the whole step if it does not have the
+    phase."""
     inside = predicted.phases == phase
     inside = inside if inside.any() else np.ones(len(predicted.phases), dtype=bool)
     end, sizes = len(predicted.phases), _rounded(predicted)
@@ -191,7 +194,7 @@ def _rounded(timeline: Timeline) -> npt.NDArray[np.int64]:
 
 
 def _names(timeline: Timeline, alive: npt.NDArray[np.intp], sizes: npt.NDArray[np.int64]) -> dict[int, tuple[str, ...]]:
-    """The commonest names of each size."""
+    """The commonest names of tensors of each size."""
     by_size: dict[int, Counter[str]] = {}
     for entry in alive.tolist():
         by_size.setdefault(int(sizes[entry]), Counter())[timeline.names[entry]] += 1

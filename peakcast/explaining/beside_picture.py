@@ -1,4 +1,4 @@
-"""A recording beside a prediction as a picture: what was recorded, in bands, and the prediction's line over it."""
+"""A recording compared with a prediction as a picture: bands for what was recorded, and a line for the prediction."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def write_beside(found: Beside, path: Path, title: str) -> None:
 
 
 def draw(found: Beside, title: str) -> Any:
-    """The figure."""
+    """The picture as a matplotlib figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5.2), layout="constrained")
@@ -68,8 +68,8 @@ def draw(found: Beside, title: str) -> Any:
 
 
 def _predicted(recorded: Timeline, predicted: Timeline, instants: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """The prediction's total at each instant of the recording: every stretch of a phase has the prediction's whole course
-    of that phase, as no clock is common to both. Where the prediction lacks a phase, there is no line."""
+    """The prediction's total at each instant of the recording. As the two have no common clock, the prediction's course of
+    a phase is stretched over every part of the recording in that phase. NaN if the prediction does not have a phase."""
     line = np.full(len(recorded.phases), np.nan)
     for phase, start, stop in spans(recorded):
         course = predicted.totals[predicted.phases == phase]
@@ -79,7 +79,7 @@ def _predicted(recorded: Timeline, predicted: Timeline, instants: npt.NDArray[np
 
 
 def _shade(axes: Any, recorded: Timeline, instants: npt.NDArray[np.int64], top: float) -> None:
-    """The background of each phase, and its name once, in its widest stretch."""
+    """Draw the background of each phase, and its name once, in its widest part."""
     phases = recorded.phases[instants]
     edges = [0, *(np.flatnonzero(np.diff(phases)) + 1).tolist(), len(phases)]
     widest: dict[Phase, tuple[int, int]] = {}

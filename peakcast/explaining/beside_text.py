@@ -1,4 +1,4 @@
-"""A replayed recording as text, and a prediction beside it: a line for each phase, then sizes where the two differ."""
+"""A replayed recording as text, with its comparison to a prediction: a line for each phase, then the sizes that differ."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COLUMNS = ("recorded", "predicted", "nearest", "agreed", "missing", "surplus", "
 
 
 def replayed_text(found: Replayed) -> str:
-    """Whether the simulation agrees, GPU by GPU, and the comparison."""
+    """Whether the simulation agrees with the recording, for each GPU, and the comparison."""
     lines = [line for name, each in zip(found.names, found.gpus, strict=True) for line in _replay(name, each)]
     parts = ["\n".join(lines)]
     parts += [beside_text(found.beside)] if found.beside is not None else []

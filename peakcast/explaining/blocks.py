@@ -11,7 +11,7 @@ from peakcast.units import GIB
 WIDTH = 80
 HEIGHT = 16
 MARGIN = 9
-"""Columns of the scale."""
+"""Columns that the scale takes."""
 LETTERS = {
     Phase.INIT: "i",
     Phase.FORWARD: "F",
@@ -30,7 +30,8 @@ PHASE_WORDS = {
 
 
 def blocks(timeline: Timeline, *, width: int = WIDTH, height: int = HEIGHT) -> str:
-    """The picture, at most `width` characters wide: GiB up, operations to the right, the phase of each column below."""
+    """The picture, at most `width` characters wide: GiB on the vertical axis, operations on the horizontal one, and the
+    phase of each column below it."""
     instants = sampled(timeline, width - MARGIN - 1)
     tops = np.cumsum(stacked(timeline)[:, instants], axis=0)
     peak = int(tops[-1].max())
@@ -54,7 +55,7 @@ def blocks(timeline: Timeline, *, width: int = WIDTH, height: int = HEIGHT) -> s
 
 
 def _cell(tops: np.ndarray, middle: float) -> str:  # type: ignore[type-arg]
-    """The character of the band that covers `middle`; a blank above the top."""
+    """The character of the band that contains `middle`; a blank above the highest band."""
     band = int(np.searchsorted(tops, middle, side="left"))
     return BANDS[band].character if band < len(BANDS) else " "
 

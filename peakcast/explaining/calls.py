@@ -1,4 +1,4 @@
-"""`Call`: one kind of collective of a pipeline stage, and `Share`: what the rules that yield them read."""
+"""`Call`: one kind of collective of a pipeline stage, and `Share`: the input of the rules that yield them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peakcast.units import DTYPE_BYTES
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """`count` calls per micro-batch, or per iteration where it happens `once` in it."""
+    """`count` calls per micro-batch, or per iteration if `once` is set."""
 
     axis: str
     function: Function
@@ -29,13 +29,13 @@ class Call:
 
     @property
     def key(self) -> tuple[str, ...]:
-        """Equal for the same kind of communication on another stage."""
+        """A value that is equal for the same kind of communication on another stage."""
         return (self.axis, self.function, self.what, self.where)
 
 
 @dataclass(frozen=True, slots=True)
 class Share:
-    """One pipeline stage of a job. `rows`: tokens of a micro-batch on a context-parallel rank."""
+    """One pipeline stage of a job. `rows`: tokens of a micro-batch on one context-parallel rank."""
 
     job: TrainingJob
     stage: int
@@ -54,13 +54,14 @@ class Share:
 
     @property
     def element_bytes(self) -> int:
-        """Of the hidden states that are sent: the narrower of compute and weights (an autocast network computes in it)."""
+        """Bytes of an element of the hidden states that are sent: of the narrower of compute and weights, as autocast
+        computes in the compute dtype."""
         precision = self.job.precision
         return int(max(2, min(DTYPE_BYTES[precision.parameters], DTYPE_BYTES[precision.compute])))
 
     @property
     def hidden_bytes(self) -> int:
-        """One [rows, hidden_size] tensor, whole."""
+        """Bytes of one whole [rows, hidden_size] tensor."""
         return self.rows * self.job.architecture.hidden_size * self.element_bytes
 
     @property
@@ -76,7 +77,7 @@ class Share:
         return any(chunk.is_last for chunk in self.chunks)
 
     def recomputed_layers(self) -> int:
-        """Layers of the stage whose whole forward runs again in backward."""
+        """Number of layers of the stage whose whole forward is recomputed in backward."""
         recompute = self.job.activation_checkpointing
         if recompute.mode != "full":
             return 0
@@ -87,7 +88,7 @@ class Share:
         return len(self.layers)
 
     def recomputed_attention(self) -> int:
-        """Layers whose attention core runs again in backward."""
+        """Number of layers whose attention core is recomputed in backward."""
         selective = self.job.activation_checkpointing.mode == "selective"
         modules = self.job.activation_checkpointing.modules
         return len(self.layers) if selective and (not modules or "core_attn" in modules) else self.recomputed_layers()

@@ -1,4 +1,4 @@
-"""What one rank of a job sends, to whom and when: every kind of collective of a step, from shapes and layout.
+"""What one rank of a job sends, to which ranks and when: every kind of collective of a step, from shapes and layout.
 
 A rule yields `Call`s of one pipeline stage; `communication` turns them into volumes. Volumes are those of ring algorithms,
 which NCCL's tests use to judge bandwidth. Source: NVIDIA/nccl-tests doc/PERFORMANCE.md.
@@ -25,7 +25,7 @@ SENT: dict[str, Callable[[int], Fraction]] = {
     "all-to-all": lambda n: Fraction(n - 1, n),
     "send/recv": lambda n: Fraction(1),
 }
-"""Function -> what each of n ranks sends, as a part of the message."""
+"""Collective -> which fraction of the message each of n ranks sends."""
 RULES: tuple[Callable[[Share], Iterator[Call]], ...] = (
     communication_model.tensor_parallel,
     communication_model.context_parallel,
@@ -36,8 +36,8 @@ RULES: tuple[Callable[[Share], Iterator[Call]], ...] = (
 
 
 def communication(job: TrainingJob, rank: int) -> tuple[Collective, ...]:
-    """Every kind of communication of a job in one iteration (optimizer step), as `rank` takes part in it: those of a step's
-    layers first, and those that only other pipeline stages send last, with no calls."""
+    """Every kind of communication of a job in one iteration (optimizer step), from the view of `rank`: first those of the
+    step's layers, last those that only other pipeline stages have, with 0 calls."""
     layout, own = job.parallelism, _stage(job, rank)
     ranks_per_stage = layout.world_size // layout.pipeline_parallel_size
     in_cluster: dict[tuple[str, ...], int] = {}
@@ -107,7 +107,7 @@ NOTES = (
 
 
 def notes(job: TrainingJob) -> tuple[str, ...]:
-    """What the summary takes for granted."""
+    """Sentences about what the summary assumes."""
     return tuple(note.sentence for note in NOTES if note.holds(job))
 
 

@@ -27,7 +27,7 @@ ZERO = "Rajbhandari et al. 2019, arXiv:1910.02054, section 7; DeepSpeed runtime/
 
 
 def data_parallel(share: Share) -> Iterator[Call]:
-    """Gradients are summed over replicas; sharded weights are gathered for use, or once updated."""
+    """Calls that sum gradients over replicas, and that gather sharded weights before use or after their update."""
     if share.job.framework == "megatron":
         yield from _megatron(share)
     elif parameter_shards(share.job) > 1:
@@ -73,7 +73,8 @@ def _megatron(share: Share) -> Iterator[Call]:
 
 
 def _elements(share: Share) -> tuple[int, int, int]:
-    """Elements of the stage that every replica holds, those of experts, and the buckets in which the former travel."""
+    """Number of elements of the stage that every replica holds, number of its experts' elements, and number of buckets in
+    which the former are sent."""
     job, layout = share.job, share.job.parallelism
     if job.architecture.moe is None:
         inner = layout.tensor_parallel_size * layout.context_parallel_size
@@ -94,7 +95,8 @@ def _elements(share: Share) -> tuple[int, int, int]:
 
 
 def _buckets(share: Share, rows: tuple[ParameterRow, ...]) -> int:
-    """A bucket per chunk, or, where the reduction overlaps with backward, one whenever enough elements are together."""
+    """Number of buckets: one per chunk, or, if the reduction overlaps with backward, one whenever enough elements are
+    collected."""
     from peakcast.models.analytical.distributed_optimizer import bucket_size
 
     layout, convention = share.job.parallelism, share.convention
@@ -115,7 +117,7 @@ def _buckets(share: Share, rows: tuple[ParameterRow, ...]) -> int:
 
 
 def _trained_bytes(share: Share) -> int:
-    """Gradients of one replica: of everything, or of the adapters."""
+    """Bytes of one replica's gradients: of all weights, or of the adapters."""
     job, rows = share.job, parameter_rows(share.job, 0)
     if job.finetuning.method == "full":
         return sum(prod(row.shape) for row in rows) * int(DTYPE_BYTES[job.precision.gradients])
@@ -134,7 +136,7 @@ def _replicated(share: Share) -> Iterator[Call]:
         return
     bucket = int(share.convention.get("reduce_bucket_size", 500_000_000)) * int(DTYPE_BYTES[share.job.precision.gradients])
     count = -(-size // bucket)
-    every = stage >= 2  # gradients are cut as soon as they exist, so no micro-batch can wait
+    every = stage >= 2  # gradients are sharded as soon as they exist, in every micro-batch
     yield Call(
         axis=axis, function="reduce-scatter", what="gradients, in buckets",
         where="backward" if every else "backward of the last micro-batch", group_size=n, message_bytes=size // count,
@@ -147,8 +149,8 @@ def _replicated(share: Share) -> Iterator[Call]:
 
 
 def _fully_sharded(share: Share) -> Iterator[Call]:
-    """FSDP and ZeRO-3: a layer's weights are gathered before its forward and again before its backward; what is in no layer
-    is gathered once and, in FSDP, kept in between."""
+    """FSDP and ZeRO-3: a layer's weights are gathered before its forward and again before its backward. Weights outside of
+    layers are gathered once and, with FSDP, kept gathered in between."""
     job, (axis, n) = share.job, _axis(share)
     zero = job.parallelism.zero_stage == 3
     source = ZERO if zero else FSDP

@@ -32,8 +32,8 @@ DISPATCHER = "megatron-core 0.13.1 transformer/moe/token_dispatcher.py"
 
 
 def tensor_parallel(share: Share) -> Iterator[Call]:
-    """Two exchanges a layer and direction (after attention and after the feed-forward), the embedding, the output layer,
-    the loss over a split vocabulary, and the gradients of what every rank holds whole."""
+    """Two exchanges per layer and direction (after attention and after the feed-forward), the embedding, the output layer,
+    the loss over a split vocabulary, and the gradients of parameters that every rank holds whole."""
     layout = share.job.parallelism
     n, size = layout.tensor_parallel_size, share.hidden_bytes
     # a routed feed-forward exchanges tokens instead: see `expert_parallel`
@@ -78,7 +78,8 @@ def tensor_parallel(share: Share) -> Iterator[Call]:
 
 
 def _replicated_gradients(share: Share) -> Call:
-    """Under sequence parallelism each rank's gradients of norms (and biases added after a reduce-scatter) are partial."""
+    """With sequence parallelism, each rank has only partial gradients of norms (and of biases added after a
+    reduce-scatter)."""
     layout = share.job.parallelism
     inner = layout.tensor_parallel_size * layout.context_parallel_size
     innermost = bool(share.convention.get("use_tp_pp_dp_mapping"))
@@ -105,7 +106,8 @@ def _replicated_gradients(share: Share) -> Call:
 
 
 def context_parallel(share: Share) -> Iterator[Call]:
-    """Keys and values travel: around a ring (`p2p`), gathered (`all_gather`), or heads for tokens (`a2a`)."""
+    """Keys and values are sent around a ring (`p2p`) or gathered (`all_gather`), or heads are exchanged for tokens
+    (`a2a`)."""
     job = share.job
     n, tp = job.parallelism.context_parallel_size, job.parallelism.tensor_parallel_size
     layers, again = len(share.layers), share.recomputed_attention()
@@ -140,7 +142,7 @@ def context_parallel(share: Share) -> Iterator[Call]:
 
 
 def expert_parallel(share: Share) -> Iterator[Call]:
-    """Tokens go to their experts and back, in every routed layer and direction."""
+    """Tokens are sent to their experts and back, in every routed layer and direction."""
     job, moe = share.job, share.job.architecture.moe
     if moe is None:
         return
@@ -175,7 +177,8 @@ def expert_parallel(share: Share) -> Iterator[Call]:
 
 
 def pipeline_parallel(share: Share) -> Iterator[Call]:
-    """Hidden states to the next stage, their gradients to the one before, and the two copies of a tied embedding."""
+    """Hidden states go to the next stage, their gradients to the previous one; the two copies of a tied embedding are
+    summed."""
     job, layout = share.job, share.job.parallelism
     n = layout.pipeline_parallel_size
     message = share.hidden_bytes // (layout.tensor_parallel_size if layout.sequence_parallel else 1)

@@ -1,4 +1,4 @@
-"""Two jobs side by side, each at its own peak: what differs in the jobs, and in what they hold."""
+"""Compares two jobs, each at its own peak: which fields differ, and which bytes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NUM_TENSORS = 40
 
 
 def compare(first: tuple[TrainingJob, Timeline], second: tuple[TrainingJob, Timeline]) -> Comparison:
-    """What changes from the `first` job to the `second`."""
+    """The differences between the `first` job and the `second`, each with its timeline."""
     (before_job, before), (after_job, after) = first, second
     peaks = before.peak(), after.peak()
     compositions = before.composition(peaks[0].instant), after.composition(peaks[1].instant)
@@ -54,7 +54,7 @@ def compare(first: tuple[TrainingJob, Timeline], second: tuple[TrainingJob, Time
 
 
 def changed_fields(first: TrainingJob, second: TrainingJob) -> dict[str, tuple[Any, Any]]:
-    """Path of a field -> its two values, where they differ. An architecture of another name is one field."""
+    """Path of a field -> its two values, for fields that differ. An architecture with another name counts as one field."""
     before, after = _flat(to_mapping(first)), _flat(to_mapping(second))
     if before["architecture.name"] != after["architecture.name"]:
         names = {"architecture": (before["architecture.name"], after["architecture.name"])}

@@ -1,4 +1,5 @@
-"""What `api.explain` does: reads the question, chooses where the timeline comes from, writes the files asked for."""
+"""The implementation of `api.explain`: reads the question, chooses the source of the timeline, writes the files asked
+for."""
 
 from __future__ import annotations
 
@@ -78,7 +79,7 @@ def explanation(
 def _by_recipe(
     path: Path, job: object, gpu: str | Device | None, rank: Rank, against: object, *, trace: bool
 ) -> Explanation:
-    """What the recipe in a file says of `job` (None: the one that it was kept with)."""
+    """The explanation of `job` (None: the job that was saved with the recipe) from the recipe in the file at `path`."""
     if trace:
         raise SpecError("trace and recipe contradict each other; give one of them.", parameter="trace", value=trace)
     kept = read_kept(path)
@@ -89,7 +90,7 @@ def _by_recipe(
 
 
 def _undescribed(job: TrainingJob, device: Device | None, against: object) -> Explanation:
-    """A network that only transformers knows: what its trace says by itself."""
+    """The explanation of a network that only transformers knows, from its trace alone."""
     name = job.architecture.name
     if against is not None:
         raise SpecError(f"against cannot be used with {name!r}, which is only traced; leave it out.", parameter="against")
@@ -106,7 +107,7 @@ def _traced(device: Device | None, job: TrainingJob, rank: int) -> Timeline:
 
 
 def write(found: Explanation, picture: Path | None, snapshot: Path | None) -> Explanation:
-    """Write the files asked for; the explanation that names them. Raises: SpecError or RecordError."""
+    """Write the files asked for, and return `found` with their names. Raises: SpecError or RecordError."""
     written = []
     if picture is not None:
         check_picture_path(Path(picture))

@@ -1,4 +1,4 @@
-"""`explain`: puts an `Explanation` together from a timeline and the job that it is of."""
+"""`explain`: makes an `Explanation` from a job and its timeline."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SOME_KERNELS = (
     "of what kernels of {} take for themselves, the trace has cuBLAS's workspaces, sums and sorted indices, and no other."
 )
 Source = Callable[[TrainingJob, int], Timeline]
-"""A steady step's timeline of a rank of a job."""
+"""Returns the timeline of a steady step of a job's rank."""
 
 
 def explain(
@@ -39,8 +39,8 @@ def explain(
     source: Literal["ledger", "trace"] = "ledger",
     timeline_of: Source | None = None,
 ) -> Explanation:
-    """The explanation of `rank` (None: the worst) of `job`. `timeline_of` gives the timelines, by default the ledger for
-    `device`; `against` is a second job to compare with."""
+    """The explanation of `rank` (None: the worst) of `job`. `timeline_of` makes the timelines, by default with the ledger
+    for `device`; `against` is a second job to compare with."""
     timeline_of = timeline_of or (lambda other, number: ledger(other, device=device, rank=number))
     chosen, timeline = _worst(job, timeline_of) if rank is None else (rank, timeline_of(job, rank))
     parameters = parameter_rows(job, chosen)
@@ -71,8 +71,7 @@ def explain(
 
 
 def of_module(timeline: Timeline, name: str, device: Device | None = None) -> Explanation:
-    """The explanation of a step of the user's own module, traced (for `device`, where given): what can be said without
-    knowing the job."""
+    """The explanation of a traced step of the user's own module (for `device`, if given): the parts that need no job."""
     reason = peak_reason(timeline, None)
     return Explanation(
         architecture=name,
@@ -87,7 +86,7 @@ def of_module(timeline: Timeline, name: str, device: Device | None = None) -> Ex
 
 
 def _kernels(device: Device | None) -> str:
-    """What a trace for `device` has of kernels."""
+    """A sentence on which kernels' memory a trace for `device` includes."""
     return NO_KERNELS if device is None else SOME_KERNELS.format(device.name)
 
 

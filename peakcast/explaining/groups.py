@@ -1,4 +1,4 @@
-"""Which ranks talk to each other: the groups of a layout in Megatron's order of ranks.
+"""Which ranks communicate with each other: the groups of a layout in Megatron's order of ranks.
 
 Source: megatron-core 0.13.1 `parallel_state.py`, `RankGenerator` and `generate_masked_orthogonal_rank_groups`: the first
 axis of the order varies fastest. Dense layers use the order tp-cp-dp-pp, experts tp-ep-dp-pp with sizes of their own.
@@ -23,8 +23,8 @@ EXPERT, EXPERT_DATA, EMBEDDING = "expert parallel", "expert data parallel", "emb
 
 
 def group_along(axis: str, sizes: Mapping[str, int], along: Sequence[str], rank: int) -> Group:
-    """The group of `rank`, called `axis`, along some axes of a layout with `sizes` (axis -> size, the fastest varying
-    first)."""
+    """The group of `rank` along the axes `along` of a layout; `axis` is its name. `sizes`: axis -> size, the fastest
+    varying first."""
     strides, stride = {}, 1
     for name, size in sizes.items():
         strides[name] = stride
@@ -40,7 +40,7 @@ def group_along(axis: str, sizes: Mapping[str, int], along: Sequence[str], rank:
 
 
 def _ranks(sizes: Mapping[str, int], strides: Mapping[str, int]) -> NDArray[np.int64]:
-    """The ranks whose places on all other axes are 0, in order."""
+    """The ranks whose positions on all other axes are 0, in order."""
     found = np.zeros(1, dtype=np.int64)
     for name, size in sizes.items():
         found = (np.arange(size)[:, None] * strides[name] + found).ravel()
@@ -48,7 +48,7 @@ def _ranks(sizes: Mapping[str, int], strides: Mapping[str, int]) -> NDArray[np.i
 
 
 def groups_of(job: TrainingJob, rank: int) -> tuple[Group, ...]:
-    """The groups with more than one member that `rank` belongs to."""
+    """The groups of `rank` that have more than one member."""
     layout = job.parallelism
     pipeline_first = bool(conventions(job).get("use_tp_pp_dp_mapping"))
     tp, cp, dp, pp = (
@@ -77,7 +77,7 @@ def groups_of(job: TrainingJob, rank: int) -> tuple[Group, ...]:
 
 
 def _ordered(sizes: dict[str, int], pipeline_first: bool) -> dict[str, int]:
-    """Megatron's default order ends in dp-pp; `--use-tp-pp-dp-mapping` makes it pp-dp."""
+    """Axes in Megatron's order, which ends in dp-pp by default; `--use-tp-pp-dp-mapping` makes it pp-dp."""
     if pipeline_first:
         sizes["dp"] = sizes.pop("dp")
     return sizes

@@ -1,4 +1,4 @@
-"""The parameters of one rank with their shapes: in the whole model, and on the rank."""
+"""The parameters of one rank with their shapes in the whole model and on the rank."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from peakcast.spec import Parallelism, TrainingJob
 
 
 def unsharded(job: TrainingJob) -> TrainingJob | None:
-    """The same job on one rank that has everything; None where it cannot be said."""
+    """The same job on one rank that holds everything; None if there is no such job."""
     try:
         return job.replace(parallelism=Parallelism())
     except SpecError:
@@ -24,7 +24,7 @@ def unsharded(job: TrainingJob) -> TrainingJob | None:
 
 
 def parameter_shards(job: TrainingJob) -> int:
-    """Over how many ranks each parameter is cut by sharded data parallelism (FSDP, ZeRO-3); 1 for none."""
+    """Number of ranks over which sharded data parallelism (FSDP, ZeRO-3) splits each parameter; 1 without it."""
     layout = job.parallelism
     if layout.sharding in ("fsdp1", "fsdp2", "hsdp") or layout.zero_stage == 3:
         return layout.data_parallel_size * layout.context_parallel_size

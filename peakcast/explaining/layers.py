@@ -1,4 +1,5 @@
-"""The per-layer table: who holds which bytes, read off the timeline, so that it adds up to it."""
+"""The per-layer table: which module holds which bytes. It is read off the timeline, so it adds up to the timeline's
+totals."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from peakcast.timeline import Category, Timeline
 from peakcast.units import DTYPE_BYTES
 
 SHARED = "model"
-"""Where the Megatron-LM ledger files the contiguous buffers that hold all layers' parameters or gradients."""
+"""Module of the Megatron-LM ledger's contiguous buffers, which hold all layers' parameters or gradients."""
 
 
 def module_rows(timeline: Timeline, job: TrainingJob | None, parameters: Sequence[ParameterRow]) -> tuple[ModuleRow, ...]:
-    """A row per module of `timeline`, in model order. Contiguous buffers are shared out to the modules whose parameters
-    they hold; their padding stays in a row of its own."""
+    """A row per module of `timeline`, in model order. The bytes of contiguous buffers are divided among the modules whose
+    parameters they hold; their padding has a row of its own."""
     numel = _numel(parameters)
     columns = {
         name: _by_module(timeline, _most_of(timeline, categories), categories, job, numel)
@@ -36,7 +37,8 @@ def module_rows(timeline: Timeline, job: TrainingJob | None, parameters: Sequenc
 
 
 def _numel(parameters: Sequence[ParameterRow]) -> dict[str, int]:
-    """Elements on the rank, by module; a parameter cut over data-parallel ranks counts a part, rounded up."""
+    """Module -> number of its elements on the rank; of a parameter that is split over data-parallel ranks, one part,
+    rounded up."""
     sums: dict[str, int] = {}
     for row in parameters:
         sums[row.module] = sums.get(row.module, 0) - (-math.prod(row.rank_shape) // row.shards)
@@ -49,7 +51,7 @@ def _alive_of(timeline: Timeline, categories: Sequence[Category]) -> npt.NDArray
 
 
 def _most_of(timeline: Timeline, categories: Sequence[Category]) -> int:
-    """The instant at which `categories` together take most."""
+    """The instant at which `categories` together have most bytes."""
     chosen, end = _alive_of(timeline, categories), len(timeline.phases)
     change = np.zeros(end + 1, dtype=np.int64)
     np.add.at(change, np.minimum(timeline.born[chosen], end), timeline.num_bytes[chosen])
@@ -60,7 +62,7 @@ def _most_of(timeline: Timeline, categories: Sequence[Category]) -> int:
 def _by_module(
     timeline: Timeline, instant: int, categories: Sequence[Category], job: TrainingJob | None, numel: Mapping[str, int]
 ) -> dict[str, int]:
-    """Bytes of `categories` at `instant`, by module."""
+    """Module -> bytes of `categories` at `instant`."""
     sums: dict[str, int] = {}
     alive = _alive_of(timeline, categories) & timeline.alive_at(instant)
     for index in np.flatnonzero(alive).tolist():
@@ -74,7 +76,7 @@ def _by_module(
 
 
 def _shared_out(size: int, category: Category, job: TrainingJob, numel: Mapping[str, int]) -> dict[str, int]:
-    """A buffer's bytes by the modules whose elements it holds; what is left over is padding, of the buffer itself."""
+    """A buffer's bytes by the modules whose elements it holds. The rest is padding and belongs to the buffer itself."""
     dtype = job.precision.gradients if category is Category.GRADIENTS else job.precision.parameters
     width = int(DTYPE_BYTES[dtype])
     parts = {module: elements * width for module, elements in numel.items()}
@@ -83,7 +85,7 @@ def _shared_out(size: int, category: Category, job: TrainingJob, numel: Mapping[
 
 
 def _model_order(module: str) -> tuple[int, int, str]:
-    """Embedding, layers by number, head, then what belongs to no layer."""
+    """Sort key of a module: embedding, layers by number, head, then modules outside of layers."""
     head, _, tail = module.partition(".")
     if module == "embedding":
         return (0, 0, "")

@@ -1,4 +1,4 @@
-"""What one asks after a prediction: which GPU types would fit, how the ranks differ, what no number here contains."""
+"""Further answers after a prediction: which GPU types would fit, how the ranks differ, what no number includes."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def gpu_verdicts(
 ) -> tuple[GpuVerdict, ...]:
     """Whether `rank` of `job` would fit on each GPU type of the catalog, the smallest first.
 
-    The tensors are taken as on `device`: GPU types differ by the context and by their calibration's bars, and else by
-    library workspaces of some tens of MiB. `findings` are those of reading the question.
+    Tensors are assumed to be as on `device`: GPU types differ in the context and in their calibration's bars, and otherwise
+    only by some tens of MiB of library workspaces. `findings` are those from reading the question.
     """
     base, known = baseline(job, device, rank), (*findings, *known_of(job))
     verdicts = []
@@ -77,7 +77,7 @@ class Stage:
 
 
 def stages(job: TrainingJob) -> tuple[Stage, ...]:
-    """One stage for each distinct rank: ranks of one pipeline stage hold the same shapes."""
+    """One entry for each distinct rank: all ranks of one pipeline stage hold the same shapes."""
     layout, innermost = job.parallelism, bool(conventions(job).get("use_tp_pp_dp_mapping"))
     of_stage: dict[int, list[int]] = {}
     for rank in range(layout.world_size):
@@ -91,7 +91,7 @@ def stages(job: TrainingJob) -> tuple[Stage, ...]:
 
 
 def rank_peak(stage: Stage, prediction: Prediction) -> RankPeak:
-    """The line of `stage`, from the prediction for its first rank."""
+    """The peaks of `stage`, from the prediction for its first rank."""
     return RankPeak(
         rank=stage.rank,
         num_ranks=stage.num_ranks,
@@ -126,5 +126,6 @@ GAPS = (
 
 
 def not_modelled(job: TrainingJob) -> tuple[str, ...]:
-    """What a run of any such job may allocate that no number here contains; what is special to the job, findings say."""
+    """Sentences about what a run of any such job may allocate and no number includes. What is special to the job is in
+    findings."""
     return tuple(gap.sentence for gap in GAPS if gap.holds(job))

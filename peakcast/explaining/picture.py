@@ -1,4 +1,5 @@
-"""The stacked timeline as a picture file: bytes by kind over the operations of the step, phases shaded, the peak marked."""
+"""The stacked timeline as a picture file: bytes by category over the operations of the step, phases shaded, the peak
+marked."""
 
 from __future__ import annotations
 
@@ -18,11 +19,11 @@ from peakcast.units import GIB
 
 ENDINGS = (".png", ".svg")
 COLUMNS = 1200
-"""As many as the picture has pixels across."""
+"""Number of sampled instants, which is the picture's width in pixels."""
 NARROW = 0.15
-"""A stretch below this part of the width has its name in two lines."""
+"""If a phase takes less than this fraction of the width, its name is written in two lines."""
 LETTER = 0.0115
-"""What a letter of a phase's name takes of the width, with the room beside it."""
+"""Fraction of the width that a letter of a phase's name takes, with its spacing."""
 DIM, RED = "#5b6570", "#b3261e"
 SHADES = {
     Phase.INIT: "#ffffff",
@@ -45,7 +46,7 @@ def check_picture_path(path: Path) -> None:
 
 
 def write_picture(timeline: Timeline, path: Path, title: str, capacity_bytes: int | None = None) -> None:
-    """Draw `timeline` to `path` (.png or .svg); `capacity_bytes` adds the line of what the GPU has."""
+    """Draw `timeline` to `path` (.png or .svg); `capacity_bytes` adds a line for the GPU's capacity."""
     import matplotlib
 
     check_picture_path(path)
@@ -56,7 +57,7 @@ def write_picture(timeline: Timeline, path: Path, title: str, capacity_bytes: in
 
 
 def draw(timeline: Timeline, title: str, capacity_bytes: int | None = None) -> Any:
-    """The figure."""
+    """The picture as a matplotlib figure."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 5.2), layout="constrained")
@@ -104,7 +105,7 @@ def draw(timeline: Timeline, title: str, capacity_bytes: int | None = None) -> A
 
 
 def _shade(axes: Any, timeline: Timeline, instants: Any) -> None:
-    """The background of each phase; its name above the widest stretch of it."""
+    """Draw the background of each phase, and its name above its widest part."""
     phases = timeline.phases[instants]
     edges = [0, *(np.flatnonzero(np.diff(phases)) + 1).tolist(), len(phases)]
     widest: dict[Phase, tuple[int, int]] = {}
@@ -127,8 +128,8 @@ def _shade(axes: Any, timeline: Timeline, instants: Any) -> None:
 
 
 def _apart(centres: list[float], widths: list[float]) -> list[float]:
-    """`centres`, in order, moved as little as keeps things of these `widths` from overlapping: to the right, and from the
-    right end back."""
+    """`centres`, in order, moved as little as needed so that items of these `widths` do not overlap: to the right, and back
+    from the right edge."""
     places = list(centres)
     for i in range(1, len(places)):
         places[i] = max(places[i], places[i - 1] + (widths[i - 1] + widths[i]) / 2)

@@ -1,4 +1,5 @@
-"""Why the peak is where it is: what stands, what came on top, what grew last, and what would peak next."""
+"""Why the peak is where it is: what existed before the step, what was added, what grew last, and which phase would peak
+next."""
 
 from __future__ import annotations
 
@@ -16,15 +17,15 @@ from peakcast.units import format_gib
 
 NUM_LARGEST = 8
 NUM_NAMED = 2
-"""Tensors that a sentence names."""
+"""Number of tensors that a sentence names."""
 WORTH_NAMING = 0.005
-"""Categories below this part of the peak are not named in sentences."""
+"""Categories below this fraction of the peak are not named in sentences."""
 WORTH_EXPLAINING = 0.05
-"""A mechanism is explained when it makes up this part of the peak."""
+"""A mechanism is explained if it makes up at least this fraction of the peak."""
 
 
 def peak_reason(timeline: Timeline, job: TrainingJob | None) -> PeakReason:
-    """The reason for the peak of `timeline`; `job` None for a module that is not described by a job."""
+    """The reason for the peak of `timeline`; `job` is None for a module without a job."""
     peak = timeline.peak()
     alive = timeline.alive_at(peak.instant)
     standing = _by_category(timeline, alive & (timeline.born <= 0))
@@ -74,7 +75,7 @@ def _where(reason: PeakReason) -> str:
 
 
 def _listed(sizes: Mapping[str, int], total: int) -> str:
-    """The parts worth naming, the largest first; the rest together."""
+    """The parts worth naming, the largest first, then the rest as one."""
     named = [(name, size) for name, size in sizes.items() if size >= WORTH_NAMING * total]
     rest = sum(sizes.values()) - sum(size for _, size in named)
     parts = [f"{category_name(name)} {format_gib(size)}" for name, size in named]
@@ -121,12 +122,12 @@ def _next(reason: PeakReason) -> str:
 
 
 SQUARE_ROOTS = ("exp_avg_sq_sqrt", "_foreach_sqrt")
-"""How the ledger and a trace call them."""
+"""Names of these tensors in the ledger and in a trace."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What the causes look at."""
+    """What the causes look at: the timeline at its peak, and the job."""
 
     reason: PeakReason
     timeline: Timeline
@@ -137,7 +138,7 @@ class Facts:
         return self.timeline.alive_at(self.timeline.peak().instant)
 
     def named(self, *words: str) -> tuple[int, int]:
-        """(bytes, number) of the tensors at the peak whose name has one of `words`."""
+        """(bytes, number) of the tensors at the peak whose names contain one of `words`."""
         chosen = [i for i in np.flatnonzero(self.alive).tolist() if any(word in self.timeline.names[i] for word in words)]
         return sum(int(self.timeline.num_bytes[i]) for i in chosen), len(chosen)
 
@@ -151,7 +152,7 @@ class Facts:
         return rows * -(-job.architecture.vocab_size // layout.tensor_parallel_size) * 4
 
     def like_logits(self) -> list[int]:
-        """Entries at the peak that are as large as the logits, in float32 or in half of it: they, their softmax, their
+        """Entries at the peak with the size of the logits in float32 or in 16 bits: the logits, their softmax, their
         gradients."""
         if self.job is None:
             return []
@@ -162,7 +163,7 @@ class Facts:
         return found
 
     def biggest_on_top(self) -> str:
-        """The biggest tensors of this step in words."""
+        """The biggest tensors made in this step, in words."""
         groups: dict[str, list[int]] = {}
         for i in np.flatnonzero(self.alive & (self.timeline.born > 0)).tolist():
             groups.setdefault(self.timeline.names[i], []).append(int(self.timeline.num_bytes[i]))
@@ -175,7 +176,7 @@ class Facts:
 
 @dataclass(frozen=True, slots=True)
 class Cause:
-    """A mechanism worth a sentence where it holds."""
+    """A mechanism that gets a sentence if it applies."""
 
     holds: Callable[[Facts], bool]
     sentence: Callable[[Facts], str]
@@ -259,7 +260,8 @@ def _difference(before: Mapping[Category, int], after: Mapping[Category, int]) -
 
 
 def _module_at(timeline: Timeline, instant: int) -> str:
-    """The module at work: that of the biggest tensor born at `instant`, or of the last one born before in this phase."""
+    """The module that is running: that of the biggest tensor born at `instant`, or of the last one born before it in this
+    phase."""
     same = timeline.phases[timeline.born.clip(0, len(timeline.phases) - 1)] == timeline.phases[instant]
     candidates = np.flatnonzero((timeline.born <= instant) & (timeline.born > 0) & (timeline.dies > instant) & same)
     if not candidates.size:

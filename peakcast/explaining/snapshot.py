@@ -19,7 +19,7 @@ from peakcast.timeline import Category, Phase, Timeline
 
 FREED = ("free_requested", "free_completed")
 BASE_ADDRESS = 0x7F0000000000
-"""Where the addresses begin: any would do; the viewer takes 0 for none."""
+"""First address; any would do except 0, which the viewer treats as none."""
 PLAIN = Allocator()
 
 
@@ -39,7 +39,7 @@ def snapshot(timeline: Timeline, settings: Allocator = PLAIN) -> dict[str, Any]:
             reserved = allocator.reserved_bytes
             block = allocator.allocate(int(timeline.num_bytes[index]), _stream(timeline, index))
             blocks[index] = block
-            if new_bytes := allocator.reserved_bytes - reserved:  # at the block, or at the end of its expandable segment
+            if new_bytes := allocator.reserved_bytes - reserved:  # new pages are at the block, or at its segment's end
                 action = "segment_map" if settings.expandable_segments else "segment_alloc"
                 begins = _mapped_end(block) - new_bytes if settings.expandable_segments else block.address
                 asked = _entry(timeline, index, action, block, instant)
@@ -59,14 +59,16 @@ def write_snapshot(timeline: Timeline, path: Path, settings: Allocator = PLAIN) 
 
 
 def _mapped_end(block: Block) -> int:
-    """Where the mapped pages of the block's expandable segment end; without a limit none are given back in between."""
+    """Address at which the mapped pages of the block's expandable segment end. Without a memory limit, no pages in between
+    are unmapped."""
     while block.next is not None and block.next.mapped:
         block = block.next
     return block.address + block.size
 
 
 def _events(timeline: Timeline) -> list[tuple[int, int]]:
-    """(entry, instant) in order of time, frees as the entry's complement and before the allocations of their instant."""
+    """(entry, instant) in order of time. A free has the complement (~) of the entry, and comes before the allocations of
+    its instant."""
     end = len(timeline.phases)
     born, dies = np.maximum(timeline.born, 0), np.minimum(timeline.dies, end)
     lives = np.flatnonzero((timeline.num_bytes > 0) & (born < dies)).tolist()
@@ -90,7 +92,7 @@ def _entry(timeline: Timeline, index: int, action: str, block: Block, instant: i
 
 
 def _frames(timeline: Timeline, index: int) -> list[dict[str, Any]]:
-    """Who allocated it, innermost first, as the viewer shows a stack: tensor, module, operation, phase."""
+    """The stack of an allocation, innermost frame first, as the viewer shows it: tensor, module, operation, phase."""
     born = min(max(int(timeline.born[index]), 0), len(timeline.phases) - 1)
     label = str(timeline.labels[born]) if len(timeline.labels) and timeline.born[index] > 0 else "before the step"
     phase = Phase(int(timeline.phases[born])).name.lower() if timeline.born[index] > 0 else "init"
@@ -105,7 +107,7 @@ def _frames(timeline: Timeline, index: int) -> list[dict[str, Any]]:
 
 
 def _segments(timeline: Timeline, allocator: CachingAllocator, alive: dict[int, Block]) -> list[dict[str, Any]]:
-    """The segments at the end of the step, each with its blocks in order of address."""
+    """The segments at the end of the step, each with its blocks by address."""
     owner = {block.address: index for index, block in alive.items()}
     every = sorted([*alive.values(), *allocator.free_blocks()], key=lambda block: block.address)
     segments: list[dict[str, Any]] = []

@@ -1,4 +1,4 @@
-"""The memory of a step by category over its instants: what both pictures draw."""
+"""The memory of a step by category over its instants, for both pictures."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from peakcast.timeline import Category, Phase, Timeline
 
 @dataclass(frozen=True, slots=True)
 class Band:
-    """Categories that are drawn as one: their name, a colour for pictures, a character for terminals."""
+    """Categories that are drawn together: their name, a colour for pictures, a character for terminals."""
 
     name: str
     categories: tuple[Category, ...]
@@ -37,11 +37,11 @@ BANDS = (
         "·",
     ),
 )
-"""From the bottom up: what stands longest first. Every category is in exactly one band."""
+"""From the bottom up; what lives longest is at the bottom. Every category is in exactly one band."""
 
 
 def stacked(timeline: Timeline) -> npt.NDArray[np.int64]:
-    """Bytes of each band at each instant, [len(BANDS), num_instants]; a column adds up to the timeline's total there."""
+    """Bytes of each band at each instant, [len(BANDS), num_instants]; a column adds up to the timeline's total."""
     end = len(timeline.phases)
     sums = np.zeros((len(BANDS), end), dtype=np.int64)
     for row, band in enumerate(BANDS):
@@ -54,24 +54,25 @@ def stacked(timeline: Timeline) -> npt.NDArray[np.int64]:
 
 
 def spans(timeline: Timeline) -> list[tuple[Phase, int, int]]:
-    """(phase, first instant, instant after the last) of each stretch of one phase, in order."""
+    """(phase, first instant, instant after the last) of each run of instants in one phase, in order."""
     edges = np.flatnonzero(np.diff(timeline.phases)) + 1
     starts = [0, *edges.tolist(), len(timeline.phases)]
     return [(Phase(int(timeline.phases[start])), start, stop) for start, stop in itertools.pairwise(starts)]
 
 
 LEAST_SHARE = 0.08
-"""A stretch of one phase takes at least this part of a picture, however few its operations: the loss and the optimizer
-step, where peaks are, have one in a hundred."""
+"""Smallest fraction of a picture for a run of instants in one phase, however few its operations: loss and optimizer step,
+where peaks occur, have one operation in a hundred."""
 PEAK_SHARE = 0.012
-"""The peak's own instant takes this part where it is one of very many."""
+"""Fraction of the picture for the peak's own instant, if there are very many instants."""
 WIDENED_SHARE = 0.4
-"""All stretches together are widened to at most this part, in steps of many micro-batches."""
+"""Largest fraction to which all runs together are widened, in steps of many micro-batches."""
 
 
 def sampled(timeline: Timeline, count: int) -> npt.NDArray[np.int64]:
-    """`count` instants in order, one for each column of a picture: of a long stretch of one phase the largest total of each
-    equal part, so that no peak is lost; of a short one, and of the peak itself, each instant several times."""
+    """`count` instants in order, one for each column of a picture. A long run of one phase is divided into equal parts, and
+    each gives the instant with its largest total, so that no peak is lost. Instants of a short run, and the peak, appear
+    several times."""
     stretches, peak = spans(timeline), timeline.peak().instant
     chosen: list[int] = []
     for (_, start, stop), width in zip(stretches, _widths(stretches, count), strict=True):
@@ -84,8 +85,7 @@ def sampled(timeline: Timeline, count: int) -> npt.NDArray[np.int64]:
 
 
 def _of_stretch(timeline: Timeline, start: int, stop: int, width: int) -> list[int]:
-    """`width` instants from `start` to `stop` (exclusive); after a peak that ends its stretch there are none,
-    and the peak is repeated."""
+    """`width` instants from `start` to `stop` (exclusive). If the peak is the last instant of the run, it is repeated."""
     start = min(start, stop - 1)
     if width >= stop - start:
         return [start + column * (stop - start) // width for column in range(width)]
@@ -94,7 +94,7 @@ def _of_stretch(timeline: Timeline, start: int, stop: int, width: int) -> list[i
 
 
 def _widths(stretches: list[tuple[Phase, int, int]], count: int) -> list[int]:
-    """Columns of each stretch: in proportion to its operations, but no less than `LEAST_SHARE`; they add up to `count`."""
+    """Columns of each run: proportional to its operations, but at least `LEAST_SHARE`; they add up to `count`."""
     least = count * min(LEAST_SHARE, WIDENED_SHARE / len(stretches))
     lengths = np.array([stop - start for _, start, stop in stretches], dtype=float)
     widths = lengths / lengths.sum() * count

@@ -1,4 +1,4 @@
-"""What to try first, as text: each change with the flags that make it."""
+"""What to try first, as text: each change with its command-line flags."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WIDTH = 100
 
 
 def steps_text(steps: Sequence[Advice]) -> str:
-    """What to try first: a line for each change on top of those before it."""
+    """What to try first: a line for each change; each is applied on top of those before it."""
     lines = ["First to try, each on top of those before it; allocated peak:"]
     for item in steps:
         other = "" if item.same_training else " (changes results)"
@@ -24,13 +24,13 @@ def steps_text(steps: Sequence[Advice]) -> str:
 
 
 def lowered(item: Advice) -> str:
-    """The peak that a change leads to, and what it saves."""
+    """The peak after a change, and what it saves."""
     reserved = " reserved" if item.quantity == "peak_reserved_bytes" else ""
     return f"{item.peak_bytes / GIB:.2f} GiB{reserved} (−{item.saved_bytes / GIB:.2f})"
 
 
 def flags_text(changes: Mapping[str, Any]) -> str:
-    """The flags of the command line that make `changes`."""
+    """The command-line flags that make `changes`."""
     names = {flag.fields[0]: flag.name for flag in FLAGS if len(flag.fields) == 1}
     words = []
     for field, value in changes.items():
@@ -44,7 +44,7 @@ def flags_text(changes: Mapping[str, Any]) -> str:
 
 
 def value_text(value: Any) -> str:
-    """As YAML writes it."""
+    """`value` as YAML writes it."""
     if isinstance(value, bool):
         return str(value).lower()
     return "null" if value is None else str(value)

@@ -29,8 +29,8 @@ NUM_RANKS_SHOWN = 8
 
 
 def explanation_text(explanation: Explanation, *, layers: bool = False, whole: bool = False) -> str:
-    """Why the peak, the timeline, the per-layer table, communication, advice, comparison. `layers` shows every layer and
-    every parameter's shape; `whole` every warning and assumption."""
+    """Sections: why the peak, the timeline, the per-layer table, communication, advice, comparison. `layers` shows every
+    layer and every parameter's shape; `whole` every warning and assumption."""
     e = explanation
     where = f" on {e.gpu}" if e.gpu else ""
     title = f"{e.architecture}{where}, rank {e.rank}: one steady step, by the {e.source}"
@@ -69,7 +69,7 @@ def _section(title: str, lines: Iterable[str]) -> str:
 
 
 def _modules(title: str, rows: Sequence[ModuleRow], every: bool) -> str:
-    """A line per module, or per run of layers that are alike; the totals add up to each column's most in the step."""
+    """A line per module, or per run of equal layers; the totals are each column's largest sum in the step."""
     names = [*COLUMNS, "at peak"]
     lines = [f"  {'':<20}{'parameters':>16}" + "".join(f"{_heading(name):>10}" for name in names)]
     for name, count, row in _runs(rows, every):
@@ -91,7 +91,7 @@ def _cells(row: ModuleRow, count: int) -> str:
 
 
 def _runs(rows: Sequence[ModuleRow], every: bool) -> list[tuple[str, int, ModuleRow]]:
-    """(name, how many, one of them): neighbouring layers that show the same numbers as one line."""
+    """(name, number, one of them): neighbouring layers with the same numbers as one entry."""
     if every:
         return [(_module_name(row.module), 1, row) for row in rows]
     runs = []
@@ -105,7 +105,7 @@ def _runs(rows: Sequence[ModuleRow], every: bool) -> list[tuple[str, int, Module
 
 
 def _alike(module: str, numbers: Any) -> Any:
-    """Equal for neighbouring layers that show the same."""
+    """A key that is equal for neighbouring layers with the same numbers."""
     return numbers if module.startswith("layers.") else module
 
 
@@ -114,7 +114,7 @@ def _module_name(module: str) -> str:
 
 
 def _parameters(rows: Sequence[ParameterRow]) -> str:
-    """Each parameter's shape, layers that are alike together: in the whole model, and on this rank where that differs."""
+    """Each parameter's shape in the whole model and, if it differs, on this rank; equal layers share a line."""
     by_module: dict[str, list[tuple[Any, ...]]] = {}
     for row in rows:
         by_module.setdefault(row.module, []).append((row.name, row.shape, row.rank_shape, row.shards))
@@ -166,7 +166,7 @@ def _communication(rows: Sequence[Collective], notes: Sequence[str]) -> str:
 
 
 def advice_text(advice: Sequence[Advice]) -> str:
-    """Two lines per piece of advice: what it saves by itself, what it costs, the flags that do it."""
+    """Two lines per piece of advice: what it saves by itself, what it costs, and its flags."""
     sections = []
     for same, title in (
         (True, "What would lower it by itself, by GiB saved"),
@@ -182,7 +182,7 @@ def advice_text(advice: Sequence[Advice]) -> str:
 
 
 def comparison_text(comparison: Comparison) -> str:
-    """What changes from the first job to the second, by field, phase, category and tensor."""
+    """The differences between the first job and the second, by field, phase, category and tensor."""
     c = comparison
     fields = [f"  {path}: {value_text(before)} → {value_text(after)}" for path, (before, after) in c.fields.items()]
     before, after = c.peak_bytes

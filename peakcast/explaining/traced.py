@@ -1,4 +1,4 @@
-"""A traced timeline by layers: the modules of the real network's names, filed as the ledger files them."""
+"""A traced timeline by layers: the real network's module names are translated into the ledger's."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ from dataclasses import replace
 from peakcast.timeline import Category, Timeline
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)(?:\.|$)")
-"""Where the networks of transformers keep their layers: `model.layers.3`, `transformer.h.3`."""
+"""Names under which transformers' networks have their layers: `model.layers.3`, `transformer.h.3`."""
 _EMBEDDING = re.compile(r"(?:^|\.)(?:embed_tokens|embed_positions|wte|wpe|embeddings?|embed_in)(?:\.|$)")
 _WHOLE = ("model", "transformer", "base_model", "state")
-"""Names of the network as a whole, and of states whose parameter is not known."""
+"""Names of the network as a whole, and the name of states whose parameter is not known."""
 _HEAD = re.compile(r"(?:^|\.)(?:lm_head|embed_out|norm|ln_f|final_layer_?norm)(?:\.|$)")
 
 
 def by_layer(timeline: Timeline) -> Timeline:
-    """`timeline` with the ledger's module names where a module is one of them, and its own first name elsewhere."""
+    """`timeline` with the ledger's module names; a module that the ledger does not have keeps the first part of its own
+    name."""
     owners = [
         module or (name.rpartition(".")[0] if category == Category.OPTIMIZER_STATES else "")
         for module, name, category in zip(timeline.modules, timeline.names, timeline.categories.tolist(), strict=True)

@@ -1,9 +1,9 @@
-"""What allocated a block, in one text, read off the stack that PyTorch recorded with it; and the phase it was in.
+"""Text that says what allocated a block, made from the stack that PyTorch recorded with it; and the phase of each event.
 
 A text is `operator[<outer operator] [raw:caller] [grad:node] [py:function<caller]`, as in the published histories. `raw:`
-is memory that no tensor has: a kernel or a library took it from the allocator. Stacks are those of
-`torch.cuda.memory._record_memory_history(stacks="all")`, innermost frame first; with stacks="python" only `py:` is left,
-and nothing tells tensors from workspaces.
+marks memory that belongs to no tensor: a kernel or a library requested it from the allocator. Stacks are those of
+`torch.cuda.memory._record_memory_history(stacks="all")`, innermost frame first. With stacks="python" there is only `py:`,
+and tensors cannot be told from workspaces.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LOSS = re.compile(r"cross_entropy|nll_loss|log_softmax_backward|loss")
 
 
 def category_of(frames: Iterable[Any]) -> str:
-    """What a stack says of an allocation. Frames of any other form are passed over."""
+    """The text for a stack. Frames in any other form are ignored."""
     operators: list[str] = []
     python: list[str] = []
     caller, node, stored, native, engine = "", "", False, False, False
@@ -68,19 +68,19 @@ def _frames(frames: Iterable[Any]) -> Iterator[tuple[str, str]]:
 
 
 def _function(name: str, file: str) -> str:
-    """A Python function; those of torch with their module."""
+    """The name of a Python function; for functions of torch, with their module."""
     _, torch, inside = file.replace("\\", "/").rpartition("/torch/")
     return f"torch:{inside.rpartition('/')[2].removesuffix('.py')}.{name}" if torch else name
 
 
 def is_hidden(category: str) -> bool:
-    """Whether no tensor has the memory."""
+    """Whether the memory belongs to no tensor."""
     return " raw:" in category or category.startswith("raw:")
 
 
 def phases(history: History) -> list[Phase]:
-    """The phase of each event, as far as recorded: an optimizer's marks, autograd's nodes, functions named for a loss. INIT
-    where an allocation has no stack."""
+    """The phase of each event, as far as it was recorded: from an optimizer's marks, autograd's nodes, and functions that
+    are named after a loss. INIT for allocations without a stack."""
     found: list[Phase] = []
     phase, stepping = Phase.INIT, False
     of = [_phase(text) for text in history.categories]

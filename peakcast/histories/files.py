@@ -1,4 +1,4 @@
-"""Reads a file that holds allocator histories, whichever of the known kinds its content is."""
+"""Reads a file of allocator histories; its content decides which of the known formats it is."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def read_histories(path: Path) -> list[History]:
     path = Path(path)
     try:
         with file_stream(path) as raw:
-            begins = raw.read(2) or b""  # None: a file of the system's that has nothing to give yet
+            begins = raw.read(2) or b""  # None: a system file that has no data yet
             raw.seek(0)
             if begins != GZIP:
                 return _histories(raw, begins, path)

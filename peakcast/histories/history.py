@@ -1,7 +1,7 @@
-"""One GPU's allocator history as a value: the state before the first event, the events in order, and what was counted.
+"""One GPU's allocator history as a value: the state before the first event, the events in order, and recorded totals.
 
-Addresses and sizes are bytes. The words for events are those of PyTorch's own trace (`torch.cuda.memory._snapshot`, torch
-2.13 `torch/csrc/cuda/memory_snapshot.cpp`).
+Addresses and sizes are bytes. Events have the names of PyTorch's own trace (`torch.cuda.memory._snapshot`, torch 2.13
+`torch/csrc/cuda/memory_snapshot.cpp`).
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from peakcast.units import MIB, round_up
 UNIT_BYTES = 512
 """kMinBlockSize of c10/core/AllocatorConfig.h: every block is a multiple of it."""
 LARGEST_SLACK_BYTES = 1 * MIB
-"""kSmallSize: a block of the large pool is split only if more than this is left (`should_split`)."""
+"""kSmallSize: a block of the large pool is split only if more than this would be left (`should_split`)."""
 UNCATEGORISED = -1
 
 
 class Action(StrEnum):
-    """What an event records."""
+    """The kind of an event."""
 
     ALLOC = "alloc"
     FREE = "free"
-    """Freed by the program, and free at once."""
+    """The program freed the block, and it can be reused at once."""
     LET_GO = "free_requested"
-    """Freed by the program while another stream still uses it..."""
+    """The program freed the block while another stream still uses it..."""
     FREE_LATER = "free_completed"
-    """...and free from here on."""
+    """...and it can be reused from here on."""
     SEGMENT_ALLOC = "segment_alloc"
     SEGMENT_FREE = "segment_free"
     OUT_OF_MEMORY = "oom"
     MARK = "mark"
-    """The program's own, such as the begin of an optimizer step; its text is the category."""
+    """A mark that the program made, such as the beginning of an optimizer step; its text is the category."""
 
 
 class Event(NamedTuple):
-    """`num_bytes` is what was asked for (of a segment, what it has); `category` an index into `History.categories`."""
+    """`num_bytes` is the requested size (for a segment, its own); `category` is an index into `History.categories`."""
 
     action: Action
     address: int = 0
@@ -50,7 +50,7 @@ class Event(NamedTuple):
 
 
 class Segment(NamedTuple):
-    """Memory that the driver had given before the first event; of an expandable segment, one run of its pages."""
+    """Memory that was reserved from the driver before the first event; for an expandable segment, one run of its pages."""
 
     address: int
     num_bytes: int
@@ -59,7 +59,7 @@ class Segment(NamedTuple):
 
 
 class HandedOut(NamedTuple):
-    """A block that was handed out before the first event: its size, and what was asked for."""
+    """A block that was allocated before the first event: its size and the requested size."""
 
     address: int
     num_bytes: int
@@ -68,7 +68,7 @@ class HandedOut(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class History:
-    """What was recorded of one GPU. `torch` and `gpu` are empty where the recording does not say them."""
+    """The recording of one GPU. `torch` and `gpu` are empty if the recording does not have them."""
 
     name: str
     device: int = 0
@@ -80,7 +80,7 @@ class History:
     events: tuple[Event, ...] = ()
     categories: tuple[str, ...] = ()
     peak_reserved_bytes: int
-    """Largest sum of segments from the state before the first event on."""
+    """Largest sum of segments, from the state before the first event on."""
 
     @property
     def num_allocations(self) -> int:
@@ -92,16 +92,16 @@ class History:
 
 
 class Request(NamedTuple):
-    """One call of the allocator: the event of its block, and the segments that it asked of the driver. `event` is None for
-    segments that no allocation followed, as where memory ran out."""
+    """One call of the allocator: the event of its block, and the segments that it requested from the driver. `event` is
+    None for segments without an allocation, as when memory ran out."""
 
     event: Event | None
     asked: tuple[Event, ...] = ()
 
 
 def requests(events: Sequence[Event]) -> Iterator[Request]:
-    """The events with each segment joined to the allocation that asked for it: PyTorch records a segment before the
-    allocation, some releases right after it (seen in torch 2.6)."""
+    """The events, each allocation together with the segments that it requested. PyTorch records a segment before its
+    allocation, and some releases right after it (seen in torch 2.6)."""
     pending: tuple[Event, ...] = ()
     skip = False
     for event, after in zip_longest(events, islice(events, 1, None)):
@@ -121,5 +121,6 @@ def requests(events: Sequence[Event]) -> Iterator[Request]:
 
 
 def block_bytes(requested_bytes: int) -> int:
-    """What a request takes at least, in bytes; more only where the rest of a block was too small to be split off."""
+    """The least size of a request's block, in bytes. It is larger only if the rest of a block was too small to be split
+    off."""
     return max(UNIT_BYTES, round_up(requested_bytes, UNIT_BYTES))

@@ -1,9 +1,9 @@
 """Reads a pickle of plain values: mappings, lists, tuples, texts, numbers, None. Nothing in it can run.
 
-Python's own unpickler is told to call things by its input, and even with every global refused a file can make it reserve
-gigabytes (an index of 2**32 in its memo, a length of 2**60) or overflow its stack (a key nested a million deep). This reads
-the same opcodes (protocol 2 to 5, Python 3.11 `Lib/pickle.py`), knows only those that make plain values, takes only texts
-and whole numbers as keys, and counts what it makes.
+Python's own unpickler calls things that its input names. Even with every global refused, a file can make it reserve
+gigabytes (an index of 2**32 in its memo, a length of 2**60) or overflow its stack (a key nested a million deep). This
+module reads the same opcodes (protocol 2 to 5, Python 3.11 `Lib/pickle.py`), accepts only those that make plain values and
+only texts and whole numbers as keys, and counts what it makes.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ MAX_BYTES = 1 << 29
 MAX_TEXT_BYTES = 1 << 18
 """The longest names in a snapshot are those of C++ templates, some ten thousand letters."""
 MAX_WAITING = 200_000
-"""Values that wait to be put into a container; Python writes at most 1,000 at a time for each open one."""
+"""Values that are not yet in a container; Python writes at most 1,000 at a time for each open container."""
 MAX_NUMBER_BYTES = 9
-"""What 64 bits need in two's complement, with a sign of their own."""
+"""Bytes of a 64-bit number in two's complement, with room for its sign."""
 CHUNK_BYTES = 1 << 20
 
 _MARK = object()
@@ -33,7 +33,7 @@ _NUMBERS = {
     ord("G"): (8, struct.Struct(">d")),
 }
 _TEXTS = {0x8C: 1, ord("X"): 4, 0x8D: 8}
-"""Bytes of a text's length, by opcode."""
+"""Opcode -> number of bytes of a text's length."""
 _PUTS = {ord("q"): 1, ord("r"): 4}
 _REFUSED = {
     ord("c"): "a global", 0x93: "a global", ord("i"): "a global", ord("R"): "a call", ord("o"): "a call",
@@ -43,7 +43,7 @@ _REFUSED = {
 
 
 class RefusedPickleError(ValueError):
-    """Not a pickle of plain values; the message says what it is instead."""
+    """The file is no pickle of plain values; the message says what was found instead."""
 
 
 class _Bytes:
@@ -56,7 +56,7 @@ class _Bytes:
         self.ended = False
 
     def more(self, at: int) -> int:
-        """Drop what is before `at` and read on; the place of the same byte."""
+        """Drop everything before `at` and read on. Returns the new position of the same byte."""
         self.seen += at
         if self.seen > MAX_BYTES:
             raise RefusedPickleError(f"it holds more than {MAX_BYTES:,} bytes")
@@ -67,9 +67,9 @@ class _Bytes:
 
 
 def load(file: IO[bytes]) -> Any:
-    """The value that `file` holds. Raises: RefusedPickleError, with what was met and where."""
+    """The value that `file` contains. Raises: RefusedPickleError saying what was found and where."""
     collecting = gc.isenabled()
-    gc.disable()  # nothing here makes a circle, and looking for one takes most of the time
+    gc.disable()  # no cycles are made here, and searching for them takes most of the time
     try:
         return _load(_Bytes(file))
     except IndexError:
@@ -165,7 +165,7 @@ def _load(source: _Bytes) -> Any:
             memo[int.from_bytes(data[at : at + width], "little")] = stack[-1]
             at += width
             continue
-        elif code == 0x95:  # FRAME: how many bytes belong together, which nothing here needs
+        elif code == 0x95:  # FRAME: number of bytes that belong together, not needed here
             at += 8
         elif code == 0x80:  # PROTO
             at += 1

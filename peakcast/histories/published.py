@@ -1,7 +1,7 @@
 """Reads the histories of `datasets/published/histories`: one JSON value a line, first a header, then the events.
 
-The format is said in `datasets/published/histories/README.md`. Files come from strangers as easily as from there, so what
-they may take in memory is bounded, and anything unexpected is one sentence.
+`datasets/published/histories/README.md` describes the format. Files may also come from strangers, so the memory that they
+can take is limited, and anything unexpected becomes one sentence.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MAX_LINE_BYTES = 32 * 2**20
 """The longest header of the published files has 0.2 MB."""
 MAX_EVENTS = 5_000_000
 ADDRESS_LIMIT = 1 << 57
-"""Beyond what any GPU addresses."""
+"""Larger than any address on a GPU."""
 ACTIONS = {
     "a": Action.ALLOC,
     "f": Action.FREE,
@@ -82,7 +82,7 @@ def published_history(file: IO[bytes], name: str) -> History:
 
 
 def _lines(file: IO[bytes], name: str) -> Iterator[tuple[int, Any]]:
-    """(number, value) of each line, none longer than is allowed; many are decoded at once, which is three times as fast."""
+    """(number, value) of each line; lines have a limited length. Many are decoded at once, which is three times as fast."""
     first = 1
     while lines := _some(file, name, first):
         try:

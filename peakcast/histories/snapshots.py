@@ -1,5 +1,5 @@
-"""Reads what `torch.cuda.memory._snapshot()` holds, as `_dump_snapshot` pickles it: the allocator's state at the end, and
-the last of its actions. The state before the first of them is worked out by undoing them from the end.
+"""Reads `torch.cuda.memory._snapshot()` as `_dump_snapshot` pickles it: the allocator's state at the end, and its latest
+actions. The state before the first of these is reconstructed by undoing them from the end.
 
 The format is that of torch 2.13 `torch/csrc/cuda/memory_snapshot.cpp` and `torch/cuda/memory.py`.
 """
@@ -34,14 +34,14 @@ ACTIONS = {
     "segment_unmap": Action.SEGMENT_FREE,
     "oom": Action.OUT_OF_MEMORY,
 }
-"""Others, such as "snapshot", are marks."""
+"""PyTorch's names of actions; others, such as "snapshot", are marks."""
 LIMIT = 1 << 63
 SMALL_SEGMENT_BYTES = 2 << 20
 LARGE_PAGE_BYTES = 20 << 20
 
 
 def histories_of(snapshot: object, name: str) -> list[History]:
-    """The history of each GPU that a snapshot has something of. Raises: RecordError."""
+    """The history of each GPU of which a snapshot has any data. Raises: RecordError."""
     if not isinstance(snapshot, Mapping) or not {"segments", "device_traces"} <= set(snapshot):
         raise RecordError(
             f"{name} is no memory snapshot: a mapping with segments and device_traces is expected, as "
@@ -107,7 +107,8 @@ def _peak(segments: Sequence[Segment], events: Sequence[Event]) -> int:
 
 
 def _settings(found: Mapping[str, Any], *, expandable: bool) -> Allocator:
-    """Of what a snapshot says, all that decides where blocks go; 0, -1 and very large values are torch's for "not set"."""
+    """The snapshot's settings that decide where blocks are placed; for torch, 0, -1 and very large values mean "not
+    set"."""
     split, threshold = found.get("max_split_size", -1), found.get("garbage_collection_threshold", 0.0)
     megabytes = _whole(split) >> 20 if isinstance(split, int) and 0 < split < 1 << 50 else None
     divisions = found.get("roundup_power2_divisions")
@@ -128,7 +129,7 @@ def _events(
     categories: dict[str, int],
     marks: Sequence[Mapping[str, Any]],
 ) -> list[Event]:
-    """The actions as events, with the program's marks among them by time. Stacks are often one and the same object."""
+    """The actions as events, with the program's marks inserted by time. Several actions often share one stack object."""
     found: list[Event] = []
     known: dict[int, int] = {}
     waiting = sorted(
@@ -156,7 +157,7 @@ def _events(
 
 
 def _joined(events: Sequence[Event]) -> list[Event]:
-    """A block that is free as soon as it is let go has one event instead of two."""
+    """The events, with one free instead of two for a block that can be reused as soon as it is freed."""
     found: list[Event] = []
     for event in events:
         last = found[-1] if found else None
@@ -179,13 +180,13 @@ def _whole(value: object) -> int:
 
 
 class _State:
-    """Segments and blocks handed out at the end of a recording, from which its actions are undone."""
+    """Segments and allocated blocks at the end of a recording; its actions are undone from there."""
 
     def __init__(self, segments: Sequence[Mapping[str, Any]], streams: dict[int, int], *, expandable: bool) -> None:
         self._expandable = expandable
         self._segments: dict[int, Segment] = {}
         self._sizes: dict[int, tuple[int | None, int]] = {}
-        """Size and bytes asked for of each block by address; None for one that was freed before the end."""
+        """Address -> (size, requested bytes) of each block; the size is None for a block that was freed before the end."""
         for each in segments:
             small = each.get("segment_type") == "small"
             address = _whole(each["address"])
@@ -200,14 +201,14 @@ class _State:
                 at += size
 
     def undo(self, events: Sequence[Event]) -> None:
-        """Go back before the first event."""
+        """Go back to the state before the first event."""
         for event in reversed(events):
             if event.action is Action.ALLOC:
                 self._sizes.pop(event.address, None)
             elif event.action is Action.FREE_LATER:
                 self._sizes[event.address] = None, event.num_bytes
             elif event.action is Action.LET_GO and event.address not in self._sizes:
-                self._sizes[event.address] = None, event.num_bytes  # still waits when the recording ends
+                self._sizes[event.address] = None, event.num_bytes  # not yet reusable when the recording ends
             elif event.action is Action.SEGMENT_ALLOC:
                 self._take(event)
             elif event.action is Action.SEGMENT_FREE:
@@ -216,7 +217,7 @@ class _State:
                 self._give(Segment(event.address, event.num_bytes, event.stream, small))
 
     def _give(self, segment: Segment) -> None:
-        """Put back a segment, or pages between others of theirs."""
+        """Put back a segment, or pages of an expandable one."""
         if self._expandable:
             for other in list(self._segments.values()):
                 if other.stream == segment.stream and other.address + other.num_bytes == segment.address:
@@ -228,7 +229,7 @@ class _State:
         self._segments[segment.address] = segment
 
     def _take(self, event: Event) -> None:
-        """Take away a segment, or pages at either end of a run or within it."""
+        """Remove a segment, or pages at either end of a run or within it."""
         begins, end = event.address, event.address + event.num_bytes
         for segment in list(self._segments.values()) if begins not in self._segments else [self._segments[begins]]:
             last = segment.address + segment.num_bytes
@@ -243,8 +244,8 @@ class _State:
         return tuple(sorted(self._segments.values()))
 
     def blocks(self) -> tuple[HandedOut, ...]:
-        """Each block with its size. Of one that was freed since, a snapshot has what was asked for: the rest of a large
-        block stayed with it where it was too small to be split off."""
+        """Each block with its size. For a block that was freed since, a snapshot has only the requested size; a large block
+        may have kept a rest that was too small to be split off."""
         ordered, segments = sorted(self._sizes), self.segments()
         begins = [segment.address for segment in segments]
         found = []

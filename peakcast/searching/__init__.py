@@ -1,1 +1,1 @@
-"""`peakcast search`: which layouts, batches and sequences fit, ranked. A door: it may ask every other part."""
+"""`peakcast search`: which layouts, batches and sequences fit, ranked. It may import every other part."""

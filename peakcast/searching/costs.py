@@ -145,10 +145,10 @@ def active_parameters(architecture: Architecture) -> int:
 
 
 def recompute(job: TrainingJob) -> float:
-    """Operations done again in backward, as a share of a step without any.
+    """Operations recomputed in backward, as a fraction of a step without recomputation.
 
     A layer's forward is 24·b·s·h² + 4·b·s²·h operations, its attention scores 4·b·s²·h (Korthikanti et al. 2022,
-    arXiv:2205.05198, section 5): full checkpointing does all of it again, selective the scores.
+    arXiv:2205.05198, section 5): full checkpointing recomputes all of it, selective checkpointing the scores.
     """
     checkpointing, a = job.activation_checkpointing, job.architecture
     if checkpointing.mode == "none":

@@ -1,4 +1,4 @@
-"""What `api.search` does: which question is asked, and of what."""
+"""The implementation of `api.search`: decides which question is asked, and about what."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def _which_type(
 
 
 def _refuse_unheard(find: str, num_gpus: int | None, global_batch_size: int | None) -> None:
-    """Refuse what an inverse question does not ask about: of a layout it takes the job's own."""
+    """Refuse arguments that an inverse question ignores, because it uses the job's own layout."""
     heard = {"plans": ("num_gpus", "global_batch_size"), "num_gpus": ("global_batch_size",)}.get(find, ())
     for name, value in (("num_gpus", num_gpus), ("global_batch_size", global_batch_size)):
         if value is not None and name not in heard:

@@ -1,4 +1,4 @@
-"""What a search answers. Plain values; bytes are of the fullest rank."""
+"""The answer of a search. Plain values; bytes are of the rank that needs most."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peakcast.spec import TrainingJob
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """One way to run the job, predicted."""
+    """One way to run the job, with its prediction."""
 
     job: TrainingJob
     fits: Fits
@@ -27,7 +27,7 @@ class Plan:
     """What it takes beside the step's own operations."""
 
     def to_mapping(self) -> dict[str, Any]:
-        """As JSON has it: what a search changes of the job, and the numbers."""
+        """JSON values: what the search changed in the job, and the numbers."""
         return {
             "job": changes_of(self.job),
             "fits": self.fits,
@@ -45,28 +45,28 @@ class Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Found:
-    """A search's answer: the best plans first."""
+    """The answer of a search, the best plans first."""
 
     gpu: str
     num_gpus: int
     global_batch_size: int
     num_candidates: int
     num_ruled_out: int
-    """Candidates whose weights, gradients and optimizer states alone are more than the GPU has."""
+    """Number of candidates whose weights, gradients and optimizer states alone are more than the GPU has."""
     left_out: Mapping[str, int]
-    """Why the network's recipes do not cover some, and how many; those are no candidates."""
+    """Why the network's recipes do not cover some layouts, and how many; these are no candidates."""
     plans: tuple[Plan, ...]
     findings: tuple[Finding, ...] = ()
-    """What reading the configuration left out or could not say; every bar is widened for it."""
+    """What reading the configuration left out or could not express; every bar is widened for it."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the findings say."""
+        """The sentences of the findings."""
         return sentences(self.findings)
 
     @property
     def fits(self) -> Fits:
-        """Whether any plan does."""
+        """Whether any plan fits."""
         return self.plans[0].fits if self.plans else "no"
 
     def to_mapping(self) -> dict[str, Any]:
@@ -83,8 +83,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """The answer to an inverse question: the largest (or, of GPUs, the fewest) that surely fits, and the next that does
-    not. `value` None: not even the smallest does."""
+    """The answer to an inverse question: the largest value (for GPUs, the fewest) that surely fits, and the next one, which
+    does not. `value` None: not even the smallest fits."""
 
     asked: str
     value: int | str | None
@@ -92,12 +92,12 @@ class Largest:
     beyond: int | str | None
     beyond_fits: Fits | None
     limit: int | None = None
-    """Where the recipe that answers ends, if that is what ended the search."""
+    """The limit of the recipe, if that ended the search."""
     findings: tuple[Finding, ...] = ()
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the findings say."""
+        """The sentences of the findings."""
         return sentences(self.findings)
 
     @property
@@ -118,7 +118,7 @@ class Largest:
 
 
 def changes_of(job: TrainingJob) -> Mapping[str, Any]:
-    """What a search varies, by field of the job."""
+    """The fields of a job that a search varies, with their values."""
     return {
         "micro_batch_size": job.micro_batch_size,
         "sequence_length": job.sequence_length,

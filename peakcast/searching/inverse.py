@@ -19,8 +19,8 @@ from peakcast.spec import TrainingJob
 
 MOST = {"micro_batch_size": 65_536, "sequence_length": 2**24}
 STEP = {"micro_batch_size": 1, "sequence_length": 128}
-"""Lengths are searched in steps of 128 tokens, times what the layout must divide; where a table of positions ends soon, in
-the smallest that the layout can divide."""
+"""Lengths are searched in steps of 128 tokens, multiplied by what the layout must divide; if a table of positions ends
+soon, in the smallest steps that the layout can divide."""
 FEW = 64
 
 
@@ -76,7 +76,7 @@ def largest(
 
 
 def _range(job: TrainingJob, name: str) -> tuple[int, int, int]:
-    """In which steps `name` is searched, the least that the batch of `job` needs, and the most that is asked."""
+    """(step in which `name` is searched, least value that the batch of `job` allows, largest value tried)."""
     layout, tokens = job.parallelism, job.batch.num_tokens or 1
     if name == "micro_batch_size":
         return STEP[name], -(-tokens // job.sequence_length), MOST[name]
@@ -110,7 +110,7 @@ def biggest_model(
     progress: Callable[[str], None] | None = None,
     findings: tuple[Finding, ...] = (),
 ) -> Largest:
-    """The architecture of the catalog with the most parameters with which `job`, else as it is, surely fits."""
+    """The architecture of the catalog with the most parameters with which `job`, otherwise unchanged, surely fits."""
     beyond, verdict = None, None
     for number, (name, candidate) in enumerate(_by_size(job)):
         if progress:

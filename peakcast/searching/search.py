@@ -1,8 +1,8 @@
-"""The search: candidates in the order of what they cost, the full prediction only of those that may be among the plans.
+"""The search: candidates in the order of their costs, with full predictions only for those that may become plans.
 
-What a plan costs beside memory needs no timeline. So candidates are walked in that order (`walk.in_order`), each of those
-that have room is predicted unless no prediction of its peak can say that it surely fits, and the walk ends when as many
-surely fit as are asked for. The answer is that of predicting all of them.
+The costs of a plan other than memory need no timeline. So candidates are visited in that order (`walk.in_order`). Each one
+that has room is predicted, unless no prediction with its peak could say that it surely fits; the search ends when as many
+surely fit as are asked for. The answer is the same as if all were predicted.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ from peakcast.workers import check_processes
 
 Progress = Callable[[str], None]
 Record = Callable[[Iterable[TrainingJob]], None]
-"""Records the recipes that jobs want."""
+"""Records the recipes that jobs need."""
 TRIED = 6
-"""So many times as many predictions as plans that are asked for, at most."""
+"""At most this many times as many predictions as plans that are asked for."""
 
 
 def search(
@@ -101,9 +101,9 @@ def search(
 
 
 def _recorded(every: list[TrainingJob], record: Record) -> tuple[list[TrainingJob], Mapping[str, int]]:
-    """Those of `every` that the network's recipes cover, once what is missing is recorded, and why others are not. Where
-    there is none, all of them are counted by the nearest guess, as `predict` does. Raises: SpecError when there is no guess
-    either."""
+    """(those of `every` that the network's recipes cover, after missing ones were recorded; why others are not covered). If
+    there is no recipe, all are kept and predicted by the nearest guess, as in `predict`. Raises: SpecError when there is no
+    guess either."""
     recordable = [job for job in every if not cannot_be_recorded(job)]
     record(recordable)
     network = every[0].architecture
@@ -124,7 +124,7 @@ def _recorded(every: list[TrainingJob], record: Record) -> tuple[list[TrainingJo
 
 
 def _plans(workers: Workers, walked: Iterator[Candidate], top: int, say: Progress) -> list[Plan]:
-    """The first `top` of `walked` that surely fit; where there are fewer, the first others that may fit beside them."""
+    """The first `top` of `walked` that surely fit; if there are fewer, the first others that may fit are added."""
     seen: list[Candidate] = []
     plans: dict[Candidate, Plan | None] = {}
 

@@ -13,7 +13,8 @@ from peakcast.parallelism import layers_beside_ends
 from peakcast.spec import ActivationCheckpointing, Offload, Parallelism, TrainingJob
 
 GPUS_PER_NODE = 8
-"""Tensor parallelism does not leave a node, for it talks in every layer (Narayanan et al. 2021, arXiv:2104.04473)."""
+"""Tensor parallelism stays within a node, because it communicates in every layer (Narayanan et al. 2021,
+arXiv:2104.04473)."""
 MOST_MICRO_BATCH = 64
 MEGATRON_CHECKPOINTING = ("none", "selective", "full")
 CHECKPOINTING = ("none", "full")
@@ -21,7 +22,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 MOST_VIRTUAL = 5
 """Virtual stages a rank: more of them hardly shrink the bubble, and each sends what it computes."""
 ENOUGH_FOR_A_STAGE = 4
-"""Micro-batches: DualPipeV wants two for each stage, the interleaved schedules as many in every round."""
+"""Micro-batches per stage: DualPipeV needs two, the interleaved schedules as many in every round."""
 OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, parameters=True))
 
 
@@ -29,7 +30,7 @@ def candidates(
     job: TrainingJob, num_gpus: int, global_batch_size: int, gpus_per_node: int = GPUS_PER_NODE
 ) -> Iterator[TrainingJob]:
     """Every layout × micro-batch × checkpointing × sharding × offload of `job` on `num_gpus` GPUs whose micro-batches add
-    up to `global_batch_size` sequences. What a `TrainingJob` refuses is not among them."""
+    up to `global_batch_size` sequences, except those that `TrainingJob` refuses."""
     modes = MEGATRON_CHECKPOINTING if job.framework == "megatron" else CHECKPOINTING
     kept = job.activation_checkpointing
     checkpointings = [kept if mode == kept.mode else ActivationCheckpointing(mode=mode) for mode in modes]  # type: ignore[arg-type]
@@ -56,18 +57,18 @@ def candidates(
 
 
 def layouts(job: TrainingJob, num_gpus: int, gpus_per_node: int = GPUS_PER_NODE) -> list[Parallelism]:
-    """Every way to spread `job` over exactly `num_gpus` ranks that its framework has."""
+    """Every way in which the job's framework can spread `job` over exactly `num_gpus` ranks."""
     return list(dict.fromkeys(_LAYOUTS.get(job.framework, _torch)(job, num_gpus, gpus_per_node)))
 
 
 def _deepspeed(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Parallelism]:
-    """Replicas of the data stream, sharded by stages."""
+    """Replicas of the data stream, with and without ZeRO stages."""
     for stage in ZERO_STAGES if num_gpus > 1 else (0,):
         yield Parallelism(data_parallel_size=num_gpus, zero_stage=stage)
 
 
 def _torch(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Parallelism]:
-    """PyTorch's own layouts, bare or under the Trainer: replicas, sharded or not, times tensor-, pipeline- and
+    """PyTorch's own layouts, in a plain loop or under the Trainer: replicas, sharded or not, times tensor-, pipeline- and
     context-parallel ranks as far as the ledger covers them (`parallel_reason`)."""
     schedule = job.parallelism.pipeline_schedule
     group = int(conventions(job)["shard_group_size"])
@@ -95,7 +96,7 @@ def _torch(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Para
 
 
 def _spread(job: TrainingJob, layout: Parallelism) -> TrainingJob:
-    """`job` in that layout, with micro-batches enough for every schedule of its pipeline."""
+    """`job` in that layout, with enough micro-batches for every schedule of its pipeline."""
     stages = layout.pipeline_parallel_size
     steps = ENOUGH_FOR_A_STAGE * stages if stages > 1 else job.gradient_accumulation_steps
     return job.replace(parallelism=layout, gradient_accumulation_steps=steps)
@@ -177,14 +178,15 @@ def _virtual_stages(job: TrainingJob, pipeline: int) -> set[int]:
 
 
 def _fills_the_pipeline(layout: Parallelism, steps: int) -> bool:
-    """At least one micro-batch for each stage; interleaving wants a multiple (megatron-core schedules.py)."""
+    """Whether there is at least one micro-batch for each stage; interleaving needs a multiple (megatron-core
+    schedules.py)."""
     stages = layout.pipeline_parallel_size
     return steps >= stages and (layout.virtual_pipeline_stages == 1 or steps % stages == 0)
 
 
 def _offloads(job: TrainingJob, layout: Parallelism) -> tuple[Offload, ...]:
-    """DeepSpeed offloads what it shards, FSDP2 parameters and states together, PyTorch activations anywhere; elsewhere the
-    job's own choice stands."""
+    """Kinds of offloading to try: DeepSpeed offloads what it shards, FSDP2 parameters and states together, PyTorch
+    activations anywhere; in all other cases the job's own."""
     if job.framework == "deepspeed" and layout.zero_stage > 0:
         return OFFLOADS if layout.zero_stage == 3 else OFFLOADS[:2]
     if job.framework not in ("huggingface", "torch"):

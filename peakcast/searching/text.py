@@ -1,4 +1,4 @@
-"""A search's answer as text: a line per plan, at most 110 columns."""
+"""The answer of a search as text: a line per plan, at most 110 columns."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def plan_line(number: int, plan: Plan) -> str:
 
 
 def plan_words(job: TrainingJob) -> str:
-    """`tp4 sp pp2 dp8 zero1 offload`: what differs from one rank, and what is offloaded."""
+    """`tp4 sp pp2 dp8 zero1 offload`: the differences from one rank, and what is offloaded."""
     layout, offload = job.parallelism, job.offload
     words = [f"{short}{getattr(layout, name)}" for name, short in SHORT if getattr(layout, name) > 1]
     words += ["sp"] if layout.sequence_parallel else []

@@ -1,4 +1,4 @@
-"""Candidates in the order of what they cost beside memory, those that have room with their peaks.
+"""Walks through candidates in the order of their costs other than memory, and finds those that have room, with their peaks.
 
 Candidates that differ in the micro-batch alone are a *series*: they send the same, and each needs at least as much as the
 one before, so the first that has no room ends it. A series is passed over without a timeline where what stands on its ranks
@@ -30,9 +30,9 @@ from peakcast.spec import TrainingJob
 from peakcast.workers import LostError
 
 ANY = 2**62
-"""Room for everything."""
+"""More room than any job needs."""
 AT_ONCE = 64
-"""Series that are looked at together by each process: few enough that little is in vain when the walk ends."""
+"""Series that each process handles together; few, so that little work is wasted when the walk ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,20 +46,20 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """What is walked: every candidate, the GPU type, and what it has room for."""
+    """The input of the walk: every candidate, the GPU type, and the room on it."""
 
     every: Sequence[TrainingJob]
     device: Device
     room_bytes: int
     findings: tuple[Finding, ...] = ()
-    """Those of reading the question."""
+    """Findings from reading the question."""
     lent: Lent | None = None
-    """The recipes that answer, where they are brought along."""
+    """Recipes that must be used, if the question brought any."""
 
 
 class Workers:
-    """Asks `function(question, item)` of many items, in order, on some processes; one process asks itself. The question is
-    handed to each process once."""
+    """Calls `function(question, item)` for many items, in order, on several processes; with one, in this process. The
+    question is sent to each process once."""
 
     def __init__(self, question: Question, processes: int) -> None:
         self.question, self.processes = question, processes
@@ -73,7 +73,7 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[[Question, Any], Any], items: Sequence[Any]) -> list[Any]:
-        """The answers, item by item. Raises: LostError where a process was ended from outside."""
+        """The results, item by item. Raises: LostError if a process was ended from outside."""
         if self.processes < 2 or len(items) < 2:
             return [function(self.question, item) for item in items]
         if self._pool is None:
@@ -92,9 +92,9 @@ _asked: list[Question] = []
 
 
 def _remember(question: Question) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # interrupts are left to the parent
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     _asked[:] = [question]
-    lending(question.lent).__enter__()  # for good
+    lending(question.lent).__enter__()  # until the process ends
 
 
 def _ask(function: Callable[[Question, Any], Any], item: Any) -> Any:
@@ -102,14 +102,15 @@ def _ask(function: Callable[[Question, Any], Any], item: Any) -> Any:
 
 
 LEAST = 1.01
-"""The job of the same shards that needs least may need so many times what another does: sequence parallelism gathers into
-buffers of its own, and a schedule without interleaving keeps an output longer. Both are below a hundredth of a peak."""
+"""The job of the same shards that needs least may need up to this multiple of what another one needs: sequence parallelism
+gathers into buffers of its own, and a schedule without interleaving keeps an output longer. Both are below a hundredth of a
+peak."""
 Series = tuple[int, ...]
-"""Places of candidates that differ in the micro-batch alone, by rising micro-batch."""
+"""Numbers of candidates that differ only in the micro-batch, from the smallest micro-batch to the largest."""
 
 
 def series(every: Sequence[TrainingJob]) -> list[Series]:
-    """All candidates in series."""
+    """All candidates, grouped into series."""
     found: dict[tuple[object, ...], list[int]] = {}
     for index, job in enumerate(every):
         layout = job.parallelism
@@ -120,7 +121,7 @@ def series(every: Sequence[TrainingJob]) -> list[Series]:
 
 
 def standing(every: Sequence[TrainingJob], members: Series) -> int:
-    """What stands on the fullest of the ends of the pipeline."""
+    """Bytes that the first or the last stage, whichever has more, holds throughout a steady step."""
     job = every[members[0]]
     return max(standing_bytes(job, stage) for stage in {0, job.parallelism.pipeline_parallel_size - 1})
 
@@ -198,24 +199,24 @@ def _peaks(question: Question, members: Series) -> list[int]:
 
 
 def no_less(job: TrainingJob, device: Device) -> int:
-    """A bound below `fullest`; 0 where none is cheaper."""
+    """A lower bound of `fullest`; 0 if there is none that is cheaper to compute."""
     if job.framework == "megatron" or wants_recipe(job):  # of a shallower network there may be no recipe
         return 0
     return bound_by_depth(job, lambda shallow: fullest(shallow, device, ANY))
 
 
 def least_of(job: TrainingJob) -> TrainingJob:
-    """The job of the same shards that needs least: interleaving adds to memory, sequence parallelism only takes away."""
+    """The job of the same shards that needs least memory: interleaving only adds to it, sequence parallelism only saves."""
     layout = job.parallelism
-    shares = layout.tensor_parallel_size > 1 and job.framework != "huggingface"  # whose plans have none
+    shares = layout.tensor_parallel_size > 1 and job.framework != "huggingface"  # huggingface plans have none
     least = replace(layout, sequence_parallel=shares, virtual_pipeline_stages=1, pipeline_schedule="1f1b")
     return job.replace(parallelism=least)
 
 
 def fullest(job: TrainingJob, device: Device, room_bytes: int) -> int:
-    """Peak bytes of the pipeline stage that needs most; of one that has no room where there is one."""
+    """Peak bytes of the pipeline stage that needs most; if a stage has no room, the peak of such a stage."""
     layout, steps = job.parallelism, job.gradient_accumulation_steps
-    # as many micro-batches as make the same peak: more of them differ in nothing
+    # as few micro-batches as give the same peak: further ones change nothing
     stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
     enough = max(min(steps, 2), representative_micro_batches(stages, virtual, 0, steps))
     return _fullest(job if enough == steps else job.replace(gradient_accumulation_steps=enough), device, room_bytes)

@@ -1,11 +1,11 @@
-"""A question of the page made into its panels, within a time and a memory of its own: what a worker process of the server
-runs, without Gradio."""
+"""Turns a question of the page into its panels, within limits of time and memory. A worker process of the server runs this,
+without Gradio."""
 
 from __future__ import annotations
 
 from functools import cache
 
-import peakcast.explaining.picture  # what answering needs is loaded before the first question
+import peakcast.explaining.picture  # loaded before the first question
 import peakcast.models.predict  # noqa: F401
 from peakcast.render import job_text
 from peakcast.units import GIB
@@ -15,9 +15,9 @@ from peakcast.web.links import to_query
 from peakcast.workers import Limits, Workers
 
 AT_ONCE = 2
-"""Questions answered at a time; one that takes long leaves room for another."""
+"""Questions answered at the same time, so that a slow one does not block another."""
 LIMITS = Limits(seconds=30.0, memory_bytes=2 * GIB)
-"""Of one question. One of a real project takes a second and 0.2 GiB, drawn pictures included."""
+"""Limits of one question. One of a real project takes a second and 0.2 GiB, including its pictures."""
 
 
 def panels_of(asked: Asked) -> tuple[str, ...]:
@@ -35,5 +35,5 @@ def panels_of(asked: Asked) -> tuple[str, ...]:
 
 @cache
 def workers() -> Workers:
-    """The processes that answer this server's questions, started when the first is asked."""
+    """The processes that answer this server's questions; they start with the first question."""
     return Workers(panels_of, AT_ONCE, LIMITS, method="forkserver")

@@ -1,6 +1,7 @@
-"""One question of the page: what was pasted or picked, the knobs that change it, and the answer with its explanation.
+"""One question of the page: what was pasted or chosen, the knobs that change it, and the answer with its explanation.
 
-Whatever is wrong with it is a `PeakcastError` whose message the page shows; sizes are bounded before anything is computed.
+Anything wrong with it becomes a `PeakcastError` whose message the page shows; sizes are limited before anything is
+computed.
 """
 
 from __future__ import annotations
@@ -21,36 +22,36 @@ from peakcast.questions import Question, question, translation_of
 from peakcast.spec import TrainingJob
 
 LONGEST_NAME = 255
-"""A file system's longest, and longer than any network's."""
+"""The longest name in a file system; no network's name is longer."""
 MOST_CHARACTERS = 200_000
-"""A configuration longer than this is no configuration: the longest of a real project has 20,000."""
+"""A longer text is no configuration: the longest of a real project has 20,000 characters."""
 MOST_LAYERS = 1_000
 MOST_STAGES = 256
-"""Bound the time of an answer, which takes a ledger for each stage of a pipeline, virtual ones included; the deepest
-published network has 126 layers. Ranks beside each other are alike, and as many as a job may have."""
+"""Limits the time of an answer, which computes a ledger for each stage of a pipeline, virtual stages included; the deepest
+published network has 126 layers. Data-parallel ranks are equal, so a job may have any number of them."""
 FIELDS = {flag.name: flag.fields for flag in FLAGS}
-"""Knob, called as the command line's flag -> fields of a job."""
+"""Name of a knob, which is that of the command-line flag -> fields of a job."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Asked:
-    """The state of the page: enough to ask the same question again."""
+    """The state of the page, which is enough to ask the same question again."""
 
     text: str = ""
-    """A pasted configuration, with the other files of its run after lines of `---`, or the name of a model."""
+    """A pasted configuration, with other files of its run after lines of `---`, or the name of a model."""
     num_gpus: int | None = None
-    """GPUs of the whole run, where the configuration leaves that to the launcher."""
+    """Number of GPUs of the whole run, if the launcher and not the configuration says it."""
     model: str = ""
-    """The network to take in the place of the one that the configuration names."""
+    """The network to use instead of the one that the configuration names."""
     versions: str = ""
     """Versions of packages ("torch=2.9,transformers=4.45.2"), or the tag of NVIDIA's PyTorch image ("26.04")."""
     gpu: str = "H100-80GB"
     host_memory_gib: float | None = None
-    """Host memory of a node, where it is to be weighed too."""
+    """Host memory of a node, if the verdict is to include it."""
     gpus_per_node: int | None = None
-    """GPUs that share it; None: 8."""
+    """Number of GPUs that share it; None: 8."""
     knobs: Mapping[str, Any] = field(default_factory=dict)
-    """Knob -> value, of those that change what the configuration says."""
+    """Knob -> value, for knobs that change the configuration."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +65,7 @@ class Answered:
 
 
 def answered(asked: Asked) -> Answered:
-    """The answer. Raises: SpecError or CatalogError with a message for the page."""
+    """The answer to `asked`. Raises: SpecError or CatalogError with a message for the page."""
     from peakcast.answers import full_answer
     from peakcast.explaining.door import explanation
 
@@ -85,7 +86,7 @@ def answered(asked: Asked) -> Answered:
 
 
 def _check_sizes(job: TrainingJob) -> None:
-    """Refuse what would take more than seconds. Raises: SpecError."""
+    """Refuse jobs that would take longer than seconds. Raises: SpecError."""
     layout = job.parallelism
     sizes = {
         "num_hidden_layers": (job.architecture.num_hidden_layers, MOST_LAYERS),
@@ -125,7 +126,8 @@ def _question(asked: Asked) -> Question:
 
 
 def _job(text: str) -> str:
-    """A line without structure is the name of a network, everything else a configuration's text."""
+    """The job as `api` takes it: one line without structure is the name of a network, everything else the text of a
+    configuration."""
     if "\n" in text or any(mark in text for mark in "{:=") or text.startswith("-"):
         return f"{text}\n"
     if len(text) > LONGEST_NAME:
@@ -138,7 +140,7 @@ def _job(text: str) -> str:
 
 
 def _changed(job: TrainingJob, knobs: Mapping[str, Any]) -> TrainingJob:
-    """`job` with the fields that the knobs set. Raises: SpecError."""
+    """`job` with the fields changed that the knobs set. Raises: SpecError."""
     changes = {name: value for name, value in knobs.items() if value not in (None, "")}
     unknown = next((name for name in changes if name not in FIELDS), None)
     if unknown is not None:

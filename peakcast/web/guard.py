@@ -1,4 +1,4 @@
-"""What the server lets in: requests of its own page, of a bounded size, to the few addresses that the page needs."""
+"""What the server accepts: requests from its own page, of limited size, to the few addresses that the page needs."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from typing import Any
 from urllib.parse import urlsplit
 
 MOST_BODY_BYTES = 2 * 2**20
-"""Of a request: a pasted configuration and its knobs are a tenth of that."""
+"""Largest body of a request: a pasted configuration and its knobs take a tenth of that."""
 POSTED_TO = ("/gradio_api/queue/join", "/gradio_api/call/ask", "/gradio_api/reset", "/gradio_api/cancel")
-"""All that may be posted to (Gradio 6 routes.py). Uploads are none of it: the page has no use for files."""
+"""The only addresses that accept POST (Gradio 6 routes.py). Uploads are not among them: the page needs no files."""
 CLOSED = (
     "/gradio_api/upload", "/gradio_api/file", "/gradio_api/proxy", "/gradio_api/stream", "/gradio_api/component_server",
     "/gradio_api/dev", "/gradio_api/vibe", "/gradio_api/custom_component", "/gradio_api/deep_link", "/login", "/monitoring",
 )  # fmt: skip
-"""Beginnings of addresses of Gradio's that the page does not need."""
+"""Prefixes of Gradio's addresses that the page does not need."""
 HEADERS = {
     "content-security-policy": "default-src 'self'; script-src 'self' 'unsafe-inline' 'unsafe-eval' blob:; "
     "style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; font-src 'self' data:; object-src 'none'; "
@@ -28,7 +28,7 @@ HEADERS = {
     "cross-origin-resource-policy": "same-origin",
     "permissions-policy": "camera=(), microphone=(), geolocation=()",
 }
-"""Of every answer. Gradio's own code needs inline scripts; none comes from elsewhere."""
+"""Headers of every response. Gradio's own code needs inline scripts; no script comes from elsewhere."""
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
@@ -36,7 +36,7 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class Guard:
-    """An ASGI application that stands before another one. `host` is the name that the server was asked to listen on."""
+    """An ASGI application that wraps another one. `host` is the name on which the server was asked to listen."""
 
     def __init__(self, app: Any, host: str = "127.0.0.1") -> None:
         self._app = app
@@ -56,7 +56,7 @@ class Guard:
         await self._app(scope, body.receive, body.send)
 
     def _refusal(self, method: str, path: str, headers: dict[str, str]) -> tuple[int, str]:
-        """The status and the sentence with which a request is refused; (0, "") for one that is let in."""
+        """(status, sentence) with which a request is refused; (0, "") if it is accepted."""
         host, origin = headers.get("host", ""), headers.get("origin")
         if not self._is_ours(host):
             return 421, "this server is asked by its address or as localhost; another name may be somebody else's page."
@@ -84,7 +84,7 @@ class Guard:
 
 
 class _Body:
-    """A request's body, which ends where it grows too long, and the answer with this server's headers."""
+    """A request's body, which is cut off if it is too long, and the response with this server's headers."""
 
     def __init__(self, receive: Receive, send: Send) -> None:
         self._receive, self._send = receive, send

@@ -1,4 +1,4 @@
-"""A question as the query of a link, and back: the same link asks the same question anywhere."""
+"""A question as the query of a link, and back: the same link asks the same question on any server."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from peakcast.errors import SpecError
 from peakcast.web.asking import MOST_CHARACTERS, Asked
 
 MOST_BYTES = 4 * MOST_CHARACTERS + 10_000
-"""Of a question once unpacked: the text in UTF-8 and its knobs."""
+"""Largest size of an unpacked question: the text in UTF-8 and its knobs."""
 
 
 def to_query(asked: Asked) -> str:
@@ -22,7 +22,8 @@ def to_query(asked: Asked) -> str:
 
 
 def from_query(query: str) -> Asked:
-    """The question of a link, unpacked no further than a question may be. Raises: SpecError when it is none."""
+    """The question of a link; it is unpacked only up to the largest size of a question. Raises: SpecError for anything
+    else."""
     try:
         packed = base64.urlsafe_b64decode(query + "=" * (-len(query) % 4))
         unpacker = zlib.decompressobj()

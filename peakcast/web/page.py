@@ -17,7 +17,7 @@ FIRST = Asked(
     text="architecture: llama-3.1-8b\nactivation_checkpointing: {mode: full}\noptimizer: {implementation: fused}\n",
     gpu="H100-80GB",
 )
-"""What the page shows before anything is asked. No knob is set: they would go on holding for what is pasted next."""
+"""The question that the page shows at first. It sets no knob, because knobs would stay set for what is pasted next."""
 STEP: dict[str, tuple[str, list[str] | None]] = {
     "micro_batch_size": ("Micro-batch size", None),
     "sequence_length": ("Sequence length", None),
@@ -36,14 +36,14 @@ LAYOUT: dict[str, tuple[str, list[str] | None]] = {
     "pipeline_parallel_size": ("Pipeline stages", None),
     "context_parallel_size": ("Context-parallel ranks", None),
 }
-"""Knob (a flag of the command line) -> its label and its choices; None: a whole number."""
+"""Knob (a flag of the command line) -> its label and its choices; None means an integer."""
 KNOBS = {**STEP, **LAYOUT}
 AS_GIVEN = ""
 SHOW_ANSWER = """() => {
   const answer = document.getElementById("answer");
   if (answer.getBoundingClientRect().top > innerHeight) answer.scrollIntoView({behavior: "smooth"});
 }"""
-"""On a narrow screen the answer stands below the inputs, out of sight of the button."""
+"""On a narrow screen the answer is below the inputs, out of sight of the button."""
 NUM_OUTPUTS = 6
 
 
@@ -57,7 +57,7 @@ def ask(
     gpus_per_node: int | None,
     *values: Any,
 ) -> tuple[str, ...]:
-    """The panels of one question: answer, timeline, layers, notes, job file, link. A fault is shown in the first."""
+    """The panels of one question: answer, timeline, layers, notes, job file, link. An error is shown in the first."""
     knobs = {name: value for name, value in zip(KNOBS, values, strict=True) if value not in (None, AS_GIVEN)}
     asked = Asked(
         text=text or "",
@@ -74,7 +74,7 @@ def ask(
         return found
     except PeakcastError as error:
         return _fault(error.message)
-    except Exception as error:  # the page says so, the server stays
+    except Exception as error:  # the page shows it, the server goes on
         return _fault(f"this is a bug in peakcast: {type(error).__name__}: {error}")
 
 
@@ -83,7 +83,7 @@ def _fault(message: str) -> tuple[str, ...]:
 
 
 def restored(request: gr.Request) -> tuple[Any, ...]:
-    """The inputs and panels that the link asks for; those of `FIRST` without one."""
+    """The inputs and panels for the question in the link; those of `FIRST` without a link."""
     query = request.query_params.get("q", "")
     try:
         asked = from_query(query) if query else FIRST
@@ -94,14 +94,14 @@ def restored(request: gr.Request) -> tuple[Any, ...]:
 
 
 def _inputs(asked: Asked) -> tuple[Any, ...]:
-    """What the inputs hold for `asked`, in the order of `ask`."""
+    """The values of the inputs for `asked`, in the order of `ask`."""
     values = (asked.knobs.get(name, AS_GIVEN if choices else None) for name, (_, choices) in KNOBS.items())
     node = (asked.host_memory_gib, asked.gpus_per_node)
     return (asked.text, asked.num_gpus, asked.model, asked.versions, asked.gpu, *node, *values)
 
 
 def page(*, reports: bool) -> gr.Blocks:
-    """The page; with `reports`, a link to the accuracy reports that the server has."""
+    """The page; `reports` adds a link to the accuracy reports on this server."""
     with gr.Blocks(analytics_enabled=False, title="peakcast: will this training run fit?", fill_width=True) as blocks:
         accuracy = ' How far off it is: <a href="/reports/index.html">accuracy reports</a>.' if reports else ""
         gr.HTML(
@@ -174,7 +174,7 @@ def page(*, reports: bool) -> gr.Blocks:
 
 
 def _knobs(rows: dict[str, tuple[str, list[str] | None]]) -> list[Any]:
-    """A component for each knob, two beside each other."""
+    """A component for each knob, in rows of two."""
     found: list[Any] = []
     names = list(rows)
     for pair in (names[i : i + 2] for i in range(0, len(names), 2)):

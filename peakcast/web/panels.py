@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from jinja2 import Environment
 
 STYLES = {"yes": "fits", "no": "not", "uncertain": "unsure"}
-"""`Prediction.fits` -> class of the page's style."""
+"""`Prediction.fits` -> class in the page's style sheet."""
 ROOM = 1.05
-"""The tracks are this much longer than what they show, so that the GPU's end is seen."""
+"""Bars have this multiple of the length that they show, so that the GPU's capacity is visible."""
 TOP = 5
 NUM_ADVICE = 6
 
@@ -55,7 +55,7 @@ def _quantity(prediction: Any, name: str, scale: int) -> dict[str, Any]:
 
 
 def timeline_html(found: Answered) -> str:
-    """The stacked timeline as an inline picture, with its peaks by phase as a table below for those who cannot see it."""
+    """The stacked timeline as an inline picture, and its peaks by phase as a table for people who cannot see it."""
     from peakcast.explaining.picture import draw
 
     e, p = found.explanation, found.prediction
@@ -71,7 +71,7 @@ def layers_html(found: Answered) -> str:
 
 
 def notes_html(found: Answered) -> str:
-    """What was assumed, what is warned of, what no number contains, and the whole advice."""
+    """Assumptions, warnings, what no number includes, and the whole advice."""
     p, e = found.prediction, found.explanation
     return _render(
         "notes.html.j2",

@@ -1,4 +1,4 @@
-"""Serves the page, and the accuracy reports beside it, on this machine (loopback unless another host is asked for)."""
+"""Serves the page and the accuracy reports on this machine (loopback unless another host is given)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from peakcast.web.guard import Guard
 from peakcast.web.page import page
 
 MOST_CONNECTIONS = 200
-"""At a time: a page holds two."""
+"""Most connections at a time; a page has two."""
 
 
 def application(reports: Path | None, host: str = "127.0.0.1") -> Any:
-    """The ASGI application; `reports`: the folder of the accuracy reports, None where there is none; `host`: the name that
-    it is served under."""
+    """The ASGI application. `reports`: the folder of the accuracy reports, None if there is none; `host`: the name under
+    which it is served."""
     import gradio as gr
     from fastapi import FastAPI
     from starlette.staticfiles import StaticFiles
@@ -51,7 +51,7 @@ def serve(host: str, port: int, reports: Path | None = None, say: Callable[[str]
 
     import uvicorn
 
-    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the page promises that nothing leaves this machine
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # the page promises that no data leaves this machine
 
     listening = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -70,7 +70,7 @@ def serve(host: str, port: int, reports: Path | None = None, say: Callable[[str]
 
 
 def reports_folder() -> Path | None:
-    """Where the accuracy reports are, if this is a checkout that has them."""
+    """The folder of the accuracy reports, if this is a checkout that has them; else None."""
     try:
         folder = checkout_folder("reports")
     except Exception:

@@ -80,3 +80,23 @@ def test_a_known_mask_chooses_as_many_as_it_has() -> None:
         ids = torch.tensor([[7, 1, 7], [2, 3, 7]])
         assert torch.empty(2, 3, 8)[ids == 7].shape == (3, 8)
         assert int((ids == 7).sum()) == 3
+
+
+def test_a_tower_with_an_image_processor_of_its_own_is_given_its_images() -> None:
+    """Pixtral is a tower of Llava's class, whose own processor would enlarge every image: 84 x 56 pixels in patches of 14
+    are 6 x 4 tokens."""
+    tower = {"model_type": "pixtral", "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64}
+    tower |= {"num_attention_heads": 2, "head_dim": 16, "image_size": 112, "patch_size": 14}
+    network = {**LLAVA, "vision_config": tower, "vision_feature_select_strategy": "full", "vision_feature_layer": -1}
+    asked = job(architecture=network, images={"per_sequence": 1, "height": 84, "width": 56})
+    model = model_of(asked)
+    assert type(image_processor_of(model.config)).__name__.startswith("PixtralImageProcessor")
+    batch = with_images(batch_of(asked), asked, model, "cpu")
+    assert tokens_of_image(asked, batch, model.config) == 24
+
+
+@pytest.mark.parametrize(("family", "processor"), [("qwen3_vl_moe", "Qwen2VLImageProcessor"), ("glm4v_moe", "Glm4vImage")])
+def test_a_mixture_sees_images_as_the_dense_network_of_its_family_does(family: str, processor: str) -> None:
+    """It has no image processor of its own in transformers 5.17, and the same processor of text and images."""
+    found = image_processor_of(transformers.CONFIG_MAPPING[family]())
+    assert type(found).__name__.startswith(processor)

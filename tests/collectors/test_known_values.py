@@ -31,3 +31,29 @@ def test_what_is_too_large_to_keep_is_not_known(monkeypatch: pytest.MonkeyPatch)
     with KnownValuesMode(allow_non_fake_inputs=True):
         _, chosen = torch.empty(12, 6).topk(2)
     assert value_of(chosen) is None
+
+
+def test_the_one_expert_of_each_token_is_each_as_often() -> None:
+    """As Switch's and NLLB's routers choose it, by the largest number."""
+    with KnownValuesMode(allow_non_fake_inputs=True):
+        scores = torch.empty(12, 6)
+        found = [scores.argmax(dim=-1), scores.max(dim=-1).indices]
+        anywhere = scores.argmax()
+    assert [value_of(one).tolist() for one in found] == [[0, 1, 2, 3, 4, 5] * 2] * 2
+    assert value_of(anywhere) is None
+
+
+def test_a_known_number_is_written_as_it_is() -> None:
+    """Switch finds its experts by name."""
+    known_values.install()
+    with KnownValuesMode(allow_non_fake_inputs=True):
+        number, unknown = torch.arange(4)[3], torch.empty(())
+    assert f"expert_{number}" == "expert_3"
+    assert "FakeTensor" in f"{unknown}"
+
+
+def test_whole_numbers_are_counted_as_a_gpu_counts_them() -> None:
+    """histc on the CPU takes fractions alone; mixtures count the tokens of each expert with it."""
+    chosen = torch.tensor([0, 2, 2, 3], dtype=torch.int32)
+    counts = known_values._really(torch.ops.aten.histc.default, (chosen, 4, 0, 3), {})
+    assert (counts.tolist(), counts.dtype) == ([1, 0, 2, 1], torch.int32)

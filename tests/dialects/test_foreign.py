@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 import pytest
@@ -14,33 +15,18 @@ from peakcast.questions import translation_of
 BRIDGE = "_target_: megatron.bridge.training.config.ConfigContainer\nmodel: {num_layers: 36, hidden_size: 2880}\n"
 OVERRIDES = "model_config: {tensor_model_parallel_size: 2}\ntrain_config: {micro_batch_size: 4}\n"
 PERFORMANCE = "ConfigContainer: {model: {cross_entropy_fusion_impl: te}}\nperf_matrix: {h100: {}}\n"
-VERL = """torchrun --standalone --nnodes=1 --nproc_per_node=8 -m verl.trainer.fsdp_sft_trainer \\
-    data.train_files=gsm8k.parquet data.micro_batch_size_per_gpu=4 model.partial_pretrain=Qwen/Qwen2.5-0.5B-Instruct
-"""
-OPENRLHF = """read -r -d '' training_commands <<EOF
-openrlhf.cli.train_sft \\
-   --max_len 2048 --micro_train_batch_size 2 --pretrain meta-llama/Meta-Llama-3-8B --zero_stage 2
-EOF
-deepspeed --module $training_commands
-"""
-NEO_X = '{"pipe_parallel_size": 1, "model_parallel_size": 1, "num_layers": 12, "hidden_size": 768, "seq_length": 2048}'
 FOUNDRY = "max_seq_len: 2048\nglobal_train_batch_size: 512\nmodel: {name: mpt_causal_lm}\nfsdp_config: {}\n"
-AUTOMODEL = "step_scheduler: {global_batch_size: 64}\nmodel: {_target_: nemo_automodel.NeMoAutoModelForCausalLM}\n"
 NEMO_2 = "_target_: nemo.collections.llm.api.pretrain\nmodel: {config: {num_layers: 32}}\n"
-SWIFT = "swift sft --model Qwen/Qwen2.5-7B-Instruct --train_type lora --dataset x\n"
+SWIFT = "swift infer --model Qwen/Qwen2.5-7B-Instruct --stream true\n"
+NANO_GPT = "block_size: 1024\nn_layer: 12\nn_head: 12\nbatch_size: 12\n"
 REFUSED = Path(__file__).parent / "refused"
 """Files in the shape and with the keys that the projects publish."""
 FOUND = {
-    "a Megatron-Bridge configuration": [BRIDGE, OVERRIDES, PERFORMANCE],
-    "a Megatron-Bridge launcher": [REFUSED / "bridge.sh", REFUSED / "bridge_performance.sh"],
-    "a NeMo AutoModel recipe": [AUTOMODEL, REFUSED / "automodel.sh"],
+    "a Megatron-Bridge configuration": [BRIDGE, OVERRIDES, PERFORMANCE, REFUSED / "bridge_performance.sh"],
     "a NeMo 2 recipe": [NEMO_2, REFUSED / "nemo_llm.sh"],
-    "a GPT-NeoX configuration": [NEO_X, "python deepy.py train.py configs/125M.yml\n"],
     "an LLM Foundry configuration": [FOUNDRY],
-    "a verl configuration": [VERL],
-    "an OpenRLHF command": [OPENRLHF],
-    "an ms-swift command for Megatron": [REFUSED / "megatron_sft.sh"],
-    "an ms-swift command": [SWIFT],
+    "an ms-swift command that trains nothing": [SWIFT],
+    "a nanoGPT run": [NANO_GPT],
     "a nanochat run": [REFUSED / "nanochat.sh", '{"model_config": {"sequence_len": 2048, "n_layer": 20, "n_kv_head": 10}}'],
     "a MaxText configuration": [
         REFUSED / "maxtext.yml",
@@ -54,14 +40,27 @@ FOUND = {
 @pytest.mark.parametrize("project", FOREIGN, ids=lambda project: project.title)
 def test_each_is_named_with_the_way_out(project):
     for text in FOUND[project.title]:
-        with pytest.raises(SpecError, match=f"is {project.title}, which is not read here; give ") as caught:
+        with pytest.raises(SpecError, match=f"is {project.title}, which is not read here; ") as caught:
             translation_of(text)
         assert project.way_out in caught.value.message
 
 
-def test_a_torchtitan_command_for_a_python_function_is_refused_by_name():
-    with pytest.raises(SpecError, match="is a torchtitan command for 'llama3_8b', a Python function of its config"):
+def test_a_torchtitan_command_for_a_python_function_needs_the_function():
+    if importlib.util.find_spec("torchtitan") is not None:
+        pytest.skip("torchtitan is installed, whose functions are read then")
+    with pytest.raises(SpecError, match="module='llama3' names Python functions of torchtitan, and neither a checkout"):
         translation_of(REFUSED / "torchtitan_module.sh")
+
+
+def test_a_recipe_of_megatron_bridge_needs_the_package():
+    with pytest.raises(SpecError, match="recipe='llama32_1b_pretrain_config' is a Python function of Megatron-Bridge"):
+        translation_of(REFUSED / "bridge.sh")
+
+
+@pytest.mark.parametrize("name", ["automodel.sh", "hydra_automodel.sh"])
+def test_a_command_of_automodel_needs_the_recipe_that_it_names(name):
+    with pytest.raises(SpecError, match=r"give it by --with llama3_2_1b_squad\.yaml"):
+        translation_of(REFUSED / name)
 
 
 def test_a_torchtitan_command_for_a_file_needs_that_file_and_then_is_read():
@@ -98,5 +97,5 @@ def test_a_python_program_is_named_by_what_it_imports(imports, title, tmp_path):
 
 def test_every_refused_file_is_used():
     used = {file for files in FOUND.values() for file in files if isinstance(file, Path)}
-    others = {"torchtitan.sh", "torchtitan_module.sh", "nemo_1.sh", "hydra_automodel.sh"}
+    others = {"torchtitan.sh", "torchtitan_module.sh", "nemo_1.sh", "hydra_automodel.sh", "automodel.sh", "bridge.sh"}
     assert {file.name for file in REFUSED.iterdir()} == {file.name for file in used} | others

@@ -12,6 +12,7 @@ import pytest
 from peakcast import catalog
 from peakcast.dialects import hub
 from peakcast.dialects.job_file import resolve_architecture
+from peakcast.dialects.text import no_files
 from peakcast.errors import CatalogError, SpecError
 
 CONFIG = {
@@ -31,8 +32,12 @@ class Hub(BaseHTTPRequestHandler):
         name = self.path.split("/")[2].replace("llama-3.1-8", "gone")
         if name == "gone":
             self.send_error(404)
-        elif name == "gated":
-            self.send_error(401)
+        elif name == "gated" and self.headers["Authorization"] != "Bearer good":
+            self.send_error(403 if self.headers["Authorization"] else 401)
+        elif name == "away":
+            self.send_response(307)
+            self.send_header("Location", "/some/gated/resolve/main/config.json")
+            self.end_headers()
         elif name == "moved":
             self.send_response(307)
             self.send_header("Location", "/some/tiny/resolve/main/config.json")
@@ -40,7 +45,13 @@ class Hub(BaseHTTPRequestHandler):
         elif name == "slow":
             time.sleep(2)
         else:
-            body = {"tiny": json.dumps(CONFIG), "big": " " * (hub.MAX_BYTES + 2), "list": "[]", "html": "<html>"}[name]
+            body = {
+                "tiny": json.dumps(CONFIG),
+                "gated": json.dumps(CONFIG),
+                "big": " " * (hub.MAX_BYTES + 2),
+                "list": "[]",
+                "html": "<html>",
+            }[name]
             self.send_response(200)
             self.end_headers()
             self.wfile.write(body.encode())
@@ -55,6 +66,7 @@ def server(monkeypatch, tmp_path):
     threading.Thread(target=served.serve_forever, daemon=True).start()
     monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{served.server_port}/")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "http_proxy", "HTTP_PROXY", "all_proxy"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(hub, "TIMEOUT_SECONDS", 0.5)
@@ -77,7 +89,7 @@ def test_a_hub_id_is_fetched_once(server):
     ("name", "says"),
     [
         ("some/gone", "there is no such model"),
-        ("some/gated", "its licence must be accepted first"),
+        ("some/gated", "it is not there, or is gated or private. Accept its licence on http://127.0.0.1"),
         ("some/slow", "cannot be reached"),
         ("some/big", "larger than"),
         ("some/list", "is no mapping"),
@@ -148,3 +160,33 @@ def test_every_architecture_of_the_catalog_has_its_hub_id():
     without = {name for name in catalog.architecture_names() if not any("/" in alias for alias in aliases.get(name, ()))}
     # the ids of these stand for models with a vision tower; the catalog has their text part
     assert without == {"gemma-3-4b", "gemma-3-12b", "gemma-3-27b"}
+
+
+def test_a_gated_model_is_opened_by_the_users_token(server, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "good")
+    assert resolve_architecture("some/tiny").hidden_size == 64
+    assert resolve_architecture("some/gated").hidden_size == 64
+    with pytest.raises(CatalogError, match="gated"):  # the token goes to no address that the hub redirects to
+        resolve_architecture("some/away")
+
+
+@pytest.mark.parametrize(
+    ("token", "says"),
+    [
+        (
+            "bad",
+            r"it is gated: its licence must be accepted first. Accept .* the account of your token, which does not open it",
+        ),
+        (None, r"log in \(hf auth login, or HF_TOKEN\)"),
+    ],
+)
+def test_a_token_that_does_not_open_a_model_is_said(server, monkeypatch, token, says):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: token)
+    with pytest.raises(CatalogError, match=says):
+        resolve_architecture("some/gated")
+
+
+def test_somebody_elses_question_uses_no_token(server, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.get_token", lambda: "good")
+    with no_files(), pytest.raises(CatalogError, match=r"Accept its licence on .* and give its config.json"):
+        resolve_architecture("some/gated")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -70,12 +71,76 @@ def test_what_megatron_has_and_a_job_has_not_is_said(key, value):
     assert any(key in sentence for sentence in found.unsupported)
 
 
-def test_the_v1_configurations_are_refused_with_the_way_out():
-    values = {"model": "Qwen/Qwen3-0.6B", "model_class": "llm", "train_dataset": "data.yaml", "cutoff_len": 2048}
-    with pytest.raises(SpecError, match="LLaMA-Factory's v1"):
-        translated(Pasted(values=values))
+V1 = {"model": "qwen3-0.6b", "model_class": "llm", "train_dataset": "data.yaml", "cutoff_len": 2048}
 
 
 def test_one_block_of_layers_at_a_time_is_refused_and_not_taken_for_all():
     with pytest.raises(SpecError, match="use_badam=True trains one block of layers at a time"):
         read(finetuning_type="full", use_badam=True)
+
+
+@pytest.mark.parametrize(
+    ("given", "frozen"),
+    [
+        ({}, ("vision", "projector")),
+        ({"freeze_vision_tower": False, "freeze_multi_modal_projector": False}, ()),
+        ({"freeze_language_model": True, "freeze_multi_modal_projector": False}, ("vision", "language")),
+    ],
+)
+def test_parts_of_a_vision_language_model_are_frozen_as_told(given, frozen, tmp_path):
+    """By default the vision tower and the projector are (hparams/finetuning_args.py)."""
+    vision = {"model_type": "clip_vision_model", "hidden_size": 32}
+    text = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    text |= {"intermediate_size": 64, "vocab_size": 512}
+    config = {"model_type": "llava", "vision_config": vision, "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert read(str(tmp_path), finetuning_type="full", **given).job.finetuning.frozen == frozen
+
+
+def test_a_network_of_text_alone_has_nothing_frozen():
+    assert read(freeze_vision_tower=True).job.finetuning.frozen == ()
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("peft_config", {"name": "freeze"}, "peft_config.name='freeze' is not modelled"),
+        ("dist_config", {"name": "mindspeed"}, "dist_config.name='mindspeed' is not modelled; fsdp2 and deepspeed are"),
+        ("quant_config", {"name": "bnb", "quantization_bit": 4}, "quant_config.quantization_bit=4 needs adapters"),
+        ("dist_config", "fsdp2", "dist_config='fsdp2' must be a mapping with the plug-in's name"),
+    ],
+)
+def test_a_plug_in_of_v1_that_is_not_read_is_refused(key, value, says):
+    with pytest.raises(SpecError) as caught:
+        translated(Pasted(values={**V1, key: value}))
+    assert says in caught.value.message
+
+
+def test_v1_trains_what_its_command_says():
+    job = translated(Pasted(values=V1, program="llamafactory-cli dpo")).job
+    assert (job.loss.kind, job.micro_batch_size, job.sequence_length) == ("dpo", 2, 2048)
+
+
+def test_v1s_muon_is_a_jobs_muon():
+    found = translated(
+        Pasted(values={**V1, "optim_config": {"name": "muon"}, "dist_config": {"name": "fsdp2"}}, num_gpus=2)
+    )
+    assert (found.job.optimizer.name, found.job.parallelism.sharding) == ("muon", "fsdp2")
+    assert [finding.direction for finding in found.findings if "Muon" in finding.sentence] == ["more"]
+
+
+@pytest.mark.parametrize(
+    ("keys", "name", "rank", "unsupported"),
+    [
+        ({"use_galore": True, "galore_rank": 64}, "galore", 64, ()),
+        ({"use_apollo": True}, "galore", 16, ("apollo_adamw is not modelled",)),
+        ({"use_galore": True, "galore_layerwise": True}, "galore", 16, ("updates each layer in backward",)),
+        ({"use_muon": True}, "muon", None, ("LLaMA-Factory's own Muon",)),
+        ({"use_adam_mini": True}, "adamw", None, ("use_adam_mini is not modelled",)),
+    ],
+)
+def test_switches_of_optimizers_are_jobs_optimizers_or_said(keys, name, rank, unsupported):
+    found = read(finetuning_type="full", pure_bf16=True, **keys)
+    assert (found.job.optimizer.name, found.job.framework_options.get("galore_rank")) == (name, rank)
+    assert all(any(words in sentence for sentence in found.unsupported) for words in unsupported)
+    assert len(found.unsupported) == len(unsupported)

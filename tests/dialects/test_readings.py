@@ -68,7 +68,17 @@ def test_saying_whose_they_are_settles_it(dialect: str, mode: str) -> None:
 
 
 def test_what_both_readings_agree_on_needs_no_second() -> None:
-    assert read("train.py", dataset_name="x", gradient_checkpointing=True, bf16=True).others == ()
+    same = {"gradient_checkpointing": True, "bf16": True, "torch_dtype": "bfloat16"}
+    assert read("train.py", dataset_name="x", **same).others == ()
+
+
+@pytest.mark.parametrize(("program", "dtype"), [("sft.py", "float32"), ("trl dpo", "float32"), ("train.py", "bfloat16")])
+def test_trl_loads_weights_in_float32_unless_it_is_told_another_dtype(program: str, dtype: str) -> None:
+    """trl 1.16 trainer/model_config.py: `dtype` defaults to float32."""
+    found = read(program)
+    assert found.job.precision.parameters == dtype
+    assert any("trl loads weights in float32" in sentence for sentence in found.assumptions) == (dtype == "float32")
+    assert read(program, dtype="bfloat16").job.precision.parameters == "bfloat16"
 
 
 def test_adapters_that_nothing_asks_for_are_shown_as_another_reading() -> None:
@@ -162,7 +172,7 @@ def test_open_instruct_is_not_llamafactory() -> None:
 # -- answers ------------------------------------------------------------------------------------------------------------
 
 EITHER = {"model_name_or_path": "llama-3.1-8b", "output_dir": "o", "per_device_train_batch_size": 8, "max_seq_length": 4096,
-          "dataset_name": "x", "bf16": True}  # fmt: skip
+          "dataset_name": "x", "bf16": True, "torch_dtype": "bfloat16"}  # fmt: skip
 
 
 def test_an_answer_shows_both_readings_and_is_uncertain_where_they_differ() -> None:

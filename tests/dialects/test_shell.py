@@ -27,6 +27,19 @@ SCRIPTS = {
     "heredoc": "cat <<EOF > /dev/null\nshow bad\nEOF\nshow good",
     "semicolons": "A=1; B=2; show $A $B; show end",
     "empty": 'A=""\nshow $A "$A" x$A',
+    "empty prefix": "X= Y=2 show a\nshow [$X]",
+    "for": 'for size in 1 "b c"; do\n  if [ "$size" = 1 ]; then continue; fi\n  show "$size"\ndone\nshow $size',
+    "for over an array": 'A=(x y)\nfor i in "${A[@]}"; do show $i; [[ $i == x ]] && break; done',
+    "while": "set -- --a 1 --b\nwhile [[ $# -gt 0 ]]; do\n"
+    " case $1 in\n --a) A=$2; shift 2;;\n *) B=1; shift;;\n esac\ndone\nshow $A $B",
+    "case": 'M=llama-7b\ncase "$M" in\n  qwen*|*72b) A=1 ;;\n  *-7b) A=2 ;;\n  *) A=3 ;;\nesac\nshow $A',
+    "function": 'run() {\n  local n=$1; shift\n  show $n "$@"\n}\nrun 7b "x y"\nfunction other { show o; }\nother',
+    "pattern": "D=fp8_hybrid\nif [[ $D == fp8* && ! -z $D ]]; then show yes; fi\n[[ $D != *x ]] && show no",
+    "read": "read -r -d '' C <<EOF || true\n--a $((1+1)) \\\n  --b\nEOF\nshow $C",
+    "cat in a variable": "C=$(cat <<'EOF'\n--a $1\n--b\nEOF\n)\nshow $C $(echo x y)",
+    "exported text": 'N=3\nexport "A=$N b"\nshow "$A"',
+    "and or": "true && show a && show b\nshow c 2>/dev/null; show d | cat",
+    "subshell": "(cd / && show in)\n{ show braces; }",
 }
 
 
@@ -81,10 +94,25 @@ def test_nothing_is_run(tmp_path):
     assert any("is not run" in note for note in script.notes)
 
 
-def test_loops_and_functions_are_passed_over_and_said():
-    script = read_script("for i in 1 2; do\n  if [ $i = 2 ]; then show $i; fi\ndone\nf() {\n  show f\n}\nshow end")
+def test_what_only_running_could_tell_is_passed_over_and_said():
+    text = "for ((i = 0; i < 2; i++)); do\n  show $i\ndone\nwhile read line; do\n  show $line\ndone\nshow end"
+    script = read_script(text)
     assert [command.words for command in script.commands] == [("show", "end")]
     assert len([note for note in script.notes if "is not followed" in note]) == 2
+
+
+def test_files_that_are_at_hand_are_sourced():
+    files = {"env.sh": "GPUS=8\nsize() { SIZE=$1; }"}
+    script = read_script("source env.sh\n. other.sh\nsize 7b\nshow $GPUS $SIZE", sourced=files.get)
+    assert [command.words for command in script.commands] == [("show", "8", "7b")]
+    assert [note for note in script.notes if "other.sh" in note and "is not followed" in note]
+
+
+def test_here_documents_are_files_that_the_script_writes():
+    script = read_script(
+        'B=2\ncat > a.json << EOF\n{"b": $B}\nEOF\ncat <<\'X\' > b.json\n{"b": "$B"}\nX\ntee c.json <<EOF\n1\nEOF'
+    )
+    assert script.files == {"a.json": '{"b": 2}\n', "b.json": '{"b": "$B"}\n', "c.json": "1\n"}
 
 
 @pytest.mark.parametrize(
@@ -95,6 +123,9 @@ def test_loops_and_functions_are_passed_over_and_said():
         "C='eval $C'\neval $C",
         "show a\n" * 60_000,
         "x" * 400_000,
+        "f() { f; }\nf",
+        "while true; do A=1; done",
+        "( " * 200 + "show a" + " )" * 200,
     ],
 )
 def test_a_script_that_grows_without_end_is_refused(text):
@@ -143,7 +174,7 @@ def test_launchers_say_the_program_and_the_number_of_gpus(text, program, num_gpu
 def test_defaults_inside_one_another_have_a_bound():
     assert launch_of(read_script("python train.py --x ${a:-${b:-3}}"), "", "a script").arguments == {"x": "3"}
     with pytest.raises(SpecError, match="more than 8 defaults of variables inside one another"):
-        read_script("python train.py --x " + "${a:-" * 20_000)
+        read_script("python train.py --x " + "${a:-" * 20 + "}" * 20)
 
 
 def test_the_training_command_is_told_from_those_around_it():

@@ -5,9 +5,12 @@ from __future__ import annotations
 import runpy
 import sys
 import warnings
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+
+from peakcast.timeline import Category
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -31,3 +34,19 @@ def run_script():
         return dryrun(program, gpu, **options)
 
     return run
+
+
+@pytest.fixture(scope="session")
+def of_tensors():
+    """A function that gives a timeline without what kernels take for themselves, which depends on the GPU."""
+
+    def tensors(timeline):
+        kept = timeline.categories != Category.WORKSPACES
+        columns = {name: getattr(timeline, name)[kept] for name in ("categories", "num_bytes", "born", "dies")}
+        names = {
+            name: [text for text, keep in zip(getattr(timeline, name), kept, strict=True) if keep]
+            for name in ("names", "modules")
+        }
+        return replace(timeline, **columns, **names, streams=None, reusable=None)
+
+    return tensors

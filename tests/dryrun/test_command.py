@@ -39,6 +39,49 @@ def test_launchers_say_how_many_ranks(words, world_size, ranks_per_node, launche
     assert (command.world_size, command.ranks_per_node, command.launched) == (world_size, ranks_per_node, launched)
 
 
+@pytest.mark.parametrize(
+    ("words", "world_size"),
+    [
+        ("uv run {}", 1),
+        ("uv run --with torch python {}", 1),
+        ("poetry run python {}", 1),
+        ("pdm run python {}", 1),
+        ("conda run --no-capture-output -n training python {}", 1),
+        ("nice -n 10 timeout 3600 python {}", 1),
+        ("env -u PYTHONPATH A=1 python {}", 1),
+        ("nsys profile -o trace python {}", 1),
+        ("srun --ntasks=16 --gpus-per-node 8 python {}", 16),
+        ("srun -N 2 --ntasks-per-node=4 python {}", 8),
+        ("srun -N 1 -n 1 torchrun --nproc-per-node 8 {}", 8),
+        ("mpirun -np 4 --allow-run-as-root -x PATH python {}", 4),
+    ],
+)
+def test_programs_that_run_another_one_are_left_out(words, world_size):
+    command = read_command(words.format(SCRIPT).split())
+    assert (command.script, command.arguments, command.world_size) == (SCRIPT, (), world_size)
+    assert command.launched is (world_size > 1)
+
+
+def test_two_dashes_after_a_launchers_script_are_the_launchers():
+    assert read_command(["torchrun", "-m", "package.train", "--", "--depth", "12"]).arguments == ("--depth", "12")
+    assert read_command(["python", "-m", "package.train", "--", "--depth"]).arguments == ("--", "--depth")
+
+
+@pytest.mark.parametrize(
+    ("lines", "sentence"),
+    [
+        (["ModuleNotFoundError: No module named 'yaml'"], "pip install pyyaml"),
+        (["RuntimeError: Failed to import it because of:", "No module named 'flash_attn.ops'"], "pip install flash-attn"),
+        (['  data = os.environ["DATA_DIR"]', "KeyError: 'DATA_DIR'"], "put DATA_DIR=... before the command"),
+        (["EOFError: EOF when reading a line"], "reads from standard input"),
+        (["KeyError: 'TEXT'"], ""),
+    ],
+)
+def test_a_failing_script_is_told_what_it_lacks(lines, sentence):
+    assert sentence in hint(lines)
+    assert bool(hint(lines)) is bool(sentence)
+
+
 def test_what_stands_after_the_script_is_the_scripts():
     command = read_command(["torchrun", "--nproc-per-node", "2", SCRIPT, "--nproc-per-node", "3"])
     assert command.arguments == ("--nproc-per-node", "3")

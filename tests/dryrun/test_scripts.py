@@ -25,7 +25,7 @@ LLAMA = {
 }
 
 
-def test_a_plain_loop_needs_what_the_trace_of_its_job_needs(run_script, traced):
+def test_a_plain_loop_needs_what_the_trace_of_its_job_needs(run_script, traced, of_tensors):
     """The same network, batch and optimizer, by a script and by a job, under the same answer; the script's tensors have the
     names of its own modules."""
     found = run_script("plain_loop.py", "--layers", "3", "--hidden", "256", "--length", "128", gpu="A100-80GB")
@@ -47,17 +47,6 @@ def test_a_plain_loop_needs_what_the_trace_of_its_job_needs(run_script, traced):
     } <= named
     (said,) = [finding for finding in found.answer.findings if finding.code == "value_assumed"]
     assert "plain_loop.py:33 reads a float32" in said.sentence
-
-
-def of_tensors(timeline):
-    """Without what kernels take for themselves, which depends on the GPU."""
-    kept = timeline.categories != Category.WORKSPACES
-    columns = {name: getattr(timeline, name)[kept] for name in ("categories", "num_bytes", "born", "dies")}
-    names = {
-        name: [text for text, keep in zip(getattr(timeline, name), kept, strict=True) if keep]
-        for name in ("names", "modules")
-    }
-    return replace(timeline, **columns, **names, streams=None, reusable=None)
 
 
 @pytest.mark.benchmarks

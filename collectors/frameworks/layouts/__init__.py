@@ -1,7 +1,8 @@
 """Data-parallel layouts as the libraries make them: one small module per stack, all with `wrap(model, job) -> Layout`.
 
-A run stands for one rank of many: its process group is torch's own fake one, whose collectives return at once and
-move nothing (`torch.testing._internal.distributed.fake_pg`), so what NCCL itself allocates is missing and rows say so.
+A run represents one rank of many: its process group is torch's own fake one, whose collectives return at once and move
+nothing (`torch.testing._internal.distributed.fake_pg`), so memory that NCCL itself allocates is missing, and rows say
+so.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ STACKS = {
 
 
 def start_group(job: TrainingJob, rank: int = 0) -> None:
-    """Make this process `rank` of the job's ranks, with collectives that do nothing; the rank that it is, with real ones,
-    where torchrun has started it. One rank needs no group, but for Megatron, which asks its groups for everything."""
+    """Start the process group: this process becomes `rank` of the job's ranks, with collectives that do nothing. If
+    torchrun has started this process, it keeps its own rank and the collectives are real. One rank needs no group, except
+    under Megatron, which asks its groups for everything."""
     if job.parallelism.world_size == 1 and job.framework != "megatron":
         return
     import torch
@@ -45,7 +47,7 @@ def start_group(job: TrainingJob, rank: int = 0) -> None:
 
 
 def wrap(model: Any, job: TrainingJob) -> Layout:
-    """`model`, which is `split`, in the job's layout. Raises: CollectorError for one that has no collector."""
+    """`model`, after `split`, wrapped in the job's layout. Raises: CollectorError for a layout that has no collector."""
     layout = job.parallelism
     if layout.world_size == 1:
         return Alone(model)
@@ -69,7 +71,7 @@ def wrap(model: Any, job: TrainingJob) -> Layout:
 
 
 def split(model: Any, job: TrainingJob) -> None:
-    """Tensor parallelism, where the job has it, of a network without adapters: those follow what their matrix does."""
+    """Apply the job's tensor parallelism, if any, to a network without adapters; adapters are split like their matrices."""
     if job.parallelism.tensor_parallel_size > 1:
         from peakcast.collectors.frameworks.layouts import tensor
 
@@ -77,7 +79,7 @@ def split(model: Any, job: TrainingJob) -> None:
 
 
 def split_adapted(model: Any, job: TrainingJob) -> None:
-    """The same of what has got adapters since."""
+    """Apply the job's tensor parallelism to a network that has adapters."""
     if job.parallelism.tensor_parallel_size > 1:
         from peakcast.collectors.frameworks.layouts import tensor
 
@@ -91,16 +93,16 @@ def mesh(job: TrainingJob) -> Any:
 
 
 def mesh_of(degrees: dict[str, int]) -> Any:
-    """A device mesh of these axes over the job's ranks."""
+    """A device mesh over the job's ranks with these axes (name -> size)."""
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch.distributed.device_mesh import init_device_mesh
 
-    with unset_fake_temporarily():  # a mesh keeps a real tensor of ranks
+    with unset_fake_temporarily():  # the mesh's tensor of ranks must be real
         return init_device_mesh(_device_type(), tuple(degrees.values()), mesh_dim_names=tuple(degrees))
 
 
 def _device_type() -> str:
-    """Of the mesh: fake ranks stand for GPUs, real ones may be on the CPU."""
+    """The mesh's device type: fake ranks stand for GPUs, real ranks may be on the CPU."""
     import torch
 
     return "cpu" if gang.launched() and not torch.cuda.is_available() else "cuda"

@@ -1,4 +1,4 @@
-"""What a layout is to the training loop, and that of one rank."""
+"""What the training loop expects of a layout, and the layout of a single rank."""
 
 from __future__ import annotations
 
@@ -7,24 +7,24 @@ from typing import Any, Protocol
 
 
 class Layout(Protocol):
-    """A model wrapped for data parallelism, and what the training loop does differently because of it."""
+    """A model wrapped for data parallelism, and how the training loop must treat it."""
 
     model: Any
     splits_loss: bool
     """Whether the loss is computed over parts of the vocabulary."""
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """Around a micro-batch that is not the last of its step."""
+        """Context around a micro-batch that is not the last of its step."""
 
     def computing_loss(self) -> contextlib.AbstractContextManager[Any]:
-        """Around the forward with its loss, and around the backward."""
+        """Context around the forward with its loss, and around the backward."""
 
     def clip(self, parameters: list[Any], max_norm: float) -> None:
-        """Gradient clipping over all ranks."""
+        """Clip gradients by their norm over all ranks."""
 
 
 class Alone:
-    """One rank: nothing is wrapped."""
+    """One rank, whose model is not wrapped."""
 
     splits_loss = False
 
@@ -32,7 +32,7 @@ class Alone:
         self.model = model
 
     def computing_loss(self) -> contextlib.AbstractContextManager[Any]:
-        """torch's loss over logits that are split by vocabulary, where tensor parallelism leaves them so."""
+        """torch's loss over logits that are split by vocabulary, if tensor parallelism leaves them split."""
         if not self.splits_loss:
             return contextlib.nullcontext()
         from torch.distributed.tensor.parallel import loss_parallel
@@ -41,11 +41,11 @@ class Alone:
         return context
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """Nothing differs."""
+        """Does nothing."""
         return contextlib.nullcontext()
 
     def clip(self, parameters: list[Any], max_norm: float) -> None:
-        """As the Trainer does by default."""
+        """Clip gradients as the Trainer does by default."""
         import torch
 
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)

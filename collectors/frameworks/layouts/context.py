@@ -16,8 +16,8 @@ from peakcast.spec import TrainingJob
 
 
 def inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """`batch` with what cannot be made of a part of it: the labels of the next tokens, and positions (transformers 5.17
-    trainer.py `_prepare_context_parallel_inputs`)."""
+    """`batch` with the tensors that a part of it is not enough to compute: labels of the next tokens, and positions
+    (transformers 5.17 trainer.py `_prepare_context_parallel_inputs`)."""
     ids, labels = batch["input_ids"], batch["labels"].clone()
     following = torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:].contiguous()
     positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape[0], -1)
@@ -25,7 +25,7 @@ def inputs(batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def sharing(batch: dict[str, torch.Tensor], job: TrainingJob) -> contextlib.AbstractContextManager[None]:
-    """Around the forward and the backward of `batch`, which becomes this rank's part of it."""
+    """Context around the forward and the backward of `batch`, within which `batch` holds only this rank's part."""
     set_rotate_method(str(conventions(job)["context_parallel_rotation"]))
     buffers = list(batch.values())
     ring: Any = layouts.mesh(job)["context"]

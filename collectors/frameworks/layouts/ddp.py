@@ -21,7 +21,7 @@ class DataParallel(Alone):
     synchronizes: bool
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """`no_sync` where the loop uses it: buckets wait for the last micro-batch."""
+        """`no_sync` if the loop uses it: gradients are reduced only after the last micro-batch."""
         if self.synchronizes:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[Any] = self.model.no_sync()
@@ -37,13 +37,13 @@ def wrap(model: Any, job: TrainingJob) -> DataParallel:
         gradient_as_bucket_view=bool(chosen["ddp_gradient_as_bucket_view"]),
         bucket_cap_mb=chosen["ddp_bucket_cap_mib"],
         find_unused_parameters=finds_unused_parameters(job),
-        # of a mesh of several dimensions DDP takes parameters' local parts and puts DTensors in their places in forward
+        # on a mesh of several dimensions DDP holds parameters' local parts, and makes DTensors of them in forward
         device_mesh=layouts.data_mesh(job) if split else None,
         process_group=layouts.data_mesh(job).get_group() if staged and not split else None,
     )
     if gang.launched():
         return _layout(wrapped, synchronizes=not chosen["accumulates_without_sync"])
-    # a bucket is handed back as it is: the fake group's all-reduce has no result that the reducer would accept
+    # return each bucket unchanged: the fake group's all-reduce has no result that the reducer would accept
     wrapped.register_comm_hook(None, lambda state, bucket: _unreduced(bucket))
     return _layout(wrapped, synchronizes=not chosen["accumulates_without_sync"])
 
@@ -55,7 +55,8 @@ def _layout(wrapped: Any, *, synchronizes: bool) -> DataParallel:
 
 
 def finds_unused_parameters(job: TrainingJob) -> bool:
-    """As the Trainer chooses when it is not told (transformers 5.17 trainer.py `_build_accelerator_args`)."""
+    """Whether DDP looks for unused parameters: the Trainer's default (transformers 5.17 trainer.py
+    `_build_accelerator_args`)."""
     return job.framework == "huggingface" and job.activation_checkpointing.mode == "none"
 
 

@@ -23,20 +23,20 @@ class FullySharded(Alone):
     synchronizes: bool
 
     def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """`no_sync` where the loop uses it: unsharded gradients are kept."""
+        """`no_sync` if the loop uses it: unsharded gradients are kept between micro-batches."""
         if self.synchronizes:
             return contextlib.nullcontext()
         context: contextlib.AbstractContextManager[Any] = self.model.no_sync()
         return context
 
     def clip(self, parameters: list[Any], max_norm: float) -> None:
-        """FSDP1 has its own, over shards."""
+        """FSDP1's own clipping, over shards."""
         self.model.clip_grad_norm_(max_norm)
 
 
 def wrap(model: Any, job: TrainingJob) -> FullySharded:
-    """`model` in units of a decoder layer, and of each adapter matrix where there are adapters
-    (peft `fsdp_auto_wrap_policy`); the rest is the root."""
+    """`model` with each decoder layer as a unit, and each adapter matrix if there are adapters (peft
+    `fsdp_auto_wrap_policy`); the rest is the root unit."""
     chosen = conventions(job)
     mixed = mixed_precision_dtypes(job)
     prefetch = chosen["fsdp1_backward_prefetch"]
@@ -59,7 +59,8 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
 
 
 def _checkpoint_around_units(wrapped: Any, layers: set[type], job: TrainingJob) -> None:
-    """As transformers did it before 4.53: the model checkpoints the call of its layer, which is the FSDP unit by then."""
+    """Checkpoint as transformers did before 4.53: the model checkpoints the call of each layer, which is by then an FSDP
+    unit."""
     for unit in wrapped.modules():
         layer: Any = getattr(unit, "module", None)
         if isinstance(unit, FullyShardedDataParallel) and type(layer) in layers and layer.gradient_checkpointing:
@@ -80,13 +81,13 @@ def _policy(model: Any, job: TrainingJob) -> Any:
 
 
 def decoder_layer_classes(model: Any) -> set[type]:
-    """The classes that the model says are not to be split."""
+    """The classes of layers that the model says must not be split."""
     names = set(model._no_split_modules or ())
     return {type(module) for module in model.modules() if type(module).__name__ in names}
 
 
 def mixed_precision_dtypes(job: TrainingJob) -> tuple[torch.dtype, torch.dtype] | None:
-    """(of gathered parameters, of reduced gradients), or None without mixed precision."""
+    """(dtype of gathered parameters, dtype of reduced gradients), or None without mixed precision."""
     if not mixes_precision(job):
         return None
     compute = getattr(torch, job.precision.compute)

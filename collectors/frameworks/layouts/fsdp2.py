@@ -1,4 +1,5 @@
-"""`fully_shard` (FSDP2) and, on a mesh of two dimensions, HSDP: a group per decoder layer, the ends as in the stack."""
+"""`fully_shard` (FSDP2) and, on a two-dimensional mesh, HSDP. Each decoder layer is a group; embedding, norm and head are
+grouped as the stack does it."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class FullySharded(Alone):
 
     @contextlib.contextmanager
     def accumulating(self) -> Iterator[None]:
-        """As accelerate's `no_sync`: unsharded gradients are kept, in the dtype in which they will be reduced."""
+        """accelerate's `no_sync`: unsharded gradients are kept, in the dtype in which they will be reduced."""
         if self.synchronizes:
             yield
             return
@@ -34,15 +35,15 @@ class FullySharded(Alone):
 
 
 class SharesExperts(FullySharded):
-    """An FSDP2 model whose experts are sharded over other ranks than the rest."""
+    """An FSDP2 model whose experts are sharded over other ranks than its other parameters."""
 
     def clip(self, parameters: list[Any], max_norm: float) -> None:
-        """As torchtitan does, mesh by mesh."""
+        """Clip as torchtitan does: a norm for each mesh."""
         torchtitan_expert_parallel.clip(parameters, max_norm)
 
 
 def wrap(model: Any, job: TrainingJob) -> FullySharded:
-    """`model` with its parameters as shards of dimension 0."""
+    """`model` with its parameters sharded along dimension 0."""
     chosen = conventions(job)
     common: dict[str, Any] = {
         "mesh": data_mesh(job),
@@ -70,7 +71,7 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
 
 
 def mixed_precision(job: TrainingJob) -> MixedPrecisionPolicy:
-    """In which dtypes weights are gathered, gradients reduced and outputs returned."""
+    """Dtypes in which weights are gathered, gradients reduced and outputs returned."""
     mixed = mixed_precision_dtypes(job)
     if mixed is None:
         return MixedPrecisionPolicy()
@@ -87,7 +88,8 @@ def _shard_ends_of_stage(model: Any, common: dict[str, Any], keeps: dict[str, An
 
 
 def _shard_ends(model: Any, job: TrainingJob, common: dict[str, Any], keeps: dict[str, Any]) -> None:
-    """The embedding by itself, final norm and lm_head together and kept (accelerate 1.15 `fsdp2_prepare_model`)."""
+    """Shard the embedding by itself, and final norm and lm_head together, kept gathered (accelerate 1.15
+    `fsdp2_prepare_model`)."""
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     if job.parallelism.pipeline_parallel_size > 1:  # a stage has one of them at most
         _shard_ends_of_stage(model, common, keeps)

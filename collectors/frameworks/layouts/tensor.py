@@ -25,18 +25,18 @@ MATRIX = "_proj"
 
 
 class TrainersTensorParallel(Alone):
-    """Some parameters are DTensors and some are not: torch's clipping takes one kind only."""
+    """A model with both DTensor parameters and plain ones, which torch's clipping does not accept together."""
 
     def clip(self, parameters: list[Any], max_norm: float) -> None:
-        """The Trainer's own for mixed parameters, which needs no Trainer."""
+        """The Trainer's own clipping for such a mixture; it works without a Trainer."""
         from transformers import Trainer
 
         Trainer._mixed_mesh_grad_norm(None, self.model, max_norm)
 
 
 class Replicated(ParallelStyle):  # type: ignore[misc]
-    """A module whose every rank holds and computes all of it, on DTensors: clipping and foreach take no mixture
-    (torchtitan `distributed/tensor_parallel.py` NoParallel)."""
+    """A module that every rank holds and computes as a whole, with DTensor parameters, because clipping and foreach do not
+    accept a mixture (torchtitan `distributed/tensor_parallel.py` NoParallel)."""
 
     def _apply(self, module: Any, device_mesh: Any) -> Any:
         def enter(_: Any, arguments: Any, mesh: Any) -> Any:
@@ -48,7 +48,7 @@ class Replicated(ParallelStyle):  # type: ignore[misc]
 
 
 def shard(model: Any, job: TrainingJob, mesh: Any) -> None:
-    """Split the parameters of `model` over `mesh` [tensor_parallel_size], and let its modules exchange what they must."""
+    """Split the parameters of `model` over `mesh` [tensor_parallel_size], and add the exchanges that its modules need."""
     if job.framework == "huggingface":
         from transformers.distributed import DistributedConfig
 
@@ -65,8 +65,8 @@ def shard(model: Any, job: TrainingJob, mesh: Any) -> None:
 
 
 def shard_adapted(model: Any, job: TrainingJob, mesh: Any) -> None:
-    """Split the matrices of `model`'s layers, which have adapters: where one is split by its outputs lora_B is split so,
-    where by its inputs lora_A (as torchtitan 0.3 has it, components/lora.py). peft does so itself by transformers' plan."""
+    """Split the matrices of `model`'s layers, which have adapters: with a matrix split by outputs, lora_B is split; by
+    inputs, lora_A (torchtitan 0.3 components/lora.py). Under transformers' plan peft splits adapters itself."""
     if job.framework == "huggingface":
         return
     rest = SequenceParallel(use_local_output=True) if job.parallelism.sequence_parallel else Replicated()
@@ -85,14 +85,14 @@ def shard_adapted(model: Any, job: TrainingJob, mesh: Any) -> None:
 
 
 def _part_from_whole(model: Any) -> None:
-    """A part is a view of the whole tensor, which no real rank ever holds: make it a tensor of its own."""
+    """Make each local part a tensor of its own. It is a view of the whole tensor, which no real rank ever holds."""
     for parameter in model.parameters():
         if isinstance(parameter, DTensor):
             parameter._local_tensor = parameter._local_tensor.detach().clone()
 
 
 def _stream(job: TrainingJob) -> Any:
-    """How the residual stream stands on the ranks."""
+    """The placement of the residual stream on the ranks: sharded or replicated."""
     return Shard(1) if job.parallelism.sequence_parallel else Replicate()
 
 
@@ -101,7 +101,7 @@ def _norm(job: TrainingJob) -> ParallelStyle:
 
 
 def _ends(job: TrainingJob, model: Any) -> dict[str, Any]:
-    """Of those that `model` has: a pipeline stage may have none."""
+    """Plans for the embedding, norm and head that `model` has: a pipeline stage may have none."""
     stream, split = _stream(job), bool(conventions(job).get("loss_parallel"))
     plan: dict[str, Any] = {
         "model.embed_tokens": RowwiseParallel(input_layouts=Replicate(), output_layouts=stream),

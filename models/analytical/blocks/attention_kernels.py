@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from peakcast.architecture import Architecture
+from peakcast.kernel_workspaces import flash_backward
 from peakcast.models.analytical.blocks import primitives as ops
 from peakcast.models.analytical.blocks.eager_attention import eager_attention, repeat_key_value, to_float32
 from peakcast.models.analytical.blocks.hf_builder import BlockBuilder
@@ -267,8 +268,7 @@ def flash_backward_bytes(context: HFContext) -> int:
     padded = context.batch * round_up(context.sequence, 128)
     if context.valid_rows or context.num_sequences:  # mha_varlen_bwd: 128 rows more for each sequence
         padded = rows + 128 * (context.num_sequences or context.batch)
-    accumulator = FP32 * heads * padded * round_up(dim, 64 if dim > 128 else 32)
-    row_sums = FP32 * heads * padded
+    accumulator, row_sums = flash_backward(padded, heads, dim)
     expanded = 0
     repeated = context.repeats_key_value or (context.attention == "sdpa" and context.sdpa_repeats_key_value)
     if architecture.num_key_value_heads != heads and not repeated:

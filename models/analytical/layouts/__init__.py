@@ -172,7 +172,8 @@ def _zero(
         )
     if modules is None:
         leaf = "mlp" if job.architecture.model_type in LEAVES else ""
-        head_of_root = job.loss.kind in REFERRING or fuses_loss(job)
+        scored = job.loss.kind in REFERRING and conventions(job).get("preference_logits") != "whole"
+        head_of_root = scored or fuses_loss(job)
         sharded = [tensor for tensor in tensors if tensor.sharded]
         modules = Modules(sharded, head_of_root=head_of_root, leaf=leaf, family=job.architecture.model_type)
     return Zero3(

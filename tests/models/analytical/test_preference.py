@@ -161,3 +161,10 @@ def test_a_reference_that_cannot_be_is_refused():
         Loss(reference="model")
     with pytest.raises(SpecError, match="needs an adapter to switch off"):
         job(loss={"kind": "dpo", "reference": "adapter_off"})
+
+
+def test_whole_logits_under_zero3_are_made_by_the_head_as_the_cross_entropys_are():
+    zero3 = {"framework": "deepspeed", "parallelism": {"data_parallel_size": 4, "zero_stage": 3}}
+    plain = job(**zero3)
+    whole = job(**zero3, loss=PRECOMPUTED, framework_options={"preference_logits": "whole"})
+    assert ledger(whole).peak().num_bytes == ledger(plain).peak().num_bytes

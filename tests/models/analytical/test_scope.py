@@ -74,3 +74,12 @@ def test_what_no_trace_confirms_is_out_of_scope(name, changes, why):
 )
 def test_what_lies_beside_it_is_in_scope(name, changes):
     assert reason(name, **changes) == ""
+
+
+def test_flash_attention_of_float32_weights_runs_where_something_computes_in_half_precision():
+    wide = {"precision": MIXED, "framework": "torch", **FLASH}
+    why = reason("llama-3.2-1b", **wide)
+    assert why is not None
+    assert "no kernel for float32" in why
+    sharded = reason("llama-3.2-1b", **wide, **by_fsdp("fsdp2"))
+    assert sharded is None or "no kernel for float32" not in sharded

@@ -1,0 +1,118 @@
+"""Packages of GPU kernels that a script imports and this machine lacks: some whose kernels do nothing stand in, and it is
+said.
+
+Such packages cannot be installed where no GPU is, and scripts that find them absent take another way, which needs other
+memory. Packages that are there stay what they are.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import sys
+import types
+from collections.abc import Sequence
+from typing import Any
+
+from peakcast.collectors.dryrun.imports import when_imported
+from peakcast.collectors.dryrun.noted import DIRECTLY, Notes, asker
+from peakcast.collectors.tracing import inductor, triton_stub
+
+FLASH_ATTENTION = ("flash_attn", "flash_attn_interface")
+"""Flash attention 2 and 3 (Hopper's)."""
+PACKAGES = (*FLASH_ATTENTION, "kernels", "triton")
+
+
+class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds `PACKAGES` for the script's own code, after all others have looked."""
+
+    def __init__(self, notes: Notes) -> None:
+        self._notes = notes
+        self._asked: set[str] = set()
+        self._stood_in = False
+        """Whether transformers has the stand-in of flash attention."""
+
+    def install(self) -> None:
+        """For what the script will import."""
+        sys.meta_path.append(self)
+        when_imported("transformers.modeling_utils", self._in_modeling)
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
+        """Where a package's stand-in is made, once the script itself has asked for the package."""
+        package = fullname.partition(".")[0]
+        if package not in PACKAGES or (package not in self._asked and asker(DIRECTLY) is None):
+            return None
+        if package not in self._asked:
+            self._asked.add(package)
+            self._say(f"{package} is not installed here: kernels that do nothing stood in for those of it.")
+        if package == "triton":
+            inductor.load()  # before a stub seems to be it
+            triton_stub.find_stubs("triton")
+            return importlib.machinery.ModuleSpec(fullname, triton_stub.Finder(("triton",)), is_package=True)
+        return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def create_module(self, spec: Any) -> types.ModuleType:
+        """The stand-in."""
+        module = types.ModuleType(spec.name)
+        if spec.name == "kernels":
+            vars(module).update(get_kernel=self._kernel, has_kernel=lambda *_, **__: True)
+        else:
+            vars(module).update(_flash_attention(), __version__="2.8.3")
+        return module
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Nothing is left to be done."""
+
+    def _kernel(self, name: str, *_: Any, **__: Any) -> Any:
+        """`kernels.get_kernel`, of the hub."""
+        if not _is_flash(name):
+            raise ImportError(
+                f"{name} is a kernel of the hub that cannot stand in on fake tensors; dry-run the script without it, or "
+                "install the package kernels and have it in the cache."
+            )
+        functions = _flash_attention()
+        return types.SimpleNamespace(**functions, flash_attn_interface=types.SimpleNamespace(**functions))
+
+    def _in_modeling(self, module: Any) -> None:
+        """A network of transformers that asks for flash attention has it, from the package or the hub's kernels."""
+        check = getattr(module.PreTrainedModel, "_check_and_adjust_attn_implementation", None)
+        if check is None:
+            return
+
+        def checked(network: Any, attention: str | None, *arguments: Any, **keywords: Any) -> Any:
+            if attention is not None and _is_flash(attention) and self._stands_in():
+                self._say(f"the kernels of {attention} are not here: some that do nothing stood in for them.")
+                attention = self._install_flash_attention()
+            return check(network, attention, *arguments, **keywords)
+
+        module.PreTrainedModel._check_and_adjust_attn_implementation = checked
+
+    def _stands_in(self) -> bool:
+        """Whether flash attention is one of ours, or will be."""
+        return self._stood_in or importlib.util.find_spec(FLASH_ATTENTION[0]) is None
+
+    def _install_flash_attention(self) -> str:
+        """The name by which transformers has it from now on."""
+        import transformers.modeling_flash_attention_utils as utils
+
+        from peakcast.collectors.tracing import flash_attention_stub
+
+        self._stood_in = True
+        is_packed = utils._is_packed_sequence  # of positions whose values are known
+        flash_attention_stub.install(packed=False)
+        utils._is_packed_sequence = is_packed
+        return "flash_attention_2"
+
+    def _say(self, sentence: str) -> None:
+        self._notes.add("script_part_skipped", "command", sentence)
+
+
+def _is_flash(attention: str) -> bool:
+    return any(word in attention.lower() for word in ("flash_attention", "flash-attn", "flash-attention", "flash_attn"))
+
+
+def _flash_attention() -> dict[str, Any]:
+    from peakcast.collectors.tracing import flash_attention_stub
+
+    return {**flash_attention_stub.FUNCTIONS, **flash_attention_stub.MORE_FUNCTIONS}

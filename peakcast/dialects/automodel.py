@@ -1,0 +1,208 @@
+"""NeMo AutoModel's YAML: transformers' networks under FSDP2, in a loop of its own.
+
+Source: nemo_automodel 0.7.0 recipes/llm/train_ft.py, _transformers/auto_model.py (`use_liger_kernel` and `torch_dtype` of
+`from_pretrained`), components/distributed/config.py FSDP2Config (bfloat16 parameters, float32 reduction),
+components/_peft/lora.py PeftConfig (adapters in the dtype of their weight), components/loss.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from peakcast.dialects.huggingface import from_huggingface
+from peakcast.dialects.pasted import Pasted, flat
+from peakcast.dialects.translation import Notes, Settings, Translation, note_unsupported, states_direction
+
+STRATEGIES = ("fsdp2", "ddp", "megatron_fsdp")
+UNSUPPORTED = {
+    "distributed.tp_size": "tensor parallelism", "distributed.cp_size": "context parallelism",
+    "distributed.pp_size": "pipeline parallelism", "distributed.ep_size": "expert parallelism",
+    "distributed.pipeline": "pipeline parallelism", "qat.enabled": "training for quantisation",
+    "fp8.enabled": "FP8 training",
+    "fp8.enable_fsdp_float8_all_gather": "FP8 training", "freeze_config": "frozen weights",
+    "distributed.enable_fsdp2_prefetch": "units gathered ahead", "moe_metrics.enabled": "metrics of experts",
+    "peft.lora_A_init.dora": "another start of LoRA", "neftune": "NEFTune", "distributed.multimodal": "a vision tower",
+}  # fmt: skip
+OPTIMIZERS = {"adamw": "adamw_torch", "adam": "adamw_torch", "sgd": "sgd", "fusedadam": "adamw_torch_fused"}
+IGNORED = re.compile(
+    r"(step_scheduler|dist_env|rng|checkpoint|dataset|validation_dataset|dataloader|validation_dataloader|lr_scheduler|wandb"
+    r"|mlflow|comet|slurm|benchmark|ci|logger|profiling|nvtx|packed_sequence|clip_grad_norm|tool_call_eval|launcher|skypilot"
+    r"|kubernetes|trainer|collate_fn|tokenizer|autonvtx|comet_ml|nsys|sdpa_method)(\..*|$)|recipe|seed|_target_|.*\._target_"
+    r"|model\.(trust_remote_code|force_hf|cache_dir|revision|use_cache|backend\..*|output_hidden_states|is_meta_device)"
+    r"|optimizer\.(betas|eps|lr|weight_decay|adam_w_mode|bias_correction|foreach|fused|min_lr|momentum|master_weights|store_.*)"
+    r"|compile\.(mode|fullgraph|dynamic|backend|dynamo_cache_size_limit)|loss_fn\..*"
+    r"|peft\.(match_all_linear|use_triton|lora_A_init|dropout_position|use_memory_efficient_lora|moe_rank_scaling|alpha)"
+    r"|distributed(_config)?\.(dp_size|sequence_parallel|backend|use_hf_tp_plan|tp_plan|patch_is_packed_sequence|timeout.*"
+    r"|defer_fsdp_grad_sync|autocast_dtype|mp_policy\..*|activation_checkpointing_scope|fsdp2_.*_prefetch_depth|moe\..*|strategy)"
+    r"|device_mesh\..*|temperature|enable_.*_logging|fp8\.(?!enabled|enable_fsdp).*"
+)
+
+
+def from_automodel(pasted: Pasted) -> Translation:
+    """The job of such a recipe. Raises: SpecError naming the key, its value, the rule and the way out."""
+    notes = Notes()
+    settings = Settings(flat(pasted.values), notes, "NeMo AutoModel")
+    named = settings.text(
+        "model.pretrained_model_name_or_path", settings.text("model.config.pretrained_model_name_or_path")
+    )
+    for key in ("model.pretrained_model_name_or_path", "model.config.pretrained_model_name_or_path"):
+        settings.given(key)
+    model = pasted.model or named
+    if not model:
+        raise settings.refuse("model.pretrained_model_name_or_path", "is required: the model's hub id or its folder", None)
+    num_gpus = _gpus(settings, pasted)
+    training = _training(settings, num_gpus)
+    adapter = _adapter(settings, training)
+    fsdp = _sharding(settings)
+    note_unsupported(settings, UNSUPPORTED)
+    versions = pasted.versions.of("huggingface")
+    job = notes.include(from_huggingface(model, training, adapter, None, fsdp, num_gpus, versions=versions))
+    notes.warnings.append(
+        "NeMo AutoModel has layers of its own for some families (Llama, Qwen, DeepSeek, ...); those of transformers are "
+        "taken.",
+        "model._target_",
+    )
+    settings.note_left(IGNORED)
+    return notes.finish(job)
+
+
+def _gpus(settings: Settings, pasted: Pasted) -> int:
+    nodes, each = settings.integer("benchmark.num_nodes", 1) or 1, settings.integer("benchmark.num_gpus")
+    if pasted.num_gpus is None and each:
+        return nodes * each
+    return pasted.gpus(settings.notes)
+
+
+def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
+    """The step in the words of transformers' training arguments."""
+    notes = settings.notes
+    micro = settings.size("step_scheduler.local_batch_size", settings.integer("step_scheduler.micro_batch_size", 1))
+    total = settings.integer("step_scheduler.global_batch_size") or micro * num_gpus
+    packed = settings.integer("packed_sequence.packed_sequence_size", 0, least=0) or 0
+    length = packed or settings.integer("dataset.seq_length", settings.integer("dataset.seq_len"))
+    if not length:
+        length = 2048
+        notes.warnings.append(
+            "The recipe does not say how long its samples are (dataset.seq_length, "
+            "packed_sequence.packed_sequence_size); 2048 "
+            "tokens are taken. Give that of the longest: --sequence-length.",
+            "dataset.seq_length",
+            "more",
+        )
+    compiled = settings.switch("compile.enabled")
+    target = settings.text("loss_fn._target_")
+    fused = "FusedLinear" in target or "linear_ce" in target
+    if target and not re.search(r"FusedLinear|linear_ce|Chunked|MaskedCrossEntropy|TEParallelCrossEntropy", target):
+        notes.unsupported.append(
+            f"The loss {target} is not modelled; the cross entropy of whole logits is taken.", "loss_fn"
+        )
+    if "Chunked" in target:
+        notes.unsupported.append("The loss in chunks (loss_fn) is not modelled; whole logits are taken.", "loss_fn", "less")
+    liger = settings.switch("model.use_liger_kernel")
+    if not settings.given("model.use_liger_kernel"):
+        notes.assumptions.append(
+            "use_liger_kernel is not given; AutoModel takes Liger's kernels where they are installed and the network is "
+            "transformers'; they are not counted."
+        )
+    dtype = settings.text("model.torch_dtype", settings.text("model.dtype", "bf16"))
+    for key in ("model.torch_dtype", "model.dtype"):
+        settings.given(key)
+    kind = settings.text("optimizer._target_", "torch.optim.AdamW").rpartition(".")[2]
+    if kind.lower() not in OPTIMIZERS:
+        notes.unsupported.append(
+            f"optimizer._target_={kind} is not modelled; AdamW is taken in its place.", "optimizer", states_direction(kind)
+        )
+    return {
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": max(1, total // (micro * num_gpus)),
+        "max_length": length,
+        "packing": bool(packed),
+        "torch_dtype": "bfloat16" if dtype in ("auto", "bf16") else dtype.removeprefix("torch."),
+        "attn_implementation": settings.text("model.attn_implementation", "sdpa"),
+        "gradient_checkpointing": _checkpoints(settings),
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "liger_kernels": liger,
+        "fused_linear_cross_entropy": fused,
+        "torch_compile": compiled,
+        "optim": OPTIMIZERS.get(kind.lower(), "adamw_torch"),
+    }
+
+
+def _checkpoints(settings: Settings) -> bool:
+    asked = [
+        settings.raw(f"{place}activation_checkpointing") for place in ("distributed.", "distributed_config.", "model.")
+    ]
+    word = next((str(value).lower() for value in asked if value is not None), "false")
+    if word not in ("true", "false", "full", "none"):
+        settings.notes.unsupported.append(
+            f"activation_checkpointing={word} is not modelled; every layer is taken.",
+            "distributed.activation_checkpointing",
+        )
+    return word not in ("false", "none")
+
+
+def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | None:
+    """The adapters in peft's words: AutoModel makes them in the dtype of the weight that they are on."""
+    if not settings.given("peft._target_") and not settings.given("peft.dim"):
+        return None
+    kind = settings.text("peft._target_", "PeftConfig")
+    if not kind.endswith("PeftConfig"):
+        settings.notes.unsupported.append(
+            f"peft._target_={kind} is not modelled; LoRA is taken in its place.", "peft._target_"
+        )
+    targets = settings.words("peft.target_modules")
+    names = [target.rpartition(".")[2] for target in targets]
+    if settings.switch("load_in_4bit") or settings.switch("quantization.load_in_4bit"):
+        double = settings.switch("quantization.bnb_4bit_use_double_quant", True)
+        training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
+    elif settings.switch("quantization.load_in_8bit"):
+        training["quantization_config"] = {"load_in_8bit": True}
+    for key in ("bnb_4bit_quant_type", "bnb_4bit_compute_dtype", "bnb_4bit_quant_storage", "bnb_4bit_use_double_quant"):
+        settings.given(f"quantization.{key}")
+    whole = settings.switch("peft.match_all_linear") or not names
+    adapter = {
+        "r": settings.size("peft.dim", 8, assume=True),
+        "lora_alpha": settings.number("peft.alpha", 32),
+        "lora_dropout": settings.number("peft.dropout", 0.0),
+        "use_dora": settings.switch("peft.use_dora"),
+        "target_modules": "all-linear" if whole else names,
+    }
+    if excluded := settings.words("peft.exclude_modules"):
+        adapter["exclude_modules"] = list(excluded)
+    if settings.text("peft.lora_dtype").removeprefix("torch.") not in ("float32", "fp32"):
+        adapter["autocast_adapter_dtype"] = False
+    return adapter
+
+
+def _sharding(settings: Settings) -> dict[str, Any] | None:
+    """FSDP2's settings; None for plain data parallelism."""
+    target = settings.text("distributed_config._target_", settings.text("distributed._target_")).rpartition(".")[2].lower()
+    known = {
+        "": "fsdp2",
+        "fsdp2config": "fsdp2",
+        "fsdp2manager": "fsdp2",
+        "ddpconfig": "ddp",
+        "megatronfsdpconfig": "megatron_fsdp",
+        "megatronfsdpmanager": "megatron_fsdp",
+        "ddpmanager": "ddp",
+    }
+    strategy = settings.text("distributed.strategy", known.get(target, target)).lower()
+    if strategy not in STRATEGIES:
+        raise settings.refuse("distributed.strategy", f"must be one of {', '.join(STRATEGIES)}", strategy)
+    replicas = settings.text("distributed.dp_replicate_size", "1")
+    if strategy == "megatron_fsdp":
+        settings.notes.unsupported.append("Megatron-FSDP is not modelled here; FSDP2 is taken.", "distributed.strategy")
+    if strategy == "ddp":
+        return None
+    offloads = any(
+        key.startswith(("distributed.offload_policy", "distributed_config.offload_policy")) for key in settings.left()
+    )
+    for key in [key for key in settings.left() if "offload_policy" in key]:
+        settings.given(key)
+    return {
+        "fsdp_version": 2,
+        "fsdp_sharding_strategy": "hybrid_shard" if replicas.isdecimal() and int(replicas) > 1 else "full_shard",
+        "fsdp_reshard_after_forward": settings.text("distributed.reshard_after_forward", "true").lower() != "false",
+        "fsdp_offload_params": offloads,
+    }

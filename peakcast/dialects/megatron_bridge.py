@@ -1,0 +1,204 @@
+"""Megatron-Bridge: the configuration that its runs save (run_config.yaml), and its recipes by name, read from the package.
+
+Source: megatron_bridge 0.3.1 training/config.py (ConfigContainer), recipes/common.py `_pretrain_common`, recipes/*/*.py,
+training/mixed_precision.py, scripts/training/run_recipe.py (`--recipe NAME section.key=value`).
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from peakcast.bounded import is_file
+from peakcast.dialects.job_file import note_network, resolve_architecture
+from peakcast.dialects.megatron import from_megatron
+from peakcast.dialects.megatron_launch import flags_of_yaml
+from peakcast.dialects.pasted import Pasted
+from peakcast.dialects.python_functions import Functions, without_targets
+from peakcast.dialects.text import read_text
+from peakcast.dialects.torchtitan_registry import Registered
+from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.errors import SpecError
+
+CONTAINER = re.compile(r"ConfigContainer")
+LAUNCHER = "run_recipe.py"
+DDP = {
+    "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32", "average_in_collective": "ddp_average_in_collective",
+    "bucket_size": "ddp_bucket_size",
+}  # fmt: skip
+"""Fields of DistributedDataParallelConfig whose flags are called otherwise."""
+OF_DDP = (
+    "overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "use_megatron_fsdp",
+    "data_parallel_sharding_strategy", "fp8_param_gather",
+)  # fmt: skip
+OF_OPTIMIZER = (
+    "use_precision_aware_optimizer", "main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype",
+    "optimizer",
+    "optimizer_cpu_offload",
+)  # fmt: skip
+OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "fp8_param_gather")
+SHAPES = ("vocab_size", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by")
+"""Fields that a network of the hub says itself."""
+RECIPES = (
+    ("mxfp8", {"fp8": "hybrid", "fp8_recipe": "mxfp8"}), ("subchannel", {"fp8": "hybrid", "fp8_recipe": "blockwise"}),
+    ("current_scaling", {"fp8": "hybrid", "fp8_recipe": "tensorwise"}), ("fp8", {"fp8": "hybrid", "fp8_recipe": "delayed"}),
+    ("nvfp4", {"fp8": "hybrid", "fp8_recipe": "nvfp4"}),
+)  # fmt: skip
+"""Words in the name of a mixed-precision recipe, and what it asks for beside bf16."""
+NOT_FLAGS = re.compile(
+    r"hf_model_id|_target_|.*(func|init|init_method|hook|stream|group|config|fn|timers|spec|provider|generation_config)$"
+    r"|(bias_activation|masked_softmax|persist_layer|gradient_accumulation|bias_dropout)_fusion|tp_only_amax_red"
+    r"|cuda_graph_\w+|should_pad_vocab|parallel_output|perform_initialization|rotary_\w+"
+    r"|seq_len_interpolation_factor|scatter_embedding_\w+|fp16_lm_cross_entropy|layernorm_epsilon|softmax_scale"
+    r"|calculate_per_token_loss|autocast\w*|enable_autocast|attention_softmax_in_fp32|bf16|fp16|params_dtype|pipeline_dtype"
+    r"|deallocate_pipeline_outputs|batch_p2p_\w+|variable_seq_lengths|moe_token_drop\w*|inference_\w+"
+    r"|symmetric_\w+|qk_clip\w*|window_\w+|barrier_\w+|use_transformer_engine\w*|restore_modelopt_state|heterogeneous_\w+"
+)
+"""Fields of the model's provider that no memory hangs on, or that are read of the network."""
+OTHER_SECTIONS = re.compile(
+    r"(scheduler|logger|checkpoint|rng|tokenizer|dist|profiling|straggler|nvrx_straggler|ft|inprocess_restart|rerun_state_machine"
+    r"|tensor_inspect|validation|dataset|comm_overlap|model|train|ddp|optimizer|mixed_precision|_\w+_|optimizer_config_override\w*)"
+)
+
+
+def recipe_of(program: str, arguments: Mapping[str, Any]) -> Registered | None:
+    """The configuration that `run_recipe.py --recipe NAME` begins with; None for any other command. Raises: SpecError."""
+    if program.rsplit("/", 1)[-1] != LAUNCHER or not arguments.get("recipe"):
+        return None
+    name = str(arguments["recipe"])
+    found = importlib.util.find_spec("megatron")
+    places = [Path(each) / "bridge" / "recipes" for each in (found.submodule_search_locations or ())] if found else []
+    for place in places:
+        for file in sorted(place.rglob("*.py")) if is_file(place / "common.py") else ():
+            text = read_text(file, named=False)
+            if re.search(rf"^def {re.escape(name)}\(", text, re.MULTILINE):
+                common = read_text(place / "common.py", named=False)
+                functions = Functions([common, text], file.name, CONTAINER)
+                return Registered(functions.config(name), tuple(functions.notes))
+    raise SpecError(
+        f"recipe={name!r} is a Python function of Megatron-Bridge, which is not installed here or has none of that name; "
+        f"install "
+        "it (pip install --no-deps megatron-bridge), give the run_config.yaml that a run saves, or the model, layout and "
+        "batch as "
+        "Megatron-LM flags (peakcast megatron --num-layers ...).",
+        parameter="recipe",
+        value=name,
+    )
+
+
+def from_megatron_bridge(pasted: Pasted) -> Translation:
+    """The job of such a configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
+    notes = Notes()
+    sections = {key: value if isinstance(value, Mapping) else {} for key, value in pasted.values.items()}
+    model = dict(sections.get("model", {}))
+    named = pasted.model or _hub_id(model)
+    network = resolve_architecture(named) if named else None
+    if named:
+        note_network(named, notes)
+    flags = _flags(pasted.values, sections, model, notes, described=network is None)
+    sizes = [_size(flags, f"{kind}_parallel_size") for kind in ("tensor_model", "context", "pipeline_model")]
+    experts = _size(flags, "expert_model_parallel_size") * _size(flags, "expert_tensor_parallel_size")
+    least = sizes[2] * math.lcm(sizes[0] * sizes[1], experts)
+    num_gpus = pasted.gpus(notes, least, ", the least for this layout")
+    if pasted.values.get("peft"):
+        notes.unsupported.append(
+            "Adapters over Megatron's layers (peft) are not modelled; full training is taken, which needs far more.",
+            "peft",
+            "less",
+        )
+    for key in pasted.values:
+        if not OTHER_SECTIONS.fullmatch(str(key)) and key != "peft":
+            notes.unknown.append(str(key))
+    job = notes.include(from_megatron(flags, num_gpus, pasted.env, pasted.versions.of("megatron"), network))
+    return notes.finish(job)
+
+
+def _hub_id(model: Mapping[str, Any]) -> str:
+    """The network that a recipe takes from the hub: `AutoBridge.from_hf_pretrained(ID).to_megatron_provider()`."""
+    inner = model.get("_of_")
+    given = inner.get("_arguments_") if isinstance(inner, Mapping) else None
+    return str(given[0]) if given else str(model.get("hf_model_id") or "")
+
+
+def _size(flags: Mapping[str, Any], key: str) -> int:
+    value = str(flags.get(key))
+    return int(value) if value.isdecimal() and int(value) else 1
+
+
+def _flags(
+    values: Mapping[str, Any],
+    sections: Mapping[str, Mapping[str, Any]],
+    model: dict[str, Any],
+    notes: Notes,
+    *,
+    described: bool,
+) -> dict[str, Any]:
+    """The sections as Megatron-LM's flags. `described`: the network's shapes are among them."""
+    plain: dict[str, Any] = without_targets(model)
+    precision = _precision(values.get("mixed_precision"), notes)
+    ddp, train = sections.get("ddp", {}), sections.get("train", {})
+    fields = {key: value for key, value in plain.items() if value is not None and key != "load_weights"}
+    if described:
+        fields |= _shapes(plain)
+    left = {
+        key: value for key, value in fields.items() if not NOT_FLAGS.fullmatch(key) and (described or key not in SHAPES)
+    }
+    notes.ignored += [f"model.{key}" for key in fields if key not in left]
+    left |= {key: train[key] for key in ("micro_batch_size", "global_batch_size") if train.get(key) is not None}
+    data = sections.get("dataset", {})
+    length = plain.get("seq_length") or data.get("seq_length") or data.get("sequence_length")
+    left |= {"seq_length": length} if length else {}
+    left |= {key: ddp[key] for key in OF_DDP if ddp.get(key) is not None}
+    left |= {flag: ddp[key] for key, flag in DDP.items() if ddp.get(key) is not None}
+    optimizer = sections.get("optimizer", {})
+    left |= {key: _dtype(optimizer[key]) for key in OF_OPTIMIZER if optimizer.get(key) is not None}
+    for name, section, known in (("ddp", ddp, (*OF_DDP, *DDP)), ("train", train, ("micro_batch_size", "global_batch_size")),
+                                 ("optimizer", optimizer, OF_OPTIMIZER)):  # fmt: skip
+        notes.ignored += [f"{name}.{key}" for key in section if key not in known]
+    notes.ignored += [key for key in values if key not in ("model", "ddp", "train", "optimizer", "mixed_precision")
+                      and OTHER_SECTIONS.fullmatch(str(key))]  # fmt: skip
+    left |= precision
+    if "accumulate_allreduce_grads_in_fp32" in precision:  # training/config.py: mixed precision's word holds
+        notes.ignored.append("ddp.grad_reduce_in_fp32")
+    if left.get("use_distributed_optimizer") is None:
+        left["use_distributed_optimizer"] = True
+    return flags_of_yaml(left, notes)
+
+
+def _shapes(model: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a network that is described, as the flags that describe one."""
+    settings = Settings(model, Notes(), "Megatron-Bridge")
+    out: dict[str, Any] = {"group_query_attention": bool(settings.raw("num_query_groups"))}
+    out |= {"untie_embeddings_and_output_weights": not settings.switch("share_embeddings_and_output_weights", True)}
+    out |= {"swiglu": settings.switch("gated_linear_unit")}
+    return out
+
+
+def _dtype(value: Any) -> Any:
+    return {"float32": "fp32", "torch.float32": "fp32", "bfloat16": "bf16", "torch.bfloat16": "bf16"}.get(str(value), value)
+
+
+def _precision(given: Any, notes: Notes) -> dict[str, Any]:
+    """Mixed precision: the name of a recipe, such as bf16_with_fp8_current_scaling_mixed, or its fields."""
+    if isinstance(given, Mapping):
+        inner = Settings(given, notes, "Megatron-Bridge", lambda key: f"mixed_precision.{key}")
+        found = {key: inner.raw(key) for key in OF_PRECISION if inner.raw(key) is not None}
+        if inner.raw("grad_reduce_in_fp32") is not None:
+            found["accumulate_allreduce_grads_in_fp32"] = inner.switch("grad_reduce_in_fp32")
+        inner.note_left(
+            re.compile(
+                r"mixed_precision\.\w+|\w*dtype|autocast\w*|loss_scale\w*|min_loss_scale|hysteresis|fp8_\w+|_target_"
+            )
+        )
+        return found
+    word = str(given or "bf16_mixed")
+    if given is None:
+        notes.assumptions.append("mixed_precision is not given; bf16_mixed is taken.")
+    if word.startswith("fp16"):
+        return {"fp16": True}
+    more = next((fields for name, fields in RECIPES if name in word), {})
+    return {"bf16": True, **more}

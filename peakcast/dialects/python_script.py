@@ -1,0 +1,252 @@
+"""Python programs and notebooks that train with transformers, TRL, PEFT or Unsloth: the arguments of the calls by which
+they
+load a model, add adapters and configure a trainer, read as those libraries' configurations are.
+
+Source: transformers 5.17 TrainingArguments and `from_pretrained`, trl 0.22 to 1.16 configurations, peft 0.21 LoraConfig,
+unsloth 2025.11.4 models/loader.py and llama.py (`from_pretrained`, `get_peft_model`), unslothai/notebooks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from peakcast.dialects.asked_versions import AskedVersions
+from peakcast.dialects.huggingface_unsloth import NEWEST_UNSLOTH
+from peakcast.dialects.pasted import Pasted
+from peakcast.dialects.python_calls import Call, NotGiven, plain_value
+from peakcast.dialects.trainer import from_parts
+from peakcast.dialects.translation import Notes, Settings, Translation
+from peakcast.dialects.whose_trainer import Whose
+from peakcast.errors import SpecError
+from peakcast.fields import FrozenMapping
+from peakcast.versions import release
+
+CONFIGS = {
+    "TrainingArguments": "", "Seq2SeqTrainingArguments": "", "UnslothTrainingArguments": "sft", "SFTConfig": "sft",
+    "DPOConfig": "dpo", "KTOConfig": "kto", "ORPOConfig": "orpo", "CPOConfig": "cpo", "GRPOConfig": "grpo",
+    "RewardConfig": "reward", "RLOOConfig": "rloo", "GKDConfig": "gkd", "PPOConfig": "ppo", "OnlineDPOConfig": "online_dpo",
+    "PRMConfig": "prm", "XPOConfig": "xpo", "NashMDConfig": "nash_md", "BCOConfig": "bco", "TPOConfig": "tpo",
+    "GOLDConfig": "gold", "DistillationConfig": "distillation", "SDFTConfig": "sdft", "SDPOConfig": "sdpo",
+    "IWOPDConfig": "iw_opd", "AsyncGRPOConfig": "async_grpo", "A2POConfig": "a2po", "GMPOConfig": "gmpo",
+}  # fmt: skip
+"""Classes of training arguments -> the training method; "" where the trainer tells."""
+TRAINERS = {
+    "SFTTrainer": "sft", "UnslothTrainer": "sft", "DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo",
+    "CPOTrainer": "cpo", "GRPOTrainer": "grpo", "RewardTrainer": "reward", "RLOOTrainer": "rloo", "TPOTrainer": "tpo",
+    "BCOTrainer": "bco", "GMPOTrainer": "gmpo", "Trainer": "", "Seq2SeqTrainer": "",
+}  # fmt: skip
+LOADERS = re.compile(r"(Auto(Peft)?Model\w*|Fast\w*Model|\w+For(CausalLM|ConditionalGeneration))\.from_pretrained")
+ADAPTERS = re.compile(r"LoraConfig|(Fast\w*Model\.)get_peft_model")
+VERSION = re.compile(r"\b(transformers|trl|peft|accelerate|torch|unsloth|bitsandbytes)\s*==\s*(\d+(?:\.\d+)+)")
+ROLE = "trainer_calls"
+ON_TRAINERS = ("max_seq_length", "packing", "neftune_noise_alpha", "max_length", "max_prompt_length", "beta")
+"""Arguments that older trainers take in place of their configuration."""
+_MODEL = re.compile(
+    r"token|trust_remote_code|device_map|cache_dir|revision|low_cpu_mem_usage|use_cache|max_lora_rank|fix_tokenizer"
+    r"|rope_scaling|resize_model_vocab|use_exact_model_name|random_state|unsloth_\w+|float8_kv_cache|disable_log_stats"
+    r"|use_safetensors|torchscript|num_labels|offload_folder|local_files_only|use_gradient_checkpointing|_target_"
+)
+"""Arguments of loaders that a step's memory does not hang on, or that are read of the adapters."""
+_TRAINER = re.compile(
+    r"model|tokenizer|processing_class|train_dataset|eval_dataset|dataset_\w+|data_collator|args|peft_config|formatting_func"
+    r"|compute_metrics|callbacks|reward_funcs|ref_model|optimizers|preprocess_logits_for_metrics|_target_"
+)
+
+
+def values_of(calls: Sequence[Call], source: str) -> dict[str, Any]:
+    """A program's calls as the mapping that `from_python_script` reads; empty where it configures no trainer."""
+    configs = [call for call in calls if call.name.rpartition(".")[2] in CONFIGS]
+    if not configs:
+        return {}
+    chosen = configs[-1]
+    loaders = [call for call in calls if LOADERS.fullmatch(".".join(call.name.split(".")[-2:]))]
+    loader = loaders[0] if loaders else Call("", (), {})
+    adapters = [call for call in calls if ADAPTERS.fullmatch(".".join(call.name.split(".")[-2:]))]
+    bits = [call for call in calls if call.name.endswith("BitsAndBytesConfig")]
+    trainers = [call for call in calls if call.name.rpartition(".")[2] in TRAINERS]
+    trainer = trainers[-1] if trainers else Call("", (), {})
+    parts: dict[str, Mapping[str, Any]] = {
+        "model": _named(loader, trainer),
+        "adapter": adapters[0].keywords if adapters else {},
+        "quantization": bits[0].keywords if bits else {},
+        "training": chosen.keywords,
+        "trainer": {key: value for key, value in trainer.keywords.items() if not _TRAINER.fullmatch(key)},
+    }
+    lost = {f"{part}.{key}": v.source for part, each in parts.items() for key, v in each.items() if isinstance(v, NotGiven)}
+    names: dict[str, Any] = {
+        "config": chosen.name.rpartition(".")[2],
+        "trainer": trainer.name.rpartition(".")[2],
+        "loader": loader.name,
+    }
+    names["others"] = sorted({call.name.rpartition(".")[2] for call in configs} - {names["config"]})
+    versions = dict(VERSION.findall(source))
+    sleeps = "UNSLOTH_VLLM_STANDBY" in source
+    plain = {part: plain_value(values) for part, values in parts.items()}
+    names["adapter"] = adapters[0].name if adapters else ""
+    last = {call.name.rpartition(".")[2]: call for call in calls}
+    names["widens"] = "prepare_model_for_kbit_training" in last
+    prepared = last.get("prepare_model_for_kbit_training", Call("", (), {"use_gradient_checkpointing": False}))
+    asked = prepared.keywords.get("use_gradient_checkpointing", True) is True
+    names["checkpoints"] = asked or "gradient_checkpointing_enable" in last
+    return {ROLE: {**names, "not_given": lost, "versions": versions, "standby": sleeps}, **plain}
+
+
+def _named(loader: Call, trainer: Call) -> dict[str, Any]:
+    """The arguments by which the model is loaded, its name as `model_name`: of its loader, else of the trainer."""
+    first = loader.arguments[0] if loader.arguments else trainer.keywords.get("model")
+    values = {"model_name": first} if isinstance(first, (str, NotGiven)) else {}
+    if "pretrained_model_name_or_path" in loader.keywords:
+        values["model_name"] = loader.keywords["pretrained_model_name_or_path"]
+    return {**values, **{key: value for key, value in loader.keywords.items() if key != "pretrained_model_name_or_path"}}
+
+
+def from_python_script(pasted: Pasted) -> Translation:
+    """The job of such a program. Raises: SpecError naming the argument, its value, the rule and the way out."""
+    notes = Notes()
+    about = _mapping(pasted.values.get(ROLE))
+    if not about:
+        raise SpecError(
+            f"{pasted.where} is no Python program; give the program itself, or its settings with another --dialect.",
+            parameter="dialect",
+        )
+    parts = {key: dict(value) for key, value in pasted.values.items() if isinstance(value, Mapping) and key != ROLE}
+    for key in pasted.values:
+        if key not in ("model", "adapter", "quantization", "training", "trainer", ROLE):
+            notes.unknown.append(key)
+    settings = Settings(parts.get("model", {}), notes, "from_pretrained")
+    unsloth = str(about.get("loader", "")).rpartition(".from")[0].rpartition(".")[2].startswith("Fast")
+    training = {key: value for key, value in parts.get("training", {}).items() if key != "_target_"}
+    training |= {key: value for key, value in parts.get("trainer", {}).items() if key in ON_TRAINERS and value is not None}
+    notes.unknown += [f"trainer.{key}" for key in parts.get("trainer", {}) if key not in ON_TRAINERS]
+    _model(settings, training, about, unsloth=unsloth)
+    _prepared(about, training, notes)
+    companions = {key: value for key, value in pasted.companions.items() if key not in ("training", "peft")}
+    if adapter := _adapter(parts, about, settings, unsloth=unsloth):
+        companions["peft"] = adapter
+    _quantization(parts, training, notes)
+    _say_what_is_left_out(about, notes)
+    method = CONFIGS.get(str(about.get("config")), "") or TRAINERS.get(str(about.get("trainer")), "")
+    config = about.get("config")
+    whose = Whose(bool(method), True, f"TRL's by {config}" if method else f"transformers' own by {config}")
+    versions = {"unsloth": NEWEST_UNSLOTH} if unsloth else {}
+    versions |= {str(name): str(version) for name, version in _mapping(about.get("versions")).items()}
+    asked = AskedVersions(FrozenMapping({**versions, **pasted.versions.given}), pasted.versions.here)
+    program = f"{method}.py" if method else ""
+    inner = replace(pasted, values=training, companions=companions, versions=asked, program=program)
+    job = notes.include(from_parts(inner, "training", whose))
+    settings.note_left(_MODEL)
+    return notes.finish(job)
+
+
+def _model(settings: Settings, training: dict[str, Any], about: Mapping[str, Any], *, unsloth: bool) -> None:
+    """How the model is loaded, in the words of training arguments."""
+    name = settings.text("model_name")
+    if not name and "model_name" not in _mapping(about.get("not_given")):
+        settings.given("model_name")
+    training |= {"model_name_or_path": _base_name(name)} if name else {}
+    dtype = settings.raw("dtype") or settings.raw("torch_dtype")
+    if dtype and dtype != "auto":
+        training["torch_dtype"] = dtype
+    elif about.get("loader"):  # else the trainer loads it
+        old = release(str(_mapping(about.get("versions")).get("transformers", ""))) or (5,)
+        training["torch_dtype"] = "float32" if old < (5,) and not unsloth else "auto"
+    if attention := settings.text("attn_implementation"):
+        training["attn_implementation"] = attention
+    eight = settings.switch("load_in_8bit")
+    whole = settings.switch("full_finetuning")
+    four = settings.switch("load_in_4bit", unsloth and not eight and not whole and not name.endswith("-bnb-4bit"))
+    if unsloth and not settings.given("load_in_4bit") and four:
+        settings.notes.assumptions.append("load_in_4bit is not given; the default of Unsloth is True.")
+    if (four or name.endswith("-bnb-4bit")) and not whole:
+        training |= {"load_in_4bit": True, "use_bnb_nested_quant": unsloth}
+    elif eight:
+        training["load_in_8bit"] = True
+    length = settings.integer("max_seq_length", 2048 if unsloth else None)
+    if length and not {"max_length", "max_seq_length"} & set(training):
+        training["max_length"] = length
+    if settings.switch("load_in_fp8") or settings.switch("load_in_16bit"):
+        settings.notes.ignored.append("load_in_16bit")
+    _generation(settings, training, about)
+    settings.given("quantization_config")
+
+
+def _prepared(about: Mapping[str, Any], training: dict[str, Any], notes: Notes) -> None:
+    """What calls on the loaded network change before it is trained."""
+    if about.get("checkpoints") and not training.get("gradient_checkpointing"):
+        training["gradient_checkpointing"] = True
+        notes.assumptions.append("gradient checkpointing is on, by a call on the network.")
+    if about.get("widens"):
+        notes.unsupported.append(
+            "peft's prepare_model_for_kbit_training widens weights that are not quantised, such as the embedding and the "
+            "head, to float32, which is not modelled: 2 bytes more for each of their parameters.",
+            "prepare_model_for_kbit_training",
+            "more",
+        )
+
+
+def _generation(settings: Settings, training: dict[str, Any], about: Mapping[str, Any]) -> None:
+    """vLLM inside Unsloth: `fast_inference` gives it `gpu_memory_utilization` of the GPU."""
+    share = settings.number("gpu_memory_utilization", 0.5)
+    if settings.switch("fast_inference"):
+        training |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": share}
+        if about.get("standby"):
+            training["vllm_enable_sleep_mode"] = True
+
+
+def _adapter(
+    parts: Mapping[str, Any], about: Mapping[str, Any], settings: Settings, *, unsloth: bool
+) -> dict[str, Any] | None:
+    """The adapters in the words of an adapter_config.json."""
+    given = {key: value for key, value in parts.get("adapter", {}).items() if key != "_target_"}
+    if not about.get("adapter"):
+        return None
+    checkpoints = settings.raw("use_gradient_checkpointing")
+    if unsloth:
+        usual = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+        given = {"r": 16, "lora_alpha": 16, "target_modules": usual, **given}
+        given = {key: value for key, value in given.items() if not re.fullmatch(r"finetune_\w+|max_seq_length", key)}
+        if checkpoints is not None:
+            given.setdefault("use_gradient_checkpointing", checkpoints)
+    return {"peft_type": "LORA", **given}
+
+
+def _quantization(parts: Mapping[str, Any], training: dict[str, Any], notes: Notes) -> None:
+    """bitsandbytes' configuration, in the words of training arguments."""
+    bits = Settings(parts.get("quantization", {}), notes, "bitsandbytes")
+    if bits.switch("load_in_4bit"):
+        training |= {"load_in_4bit": True, "use_bnb_nested_quant": bits.switch("bnb_4bit_use_double_quant")}
+        training["bnb_4bit_quant_type"] = bits.text("bnb_4bit_quant_type", "nf4")
+    elif bits.switch("load_in_8bit"):
+        training["load_in_8bit"] = True
+    known = r"bnb_4bit_(compute_dtype|quant_storage|quant_type|use_double_quant)|load_in_8bit|llm_int8_\w+|_target_"
+    bits.note_left(re.compile(known))
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}
+
+
+def _base_name(name: str) -> str:
+    """The network's own name: Unsloth's uploads in 4 bits have the same."""
+    return re.sub(r"(-unsloth)?-bnb-4bit$", "", name)
+
+
+def _say_what_is_left_out(about: Mapping[str, Any], notes: Notes) -> None:
+    for key, source in _mapping(about.get("not_given")).items():
+        if key in ("model.model_name", "trainer.model"):
+            raise SpecError(
+                f"the model's name is {source}, which only running the program would give; name it by --model.",
+                parameter="model",
+                value=source,
+            )
+        if not re.search(r"token|dataset|seed|output_dir|run_name|report_to|steps|model_init|reward|rope|device_map", key):
+            notes.warnings.append(f"{key} is {source}, which only running the program would give; it is left out.", key)
+    others = about.get("others")
+    for other in others if isinstance(others, list) else ():
+        notes.warnings.append(
+            f"The program also makes a {other}, of another training; {about.get('config')} is read.", other
+        )
+    notes.ignored += [ROLE]

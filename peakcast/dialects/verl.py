@@ -1,0 +1,257 @@
+"""verl's configurations and command lines: supervised fine-tuning, and the actor's update of its reinforcement learning.
+
+Source: volcengine/verl verl/trainer/config (sft_trainer.yaml 005a83db, sft_trainer_engine.yaml 0611191e,
+actor/dp_actor.yaml
+0978b9dc, engine/fsdp.yaml and model/hf_model.yaml 17aa18cb), workers/fsdp_workers.py: float32 weights under FSDP's mixed
+precision, the reference's weights in host memory, log-probabilities of the reference and the old policy made beforehand.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from peakcast.dialects.generation import Generation
+from peakcast.dialects.huggingface import from_huggingface
+from peakcast.dialects.pasted import Pasted, flat
+from peakcast.dialects.post_training import with_method
+from peakcast.dialects.translation import Notes, Settings, Translation, note_unsupported
+from peakcast.dialects.verl_megatron import megatron_job
+from peakcast.errors import SpecError
+from peakcast.spec import TrainingJob
+
+ROLES = "actor_rollout_ref"
+IGNORED = re.compile(
+    r"(trainer|algorithm|reward|reward_model|custom_reward_function|critic|ray_init|ray_kwargs|global_profiler|transfer_queue"
+    r"|checkpoint|profiler|defaults|hydra|reward_manager|distillation|teacher)(\..*|$)"
+    r"|data\.(?!max_|micro_|train_batch_size).*|data\.train_batch_size|data\.max_(prompt|response)_length|data\.train_max_samples|data\.val_max_samples"
+    rf"|({ROLES}\.)?(rollout|ref|hybrid_engine|nccl_timeout)(\..*|$)|{ROLES}\.(rollout|ref|hybrid_engine|nccl_timeout)(\..*|$)"
+    r"|(.*\.)?(optim|policy_loss|checkpoint|profiler|router_replay|qat)\..*|(.*\.)?optim"
+    r"|(.*\.)?(clip_ratio\w*|entropy_coeff|kl_loss_\w+|use_kl_loss|loss_agg_mode|ppo_epochs|shuffle|grad_clip|data_loader_seed|_target_"
+    r"|ppo_mini_batch_size|loss_scale_factor|tis_imp_ratio_cap|calculate_\w+|rollout_n|external_lib|trust_remote_code|use_shm"
+    r"|tokenizer_path|hf_config_path|custom_chat_template|custom_cls|seed|forward_only|full_determinism|use_rollout_log_probs)"
+    r"|(.*\.)?fsdp_config\.(wrap_policy.*|forward_prefetch|use_orig_params|_target_|dtype|seed|mixed_precision)"
+    r"|(.*\.)?engine\.(wrap_policy.*|forward_prefetch|use_orig_params|seed|dtype)|.*\.log_prob_\w+|vllm_\w+"
+)
+DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
+
+
+def from_verl(pasted: Pasted) -> Translation:
+    """The job of such a configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
+    notes = Notes()
+    values = {str(key).lstrip("+"): value for key, value in flat(pasted.values).items()}
+    settings = Settings(values, notes, "verl")
+    updates = any(key.startswith(ROLES) for key in values) or "main_ppo" in pasted.program
+    inside = f"{ROLES}.actor." if updates else ""
+    model = f"{ROLES}.model." if updates else "model."
+    name = pasted.model or settings.text(f"{model}path", settings.text(f"{model}partial_pretrain"))
+    for key in ("path", "partial_pretrain"):
+        settings.given(f"{model}{key}")
+    if not name:
+        raise settings.refuse(f"{model}path", "is required: the model's hub id, its folder, or its config.json", None)
+    num_gpus = _gpus(settings, pasted)
+    generation = _generation(settings) if updates else None
+    training = _training(settings, inside, model, num_gpus, generation)
+    section = _megatron(settings, inside, pasted)
+    if section:
+        job = _megatron_job(settings, section, name, pasted, num_gpus, training)
+    else:
+        fsdp = _fsdp(settings, inside, training)
+        adapter = _adapter(settings, model)
+        _sequence_parallelism(settings, inside)
+        versions = pasted.versions.of("huggingface")
+        job = notes.include(from_huggingface(name, training, adapter, None, fsdp, num_gpus, versions=versions))
+        if generation is not None:
+            notes.assumptions.append(
+                "log-probabilities of the reference are made before the update, and its weights are in host memory then."
+            )
+            who = "verl (workers/actor/dp_actor.py)"
+            job = with_method(job, "grpo", "the program", notes, generation=generation, whole_logits=who)
+    settings.note_left(IGNORED)
+    return notes.finish(job)
+
+
+def _megatron(settings: Settings, inside: str, pasted: Pasted) -> str:
+    """The section of Megatron's settings, "" where FSDP shards. Raises: SpecError where another engine does."""
+    strategy = settings.text(f"{inside}strategy", settings.text("engine.strategy", settings.text("model.strategy")))
+    for key in (f"{inside}strategy", "engine.strategy", "model.strategy"):
+        settings.given(key)
+    section = f"{inside}megatron." if inside else "engine."
+    there = any(key.startswith((f"{inside}megatron.", "engine.tensor_model")) for key in settings.left())
+    if strategy == "megatron" or (there and not strategy):
+        return section
+    if strategy not in ("", "fsdp", "fsdp2"):
+        raise SpecError(
+            f"{inside}strategy={strategy!r} of {pasted.where} is not modelled; fsdp, fsdp2 and megatron are.",
+            parameter=f"{inside}strategy",
+            value=strategy,
+        )
+    return ""
+
+
+def _megatron_job(
+    settings: Settings, section: str, name: Any, pasted: Pasted, num_gpus: int, training: dict[str, Any]
+) -> TrainingJob:
+    """The job of an actor under Megatron, with what of verl's step it does not say."""
+    settings.notes.unsupported.append(
+        "The loss over log-probabilities of Megatron's vocabulary-parallel logits is not modelled; the cross entropy's "
+        "is taken.",
+        f"{section}tensor_model_parallel_size",
+    )
+    key = f"{ROLES}.ref.megatron.param_offload"
+    refers = settings.switch(f"{ROLES}.actor.use_kl_loss") or settings.switch("algorithm.use_kl_in_reward")
+    if refers and not settings.switch(key):
+        settings.notes.unsupported.append(
+            f"The reference's weights, which stay on the GPU ({key} is off), are not in the number.", key, "more"
+        )
+    if training["padding_free"]:
+        settings.notes.assumptions.append("micro-batches are taken as full rows of tokens without padding.")
+    return megatron_job(settings, section, name, pasted, num_gpus, training)
+
+
+def _gpus(settings: Settings, pasted: Pasted) -> int:
+    nodes, each = settings.integer("trainer.nnodes", 1) or 1, settings.integer("trainer.n_gpus_per_node")
+    if pasted.num_gpus is not None:
+        return pasted.num_gpus
+    return nodes * each if each else pasted.gpus(settings.notes, 8 * nodes, ", the default of verl for each node")
+
+
+def _training(settings: Settings, inside: str, model: str, num_gpus: int, generation: Generation | None) -> dict[str, Any]:
+    """The step in the words of transformers' training arguments."""
+    notes = settings.notes
+    own = f"{inside}ppo_" if inside else "data."
+    dynamic = settings.switch(f"{inside}use_dynamic_bsz" if inside else "data.use_dynamic_bsz")
+    tokens_key = f"{inside}ppo_max_token_len_per_gpu" if inside else "data.max_token_len_per_gpu"
+    micro = settings.integer(f"{own}micro_batch_size_per_gpu", settings.integer(f"{own}micro_batch_size"))
+    tokens = settings.integer(tokens_key, 16384 if inside else 8192)
+    total = settings.integer(f"{own}mini_batch_size" if inside else "data.train_batch_size", 256)
+    length: int | None = generation.sequence_length if generation else settings.size("data.max_length", 1024, assume=True)
+    if dynamic:
+        micro, length = 1, tokens
+        notes.assumptions.append(f"use_dynamic_bsz fills micro-batches up to {settings.spell(tokens_key)}={tokens} tokens.")
+    elif micro is None:
+        if inside:
+            raise settings.refuse(f"{own}micro_batch_size_per_gpu", "is required and missing; add it", None)
+        micro = settings.size(f"{own}micro_batch_size_per_gpu", 4, assume=True)
+    unpadded = settings.switch(f"{model}use_remove_padding", settings.switch("use_remove_padding", bool(dynamic)))
+    checkpoints = settings.switch(f"{model}enable_gradient_checkpointing", bool(inside))
+    if not settings.given(f"{model}enable_gradient_checkpointing"):
+        notes.assumptions.append(f"enable_gradient_checkpointing is not given; {checkpoints} is taken.")
+    dtype = settings.text(f"{inside}fsdp_config.model_dtype", settings.text("engine.model_dtype", "fp32"))
+    dtype = settings.text("model.fsdp_config.model_dtype", dtype)
+    if dtype not in DTYPES:
+        raise settings.refuse(f"{inside}fsdp_config.model_dtype", f"must be one of {', '.join(DTYPES)}", dtype)
+    for key in (
+        f"{inside}fsdp_config.model_dtype",
+        "engine.model_dtype",
+        f"{own}mini_batch_size",
+        f"{own}micro_batch_size",
+    ):
+        settings.given(key)
+    fused = settings.switch(f"{model}use_fused_kernels") or settings.switch(f"{inside}use_fused_kernels")
+    if fused:
+        notes.unsupported.append(
+            "verl's fused kernels (use_fused_kernels), which make no whole logits, are not modelled.",
+            "use_fused_kernels",
+            "less",
+        )
+    if settings.number(f"{inside}entropy_coeff", 0) and not settings.switch(f"{inside}entropy_checkpointing"):
+        notes.unsupported.append("The entropy of all logits (entropy_coeff) is not modelled.", "entropy_coeff", "more")
+    for key in ("entropy_checkpointing", "entropy_from_logits_with_chunking", "use_torch_compile"):
+        settings.given(f"{inside}{key}")
+    return {
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": max(1, (total or 256) // (micro * num_gpus)),
+        "max_length": length,
+        "padding_free": unpadded,
+        "bf16": True,
+        "torch_dtype": DTYPES[dtype],
+        "attn_implementation": settings.text(f"{model}override_config.attn_implementation", "flash_attention_2"),
+        "gradient_checkpointing": checkpoints,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "use_liger_kernel": settings.switch(f"{model}use_liger"),
+        "activation_offloading": settings.switch(f"{model}enable_activation_offload"),
+        "optim": "adamw_torch",
+    }
+
+
+def _fsdp(settings: Settings, inside: str, training: dict[str, Any]) -> dict[str, Any]:
+    """FSDP's settings as accelerate has them. `param_offload` and `optimizer_offload` move states between the phases:
+    during
+    the update they are on the GPU."""
+    notes = settings.notes
+    strategy = settings.text(f"{inside}strategy", settings.text("engine.strategy", settings.text("model.strategy", "fsdp")))
+    sections = (f"{inside}fsdp_config.", "engine.", "model.fsdp_config.")
+
+    def given(name: str, default: Any) -> Any:
+        found = [settings.raw(f"{section}{name}") for section in sections]
+        return next((value for value in found if value is not None), default)
+
+    names = ("offload_policy", "cpu_offload", "offload_params")
+
+    def asks(name: str) -> bool:
+        return True in [settings.switch(f"{section}{name}") for section in sections]
+
+    stays = [asks(name) for name in names]
+    moved = [name for name in ("param_offload", "optimizer_offload") if asks(name)]
+    if moved:
+        notes.assumptions.append(f"{' and '.join(moved)}: what leaves the GPU between phases is back during the update.")
+    group = int(given("fsdp_size", -1) or -1)
+    reshards = str(given("reshard_after_forward", True)).lower() != "false"
+    hybrid = group > 1
+    return {
+        "fsdp_version": 2 if strategy == "fsdp2" else 1,
+        "fsdp_sharding_strategy": "hybrid_shard" if hybrid else "full_shard",
+        "fsdp_reshard_after_forward": reshards,
+        "fsdp_offload_params": any(stays),
+        "mixed_precision": "bf16",
+    }
+
+
+def _adapter(settings: Settings, model: str) -> dict[str, Any] | None:
+    rank = settings.integer(f"{model}lora_rank", settings.integer(f"{model}lora.rank", 0, least=0), least=0)
+    alpha = settings.number(f"{model}lora_alpha", settings.number(f"{model}lora.alpha", 16))
+    targets = settings.words(f"{model}target_modules")
+    excluded = settings.raw(f"{model}exclude_modules")
+    settings.given(f"{model}lora.rank")
+    if not rank:
+        return None
+    whole = targets in ((), ("all-linear",))
+    adapter = {"r": rank, "lora_alpha": alpha, "target_modules": "all-linear" if whole else list(targets)}
+    return adapter | ({"exclude_modules": excluded} if excluded else {})
+
+
+def _sequence_parallelism(settings: Settings, inside: str) -> None:
+    key = "ulysses_sequence_parallel_size"
+    names = (f"{inside}{key}", f"{inside}fsdp_config.{key}", f"engine.{key}", key)
+    note_unsupported(settings, dict.fromkeys(dict.fromkeys(names), "Ulysses sequence parallelism over GPUs"))
+
+
+def _generation(settings: Settings) -> Generation:
+    """The actor's update: prompts with completions, and what else is on its GPUs while it runs."""
+    notes = settings.notes
+    prompt, answer = (
+        settings.size("data.max_prompt_length", 512, assume=True),
+        settings.size("data.max_response_length", 512),
+    )
+    notes.assumptions.append(
+        f"the sequences of the actor's update are prompts with their completions, of {prompt + answer} tokens."
+    )
+    key = f"{ROLES}.rollout.gpu_memory_utilization"
+    share, frees = settings.number(key, 0.5) or 0.5, settings.switch(f"{ROLES}.rollout.free_cache_engine", True)
+    engine = settings.text(f"{ROLES}.rollout.name", "vllm")
+    what = f"{engine} takes {key}={share:g} × the same GPU's memory"
+    what += (
+        ", freed during the update (free_cache_engine): what it keeps is not in the number" if frees else ", also during it"
+    )
+    notes.warnings.append(f"The number is that of the actor's update; {what}.", key, "more")
+    estimator = settings.text("algorithm.adv_estimator", "gae")
+    if estimator != "gae":
+        notes.assumptions.append(f"algorithm.adv_estimator={estimator} has no critic.")
+    else:
+        notes.unsupported.append(
+            "The critic on the same GPUs (algorithm.adv_estimator=gae) is not in the number.",
+            "algorithm.adv_estimator",
+            "more",
+        )
+    return Generation(sequence_length=prompt + answer, refers=False, other_memory_fraction=0.0 if frees else share)

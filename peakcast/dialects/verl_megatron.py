@@ -1,0 +1,80 @@
+"""verl's actor under Megatron: Megatron's settings in `actor.megatron` (or `engine` of its SFT trainer) around a network of
+the hub.
+
+Source: volcengine/verl verl/trainer/config/engine/megatron.yaml (9b30d863), actor/megatron_actor.yaml (f471e0b9): bfloat16,
+the distributed optimizer, sequence parallelism, recomputation by `override_transformer_config`.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from peakcast.dialects.job_file import note_network, resolve_architecture
+from peakcast.dialects.megatron import from_megatron
+from peakcast.dialects.megatron_launch import flags_of_yaml
+from peakcast.dialects.pasted import Pasted
+from peakcast.dialects.translation import Settings
+from peakcast.spec import TrainingJob
+
+SIZES = (
+    "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+    "expert_model_parallel_size", "expert_tensor_parallel_size",
+)  # fmt: skip
+MOVED = ("param_offload", "optimizer_offload", "grad_offload")
+OVERRIDDEN = ("override_transformer_config", "override_ddp_config")
+DETAILS = re.compile(
+    r"_target_|seed|use_mbridge|vanilla_mbridge|use_dist_checkpointing|dist_checkpointing_\w+|use_remove_padding|override_mcore_model\S*"
+    r"|forward_only|dtype|load_weight|router_replay\S*|use_megatron_fsdp_off|default_model_config|extra|lora_.*"
+)
+
+
+def megatron_job(
+    settings: Settings, section: str, named: Any, pasted: Pasted, num_gpus: int, step: dict[str, Any]
+) -> TrainingJob:
+    """The job of an actor whose Megatron settings are in `section`, for micro-batches as `step` says them.
+
+    Raises: SpecError naming the key, its value, the rule and the way out.
+    """
+    notes = settings.notes
+    network = resolve_architecture(named)
+    note_network(named, notes)
+    flags: dict[str, Any] = {key: settings.size(f"{section}{key}", 1) for key in SIZES[:2] + SIZES[3:5]}
+    for key in (SIZES[2], SIZES[5]):
+        if settings.raw(f"{section}{key}") is not None:
+            flags[key] = settings.integer(f"{section}{key}")
+    flags["sequence_parallel"] = settings.switch(f"{section}sequence_parallel", True) and flags[SIZES[0]] > 1
+    flags["use_distributed_optimizer"] = settings.switch(f"{section}use_distributed_optimizer", True)
+    flags |= {"bf16": True, "attention_backend": "flash"}
+    moved = [key for key in MOVED if settings.switch(f"{section}{key}")]
+    if moved:
+        notes.assumptions.append(f"{' and '.join(moved)}: what leaves the GPU between phases is back during the update.")
+    for key in settings.left():
+        part, _, name = key.removeprefix(section).partition(".")
+        if key.startswith(section) and part in OVERRIDDEN and name:
+            flags[name] = settings.raw(key)
+        elif key.startswith(section) and DETAILS.fullmatch(key.removeprefix(section)):
+            settings.given(key)
+            notes.ignored.append(key)
+    ranks = flags[SIZES[0]] * flags["context_parallel_size"]
+    experts = flags["expert_model_parallel_size"] * (flags.get(SIZES[5]) or flags[SIZES[0]])
+    least = flags[SIZES[1]] * math.lcm(ranks, experts if network.moe is not None else 1)
+    if num_gpus % least:
+        raise settings.refuse(
+            f"{section}{SIZES[1]}", f"needs a multiple of {least} GPUs with the other sizes, not {num_gpus}", 1
+        )
+    micro = int(step["per_device_train_batch_size"])
+    replicas = num_gpus // (flags[SIZES[0]] * flags[SIZES[1]] * flags["context_parallel_size"])
+    share = micro * replicas
+    total = micro * num_gpus * int(step["gradient_accumulation_steps"])
+    flags |= {
+        "micro_batch_size": micro,
+        "seq_length": step["max_length"],
+        "global_batch_size": max(total // share, 1) * share,
+    }
+    if network.moe is None:
+        flags = {key: value for key, value in flags.items() if not key.startswith("expert_")}
+    versions = pasted.versions.of("megatron")
+    return notes.include(from_megatron(flags_of_yaml(flags, notes), num_gpus, {}, versions, network))

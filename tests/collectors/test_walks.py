@@ -1,0 +1,40 @@
+"""What recordings say of a library that fails."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+from peakcast.collectors.tracing.walks import refusal
+
+
+def raised(action):
+    try:
+        action()
+    except Exception as error:
+        return refusal(error)
+    raise AssertionError("it did not fail")
+
+
+def test_the_line_of_the_library_that_failed_is_named() -> None:
+    import transformers
+
+    said = raised(lambda: transformers.AutoConfig.for_model("no_such_family"))
+    assert said.startswith("it raised ")
+    assert "in for_model (configuration_auto.py:" in said
+    assert "peakcast dryrun" in said
+
+
+def test_mixed_dtypes_are_told_how_to_agree() -> None:
+    import torch
+
+    said = raised(lambda: torch.ones(2, 2) @ torch.ones(2, 2, dtype=torch.float64))
+    assert "try float32 weights (precision.parameters)" in said
+
+
+def test_a_network_that_needs_images_asks_for_them() -> None:
+    def blip(pixel_values: object) -> None: ...
+
+    said = raised(lambda: blip())  # type: ignore[call-arg]
+    assert "give images.per_sequence and images.height" in said

@@ -1,0 +1,214 @@
+"""Python programs, notebooks and functions that make configurations are read from their text; nothing in them is run."""
+
+from __future__ import annotations
+
+import json
+import sys
+
+import pytest
+
+from peakcast.dialects.opening import opened
+from peakcast.dialects.python_calls import NotGiven, calls_of
+from peakcast.errors import SpecError
+from peakcast.questions import translation_of
+
+TRAINING = """
+import torch
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig, TrainingArguments
+from peft import LoraConfig
+from trl import SFTTrainer
+
+rank = 8 * 2
+bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+model = AutoModelForCausalLM.from_pretrained("meta-llama/Llama-3.2-1B", quantization_config=bits, device_map={"": 0})
+adapters = LoraConfig(r=rank, lora_alpha=rank * 2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+arguments = TrainingArguments(output_dir="out", per_device_train_batch_size=4, optim="paged_adamw_32bit", bf16=True)
+trainer = SFTTrainer(model=model, args=arguments, peft_config=adapters, max_seq_length=512, packing=False)
+trainer.train()
+if False:
+    model = AutoModelForCausalLM.from_pretrained("out/merged")
+"""
+
+
+def test_a_training_program_is_a_job():
+    job = translation_of(TRAINING).job
+    assert (job.architecture.name, job.micro_batch_size, job.sequence_length) == ("llama-3.2-1b", 4, 512)
+    tuning = job.finetuning
+    assert (tuning.method, tuning.rank, tuning.alpha, tuning.targets) == ("qlora", 16, 32.0, ("q_proj", "v_proj"))
+    assert job.optimizer.name == "paged_adamw_32bit"
+
+
+def test_a_notebook_is_read_as_its_cells_without_the_lines_of_its_shell(tmp_path):
+    first, *rest = TRAINING.split("\n\n")
+    cells = [
+        {"cell_type": "markdown", "source": "# Title"},
+        {"cell_type": "code", "source": ["!pip install -q trl==0.22.2\n", "%matplotlib inline\n", first]},
+        *({"cell_type": "code", "source": part} for part in rest),
+    ]
+    path = tmp_path / "train.ipynb"
+    path.write_text(json.dumps({"cells": cells, "nbformat": 4, "metadata": {}}))
+    job = translation_of(path).job
+    assert (job.finetuning.rank, job.versions["trl"]) == (16, "0.22.2")
+
+
+def test_what_only_running_gives_is_said():
+    text = TRAINING.replace("max_seq_length=512", "max_seq_length=longest(dataset)")
+    read = translation_of(text)
+    assert any("trainer.max_seq_length is longest(dataset), which only running" in warning for warning in read.warnings)
+    with pytest.raises(SpecError, match=r"the model's name is sys.argv.*; name it by --model"):
+        translation_of(TRAINING.replace('"meta-llama/Llama-3.2-1B"', "sys.argv[1]"))
+
+
+def test_calls_on_the_loaded_network_count():
+    prepared = TRAINING.replace("adapters = ", "model = prepare_model_for_kbit_training(model)\nadapters = ")
+    read = translation_of(prepared)
+    assert read.job.activation_checkpointing.mode == "full"
+    assert [finding.direction for finding in read.findings if "kbit_training" in finding.parameter] == ["more"]
+
+
+def test_a_loader_of_transformers_4_loads_float32():
+    whole = TRAINING.replace("quantization_config=bits, ", "")
+    assert translation_of(f"# pip install transformers==4.56.2\n{whole}").job.precision.parameters == "float32"
+    assert translation_of(whole).job.precision.parameters == "bfloat16"
+
+
+def test_values_are_followed_through_names_and_defaults():
+    (call,) = (
+        call
+        for call in calls_of(
+            "n = 3\nparser.add_argument('--length', default=64)\nargs = parser.parse_args()\n"
+            "f(a=n * 2 + 1, b=args.length, c=torch.bfloat16, d=not is_bfloat16_supported(), e=os.environ.get('E', '5'), "
+            "g=h(1),"
+            " k={'x': [n]}, **dict(m=n))",
+            "a program",
+        )
+        if call.name == "f"
+    )
+    assert call.keywords == {
+        "a": 7, "b": 64, "c": "bfloat16", "d": False, "e": "5", "g": NotGiven("h(1)"), "k": {"x": [3]}, "m": 3,
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("config", ["OnlineDPOConfig", "GKDConfig", "GOLDConfig", "PPOConfig"])
+def test_trainings_that_hold_more_than_a_step_are_refused(config):
+    text = f"from trl import {config}\nargs = {config}(output_dir='o', learning_rate=1e-4)\nmodel = 1\n"
+    with pytest.raises(SpecError, match="is not modelled"):
+        translation_of(text + "model = AutoModelForCausalLM.from_pretrained('meta-llama/Llama-3.2-1B')\n")
+
+
+def test_a_program_without_training_arguments_is_refused_with_the_way_out(tmp_path):
+    path = tmp_path / "loop.py"
+    path.write_text("import torch\nfor batch in loader:\n    step(batch)\n")
+    with pytest.raises(SpecError, match=r"peakcast dryrun -- python loop.py"):
+        translation_of(path)
+    path.write_text("import torch\nfor batch in:\n")
+    with pytest.raises(SpecError, match=r"loop.py is not valid Python"):
+        translation_of(path)
+
+
+REGISTRY = """
+from torchtitan.components.loss import ChunkedLossWrapper, CrossEntropyLoss
+from torchtitan.trainer import Trainer
+from . import model_registry
+
+def llama3_8b() -> Trainer.Config:
+    model_spec = model_registry("8B")
+    return Trainer.Config(
+        loss=ChunkedLossWrapper.Config(loss_fn=CrossEntropyLoss.Config(global_vocab_size=decoder_vocab_size(model_spec))),
+        model_spec=model_spec,
+        optimizer=default_adamw(lr=3e-4),
+        training=TrainingConfig(local_batch_size=1, seq_len=8192, steps=1000),
+        activation_checkpoint=SelectiveAC.Config(),
+    )
+
+def llama3_8b_full() -> Trainer.Config:
+    config = llama3_8b()
+    config.activation_checkpoint = FullAC.Config()
+    config.model_spec = model_registry("8B", attn_backend="varlen")
+    config.training.local_batch_size = 4
+    change(config)
+    return config
+"""
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    folder = tmp_path / "torchtitan" / "models" / "llama3"
+    folder.mkdir(parents=True)
+    (folder / "config_registry.py").write_text(REGISTRY)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "torchrun --nproc_per_node=8 -m torchtitan.train --module llama3 --config {} "
+        "--parallelism.tensor_parallel_degree 2\n",
+        "NGPU=8 MODULE=llama3 CONFIG={} ./run_train.sh --parallelism.tensor_parallel_degree 2\n",
+    ],
+)
+def test_a_torchtitan_command_is_read_from_the_registry_around_it(checkout, command):
+    (checkout / "run.sh").write_text(command.format("llama3_8b"))
+    job = translation_of(checkout / "run.sh").job
+    assert (job.architecture.name, job.micro_batch_size, job.sequence_length) == ("llama-3.1-8b", 1, 8192)
+    assert (job.attention, job.activation_checkpointing.mode) == ("flex", "selective")
+    assert (job.parallelism.tensor_parallel_size, job.parallelism.data_parallel_size) == (2, 4)
+
+
+def test_functions_that_change_another_configuration_are_followed(checkout):
+    (checkout / "run.sh").write_text(
+        "torchrun --nproc_per_node=8 -m torchtitan.train --module llama3 --config llama3_8b_full\n"
+    )
+    read = translation_of(checkout / "run.sh")
+    assert (read.job.micro_batch_size, read.job.attention) == (4, "flash_attention_2")
+    assert read.job.activation_checkpointing.mode == "full"
+    assert read.job.framework_options["loss_chunks"] == 8
+    assert any("'change(config)'" in sentence and "is not followed" in sentence for sentence in read.assumptions)
+
+
+def test_a_registry_alone_must_have_one_configuration(tmp_path):
+    path = tmp_path / "config_registry.py"
+    path.write_text(REGISTRY)
+    with pytest.raises(SpecError, match=r"has 2 configurations of torchtitan \(llama3_8b, llama3_8b_full\)"):
+        translation_of(path)
+    path.write_text(REGISTRY.partition("def llama3_8b_full")[0])
+    assert opened(path).values["training"] == {"local_batch_size": 1, "seq_len": 8192, "steps": 1000}
+
+
+RECIPES = """
+def small_pretrain_config() -> ConfigContainer:
+    cfg = _pretrain_common()
+    cfg.model = AutoBridge.from_hf_pretrained("meta-llama/Llama-3.2-1B").to_megatron_provider(load_weights=False)
+    cfg.model.tensor_model_parallel_size = 2
+    cfg.model.sequence_parallel = True
+    cfg.model.seq_length = 4096
+    cfg.train.micro_batch_size = 4
+    return cfg
+"""
+COMMON = """
+def _pretrain_common() -> ConfigContainer:
+    cfg = ConfigContainer(
+        model=None,
+        train=TrainingConfig(global_batch_size=32, micro_batch_size=2),
+        ddp=DistributedDataParallelConfig(overlap_grad_reduce=True, use_distributed_optimizer=True,
+        grad_reduce_in_fp32=True),
+        mixed_precision="bf16_mixed",
+    )
+    return cfg
+"""
+
+
+def test_a_recipe_of_megatron_bridge_is_read_from_the_package(tmp_path, monkeypatch):
+    folder = tmp_path / "megatron" / "bridge" / "recipes"
+    (folder / "llama").mkdir(parents=True)
+    (folder / "common.py").write_text(COMMON)
+    (folder / "llama" / "small.py").write_text(RECIPES)
+    monkeypatch.syspath_prepend(tmp_path)
+    text = "torchrun --nproc_per_node=8 run_recipe.py --recipe small_pretrain_config train.micro_batch_size=1\n"
+    read = translation_of(text)
+    job = read.job
+    assert (job.architecture.name, job.micro_batch_size, job.sequence_length) == ("llama-3.2-1b", 1, 4096)
+    assert (job.parallelism.tensor_parallel_size, job.parallelism.data_parallel_size) == (2, 4)
+    assert (job.gradient_accumulation_steps, job.parallelism.zero_stage) == (8, 1)
+    assert read.unknown == ()
+    assert "megatron.bridge" not in sys.modules
