@@ -8,7 +8,8 @@ import sys
 import sysconfig
 
 import peakcast
-from peakcast.models import allocator, allocator_events
+from peakcast.models.allocator import events as allocator_events
+from peakcast.models.allocator import replay as allocator
 
 site = sysconfig.get_path("purelib"), sysconfig.get_path("platlib")
 assert peakcast.__file__.startswith(site), f"not the wheel: {peakcast.__file__}"

@@ -18,13 +18,13 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from peakcast import store
-from peakcast.collectors.engines import WORK
-from peakcast.collectors.grid import load_grid
-from peakcast.collectors.runner import Summary, collect, timelines_folder
-from peakcast.collectors.sharing import cell_identity
-from peakcast.errors import PeakcastError
-from peakcast.spec import TrainingJob
+from peakcast.collectors.measure.grid import load_grid
+from peakcast.collectors.measure.runner import Summary, collect, timelines_folder
+from peakcast.collectors.measure.sharing import cell_identity
+from peakcast.collectors.processes.engines import WORK
+from peakcast.core.errors import PeakcastError
+from peakcast.jobs.spec import TrainingJob
+from peakcast.measurements import store
 
 ANCHORS = "campaign-anchors"
 GRIDS = ("campaign-breadth", "campaign-layouts", "campaign-variants", "campaign-limits")
@@ -59,9 +59,9 @@ def run(
     shard = folder / (TRACES if trace else ROWS)
     if not trace:
         timelines = timelines_folder(folder / TRACES)
-        _once(folder / "first_uses.json", "peakcast.collectors.first_uses")
+        _once(folder / "first_uses.json", "peakcast.collectors.measure.first_uses")
         if timelines.is_dir():
-            _once(folder / "replays.json", "peakcast.collectors.replaying", str(timelines))
+            _once(folder / "replays.json", "peakcast.collectors.measure.replaying", str(timelines))
     done = []
     for jobs, history in ((load_grid(ANCHORS), True), (jobs_in_order(), False)):
         left = minutes - (time.monotonic() - started) / 60

@@ -1,5 +1,5 @@
 """`python -m peakcast` is the `peakcast` command."""
 
-from peakcast.cli import main
+from peakcast.commands.cli import main
 
 main()

@@ -11,32 +11,32 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peakcast.answers import answer, full_answer
-from peakcast.batch import predict_batch
-from peakcast.calibrating import Checked, Fitted, check, evaluate, fit, report, reproduce
 from peakcast.catalog import Device
-from peakcast.dialects.asked_versions import asked_versions
+from peakcast.core.extras import need
+from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.recognise import Beside, from_arguments
-from peakcast.dryrunning import dryrun
-from peakcast.extras import need
-from peakcast.measuring import collect, collect_constants, import_published, verify
-from peakcast.places import tracker
-from peakcast.questions import Rank, on_node, question, translation_of
+from peakcast.doors.answering import answer, full_answer
+from peakcast.doors.batch import predict_batch
+from peakcast.doors.calibrating import Checked, Fitted, check, evaluate, fit, report, reproduce
+from peakcast.doors.dryrunning import dryrun
+from peakcast.doors.measuring import collect, collect_constants, import_published, verify
+from peakcast.doors.places import tracker
+from peakcast.doors.questions import Rank, on_node, question, translation_of
 
 if TYPE_CHECKING:
-    from peakcast.dialects.translation import Translation
-    from peakcast.explanation import Explanation
-    from peakcast.installation import Installation
-    from peakcast.models.calibration import Calibration
-    from peakcast.prediction import Answer
-    from peakcast.proposing import Proposed
-    from peakcast.recording import Recorded
-    from peakcast.replaying import Replayed
+    from peakcast.answers.explanation import Explanation
+    from peakcast.answers.installation import Installation
+    from peakcast.answers.prediction import Answer
+    from peakcast.dialects.common.translation import Translation
+    from peakcast.doors.proposing import Proposed
+    from peakcast.doors.recording import Recorded
+    from peakcast.doors.replaying import Replayed
+    from peakcast.doors.shipping import Shipment
+    from peakcast.jobs.spec import TrainingJob
+    from peakcast.models.calibration.calibration import Calibration
     from peakcast.searching.found import Found, Largest
     from peakcast.searching.gpu_types import Offers
     from peakcast.searching.search import Progress
-    from peakcast.shipping import Shipment
-    from peakcast.spec import TrainingJob
 
 __all__ = [
     "Checked",
@@ -99,7 +99,7 @@ def predict(
         return full_answer(asked, calibration, all_ranks=all_ranks, baseline=baseline)
     from dataclasses import replace
 
-    from peakcast.kept import read_kept, recipe_from
+    from peakcast.doors.kept import read_kept, recipe_from
 
     kept = read_kept(path := Path(recipe))
     asked = question(kept.job if job is None else job, gpu, rank, **nodes)  # type: ignore[arg-type]
@@ -177,7 +177,7 @@ def explain(
     `picture` (.png, .svg) and `snapshot` (a pickle for PyTorch's memory viewer) are files to write.
     Raises: SpecError, CatalogError, CollectorError or RecordError.
     """
-    from peakcast.explaining.door import explanation, write
+    from peakcast.doors.explaining import explanation, write
 
     found = explanation(job, gpu, rank, against=against, trace=trace, module=module, recipe=recipe)
     return write(found, picture, snapshot)
@@ -202,7 +202,7 @@ def replay(
     picture of the two.
     Raises: RecordError for a file that cannot be read, and what `explain` raises.
     """
-    from peakcast.replaying import replayed
+    from peakcast.doors.replaying import replayed
 
     return replayed(Path(file), against, gpu, rank, trace=trace, module=module, output=output)
 
@@ -215,7 +215,7 @@ def record(job: object, *, python: str = sys.executable, output: str | Path | No
     file to write in addition to the user's cache.
     Raises: SpecError, or CollectorError when the library cannot run the job on fake tensors.
     """
-    from peakcast.recording import recorded
+    from peakcast.doors.recording import recorded
 
     return recorded(translation_of(job).job, python, Path(output) if output is not None else None)
 
@@ -232,15 +232,15 @@ def record_all(
 
     Raises: SpecError, or CollectorError when the library cannot be used.
     """
-    from peakcast.cores import available_cores
-    from peakcast.shipping import record_all as ship
+    from peakcast.core.cores import available_cores
+    from peakcast.doors.shipping import record_all as ship
 
     return ship(Path(folder), families, python, available_cores(), progress)
 
 
 def doctor() -> Installation:
     """What is installed here, which GPUs and calibrations are found, and what of peakcast works with them."""
-    from peakcast.doctor import doctor as look
+    from peakcast.doors.doctor import doctor as look
 
     return look()
 
@@ -273,8 +273,8 @@ def search(
     from dataclasses import replace
 
     from peakcast import catalog
-    from peakcast.kept import read_kept
-    from peakcast.searching.door import ask
+    from peakcast.doors.kept import read_kept
+    from peakcast.doors.searching import ask
     from peakcast.searching.gpu_types import read_prices
 
     prices = read_prices(price)
@@ -292,7 +292,7 @@ def search(
 
 def _record(progress: Progress | None, jobs: Iterable[TrainingJob]) -> None:
     """Record the recipes that `jobs` need."""
-    from peakcast.recording import ensure_recipes
+    from peakcast.doors.recording import ensure_recipes
 
     ensure_recipes(jobs, 1, (lambda message, *_: progress(message)) if progress else None)
 
@@ -312,7 +312,7 @@ def watch(
     JSON-lines file to which the row is added.
     Raises: RecordError for a file that cannot be read, and what `predict` raises.
     """
-    from peakcast.proposing import proposed
+    from peakcast.doors.proposing import proposed
 
     return proposed(Path(snapshot), job, gpu, rank, Path(append_to) if append_to is not None else None)
 

@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from peakcast.dryrunning import Dryrun, dryrun
-from peakcast.durable import replace_file
-from peakcast.prediction import QUANTITIES
-from peakcast.units import format_gib
+from peakcast.answers.prediction import QUANTITIES
+from peakcast.core.durable import replace_file
+from peakcast.core.units import format_gib
+from peakcast.doors.dryrunning import Dryrun, dryrun
 
 FILE = "peaks.json"
 TOLERANCE = 0.002

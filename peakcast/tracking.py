@@ -17,16 +17,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peakcast.durable import explained, locked
-from peakcast.errors import CalibrationError, PeakcastError
-from peakcast.ownership import is_gone, this_process
-from peakcast.prediction import QUANTITIES
-from peakcast.spec import canonical_json
+from peakcast.answers.prediction import QUANTITIES
+from peakcast.core.durable import explained, locked
+from peakcast.core.errors import CalibrationError, PeakcastError
+from peakcast.core.ownership import is_gone, this_process
+from peakcast.jobs.spec import canonical_json
 
 if TYPE_CHECKING:
-    from peakcast.models.calibration import Calibration
-    from peakcast.models.evaluation import Evaluation
-    from peakcast.models.promotion import Comparison
+    from peakcast.models.calibration.calibration import Calibration
+    from peakcast.models.evaluation.evaluation import Evaluation
+    from peakcast.models.evaluation.promotion import Comparison
 
 MODEL_NAME = "peakcast"
 """The registered model; each GPU type is an alias of one of its versions."""
@@ -75,7 +75,7 @@ class Tracker:
         matplotlib figure) and the whole evaluation as JSON. It has a child run per GPU type, with the metrics of every
         split and its calibration of `calibrations` as artefact, and one per fold, with the metrics of the held-out
         architecture. Returns the parent's run id."""
-        from peakcast.models.tracked import by_fold, by_gpu
+        from peakcast.models.evaluation.tracked import by_fold, by_gpu
 
         self._end_abandoned()
         with self._running(name) as run_id:
@@ -89,7 +89,7 @@ class Tracker:
 
     def champion(self, gpu: str) -> Calibration | None:
         """The calibration for which a GPU type's alias stands; None if there is none that this version can read."""
-        from peakcast.models.calibration import load_calibration
+        from peakcast.models.calibration.calibration import load_calibration
 
         exceptions = _mlflow().exceptions
         try:
@@ -116,7 +116,7 @@ class Tracker:
             self._end_abandoned()
             with self._running(f"calibration {calibration.gpu}") as made:
                 return self.log_calibration(calibration, run_id=made, comparison=comparison)
-        from peakcast.models.tracked import facts_of, num_rows
+        from peakcast.models.evaluation.tracked import facts_of, num_rows
 
         self._log_batch(run_id, *facts_of(calibration))
         self._log_dataset(run_id, calibration.rows_digest, num_rows(calibration), "training")
@@ -193,7 +193,7 @@ class Tracker:
     def _log_parent(
         self, run_id: str, evaluation: Evaluation, parameters: Mapping[str, object], figures: Mapping[str, Any]
     ) -> None:
-        from peakcast.models.tracked import TARGET, headline
+        from peakcast.models.evaluation.tracked import TARGET, headline
 
         told = {
             "num_rows": evaluation.num_rows,
@@ -279,7 +279,7 @@ def served_model() -> Any:
 
         class PeakMemory(python_model):  # type: ignore[misc]
             def load_context(self, context: Any) -> None:
-                from peakcast.models.calibration import load_calibration
+                from peakcast.models.calibration.calibration import load_calibration
 
                 self.calibration = load_calibration(Path(context.artifacts["calibration"]))
 
@@ -295,7 +295,7 @@ def served_model() -> Any:
 def answers(table: Any, calibration: Calibration) -> list[dict[str, Any]]:
     """`serving.answer_rows` of the rows of a table. If it is no table of jobs, the error is MLflow's own, for which its
     server answers HTTP 400 with the reason; a bug here gives 500."""
-    from peakcast.models.serving import answer_rows, rows_of
+    from peakcast.models.prediction.serving import answer_rows, rows_of
 
     exceptions = _mlflow().exceptions
     try:
@@ -342,7 +342,7 @@ def _save_model(scratch: Path, calibration: Calibration) -> Path:
 
 def _outputs(types: Any) -> Any:
     """The schema of `serving.answer_row`'s result."""
-    from peakcast.models.serving import PARTS
+    from peakcast.models.prediction.serving import PARTS
 
     schema, text = types.schema, types.DataType.string
     columns = [types.ColSpec(text, "fits")]

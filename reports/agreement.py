@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peakcast.models.agreement import Agreement
+from peakcast.jobs.spec import job_in_words
+from peakcast.models.baseline.agreement import Agreement
 from peakcast.reports.tables import markdown_table
-from peakcast.spec import job_in_words
 
 PLACES = {
     "forward": "forward",

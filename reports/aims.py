@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from peakcast.models.evaluation import Evaluation
-from peakcast.models.metrics import Scored, Summary, summarise
+from peakcast.models.evaluation.evaluation import Evaluation
+from peakcast.models.evaluation.metrics import Scored, Summary, summarise
 
 FIGURES: dict[str, Callable[[Summary], float]] = {
     "median": lambda summary: summary.errors.median,

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from peakcast.models.decisions import OUTCOMES
-from peakcast.models.evaluation import Evaluation
+from peakcast.models.evaluation.decisions import OUTCOMES
+from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.reports.tables import QUANTITY_NAMES, percent
 
 Table = tuple[str, tuple[str, ...], list[list[str]]]

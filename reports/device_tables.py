@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator, Sequence
 
-from peakcast.models.evaluation import Evaluation
-from peakcast.models.metrics import Scored
+from peakcast.core.units import GIB
+from peakcast.models.evaluation.evaluation import Evaluation
+from peakcast.models.evaluation.metrics import Scored
 from peakcast.reports.decision_tables import Table
 from peakcast.reports.metrics import cells_of
-from peakcast.units import GIB
 
 COLUMNS = (
     "source",

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from peakcast.models.metrics import Scored
+from peakcast.models.evaluation.metrics import Scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

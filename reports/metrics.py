@@ -7,11 +7,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from peakcast.models.evaluation import Evaluation
-from peakcast.models.grouping import SIZES_GIB
-from peakcast.models.metrics import Scored, Summary, summarise
+from peakcast.core.units import GIB
+from peakcast.models.calibration.grouping import SIZES_GIB
+from peakcast.models.evaluation.evaluation import Evaluation
+from peakcast.models.evaluation.metrics import Scored, Summary, summarise
 from peakcast.reports.aims import TARGETS, Aim
-from peakcast.units import GIB
 
 CHAIN = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
 """Quantities, each of which includes the one before."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from peakcast.models.evaluation import Evaluation
-from peakcast.models.metrics import Scored, Summary, summarise
+from peakcast.models.evaluation.evaluation import Evaluation
+from peakcast.models.evaluation.metrics import Scored, Summary, summarise
 from peakcast.reports.aims import Aim, goals
 from peakcast.reports.decision_tables import Table
 from peakcast.reports.findings import Finding, finding_of

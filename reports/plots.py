@@ -11,12 +11,12 @@ import matplotlib.ticker
 import numpy as np
 from matplotlib.figure import Figure
 
-from peakcast.drawing import INK, MUTED, STYLE, inline_svg
-from peakcast.models.evaluation import Evaluation
-from peakcast.models.metrics import Scored
+from peakcast.core.drawing import INK, MUTED, STYLE, inline_svg
+from peakcast.core.units import GIB
+from peakcast.models.evaluation.evaluation import Evaluation
+from peakcast.models.evaluation.metrics import Scored
 from peakcast.reports.metrics import by_group
 from peakcast.reports.tables import QUANTITY_NAMES
-from peakcast.units import GIB
 
 MAX_POINTS = 2000
 """If there are more points, they are thinned evenly, so that a page of vector graphics stays small."""

@@ -16,8 +16,8 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from peakcast.errors import RecordError
-from peakcast.models.evaluation import Evaluation
+from peakcast.core.errors import RecordError
+from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.reports.tables import short_markdown
 
 BEGIN = "<!-- accuracy: written by `peakcast evaluate --write-readme README.md` -->"
@@ -91,8 +91,8 @@ def prepare(folder: Path, path: Path) -> Path:
 
 def refresh(path: Path) -> None:
     """Rewrite the outputs in the file at `path`, and its accuracy table if it has one."""
-    from peakcast.models.evaluation import evaluate
-    from peakcast.store import load
+    from peakcast.measurements.store import load
+    from peakcast.models.evaluation.evaluation import evaluate
 
     text = path.read_text(encoding="utf-8")
     with tempfile.TemporaryDirectory() as temporary:

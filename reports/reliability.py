@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
 
-from peakcast.cores import available_cores
-from peakcast.errors import RecordError
+from peakcast.core.cores import available_cores
+from peakcast.core.errors import RecordError
 from peakcast.reports.tables import markdown_table
 
 PAGE = Path("docs/reliability.md")

@@ -14,16 +14,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peakcast import __version__
-from peakcast.models.evaluation import NAMED_ABOVE, Evaluation
-from peakcast.models.metrics import Scored
-from peakcast.prediction import QUANTITIES
+from peakcast.answers.prediction import QUANTITIES
+from peakcast.core.units import GIB
+from peakcast.models.evaluation.evaluation import NAMED_ABOVE, Evaluation
+from peakcast.models.evaluation.metrics import Scored
 from peakcast.reports import metrics, tables
 from peakcast.reports.decision_tables import extra_tables
 from peakcast.reports.device_tables import device_tables
 from peakcast.reports.findings import finding_of
 from peakcast.reports.misses import UNKNOWN, goal_tables, gpu_misses, miss_tables
 from peakcast.reports.plots import PLOTS, svg
-from peakcast.units import GIB
 
 if TYPE_CHECKING:
     from jinja2 import Environment

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from peakcast.models.evaluation import Evaluation
-from peakcast.models.metrics import Summary
+from peakcast.models.evaluation.evaluation import Evaluation
+from peakcast.models.evaluation.metrics import Summary
 from peakcast.reports.metrics import LARGE, HeadlineRow, headline
 
 QUANTITY_NAMES = {

@@ -14,10 +14,10 @@ from typing import Any
 import hypothesis
 import pytest
 
-from peakcast.cores import available_cores
-from peakcast.spec import TrainingJob, job_to_mapping
-from peakcast.timeline import Timeline
-from peakcast.timelines import STEPS, timeline_from_mapping, unpack
+from peakcast.core.cores import available_cores
+from peakcast.jobs.spec import TrainingJob, job_to_mapping
+from peakcast.timelines.files import STEPS, timeline_from_mapping, unpack
+from peakcast.timelines.timeline import Timeline
 
 MOST_AT_ONCE = 4
 """Each process has torch in its memory, and another one that its traces are forked from: some 1.5 GB."""
@@ -91,7 +91,7 @@ def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def few_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder of tables with two published rows of each network on each GPU type: a fit to all of them takes minutes."""
-    from peakcast.store import load, write_csv
+    from peakcast.measurements.store import load, write_csv
 
     kept: dict[tuple[str, str], list[Any]] = {}
     for row in load():
@@ -107,7 +107,7 @@ def traced() -> Iterator[Callable[..., dict[str, Timeline]]]:
     """The timelines of a job's two steps on a rank, traced in a process of its own, which is forked from one that has
     imported the libraries: importing them takes longer than tracing a cut-down network."""
 
-    from peakcast.collectors.engines import local
+    from peakcast.collectors.processes.engines import local
 
     asked: list[dict[str, Any]] = []
     answers = local.run(iter(asked.pop, None), timeout_seconds=300)

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from peakcast.allocator import Allocator, parse_allocator, parse_divisions
-from peakcast.errors import SpecError
-from peakcast.units import MIB
+from peakcast.core.errors import SpecError
+from peakcast.core.units import MIB
+from peakcast.jobs.allocator_settings import Allocator, parse_allocator, parse_divisions
 
 DIVISIONS = [
     "4",

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 import peakcast
-from peakcast import answers, api
-from peakcast.errors import CalibrationError, CatalogError, PeakcastError, SpecError
-from peakcast.models.calibration import UNCALIBRATED
-from peakcast.prediction import QUANTITIES, Prediction
-from peakcast.questions import question, rank_number
+from peakcast import api
+from peakcast.answers.prediction import QUANTITIES, Prediction
+from peakcast.core.errors import CalibrationError, CatalogError, PeakcastError, SpecError
+from peakcast.doors import answering as answers
+from peakcast.doors.questions import question, rank_number
+from peakcast.models.calibration.calibration import UNCALIBRATED
 
 GPU = "H100-80GB"
 JOB: dict[str, Any] = {"architecture": "llama-3.2-1b", "sequence_length": 512}
@@ -138,7 +139,7 @@ def test_a_batch_answers_in_order_what_predict_answers() -> None:
 
 
 def test_processes_share_a_batch_and_answer_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peakcast.batch.NEIGHBOURS", 4)
+    monkeypatch.setattr("peakcast.doors.batch.NEIGHBOURS", 4)
     sizes = [4, 1, 3, 2, 4, 6, 5, 1]
     lines = [json.dumps({"id": i, "gpu": GPU, "job": {**JOB, "micro_batch_size": size}}) for i, size in enumerate(sizes)]
     lines[2:2] = ["{", lines[0]]
@@ -199,7 +200,7 @@ def test_a_fault_of_ours_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(answers, "answer", broken)
     (answer,) = ask({"id": 1, "gpu": GPU, "job": {**JOB, "sequence_length": 640}})
     assert answer["error"]["message"] == "this is a bug in peakcast: ZeroDivisionError: oops"
-    from peakcast import batch
+    from peakcast.doors import batch
 
     batch._remembered.cache_clear()
 

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from peakcast import api, cli, store
+from peakcast import api
 from peakcast.catalog import gpu
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.errors import RecordError
-from peakcast.models.baseline import baseline
-from peakcast.models.calibration import Calibration, QuantityCalibration
-from peakcast.models.domain import Domain
-from peakcast.models.features import features
-from peakcast.models.intervals import Intervals
-from peakcast.models.residual import Residual
-from peakcast.models.spread import TERMS, Spread
-from peakcast.records import Measurement
+from peakcast.commands import cli
+from peakcast.core.errors import RecordError
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.measurements import store
+from peakcast.measurements.records import Measurement
+from peakcast.models.baseline.baseline import baseline
+from peakcast.models.calibration.calibration import Calibration, QuantityCalibration
+from peakcast.models.calibration.domain import Domain
+from peakcast.models.calibration.features import features
+from peakcast.models.calibration.intervals import Intervals
+from peakcast.models.calibration.residual import Residual
+from peakcast.models.calibration.spread import TERMS, Spread
 
 QUANTITY = "peak_allocated_bytes"
 AS_IT_IS = Spread.from_mapping({**dict.fromkeys(TERMS, 0.0), "always": 1.0}, QUANTITY)

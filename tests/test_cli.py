@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 
-from peakcast import api, cli
-from peakcast.cli import FITS_EXIT_CODES
-from peakcast.job_flags import BESIDE, FLAGS
-from peakcast.units import GIB
+from peakcast import api
+from peakcast.commands import cli
+from peakcast.commands.cli import FITS_EXIT_CODES
+from peakcast.core.units import GIB
+from peakcast.doors.job_flags import BESIDE, FLAGS
 
 SMALL = ("--model", "llama-3.2-1b", "--sequence-length", "512")
 GPU = ("--gpu", "H100-80GB")

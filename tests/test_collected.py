@@ -2,14 +2,16 @@
 
 import pytest
 
-from peakcast import catalog, collected, render
-from peakcast.collected import Collected, telling_time
-from peakcast.collectors.runner import Summary
-from peakcast.errors import SpecError
-from peakcast.models.analytical.ledger import ledger
-from peakcast.models.predict import predict
-from peakcast.records import Measurement
-from peakcast.spec import TrainingJob
+from peakcast import catalog
+from peakcast.collectors.measure.runner import Summary
+from peakcast.core.errors import SpecError
+from peakcast.doors import collected
+from peakcast.doors.collected import Collected, telling_time
+from peakcast.jobs.spec import TrainingJob
+from peakcast.measurements.records import Measurement
+from peakcast.models.baseline.ledger import ledger
+from peakcast.models.prediction.predict import predict
+from peakcast.printing import answers as render
 
 
 def row(name="gpt2", **changes):

@@ -10,15 +10,16 @@ from typing import Any
 
 import pytest
 
-from peakcast import api, cli
+from peakcast import api
+from peakcast.answers.prediction import QUANTITIES, Prediction
 from peakcast.catalog import gpu
-from peakcast.constants import Constants, constants_path, load_constants, own_constants, save_constants
-from peakcast.errors import RecordError
-from peakcast.fields import FrozenMapping
-from peakcast.models.device_memory import one_communicator_bytes
-from peakcast.models.measured_constants import outside
-from peakcast.prediction import QUANTITIES, Prediction
-from peakcast.units import MIB
+from peakcast.catalog.constants import Constants, constants_path, load_constants, own_constants, save_constants
+from peakcast.commands import cli
+from peakcast.core.errors import RecordError
+from peakcast.core.fields import FrozenMapping
+from peakcast.core.units import MIB
+from peakcast.models.baseline.device_memory import one_communicator_bytes
+from peakcast.models.baseline.measured_constants import outside
 from peakcast.web.asking import Asked, answered
 
 JOB = {"architecture": "llama-3.2-1b", "sequence_length": 512}
@@ -204,8 +205,8 @@ def test_every_door_uses_them_and_says_so(capsys: pytest.CaptureFixture[str]) ->
 
 
 def test_the_served_model_and_the_search_use_them() -> None:
-    from peakcast.models.calibration import calibrations
-    from peakcast.models.serving import answer_row
+    from peakcast.models.calibration.calibration import calibrations
+    from peakcast.models.prediction.serving import answer_row
 
     save_constants(constants())
     point = api.predict(JOB, "H100-80GB").peak_device_bytes.point
@@ -219,7 +220,7 @@ def test_the_served_model_and_the_search_use_them() -> None:
 
 @pytest.mark.parametrize("read", [False, True])
 def test_no_search_misses_a_plan_that_surely_fits(read: bool) -> None:
-    from peakcast.models.predict import could_surely_fit, predict
+    from peakcast.models.prediction.predict import could_surely_fit, predict
 
     device = replace(gpu("RTX4090"), constants=constants(gpu="RTX4090") if read else None)
     job = api.read({**JOB, "activation_checkpointing": {"mode": "full"}}).job
@@ -230,7 +231,7 @@ def test_no_search_misses_a_plan_that_surely_fits(read: bool) -> None:
 
 
 def test_fits_of_calibrations_do_not_see_them() -> None:
-    from peakcast.models.samples import _catalog_device
+    from peakcast.models.calibration.samples import _catalog_device
 
     save_constants(constants())
     assert _catalog_device("H100-80GB").constants is None

@@ -71,7 +71,7 @@ def checkout(tmp_path: Path) -> Path:
     listed = subprocess.run(
         ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=ROOT, capture_output=True, check=True
     )
-    compiled = [path.relative_to(ROOT).as_posix() for path in (ROOT / "models").glob("*.so")]
+    compiled = [path.relative_to(ROOT).as_posix() for path in (ROOT / "models").rglob("*.so")]
     for name in (*filter(None, listed.stdout.decode().split("\0")), *compiled):
         if (ROOT / name).is_file():
             (root / name).parent.mkdir(parents=True, exist_ok=True)

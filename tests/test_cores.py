@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from peakcast.cores import available_cores
+from peakcast.core.cores import available_cores
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="this system binds no process to cores")

@@ -10,14 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from peakcast import api, cli
+from peakcast import api
+from peakcast.commands import cli
 from peakcast.dialects.opening import opened
 from peakcast.dialects.recognise import DIALECTS, dialect_of
-from peakcast.models.samples import prepare as prepare_rows
+from peakcast.measurements.store import load
+from peakcast.models.calibration.samples import prepare as prepare_rows
 from peakcast.reports.readme import accuracy_table, commands, prepare, run
 from peakcast.reports.render import slug
 from peakcast.reports.tables import HEADLINE_COLUMNS, short_cells, short_markdown
-from peakcast.store import load
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"

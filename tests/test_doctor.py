@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from peakcast import api
-from peakcast.collectors import inventory
-from peakcast.constants import Constants, save_constants
-from peakcast.places import calibration_folder
-from peakcast.render import installation_text
+from peakcast.catalog.constants import Constants, save_constants
+from peakcast.collectors.machine import inventory
+from peakcast.doors.places import calibration_folder
+from peakcast.printing.answers import installation_text
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85_520_809_984, "used_bytes": 3 * 2**20}
 A10 = {"name": "NVIDIA A10", "memory_bytes": 24_146_608_128, "used_bytes": 0}

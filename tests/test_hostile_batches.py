@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from peakcast.batch import MAX_LINE_CHARACTERS, predict_batch
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
+from peakcast.doors.batch import MAX_LINE_CHARACTERS, predict_batch
 
 GOOD = {"gpu": "H100-80GB", "job": {"architecture": "gpt2", "sequence_length": 128}}
 ENDLESS = {"gpu": "H100-80GB", "job": {"architecture": "gpt2", "sequence_length": 131}}
@@ -24,7 +24,7 @@ DEADLY = {"gpu": "H100-80GB", "job": {"architecture": "gpt2", "sequence_length":
 @pytest.fixture
 def stricken(monkeypatch):
     """One line's prediction never ends, another's ends its process: no job that is let in is known to do either."""
-    from peakcast import batch
+    from peakcast.doors import batch
 
     predict = batch._predict
 
@@ -95,7 +95,7 @@ def test_lines_that_never_end_are_read_no_further_than_a_line_may_be():
     """A line of 100 MB, of which the process never has more than its bound."""
     line = json.dumps(GOOD).encode() + b"\n"
     code = (
-        "import sys; from peakcast.cli import _run; code = _run(['predict', '--batch', '-']);"
+        "import sys; from peakcast.commands.cli import _run; code = _run(['predict', '--batch', '-']);"
         "print(open('/proc/self/status').read().partition('VmHWM:')[2].split()[0], file=sys.stderr); sys.exit(code)"
     )
     asking = subprocess.Popen(

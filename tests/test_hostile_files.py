@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from peakcast import store
-from peakcast.dialects.job_file import load_job
-from peakcast.errors import PeakcastError
-from peakcast.models.calibration import load_calibration
-from peakcast.records import Measurement
-from peakcast.rows import COLUMNS
-from peakcast.spec import TrainingJob
+from peakcast.core.errors import PeakcastError
+from peakcast.dialects.common.job_file import load_job
+from peakcast.jobs.spec import TrainingJob
+from peakcast.measurements import store
+from peakcast.measurements.records import Measurement
+from peakcast.measurements.rows import COLUMNS
+from peakcast.models.calibration.calibration import load_calibration
 
 
 class Command:
@@ -95,10 +95,10 @@ def test_bombs_fill_no_memory(tmp_path):
     code = """
 import sys
 from pathlib import Path
-from peakcast import store
-from peakcast.dialects.job_file import load_job
-from peakcast.errors import PeakcastError
-from peakcast.models.calibration import load_calibration
+from peakcast.measurements import store
+from peakcast.dialects.common.job_file import load_job
+from peakcast.core.errors import PeakcastError
+from peakcast.models.calibration.calibration import load_calibration
 def most():
     return int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 before = most()

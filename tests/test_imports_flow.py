@@ -1,4 +1,4 @@
-"""Imports run one way: values <- catalog <- records <- collectors | models <- reports <- api <- cli.
+"""Imports run one way: every folder imports only from folders that docs/architecture.md lists above it.
 
 Read from the import statements themselves, those inside functions and of `if TYPE_CHECKING:` included.
 """
@@ -15,29 +15,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+TOPS = ("peakcast", "collectors", "models", "reports")
 MODULES = {
-    ".".join(("peakcast", *path.relative_to(ROOT / top).with_suffix("").parts))
-    if top == "peakcast"
-    else ".".join(("peakcast", top, *path.relative_to(ROOT / top).with_suffix("").parts)): path
-    for top in ("peakcast", "collectors", "models", "reports")
+    ".".join((*dict.fromkeys(("peakcast", top)), *path.relative_to(ROOT / top).with_suffix("").parts)): path
+    for top in TOPS
     for path in sorted((ROOT / top).rglob("*.py"))
 }
-COLLECTORS, MODELS, REPORTS = "peakcast.collectors", "peakcast.models", "peakcast.reports"
-TRACKING = "peakcast.tracking"
-DOORS = tuple(
-    f"peakcast.{name}"
-    for name in (
-        *("__main__", "answers", "api", "assistant", "batch", "cli", "doctor", "job_flags", "places", "questions"),
-        *("render", "screen", "calibrating", "collected", "commands", "dryrunning", "keeping", "kept", "measuring"),
-        *("pytest_plugin", "proposing", "recording", "replaying", "refusing", "shipping", "watching"),
-    )
-)
-EXPLAINING = "peakcast.explaining"
-"""Reads the models' timelines; only its own door also runs traces."""
-SEARCHING = "peakcast.searching"
-"""Sweeps the models, and counts what a layout sends as `explaining` does."""
-EXPORTS_LAZILY = {"peakcast.__init__"}
-"""Modules that name the doors to hand them on when asked, and import nothing by themselves."""
+FRONT = {"peakcast.__init__"}
+"""The module that names what users import, and loads each when it is first used."""
+ENTRIES = {module for module in MODULES if module.endswith(".__main__")}
+"""What `python -m` runs: above everything, imported by doors alone."""
 
 
 @cache
@@ -60,80 +48,81 @@ def within(name: str, *packages: str) -> bool:
     return any(name == package or name.startswith(package + ".") for package in packages)
 
 
-def layer(module: str) -> str:
-    """The part of the flow a module belongs to."""
-    for package in (COLLECTORS, MODELS, REPORTS):
-        if within(module, package):
-            return package
-    if module == TRACKING:
-        return TRACKING
-    # they name the command line's flags
-    texts = tuple(f"peakcast.explaining.{name}" for name in ("text", "steps", "beside_text"))
-    if within(module, *DOORS, "peakcast.explaining.door", *texts, "peakcast.web"):
-        return "doors"
-    return next((package for package in (EXPLAINING, SEARCHING) if within(module, package)), "peakcast")
-
-
-FORBIDDEN = {
-    "peakcast": (COLLECTORS, MODELS, REPORTS, TRACKING, EXPLAINING, SEARCHING, *DOORS),
-    EXPLAINING: (COLLECTORS, REPORTS, TRACKING, SEARCHING, *DOORS),
-    SEARCHING: (COLLECTORS, REPORTS, TRACKING, *DOORS),
-    TRACKING: (COLLECTORS, REPORTS, EXPLAINING, SEARCHING, *DOORS),
-    COLLECTORS: (MODELS, REPORTS, TRACKING, EXPLAINING, SEARCHING, *DOORS),
-    MODELS: (COLLECTORS, REPORTS, TRACKING, EXPLAINING, SEARCHING, *DOORS),
-    REPORTS: (COLLECTORS, TRACKING, EXPLAINING, SEARCHING, *DOORS),
-    "doors": (),
-}
-
-
-@pytest.mark.parametrize("module", sorted(set(MODULES) - EXPORTS_LAZILY))
-def test_imports_run_one_way(module: str) -> None:
-    backwards = [name for name in imports(MODULES[module]) if within(name, *FORBIDDEN[layer(module)])]
-    assert backwards == []
-
-
-def test_the_page_on_architecture_says_what_is_enforced() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    told = dict(re.findall(r"^\| `?(\w+)`? \| [^|]+ \| ([^|]+) \|$", page.partition("may import |")[2], re.MULTILINE))
-    parts = {part.removeprefix("peakcast."): part for part in FORBIDDEN}
-    assert {name for name in told if name in parts} == set(parts)
-    for name, part in parts.items():
-        allowed = [other for other, full in parts.items() if other not in (name, "doors") and full not in FORBIDDEN[part]]
-        listed = ", ".join(f"`{other}`" for other in allowed) or "nothing of the others"
-        wanted = "everything" if part == "doors" else listed
-        assert sorted(told[name].split(", ")) == sorted(wanted.split(", ")), name
-
-
-def test_files_that_the_page_on_architecture_names_exist() -> None:
-    page = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
-    for named in re.findall(r"`((?:peakcast|collectors|models|reports|datasets|tests)/[\w./*-]*)`", page):
-        assert list(ROOT.glob(named.rstrip("/"))), named
-
-
-def test_no_modules_import_each_other_in_a_circle() -> None:
-    graph = {
-        module: {named for name in imports(path) if (named := _module_of(name)) and named != module}
-        for module, path in MODULES.items()
-        if module not in EXPORTS_LAZILY
-    }
-    TopologicalSorter(graph).prepare()
-
-
-def _module_of(name: str) -> str | None:
+def module_of(name: str) -> str | None:
     """The module of this project that an imported name is, or is a part of; a package is its `__init__`."""
     outer = name.rpartition(".")[0]
     candidates = (name, f"{name}.__init__", outer, f"{outer}.__init__")
     return next((module for module in candidates if module in MODULES), None)
 
 
+def folder(module: str) -> str:
+    """The folder that a module lies in, from the root of the checkout; a loose file of `peakcast/` is its own."""
+    path = MODULES[module].relative_to(ROOT)
+    return path.as_posix() if path.parent.as_posix() == "peakcast" else path.parent.as_posix()
+
+
+def imported(module: str) -> set[str]:
+    """The modules of this project that `module` imports, but packages that only hold others."""
+    found = {module_of(name) for name in imports(MODULES[module])}
+    return {name for name in found if name and name != module and not _only_holds(name)}
+
+
+def _only_holds(module: str) -> bool:
+    if not module.endswith(".__init__"):
+        return False
+    return module in FRONT or len(ast.parse(MODULES[module].read_text(encoding="utf-8")).body) <= 1
+
+
+def layers() -> dict[str, int]:
+    """The layer of each folder, as the table of the page on architecture counts them."""
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", PAGE, re.MULTILINE)
+    return {name: int(layer) for layer, names in rows for name in re.findall(r"`([^`]+)`", names)}
+
+
+LAYERS = layers()
+
+
+def test_every_folder_has_a_layer() -> None:
+    folders = {folder(module) for module in set(MODULES) - FRONT - ENTRIES if not _only_holds(module)}
+    assert folders == set(LAYERS)
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - FRONT - ENTRIES))
+def test_imports_run_one_way(module: str) -> None:
+    home = folder(module)
+    upwards = [name for name in imported(module) - ENTRIES if folder(name) != home and LAYERS[folder(name)] >= LAYERS[home]]
+    assert upwards == []
+
+
+def test_what_python_m_runs_is_imported_by_doors_alone() -> None:
+    users = {folder(module) for module in set(MODULES) - FRONT - ENTRIES if imported(module) & ENTRIES}
+    assert users <= {"peakcast/doors"}
+
+
+def test_collectors_and_models_know_nothing_of_each_other() -> None:
+    for one, other in (("peakcast.collectors", "peakcast.models"), ("peakcast.models", "peakcast.collectors")):
+        known = {name for module in MODULES if within(module, one) for name in imported(module)}
+        assert [name for name in known if within(name, other)] == []
+
+
+def test_files_that_the_page_on_architecture_names_exist() -> None:
+    for named in re.findall(r"`((?:peakcast|collectors|models|reports|datasets|tests)/[\w./*-]*)`", PAGE):
+        assert list(ROOT.glob(named.rstrip("/"))), named
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    TopologicalSorter({module: imported(module) for module in set(MODULES) - FRONT}).prepare()
+
+
 def test_only_tracking_imports_mlflow() -> None:
-    assert {m for m, path in MODULES.items() if any(within(n, "mlflow") for n in imports(path))} <= {TRACKING}
+    users = {module for module, path in MODULES.items() if any(within(name, "mlflow") for name in imports(path))}
+    assert users <= {"peakcast.tracking"}
 
 
 def test_only_collectors_import_torch_and_nvml() -> None:
     heavy = ("torch", "pynvml", "transformers", "accelerate", "peft", "bitsandbytes")
     users = {module for module, path in MODULES.items() if any(within(name, *heavy) for name in imports(path))}
-    assert {module for module in users if not within(module, COLLECTORS)} == set()
+    assert {module for module in users if not within(module, "peakcast.collectors")} == set()
 
 
 def test_the_flow_is_seen_at_all(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from peakcast import cli
-from peakcast.models.calibration import calibrations
+from peakcast.commands import cli
+from peakcast.models.calibration.calibration import calibrations
 
 ROOT = Path(__file__).resolve().parents[1]
 WORKFLOW = yaml.safe_load((ROOT / "docs/examples/github/memory.yml").read_text(encoding="utf-8"))["jobs"]["fits"]

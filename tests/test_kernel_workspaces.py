@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from peakcast import catalog
+from peakcast.catalog.kernel_workspaces import Workspace, column_sum, cublaslt_kept, reduction, sort_bytes
 from peakcast.histories.files import read_histories
 from peakcast.histories.history import Action, History
-from peakcast.kernel_workspaces import Workspace, column_sum, cublaslt_kept, reduction, sort_bytes
 
 FOLDER = Path(__file__).resolve().parents[1] / "datasets" / "published" / "histories"
 REDUCES = "raw:at::native::gpu_reduce_kernel"

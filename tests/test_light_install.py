@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from peakcast.errors import MissingPackageError
-from peakcast.extras import PACKAGES, command, missing_extras, need
+from peakcast.core.errors import MissingPackageError
+from peakcast.core.extras import PACKAGES, command, missing_extras, need
 
 ROOT = Path(__file__).resolve().parents[1]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -56,7 +56,7 @@ REFUSED = {
 """Command -> the extras that its sentence names."""
 ASK = """
 import contextlib, io, json, sys
-from peakcast import cli
+from peakcast.commands import cli
 answers = []
 for arguments in json.load(sys.stdin):
     out, err = io.StringIO(), io.StringIO()
@@ -127,7 +127,7 @@ def test_what_needs_more_says_the_command_that_installs_it(light_python: str, tm
 
 
 def test_every_command_is_tried_without_the_extras() -> None:
-    from peakcast import cli
+    from peakcast.commands import cli
 
     names = {found.callback.__name__.replace("_", "-") for found in cli.app.registered_commands if found.callback}
     tried = {asked[0] for asked in ANSWERED} | {asked.split()[0] for asked in REFUSED}

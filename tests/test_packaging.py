@@ -83,13 +83,13 @@ def _heavy_modules_after(code: str) -> list[str]:
     "code",
     [
         "import peakcast",
-        "import peakcast.cli",
+        "import peakcast.commands.cli",
         "import peakcast; peakcast.predict; peakcast.predict_batch",
-        "from peakcast.cli import app; app(['--help'], standalone_mode=False)",
+        "from peakcast.commands.cli import app; app(['--help'], standalone_mode=False)",
         "import peakcast; peakcast.predict('llama-3.1-8b', 'H100-80GB')",
-        "from peakcast import cli; cli._run(['predict', '--model', 'llama-3.1-8b', '--gpu', 'H100-80GB'])",
-        "from peakcast import cli; cli._run(['explain', '--model', 'llama-3.1-8b', '--snapshot', '/dev/null'])",
-        "from peakcast import cli; cli._run(['doctor'])",
+        "from peakcast.commands import cli; cli._run(['predict', '--model', 'llama-3.1-8b', '--gpu', 'H100-80GB'])",
+        "from peakcast.commands import cli; cli._run(['explain', '--model', 'llama-3.1-8b', '--snapshot', '/dev/null'])",
+        "from peakcast.commands import cli; cli._run(['doctor'])",
     ],
 )
 def test_starting_and_predicting_load_nothing_heavy(code: str) -> None:

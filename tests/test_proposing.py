@@ -10,11 +10,14 @@ from pathlib import Path
 import pytest
 
 import peakcast
-from peakcast import api, cli, store
-from peakcast.collectors import observing, probes
-from peakcast.errors import RecordError
+from peakcast import api
+from peakcast.collectors.machine import probes
+from peakcast.collectors.stacks.steps import observing
+from peakcast.commands import cli
+from peakcast.core.errors import RecordError
+from peakcast.doors.proposing import _doubts
 from peakcast.histories.files import read_histories
-from peakcast.proposing import _doubts
+from peakcast.measurements import store
 
 EXAMPLES = Path(__file__).resolve().parents[1] / "docs" / "examples"
 STEP, DECODER = EXAMPLES / "recorded_step.jsonl.gz", EXAMPLES / "decoder.yaml"

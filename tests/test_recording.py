@@ -6,10 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from peakcast import api, cli, recording
-from peakcast.collectors.grid import expand
-from peakcast.errors import CollectorError, SpecError
-from peakcast.spec import Offload, TrainingJob
+from peakcast import api
+from peakcast.collectors.measure.grid import expand
+from peakcast.commands import cli
+from peakcast.core.errors import CollectorError, SpecError
+from peakcast.doors import recording
+from peakcast.jobs.spec import Offload, TrainingJob
 
 AROUND_UNITS = {
     "finetuning": {"method": "lora", "rank": 8},

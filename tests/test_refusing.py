@@ -12,9 +12,10 @@ import pytest
 
 import peakcast
 from peakcast import api
-from peakcast.collectors import inventory, observing
-from peakcast.errors import SpecError
-from peakcast.refusing import VARIABLE, in_plain_values
+from peakcast.collectors.machine import inventory
+from peakcast.collectors.stacks.steps import observing
+from peakcast.core.errors import SpecError
+from peakcast.doors.refusing import VARIABLE, in_plain_values
 
 TOO_LARGE = {"architecture": "llama-3.1-70b", "sequence_length": 4096}
 SMALL = {"architecture": "llama-3.2-1b", "sequence_length": 1024}

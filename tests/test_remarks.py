@@ -4,9 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast.findings import FAILS, KINDS, LESS, MORE, UNKNOWN, Finding, first, found, ordered
-from peakcast.prediction import Interval, Limit, Prediction
-from peakcast.remarks import (
+from peakcast.answers.prediction import Interval, Limit, Prediction
+from peakcast.answers.remarks import (
     NUM_SHOWN,
     assumptions_shown,
     notable,
@@ -15,7 +14,8 @@ from peakcast.remarks import (
     verdict_words,
     warnings_shown,
 )
-from peakcast.units import GIB
+from peakcast.core.findings import FAILS, KINDS, LESS, MORE, UNKNOWN, Finding, first, found, ordered
+from peakcast.core.units import GIB
 
 UNKEYED = Finding("setting_unknown", "odd", "either", "odd is not known here.")
 UNSEEN = Finding("kind_not_measured", "parallelism", "either", "no measured run has layout=tp.")

@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from peakcast import api, cli
+from peakcast import api
+from peakcast.commands import cli
 from peakcast.histories.files import read_histories
-from peakcast.models.history_timeline import recorded_timeline
-from peakcast.timeline import Category, Phase
+from peakcast.models.allocator.history_timeline import recorded_timeline
+from peakcast.timelines.timeline import Category, Phase
 
 FOLDER = Path(__file__).resolve().parents[1] / "datasets" / "published" / "histories"
 STEP = FOLDER / "wedsonlin-medium-128-training-snap-0db7.jsonl.gz"
@@ -129,7 +130,7 @@ def test_the_two_add_up(tmp_path):
 
 def test_a_recording_beside_itself_has_no_difference():
     from peakcast.explaining.beside import beside
-    from peakcast.models.history_replay import allocated_bytes
+    from peakcast.models.allocator.history_replay import allocated_bytes
 
     (history,) = read_histories(STEP)
     timeline = recorded_timeline(history)

@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 
 from peakcast.catalog import gpu
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.errors import SpecError
-from peakcast.models.calibration import UNCALIBRATED, Calibration
-from peakcast.models.predict import predict
-from peakcast.models.serving import MAX_JOB_CHARACTERS, answer_row, job_columns, job_of
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.models.calibration.calibration import UNCALIBRATED, Calibration
+from peakcast.models.prediction.predict import predict
+from peakcast.models.prediction.serving import MAX_JOB_CHARACTERS, answer_row, job_columns, job_of
 from peakcast.tracking import Tracker
 
 pytestmark = [  # mlflow's own
@@ -61,7 +61,7 @@ def test_a_bad_row_is_refused_by_name(row, said):
 
 
 def test_a_request_has_a_time_and_a_length(monkeypatch):
-    from peakcast.models import serving
+    from peakcast.models.prediction import serving
 
     monkeypatch.setattr(serving, "REQUEST_SECONDS", 0.3)
     monkeypatch.setattr(serving, "MAX_ROWS", 2)
@@ -79,7 +79,7 @@ def test_a_request_has_a_time_and_a_length(monkeypatch):
 
 
 def test_an_empty_cell_is_a_default_and_an_empty_column_is_refused():
-    from peakcast.models.serving import rows_of
+    from peakcast.models.prediction.serving import rows_of
 
     first, second = rows_of([JOB, {"architecture": "gpt2"}])
     assert job_of(second) == {"architecture": "gpt2"}
@@ -89,7 +89,7 @@ def test_an_empty_cell_is_a_default_and_an_empty_column_is_refused():
 
 
 def test_who_asks_cannot_name_files_of_the_server(tmp_path):
-    from peakcast.errors import CatalogError
+    from peakcast.core.errors import CatalogError
 
     config = tmp_path / "config.json"
     config.write_text(json.dumps({"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2}))

@@ -10,11 +10,12 @@ from typing import Any
 
 import pytest
 
-from peakcast import api, shipping
-from peakcast.collectors import recording
-from peakcast.errors import CollectorError, RecordError, SpecError
+from peakcast import api
+from peakcast.collectors.measure import recording
+from peakcast.core.errors import CollectorError, RecordError, SpecError
+from peakcast.doors import shipping
+from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shipped
-from peakcast.spec import TrainingJob
 from tests.models.recipes.test_kinds import CONFIG, Wide
 
 VERSIONS = {"transformers": "5.17.0", "torch": "2.13.0+cpu", "numpy": "2.0"}

@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peakcast.texts import Texts, number_of
+from peakcast.core.texts import Texts, number_of
 
 
 @given(st.lists(st.text(max_size=3)))

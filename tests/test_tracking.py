@@ -10,19 +10,19 @@ import sys
 import pytest
 
 from peakcast.catalog import gpu
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.models.baseline import baseline
-from peakcast.models.calibration import Calibration, QuantityCalibration
-from peakcast.models.decisions import Decision, Decisions
-from peakcast.models.domain import Domain
-from peakcast.models.evaluation import Evaluation, Table
-from peakcast.models.features import features
-from peakcast.models.intervals import Intervals
-from peakcast.models.metrics import Floor, Scored, summarise
-from peakcast.models.predict import predict
-from peakcast.models.promotion import Comparison, QuantityComparison
-from peakcast.models.residual import Residual
-from peakcast.models.spread import TERMS, Spread
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.models.baseline.baseline import baseline
+from peakcast.models.calibration.calibration import Calibration, QuantityCalibration
+from peakcast.models.calibration.domain import Domain
+from peakcast.models.calibration.features import features
+from peakcast.models.calibration.intervals import Intervals
+from peakcast.models.calibration.residual import Residual
+from peakcast.models.calibration.spread import TERMS, Spread
+from peakcast.models.evaluation.decisions import Decision, Decisions
+from peakcast.models.evaluation.evaluation import Evaluation, Table
+from peakcast.models.evaluation.metrics import Floor, Scored, summarise
+from peakcast.models.evaluation.promotion import Comparison, QuantityComparison
+from peakcast.models.prediction.predict import predict
 from peakcast.tracking import MODEL_NAME, Tracker, slug
 
 pytestmark = [  # mlflow's own
@@ -282,7 +282,7 @@ def test_importing_the_module_does_not_import_mlflow():
 START = """
 import sys
 from pathlib import Path
-from peakcast.models.calibration import Calibration
+from peakcast.models.calibration.calibration import Calibration
 from peakcast.tracking import Tracker
 tracker = Tracker(Path(sys.argv[1]))
 calibration = Calibration(gpu="H100-80GB", created="2026-11-21", rows_digest="")

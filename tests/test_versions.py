@@ -11,17 +11,10 @@ from typing import Any
 import pytest
 
 from peakcast import api, catalog
-from peakcast.batch import predict_batch
-from peakcast.cli import app
-from peakcast.conventions import assumed_versions, conventions, unmodelled_versions
-from peakcast.dialects.asked_versions import asked_versions
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.dialects.recognise import from_arguments
-from peakcast.errors import SpecError
-from peakcast.fields import FrozenMapping
-from peakcast.models.baseline import baseline
-from peakcast.questions import translation_of
-from peakcast.versions import (
+from peakcast.commands.cli import app
+from peakcast.core.errors import SpecError
+from peakcast.core.fields import FrozenMapping
+from peakcast.core.versions import (
     ASSUMED_TORCH,
     NEWEST,
     PACKAGES,
@@ -38,6 +31,13 @@ from peakcast.versions import (
     tag_of,
     torch_release,
 )
+from peakcast.dialects.common.asked_versions import asked_versions
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.dialects.recognise import from_arguments
+from peakcast.doors.batch import predict_batch
+from peakcast.doors.questions import translation_of
+from peakcast.jobs.conventions import assumed_versions, conventions, unmodelled_versions
+from peakcast.models.baseline.baseline import baseline
 from peakcast.web.asking import Asked, answered
 from peakcast.web.links import from_query, to_query
 
@@ -167,7 +167,7 @@ def test_a_container_chooses_conventions() -> None:
 
 
 def test_a_container_changes_the_workspaces_of_cublas_with_its_torch() -> None:
-    """torch 2.12 takes the larger workspace on Blackwell too (models/analytical/workspaces.py)."""
+    """torch 2.12 takes the larger workspace on Blackwell too (models/ledger/tape/workspaces.py)."""
     job = job_from_mapping({"architecture": TINY, "sequence_length": 128})
     b200 = catalog.gpu("B200")
     older, newer = (
@@ -295,7 +295,7 @@ def test_only_the_packages_that_a_job_uses_are_asked_for() -> None:
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     found = {"torch": "2.7.1", "transformers": "4.45.2", "megatron_core": "0.13.1", "torchtitan": "0.2", "peft": "0.13"}
-    monkeypatch.setattr("peakcast.dialects.asked_versions.installed", lambda: dict(found))
+    monkeypatch.setattr("peakcast.dialects.common.asked_versions.installed", lambda: dict(found))
     return found
 
 

@@ -3,10 +3,11 @@
 import pytest
 
 import peakcast
-from peakcast import store
-from peakcast.collectors import observing, probes
-from peakcast.errors import CatalogError, SpecError
-from peakcast.units import GIB
+from peakcast.collectors.machine import probes
+from peakcast.collectors.stacks.steps import observing
+from peakcast.core.errors import CatalogError, SpecError
+from peakcast.core.units import GIB
+from peakcast.measurements import store
 
 JOB = {"architecture": "gpt2", "micro_batch_size": 2, "sequence_length": 256}
 NOTHING_TO_COMPARE = "peakcast: nothing to compare; the run used no GPU that can be read"

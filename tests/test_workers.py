@@ -9,10 +9,10 @@ import time
 
 import pytest
 
-from peakcast.deadline import TimeIsUp, limited
-from peakcast.errors import SpecError
-from peakcast.units import MIB
-from peakcast.workers import Limits, LostError, Workers, check_processes
+from peakcast.core.deadline import TimeIsUp, limited
+from peakcast.core.errors import SpecError
+from peakcast.core.units import MIB
+from peakcast.core.workers import Limits, LostError, Workers, check_processes
 
 
 def work(question):

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.dryrun.command import Command, is_python, read_command
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
 
 ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched", "accelerate")
 """Fields of a command that its process gets."""

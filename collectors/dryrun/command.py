@@ -11,10 +11,10 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from peakcast.bounded import file_bytes, first_bytes, is_file, yaml_value
-from peakcast.dialects.launch import LAUNCHER_SWITCHES, after_wrappers
-from peakcast.dialects.shell import MAX_CHARACTERS, read_script
-from peakcast.errors import SpecError
+from peakcast.core.bounded import file_bytes, first_bytes, is_file, yaml_value
+from peakcast.core.errors import SpecError
+from peakcast.dialects.shell.launch import LAUNCHER_SWITCHES, after_wrappers
+from peakcast.dialects.shell.script import MAX_CHARACTERS, read_script
 
 PYTHON = re.compile(r"(.*/)?python(\d(\.\d+)?)?t?")
 SHELLS = ("sh", "bash", "zsh", "dash")

@@ -106,9 +106,9 @@ def _mixed(networks: Sequence[torch.nn.Module]) -> tuple[str, str]:
 def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
     """The architecture from the configuration of a transformers network; else from the shapes that were seen."""
     if config is not None:
-        from peakcast.dialects.hf_config import architecture_from_hf_config
-        from peakcast.errors import PeakcastError
-        from peakcast.fields import to_mapping
+        from peakcast.core.errors import PeakcastError
+        from peakcast.core.fields import to_mapping
+        from peakcast.networks.config import architecture_from_hf_config
 
         try:
             read: dict[str, Any] = to_mapping(architecture_from_hf_config(config.to_dict()))
@@ -261,8 +261,8 @@ def _parallelism(networks: Sequence[torch.nn.Module]) -> dict[str, Any]:
 
 def _told(job: dict[str, Any]) -> dict[str, Any]:
     """`job`; if a job cannot divide the network as the script does, with all its ranks alike."""
-    from peakcast.dialects.job_file import job_from_mapping
-    from peakcast.errors import PeakcastError
+    from peakcast.core.errors import PeakcastError
+    from peakcast.dialects.common.job_file import job_from_mapping
 
     try:
         job_from_mapping(job)
@@ -272,8 +272,8 @@ def _told(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _allocator() -> dict[str, Any]:
-    from peakcast.allocator import Allocator
-    from peakcast.fields import to_mapping
+    from peakcast.core.fields import to_mapping
+    from peakcast.jobs.allocator_settings import Allocator
 
     settings = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if "expandable_segments:true" in settings.lower().replace(" ", ""):

@@ -15,7 +15,7 @@ from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.lengths import NUM_STEPS
 from peakcast.collectors.dryrun.noted import Notes, where
 from peakcast.collectors.tracing.tracer import Tracer
-from peakcast.units import format_gib
+from peakcast.core.units import format_gib
 
 CODE, PARAMETER = "script_part_skipped", "evaluation"
 TRAINER_STEP = 2

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
 
 _UNPICKLABLE = (pickle.PicklingError, TypeError, AttributeError, NotImplementedError, ValueError, RecursionError)
 

@@ -12,7 +12,7 @@ import torch
 
 import peakcast
 from peakcast import collectors
-from peakcast.findings import Direction, Finding
+from peakcast.core.findings import Direction, Finding
 
 MOST_NOTES = 20
 """Most findings of one run; a loop over layers could repeat the same one at as many places."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.dryrun.imports import when_imported
-from peakcast.errors import CollectorError
+from peakcast.core.errors import CollectorError
 
 
 class Stages:

@@ -15,7 +15,7 @@ from peakcast.collectors.dryrun.noted import Notes
 from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
 from peakcast.collectors.dryrun.quantized import quantize, quantizer_of
 from peakcast.collectors.dryrun.rows import Rows
-from peakcast.collectors.tracing import quantized_fakes
+from peakcast.collectors.stacks.parts import quantized_fakes
 
 DEFAULT_LENGTH = 4096
 """Tokens of a synthetic row without `--length`; collators cut rows to their configured length."""
@@ -153,10 +153,10 @@ def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:
     """(configuration, where it is from) of a network that is not in the cache: from the catalog by its name without owner,
     or from the hub by one plain request. None if neither has it."""
     from peakcast import catalog
-    from peakcast.dialects import hub
-    from peakcast.dialects.hf_reverse import hf_config_of
-    from peakcast.dialects.hf_undescribed import configuration_of
-    from peakcast.errors import PeakcastError
+    from peakcast.core.errors import PeakcastError
+    from peakcast.dialects.common import hub
+    from peakcast.networks.reverse import hf_config_of
+    from peakcast.networks.undescribed import configuration_of
 
     try:
         architecture = catalog.architecture(name.rpartition("/")[2])

@@ -19,12 +19,12 @@ from peakcast.collectors.dryrun import functions, warm
 from peakcast.collectors.dryrun.children import ASKED
 from peakcast.collectors.dryrun.command import Command
 from peakcast.collectors.dryrun.missing import hint
-from peakcast.collectors.environments import environment_for
-from peakcast.errors import CollectorError, ScriptError
-from peakcast.findings import Finding
-from peakcast.timeline import Timeline
-from peakcast.timelines import timeline_from_mapping
-from peakcast.units import format_gib
+from peakcast.collectors.machine.environments import environment_for
+from peakcast.core.errors import CollectorError, ScriptError
+from peakcast.core.findings import Finding
+from peakcast.core.units import format_gib
+from peakcast.timelines.files import timeline_from_mapping
+from peakcast.timelines.timeline import Timeline
 
 CRASHED, NEVER_STEPPED, INTERRUPTED = 10, 11, 130
 """Exit codes of the process (`collectors/dryrun/session.py`): the script raised, no optimizer stepped, Ctrl-C."""

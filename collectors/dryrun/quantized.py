@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from peakcast.collectors.dryrun.noted import Notes
-from peakcast.collectors.tracing import quantized_fakes
+from peakcast.collectors.stacks.parts import quantized_fakes
 
 BITSANDBYTES = "bitsandbytes"
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from peakcast.collectors.dryrun.functions import unpack
-from peakcast.collectors.packages import import_for_good
+from peakcast.collectors.machine.packages import import_for_good
 
 LIBRARIES = ("torch", "torch.distributed.fsdp", "torch._dynamo")
 

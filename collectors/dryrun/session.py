@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from peakcast import catalog
 from peakcast.catalog import Device
 from peakcast.collectors.dryrun.files import Overlay
-from peakcast.timelines import timeline_to_mapping
+from peakcast.timelines.files import timeline_to_mapping
 
 if TYPE_CHECKING:
     from peakcast.collectors.dryrun.steps import ScriptSteps

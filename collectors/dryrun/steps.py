@@ -16,7 +16,7 @@ from peakcast.collectors.dryrun.evaluation import Evaluations
 from peakcast.collectors.dryrun.lengths import StepLengths
 from peakcast.collectors.tracing.phases import announced, inside_backward
 from peakcast.collectors.tracing.tracer import Tracer
-from peakcast.timeline import Category, Phase, Timeline
+from peakcast.timelines.timeline import Category, Phase, Timeline
 
 
 class ScriptSteps:

@@ -24,8 +24,8 @@ from peakcast.collectors.dryrun.session import ANSWERED, Session, end
 from peakcast.collectors.dryrun.steps import ScriptSteps
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.walks import mapping_of
-from peakcast.errors import CollectorError
-from peakcast.timeline import Category, Phase
+from peakcast.core.errors import CollectorError
+from peakcast.timelines.timeline import Category, Phase
 
 POLL_SECONDS = 0.01
 NUM_STEPS = 2

@@ -14,7 +14,7 @@ from typing import Any
 
 from peakcast.collectors.dryrun.command import Command
 from peakcast.collectors.dryrun.process import LOG, Limits, Process, started
-from peakcast.errors import CollectorError
+from peakcast.core.errors import CollectorError
 
 Walk = Callable[[int | None, int, int], dict[str, Any]]
 """(number of the network's layers (None: all), number of sequences, their length) -> the walk of such a step, in the form

@@ -111,8 +111,8 @@ def shared_modules() -> list[str]:
 def main() -> None:
     """Answer questions until standard input ends."""
     from peakcast.collectors.dryrun.script import LIBRARIES
-    from peakcast.collectors.nursery import die_with_parent
-    from peakcast.collectors.packages import import_for_good
+    from peakcast.collectors.machine.packages import import_for_good
+    from peakcast.collectors.processes.nursery import die_with_parent
 
     die_with_parent()
     answers = os.dup(1)
@@ -146,7 +146,7 @@ def _answer(question: Mapping[str, Any]) -> NoReturn:
 
 def _become(question: Mapping[str, Any]) -> None:
     """Take over the environment of the asking process, read nothing from standard input, and print into a file."""
-    from peakcast.collectors.nursery import die_with_parent
+    from peakcast.collectors.processes.nursery import die_with_parent
 
     die_with_parent()
     written = os.open(question["output"], os.O_WRONLY)

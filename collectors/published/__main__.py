@@ -22,10 +22,10 @@ from peakcast.collectors.published.optimum_benchmark import read_optimum_benchma
 from peakcast.collectors.published.peft_method_comparison import read_peft_method_comparison
 from peakcast.collectors.published.simumax_b200 import read_simumax_b200
 from peakcast.collectors.published.torchtitan_log import read_torchtitan_log
-from peakcast.durable import replace_file
-from peakcast.errors import PeakcastError
-from peakcast.records import Measurement
-from peakcast.store import CONSTANTS_FOLDER, write_csv
+from peakcast.core.durable import replace_file
+from peakcast.core.errors import PeakcastError
+from peakcast.measurements.records import Measurement
+from peakcast.measurements.store import CONSTANTS_FOLDER, write_csv
 
 READERS: dict[str, Callable[[Path], list[Measurement]]] = {
     "fms_a100.csv": read_fms_a100,

@@ -6,7 +6,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 
-from peakcast.records import Measurement
+from peakcast.measurements.records import Measurement
 
 HEADER = """# Published rows: what counts
 

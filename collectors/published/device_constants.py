@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.published.source_files import read_jsonl
-from peakcast.durable import replace_file
-from peakcast.units import MIB
+from peakcast.core.durable import replace_file
+from peakcast.core.units import MIB
 
 OTHERS_BYTES = 512 * MIB
 """If a GPU has more than this beyond the process's own memory, other processes have contexts there: code that lets every

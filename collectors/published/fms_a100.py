@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from peakcast.collectors.published.fms_cases import case_of
-from peakcast.errors import RecordError
-from peakcast.records import DEVICE_MEAN, Measurement
-from peakcast.units import MIB
+from peakcast.core.errors import RecordError
+from peakcast.core.units import MIB
+from peakcast.measurements.records import DEVICE_MEAN, Measurement
 
 SOURCE = "foundation-model-stack/fms-acceleration scripts/benchmarks/refs/a100_80gb.csv"
 COMMIT = "876e2ed"

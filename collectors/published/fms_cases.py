@@ -10,13 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from peakcast.conventions import release
-from peakcast.dialects.hf_config import architecture_from_hf_config
-from peakcast.dialects.huggingface import from_huggingface
-from peakcast.dialects.translation import Translation
-from peakcast.fields import FrozenMapping
-from peakcast.spec import TrainingJob
-from peakcast.units import round_up
+from peakcast.core.fields import FrozenMapping
+from peakcast.core.units import round_up
+from peakcast.dialects.common.translation import Translation
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.jobs.conventions import release
+from peakcast.jobs.spec import TrainingJob
+from peakcast.networks.config import architecture_from_hf_config
 
 SEQUENCE_LENGTH = 4096
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from peakcast.collectors.published.fms_cases import case_of
 from peakcast.collectors.published.source_files import read_jsonl
-from peakcast.records import DEVICE_MEAN, Measurement
-from peakcast.units import GIB
+from peakcast.core.units import GIB
+from peakcast.measurements.records import DEVICE_MEAN, Measurement
 
 _JULY_2024 = {"accelerate": "0.32.1", "bitsandbytes": "0.43.1", "flash_attn": "2.5.9.post1", "peft": "0.11.1",
               "torch": "2.2.2", "transformers": "4.39.3", "trl": "0.9.6"}  # fmt: skip

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain_rows
-from peakcast.fields import to_mapping
-from peakcast.records import Measurement
+from peakcast.core.fields import to_mapping
+from peakcast.measurements.records import Measurement
 
 COMMON_ASSUMPTIONS = (
     "peak_allocated_bytes is torch.cuda.max_memory_allocated() of rank 0 in GB of 10^9 bytes with two decimals.",

@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.published.source_files import read_jsonl
-from peakcast.conventions import conventions
-from peakcast.dialects.megatron import from_megatron
-from peakcast.dialects.translation import Translation
-from peakcast.errors import SpecError
-from peakcast.fields import FrozenMapping
-from peakcast.records import Measurement
+from peakcast.core.errors import SpecError
+from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.common.translation import Translation
+from peakcast.dialects.megatron.job import from_megatron
+from peakcast.jobs.conventions import conventions
+from peakcast.measurements.records import Measurement
 
 VOCABULARIES: dict[tuple[str, int], tuple[int, str]] = {
     ("GPTSentencePieceTokenizer", 6144): (256000, "Nemotron-4's; allocated-after-step on GB200 fits 256000 to 0.01 %"),

@@ -11,7 +11,7 @@ from typing import Any
 
 from peakcast.catalog import gpu
 from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain_rows
-from peakcast.records import Measurement
+from peakcast.measurements.records import Measurement
 
 COMMON_ASSUMPTIONS = (
     "Numbers are whole MB of 10^6 bytes, rounded down: up to 1 MB less than the run had.",

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain_rows
-from peakcast.dialects.huggingface import from_huggingface
-from peakcast.fields import to_mapping
-from peakcast.records import Measurement
+from peakcast.core.fields import to_mapping
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.measurements.records import Measurement
 
 COMMON_ASSUMPTIONS = (
     "peak_reserved_bytes is the largest memory_reserved() after a step less that before the model is loaded, the 2 MiB "

@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.published.source_files import read_jsonl
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.parallelism import Parallelism
-from peakcast.records import Measurement
-from peakcast.spec import TrainingJob
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.jobs.parallelism import Parallelism
+from peakcast.jobs.spec import TrainingJob
+from peakcast.measurements.records import Measurement
 
 SHAPES = {
     "layers": "num_hidden_layers",

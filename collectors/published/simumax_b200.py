@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.published.source_files import read_jsonl
-from peakcast.dialects.megatron import from_megatron
-from peakcast.records import Measurement
+from peakcast.dialects.megatron.job import from_megatron
+from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
     "Each value is the largest of the eight ranks; ranks of equal shapes differ by up to 2.6 % in reserved memory.",

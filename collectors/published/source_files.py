@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from peakcast.errors import RecordError
+from peakcast.core.errors import RecordError
 
 Row = TypeVar("Row")
 

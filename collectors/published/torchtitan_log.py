@@ -13,7 +13,7 @@ from typing import Any
 
 from peakcast.collectors.published.plain_rows import Reading, job_of, measurement
 from peakcast.collectors.published.source_files import read_jsonl
-from peakcast.records import Measurement
+from peakcast.measurements.records import Measurement
 
 COMMON_ASSUMPTIONS = (
     "peak_reserved_bytes is what torchtitan logs as `memory:`, torch.cuda.max_memory_reserved() in GiB with two decimals.",

@@ -8,16 +8,16 @@ import json
 import sys
 from pathlib import Path
 
-from peakcast.errors import PeakcastError
+from peakcast.core.errors import PeakcastError
 
 
 def main(arguments: list[str]) -> int:
     """Returns exit code 0, or 2 with one sentence on standard error."""
-    from peakcast.collectors.packages import import_for_good
+    from peakcast.collectors.machine.packages import import_for_good
+    from peakcast.collectors.measure.worker import LIBRARIES
     from peakcast.collectors.tracing.trace import timeline_to_mapping, trace_here
-    from peakcast.collectors.worker import LIBRARIES
-    from peakcast.dialects.job_file import job_from_mapping, load_job
-    from peakcast.units import format_gib
+    from peakcast.core.units import format_gib
+    from peakcast.dialects.common.job_file import job_from_mapping, load_job
 
     if len(arguments) not in (1, 2, 3) or not all(argument.isdecimal() for argument in arguments[1:2]):
         print("usage: python -P -m peakcast.collectors.tracing JOB.yaml [RANK [GPU]]", file=sys.stderr)

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-from peakcast.collectors.packages import imported
+from peakcast.collectors.machine.packages import imported
 
 
 def install() -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from peakcast.errors import CollectorError
+from peakcast.core.errors import CollectorError
 
 KNOWN_TORCH = ("2.11", "2.13")
 """Releases whose virtual table and registry were read and tried."""

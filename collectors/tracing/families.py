@@ -68,6 +68,6 @@ def _computed(read_by: Any, values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    from peakcast.collectors.probes import versions
+    from peakcast.collectors.machine.probes import versions
 
     json.dump({"families": families(), "versions": versions()}, sys.stdout)

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from peakcast.collectors.tracing.kernels import RULES, Taken, flash_backward_taken
-from peakcast.units import round_up
+from peakcast.core.units import round_up
 
 WIDTH = 8
 """Head widths are padded to multiples of this."""

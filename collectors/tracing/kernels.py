@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from peakcast import kernel_workspaces
-from peakcast.catalog import Device
-from peakcast.kernel_workspaces import CUBLASLT_BYTES, INDEXED_MAX_ACCUMULATOR_BYTES, SUM_ACCUMULATOR_BYTES, VECTOR
-from peakcast.units import round_up
+from peakcast.catalog import Device, kernel_workspaces
+from peakcast.catalog.kernel_workspaces import CUBLASLT_BYTES, INDEXED_MAX_ACCUMULATOR_BYTES, SUM_ACCUMULATOR_BYTES, VECTOR
+from peakcast.core.units import round_up
 
 aten = torch.ops.aten
 RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))

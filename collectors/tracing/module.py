@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Any
 
 from peakcast import catalog
-from peakcast.bounded import is_file
-from peakcast.collectors.packages import import_for_good
+from peakcast.collectors.machine.packages import import_for_good
 from peakcast.collectors.tracing.trace import fake_mode, timeline_from_mapping, timeline_to_mapping
-from peakcast.errors import CollectorError, SpecError
-from peakcast.extras import need
-from peakcast.timeline import Category, Phase, Timeline
+from peakcast.core.bounded import is_file
+from peakcast.core.errors import CollectorError, SpecError
+from peakcast.core.extras import need
+from peakcast.timelines.timeline import Category, Phase, Timeline
 
 
 def trace_module(target: str, gpu: str | None = None, *, timeout_seconds: float = 600) -> dict[str, Timeline]:

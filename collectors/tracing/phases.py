@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from peakcast.timeline import Phase
+from peakcast.timelines.timeline import Phase
 
 LOSSES = ("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "binary_cross_entropy_with_logits")
 """Functions of `torch.nn.functional`; the first call of one begins the loss phase, which lasts until backward."""

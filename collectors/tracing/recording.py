@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_iter
 
-from peakcast.collectors import history
+from peakcast.collectors.tracing import history
 from peakcast.collectors.tracing.tracer import Tracer
-from peakcast.errors import CollectorError
-from peakcast.timeline import Category, Phase
-from peakcast.timelines import timeline_to_mapping
+from peakcast.core.errors import CollectorError
+from peakcast.timelines.files import timeline_to_mapping
+from peakcast.timelines.timeline import Category, Phase
 
 MAX_ENTRIES = 2_000_000
 """Actions that the allocator keeps. A longer run overwrites its beginning, and is then not recorded."""

@@ -20,7 +20,7 @@ from torch.nn.modules import module as hooks
 
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.collectors.tracing.visits import Visits
-from peakcast.timeline import Phase
+from peakcast.timelines.timeline import Phase
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,15 @@ from collections.abc import Iterator
 from typing import Any
 
 from peakcast import catalog
-from peakcast.collectors.stepping import name_gradients, name_states, run_steps
-from peakcast.conventions import conventions
-from peakcast.errors import CollectorError
-from peakcast.extras import need
-from peakcast.lengths import at_its_longest
-from peakcast.spec import TrainingJob, job_to_mapping
-from peakcast.timeline import Category, Phase, Timeline
-from peakcast.timelines import timeline_from_mapping as timeline_from_mapping
-from peakcast.timelines import timeline_to_mapping as timeline_to_mapping
+from peakcast.collectors.stacks.steps.stepping import name_gradients, name_states, run_steps
+from peakcast.core.errors import CollectorError
+from peakcast.core.extras import need
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.lengths import at_its_longest
+from peakcast.jobs.spec import TrainingJob, job_to_mapping
+from peakcast.timelines.files import timeline_from_mapping as timeline_from_mapping
+from peakcast.timelines.files import timeline_to_mapping as timeline_to_mapping
+from peakcast.timelines.timeline import Category, Phase, Timeline
 
 NUM_STEPS = 2
 """The first step makes the optimizer states; the second is steady."""
@@ -109,7 +109,9 @@ def check_traceable(job: TrainingJob) -> None:
 def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.AbstractContextManager[None]:
     """Prepare this process permanently so that `tracer` can trace jobs like `job`. Returns a context in which the trace
     must run."""
-    from peakcast.collectors.frameworks import layouts, torchtitan_experts
+    from peakcast.collectors.stacks import layouts
+    from peakcast.collectors.stacks.layouts import torchtitan_experts
+    from peakcast.collectors.stacks.parts import quantized_fakes
     from peakcast.collectors.tracing import (
         deepspeed_fakes,
         dtensors,
@@ -119,7 +121,6 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         known_values,
         megatron_fakes,
         patches,
-        quantized_fakes,
         triton_stub,
         trl_fakes,
     )
@@ -199,7 +200,7 @@ def _import_torchtitan() -> None:
     """Import its modules, which import Triton's kernels for expert parallelism that are never launched here."""
     import importlib.util
 
-    from peakcast.collectors.frameworks import torchtitan_experts
+    from peakcast.collectors.stacks.layouts import torchtitan_experts
     from peakcast.collectors.tracing import triton_stub
 
     triton_stub.load_others()
@@ -218,7 +219,7 @@ def trace_on_cpu(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
             parameter="offload",
             value=job.offload,
         )
-    from peakcast.collectors.frameworks import layouts
+    from peakcast.collectors.stacks import layouts
     from peakcast.collectors.tracing.tracer import Tracer
 
     layouts.start_group(job, rank)
@@ -226,7 +227,7 @@ def trace_on_cpu(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
 
 
 def _train(job: TrainingJob, device: str, tracer: Any) -> dict[str, Timeline]:
-    from peakcast.collectors.frameworks import build
+    from peakcast.collectors.stacks import build
 
     with tracer:
         training = build(job, device, longest=True)
@@ -296,7 +297,7 @@ def compiles(job: TrainingJob) -> bool:
 
 def _beside_compile(job: TrainingJob) -> str:
     """A setting of `job` that was never traced together with torch.compile, in words; "" if there is none."""
-    from peakcast.collectors.frameworks.compiled import compiles_shards
+    from peakcast.collectors.stacks.parts.compiled import compiles_shards
 
     checks = (
         (
@@ -362,7 +363,7 @@ def fake_mode(num_nonzero: int | None = None, *, knows_values: bool = False) -> 
 
 def _generate(job: TrainingJob, tracer: Any) -> tuple[int, int]:
     """Run prefill and decoding of `job`, all as forward. Returns (first operation, end)."""
-    from peakcast.collectors.frameworks import build_inference
+    from peakcast.collectors.stacks import build_inference
 
     inference = build_inference(job, "cuda:0")
     tracer.name(inference.model.named_parameters(), Category.PARAMETERS)

@@ -29,8 +29,8 @@ from peakcast.collectors.tracing.blocks_in_use import BlocksInUse
 from peakcast.collectors.tracing.custom_operators import gpu_kernel
 from peakcast.collectors.tracing.kernels import Taken, taken
 from peakcast.collectors.tracing.known_values import label
-from peakcast.timeline import Category, Entry, Phase, Timeline
-from peakcast.units import round_up
+from peakcast.core.units import round_up
+from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 ALLOCATION_UNIT_BYTES = 512
 OUTER = (DTensor, AsyncCollectiveTensor)

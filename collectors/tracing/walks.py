@@ -17,17 +17,17 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.stepping import name_gradients
+from peakcast.collectors.stacks.steps.stepping import name_gradients
 from peakcast.collectors.tracing import kernel_packages, known_values, zero3_linear
 from peakcast.collectors.tracing.families import defaults_of
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
 from peakcast.collectors.tracing.visits import FORWARD
-from peakcast.dialects.layer_count import with_layers
-from peakcast.dialects.network_values import NETWORK, with_values
-from peakcast.errors import CollectorError, PeakcastError
-from peakcast.spec import Parallelism, TrainingJob
-from peakcast.timeline import Category, Phase
+from peakcast.core.errors import CollectorError, PeakcastError
+from peakcast.dialects.common.network_values import NETWORK, with_values
+from peakcast.jobs.spec import Parallelism, TrainingJob
+from peakcast.networks.layer_count import with_layers
+from peakcast.timelines.timeline import Category, Phase
 
 PEFT = "base_model.model."
 """Prefix that peft adds to every name of a network."""
@@ -66,7 +66,7 @@ class Walker:
         self, layers: int | None, batch: int, length: int, steps: int = STEPS, changes: Mapping[str, Any] | None = None
     ) -> dict[str, Any]:
         """The walk of the last of `steps` steps, with the first `layers` layers (None: all), `batch` sequences of `length`
-        tokens, and `changes` to the job (`peakcast.dialects.network_values`)."""
+        tokens, and `changes` to the job (`peakcast.dialects.common.network_values`)."""
         asked = with_values(self._job, changes or {}).replace(micro_batch_size=batch, sequence_length=length)
         if layers is not None:
             asked = asked.replace(architecture=with_layers(asked.architecture, max(1, layers - self._beside)))
@@ -91,7 +91,7 @@ class Walker:
 
 
 def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]:
-    from peakcast.collectors.frameworks import build
+    from peakcast.collectors.stacks import build
 
     with tracer:
         training = build(job, "cuda:0", longest=True)
@@ -231,8 +231,8 @@ def _place(stretch: int, num_places: int) -> int:
 
 def _image_tokens(training: Any) -> int:
     """Number of tokens that stand for each image of the batch; 0 without images."""
-    from peakcast.collectors.frameworks.huggingface_training import causal_model
-    from peakcast.collectors.frameworks.images import tokens_of_image
+    from peakcast.collectors.stacks.huggingface_training import causal_model
+    from peakcast.collectors.stacks.images import tokens_of_image
 
     return tokens_of_image(training.job, training.batch, causal_model(training.model).config)
 
@@ -358,8 +358,8 @@ def main() -> int:
 def serve(job_line: str) -> None:
     """Answer each line with a line, until one is null: first the releases and defaults of the libraries for the job, then a
     walk for each line, or `{"refused": a sentence}`."""
-    from peakcast.collectors.probes import versions
-    from peakcast.dialects.job_file import job_from_mapping
+    from peakcast.collectors.machine.probes import versions
+    from peakcast.dialects.common.job_file import job_from_mapping
 
     walker: Walker | None = None
 

@@ -7,11 +7,11 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from peakcast.dialects.layer_count import COUNTS
-from peakcast.dialects.network_values import NETWORK, network_values
-from peakcast.dialects.pasted import flat
+from peakcast.core.fields import flat
+from peakcast.dialects.common.network_values import NETWORK, network_values
+from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.models.recipes.regime import regime
-from peakcast.spec import TrainingJob, job_to_mapping
+from peakcast.networks.layer_count import COUNTS
 
 Conditions = Mapping[str, Any]
 IDLE = re.compile(

@@ -11,11 +11,11 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from peakcast.architecture import MOST_LAYERS
-from peakcast.bounded import file_bytes
-from peakcast.errors import RecordError
-from peakcast.fields import FrozenMapping
-from peakcast.models.analytical.polynomials import EXPONENTS
+from peakcast.core.bounded import file_bytes
+from peakcast.core.errors import RecordError
+from peakcast.core.fields import FrozenMapping
+from peakcast.jobs.architecture import MOST_LAYERS
+from peakcast.models.ledger.tape.polynomials import EXPONENTS
 from peakcast.models.recipes.depth import Repeats
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.sizes import Sizes

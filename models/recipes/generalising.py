@@ -10,15 +10,15 @@ from fractions import Fraction
 
 import numpy as np
 
-from peakcast.dialects.layer_count import with_layers
-from peakcast.dialects.network_values import NETWORK
-from peakcast.errors import CollectorError
+from peakcast.core.errors import CollectorError
+from peakcast.dialects.common.network_values import NETWORK
+from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes.conditions import Conditions, conditions, implied
 from peakcast.models.recipes.kinds import Kind, numbers_of, with_values
 from peakcast.models.recipes.recipe import EVEN, Point, Recipe, Record
 from peakcast.models.recipes.walk import Ints, Walk
 from peakcast.models.recipes.widths import Sample, Widths, learned
-from peakcast.spec import TrainingJob
+from peakcast.networks.layer_count import with_layers
 
 PINNED = re.compile(r"\w*(window|chunk|layer|block|interval|period|offset|step)\w*")
 """Names of numbers that decide from which length, or in which layer, other operations run. A few lengths and layers might

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from peakcast.dialects.layer_count import with_layers
+from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes.conditions import Conditions, conditions
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.walk import Ints, Walk
 from peakcast.models.recipes.widths import Widths
-from peakcast.spec import TrainingJob
+from peakcast.networks.layer_count import with_layers
 
 
 @dataclass(frozen=True)

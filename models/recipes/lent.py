@@ -9,9 +9,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.regime import regime
-from peakcast.spec import TrainingJob, job_to_mapping
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from peakcast.errors import CollectorError
-from peakcast.fields import FrozenMapping
+from peakcast.core.errors import CollectorError
+from peakcast.core.fields import FrozenMapping
 from peakcast.models.recipes.depth import Repeats, deepened, repeats, short_depth
 from peakcast.models.recipes.sizes import Sizes, through
 from peakcast.models.recipes.walk import Ints, Walk

@@ -3,12 +3,12 @@ batch."""
 
 from __future__ import annotations
 
-from peakcast.allocator import Allocator
-from peakcast.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision
-from peakcast.fields import FrozenMapping, build, to_mapping
-from peakcast.models.analytical.layouts import gathered_dtype
-from peakcast.parallelism import Parallelism
-from peakcast.spec import Finetuning, Optimizer, Precision, TrainingJob
+from peakcast.core.fields import FrozenMapping, build, to_mapping
+from peakcast.jobs.allocator_settings import Allocator
+from peakcast.jobs.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision
+from peakcast.jobs.parallelism import Parallelism
+from peakcast.jobs.spec import Finetuning, Optimizer, Precision, TrainingJob
+from peakcast.models.ledger.layouts import gathered_dtype
 
 
 def regime(job: TrainingJob) -> TrainingJob:

@@ -14,16 +14,16 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
 
-from peakcast.durable import replace_file
-from peakcast.errors import RecordError
-from peakcast.fields import FrozenMapping
-from peakcast.models.baseline_choice import chosen
+from peakcast.core.durable import replace_file
+from peakcast.core.errors import RecordError
+from peakcast.core.fields import FrozenMapping
+from peakcast.jobs.spec import TrainingJob, canonical_json, job_to_mapping
 from peakcast.models.recipes import files
+from peakcast.models.recipes.baseline_choice import chosen
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.regime import regime
 from peakcast.models.recipes.shipped import shipped_recipe
-from peakcast.spec import TrainingJob, canonical_json, job_to_mapping
 
 MOST = 16
 """Most recipes of one regime that are kept, for different ranges of batch and length."""

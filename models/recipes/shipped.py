@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 
 import peakcast
+from peakcast.core.versions import release
+from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import files
 from peakcast.models.recipes.kinds import Kind, with_values
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.regime import regime
 from peakcast.models.recipes.widths import Widths
-from peakcast.spec import TrainingJob
-from peakcast.versions import release
 
 STACK = "transformers-"
 """The prefix of folder names; the release follows."""

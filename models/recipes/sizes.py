@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.models.analytical.polynomials import EXPONENTS, PARTS
+from peakcast.models.ledger.tape.polynomials import EXPONENTS, PARTS
 from peakcast.models.recipes.walk import Ints
 
 LARGEST = 2.0**62

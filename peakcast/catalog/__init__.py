@@ -11,9 +11,9 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from peakcast.architecture import Architecture
-from peakcast.constants import Constants
-from peakcast.errors import CatalogError, near_misses
+from peakcast.catalog.constants import Constants
+from peakcast.core.errors import CatalogError, near_misses
+from peakcast.jobs.architecture import Architecture
 
 _HERE = files("peakcast.catalog")
 
@@ -115,7 +115,7 @@ def published_num_parameters_tolerance(name: str) -> int:
 
 @cache
 def _architecture(key: str) -> Architecture:
-    from peakcast.dialects.hf_config import architecture_from_hf_config
+    from peakcast.networks.config import architecture_from_hf_config
 
     return architecture_from_hf_config(_file(key)["config"], name=key)
 

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from peakcast.job_flags import complete_gpu
+from peakcast.doors.job_flags import complete_gpu
 
 app = typer.Typer(
     name="peakcast",

@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from peakcast.commands.application import Details, Gpu, GpusPerNode, HostMemory, Json, app
-from peakcast.errors import SpecError
-from peakcast.job_flags import VERSIONS, AskedJob, takes_job
+from peakcast.core.errors import SpecError
+from peakcast.doors.job_flags import VERSIONS, AskedJob, takes_job
 
 FITS_EXIT_CODES = {"yes": 0, "no": 3, "uncertain": 4}
 """Verdict -> exit code of `peakcast predict`; 2 means that the question cannot be answered."""
@@ -42,14 +42,15 @@ def predict(
 
     Exits with 0 when it fits, 3 when not, 4 when that is uncertain, 2 when the question cannot be answered.
     """
-    from peakcast import api, render
+    from peakcast import api
+    from peakcast.printing import answers as render
 
     if batch is not None:
         if asked.given:
             raise SpecError("--batch asks the questions of its file; give no JOB and no job flags beside it.")
         if baseline != "auto":
             raise SpecError("--baseline is of a single question; leave it out beside --batch.", parameter="baseline")
-        from peakcast.batch import LINE_SECONDS, batch_of
+        from peakcast.doors.batch import LINE_SECONDS, batch_of
 
         for answer in api.predict_batch(*batch_of(batch, processes), timeout_seconds=timeout_seconds or LINE_SECONDS):
             print(render.json_line(answer), flush=str(batch) == "-")
@@ -83,9 +84,9 @@ def megatron(
     json: Json = False,
 ) -> None:
     """Predict the peak memory of a Megatron-LM run: put `peakcast megatron` in the place of `pretrain_gpt.py`."""
-    from peakcast import render
-    from peakcast.dialects.asked_versions import asked_versions
+    from peakcast.dialects.common.asked_versions import asked_versions
     from peakcast.dialects.recognise import from_arguments
+    from peakcast.printing import answers as render
 
     asked = from_arguments(arguments or [], os.environ, num_gpus, asked_versions(versions, container, here))
     if print_job:
@@ -111,8 +112,9 @@ def explain(
     json: Json = False,
 ) -> None:
     """Explain the memory of one rank of JOB: why the peak is where it is, layer by layer, and what would lower it."""
-    from peakcast import api, render
-    from peakcast.explaining.text import explanation_text
+    from peakcast import api
+    from peakcast.printing import answers as render
+    from peakcast.printing.explanations import explanation_text
 
     if module is not None and asked.given:
         raise SpecError("--module traces your own step; give no JOB and no job flags beside it.", parameter="module")
@@ -160,8 +162,9 @@ def search(
 
     Exits with 0 when something surely fits, 3 when nothing does, 4 when that is uncertain.
     """
-    from peakcast import api, render
-    from peakcast.searching.text import search_text
+    from peakcast import api
+    from peakcast.printing import answers as render
+    from peakcast.printing.plans import search_text
 
     if gpu is None and price is None:
         raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")
@@ -191,7 +194,8 @@ def web(
     json: Json = False,
 ) -> None:
     """Ask the same questions in a browser: paste a configuration, change a knob, see the peak move."""
-    from peakcast import api, render
+    from peakcast import api
+    from peakcast.printing import answers as render
 
     def say(address: str) -> None:
         text = render.json_line({"address": address}) if json else f"peakcast: {address} (stop with Ctrl-C)"
@@ -203,10 +207,11 @@ def web(
 @app.command(epilog="Example: peakcast mcp")
 def mcp(json: Annotated[bool, typer.Option("--json", help="Print the tools as JSON and end.")] = False) -> None:
     """Serve predict, explain, search and more as tools to an assistant (Model Context Protocol, over stdio)."""
-    from peakcast.extras import need
+    from peakcast.core.extras import need
 
     need("the server for assistants", "mcp")
-    from peakcast import assistant, render
+    from peakcast.commands import assistant
+    from peakcast.printing import answers as render
 
     if json:
         print(render.json_text(assistant.tools()))
@@ -226,8 +231,9 @@ def _answer(
 ) -> None:
     """Print the prediction for a job that was read, and exit with the verdict's code. `options`: further arguments of
     `predict`."""
-    from peakcast import api, render
-    from peakcast.screen import prediction_text
+    from peakcast import api
+    from peakcast.printing import answers as render
+    from peakcast.printing.screen import prediction_text
 
     if gpu is None:
         raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")

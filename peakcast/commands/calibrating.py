@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from peakcast.commands.application import Datasets, Json, NoTracking, TrackingUri, app
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
 
 HOLDS_EXIT_CODES = {"holds": 0, "broken": 3, "too few": 4}
 """Result -> exit code of `peakcast evaluate --against`; the worst of its checks counts."""
@@ -25,7 +25,8 @@ def fit(
     json: Json = False,
 ) -> None:
     """Fit the calibration of a GPU type from its measured rows, and register it in MLflow under the GPU's name."""
-    from peakcast import api, render
+    from peakcast import api
+    from peakcast.printing import answers as render
 
     name = _one_or_all(gpu, all_)
     with render.working() as progress:
@@ -55,7 +56,8 @@ def evaluate(
     With --against it says whether the calibrations still hold on rows of your own, and exits with 0 when they do, 3 when
     not, 4 when the rows are too few to tell.
     """
-    from peakcast import api, render
+    from peakcast import api
+    from peakcast.printing import answers as render
 
     if against is not None:
         checked = api.check(against, gpu, calibration=calibration)
@@ -87,7 +89,8 @@ def report(
     json: Json = False,
 ) -> None:
     """Write the accuracy report of a GPU type: a self-contained HTML page, Markdown and CSV."""
-    from peakcast import api, render
+    from peakcast import api
+    from peakcast.printing import answers as render
 
     with render.working() as progress:
         written = api.report(_one_or_all(gpu, all_), datasets=datasets, output=output, progress=progress)
@@ -103,7 +106,8 @@ def reproduce(
     json: Json = False,
 ) -> None:
     """Do everything that is published here, from the measured rows: fit, evaluate on what was held out, write reports."""
-    from peakcast import api, render
+    from peakcast import api
+    from peakcast.printing import answers as render
 
     with render.working() as progress:
         fitted, evaluation, written = api.reproduce(
@@ -131,7 +135,7 @@ def _tracker(uri: str | None, no_tracking: bool) -> Any:
 
 
 def _print_evaluation(evaluation: Any, gpu: str | None, *, markdown: bool = False, json: bool = False) -> None:
-    from peakcast import render
+    from peakcast.printing import answers as render
     from peakcast.reports.tables import headline_markdown
 
     if json:

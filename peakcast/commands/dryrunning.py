@@ -10,7 +10,7 @@ import typer
 
 from peakcast.commands.application import Details, Gpu, Json, app
 from peakcast.commands.asking import FITS_EXIT_CODES
-from peakcast.errors import ScriptError, SpecError
+from peakcast.core.errors import ScriptError, SpecError
 
 
 @app.command(
@@ -41,8 +41,9 @@ def dryrun(
 
     Exits with 0 when it fits, 3 when not, 4 when that is uncertain, 2 when the script cannot be followed.
     """
-    from peakcast import api, render
-    from peakcast.screen import prediction_text
+    from peakcast import api
+    from peakcast.printing import answers as render
+    from peakcast.printing.screen import prediction_text
 
     if gpu is None:
         raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from peakcast.commands.application import Json, Processes, app
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
 
 NOTHING_MEASURED = 1
 """Exit code of `peakcast collect` if every cell that it started failed."""
@@ -50,7 +50,8 @@ def collect(
     `peakcast collect constants` reads instead, in seconds, the memory of the GPU at hand that no tensor has: CUDA context,
     libraries, NCCL. Predictions for that GPU type then use it.
     """
-    from peakcast import api, render
+    from peakcast import api
+    from peakcast.printing import answers as render
 
     if grid == CONSTANTS:
         _refuse_all_but(context, OF_CONSTANTS)
@@ -92,7 +93,8 @@ def verify(
 
     Needs no GPU. Exits with 1 when a cell is further off than 0.1 % in some phase (0.5 % in parallel layouts).
     """
-    from peakcast import api, render
+    from peakcast import api
+    from peakcast.printing import answers as render
     from peakcast.reports.agreement import agreement_text
 
     with render.working() as progress:
@@ -108,7 +110,8 @@ def import_published(
     json: Json = False,
 ) -> None:
     """Import what others published into tables, one per source file; the same sources give the same bytes."""
-    from peakcast import api, render
+    from peakcast import api
+    from peakcast.printing import answers as render
 
     counts = api.import_published(sources, output)
     print(render.json_text(counts) if json else "\n".join(f"{gpu}: {rows} rows" for gpu, rows in counts.items()))
@@ -123,7 +126,7 @@ def _refuse_all_but(context: typer.Context, allowed: set[str]) -> None:
 
 
 def _options(texts: list[str]) -> dict[str, Any]:
-    from peakcast.bounded import yaml_value
+    from peakcast.core.bounded import yaml_value
 
     found = {}
     for text in texts:

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from peakcast.commands.application import Json, app
-from peakcast.job_flags import AskedJob, takes_job
+from peakcast.doors.job_flags import AskedJob, takes_job
 
 
 @app.command(epilog="Example: peakcast record --model config.json --checkpointing full --sequence-length 4096")
@@ -29,7 +29,8 @@ def record(
 
     Predictions with --baseline recipe use it, and those for networks of families that the ledger does not know.
     """
-    from peakcast import api, render
+    from peakcast import api
+    from peakcast.printing import answers as render
 
     interpreter = python or sys.executable
     if folder is None:

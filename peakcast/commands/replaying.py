@@ -29,8 +29,9 @@ def replay(
     With --against JOB the prediction lies beside the recording: which tensors are as predicted, which are missing, which
     nobody predicted, which memory no tensor has. Exits with 0 when simulation and recording agree, 3 when not.
     """
-    from peakcast import api, render
-    from peakcast.explaining.beside_text import replayed_text
+    from peakcast import api
+    from peakcast.printing import answers as render
+    from peakcast.printing.recordings import replayed_text
 
     found = api.replay(file, against, gpu, rank, trace=trace, module=module, output=output)
     print(render.json_text(found.to_mapping()) if json else replayed_text(found))

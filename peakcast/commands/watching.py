@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from peakcast.commands.application import Gpu, Json, app
-from peakcast.job_flags import AskedJob, takes_job
+from peakcast.doors.job_flags import AskedJob, takes_job
 
 OUTSIDE = 3
 """Exit code of `peakcast watch` if a recorded peak is outside its bar."""
@@ -28,7 +28,8 @@ def watch(
 
     Exits with 0 when both peaks lie inside their bars, 3 when not.
     """
-    from peakcast import api, render
+    from peakcast import api
+    from peakcast.printing import answers as render
 
     found = api.watch(asked.read(), gpu, rank, snapshot=snapshot, append_to=append_to)
     print(render.json_text(found.to_mapping()) if json else found.text())

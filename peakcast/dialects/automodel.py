@@ -10,9 +10,10 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from peakcast.dialects.huggingface import from_huggingface
-from peakcast.dialects.pasted import Pasted, flat
-from peakcast.dialects.translation import Notes, Settings, Translation, note_unsupported, states_direction
+from peakcast.core.fields import flat
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, states_direction
+from peakcast.dialects.huggingface.job import from_huggingface
 
 STRATEGIES = ("fsdp2", "ddp", "megatron_fsdp")
 UNSUPPORTED = {

@@ -10,15 +10,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from peakcast.architecture import Architecture
-from peakcast.conventions import conventions
-from peakcast.dialects.huggingface import from_huggingface
-from peakcast.dialects.job_file import resolve_architecture
-from peakcast.dialects.pasted import Pasted, merged
-from peakcast.dialects.translation import Notes, Settings, Translation, note_inner, note_unsupported
-from peakcast.fields import FrozenMapping
-from peakcast.spec import ActivationCheckpointing, Parallelism
-from peakcast.units import round_up
+from peakcast.core.fields import FrozenMapping
+from peakcast.core.units import round_up
+from peakcast.dialects.common.job_file import resolve_architecture
+from peakcast.dialects.common.pasted import Pasted, merged
+from peakcast.dialects.common.translation import Notes, Settings, Translation, note_inner, note_unsupported
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import ActivationCheckpointing, Parallelism
 
 POSITIONS = ("rotary", "learned", "none", "sinusoidal", "rpe", "alibi")
 ENGINE = ("zero_optimization", "optimizer", "fp16", "bf16")

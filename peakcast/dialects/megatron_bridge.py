@@ -13,16 +13,16 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.bounded import is_file
-from peakcast.dialects.job_file import note_network, resolve_architecture
-from peakcast.dialects.megatron import from_megatron
-from peakcast.dialects.megatron_launch import flags_of_yaml
-from peakcast.dialects.pasted import Pasted
-from peakcast.dialects.python_functions import Functions, without_targets
-from peakcast.dialects.text import read_text
-from peakcast.dialects.torchtitan_registry import Registered
-from peakcast.dialects.translation import Notes, Settings, Translation
-from peakcast.errors import SpecError
+from peakcast.core.bounded import is_file
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.job_file import note_network, resolve_architecture
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.text import read_text
+from peakcast.dialects.common.translation import Notes, Settings, Translation
+from peakcast.dialects.megatron.job import from_megatron
+from peakcast.dialects.megatron.launch import flags_of_yaml
+from peakcast.dialects.python.functions import Functions, without_targets
+from peakcast.dialects.torchtitan.registry import Registered
 
 CONTAINER = re.compile(r"ConfigContainer")
 LAUNCHER = "run_recipe.py"

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from peakcast.dialects.megatron_launch import from_megatron_flags
-from peakcast.dialects.pasted import Pasted
-from peakcast.dialects.translation import Notes, Settings, Translation, note_inner, states_direction, words
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Notes, Settings, Translation, note_inner, states_direction, words
+from peakcast.dialects.megatron.launch import from_megatron_flags
 
 RENAMED = {
     "encoder_seq_length": "seq_length", "activations_checkpoint_granularity": "recompute_granularity",

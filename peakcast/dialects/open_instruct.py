@@ -10,12 +10,12 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from peakcast.dialects.accelerate import launcher_beside
-from peakcast.dialects.huggingface import from_huggingface
-from peakcast.dialects.pasted import Pasted
-from peakcast.dialects.post_training import with_method
-from peakcast.dialects.translation import Notes, Settings, Translation
-from peakcast.fields import FrozenMapping
+from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Notes, Settings, Translation
+from peakcast.dialects.huggingface.accelerate import launcher_beside
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.huggingface.post_training import with_method
 
 TARGETS = ["q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj"]
 IGNORED = re.compile(

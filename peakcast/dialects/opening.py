@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.bounded import is_file
-from peakcast.dialects.foreign import foreign, foreign_python
-from peakcast.dialects.pasted import THE_TEXT, Pasted, mapping_of_text, merged, nested
-from peakcast.dialects.text import kind_of, parse, read_text
-from peakcast.errors import SpecError
+from peakcast.core.bounded import is_file
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.foreign import foreign, foreign_python
+from peakcast.dialects.common.pasted import THE_TEXT, Pasted, mapping_of_text, merged, nested
+from peakcast.dialects.common.text import kind_of, parse, read_text
 
 NO_FILES: Mapping[str, Mapping[str, Any]] = {}
 
@@ -54,9 +54,9 @@ def _program(text: str, where: str, folder: Path | None) -> Pasted:
     """What a Python program's calls configure. Raises: SpecError where they configure no training that is read here."""
     if sentence := foreign_python(text):
         raise SpecError(f"{where} {sentence}", parameter="job")
-    from peakcast.dialects.python_calls import calls_of
+    from peakcast.dialects.python.calls import calls_of
     from peakcast.dialects.python_script import values_of
-    from peakcast.dialects.torchtitan_registry import only_one
+    from peakcast.dialects.torchtitan.registry import only_one
 
     if (found := only_one(text, where)) is not None:
         return Pasted(values=found.values, where=where, folder=folder, remarks=found.remarks)
@@ -82,11 +82,11 @@ def _launched(
     text: str, where: str, folder: Path | None, files: Mapping[str, Mapping[str, Any]], *, counted: bool = True
 ) -> Pasted:
     """A launch script as the mapping of its program's arguments, which override the configuration file that it names."""
-    from peakcast.dialects.accelerate import of_flags
-    from peakcast.dialects.launch import launch_of
+    from peakcast.dialects.huggingface.accelerate import of_flags
     from peakcast.dialects.megatron_bridge import recipe_of
-    from peakcast.dialects.shell import read_script
-    from peakcast.dialects.torchtitan_registry import registered
+    from peakcast.dialects.shell.launch import launch_of
+    from peakcast.dialects.shell.script import read_script
+    from peakcast.dialects.torchtitan.registry import registered
 
     script = read_script(text, sourced=lambda name: _sourced(name, folder))
     launch = launch_of(script, text, where)

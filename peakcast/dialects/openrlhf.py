@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from peakcast.dialects.generation import Generation
-from peakcast.dialects.huggingface import from_huggingface
-from peakcast.dialects.pasted import Pasted
-from peakcast.dialects.post_training import with_method
-from peakcast.dialects.translation import Notes, Reading, Settings, Translation, note_unsupported
-from peakcast.spec import TrainingJob
+from peakcast.dialects.common.generation import Generation
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Notes, Reading, Settings, Translation, note_unsupported
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.jobs.spec import TrainingJob
 
 METHODS = {"sft": "sft", "dpo": "dpo", "rm": "rm", "kto": "kto", "ppo": "grpo", "ppo_ray": "grpo"}
 """What stands behind `train_` in a program's name, and the training method."""

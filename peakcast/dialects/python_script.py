@@ -13,16 +13,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from peakcast.dialects.asked_versions import AskedVersions
-from peakcast.dialects.huggingface_unsloth import NEWEST_UNSLOTH
-from peakcast.dialects.pasted import Pasted
-from peakcast.dialects.python_calls import Call, NotGiven, plain_value
-from peakcast.dialects.trainer import from_parts
-from peakcast.dialects.translation import Notes, Settings, Translation
-from peakcast.dialects.whose_trainer import Whose
-from peakcast.errors import SpecError
-from peakcast.fields import FrozenMapping
-from peakcast.versions import release
+from peakcast.core.errors import SpecError
+from peakcast.core.fields import FrozenMapping
+from peakcast.core.versions import release
+from peakcast.dialects.common.asked_versions import AskedVersions
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Notes, Settings, Translation
+from peakcast.dialects.huggingface.trainer import from_parts
+from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH
+from peakcast.dialects.huggingface.whose_trainer import Whose
+from peakcast.dialects.python.calls import Call, NotGiven, plain_value
 
 CONFIGS = {
     "TrainingArguments": "", "Seq2SeqTrainingArguments": "", "UnslothTrainingArguments": "sft", "SFTConfig": "sft",

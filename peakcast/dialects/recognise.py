@@ -9,14 +9,15 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from peakcast.allocator import Allocator
-from peakcast.bounded import is_folder
-from peakcast.dialects.asked_versions import NO_VERSIONS, AskedVersions, with_versions
-from peakcast.dialects.foreign import foreign
-from peakcast.dialects.pasted import Document, Pasted, flat, mapping_of_file, mapping_of_text
-from peakcast.dialects.translation import Notes, Reading, Translation
-from peakcast.errors import PeakcastError, SpecError, near_misses
-from peakcast.spec import TrainingJob
+from peakcast.core.bounded import is_folder
+from peakcast.core.errors import PeakcastError, SpecError, near_misses
+from peakcast.core.fields import flat
+from peakcast.dialects.common.asked_versions import NO_VERSIONS, AskedVersions, with_versions
+from peakcast.dialects.common.foreign import foreign
+from peakcast.dialects.common.pasted import Document, Pasted, mapping_of_file, mapping_of_text
+from peakcast.dialects.common.translation import Notes, Reading, Translation
+from peakcast.jobs.allocator_settings import Allocator
+from peakcast.jobs.spec import TrainingJob
 
 
 class Dialect(NamedTuple):
@@ -32,14 +33,14 @@ class Dialect(NamedTuple):
 
 
 DIALECTS: dict[str, Dialect] = {
-    "job": Dialect("a peakcast job", ("architecture",), "job_file:from_job"),
+    "job": Dialect("a peakcast job", ("architecture",), "common.job_file:from_job"),
     "python_script": Dialect(
         "a Python program around transformers' trainers", ("trainer_calls",), "python_script:from_python_script"
     ),
     "axolotl": Dialect(
         "an Axolotl configuration",
         ("base_model micro_batch_size|sequence_len|adapter|datasets|sample_packing",),
-        "axolotl:from_axolotl",
+        "axolotl.job:from_axolotl",
     ),
     "open_instruct": Dialect(
         "an open-instruct configuration",
@@ -55,17 +56,17 @@ DIALECTS: dict[str, Dialect] = {
             "model_name_or_path stage|finetuning_type|cutoff_len|template "
             "tensor_model_parallel_size|pipeline_model_parallel_size|expert_model_parallel_size|use_distributed_optimizer",
         ),
-        "llamafactory_megatron:from_llamafactory_megatron",
+        "llamafactory.megatron:from_llamafactory_megatron",
     ),
     "llamafactory_v1": Dialect(
         "a LLaMA-Factory v1 configuration",
         ("model_class train_dataset|peft_config|dist_config",),
-        "llamafactory_v1:from_llamafactory_v1",
+        "llamafactory.v1:from_llamafactory_v1",
     ),
     "llamafactory": Dialect(
         "a LLaMA-Factory configuration",
         ("model_name_or_path stage|finetuning_type|cutoff_len|template|lora_target",),
-        "llamafactory:from_llamafactory",
+        "llamafactory.job:from_llamafactory",
         ("model_name_or_path lora_rank",),
     ),
     "swift_megatron": Dialect(
@@ -75,7 +76,7 @@ DIALECTS: dict[str, Dialect] = {
             "|pipeline_model_parallel_size|expert_model_parallel_size "
             "train_type|tuner_type|max_length|finetune|load_safetensors",
         ),
-        "swift_megatron:from_swift_megatron",
+        "swift.megatron:from_swift_megatron",
     ),
     "swift": Dialect(
         "an ms-swift configuration",
@@ -83,7 +84,7 @@ DIALECTS: dict[str, Dialect] = {
             "model train_type|tuner_type|sft_type|rlhf_type|attn_impl|quant_bits|loss_scale",
             "model model_author|split_dataset_ratio|dataset_num_proc per_device_train_batch_size|deepspeed|max_length",
         ),
-        "swift:from_swift",
+        "swift.job:from_swift",
     ),
     "openrlhf": Dialect(
         "an OpenRLHF command",
@@ -111,7 +112,9 @@ DIALECTS: dict[str, Dialect] = {
         ),
         "megatron_bridge:from_megatron_bridge",
     ),
-    "nanotron": Dialect("a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron:from_nanotron"),
+    "nanotron": Dialect(
+        "a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron.job:from_nanotron"
+    ),
     "torchtune": Dialect("a torchtune recipe", ("model._component_",), "torchtune:from_torchtune"),
     "torchtitan": Dialect(
         "a torchtitan configuration",
@@ -120,12 +123,12 @@ DIALECTS: dict[str, Dialect] = {
             "model_spec training",
             "training.seq_len|training.local_batch_size parallelism|model|activation_checkpoint|hf_assets_path",
         ),
-        "torchtitan:from_torchtitan",
+        "torchtitan.job:from_torchtitan",
     ),
     "litgpt": Dialect(
         "a LitGPT configuration",
         ("checkpoint_dir|model_name|model_config.n_layer|model.n_layer train.micro_batch_size|train.global_batch_size",),
-        "litgpt:from_litgpt",
+        "litgpt.job:from_litgpt",
         ("checkpoint_dir lora_r|precision",),
     ),
     "nemo": Dialect(
@@ -134,7 +137,7 @@ DIALECTS: dict[str, Dialect] = {
         "nemo:from_nemo",
     ),
     "megatron_yaml": Dialect(
-        "a Megatron-LM --yaml-cfg file", ("language_model model_parallel",), "megatron_launch:from_megatron_yaml"
+        "a Megatron-LM --yaml-cfg file", ("language_model model_parallel",), "megatron.launch:from_megatron_yaml"
     ),
     "megatron": Dialect(
         "Megatron-LM arguments",
@@ -143,29 +146,29 @@ DIALECTS: dict[str, Dialect] = {
             "seq_length|seq-length|micro_batch_size|micro-batch-size|yaml_cfg|yaml-cfg|encoder_seq_length|encoder-seq-length",
             "num-layers|hidden-size|seq-length|micro-batch-size tensor-model-parallel-size|num-layers|hidden-size",
         ),
-        "megatron_launch:from_megatron_flags",
+        "megatron.launch:from_megatron_flags",
     ),
     "accelerate": Dialect(
         "an accelerate configuration",
         ("distributed_type", "compute_environment", "fsdp_config mixed_precision"),
-        "trainer:from_accelerate",
+        "huggingface.trainer:from_accelerate",
     ),
     "deepspeed": Dialect(
         "a DeepSpeed configuration",
         ("zero_optimization", "train_micro_batch_size_per_gpu", "bf16.enabled", "fp16.enabled"),
-        "trainer:from_deepspeed",
+        "huggingface.trainer:from_deepspeed",
         ("train_batch_size",),
     ),
     "fsdp": Dialect(
         "an FSDP configuration of transformers' Trainer",
         ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap", "fsdp_version", "fsdp_sharding_strategy"),
-        "trainer:from_fsdp",
+        "huggingface.trainer:from_fsdp",
     ),
-    "peft": Dialect("a PEFT adapter_config.json", ("peft_type",), "trainer:from_peft"),
+    "peft": Dialect("a PEFT adapter_config.json", ("peft_type",), "huggingface.trainer:from_peft"),
     "deepspeed_script": Dialect(
         "arguments of a script around DeepSpeed's engine",
         ("deepspeed_config model_name batch_size",),
-        "deepspeed_script:from_deepspeed_script",
+        "huggingface.deepspeed_script:from_deepspeed_script",
     ),
     "training": Dialect(
         "Hugging Face training arguments",
@@ -174,14 +177,14 @@ DIALECTS: dict[str, Dialect] = {
             "model_name_or_path output_dir|learning_rate|max_length|max_seq_length|use_peft|bf16|num_train_epochs",
             "output_dir learning_rate|num_train_epochs|gradient_checkpointing|gradient_accumulation_steps|bf16",
         ),
-        "trainer:from_training",
+        "huggingface.trainer:from_training",
     ),
-    "trl": Dialect("arguments of TRL's trainers", (), "trainer:from_trl"),
-    "transformers": Dialect("arguments of transformers' own Trainer", (), "trainer:from_transformers"),
+    "trl": Dialect("arguments of TRL's trainers", (), "huggingface.trainer:from_trl"),
+    "transformers": Dialect("arguments of transformers' own Trainer", (), "huggingface.trainer:from_transformers"),
     "hf_config": Dialect(
         "a Hugging Face config.json",
         ("model_type hidden_size|n_embd|d_model|text_config|num_hidden_layers", "architectures"),
-        "trainer:from_config",
+        "huggingface.trainer:from_config",
     ),
 }
 """Every dialect; those with more specific keys come first."""
@@ -382,8 +385,8 @@ def from_arguments(
     words: Sequence[str], env: Mapping[str, str], num_gpus: int | None = None, versions: AskedVersions = NO_VERSIONS
 ) -> Translation:
     """The job of Megatron-LM's own command line: the words after `pretrain_gpt.py`. Raises: SpecError."""
-    from peakcast.dialects.launch import flags_to_mapping
-    from peakcast.dialects.megatron_launch import from_megatron_flags
+    from peakcast.dialects.megatron.launch import from_megatron_flags
+    from peakcast.dialects.shell.launch import flags_to_mapping
 
     values, others = flags_to_mapping(words)
     if others:
@@ -396,6 +399,6 @@ def from_arguments(
 
 
 def _megatron_variables() -> frozenset[str]:
-    from peakcast.dialects.megatron_flags import ENVIRONMENT
+    from peakcast.dialects.megatron.flags import ENVIRONMENT
 
     return frozenset((*ENVIRONMENT, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))

@@ -8,13 +8,13 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from peakcast.dialects.job_file import resolve_architecture
-from peakcast.dialects.pasted import Pasted, flat
-from peakcast.dialects.post_training import with_method
-from peakcast.dialects.translation import Notes, Settings, Translation, refuse_teacher, states_direction
-from peakcast.errors import SpecError
-from peakcast.fields import FrozenMapping
-from peakcast.spec import (
+from peakcast.core.errors import SpecError
+from peakcast.core.fields import FrozenMapping, flat
+from peakcast.dialects.common.job_file import resolve_architecture
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Notes, Settings, Translation, refuse_teacher, states_direction
+from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.jobs.spec import (
     ActivationCheckpointing,
     Dtype,
     Finetuning,

@@ -11,14 +11,15 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from peakcast.dialects.generation import Generation
-from peakcast.dialects.huggingface import from_huggingface
-from peakcast.dialects.pasted import Pasted, flat
-from peakcast.dialects.post_training import with_method
-from peakcast.dialects.translation import Notes, Settings, Translation, note_unsupported
+from peakcast.core.errors import SpecError
+from peakcast.core.fields import flat
+from peakcast.dialects.common.generation import Generation
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.dialects.verl_megatron import megatron_job
-from peakcast.errors import SpecError
-from peakcast.spec import TrainingJob
+from peakcast.jobs.spec import TrainingJob
 
 ROLES = "actor_rollout_ref"
 IGNORED = re.compile(

@@ -11,12 +11,12 @@ import math
 import re
 from typing import Any
 
-from peakcast.dialects.job_file import note_network, resolve_architecture
-from peakcast.dialects.megatron import from_megatron
-from peakcast.dialects.megatron_launch import flags_of_yaml
-from peakcast.dialects.pasted import Pasted
-from peakcast.dialects.translation import Settings
-from peakcast.spec import TrainingJob
+from peakcast.dialects.common.job_file import note_network, resolve_architecture
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Settings
+from peakcast.dialects.megatron.job import from_megatron
+from peakcast.dialects.megatron.launch import flags_of_yaml
+from peakcast.jobs.spec import TrainingJob
 
 SIZES = (
     "tensor_model_parallel_size", "pipeline_model_parallel_size", "virtual_pipeline_model_parallel_size",

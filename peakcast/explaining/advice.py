@@ -11,14 +11,14 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
-from peakcast.advised import Advice
+from peakcast.answers.advised import Advice
 from peakcast.catalog import Device
-from peakcast.conventions import conventions
-from peakcast.errors import PeakcastError
-from peakcast.fields import FrozenMapping
-from peakcast.models.analytical.scope import out_of_scope
-from peakcast.spec import TrainingJob
-from peakcast.units import MIB
+from peakcast.core.errors import PeakcastError
+from peakcast.core.fields import FrozenMapping
+from peakcast.core.units import MIB
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.scope.scope import out_of_scope
 
 Changes = Mapping[str, Any]
 """Path of a job's field -> its new value."""
@@ -316,15 +316,15 @@ def _fresh(candidates: Sequence[Candidate], found: Sequence[Advice], room: int) 
 
 
 def _room(job: TrainingJob, device: Device | None) -> int:
-    from peakcast.models.baseline import usable_bytes
-    from peakcast.models.measured_constants import known_context_bytes
+    from peakcast.models.baseline.baseline import usable_bytes
+    from peakcast.models.baseline.measured_constants import known_context_bytes
 
     return usable_bytes(job, device) - known_context_bytes(device, job.versions) if device is not None else 2**62
 
 
 def expandable_segments(job: TrainingJob, device: Device, rank: int) -> tuple[Advice, ...]:
     """What `expandable_segments` saves of reserved memory, from a replay of the step in the simulated allocator."""
-    from peakcast.models.baseline import baseline
+    from peakcast.models.baseline.baseline import baseline
 
     if job.allocator.expandable_segments or out_of_scope(job):
         return ()
@@ -372,6 +372,6 @@ def _peak_after(job: TrainingJob, changes: Changes, device: Device | None, rank:
 
 @lru_cache(maxsize=256)  # `first_to_try` and `advice` ask for the same jobs
 def _peak(job: TrainingJob, device: Device | None, rank: int) -> int:
-    from peakcast.models.analytical.ledger import ledger
+    from peakcast.models.baseline.ledger import ledger
 
     return ledger(job, device=device, rank=rank).peak().num_bytes

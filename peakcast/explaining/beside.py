@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.timeline import Category, Phase, Timeline
+from peakcast.timelines.timeline import Category, Phase, Timeline
 
 UNIT_BYTES = 512
 NUM_NAMES = 3

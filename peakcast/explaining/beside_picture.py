@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.drawing import INK, STYLE
+from peakcast.answers.labels import phase_title
+from peakcast.core.drawing import INK, STYLE
+from peakcast.core.units import GIB
 from peakcast.explaining.beside import Beside, shares
 from peakcast.explaining.picture import DIM, RED, SHADES, check_picture_path
 from peakcast.explaining.stack import sampled, spans
-from peakcast.labels import phase_title
-from peakcast.timeline import Phase, Timeline
-from peakcast.units import GIB
+from peakcast.timelines.timeline import Phase, Timeline
 
 COLUMNS = 500
 BANDS = (("as predicted", "#5b8db8"), ("nobody predicted", "#f2b134"), ("no tensor (kernels, libraries)", "#d9572b"))

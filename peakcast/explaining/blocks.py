@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from peakcast.core.units import GIB
 from peakcast.explaining.stack import BANDS, sampled, stacked
-from peakcast.timeline import Phase, Timeline
-from peakcast.units import GIB
+from peakcast.timelines.timeline import Phase, Timeline
 
 WIDTH = 80
 HEIGHT = 16

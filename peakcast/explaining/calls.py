@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peakcast.conventions import conventions
-from peakcast.explanation import Function
-from peakcast.models.analytical.pipeline import Chunk, stage_chunks
-from peakcast.spec import TrainingJob
-from peakcast.units import DTYPE_BYTES
+from peakcast.answers.explanation import Function
+from peakcast.core.units import DTYPE_BYTES
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.layouts.pipeline import Chunk, stage_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cache
 
-from peakcast.conventions import conventions
+from peakcast.answers.explanation import Collective
 from peakcast.explaining import communication_data, communication_model
 from peakcast.explaining.calls import Call, Share
-from peakcast.explanation import Collective
-from peakcast.models.analytical.pipeline import pipeline_rank
-from peakcast.spec import TrainingJob
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.layouts.pipeline import pipeline_rank
 
 SENT: dict[str, Callable[[int], Fraction]] = {
     "all-reduce": lambda n: Fraction(2 * (n - 1), n),

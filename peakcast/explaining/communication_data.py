@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from peakcast.conventions import adapter_dtype
+from peakcast.answers.explanation import Function, ParameterRow
+from peakcast.core.units import DTYPE_BYTES, MIB
 from peakcast.explaining.calls import Call, Share
 from peakcast.explaining.groups import DATA, EXPERT_DATA, GRADIENT
 from peakcast.explaining.inventory import parameter_rows, parameter_shards
-from peakcast.explanation import Function, ParameterRow
-from peakcast.models.analytical.parameters import embedding_parameters, head_parameters, layer_parameters
-from peakcast.units import DTYPE_BYTES, MIB
+from peakcast.jobs.conventions import adapter_dtype
+from peakcast.models.ledger.parameters.inventory import embedding_parameters, head_parameters, layer_parameters
 
 DDP_FIRST_BUCKET_BYTES = 1 * MIB
 DDP_BUCKET_BYTES = 25 * MIB
@@ -97,7 +97,7 @@ def _elements(share: Share) -> tuple[int, int, int]:
 def _buckets(share: Share, rows: tuple[ParameterRow, ...]) -> int:
     """Number of buckets: one per chunk, or, if the reduction overlaps with backward, one whenever enough elements are
     collected."""
-    from peakcast.models.analytical.distributed_optimizer import bucket_size
+    from peakcast.models.ledger.megatron.distributed_optimizer import bucket_size
 
     layout, convention = share.job.parallelism, share.convention
     replicas = layout.data_parallel_size * layout.context_parallel_size

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
+from peakcast.answers.explanation import Function
+from peakcast.core.units import DTYPE_BYTES
 from peakcast.explaining.calls import Call, Share
 from peakcast.explaining.groups import CONTEXT, EMBEDDING, EXPERT, PIPELINE, TENSOR
 from peakcast.explaining.inventory import parameter_rows
-from peakcast.explanation import Function
-from peakcast.units import DTYPE_BYTES
 
 FP32 = 4
 SHOEYBI = "Shoeybi et al. 2019, arXiv:1909.08053, section 3; megatron-core 0.13.1 tensor_parallel/layers.py"

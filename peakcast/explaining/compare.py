@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from peakcast.explanation import Change, Comparison
-from peakcast.fields import to_mapping
-from peakcast.spec import TrainingJob
-from peakcast.timeline import Category, Phase, Timeline
+from peakcast.answers.explanation import Change, Comparison
+from peakcast.core.fields import to_mapping
+from peakcast.jobs.spec import TrainingJob
+from peakcast.timelines.timeline import Category, Phase, Timeline
 
 NUM_TENSORS = 40
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Literal
 
-from peakcast.advised import Advice
+from peakcast.answers.advised import Advice
+from peakcast.answers.explanation import Explanation, ModuleRow
 from peakcast.catalog import Device
 from peakcast.explaining import advice as advising
 from peakcast.explaining.communication import communication, notes
@@ -14,14 +15,13 @@ from peakcast.explaining.groups import groups_of
 from peakcast.explaining.inventory import parameter_rows, unsharded
 from peakcast.explaining.layers import module_rows
 from peakcast.explaining.reason import peak_reason
-from peakcast.explanation import Explanation, ModuleRow
-from peakcast.models.analytical.fullest_ranks import fullest_ranks
-from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.scope import scope_findings
-from peakcast.models.measured_constants import rests_on_readings
-from peakcast.ranks import worst_rank
-from peakcast.spec import TrainingJob
-from peakcast.timeline import Timeline
+from peakcast.jobs.ranks import worst_rank
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.baseline.fullest_ranks import fullest_ranks
+from peakcast.models.baseline.ledger import ledger
+from peakcast.models.baseline.measured_constants import rests_on_readings
+from peakcast.models.ledger.scope.scope import scope_findings
+from peakcast.timelines.timeline import Timeline
 
 NO_KERNELS = "a trace has no kernels: their workspaces, and libraries', are not in it."
 SOME_KERNELS = (

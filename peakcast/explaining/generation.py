@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from peakcast.answers.prediction import Prediction
 from peakcast.catalog import Device
-from peakcast.models.analytical.blocks.kv_cache import layer_cache_bytes
-from peakcast.models.analytical.hf_blocks import block_context
-from peakcast.prediction import Prediction
-from peakcast.spec import TrainingJob
-from peakcast.units import format_gib
+from peakcast.core.units import format_gib
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.huggingface.blocks.kv_cache import layer_cache_bytes
+from peakcast.models.ledger.huggingface.layers import block_context
 
 SERVER_SHARE = 0.9
 """Of the GPU that vLLM takes when it starts, unless `gpu_memory_utilization` says otherwise (vLLM, engine arguments)."""

@@ -12,9 +12,9 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from peakcast.conventions import conventions
-from peakcast.explanation import Group
-from peakcast.spec import TrainingJob
+from peakcast.answers.explanation import Group
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import TrainingJob
 
 TENSOR, CONTEXT, DATA, PIPELINE = "tensor parallel", "context parallel", "data parallel", "pipeline parallel"
 GRADIENT = "data × context parallel"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from peakcast.errors import SpecError
-from peakcast.explanation import ParameterRow
-from peakcast.models.analytical.adapter_methods import METHODS, matrix_of
-from peakcast.models.analytical.adapter_tensors import NETWORK, network_tensors
-from peakcast.models.analytical.blocks.hf_builder import is_adapter_target
-from peakcast.models.analytical.parameters import embedding_parameters, head_parameters, layer_parameters
-from peakcast.models.recipes.parameters import recorded_parameters
+from peakcast.answers.explanation import ParameterRow
+from peakcast.core.errors import SpecError
+from peakcast.jobs.spec import Parallelism, TrainingJob
+from peakcast.models.ledger.huggingface.blocks.adapter_tensors import NETWORK, network_tensors
+from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
+from peakcast.models.ledger.parameters.adapter_methods import METHODS, matrix_of
+from peakcast.models.ledger.parameters.inventory import embedding_parameters, head_parameters, layer_parameters
+from peakcast.models.ledger.recorded.parameters import recorded_parameters
 from peakcast.models.recipes.shelf import recipe_of
-from peakcast.spec import Parallelism, TrainingJob
 
 
 def unsharded(job: TrainingJob) -> TrainingJob | None:
@@ -57,8 +57,8 @@ _Named = tuple[tuple[str, str], tuple[int, ...]]
 
 
 def _megatron(job: TrainingJob, rank: int) -> Iterator[_Named]:
-    from peakcast.models.analytical.megatron_buffers import owned_parameters
-    from peakcast.models.analytical.megatron_share import rank_share
+    from peakcast.models.ledger.megatron.buffers import owned_parameters
+    from peakcast.models.ledger.megatron.share import rank_share
 
     for chunk in owned_parameters(rank_share(job, None, rank)):
         yield from (((parameter.module, parameter.name), parameter.shape) for parameter in chunk)

@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.explanation import COLUMNS, ModuleRow, ParameterRow
-from peakcast.spec import TrainingJob
-from peakcast.timeline import Category, Timeline
-from peakcast.units import DTYPE_BYTES
+from peakcast.answers.explanation import COLUMNS, ModuleRow, ParameterRow
+from peakcast.core.units import DTYPE_BYTES
+from peakcast.jobs.spec import TrainingJob
+from peakcast.timelines.timeline import Category, Timeline
 
 SHARED = "model"
 """Module of the Megatron-LM ledger's contiguous buffers, which hold all layers' parameters or gradients."""

@@ -6,22 +6,22 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 
 from peakcast import catalog
+from peakcast.answers.prediction import GpuVerdict, Prediction, RankPeak
 from peakcast.catalog import Device
-from peakcast.constants import own_constants
-from peakcast.conventions import conventions
-from peakcast.findings import Finding
-from peakcast.lengths import lengths_change
-from peakcast.models.analytical.pipeline import pipeline_rank, stage_chunks
-from peakcast.models.baseline import Baseline, baseline, usable_bytes
-from peakcast.models.calibration import calibration_for
-from peakcast.models.device_memory import communicator_bytes, context_bytes
-from peakcast.models.device_scope import device_findings
-from peakcast.models.features import features
-from peakcast.models.measured_constants import outside
-from peakcast.models.predict import combine, known_of, reasons_outside
-from peakcast.models.verdict import judge, limits
-from peakcast.prediction import GpuVerdict, Prediction, RankPeak
-from peakcast.spec import TrainingJob
+from peakcast.catalog.constants import own_constants
+from peakcast.core.findings import Finding
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.lengths import lengths_change
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.baseline.baseline import Baseline, baseline, usable_bytes
+from peakcast.models.baseline.device_memory import communicator_bytes, context_bytes
+from peakcast.models.baseline.measured_constants import outside
+from peakcast.models.calibration.calibration import calibration_for
+from peakcast.models.calibration.features import features
+from peakcast.models.ledger.layouts.pipeline import pipeline_rank, stage_chunks
+from peakcast.models.prediction.device_scope import device_findings
+from peakcast.models.prediction.predict import combine, known_of, reasons_outside
+from peakcast.models.prediction.verdict import judge, limits
 
 
 def gpu_verdicts(

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
-from peakcast.drawing import INK, STYLE
-from peakcast.errors import SpecError
+from peakcast.answers.labels import phase_title
+from peakcast.core.drawing import INK, STYLE
+from peakcast.core.errors import SpecError
+from peakcast.core.extras import need
+from peakcast.core.units import GIB
 from peakcast.explaining.stack import BANDS, sampled, stacked
-from peakcast.extras import need
-from peakcast.labels import phase_title
-from peakcast.timeline import Phase, Timeline
-from peakcast.units import GIB
+from peakcast.timelines.timeline import Phase, Timeline
 
 ENDINGS = (".png", ".svg")
 COLUMNS = 1200

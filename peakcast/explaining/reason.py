@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.explanation import PeakReason
-from peakcast.labels import category_name, phase_name
-from peakcast.spec import TrainingJob
-from peakcast.timeline import Category, Phase, Timeline
-from peakcast.units import format_gib
+from peakcast.answers.explanation import PeakReason
+from peakcast.answers.labels import category_name, phase_name
+from peakcast.core.units import format_gib
+from peakcast.jobs.spec import TrainingJob
+from peakcast.timelines.timeline import Category, Phase, Timeline
 
 NUM_LARGEST = 8
 NUM_NAMED = 2

@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from peakcast.allocator import Allocator
-from peakcast.models.caching_allocator import Block, CachingAllocator
-from peakcast.timeline import Category, Phase, Timeline
+from peakcast.jobs.allocator_settings import Allocator
+from peakcast.models.allocator.caching_allocator import Block, CachingAllocator
+from peakcast.timelines.timeline import Category, Phase, Timeline
 
 FREED = ("free_requested", "free_completed")
 BASE_ADDRESS = 0x7F0000000000

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from peakcast.timeline import Category, Phase, Timeline
+from peakcast.timelines.timeline import Category, Phase, Timeline
 
 
 @dataclass(frozen=True, slots=True)

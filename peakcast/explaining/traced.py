@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from peakcast.timeline import Category, Timeline
+from peakcast.timelines.timeline import Category, Timeline
 
 _LAYER = re.compile(r"(?:^|\.)(?:layers|h|blocks|block|layer)\.(\d+)(?:\.|$)")
 """Names under which transformers' networks have their layers: `model.layers.3`, `transformer.h.3`."""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from peakcast.histories.history import Action, History
-from peakcast.timeline import Phase
+from peakcast.timelines.timeline import Phase
 
 NO_FRAMES = "no frames"
 OPERATOR = re.compile(r"at::_ops::(\w+?)::(?:call|redispatch)\b")

@@ -7,8 +7,8 @@ import zlib
 from pathlib import Path
 from typing import IO
 
-from peakcast.bounded import file_stream
-from peakcast.errors import RecordError
+from peakcast.core.bounded import file_stream
+from peakcast.core.errors import RecordError
 from peakcast.histories import plain_pickle
 from peakcast.histories.history import History
 from peakcast.histories.published import published_history

@@ -12,8 +12,8 @@ from enum import StrEnum
 from itertools import islice, zip_longest
 from typing import NamedTuple
 
-from peakcast.allocator import Allocator
-from peakcast.units import MIB, round_up
+from peakcast.core.units import MIB, round_up
+from peakcast.jobs.allocator_settings import Allocator
 
 UNIT_BYTES = 512
 """kMinBlockSize of c10/core/AllocatorConfig.h: every block is a multiple of it."""

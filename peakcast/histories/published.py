@@ -10,9 +10,9 @@ import json
 from collections.abc import Iterator
 from typing import IO, Any
 
-from peakcast.allocator import Allocator, parse_allocator
-from peakcast.errors import RecordError, SpecError
+from peakcast.core.errors import RecordError, SpecError
 from peakcast.histories.history import Action, Event, HandedOut, History, Segment
+from peakcast.jobs.allocator_settings import Allocator, parse_allocator
 
 FORMAT = "allocator history 1"
 MAX_LINE_BYTES = 32 * 2**20

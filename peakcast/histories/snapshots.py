@@ -11,18 +11,10 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from peakcast.allocator import Allocator
-from peakcast.errors import RecordError
+from peakcast.core.errors import RecordError
 from peakcast.histories.categories import category_of
-from peakcast.histories.history import (
-    LARGEST_SLACK_BYTES,
-    Action,
-    Event,
-    HandedOut,
-    History,
-    Segment,
-    block_bytes,
-)
+from peakcast.histories.history import LARGEST_SLACK_BYTES, Action, Event, HandedOut, History, Segment, block_bytes
+from peakcast.jobs.allocator_settings import Allocator
 
 ACTIONS = {
     "alloc": Action.ALLOC,

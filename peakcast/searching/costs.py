@@ -10,14 +10,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from peakcast.architecture import Architecture
 from peakcast.catalog import Device
 from peakcast.catalog.speeds import Speed, speed
 from peakcast.explaining.calls import Call
 from peakcast.explaining.communication import sent_by_call
 from peakcast.explaining.groups import CONTEXT, DATA, EXPERT, EXPERT_DATA, GRADIENT, PIPELINE
-from peakcast.models.analytical.parameters import num_parameters
-from peakcast.spec import Parallelism, TrainingJob
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.spec import Parallelism, TrainingJob
+from peakcast.models.ledger.parameters.inventory import num_parameters
 
 FORWARD_SHARE = 1 / 3
 """Of a step's operations; backward has twice as many (Narayanan et al. 2021, arXiv:2104.04473, appendix)."""

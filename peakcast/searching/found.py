@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peakcast.advised import plain
-from peakcast.findings import Finding, sentences
-from peakcast.prediction import Fits, Interval
+from peakcast.answers.advised import plain
+from peakcast.answers.prediction import Fits, Interval
+from peakcast.core.findings import Finding, sentences
+from peakcast.jobs.spec import TrainingJob
 from peakcast.searching.costs import Cost
-from peakcast.spec import TrainingJob
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

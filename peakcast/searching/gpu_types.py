@@ -9,16 +9,16 @@ from pathlib import Path
 from typing import Any
 
 from peakcast import catalog
+from peakcast.answers.prediction import Fits
 from peakcast.catalog import Device
-from peakcast.dialects.job_file import read_mapping
-from peakcast.errors import SpecError
-from peakcast.findings import Finding, sentences
-from peakcast.prediction import Fits
+from peakcast.core.errors import SpecError
+from peakcast.core.findings import Finding, sentences
+from peakcast.dialects.common.job_file import read_mapping
+from peakcast.jobs.spec import TrainingJob
 from peakcast.searching.costs import step_seconds
 from peakcast.searching.found import Found, Largest, Plan
 from peakcast.searching.inverse import fewest_gpus
 from peakcast.searching.search import search
-from peakcast.spec import TrainingJob
 
 DEAREST = 10_000.0
 """More than a GPU-hour costs anywhere, in any unit that people count it in: a mistake."""

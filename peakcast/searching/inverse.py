@@ -8,14 +8,14 @@ from typing import Any
 
 from peakcast import catalog
 from peakcast.catalog import Device
-from peakcast.errors import SpecError
-from peakcast.findings import Finding
-from peakcast.models.analytical.parameters import num_parameters
-from peakcast.models.recipes.covering import cannot_be_recorded
+from peakcast.core.errors import SpecError
+from peakcast.core.findings import Finding
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.parameters.inventory import num_parameters
+from peakcast.models.ledger.recorded.covering import cannot_be_recorded
 from peakcast.models.recipes.lent import Lent, lending
 from peakcast.searching.found import Found, Largest, Plan
 from peakcast.searching.search import Record, planned, search
-from peakcast.spec import TrainingJob
 
 MOST = {"micro_batch_size": 65_536, "sequence_length": 2**24}
 STEP = {"micro_batch_size": 1, "sequence_length": 128}

@@ -12,12 +12,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import islice
 
 from peakcast.catalog import Device
-from peakcast.errors import PeakcastError, SpecError
-from peakcast.findings import Finding
-from peakcast.models.baseline import usable_bytes
-from peakcast.models.measured_constants import known_context_bytes
-from peakcast.models.predict import could_surely_fit, predict
-from peakcast.models.recipes.covering import cannot_be_recorded, no_recipe
+from peakcast.core.errors import PeakcastError, SpecError
+from peakcast.core.findings import Finding
+from peakcast.core.workers import check_processes
+from peakcast.jobs.spec import MOST_RANKS, TrainingJob
+from peakcast.models.baseline.baseline import usable_bytes
+from peakcast.models.baseline.measured_constants import known_context_bytes
+from peakcast.models.ledger.recorded.covering import cannot_be_recorded, no_recipe
+from peakcast.models.prediction.predict import could_surely_fit, predict
 from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.lent import lent as brought
 from peakcast.models.recipes.shelf import wants_recipe
@@ -25,8 +27,6 @@ from peakcast.searching.costs import Cost, cost, order
 from peakcast.searching.found import Found, Plan
 from peakcast.searching.space import GPUS_PER_NODE, candidates
 from peakcast.searching.walk import Candidate, Question, Workers, in_order, series, standing
-from peakcast.spec import MOST_RANKS, TrainingJob
-from peakcast.workers import check_processes
 
 Progress = Callable[[str], None]
 Record = Callable[[Iterable[TrainingJob]], None]

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Literal
 
-from peakcast.conventions import conventions
-from peakcast.errors import SpecError
-from peakcast.models.analytical.parallel_scope import parallel_reason
-from peakcast.models.analytical.scope import out_of_scope
-from peakcast.parallelism import layers_beside_ends
-from peakcast.spec import ActivationCheckpointing, Offload, Parallelism, TrainingJob
+from peakcast.core.errors import SpecError
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.parallelism import layers_beside_ends
+from peakcast.jobs.spec import ActivationCheckpointing, Offload, Parallelism, TrainingJob
+from peakcast.models.ledger.scope.parallel import parallel_reason
+from peakcast.models.ledger.scope.scope import out_of_scope
 
 GPUS_PER_NODE = 8
 """Tensor parallelism stays within a node, because it communicates in every layer (Narayanan et al. 2021,

@@ -18,16 +18,16 @@ from itertools import groupby
 from typing import Any
 
 from peakcast.catalog import Device
-from peakcast.findings import Finding
-from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.pipeline import representative_micro_batches
-from peakcast.models.analytical.standing import bound_by_depth, standing_bytes
-from peakcast.models.analytical.sweep import fullest_stages
+from peakcast.core.findings import Finding
+from peakcast.core.workers import LostError
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.baseline.ledger import ledger
+from peakcast.models.baseline.standing import bound_by_depth, standing_bytes
+from peakcast.models.baseline.sweep import fullest_stages
+from peakcast.models.ledger.layouts.pipeline import representative_micro_batches
 from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.searching.costs import Cost, cost, order, sending
-from peakcast.spec import TrainingJob
-from peakcast.workers import LostError
 
 ANY = 2**62
 """More room than any job needs."""

@@ -6,13 +6,13 @@ from __future__ import annotations
 from functools import cache
 
 import peakcast.explaining.picture  # loaded before the first question
-import peakcast.models.predict  # noqa: F401
-from peakcast.render import job_text
-from peakcast.units import GIB
+import peakcast.models.prediction.predict  # noqa: F401
+from peakcast.core.units import GIB
+from peakcast.core.workers import Limits, Workers
+from peakcast.printing.answers import job_text
 from peakcast.web import panels
 from peakcast.web.asking import Asked, answered
 from peakcast.web.links import to_query
-from peakcast.workers import Limits, Workers
 
 AT_ONCE = 2
 """Questions answered at the same time, so that a slow one does not block another."""

@@ -10,16 +10,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from peakcast.dialects.asked_versions import asked_versions
+from peakcast.answers.explanation import Explanation
+from peakcast.answers.prediction import Answer
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.asked_versions import asked_versions
+from peakcast.dialects.common.text import no_files
 from peakcast.dialects.recognise import Beside
-from peakcast.dialects.text import no_files
-from peakcast.errors import SpecError
+from peakcast.doors.job_flags import FLAGS
+from peakcast.doors.questions import Question, question, translation_of
 from peakcast.explaining.advice import changed
-from peakcast.explanation import Explanation
-from peakcast.job_flags import FLAGS
-from peakcast.prediction import Answer
-from peakcast.questions import Question, question, translation_of
-from peakcast.spec import TrainingJob
+from peakcast.jobs.spec import TrainingJob
 
 LONGEST_NAME = 255
 """The longest name in a file system; no network's name is longer."""
@@ -66,8 +66,8 @@ class Answered:
 
 def answered(asked: Asked) -> Answered:
     """The answer to `asked`. Raises: SpecError or CatalogError with a message for the page."""
-    from peakcast.answers import full_answer
-    from peakcast.explaining.door import explanation
+    from peakcast.doors.answering import full_answer
+    from peakcast.doors.explaining import explanation
 
     with no_files():
         read = _question(asked)

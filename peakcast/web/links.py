@@ -7,7 +7,7 @@ import json
 import zlib
 from dataclasses import asdict
 
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
 from peakcast.web.asking import MOST_CHARACTERS, Asked
 
 MOST_BYTES = 4 * MOST_CHARACTERS + 10_000

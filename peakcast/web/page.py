@@ -7,7 +7,7 @@ from typing import Any
 import gradio as gr
 
 from peakcast import catalog
-from peakcast.errors import PeakcastError
+from peakcast.core.errors import PeakcastError
 from peakcast.web import panels
 from peakcast.web.answering import AT_ONCE, workers
 from peakcast.web.asking import Asked

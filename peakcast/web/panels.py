@@ -6,14 +6,14 @@ from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
-from peakcast.drawing import inline_svg
-from peakcast.explaining.steps import flags_text
-from peakcast.explanation import COLUMNS
-from peakcast.findings import ordered, sentences
-from peakcast.labels import category_name, phase_title, quantity_name, sentence_start
-from peakcast.prediction import QUANTITIES, SEEN_BY
-from peakcast.remarks import verdict_reason, verdict_words, warning_sentences
-from peakcast.units import GIB, format_gib
+from peakcast.answers.explanation import COLUMNS
+from peakcast.answers.labels import category_name, phase_title, quantity_name, sentence_start
+from peakcast.answers.prediction import QUANTITIES, SEEN_BY
+from peakcast.answers.remarks import verdict_reason, verdict_words, warning_sentences
+from peakcast.core.drawing import inline_svg
+from peakcast.core.findings import ordered, sentences
+from peakcast.core.units import GIB, format_gib
+from peakcast.printing.steps import flags_text
 from peakcast.web.asking import Answered
 
 if TYPE_CHECKING:

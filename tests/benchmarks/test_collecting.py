@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from peakcast.collectors.grid import expand
-from peakcast.collectors.runner import collect
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.runner import collect
 from peakcast.collectors.tracing.trace import trace_job
 
 pytestmark = pytest.mark.benchmarks

@@ -16,19 +16,19 @@ from collections.abc import Callable
 import pytest
 
 from peakcast.api import predict
-from peakcast.batch import predict_batch
 from peakcast.catalog import architecture, gpu
-from peakcast.models import allocator
-from peakcast.models.allocator_events import Run
-from peakcast.models.analytical.knobs import with_knobs
-from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.sweep import sweep
-from peakcast.models.caching_allocator import CachingAllocator
-from peakcast.questions import translation_of
+from peakcast.doors.batch import predict_batch
+from peakcast.doors.questions import translation_of
+from peakcast.jobs.spec import ActivationCheckpointing, Parallelism, Precision, TrainingJob
+from peakcast.models.allocator import replay as allocator
+from peakcast.models.allocator.caching_allocator import CachingAllocator
+from peakcast.models.allocator.events import Run
+from peakcast.models.baseline.knobs import with_knobs
+from peakcast.models.baseline.ledger import ledger
+from peakcast.models.baseline.sweep import sweep
 from peakcast.searching.search import search
 from peakcast.searching.space import candidates
 from peakcast.searching.walk import fullest
-from peakcast.spec import ActivationCheckpointing, Parallelism, Precision, TrainingJob
 
 pytestmark = pytest.mark.benchmarks
 DEVICE = gpu("H100-80GB")
@@ -115,7 +115,7 @@ def test_a_ledger_beside_torchs_memory_tracker(benchmark):
         vocab_size=1024,
     )  # fmt: skip
     mapping = {**config.to_dict(), "name": "small"}
-    from peakcast.dialects.job_file import job_from_mapping
+    from peakcast.dialects.common.job_file import job_from_mapping
 
     job = job_from_mapping({"architecture": mapping, "sequence_length": 256, "precision": {"parameters": "float32"}})
 
@@ -244,7 +244,7 @@ def test_a_batch_beside_the_same_without_the_compiled_replay(benchmark, monkeypa
     list(predict_batch(lines[:1]))
     answers = benchmark.pedantic(lambda: list(predict_batch(lines)), rounds=1)
     benchmark.extra_info["jobs_per_second"] = round(len(lines) / benchmark.stats.stats.min)
-    from peakcast.batch import _remembered
+    from peakcast.doors.batch import _remembered
 
     _remembered.cache_clear()
     monkeypatch.setattr(allocator, "compiled", None)
@@ -263,7 +263,7 @@ def test_a_cold_predict_beside_importing_what_it_stands_on(benchmark, tmp_path):
     def process(code: str) -> None:
         subprocess.run([sys.executable, "-P", "-c", code], env=environment, stdout=subprocess.DEVNULL, check=True)
 
-    question = "from peakcast import cli; cli._run(['predict', '--model', 'llama-3.1-8b', '--gpu', 'H100-80GB'])"
+    question = "from peakcast.commands import cli; cli._run(['predict', '--model', 'llama-3.1-8b', '--gpu', 'H100-80GB'])"
     process(question)
     benchmark.pedantic(lambda: process(question), rounds=5)
     imports = fastest(lambda: process("import numpy, typer.main"), 5)

@@ -8,8 +8,8 @@ import sys
 import pytest
 
 from peakcast import catalog
-from peakcast.errors import CatalogError
-from peakcast.models.analytical.parameters import num_parameters
+from peakcast.core.errors import CatalogError
+from peakcast.models.ledger.parameters.inventory import num_parameters
 
 
 @pytest.mark.parametrize("name", catalog.architecture_names())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from peakcast import catalog
-from peakcast.errors import CatalogError
+from peakcast.core.errors import CatalogError
 
 REQUIRED_GPUS = (
     "A100-40GB A100-80GB H100-80GB H100-PCIe-80GB H100-NVL-94GB H200 B200 GB200 B300 L40S L4 A10 A10G T4 V100-16GB "

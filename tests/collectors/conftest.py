@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from peakcast.models.analytical.ledger import ledger
-from peakcast.timeline import Phase
+from peakcast.models.baseline.ledger import ledger
+from peakcast.timelines.timeline import Phase
 
 ANSWER = """
 import os, pathlib, signal, subprocess, sys, time
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.errors import CollectorError
-from peakcast.records import Measurement
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.core.errors import CollectorError
+from peakcast.measurements.records import Measurement
 
 def row(question):
     job = job_from_mapping(question["job"])
@@ -89,9 +89,11 @@ def stand_in(monkeypatch):
     """A cell can be measured by `worker.run` in this process: CUDA's calls answer with a `StandIn`'s numbers."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from peakcast.collectors import frameworks, probes, worker
-    from peakcast.collectors.frameworks import layouts
-    from peakcast.collectors.nvml import Nvml
+    from peakcast.collectors import stacks as frameworks
+    from peakcast.collectors.machine import probes
+    from peakcast.collectors.machine.nvml import Nvml
+    from peakcast.collectors.measure import worker
+    from peakcast.collectors.stacks import layouts
 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other

@@ -9,10 +9,10 @@ torch = pytest.importorskip("torch")
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")
 
-from peakcast.dialects.hf_config import architecture_from_hf_config  # noqa: E402
-from peakcast.dialects.huggingface import from_huggingface  # noqa: E402
-from peakcast.models.analytical.adapter_methods import METHODS  # noqa: E402
-from peakcast.models.analytical.adapter_tensors import adapted_matrices, network_tensors  # noqa: E402
+from peakcast.dialects.huggingface.job import from_huggingface  # noqa: E402
+from peakcast.models.ledger.huggingface.blocks.adapter_tensors import adapted_matrices, network_tensors  # noqa: E402
+from peakcast.models.ledger.parameters.adapter_methods import METHODS  # noqa: E402
+from peakcast.networks.config import architecture_from_hf_config  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
 

@@ -2,10 +2,10 @@
 
 import pytest
 
-from peakcast import store
 from peakcast.collectors import campaign
-from peakcast.collectors.grid import expand, load_grid
-from peakcast.collectors.runner import ranks_to_run
+from peakcast.collectors.measure.grid import expand, load_grid
+from peakcast.collectors.measure.runner import ranks_to_run
+from peakcast.measurements import store
 
 GOOD = "return row(question)"
 

@@ -10,14 +10,14 @@ import tempfile
 import numpy as np
 import pytest
 
-from peakcast.collectors.grid import expand
+from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.tracing.trace import trace_here
-from peakcast.errors import CollectorError
-from peakcast.models.agreement import ONE_GPU_TOLERANCE
-from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.scope import out_of_scope
-from peakcast.spec import job_to_mapping
-from peakcast.timeline import Category, Phase
+from peakcast.core.errors import CollectorError
+from peakcast.jobs.spec import job_to_mapping
+from peakcast.models.baseline.agreement import ONE_GPU_TOLERANCE
+from peakcast.models.baseline.ledger import ledger
+from peakcast.models.ledger.scope.scope import out_of_scope
+from peakcast.timelines.timeline import Category, Phase
 
 pytest.importorskip("transformers")
 FLOAT32 = {"precision.parameters": "float32", "precision.compute": "float32"}
@@ -27,8 +27,8 @@ REAL = """
 import gc, json, sys, torch
 from torch._dynamo.utils import counters
 from torch.profiler import ProfilerActivity, profile, record_function
-from peakcast.collectors.frameworks import build
-from peakcast.dialects.job_file import job_from_mapping
+from peakcast.collectors.stacks import build
+from peakcast.dialects.common.job_file import job_from_mapping
 said, losses = [], []
 def mark(phase):
     with record_function(f"phase {phase}"): pass
@@ -86,7 +86,7 @@ FAKE = """
 import json, sys, torch
 from peakcast.collectors.tracing import inductor, tracer
 from peakcast.collectors.tracing.trace import _train, fake_mode
-from peakcast.dialects.job_file import job_from_mapping
+from peakcast.dialects.common.job_file import job_from_mapping
 tracer.ALLOCATION_UNIT_BYTES = 1  # the CPU's allocator counts every byte
 traced = tracer.Tracer("cpu")
 with inductor.compiling(traced), fake_mode(), torch.autograd.set_multithreading_enabled(False):

@@ -8,14 +8,15 @@ import sys
 
 import pytest
 
-from peakcast import api, cli
-from peakcast.collectors import constants
-from peakcast.collectors.communicators import communicators, sizes
-from peakcast.collectors.constants import COMMUNICATORS, FIRST_USES, read_constants
-from peakcast.collectors.growth import Growth
-from peakcast.constants import load_constants
-from peakcast.errors import CollectorError
-from peakcast.units import MIB
+from peakcast import api
+from peakcast.catalog.constants import load_constants
+from peakcast.collectors.measure import constants
+from peakcast.collectors.measure.communicators import communicators, sizes
+from peakcast.collectors.measure.constants import COMMUNICATORS, FIRST_USES, read_constants
+from peakcast.collectors.measure.growth import Growth
+from peakcast.commands import cli
+from peakcast.core.errors import CollectorError
+from peakcast.core.units import MIB
 
 ALONE = {
     "gpu_name": "NVIDIA H100 80GB HBM3", "cuda": "13.0", "driver": "580.65", "num_gpus": 1, "nvml": [],
@@ -173,8 +174,9 @@ def test_loading_nccl_is_told_apart_from_communicators():
 def test_the_program_of_first_uses_gives_what_is_read(stand_in, monkeypatch, tmp_path):
     """On a GPU that is not there, whose driver counts 500 MiB more for a context and 60 more for cuBLAS."""
     torch = pytest.importorskip("torch")
-    from peakcast.collectors import first_uses, probes
-    from peakcast.collectors.nvml import Nvml
+    from peakcast.collectors.machine import probes
+    from peakcast.collectors.machine.nvml import Nvml
+    from peakcast.collectors.measure import first_uses
 
     class Read(Nvml):
         def used_bytes(self):

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 
-from peakcast.collectors.frameworks import build
-from peakcast.collectors.frameworks.deepspeed import check, configuration
+from peakcast.collectors.stacks import build
+from peakcast.collectors.stacks.deepspeed import check, configuration
 from peakcast.collectors.tracing.trace import trace_job
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.errors import CollectorError
-from peakcast.spec import job_to_mapping
-from peakcast.timeline import Category
+from peakcast.core.errors import CollectorError
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.jobs.spec import job_to_mapping
+from peakcast.timelines.timeline import Category
 
 pytest.importorskip("transformers")
 TINY = {
@@ -59,8 +59,8 @@ def test_a_traced_stage_keeps_what_zero_says_it_keeps(stage):
 
 RUN = """
 import json, sys, torch
-from peakcast.collectors.frameworks import build, layouts
-from peakcast.dialects.job_file import job_from_mapping
+from peakcast.collectors.stacks import build, layouts
+from peakcast.dialects.common.job_file import job_from_mapping
 job = job_from_mapping(json.loads(sys.argv[1]))
 layouts.start_group(job)
 training = build(job, "cpu")

@@ -4,16 +4,17 @@ import textwrap
 
 import pytest
 
-from peakcast import api, store
-from peakcast.collectors.engines import find_engine
-from peakcast.collectors.grid import expand
-from peakcast.errors import CollectorError
+from peakcast import api
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.processes.engines import find_engine
+from peakcast.core.errors import CollectorError
+from peakcast.measurements import store
 
 JOBS = expand({"axes": {"architecture": ["gpt2", "pythia-160m", "opt-125m"]}, "base": {"sequence_length": 128}})
 CELL = """
 import os, pathlib, signal
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.records import Measurement
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.measurements.records import Measurement
 
 def parent_of(pid):
     return int(open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[1])
@@ -43,7 +44,7 @@ def work(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", OPTIONS)
 def test_every_answer_comes_once_and_a_lost_worker_is_replaced(tmp_path, work, name):
     pytest.importorskip({"ray": "ray", "slurm": "submitit"}[name])
-    from peakcast.collectors.runner import collect
+    from peakcast.collectors.measure.runner import collect
 
     options = OPTIONS[name] | ({"folder": str(tmp_path / "jobs")} if name == "slurm" else {})
     shard = tmp_path / "cells.jsonl"

@@ -9,9 +9,10 @@ import time
 
 import pytest
 
-from peakcast import render, store
-from peakcast.collectors.grid import expand
-from peakcast.collectors.runner import collect
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.runner import collect
+from peakcast.measurements import store
+from peakcast.printing import answers as render
 
 NAMES = ["gpt2", "pythia-160m", "opt-125m"]
 GRID = {"axes": {"architecture": NAMES}, "base": {"sequence_length": 128}}
@@ -20,9 +21,9 @@ GOOD = "return row(question)"
 COLLECTOR = """
 import json, resource, sys
 from pathlib import Path
-from peakcast import errors
-from peakcast.collectors.grid import expand
-from peakcast.collectors.runner import collect
+from peakcast.core import errors
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.runner import collect
 shard, work, grid, limit = sys.argv[1:]
 if int(limit):
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
@@ -128,7 +129,7 @@ def test_a_full_disk_ends_the_collection_in_a_sentence_with_whole_lines_and_room
 
 def store_row():
     """A row of another collection, to weigh."""
-    from peakcast.records import Measurement
+    from peakcast.measurements.records import Measurement
 
     return Measurement(job=JOBS[0], gpu="H100-80GB", provenance="traced", source="peakcast", peak_allocated_bytes=1)
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from peakcast.collectors.grid import expand
+from peakcast.collectors.measure.grid import expand
 
 NETWORK = {"name": "llama-3.2-1b", "num_hidden_layers": 2, "vocab_size": 4096}
 FORMS = {

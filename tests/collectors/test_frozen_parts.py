@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from peakcast.errors import CollectorError
+from peakcast.core.errors import CollectorError
 
 pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
-from peakcast.collectors.frameworks.frozen import freeze, frozen_modules, frozen_weights
-from peakcast.collectors.frameworks.huggingface_model import model_of, with_adapters
+from peakcast.collectors.stacks.frozen import freeze, frozen_modules, frozen_weights
+from peakcast.collectors.stacks.huggingface_model import model_of, with_adapters
 from tests.collectors.test_images_traced import job
 
 

@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from peakcast import store
-from peakcast.collectors import gang
-from peakcast.collectors.grid import expand
-from peakcast.collectors.runner import collect, timelines_folder
-from peakcast.collectors.worker import has_ranks
-from peakcast.errors import CollectorError
-from peakcast.timelines import read_timelines
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.runner import collect, timelines_folder
+from peakcast.collectors.measure.worker import has_ranks
+from peakcast.collectors.processes import gang
+from peakcast.core.errors import CollectorError
+from peakcast.measurements import store
+from peakcast.timelines.files import read_timelines
 
 pytest.importorskip("transformers")
 TINY = {
@@ -48,10 +48,10 @@ def test_each_rank_hands_back_a_row_and_the_cell_is_not_run_again(tmp_path):
 
 RANK = """
 import os, pathlib, signal, time
-from peakcast.collectors import gang
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.errors import CollectorError
-from peakcast.records import Measurement
+from peakcast.collectors.processes import gang
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.core.errors import CollectorError
+from peakcast.measurements.records import Measurement
 
 def ranks(question):
     return gang.run(question, 2, "several:one")

@@ -8,14 +8,14 @@ import sys
 import pytest
 
 from peakcast import catalog
-from peakcast.allocator import Allocator
-from peakcast.collectors.engines.local import run
-from peakcast.collectors.grid import expand, load_grid
-from peakcast.models.allocator import replay
-from peakcast.models.analytical.ledger import ledger
-from peakcast.rows import from_row
-from peakcast.spec import job_in_words, job_to_mapping
-from peakcast.timelines import timeline_from_mapping, unpack
+from peakcast.collectors.measure.grid import expand, load_grid
+from peakcast.collectors.processes.engines.local import run
+from peakcast.jobs.allocator_settings import Allocator
+from peakcast.jobs.spec import job_in_words, job_to_mapping
+from peakcast.measurements.rows import from_row
+from peakcast.models.allocator.replay import replay
+from peakcast.models.baseline.ledger import ledger
+from peakcast.timelines.files import timeline_from_mapping, unpack
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
@@ -61,7 +61,9 @@ def test_every_stack_that_is_installed_measures(job):
 @pytest.mark.gpu
 def test_each_library_that_is_installed_says_what_it_takes(tmp_path):
     file = tmp_path / "first_uses.json"
-    subprocess.run([sys.executable, "-P", "-m", "peakcast.collectors.first_uses", str(file)], check=True, timeout=300)
+    subprocess.run(
+        [sys.executable, "-P", "-m", "peakcast.collectors.measure.first_uses", str(file)], check=True, timeout=300
+    )
     answer = json.loads(file.read_text())
     assert answer["context_bytes"] > 100 * 2**20
     taken = {each["step"]: each for each in answer["steps"]}
@@ -73,7 +75,7 @@ def test_each_library_that_is_installed_says_what_it_takes(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("expandable", [False, True])
 def test_pytorchs_own_allocator_reserves_what_the_simulated_one_does(expandable):
-    from peakcast.collectors.replaying import replayed
+    from peakcast.collectors.measure.replaying import replayed
 
     (job,) = expand({"base": {"sequence_length": 256}, "include": [CELLS[1]]})
     timeline = ledger(job, step="steady")

@@ -2,8 +2,8 @@
 
 import pytest
 
-from peakcast.collectors.grid import expand, load_grid
-from peakcast.errors import CatalogError, CollectorError, SpecError
+from peakcast.collectors.measure.grid import expand, load_grid
+from peakcast.core.errors import CatalogError, CollectorError, SpecError
 
 
 def test_axes_make_a_product_with_each_architecture_seen_before_any_is_seen_twice():
@@ -67,7 +67,7 @@ def test_an_unknown_shipped_grid_names_those_there_are():
 
 
 def test_the_standard_grid_has_sixty_architectures_and_each_can_be_built():
-    from peakcast.dialects.hf_reverse import hf_config_of
+    from peakcast.networks.reverse import hf_config_of
 
     jobs = load_grid("standard")
     architectures = {job.architecture for job in jobs}

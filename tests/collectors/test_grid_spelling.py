@@ -1,6 +1,6 @@
 """Nested and dotted keys of a grid mean the same everywhere, and no cell leaks into another."""
 
-from peakcast.collectors.grid import expand
+from peakcast.collectors.measure.grid import expand
 
 
 def test_an_axis_inside_a_mapping_of_the_base_does_not_leak_into_other_cells():

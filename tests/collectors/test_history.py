@@ -8,14 +8,14 @@ from functools import partial
 
 import pytest
 
-from peakcast import timelines
-from peakcast.collectors import history
-from peakcast.collectors.grid import expand
-from peakcast.collectors.history import Operator, Storage
-from peakcast.collectors.runner import collect, timelines_folder
-from peakcast.errors import RecordError
-from peakcast.store import read_shard
-from peakcast.timeline import Category, Phase, Timeline
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.runner import collect, timelines_folder
+from peakcast.collectors.tracing import history
+from peakcast.collectors.tracing.history import Operator, Storage
+from peakcast.core.errors import RecordError
+from peakcast.measurements.store import read_shard
+from peakcast.timelines import files as timelines
+from peakcast.timelines.timeline import Category, Phase, Timeline
 
 KIB = 1024
 MM, RELU, MM_BACKWARD = (

@@ -6,16 +6,16 @@ from typing import Any
 
 import pytest
 
-from peakcast.errors import CollectorError, SpecError
-from peakcast.spec import Images
+from peakcast.core.errors import CollectorError, SpecError
+from peakcast.jobs.spec import Images
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("PIL")
 
-from peakcast.collectors.frameworks.batches import batch_of  # noqa: E402
-from peakcast.collectors.frameworks.huggingface_model import model_of  # noqa: E402
-from peakcast.collectors.frameworks.images import check_fit, image_processor_of, tokens_of_image, with_images  # noqa: E402
-from peakcast.dialects.job_file import job_from_mapping  # noqa: E402
+from peakcast.collectors.stacks.batches import batch_of  # noqa: E402
+from peakcast.collectors.stacks.huggingface_model import model_of  # noqa: E402
+from peakcast.collectors.stacks.images import check_fit, image_processor_of, tokens_of_image, with_images  # noqa: E402
+from peakcast.dialects.common.job_file import job_from_mapping  # noqa: E402
 
 LLAVA = {
     "model_type": "llava",

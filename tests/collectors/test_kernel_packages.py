@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from peakcast.collectors.grid import expand
+from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.tracing import kernel_packages
+from peakcast.doors.recording import ensure_recipes
+from peakcast.models.ledger.recorded.covering import recipe_findings
 from peakcast.models.recipes import shelf
-from peakcast.models.recipes.covering import recipe_findings
 from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.recipe import recorded
 from peakcast.models.recipes.shelf import recipe_of
-from peakcast.recording import ensure_recipes
 from tests.models.recipes.walks import Library
 
 LINEAR = {

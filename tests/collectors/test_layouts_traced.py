@@ -4,9 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast.collectors.grid import expand
-from peakcast.models.allocator import replay_run
-from peakcast.units import MIB
+from peakcast.collectors.measure.grid import expand
+from peakcast.core.units import MIB
+from peakcast.models.allocator.replay import replay_run
 
 CUT = {"name": "smollm2-135m", "num_hidden_layers": 3}
 MIXED = {"precision.parameters": "float32", "precision.compute": "bfloat16"}

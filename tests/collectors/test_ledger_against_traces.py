@@ -4,9 +4,9 @@ import importlib.util
 
 import pytest
 
-from peakcast.collectors.grid import expand
-from peakcast.models.analytical.ledger import ledger
-from peakcast.timeline import Phase
+from peakcast.collectors.measure.grid import expand
+from peakcast.models.baseline.ledger import ledger
+from peakcast.timelines.timeline import Phase
 
 CUT = {"name": "llama-3.2-1b", "num_hidden_layers": 2}
 SMALL_ENDS = {**CUT, "vocab_size": 1024}

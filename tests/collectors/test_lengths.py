@@ -4,11 +4,11 @@ import itertools
 
 import pytest
 
-from peakcast.collectors import worker
-from peakcast.collectors.grid import expand
-from peakcast.errors import CollectorError
-from peakcast.lengths import NUM_STEPS, longest_step, steps
-from peakcast.spec import job_to_mapping
+from peakcast.collectors.measure import worker
+from peakcast.collectors.measure.grid import expand
+from peakcast.core.errors import CollectorError
+from peakcast.jobs.lengths import NUM_STEPS, longest_step, steps
+from peakcast.jobs.spec import job_to_mapping
 
 TINY = {
     "model_type": "llama", "name": "tiny", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 1,
@@ -50,7 +50,7 @@ def test_each_micro_batch_has_its_own_lengths_and_the_row_says_which(stand_in, m
 
 def test_phases_of_the_row_are_the_worst_of_all_steps_but_the_first(stand_in, monkeypatch):
     """Readings of the stand-in rise by call; one in the middle is made the highest."""
-    from peakcast.collectors import probes
+    from peakcast.collectors.machine import probes
 
     peaks = stand_in.peaks
 
@@ -83,7 +83,7 @@ OF_ONE_LENGTH = [{"compile": True}, {"parallelism": {"tensor_parallel_size": 2}}
 @pytest.mark.parametrize("changes", OF_ONE_LENGTH)
 def test_stacks_that_need_one_length_refuse_others(changes):
     pytest.importorskip("torch")
-    from peakcast.collectors.frameworks import build
+    from peakcast.collectors.stacks import build
 
     with pytest.raises(CollectorError, match=r"batch.shortest_sequence=4 has no collector under"):
         build(job("rows", **changes), "cpu", longest=True)

@@ -2,11 +2,11 @@
 
 import pytest
 
-from peakcast.collectors.frameworks import build
-from peakcast.collectors.grid import expand
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.stacks import build
 from peakcast.collectors.tracing.trace import trace_job
-from peakcast.errors import CollectorError
-from peakcast.models.analytical.quantization import quantized_linear_bytes
+from peakcast.core.errors import CollectorError
+from peakcast.models.ledger.parameters.quantization import quantized_linear_bytes
 
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")

@@ -4,12 +4,13 @@ import time
 
 import pytest
 
-from peakcast import store
-from peakcast.collectors import probes, worker
-from peakcast.collectors.grid import expand
-from peakcast.collectors.runner import collect, ranks_to_run
-from peakcast.errors import CollectorError
-from peakcast.spec import job_to_mapping
+from peakcast.collectors.machine import probes
+from peakcast.collectors.measure import worker
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.runner import collect, ranks_to_run
+from peakcast.core.errors import CollectorError
+from peakcast.jobs.spec import job_to_mapping
+from peakcast.measurements import store
 
 TINY = {
     "model_type": "llama", "name": "tiny", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4,
@@ -66,7 +67,7 @@ SPREAD = {
 @pytest.mark.parametrize("name", SPREAD)
 def test_a_rank_makes_no_weight_that_it_does_not_keep(stand_in, monkeypatch, name):
     """The network is made without a value, split, and only the rank's own part is filled."""
-    from peakcast.collectors.frameworks import spreading
+    from peakcast.collectors.stacks import spreading
 
     torch = pytest.importorskip("torch")
     filled = []
@@ -154,7 +155,7 @@ def test_sequences_that_are_joined_do_not_see_each_other():
     """A packed row's logits are those of its sequences alone: transformers builds the block mask from the positions."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from peakcast.collectors.frameworks import build
+    from peakcast.collectors.stacks import build
 
     training = build(job(micro_batch_size=2, batch={"form": "padding_free", "num_tokens": 20}), "cpu")
     ids, positions = training.batch["input_ids"], training.batch["position_ids"]
@@ -166,7 +167,7 @@ def test_sequences_that_are_joined_do_not_see_each_other():
 
 
 def test_more_sequences_than_tokens_are_refused():
-    from peakcast.collectors.frameworks.batches import sequence_lengths
+    from peakcast.collectors.stacks.batches import sequence_lengths
 
     with pytest.raises(CollectorError, match=r"batch.num_tokens=2 is fewer than the 3 sequences"):
         sequence_lengths(job(micro_batch_size=3, batch={"form": "masked", "num_tokens": 2}))
@@ -177,7 +178,7 @@ MIB = 2**20
 
 def test_host_memory_that_came_and_went_is_the_rows(stand_in, monkeypatch):
     """64 MiB of the process's own, held during one step and given back, beside what is pinned."""
-    from peakcast.collectors.frameworks import huggingface_training
+    from peakcast.collectors.stacks import huggingface_training
 
     step = huggingface_training.HuggingFaceTraining.step
 
@@ -221,7 +222,7 @@ def test_paged_states_are_host_memory(stand_in):
 def test_what_each_part_of_a_run_adds_outside_the_allocator_is_told_apart(stand_in, monkeypatch):
     """The driver's number grows by 400 MiB with the context, by 30 in the first forward and by 7 in the optimizer's step,
     while PyTorch's own 100 MiB are taken off."""
-    from peakcast.collectors.frameworks import huggingface_training
+    from peakcast.collectors.stacks import huggingface_training
 
     def adding(size, function):
         def added(*arguments, **keywords):
@@ -250,8 +251,8 @@ def test_what_each_part_of_a_run_adds_outside_the_allocator_is_told_apart(stand_
 
 
 def test_first_uses_say_what_each_library_takes_and_why_one_does_not(monkeypatch):
-    from peakcast.collectors import first_uses
-    from peakcast.collectors.growth import Growth
+    from peakcast.collectors.measure import first_uses
+    from peakcast.collectors.measure.growth import Growth
 
     torch = pytest.importorskip("torch")
     memory = {"used": 10, "allocated": 0, "peak": 0}
@@ -283,7 +284,7 @@ def test_first_uses_say_what_each_library_takes_and_why_one_does_not(monkeypatch
 
 
 def test_the_first_uses_that_need_no_gpu_run_here(monkeypatch):
-    from peakcast.collectors import first_uses
+    from peakcast.collectors.measure import first_uses
 
     monkeypatch.setattr(first_uses, "TOKENS", 8)
     monkeypatch.setattr(first_uses, "VOCABULARY", 16)
@@ -297,7 +298,7 @@ def test_the_first_uses_that_need_no_gpu_run_here(monkeypatch):
 
 
 def test_without_a_driver_nothing_is_said_of_growth():
-    from peakcast.collectors.growth import Growth
+    from peakcast.collectors.measure.growth import Growth
 
     growth = Growth(lambda: None, lambda: 0, None)
     assert growth.mark("context") is None

@@ -4,10 +4,10 @@ import importlib.util
 
 import pytest
 
-from peakcast.collectors.frameworks import build
-from peakcast.collectors.frameworks.megatron_config import check
-from peakcast.collectors.grid import expand
-from peakcast.errors import CollectorError
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.stacks import build
+from peakcast.collectors.stacks.megatron_config import check
+from peakcast.core.errors import CollectorError
 
 installed = pytest.mark.skipif(
     importlib.util.find_spec("megatron") is None,

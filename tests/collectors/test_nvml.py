@@ -7,10 +7,10 @@ import types
 
 import pytest
 
-from peakcast.collectors import nvml
-from peakcast.collectors.nvml import Nvml
-from peakcast.collectors.recorder import Recorder
-from peakcast.collectors.sampling import sampling
+from peakcast.collectors.machine import nvml
+from peakcast.collectors.machine.nvml import Nvml
+from peakcast.collectors.measure.recorder import Recorder
+from peakcast.collectors.stacks.steps.sampling import sampling
 
 real = pytest.importorskip("pynvml")
 MIB = 2**20
@@ -242,8 +242,8 @@ def test_a_process_that_comes_and_goes_during_the_run_is_seen(monkeypatch):
 
 def test_a_row_from_a_mig_instance_counts_in_no_accuracy_figure(monkeypatch):
     pytest.importorskip("torch")
-    from peakcast.collectors import probes
-    from peakcast.collectors.grid import expand
+    from peakcast.collectors.machine import probes
+    from peakcast.collectors.measure.grid import expand
 
     monkeypatch.setattr(probes, "allocator_counts", lambda: {"num_alloc_retries": 0, "num_ooms": 0})
     (job,) = expand({"include": [{"architecture": "gpt2"}]})

@@ -15,10 +15,10 @@ STACK = ("torch", "nvidia-ml-py", "transformers", "peft", "accelerate")
 RUN = """
 import sys
 from pathlib import Path
-from peakcast import store
-from peakcast.collectors import recorder, worker
-from peakcast.collectors.grid import expand
-from peakcast.collectors.runner import collect
+from peakcast.measurements import store
+from peakcast.collectors.measure import recorder, worker
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.runner import collect
 cells = [{"architecture": {"name": "gpt2", "num_hidden_layers": 1}, "sequence_length": 64, **more}
          for more in ({}, {"finetuning": {"method": "lora", "rank": 4}})]
 summary = collect(expand({"include": cells}), Path(sys.argv[1]), trace=True, history=True, processes=1)
@@ -70,6 +70,6 @@ def test_a_collection_needs_nothing_but_torch_pynvml_and_the_stack(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     found = done.stdout.partition("FOUND ")[2].strip()
-    assert found == f"2 2 0 [] {ROOT / 'collectors' / 'worker.py'} []", done.stdout
+    assert found == f"2 2 0 [] {ROOT / 'collectors' / 'measure' / 'worker.py'} []", done.stdout
     for package in ("sklearn", "pandas", "mlflow", "matplotlib"):  # what the rest of peakcast needs is not there
         assert not (packages / package).exists()

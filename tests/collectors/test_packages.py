@@ -7,10 +7,10 @@ import json
 
 import pytest
 
-from peakcast.collectors.frameworks import build
-from peakcast.collectors.packages import imported
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.errors import CollectorError
+from peakcast.collectors.machine.packages import imported
+from peakcast.collectors.stacks import build
+from peakcast.core.errors import CollectorError
+from peakcast.dialects.common.job_file import job_from_mapping
 
 
 def test_what_is_there_is_imported():

@@ -2,12 +2,12 @@
 
 import pytest
 
-from peakcast.collectors.grid import expand
-from peakcast.models.analytical.pipeline import turns_of_rank
-from peakcast.models.analytical.scope import out_of_scope
-from peakcast.ranks import ranks_to_trace
-from peakcast.spec import Parallelism
-from peakcast.timeline import Phase
+from peakcast.collectors.measure.grid import expand
+from peakcast.jobs.ranks import ranks_to_trace
+from peakcast.jobs.spec import Parallelism
+from peakcast.models.ledger.layouts.pipeline import turns_of_rank
+from peakcast.models.ledger.scope.scope import out_of_scope
+from peakcast.timelines.timeline import Phase
 
 pytest.importorskip("transformers")
 

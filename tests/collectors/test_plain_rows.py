@@ -8,9 +8,9 @@ import pytest
 from peakcast.collectors.published.optimum_benchmark import read_optimum_benchmark
 from peakcast.collectors.published.peft_method_comparison import UNPADDED, read_peft_method_comparison
 from peakcast.collectors.published.plain_rows import Reading, job_of, measurement
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.errors import RecordError
-from peakcast.store import datasets_folder
+from peakcast.core.errors import RecordError
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.measurements.store import datasets_folder
 
 SOURCES = datasets_folder() / "published" / "sources"
 READ = {

@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from peakcast.collectors.grid import expand
-from peakcast.errors import CollectorError
-from peakcast.spec import job_to_mapping
+from peakcast.collectors.measure.grid import expand
+from peakcast.core.errors import CollectorError
+from peakcast.jobs.spec import job_to_mapping
 
 pytest.importorskip("transformers")
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
@@ -40,7 +40,7 @@ def test_the_ledger_equals_the_trace_phase_by_phase(ledger_equals_trace, name):
 
 
 def test_without_trl_a_run_says_what_to_install(monkeypatch):
-    from peakcast.collectors.frameworks import preference
+    from peakcast.collectors.stacks import preference
 
     monkeypatch.setitem(sys.modules, "trl", None)
     with pytest.raises(CollectorError, match="pip install trl"):
@@ -48,7 +48,7 @@ def test_without_trl_a_run_says_what_to_install(monkeypatch):
 
 
 def test_what_is_not_run_with_trls_losses_is_refused_by_name():
-    from peakcast.collectors.frameworks import preference
+    from peakcast.collectors.stacks import preference
 
     with pytest.raises(CollectorError, match=r"batch\.form='masked' has no collector yet with loss\.kind='dpo'"):
         preference._check(job("dpo", **{"batch.form": "masked"}))
@@ -58,12 +58,12 @@ RUN = """
 import gc, json, sys
 import torch, transformers, datasets
 from tokenizers import Tokenizer, models, pre_tokenizers
-from peakcast.collectors.frameworks import build
-from peakcast.collectors.frameworks.huggingface_model import model_of
+from peakcast.collectors.stacks import build
+from peakcast.collectors.stacks.huggingface_model import model_of
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.collectors.tracing.trace import Steps
-from peakcast.collectors.stepping import run_step
-from peakcast.dialects.job_file import job_from_mapping
+from peakcast.collectors.stacks.steps.stepping import run_step
+from peakcast.dialects.common.job_file import job_from_mapping
 import trl
 
 STEPS = 3

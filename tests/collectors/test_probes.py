@@ -4,8 +4,8 @@ import os
 
 import pytest
 
-from peakcast.allocator import Allocator, parse_allocator
-from peakcast.collectors import probes
+from peakcast.collectors.machine import probes
+from peakcast.jobs.allocator_settings import Allocator, parse_allocator
 
 torch = pytest.importorskip("torch")
 

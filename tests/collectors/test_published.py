@@ -12,8 +12,8 @@ from peakcast.collectors.published.counts import counts_page
 from peakcast.collectors.published.fms_a100 import read_fms_a100
 from peakcast.collectors.published.fms_history import read_fms_history
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
-from peakcast.errors import RecordError
-from peakcast.store import datasets_folder, load
+from peakcast.core.errors import RecordError
+from peakcast.measurements.store import datasets_folder, load
 
 PUBLISHED = datasets_folder() / "published"
 SOURCES = PUBLISHED / "sources"

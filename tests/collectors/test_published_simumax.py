@@ -3,8 +3,8 @@
 import pytest
 
 from peakcast.collectors.published.simumax_b200 import read_simumax_b200
-from peakcast.errors import RecordError
-from peakcast.store import datasets_folder
+from peakcast.core.errors import RecordError
+from peakcast.measurements.store import datasets_folder
 
 SOURCE = datasets_folder() / "published" / "sources" / "simumax_b200.jsonl"
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from peakcast import catalog
-from peakcast.fields import FrozenMapping
-from peakcast.models.analytical.parameters import layer_parameters
-from peakcast.models.analytical.stored_parameters import quantised_roles
-from peakcast.spec import Finetuning, TrainingJob
+from peakcast.core.fields import FrozenMapping
+from peakcast.jobs.spec import Finetuning, TrainingJob
+from peakcast.models.ledger.huggingface.stored_parameters import quantised_roles
+from peakcast.models.ledger.parameters.inventory import layer_parameters
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
@@ -24,7 +24,7 @@ def job(name: str, **more: object) -> TrainingJob:
 @pytest.mark.parametrize("name", NETWORKS)
 def test_the_quantised_roles_are_the_linear_layers_of_transformers(name):
     """As `replace_with_bnb_linear` picks them (`type(module) is nn.Linear`, lm_head left out)."""
-    from peakcast.dialects.hf_reverse import hf_config_of
+    from peakcast.networks.reverse import hf_config_of
 
     one = job(name)
     last = one.architecture.num_hidden_layers - 1

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 import peakcast
-from peakcast.collectors.grid import expand
-from peakcast.models.analytical.scope import out_of_scope
+from peakcast.collectors.measure.grid import expand
+from peakcast.doors.recording import ensure_recipes
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.recipes import shelf, shipped
-from peakcast.recording import ensure_recipes
 
 pytest.importorskip("transformers")
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from peakcast import api
-from peakcast.timeline import Category, Phase, Timeline
+from peakcast.timelines.timeline import Category, Phase, Timeline
 
 ROOT = Path(__file__).resolve().parents[2]
 STEP = ROOT / "datasets" / "published" / "histories" / "linyunlinyun-xl-ctx512-full-step-none-f23d.jsonl.gz"

@@ -6,12 +6,13 @@ import random
 
 import pytest
 
-from peakcast.allocator import Allocator
-from peakcast.collectors import probes, replaying
-from peakcast.models import replayed
-from peakcast.models.caching_allocator import CachingAllocator
-from peakcast.timeline import Category, Entry, Phase, Timeline
-from peakcast.timelines import pack, timeline_to_mapping
+from peakcast.collectors.machine import probes
+from peakcast.collectors.measure import replaying
+from peakcast.jobs.allocator_settings import Allocator
+from peakcast.models.allocator import replayed
+from peakcast.models.allocator.caching_allocator import CachingAllocator
+from peakcast.timelines.files import pack, timeline_to_mapping
+from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 torch = pytest.importorskip("torch")
 MIB = 2**20

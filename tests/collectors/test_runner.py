@@ -4,10 +4,10 @@ import time
 
 import pytest
 
-from peakcast import store
-from peakcast.collectors.grid import expand
-from peakcast.collectors.runner import collect
-from peakcast.errors import CollectorError
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.runner import collect
+from peakcast.core.errors import CollectorError
+from peakcast.measurements import store
 
 JOBS = expand({"axes": {"architecture": ["gpt2", "pythia-160m", "opt-125m"]}, "base": {"sequence_length": 128}})
 GOOD = "print('noise'); return row(question)"

@@ -2,9 +2,9 @@
 
 import pytest
 
-from peakcast.collectors.frameworks import deepspeed, scope
-from peakcast.collectors.grid import expand, load_grid
-from peakcast.errors import CollectorError
+from peakcast.collectors.measure.grid import expand, load_grid
+from peakcast.collectors.stacks import deepspeed, scope
+from peakcast.core.errors import CollectorError
 
 CAMPAIGN = [f"campaign-{part}" for part in ("anchors", "breadth", "layouts", "variants", "limits")]
 REFUSED = {
@@ -106,8 +106,8 @@ def test_what_a_pipeline_stage_does_not_do_is_refused_by_name(parameter):
 def test_a_network_that_is_not_made_of_llamas_parts_is_not_cut(name):
     """Another name for its parts, or a factor between them."""
     pytest.importorskip("transformers")
-    from peakcast.collectors.frameworks import pipeline
-    from peakcast.collectors.frameworks.huggingface_model import model_of
+    from peakcast.collectors.stacks import pipeline
+    from peakcast.collectors.stacks.huggingface_model import model_of
 
     torch = pytest.importorskip("torch")
     asked = job(architecture={"name": name, "num_hidden_layers": 2})
@@ -129,7 +129,7 @@ def test_a_network_that_is_not_made_of_llamas_parts_is_not_cut(name):
 )
 def test_what_a_generation_does_not_do_is_refused_by_name(parameter, changes):
     pytest.importorskip("transformers")
-    from peakcast.collectors.frameworks import build_inference
+    from peakcast.collectors.stacks import build_inference
 
     with pytest.raises(CollectorError, match="has no collector with task='inference'; measure") as caught:
         build_inference(job(task="inference", **changes), "cpu")
@@ -180,7 +180,7 @@ def test_every_cell_of_a_shipped_grid_is_something_that_is_done(grid):
 
 def test_a_family_whose_code_is_on_the_hub_is_refused_in_a_sentence():
     pytest.importorskip("transformers")
-    from peakcast.collectors.frameworks import build
+    from peakcast.collectors.stacks import build
 
     with pytest.raises(CollectorError, match=r"model_type='internlm2' is not part of transformers"):
         build(job(architecture="internlm2-1.8b"), "cpu")
@@ -188,7 +188,7 @@ def test_a_family_whose_code_is_on_the_hub_is_refused_in_a_sentence():
 
 def test_every_cell_of_the_grid_of_stacks_is_something_that_is_done():
     pytest.importorskip("transformers")
-    from peakcast.collectors.frameworks import optimizers
+    from peakcast.collectors.stacks import optimizers
 
     for cell in load_grid("stacks"):
         if cell.framework == "deepspeed":

@@ -13,18 +13,18 @@ from collections import Counter
 
 import pytest
 
-from peakcast import store
-from peakcast.collectors.grid import expand
-from peakcast.collectors.runner import collect
-from peakcast.errors import CollectorError, RecordError, SpecError
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.runner import collect
+from peakcast.core.errors import CollectorError, RecordError, SpecError
+from peakcast.measurements import store
 
 GRID = {"axes": {"sequence_length": [64 * (i + 1) for i in range(12)]}, "base": {"architecture": "gpt2"}}
 JOBS = expand(GRID)
 COLLECTOR = """
 import json, sys
 from pathlib import Path
-from peakcast.collectors.grid import expand
-from peakcast.collectors.runner import collect
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.runner import collect
 shard, work, grid = sys.argv[1:]
 told = lambda row: print(row.job.sequence_length, flush=True)
 print(collect(expand(json.loads(grid)), Path(shard), trace=True, work=work, processes=2, on_row=told).elsewhere)
@@ -74,8 +74,8 @@ def test_options_that_would_never_end_or_mean_nothing_are_refused(tmp_path, opti
 
 def test_ray_is_asked_for_no_gpu_by_a_trace_and_for_none_that_it_lacks(monkeypatch, tmp_path, cell):
     ray = pytest.importorskip("ray")
-    from peakcast.collectors import runner
-    from peakcast.collectors.engines import ray as engine
+    from peakcast.collectors.measure import runner
+    from peakcast.collectors.processes.engines import ray as engine
 
     asked = {}
     monkeypatch.setattr(runner, "find_engine", lambda name: lambda *_, **options: iter(asked.update(options) or ()))

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from peakcast import shipping
-from peakcast.collectors.grid import expand
+from peakcast.collectors.measure.grid import expand
+from peakcast.doors import shipping
 from peakcast.models.recipes import shelf, shipped
 
 transformers = pytest.importorskip("transformers")

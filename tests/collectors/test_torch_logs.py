@@ -8,10 +8,10 @@ import pytest
 from peakcast.catalog import gpu
 from peakcast.collectors.published.lightning_thunder import read_lightning_thunder
 from peakcast.collectors.published.torchtitan_log import DAYS, read_torchtitan_log
-from peakcast.conventions import conventions
-from peakcast.models.analytical.scope import out_of_scope
-from peakcast.models.baseline import baseline
-from peakcast.store import datasets_folder
+from peakcast.jobs.conventions import conventions
+from peakcast.measurements.store import datasets_folder
+from peakcast.models.baseline.baseline import baseline
+from peakcast.models.ledger.scope.scope import out_of_scope
 
 SOURCES = datasets_folder() / "published" / "sources"
 READ = {

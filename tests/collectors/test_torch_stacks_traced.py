@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from peakcast.collectors.grid import expand
-from peakcast.models.analytical.ledger import ledger
-from peakcast.spec import TrainingJob
-from peakcast.timeline import Timeline
+from peakcast.collectors.measure.grid import expand
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.baseline.ledger import ledger
+from peakcast.timelines.timeline import Timeline
 
 NETWORK = {
     "name": "llama-3.1-8b", "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 3, "num_attention_heads": 8,

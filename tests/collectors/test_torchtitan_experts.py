@@ -6,11 +6,11 @@ import importlib.util
 
 import pytest
 
-from peakcast.collectors.grid import expand
+from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.tracing.trace import trace_job
-from peakcast.models.analytical.ledger import ledger
-from peakcast.spec import TrainingJob
-from peakcast.timeline import Timeline
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.baseline.ledger import ledger
+from peakcast.timelines.timeline import Timeline
 
 BASE = {
     "framework": "torch", "versions": {"torchtitan": "0.3"}, "micro_batch_size": 2, "sequence_length": 1024,

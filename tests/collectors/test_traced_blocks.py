@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from peakcast.collectors.grid import expand
+from peakcast.collectors.measure.grid import expand
 
 pytest.importorskip("transformers")
 

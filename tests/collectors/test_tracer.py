@@ -2,7 +2,7 @@
 
 import pytest
 
-from peakcast.timeline import Category, Phase
+from peakcast.timelines.timeline import Category, Phase
 
 torch = pytest.importorskip("torch")
 
@@ -105,8 +105,8 @@ def test_it_agrees_with_pytorchs_own_tracker_on_a_whole_network():
     """Within 0.1 % of MemTracker (which rounds no CPU tensors): a Llama of two layers, step two."""
     from torch.distributed._tools.mem_tracker import MemTracker
 
-    from peakcast.collectors.frameworks import build
-    from peakcast.collectors.grid import expand
+    from peakcast.collectors.measure.grid import expand
+    from peakcast.collectors.stacks import build
 
     sizes = {"num_hidden_layers": 2, "hidden_size": 512, "intermediate_size": 1024, "vocab_size": 4096}
     heads = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}

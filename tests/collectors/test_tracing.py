@@ -2,9 +2,9 @@
 
 import pytest
 
-from peakcast.collectors.grid import expand
+from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.tracing.trace import timeline_from_mapping, timeline_to_mapping
-from peakcast.timeline import Category, Phase
+from peakcast.timelines.timeline import Category, Phase
 
 CUT = {"name": "llama-3.1-8b", "num_hidden_layers": 2}
 CELLS = {

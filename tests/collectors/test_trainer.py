@@ -2,11 +2,11 @@
 
 import pytest
 
-from peakcast.collectors import worker
-from peakcast.collectors.grid import expand
-from peakcast.errors import CollectorError, SpecError
-from peakcast.spec import job_to_mapping
-from peakcast.timeline import Phase
+from peakcast.collectors.measure import worker
+from peakcast.collectors.measure.grid import expand
+from peakcast.core.errors import CollectorError, SpecError
+from peakcast.jobs.spec import job_to_mapping
+from peakcast.timelines.timeline import Phase
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -64,7 +64,7 @@ def test_a_cell_is_measured_by_the_trainer_itself(stand_in):
     ],
 )
 def test_what_the_trainer_is_not_told_is_refused_by_name(changes, says):
-    from peakcast.collectors.frameworks import build
+    from peakcast.collectors.stacks import build
 
     with pytest.raises(CollectorError, match=says):
         build(job({"loop": "trainer"}, **changes), "cpu")

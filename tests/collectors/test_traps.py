@@ -16,11 +16,11 @@ pytest.importorskip("transformers")
 PROGRAM = """
 import importlib, json, os, sys
 import torch
-from peakcast.collectors.grid import expand
-from peakcast.collectors.packages import import_for_good
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.machine.packages import import_for_good
 from peakcast.collectors.tracing import fake_cuda, patches
 from peakcast.collectors.tracing.trace import trace_here
-from peakcast.collectors.worker import LIBRARIES
+from peakcast.collectors.measure.worker import LIBRARIES
 import_for_good(LIBRARIES)
 install = patches.install
 sdpa = torch.nn.functional.scaled_dot_product_attention

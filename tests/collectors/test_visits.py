@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peakcast.timeline import Phase
+from peakcast.timelines.timeline import Phase
 
 torch = pytest.importorskip("torch")
 

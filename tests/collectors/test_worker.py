@@ -4,10 +4,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from peakcast.collectors import probes, worker
-from peakcast.collectors.grid import expand
-from peakcast.collectors.recorder import Recorder
-from peakcast.errors import CollectorError
+from peakcast.collectors.machine import probes
+from peakcast.collectors.measure import worker
+from peakcast.collectors.measure.grid import expand
+from peakcast.collectors.measure.recorder import Recorder
+from peakcast.core.errors import CollectorError
 
 torch = pytest.importorskip("torch")
 
@@ -51,7 +52,7 @@ def recorder(monkeypatch):
     monkeypatch.setattr(probes, "allocator_peaks", peaks)
     monkeypatch.setattr(probes, "allocator_counts", lambda: {"num_alloc_retries": 0, "num_ooms": 0})
     monkeypatch.setattr(probes, "attention_backend", lambda *_: "flash")
-    monkeypatch.setattr("peakcast.collectors.frameworks.build", lambda job, device: Steps({"p": {"exp_avg": 1}}))
+    monkeypatch.setattr("peakcast.collectors.stacks.build", lambda job, device: Steps({"p": {"exp_avg": 1}}))
     (job,) = expand({"include": [{"architecture": "gpt2", "gradient_accumulation_steps": 2}]})
     made = Recorder(job, "A100-80GB", {})
     made.idle, made.context, made.nvml_peak = 10, 20, 500
@@ -98,7 +99,7 @@ def test_out_of_memory_is_an_outcome_with_lower_bounds(recorder, monkeypatch):
 
 def test_retries_and_missing_states_spoil_a_row(recorder, monkeypatch):
     monkeypatch.setattr(probes, "allocator_counts", lambda: {"num_alloc_retries": 2, "num_ooms": 0})
-    monkeypatch.setattr("peakcast.collectors.frameworks.build", lambda job, device: Steps({}))
+    monkeypatch.setattr("peakcast.collectors.stacks.build", lambda job, device: Steps({}))
     recorder.run(3)
     row = recorder.row()
     assert len(row.spoiled) == 2
@@ -127,7 +128,7 @@ class Generation:
 
 
 def test_a_generation_is_one_phase_whose_prefill_and_decoding_are_read_apart(recorder, monkeypatch):
-    monkeypatch.setattr("peakcast.collectors.frameworks.build_inference", lambda job, device: Generation())
+    monkeypatch.setattr("peakcast.collectors.stacks.build_inference", lambda job, device: Generation())
     recorder.job = recorder.job.replace(task="inference")
     recorder.run(3)
     row = recorder.row()
@@ -141,7 +142,7 @@ def test_a_generation_is_one_phase_whose_prefill_and_decoding_are_read_apart(rec
 @pytest.mark.parametrize("cache", ["dynamic", "static"])
 def test_a_real_generation_runs_here_and_decodes_what_was_asked(cache):
     pytest.importorskip("transformers")
-    from peakcast.collectors.frameworks import build_inference
+    from peakcast.collectors.stacks import build_inference
 
     inference = {"prompt_length": 5, "new_tokens": 4, "cache": cache}
     cell = {"architecture": {"name": "gpt2", "num_hidden_layers": 1}, "task": "inference", "inference": inference}

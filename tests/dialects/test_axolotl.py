@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from peakcast.dialects.pasted import Pasted
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.recognise import Beside, translated
-from peakcast.dialects.translation import Translation
-from peakcast.errors import SpecError
 
 LIGER = {"liger_rope": True, "liger_rms_norm": True, "liger_glu_activation": True}
 QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 8, "lora_target_linear": True}

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from peakcast.dialects.foreign import FOREIGN
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.foreign import FOREIGN
 from peakcast.dialects.recognise import Beside
-from peakcast.errors import SpecError
-from peakcast.questions import translation_of
+from peakcast.doors.questions import translation_of
 
 BRIDGE = "_target_: megatron.bridge.training.config.ConfigContainer\nmodel: {num_layers: 36, hidden_size: 2880}\n"
 OVERRIDES = "model_config: {tensor_model_parallel_size: 2}\ntrain_config: {micro_batch_size: 4}\n"

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 
-from peakcast.architecture import Architecture
-from peakcast.dialects.hf_config import architecture_from_hf_config
-from peakcast.dialects.hf_families import FAMILIES
-from peakcast.dialects.hf_reverse import hf_config_of
-from peakcast.dialects.hf_rotary import rotated_width
-from peakcast.dialects.hf_state_space import STATE_SPACE
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
+from peakcast.jobs.architecture import Architecture
+from peakcast.networks.config import architecture_from_hf_config
+from peakcast.networks.families import FAMILIES
+from peakcast.networks.reverse import hf_config_of
+from peakcast.networks.rotary import rotated_width
+from peakcast.networks.state_space import STATE_SPACE
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama",

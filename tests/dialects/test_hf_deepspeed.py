@@ -2,10 +2,10 @@
 
 import pytest
 
-from peakcast.dialects.huggingface import from_huggingface
-from peakcast.errors import SpecError
-from peakcast.models.analytical.scope import out_of_scope
-from peakcast.spec import Offload
+from peakcast.core.errors import SpecError
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.jobs.spec import Offload
+from peakcast.models.ledger.scope.scope import out_of_scope
 
 NETWORK = {
     "model_type": "llama", "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

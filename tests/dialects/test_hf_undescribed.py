@@ -6,8 +6,8 @@ import json
 import math
 from typing import Any
 
-from peakcast.dialects.hf_undescribed import configuration_of, kept_configuration, undescribed
-from peakcast.dialects.layer_count import with_layers
+from peakcast.networks.layer_count import with_layers
+from peakcast.networks.undescribed import configuration_of, kept_configuration, undescribed
 
 HYBRID: dict[str, Any] = {"model_type": "granitemoehybrid", "num_hidden_layers": 4, "hidden_size": 64}
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from peakcast import api, catalog
-from peakcast.dialects.hf_config import architecture_from_hf_config, left_out_of
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
+from peakcast.networks.config import architecture_from_hf_config, left_out_of
 
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
          "intermediate_size": 128, "rms_norm_eps": 1e-5, "hidden_act": "silu"}  # fmt: skip

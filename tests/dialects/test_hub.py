@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from peakcast import catalog
-from peakcast.dialects import hub
-from peakcast.dialects.job_file import resolve_architecture
-from peakcast.dialects.text import no_files
-from peakcast.errors import CatalogError, SpecError
+from peakcast.core.errors import CatalogError, SpecError
+from peakcast.dialects.common import hub
+from peakcast.dialects.common.job_file import resolve_architecture
+from peakcast.dialects.common.text import no_files
 
 CONFIG = {
     "model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peakcast.dialects.huggingface import from_huggingface
-from peakcast.errors import PeakcastError, SpecError
-from peakcast.spec import Precision
+from peakcast.core.errors import PeakcastError, SpecError
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.jobs.spec import Precision
 
 LLAMA = {
     "model_type": "llama",

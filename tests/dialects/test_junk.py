@@ -10,12 +10,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peakcast.dialects import axolotl_keys, llamafactory
+from peakcast.core.errors import PeakcastError
+from peakcast.core.fields import flat
+from peakcast.dialects.axolotl import keys as axolotl_keys
+from peakcast.dialects.common.pasted import Pasted, nested
+from peakcast.dialects.llamafactory import job as llamafactory
 from peakcast.dialects.opening import opened
-from peakcast.dialects.pasted import Pasted, flat, nested
 from peakcast.dialects.recognise import DIALECTS, Beside, translated
-from peakcast.errors import PeakcastError
-from peakcast.questions import translation_of
+from peakcast.doors.questions import translation_of
 
 RECORDED = Path(__file__).parent / "recorded"
 JUNK = st.one_of(

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from peakcast import catalog
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.dialects.pasted import Pasted
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.recognise import Beside, translated
-from peakcast.dialects.translation import Translation
-from peakcast.errors import SpecError
-from peakcast.models.analytical.scope import out_of_scope
+from peakcast.models.ledger.scope.scope import out_of_scope
 
 TRAIN = {"global_batch_size": 32, "micro_batch_size": 2, "max_seq_length": 256}
 LLAMA = {

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from peakcast.dialects.pasted import Pasted
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.recognise import Beside, translated
-from peakcast.dialects.translation import Translation
-from peakcast.errors import SpecError
 
 
 def read(model: str = "meta-llama/Meta-Llama-3-8B-Instruct", **values: Any) -> Translation:

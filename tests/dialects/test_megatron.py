@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peakcast.dialects import megatron_flags as flags
-from peakcast.dialects.megatron import from_megatron
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
+from peakcast.dialects.megatron import flags as flags
+from peakcast.dialects.megatron.job import from_megatron
 
 GPT = {
     "num-layers": 12,

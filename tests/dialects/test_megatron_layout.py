@@ -2,7 +2,7 @@
 
 import pytest
 
-from peakcast.dialects.megatron_layout import binary_pattern, layout_stages
+from peakcast.dialects.megatron.layout import binary_pattern, layout_stages
 
 
 @pytest.mark.parametrize(

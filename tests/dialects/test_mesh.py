@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from peakcast.dialects.huggingface import from_huggingface
-from peakcast.errors import SpecError
-from peakcast.questions import translation_of
+from peakcast.core.errors import SpecError
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.doors.questions import translation_of
 
 FSDP2 = {"fsdp_version": 2}
 LAUNCHER = """

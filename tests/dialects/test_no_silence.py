@@ -18,11 +18,11 @@ from typing import Any
 import pytest
 import yaml
 
+from peakcast.core.errors import PeakcastError
+from peakcast.dialects.common.pasted import Document, Pasted, mapping_of_file
+from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.opening import opened
-from peakcast.dialects.pasted import Document, Pasted, mapping_of_file
 from peakcast.dialects.recognise import DIALECTS, Beside, dialect_of, translated
-from peakcast.dialects.translation import Translation
-from peakcast.errors import PeakcastError
 
 RECORDED = Path(__file__).parent / "recorded"
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,

@@ -2,7 +2,7 @@
 
 import pytest
 
-from peakcast.questions import translation_of
+from peakcast.doors.questions import translation_of
 
 MODEL = {"model_name_or_path": "qwen2.5-7b", "output_dir": "o"}
 GRPO = {

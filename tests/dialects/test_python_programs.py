@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
+from peakcast.core.errors import SpecError
 from peakcast.dialects.opening import opened
-from peakcast.dialects.python_calls import NotGiven, calls_of
-from peakcast.errors import SpecError
-from peakcast.questions import translation_of
+from peakcast.dialects.python.calls import NotGiven, calls_of
+from peakcast.doors.questions import translation_of
 
 TRAINING = """
 import torch

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 
 from peakcast import api, catalog
-from peakcast.batch import predict_batch
-from peakcast.dialects.asked_versions import asked_versions
-from peakcast.dialects.pasted import Pasted
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.asked_versions import asked_versions
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Translation
+from peakcast.dialects.huggingface.whose_trainer import whose_trainer
 from peakcast.dialects.recognise import DIALECTS, PROGRAMS, Beside, recognised, translated
-from peakcast.dialects.translation import Translation
-from peakcast.dialects.whose_trainer import whose_trainer
-from peakcast.errors import SpecError
-from peakcast.questions import translation_of
+from peakcast.doors.batch import predict_batch
+from peakcast.doors.questions import translation_of
 
 PLAIN = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 8, "block_size": None}
 GPU = "A100-80GB"
@@ -201,7 +201,7 @@ def test_a_batch_shows_them_too() -> None:
 
 
 def test_flags_and_versions_change_every_reading() -> None:
-    from peakcast.job_flags import job_from_flags
+    from peakcast.doors.job_flags import job_from_flags
 
     found = translation_of(EITHER, Beside(versions=asked_versions("torch=2.9")))
     assert {reading.job.versions["torch"] for reading in found.others} == {"2.9"}

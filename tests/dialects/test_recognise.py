@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from peakcast import api
-from peakcast.batch import predict_batch
+from peakcast.core.errors import CatalogError, PeakcastError, SpecError
 from peakcast.dialects.opening import opened
 from peakcast.dialects.recognise import Beside, dialect_of, from_arguments
-from peakcast.errors import CatalogError, PeakcastError, SpecError
-from peakcast.questions import translation_of
+from peakcast.doors.batch import predict_batch
+from peakcast.doors.questions import translation_of
 
 RECORDED = Path(__file__).parent / "recorded"
 CONFIG = {

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 import yaml
 
-from peakcast import render
+from peakcast.core.fields import flat
 from peakcast.dialects.opening import opened
-from peakcast.dialects.pasted import flat
 from peakcast.dialects.recognise import DIALECTS, Beside, dialect_of, translated
-from peakcast.questions import translation_of
-from peakcast.spec import job_to_mapping
+from peakcast.doors.questions import translation_of
+from peakcast.jobs.spec import job_to_mapping
+from peakcast.printing import answers as render
 
 RECORDED = Path(__file__).parent / "recorded"
 EXPECTED: dict[str, dict[str, Any]] = {

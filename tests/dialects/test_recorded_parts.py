@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
+from peakcast.core.errors import SpecError
 from peakcast.dialects.opening import opened
 from peakcast.dialects.recognise import Beside
-from peakcast.errors import SpecError
-from peakcast.questions import translation_of
+from peakcast.doors.questions import translation_of
 
 RECORDED = Path(__file__).parent / "recorded"
 REFUSED = {

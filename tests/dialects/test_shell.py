@@ -5,9 +5,9 @@ import subprocess
 
 import pytest
 
-from peakcast.dialects.launch import flags_to_mapping, launch_of
-from peakcast.dialects.shell import read_script
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
+from peakcast.dialects.shell.launch import flags_to_mapping, launch_of
+from peakcast.dialects.shell.script import read_script
 
 SCRIPTS = {
     "arrays": 'A=(--x 1\n  --y "two words" # comment )\n  --z\n)\nA+=(--w)\nshow "${A[@]}" ${#A[@]} ${A[1]}',

@@ -6,8 +6,8 @@ import time
 import pytest
 
 import peakcast
-from peakcast.dialects.text import MAX_FILE_BYTES, kind_of, parse, read_text
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.text import MAX_FILE_BYTES, kind_of, parse, read_text
 
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 10)}]\n" for i in range(12)

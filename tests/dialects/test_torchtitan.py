@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from peakcast import catalog
-from peakcast.dialects.pasted import Pasted
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.recognise import Beside, translated
-from peakcast.dialects.translation import Translation
 
 FULL = {"preserve_rng_state": True, "determinism_check": "default", "debug": False}
 SELECTIVE = {**FULL, "force_recompute_mm_shapes_by_fqns": ["moe.router.gate"]}

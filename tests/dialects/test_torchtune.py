@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from peakcast.conventions import conventions
-from peakcast.dialects.pasted import Pasted
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.recognise import Beside, translated
-from peakcast.dialects.translation import Translation
-from peakcast.errors import SpecError
+from peakcast.jobs.conventions import conventions
 
 
 def read(builder: str = "llama3_1.llama3_1_8b", *, num_gpus: int = 8, **values: Any) -> Translation:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from peakcast.dialects.recognise import Beside
-from peakcast.questions import translation_of
+from peakcast.doors.questions import translation_of
 
 AXOLOTL = {"base_model": "gpt2", "micro_batch_size": 1, "sequence_len": 64, "bf16": True}
 FACTORY = {"model_name_or_path": "gpt2", "stage": "sft", "cutoff_len": 64, "finetuning_type": "lora", "lora_rank": 8}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from peakcast.dialects.huggingface import from_huggingface
+from peakcast.dialects.huggingface.job import from_huggingface
 
 NOTEBOOK = {
     "r": 16, "lora_alpha": 16, "lora_dropout": 0, "bias": "none", "use_gradient_checkpointing": "unsloth",

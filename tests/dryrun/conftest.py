@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from peakcast.timeline import Category
+from peakcast.timelines.timeline import Category
 
 SCRIPTS = Path(__file__).parent / "scripts"
 
@@ -21,7 +21,7 @@ def run_script():
     pytest.importorskip("transformers")
     from transformers import GPT2LMHeadModel, LlamaForCausalLM, Qwen2ForCausalLM, Trainer  # noqa: F401
 
-    from peakcast.dryrunning import dryrun
+    from peakcast.doors.dryrunning import dryrun
 
     def run(name, *arguments, gpu="H100-80GB", **options):
         script = str(SCRIPTS / name)

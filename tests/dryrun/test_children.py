@@ -7,8 +7,8 @@ import sys
 import pytest
 
 from peakcast.collectors.dryrun.command import read_command
-from peakcast.dryrunning import dryrun
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
+from peakcast.doors.dryrunning import dryrun
 
 TRAINS = """
 import os, sys, torch

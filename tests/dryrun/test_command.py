@@ -12,7 +12,7 @@ import pytest
 
 from peakcast.collectors.dryrun.command import read_command
 from peakcast.collectors.dryrun.missing import hint
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "plain_loop.py")
 

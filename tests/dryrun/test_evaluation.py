@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import peakcast
-from peakcast.timeline import Category
-from peakcast.units import MIB
+from peakcast.core.units import MIB
+from peakcast.timelines.timeline import Category
 
 WIDTH = 1024
 

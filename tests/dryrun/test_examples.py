@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from peakcast.dryrunning import dryrun
+from peakcast.doors.dryrunning import dryrun
 
 SMALL, NETWORK = ("--per_device_train_batch_size", "2", "--max_length", "256"), "Qwen/Qwen2.5-0.5B"
 PARAMETERS = 494_032_768

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import peakcast
-from peakcast.errors import ScriptError, SpecError
+from peakcast.core.errors import ScriptError, SpecError
 
 pytest_plugins = ["pytester"]
 

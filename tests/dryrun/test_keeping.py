@@ -12,8 +12,8 @@ import pytest
 
 import peakcast
 from peakcast import api
-from peakcast.errors import RecordError, SpecError
-from peakcast.kept import read_kept
+from peakcast.core.errors import RecordError, SpecError
+from peakcast.doors.kept import read_kept
 from peakcast.models.recipes import shelf
 
 LAYERS = ("plain_loop.py", "--layers", "3", "--hidden", "256")

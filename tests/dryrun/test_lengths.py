@@ -6,7 +6,7 @@ import pytest
 
 import peakcast
 from peakcast.collectors.dryrun.lengths import CHANGING_STEPS, MOST_STEPS, NUM_STEPS, StepLengths, drawn
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
 
 
 def test_drawn_lengths_are_always_the_same_and_some_are_the_longest():

@@ -11,8 +11,8 @@ import torch
 
 import peakcast
 from peakcast.collectors.dryrun.resizing import Batch
-from peakcast.errors import SpecError
-from peakcast.kept import read_kept
+from peakcast.core.errors import SpecError
+from peakcast.doors.kept import read_kept
 from peakcast.models.recipes import shelf
 
 SCRIPT = Path(__file__).parent / "scripts" / "own_gpt.py"

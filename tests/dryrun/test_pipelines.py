@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peakcast.dryrunning import dryrun
+from peakcast.doors.dryrunning import dryrun
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "pipeline.py")
 

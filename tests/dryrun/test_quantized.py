@@ -6,9 +6,9 @@ import json
 
 import pytest
 
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.models.analytical.quantization import quantized_linear_bytes
-from peakcast.timeline import Category
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.models.ledger.parameters.quantization import quantized_linear_bytes
+from peakcast.timelines.timeline import Category
 
 LLAMA = {
     "model_type": "llama", "hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 2, "num_attention_heads": 8,
@@ -72,7 +72,7 @@ def test_paged_states_are_not_of_the_allocator(run_script, checkpoint):
 def test_a_weight_that_fsdp_has_gathered_has_the_state_of_its_layer():
     from types import SimpleNamespace
 
-    from peakcast.collectors.tracing.quantized_fakes import _state_from_layer
+    from peakcast.collectors.stacks.parts.quantized_fakes import _state_from_layer
 
     gathered = SimpleNamespace(weight=SimpleNamespace(), quant_state="the layer's")
     _state_from_layer(gathered)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import peakcast
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.timeline import Category, Phase
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.timelines.timeline import Category, Phase
 
 LLAMA = {
     "name": "small llama",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peakcast.timeline import Category, Phase
+from peakcast.timelines.timeline import Category, Phase
 
 WIDTH, LAYERS, VOCABULARY, LENGTH, WORLD_SIZE = 256, 2, 4096, 1024, 8
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from peakcast.questions import translation_of
-from peakcast.spec import TrainingJob
+from peakcast.doors.questions import translation_of
+from peakcast.jobs.spec import TrainingJob
 
 FP32 = {"gradients": "float32", "optimizer_states": "float32", "main_parameters": "float32"}
 JOBS: dict[str, dict[str, Any]] = {

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from peakcast import catalog
+from peakcast.doors.questions import translation_of
 from peakcast.explaining.advice import CANDIDATES, WORTH_SHOWING_BYTES, advice, changed, expandable_segments, first_to_try
-from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.scope import out_of_scope
-from peakcast.questions import translation_of
-from peakcast.spec import TrainingJob
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.baseline.ledger import ledger
+from peakcast.models.ledger.scope.scope import out_of_scope
 
 A100 = catalog.gpu("A100-80GB")
 
@@ -125,7 +125,7 @@ def test_a_job_that_the_ledger_does_not_cover_gets_no_advice() -> None:
 
 
 def test_expandable_segments_are_replayed() -> None:
-    from peakcast.models.baseline import baseline
+    from peakcast.models.baseline.baseline import baseline
 
     asked = translation_of({"architecture": "llama-3.1-8b"}).job
     (item,) = expandable_segments(asked, A100, 0)

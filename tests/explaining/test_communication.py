@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
+from peakcast.answers.explanation import Collective
+from peakcast.doors.questions import translation_of
 from peakcast.explaining.communication import communication
-from peakcast.explanation import Collective
-from peakcast.models.analytical.parameters import num_parameters
-from peakcast.questions import translation_of
-from peakcast.spec import TrainingJob
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.parameters.inventory import num_parameters
 
 HIDDEN = 2048 * 4096 * 2
 """One [tokens, hidden_size] tensor of llama-3.1-8b in bfloat16, 2,048 tokens."""

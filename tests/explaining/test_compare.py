@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from peakcast.explaining.compare import changed_fields, compare
-from peakcast.models.analytical.ledger import ledger
-from peakcast.spec import ActivationCheckpointing, TrainingJob
+from peakcast.jobs.spec import ActivationCheckpointing, TrainingJob
+from peakcast.models.baseline.ledger import ledger
 
 
 def test_checkpointing_by_field_category_and_tensor(jobs: dict[str, TrainingJob]) -> None:

@@ -11,14 +11,15 @@ from pathlib import Path
 import pytest
 
 import peakcast
-from peakcast import api, cli
+from peakcast import api
+from peakcast.answers.explanation import COLUMNS
+from peakcast.catalog.kernel_workspaces import CUBLAS_BYTES
 from peakcast.collectors.tracing import module
-from peakcast.errors import CollectorError, SpecError
-from peakcast.explanation import COLUMNS
-from peakcast.kernel_workspaces import CUBLAS_BYTES
-from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.parameters import num_parameters
-from peakcast.questions import translation_of
+from peakcast.commands import cli
+from peakcast.core.errors import CollectorError, SpecError
+from peakcast.doors.questions import translation_of
+from peakcast.models.baseline.ledger import ledger
+from peakcast.models.ledger.parameters.inventory import num_parameters
 
 SMALL = ("--model", "llama-3.2-1b", "--sequence-length", "512")
 MEGATRON = ("--framework", "megatron", "--tensor-parallel-size", "2", "--pipeline-parallel-size", "2")

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from peakcast import api
-from peakcast.dialects.job_file import job_from_mapping
+from peakcast.answers.labels import phase_title
+from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.explaining.generation import cache_bytes_per_token
-from peakcast.labels import phase_title
-from peakcast.screen import prediction_text
-from peakcast.spec import TrainingJob
-from peakcast.timeline import Category
+from peakcast.jobs.spec import TrainingJob
+from peakcast.printing.screen import prediction_text
+from peakcast.timelines.timeline import Category
 
 PROMPT, NEW, BATCH = 512, 64, 4
 

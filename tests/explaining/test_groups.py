@@ -8,8 +8,8 @@ from typing import Any
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from peakcast.doors.questions import translation_of
 from peakcast.explaining.groups import EMBEDDING, GRADIENT, group_along, groups_of
-from peakcast.questions import translation_of
 
 
 def groups(

@@ -6,14 +6,14 @@ from math import prod
 
 import pytest
 
+from peakcast.answers.explanation import COLUMNS, ModuleRow
+from peakcast.doors.questions import translation_of
 from peakcast.explaining.inventory import parameter_rows
 from peakcast.explaining.layers import module_rows
-from peakcast.explanation import COLUMNS, ModuleRow
-from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.parameters import num_parameters
-from peakcast.questions import translation_of
-from peakcast.spec import TrainingJob
-from peakcast.timeline import Category, Timeline
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.baseline.ledger import ledger
+from peakcast.models.ledger.parameters.inventory import num_parameters
+from peakcast.timelines.timeline import Category, Timeline
 
 RANKS = [("full", 0), ("long_lora", 0), ("checkpointed", 0), ("megatron", 0), ("megatron", 7)]
 

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from peakcast import api, catalog
+from peakcast.doors.questions import question, translation_of
 from peakcast.explaining.outlook import not_modelled, stages
-from peakcast.models.analytical.pipeline import pipeline_rank
-from peakcast.questions import question, translation_of
+from peakcast.models.ledger.layouts.pipeline import pipeline_rank
 
 LAYOUT = {"tensor_parallel_size": 2, "pipeline_parallel_size": 4, "data_parallel_size": 2}
 MEGATRON: dict[str, Any] = {

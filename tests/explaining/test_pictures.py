@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
 from peakcast.explaining.blocks import HEIGHT, WIDTH, blocks
 from peakcast.explaining.picture import draw, write_picture
 from peakcast.explaining.stack import BANDS, LEAST_SHARE, sampled, spans, stacked
-from peakcast.models.analytical.ledger import ledger
-from peakcast.spec import TrainingJob
-from peakcast.timeline import Category, Entry, Phase, Timeline
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.baseline.ledger import ledger
+from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 NAMES = ["full", "long_lora", "checkpointed", "megatron"]
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+from peakcast.answers.explanation import PeakReason
+from peakcast.core.units import format_gib
+from peakcast.doors.questions import translation_of
 from peakcast.explaining.reason import peak_reason
-from peakcast.explanation import PeakReason
-from peakcast.models.analytical.ledger import ledger
-from peakcast.questions import translation_of
-from peakcast.spec import TrainingJob
-from peakcast.timeline import Category, Entry, Phase, Timeline
-from peakcast.units import format_gib
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.baseline.ledger import ledger
+from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 INPUTS = 3 * 2048 * 8
 """ids, labels and mask of the first job, int64."""

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from torch.cuda import _memory_viz
 
-from peakcast.allocator import Allocator
 from peakcast.api import explain
 from peakcast.explaining.snapshot import snapshot, write_snapshot
-from peakcast.models.allocator import replay
-from peakcast.models.analytical.ledger import ledger
-from peakcast.spec import TrainingJob
-from peakcast.timeline import Timeline
+from peakcast.jobs.allocator_settings import Allocator
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.allocator.replay import replay
+from peakcast.models.baseline.ledger import ledger
+from peakcast.timelines.timeline import Timeline
 
 NAMES = ["full", "long_lora", "checkpointed", "megatron"]
 

@@ -114,7 +114,7 @@ def test_hostile_files_fill_no_memory_and_take_no_time(tmp_path):
     code = """
 import resource, sys
 from pathlib import Path
-from peakcast.errors import PeakcastError
+from peakcast.core.errors import PeakcastError
 from peakcast.histories.files import read_histories
 before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 for path in sorted(Path(sys.argv[1]).glob("*.pickle")):

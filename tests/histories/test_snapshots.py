@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from peakcast import api
-from peakcast.errors import RecordError
+from peakcast.core.errors import RecordError
 from peakcast.explaining.snapshot import write_snapshot
 from peakcast.histories.files import read_histories
 from peakcast.histories.history import Action, History
-from peakcast.models.caching_allocator import CachingAllocator
-from peakcast.models.history_replay import replay_history, start
+from peakcast.models.allocator.caching_allocator import CachingAllocator
+from peakcast.models.allocator.history_replay import replay_history, start
 
 FOLDER = Path(__file__).resolve().parents[2] / "datasets" / "published" / "histories"
 CHOSEN = (
@@ -133,7 +133,7 @@ def test_a_snapshot_replays_as_the_history_it_was_made_of(tmp_path, name, cut):
 @pytest.mark.parametrize("expandable", [False, True])
 def test_what_explain_writes_is_read_again(tmp_path, expandable):
     found = api.explain({"architecture": "llama-3.2-1b", "sequence_length": 256}, "H100-80GB")
-    from peakcast.allocator import Allocator
+    from peakcast.jobs.allocator_settings import Allocator
 
     settings = Allocator(expandable_segments=expandable)
     write_snapshot(found.timeline, tmp_path / "step.pickle", settings)

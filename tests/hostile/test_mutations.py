@@ -19,17 +19,19 @@ from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import pytest
 
-from peakcast import catalog, cli
-from peakcast.answers import answer
-from peakcast.batch import predict_batch
-from peakcast.collectors.grid import expand
-from peakcast.conventions import conventions
-from peakcast.dialects.hf_reverse import hf_config_of
+from peakcast import catalog
+from peakcast.collectors.measure.grid import expand
+from peakcast.commands import cli
+from peakcast.core.errors import PeakcastError
+from peakcast.core.fields import flat
+from peakcast.dialects.common.pasted import nested
 from peakcast.dialects.opening import opened
-from peakcast.dialects.pasted import flat, nested
-from peakcast.errors import PeakcastError
-from peakcast.questions import question, translation_of
-from peakcast.spec import TrainingJob, job_to_mapping
+from peakcast.doors.answering import answer
+from peakcast.doors.batch import predict_batch
+from peakcast.doors.questions import question, translation_of
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import TrainingJob, job_to_mapping
+from peakcast.networks.reverse import hf_config_of
 
 RECORDED = Path(__file__).parents[1] / "dialects" / "recorded"
 BLOCK = 100

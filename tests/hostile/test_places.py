@@ -11,17 +11,19 @@ from typing import Any
 
 import pytest
 
-from peakcast import api, bounded, store
-from peakcast.batch import batch_of
-from peakcast.collectors.grid import load_grid
-from peakcast.collectors.runner import collect
-from peakcast.dialects.job_file import job_from_mapping, load_job
+from peakcast import api
+from peakcast.collectors.measure.grid import load_grid
+from peakcast.collectors.measure.runner import collect
+from peakcast.core import bounded
+from peakcast.core.errors import MAX_CHARACTERS, PeakcastError
+from peakcast.dialects.common.job_file import job_from_mapping, load_job
+from peakcast.dialects.common.pasted import mapping_of_file
 from peakcast.dialects.opening import opened
-from peakcast.dialects.pasted import mapping_of_file
-from peakcast.errors import MAX_CHARACTERS, PeakcastError
+from peakcast.doors.batch import batch_of
 from peakcast.histories.files import read_histories
-from peakcast.models.calibration import load_calibration
-from peakcast.timelines import read_timelines
+from peakcast.measurements import store
+from peakcast.models.calibration.calibration import load_calibration
+from peakcast.timelines.files import read_timelines
 
 LONGEST_SECONDS = 5.0
 JOBS = [job_from_mapping({"architecture": "gpt2", "sequence_length": 16})]

@@ -8,12 +8,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from peakcast.architecture import Architecture
 from peakcast.catalog import Device
-from peakcast.records import Measurement
-from peakcast.spec import Parallelism, TrainingJob
-from peakcast.timeline import Category, Entry, Phase, Timeline
-from peakcast.units import GIB, MIB
+from peakcast.core.units import GIB, MIB
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.spec import Parallelism, TrainingJob
+from peakcast.measurements.records import Measurement
+from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 MODEL_TYPES = ("llama", "gpt2", "qwen3", "phi", "olmo2", "gemma2", "falcon", "opt", "bloom", "mpt", "cohere", "glm")
 
@@ -95,7 +95,7 @@ def make_rows(
     seed: int = 0,
 ) -> list[Measurement]:
     """Measured rows whose allocated peak is the fake baseline × exp(hidden effect + noise)."""
-    from peakcast.models.baseline import baseline
+    from peakcast.models.baseline.baseline import baseline
 
     random = np.random.default_rng(seed)
     rows = []
@@ -127,7 +127,7 @@ def make_rows(
 
 def stand_ins() -> dict[str, object]:
     """Arguments that put the stand-ins in the place of catalog, ledger and scope."""
-    from peakcast.models.baseline import baseline
+    from peakcast.models.baseline.baseline import baseline
 
     return {
         "device_of": DEVICES.__getitem__,

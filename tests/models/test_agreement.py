@@ -4,10 +4,10 @@ import dataclasses
 
 import pytest
 
-from peakcast.collectors.grid import expand
-from peakcast.models.agreement import agreements
-from peakcast.models.analytical.ledger import ledger
-from peakcast.records import Measurement
+from peakcast.collectors.measure.grid import expand
+from peakcast.measurements.records import Measurement
+from peakcast.models.baseline.agreement import agreements
+from peakcast.models.baseline.ledger import ledger
 from peakcast.reports.agreement import agreement_markdown, agreement_text
 
 (JOB,) = expand({"include": [{"architecture": {"name": "gpt2", "num_hidden_layers": 2}, "sequence_length": 128}]})

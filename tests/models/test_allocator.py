@@ -9,10 +9,10 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from peakcast.allocator import Allocator
-from peakcast.models.allocator_sizes import round_request, segment_bytes
-from peakcast.models.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
-from peakcast.units import MIB
+from peakcast.core.units import MIB
+from peakcast.jobs.allocator_settings import Allocator
+from peakcast.models.allocator.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
+from peakcast.models.allocator.sizes import round_request, segment_bytes
 
 KIB = 1024
 

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from peakcast.allocator import parse_allocator
-from peakcast.models.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
-from peakcast.units import GIB, MIB
+from peakcast.core.units import GIB, MIB
+from peakcast.jobs.allocator_settings import parse_allocator
+from peakcast.models.allocator.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
 
 EXPANDABLE = pytest.mark.parametrize("expandable", [False, True])
 

@@ -7,18 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast.findings import UNKNOWN, found
-from peakcast.models.bars import WIDEST, bar_of
-from peakcast.models.baseline import baseline
-from peakcast.models.calibration import QuantityCalibration
-from peakcast.models.domain import MOST_SEVERE
-from peakcast.models.features import features, of_quantity
-from peakcast.models.fit import fit_quantity
-from peakcast.models.grouping import bar_groups
-from peakcast.models.regressors import Zero
-from peakcast.models.samples import prepare
-from peakcast.models.spread import JUDGED_FACTOR, Spread, terms_of
-from peakcast.spec import Parallelism
+from peakcast.core.findings import UNKNOWN, found
+from peakcast.jobs.spec import Parallelism
+from peakcast.models.baseline.baseline import baseline
+from peakcast.models.calibration.bars import WIDEST, bar_of
+from peakcast.models.calibration.calibration import QuantityCalibration
+from peakcast.models.calibration.domain import MOST_SEVERE
+from peakcast.models.calibration.features import features, of_quantity
+from peakcast.models.calibration.fit import fit_quantity
+from peakcast.models.calibration.grouping import bar_groups
+from peakcast.models.calibration.regressors import Zero
+from peakcast.models.calibration.samples import prepare
+from peakcast.models.calibration.spread import JUDGED_FACTOR, Spread, terms_of
 
 QUANTITY = "peak_allocated_bytes"
 

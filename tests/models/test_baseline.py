@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from peakcast.models.baseline import baseline
-from peakcast.models.device_memory import BASE_CONTEXT_BYTES, communicator_bytes, context_bytes
-from peakcast.ranks import ranks_that_differ
-from peakcast.spec import Allocator, Offload, Parallelism
-from peakcast.timeline import Category, Entry, Phase, Timeline
-from peakcast.units import MIB, power_of_two
+from peakcast.core.units import MIB, power_of_two
+from peakcast.jobs.ranks import ranks_that_differ
+from peakcast.jobs.spec import Allocator, Offload, Parallelism
+from peakcast.models.baseline.baseline import baseline
+from peakcast.models.baseline.device_memory import BASE_CONTEXT_BYTES, communicator_bytes, context_bytes
+from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 W = 512 * MIB  # weights of the tiny architecture in the fake ledger
 LOGITS = 8 * MIB

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast.errors import CalibrationError
-from peakcast.models.calibration import (
+from peakcast.core.errors import CalibrationError
+from peakcast.models.calibration.calibration import (
     MAX_FILE_BYTES,
     UNCALIBRATED,
     Calibration,
@@ -14,7 +14,7 @@ from peakcast.models.calibration import (
     calibrations,
     load_calibration,
 )
-from peakcast.models.fit import fit
+from peakcast.models.calibration.fit import fit
 
 
 @pytest.fixture(scope="module")

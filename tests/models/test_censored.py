@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast.models.baseline import baseline
-from peakcast.models.fit import fit, fit_quantity
-from peakcast.models.regressors import Zero
-from peakcast.models.samples import TRUST, prepare
-from peakcast.spec import Parallelism
+from peakcast.jobs.spec import Parallelism
+from peakcast.models.baseline.baseline import baseline
+from peakcast.models.calibration.fit import fit, fit_quantity
+from peakcast.models.calibration.regressors import Zero
+from peakcast.models.calibration.samples import TRUST, prepare
 
 DEVICE_BYTES = "peak_device_bytes"
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast.models.checking import binomial_interval, check
-from peakcast.models.fit import fit
-from peakcast.models.samples import prepare
-from peakcast.spec import FrozenMapping
+from peakcast.jobs.spec import FrozenMapping
+from peakcast.models.calibration.fit import fit
+from peakcast.models.calibration.samples import prepare
+from peakcast.models.evaluation.checking import binomial_interval, check
 
 QUANTITY = "peak_allocated_bytes"
 

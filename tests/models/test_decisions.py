@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast.models.decisions import OUTCOMES, decisions_of
-from peakcast.models.evaluation import evaluate
-from peakcast.models.regressors import GroupMedian, Zero
-from peakcast.models.samples import prepare
-from peakcast.prediction import QUANTITIES, Interval
-from peakcast.units import GIB
+from peakcast.answers.prediction import QUANTITIES, Interval
+from peakcast.core.units import GIB
+from peakcast.models.calibration.regressors import GroupMedian, Zero
+from peakcast.models.calibration.samples import prepare
+from peakcast.models.evaluation.decisions import OUTCOMES, decisions_of
+from peakcast.models.evaluation.evaluation import evaluate
 
 QUANTITY = "peak_allocated_bytes"
 

@@ -18,9 +18,9 @@ JOBS = [
 ]
 SAY = """
 import json, sys
-from peakcast.batch import predict_batch
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.models.analytical.ledger import ledger
+from peakcast.doors.batch import predict_batch
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.models.baseline.ledger import ledger
 for job in json.load(sys.stdin):
     step = ledger(job_from_mapping(job))
     columns = [list(step.names), list(step.modules), step.num_bytes.tolist(), step.born.tolist(), step.dies.tolist()]

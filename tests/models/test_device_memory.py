@@ -6,7 +6,10 @@ from statistics import median
 import pytest
 
 from peakcast.catalog import gpu
-from peakcast.models.device_memory import (
+from peakcast.core.units import KIB, MIB
+from peakcast.jobs.spec import Parallelism
+from peakcast.measurements.store import datasets_folder
+from peakcast.models.baseline.device_memory import (
     AMPERE_COMMUNICATOR_BYTES,
     AMPERE_NCCL_BYTES,
     communicator_bytes,
@@ -14,9 +17,6 @@ from peakcast.models.device_memory import (
     cuda_major,
     one_communicator_bytes,
 )
-from peakcast.spec import Parallelism
-from peakcast.store import datasets_folder
-from peakcast.units import KIB, MIB
 
 
 @pytest.fixture(scope="module")

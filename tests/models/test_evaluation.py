@@ -5,9 +5,9 @@ import json
 import numpy as np
 import pytest
 
-from peakcast.models.evaluation import evaluate
-from peakcast.models.metrics import Scored, summarise
-from peakcast.models.regressors import GroupMedian, Ridge, Zero
+from peakcast.models.calibration.regressors import GroupMedian, Ridge, Zero
+from peakcast.models.evaluation.evaluation import evaluate
+from peakcast.models.evaluation.metrics import Scored, summarise
 
 
 def quick():

@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast.fields import FrozenMapping
-from peakcast.models.baseline import baseline
-from peakcast.models.features import FEATURES, features, of_quantity
-from peakcast.spec import Parallelism
-from peakcast.units import GIB
+from peakcast.core.fields import FrozenMapping
+from peakcast.core.units import GIB
+from peakcast.jobs.spec import Parallelism
+from peakcast.models.baseline.baseline import baseline
+from peakcast.models.calibration.features import FEATURES, features, of_quantity
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@ from __future__ import annotations
 
 import pytest
 
-from peakcast.errors import CalibrationError
-from peakcast.models.fit import fit, rows_for
-from peakcast.models.samples import prepare, repeat_weights
+from peakcast.core.errors import CalibrationError
+from peakcast.models.calibration.fit import fit, rows_for
+from peakcast.models.calibration.samples import prepare, repeat_weights
 
 
 def test_a_gpu_with_few_rows_shares_those_of_all(fakes):

@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast.architecture import MixtureOfExperts
-from peakcast.models.grouping import architecture_shape, bar_groups, layout_of, residual_group, size_of
-from peakcast.spec import Parallelism
-from peakcast.units import GIB
+from peakcast.core.units import GIB
+from peakcast.jobs.architecture import MixtureOfExperts
+from peakcast.jobs.spec import Parallelism
+from peakcast.models.calibration.grouping import architecture_shape, bar_groups, layout_of, residual_group, size_of
 
 MOE = MixtureOfExperts(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512)
 

@@ -10,15 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from peakcast.allocator import Allocator
+from peakcast.core.units import MIB
 from peakcast.histories.files import read_histories
 from peakcast.histories.history import Action, Event, HandedOut, History, Segment, block_bytes
-from peakcast.models import allocator
-from peakcast.models.allocator_events import Run
-from peakcast.models.allocator_segments import ADDRESS_SPACE_BYTES
-from peakcast.models.caching_allocator import CachingAllocator
-from peakcast.models.history_replay import replay_history
-from peakcast.units import MIB
+from peakcast.jobs.allocator_settings import Allocator
+from peakcast.models.allocator import replay as allocator
+from peakcast.models.allocator.caching_allocator import CachingAllocator
+from peakcast.models.allocator.events import Run
+from peakcast.models.allocator.history_replay import replay_history
+from peakcast.models.allocator.segments import ADDRESS_SPACE_BYTES
 
 FOLDER = Path(__file__).resolve().parents[2] / "datasets" / "published" / "histories"
 FILES = sorted(FOLDER.glob("*.jsonl.gz"))

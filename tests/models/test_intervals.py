@@ -8,8 +8,8 @@ import math
 import numpy as np
 import pytest
 
-from peakcast.errors import CalibrationError
-from peakcast.models.intervals import (
+from peakcast.core.errors import CalibrationError
+from peakcast.models.calibration.intervals import (
     Intervals,
     conformal_quantile,
     effective_weights,

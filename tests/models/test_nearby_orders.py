@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from peakcast.allocator import Allocator
-from peakcast.models.allocator import replay_run
-from peakcast.models.baseline_choice import SeenRun, baseline_from
-from peakcast.models.calibration import UNCALIBRATED
-from peakcast.models.nearby_orders import MOST_LATER, NUM_ORDERS, nearby_orders
-from peakcast.models.predict import predict
-from peakcast.timeline import Category, Entry, Phase, Timeline
-from peakcast.units import MIB
+from peakcast.core.units import MIB
+from peakcast.jobs.allocator_settings import Allocator
+from peakcast.models.allocator.nearby_orders import MOST_LATER, NUM_ORDERS, nearby_orders
+from peakcast.models.allocator.replay import replay_run
+from peakcast.models.calibration.calibration import UNCALIBRATED
+from peakcast.models.prediction.predict import predict
+from peakcast.models.recipes.baseline_choice import SeenRun, baseline_from
+from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 LENGTH = 40
 PHASES = [Phase.FORWARD] * LENGTH

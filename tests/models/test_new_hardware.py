@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast.models.new_hardware import learning_curves
-from peakcast.models.regressors import GpuMedian, Zero
-from peakcast.models.samples import prepare
+from peakcast.models.calibration.regressors import GpuMedian, Zero
+from peakcast.models.calibration.samples import prepare
+from peakcast.models.evaluation.new_hardware import learning_curves
 
 QUANTITY = "peak_allocated_bytes"
 

@@ -6,24 +6,24 @@ from dataclasses import replace
 import pytest
 
 from peakcast import catalog
-from peakcast.allocator import Allocator
-from peakcast.architecture import MixtureOfExperts
-from peakcast.errors import SpecError
-from peakcast.findings import CAUSES, FAILS, KINDS, LESS, MORE, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Finding, found
-from peakcast.models.baseline import baseline
-from peakcast.models.calibration import UNCALIBRATED
-from peakcast.models.domain import Domain
-from peakcast.models.fit import fit
-from peakcast.models.predict import predict
-from peakcast.models.verdict import Judgement, judge
-from peakcast.prediction import QUANTITIES, Interval, Limit
-from peakcast.spec import ActivationCheckpointing, Batch, Loss, Offload, Parallelism, TrainingJob
-from peakcast.units import GIB, MIB, format_gib
+from peakcast.answers.prediction import QUANTITIES, Interval, Limit
+from peakcast.core.errors import SpecError
+from peakcast.core.findings import CAUSES, FAILS, KINDS, LESS, MORE, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Finding, found
+from peakcast.core.units import GIB, MIB, format_gib
+from peakcast.jobs.allocator_settings import Allocator
+from peakcast.jobs.architecture import MixtureOfExperts
+from peakcast.jobs.spec import ActivationCheckpointing, Batch, Loss, Offload, Parallelism, TrainingJob
+from peakcast.models.baseline.baseline import baseline
+from peakcast.models.calibration.calibration import UNCALIBRATED
+from peakcast.models.calibration.domain import Domain
+from peakcast.models.calibration.fit import fit
+from peakcast.models.prediction.predict import predict
+from peakcast.models.prediction.verdict import Judgement, judge
 
 
 @pytest.fixture(autouse=True)
 def ledger_covers_everything(monkeypatch):
-    monkeypatch.setattr("peakcast.models.predict.known_of", lambda job: ())
+    monkeypatch.setattr("peakcast.models.prediction.predict.known_of", lambda job: ())
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,9 @@ def test_another_layout_or_gpu_type_widens_the_bars_with_a_reason(fakes, calibra
 
 
 def test_an_unmodelled_job_is_answered_with_wide_bars(fakes, calibration, monkeypatch):
-    monkeypatch.setattr("peakcast.models.predict.known_of", lambda job: (found("mixtures are not modelled.", "moe"),))
+    monkeypatch.setattr(
+        "peakcast.models.prediction.predict.known_of", lambda job: (found("mixtures are not modelled.", "moe"),)
+    )
     answer = predict(fakes.job(), fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger)
     assert answer.peak_allocated_bytes.upper / answer.peak_allocated_bytes.point - 1 > 0.12
     assert answer.warnings[0] == "mixtures are not modelled."
@@ -211,8 +213,8 @@ def test_the_domain_knows_ranges_versions_and_kinds(fakes, calibration):
 
 
 def test_bars_of_the_quantities_agree_with_what_contains_what():
-    from peakcast.models.predict import nested
-    from peakcast.prediction import Interval
+    from peakcast.answers.prediction import Interval
+    from peakcast.models.prediction.predict import nested
 
     def bar(lower, point, upper):
         return Interval(baseline=point, point=point, lower=lower, upper=upper, upper_95=upper)
@@ -241,7 +243,7 @@ def test_the_host_memory_of_a_node_is_that_of_its_ranks(fakes, calibration):
 
 def test_what_the_replay_is_known_to_miss_is_said_and_changes_no_bar_of_tensors(fakes, calibration):
     """A cause of error in what the allocator keeps, not in what is counted: the verdict stays."""
-    from peakcast.models.reserved_findings import reserved_findings
+    from peakcast.models.prediction.reserved_findings import reserved_findings
 
     def codes(**changes):
         return [(finding.code, finding.parameter, finding.direction) for finding in reserved_findings(fakes.job(**changes))]
@@ -255,8 +257,8 @@ def test_what_the_replay_is_known_to_miss_is_said_and_changes_no_bar_of_tensors(
 
 def test_an_estimate_is_named_where_it_may_be_a_tenth_of_the_answer_and_nothing_was_measured(fakes, calibration):
     """The most that equal runs on two machines differed by, beside what is predicted: 9 times as much hides it."""
-    from peakcast.models.measured_constants import Outside
-    from peakcast.models.outside_findings import ELSEWHERE_BYTES, outside_estimated
+    from peakcast.models.baseline.measured_constants import Outside
+    from peakcast.models.prediction.outside_findings import ELSEWHERE_BYTES, outside_estimated
 
     one, several = ELSEWHERE_BYTES
     alone = replace(baseline(fakes.job(), fakes.devices["H100-80GB"], ledger=fakes.ledger), communicator_bytes=0)

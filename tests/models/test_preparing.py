@@ -8,9 +8,9 @@ import signal
 
 import pytest
 
-from peakcast.errors import SpecError
-from peakcast.models import samples
-from peakcast.models.samples import ENOUGH_TO_SHARE, prepare
+from peakcast.core.errors import SpecError
+from peakcast.models.calibration import samples
+from peakcast.models.calibration.samples import ENOUGH_TO_SHARE, prepare
 
 ARCHITECTURES = ENOUGH_TO_SHARE // 2
 

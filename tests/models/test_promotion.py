@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast.models.calibration import Calibration
-from peakcast.models.fit import fit
-from peakcast.models.promotion import compare
-from peakcast.models.samples import prepare
+from peakcast.models.calibration.calibration import Calibration
+from peakcast.models.calibration.fit import fit
+from peakcast.models.calibration.samples import prepare
+from peakcast.models.evaluation.promotion import compare
 
 QUANTITY = "peak_allocated_bytes"
 

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peakcast.allocator import Allocator
-from peakcast.models import allocator as allocator_module
-from peakcast.models import allocator_events
-from peakcast.models.allocator import replay, replay_run
-from peakcast.models.allocator_events import Run
-from peakcast.models.caching_allocator import CachingAllocator, SimulatedOutOfMemoryError
-from peakcast.timeline import Category, Entry, Phase, Timeline
-from peakcast.units import MIB
+from peakcast.core.units import MIB
+from peakcast.jobs.allocator_settings import Allocator
+from peakcast.models.allocator import events as allocator_events
+from peakcast.models.allocator import replay as allocator_module
+from peakcast.models.allocator.caching_allocator import CachingAllocator, SimulatedOutOfMemoryError
+from peakcast.models.allocator.events import Run
+from peakcast.models.allocator.replay import replay, replay_run
+from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 
 def step(*entries: tuple[str, int, int, int], num_instants: int = 4) -> Timeline:

@@ -7,9 +7,9 @@ import sys
 import numpy as np
 import pytest
 
-from peakcast.errors import CalibrationError
-from peakcast.models.features import FEATURES, MONOTONE
-from peakcast.models.regressors import (
+from peakcast.core.errors import CalibrationError
+from peakcast.models.calibration.features import FEATURES, MONOTONE
+from peakcast.models.calibration.regressors import (
     BoostedTrees,
     GpuMedian,
     GroupMedian,
@@ -18,8 +18,14 @@ from peakcast.models.regressors import (
     Zero,
     regressor_from_mapping,
 )
-from peakcast.models.residual import Residual, assign_folds, matrix, simplest_in_every_split, within_one_standard_error
-from peakcast.models.trees import Trees
+from peakcast.models.calibration.residual import (
+    Residual,
+    assign_folds,
+    matrix,
+    simplest_in_every_split,
+    within_one_standard_error,
+)
+from peakcast.models.calibration.trees import Trees
 
 NUM_FEATURES = len(FEATURES)
 
@@ -298,7 +304,8 @@ def test_damaged_medians_of_gpu_types_are_refused(medians):
 
 def test_predicting_loads_neither_scikit_learn_nor_torch():
     code = (
-        "import sys, json; from peakcast.models.residual import Residual; from peakcast.models.predict import predict; "
+        "import sys, json; from peakcast.models.calibration.residual import Residual; "
+        "from peakcast.models.prediction.predict import predict; "
         "r = Residual().fit([], [], [], []); Residual.from_mapping(json.loads(json.dumps(r.to_mapping()))); "
         "print([m for m in ('sklearn', 'scipy', 'torch', 'mlflow', 'pandas') if m in sys.modules])"
     )

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from peakcast import api
-from peakcast.collectors.grid import expand
-from peakcast.models.features import FEATURES
-from peakcast.models.selection import NOISE, Point, covariance, most_informative
-from peakcast.models.selection_trial import COUNTS, errors, random_orders, table, trials
+from peakcast.collectors.measure.grid import expand
+from peakcast.models.calibration.features import FEATURES
+from peakcast.models.evaluation.selection import NOISE, Point, covariance, most_informative
+from peakcast.models.evaluation.selection_trial import COUNTS, errors, random_orders, table, trials
 from peakcast.reports.readme import commands
 
 N = len(FEATURES)
@@ -92,7 +92,7 @@ def test_the_readmes_table_is_this_commands():
     """Its figures follow the rows: python -P -m peakcast.reports.readme collectors/README.md writes them."""
     readme = Path(__file__).resolve().parents[2] / "collectors" / "README.md"
     ((command, shown),) = commands(readme.read_text(encoding="utf-8"))
-    assert command == "python -P -m peakcast.models.selection_trial"
+    assert command == "python -P -m peakcast.models.evaluation.selection_trial"
     assert [int(line.split()[0]) for line in shown.splitlines()[2:]] == list(COUNTS)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from peakcast.errors import CalibrationError
-from peakcast.models.spread import LEAST, LEAST_SHARE, PRIORS, TERMS, Spread, terms_of
-from peakcast.prediction import QUANTITIES
+from peakcast.answers.prediction import QUANTITIES
+from peakcast.core.errors import CalibrationError
+from peakcast.models.calibration.spread import LEAST, LEAST_SHARE, PRIORS, TERMS, Spread, terms_of
 
 QUANTITY = "peak_allocated_bytes"
 

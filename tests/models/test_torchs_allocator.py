@@ -21,12 +21,12 @@ from typing import Any
 
 import pytest
 
-from peakcast.allocator import parse_allocator
-from peakcast.collectors import history
-from peakcast.models.allocator import replay
-from peakcast.models.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
-from peakcast.timeline import Phase
-from peakcast.units import MIB, round_up
+from peakcast.collectors.tracing import history
+from peakcast.core.units import MIB, round_up
+from peakcast.jobs.allocator_settings import parse_allocator
+from peakcast.models.allocator.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
+from peakcast.models.allocator.replay import replay
+from peakcast.timelines.timeline import Phase
 
 HERE = Path(__file__).parent / "torchs_allocator"
 RECORDED = HERE / "recorded.json.gz"

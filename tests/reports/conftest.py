@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from peakcast.models.evaluation import Evaluation, Table
-from peakcast.models.metrics import Floor, Scored, summarise
-from peakcast.prediction import QUANTITIES
-from peakcast.units import GIB
+from peakcast.answers.prediction import QUANTITIES
+from peakcast.core.units import GIB
+from peakcast.models.evaluation.evaluation import Evaluation, Table
+from peakcast.models.evaluation.metrics import Floor, Scored, summarise
 
 
 def cell(number: int, measured: float, point: float, **changes: Any) -> Scored:

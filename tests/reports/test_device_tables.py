@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from peakcast.models.evaluation import Evaluation
+from peakcast.core.units import GIB
+from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.reports.device_tables import COLUMNS, device_tables
-from peakcast.units import GIB
 
 
 def test_what_is_counted_and_what_is_left_over_add_up_to_what_was_measured(evaluation: Evaluation) -> None:

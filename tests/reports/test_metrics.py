@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast.models.evaluation import Evaluation
+from peakcast.core.units import GIB
+from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.reports.metrics import by_group, cells_of, error_steps, headline
 from peakcast.reports.plots import _reach
-from peakcast.units import GIB
 
 
 def test_the_headline_has_a_line_for_each_gpu_type_and_quantity_with_rows(evaluation: Evaluation) -> None:

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from peakcast.models.evaluation import Evaluation
-from peakcast.models.metrics import Scored, summarise
+from peakcast.models.evaluation.evaluation import Evaluation
+from peakcast.models.evaluation.metrics import Scored, summarise
 from peakcast.reports.aims import TARGETS, Aim, goals
 from peakcast.reports.findings import Finding, finding_of, findings
 from peakcast.reports.metrics import cells_of

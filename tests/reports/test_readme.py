@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from peakcast.errors import RecordError
-from peakcast.models.evaluation import Evaluation
+from peakcast.core.errors import RecordError
+from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.reports.readme import BEGIN, END, accuracy_table, commands, with_outputs, write_table
 from peakcast.reports.tables import short_markdown
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peakcast.errors import RecordError
+from peakcast.core.errors import RecordError
 from peakcast.reports.reliability import END, Attacked, attacked, refresh, table
 
 CASE = """<testcase name="{name}" time="{seconds}"><properties><property name="attacks" value="100" />

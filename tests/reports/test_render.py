@@ -7,7 +7,7 @@ import re
 from html.parser import HTMLParser
 from pathlib import Path
 
-from peakcast.models.evaluation import Evaluation
+from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.reports.render import slug, write_index, write_report
 
 

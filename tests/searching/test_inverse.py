@@ -3,8 +3,8 @@
 import pytest
 
 from peakcast import api, catalog
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.searching.inverse import MOST, largest
 
 ADAPTERS = {"architecture": "llama-3.2-1b", "finetuning": {"method": "lora", "rank": 16}}

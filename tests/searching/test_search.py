@@ -8,22 +8,22 @@ import pytest
 
 from peakcast import api, catalog
 from peakcast.catalog.speeds import speed
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.errors import SpecError
+from peakcast.core.errors import SpecError
+from peakcast.core.workers import LostError
+from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.explaining.calls import Call
 from peakcast.explaining.groups import DATA
-from peakcast.models.analytical.ledger import ledger
-from peakcast.models.analytical.parallel_scope import parallel_reason
-from peakcast.models.device_memory import context_bytes
-from peakcast.models.predict import could_surely_fit
+from peakcast.jobs.spec import Parallelism
+from peakcast.models.baseline.device_memory import context_bytes
+from peakcast.models.baseline.ledger import ledger
+from peakcast.models.ledger.scope.parallel import parallel_reason
+from peakcast.models.prediction.predict import could_surely_fit
+from peakcast.printing.plans import plan_words
 from peakcast.searching import costs
 from peakcast.searching.inverse import fewest_gpus, largest
 from peakcast.searching.search import planned, search
 from peakcast.searching.space import candidates, layouts
-from peakcast.searching.text import plan_words
 from peakcast.searching.walk import LEAST, Question, Workers, fullest, least_of, no_less, series, standing
-from peakcast.spec import Parallelism
-from peakcast.workers import LostError
 
 H100, A100 = catalog.gpu("H100-80GB"), catalog.gpu("A100-80GB")
 MEGATRON = job_from_mapping({"architecture": "llama-3.2-1b", "framework": "megatron", "sequence_length": 4096})

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from peakcast import store
-from peakcast.architecture import Architecture
-from peakcast.records import Measurement
-from peakcast.spec import TrainingJob
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.spec import TrainingJob
+from peakcast.measurements import store
+from peakcast.measurements.records import Measurement
 
 TINY = Architecture(
     name="tiny",

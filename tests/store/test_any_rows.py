@@ -3,11 +3,12 @@
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from peakcast import catalog, store
-from peakcast.fields import FrozenMapping
-from peakcast.records import Measurement
-from peakcast.rows import MAX_COUNT
-from peakcast.spec import TrainingJob
+from peakcast import catalog
+from peakcast.core.fields import FrozenMapping
+from peakcast.jobs.spec import TrainingJob
+from peakcast.measurements import store
+from peakcast.measurements.records import Measurement
+from peakcast.measurements.rows import MAX_COUNT
 
 TEXT = st.text(max_size=20).filter(lambda text: not any("\ud800" <= character <= "\udfff" for character in text))
 JSON = st.recursive(

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from peakcast import store
-from peakcast.errors import RecordError
+from peakcast.core.errors import RecordError
+from peakcast.measurements import store
 
 
 def test_merge_adds_and_never_loses(tmp_path, row, table):
@@ -82,11 +82,12 @@ def test_the_datasets_folder_is_named_by_the_environment_or_the_checkout(tmp_pat
     with pytest.raises(RecordError, match=r"PEAKCAST_DATASETS='.*none' is not a folder; create it or unset"):
         store.datasets_folder()
     monkeypatch.delenv("PEAKCAST_DATASETS")
-    monkeypatch.setattr(store, "__file__", str(tmp_path / "site-packages" / "peakcast" / "store.py"))
+    monkeypatch.setattr(store, "__file__", str(tmp_path / "site-packages" / "peakcast" / "measurements" / "store.py"))
     with pytest.raises(RecordError, match="set PEAKCAST_DATASETS to a folder"):
         store.datasets_folder()
 
 
 def test_importing_the_store_loads_nothing_heavy():
-    program = "import sys, peakcast.store; sys.exit(any(m in sys.modules for m in ('torch', 'pandas', 'numpy', 'mlflow')))"
+    heavy = "('torch', 'pandas', 'numpy', 'mlflow')"
+    program = f"import sys, peakcast.measurements.store; sys.exit(any(m in sys.modules for m in {heavy}))"
     assert subprocess.run([sys.executable, "-P", "-c", program], check=False).returncode == 0

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from peakcast import store
-from peakcast.errors import RecordError
-from peakcast.rows import MAX_COUNT
+from peakcast.core.errors import RecordError
+from peakcast.measurements import store
+from peakcast.measurements.rows import MAX_COUNT
 
 
 def test_a_shard_gives_back_what_was_appended(tmp_path, row):
@@ -83,7 +83,7 @@ sys.path.insert(0, {tests!r})
 from dataclasses import replace
 from pathlib import Path
 from conftest import make_row
-from peakcast.store import append
+from peakcast.measurements.store import append
 shard, name = Path({shard!r}), sys.argv[1]
 acknowledged = os.open({folder!r} + "/" + name + ".ack", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 for number in range(10**6):

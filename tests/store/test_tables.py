@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from peakcast import store
-from peakcast.errors import RecordError
-from peakcast.rows import COLUMNS
-from peakcast.spec import Finetuning
+from peakcast.core.errors import RecordError
+from peakcast.jobs.spec import Finetuning
+from peakcast.measurements import store
+from peakcast.measurements.rows import COLUMNS
 
 
 def test_a_table_is_sorted_has_lf_ends_and_integers(tmp_path, row, table):
@@ -147,7 +147,7 @@ def test_a_damaged_file_is_refused(tmp_path, damage, message, row, table):
 
 def test_an_absurdly_large_file_is_not_read(tmp_path, monkeypatch, row, table):
     path = table(tmp_path / "a.csv", row())
-    monkeypatch.setattr("peakcast.durable.MAX_FILE_BYTES", 100)
+    monkeypatch.setattr("peakcast.core.durable.MAX_FILE_BYTES", 100)
     with pytest.raises(RecordError, match=r"a\.csv cannot be read: it is larger than 100 bytes"):
         store.read_csv(path)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peakcast.errors import CatalogError, SpecError
+from peakcast.core.errors import CatalogError, SpecError
 from peakcast.web.asking import MOST_CHARACTERS, Asked, answered
 from peakcast.web.links import from_query, to_query
 

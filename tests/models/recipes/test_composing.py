@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 
 from peakcast import catalog
-from peakcast.models.recipes.composing import recipe_ledger
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.recorded.composing import recipe_ledger
 from peakcast.models.recipes.recipe import recorded
-from peakcast.spec import TrainingJob
-from peakcast.timeline import Timeline
+from peakcast.timelines.timeline import Timeline
 from tests.models.recipes.walks import Library
 
 

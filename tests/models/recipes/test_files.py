@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peakcast.errors import RecordError
+from peakcast.core.errors import RecordError
 from peakcast.models.recipes import files
 from peakcast.models.recipes.recipe import Recipe, recorded
 from tests.models.recipes.walks import Library

@@ -10,15 +10,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peakcast.dialects.hf_undescribed import for_tracing
-from peakcast.dialects.job_file import job_from_mapping
-from peakcast.errors import CollectorError, RecordError
+from peakcast.core.errors import CollectorError, RecordError
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shipped
 from peakcast.models.recipes.generalising import kind_of
 from peakcast.models.recipes.kinds import Kind, with_values
 from peakcast.models.recipes.recipe import Recipe, recorded
 from peakcast.models.recipes.walk import Walk
-from peakcast.spec import TrainingJob
+from peakcast.networks.undescribed import for_tracing
 from tests.models.recipes.walks import Library
 
 CONFIG = {

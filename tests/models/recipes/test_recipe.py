@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from peakcast.errors import CollectorError
+from peakcast.core.errors import CollectorError
 from peakcast.models.recipes.recipe import recorded
 from peakcast.models.recipes.walk import Walk
 from tests.models.recipes.walks import Library, walk

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from peakcast.models.analytical.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.recorded.turns import RecordedModules, turns_of
 from peakcast.models.recipes.depth import deepened, repeats
-from peakcast.models.recipes.turns import RecordedModules, turns_of
 from peakcast.models.recipes.walk import Visit
 from tests.models.recipes.walks import walk
 

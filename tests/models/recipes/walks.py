@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from peakcast.errors import CollectorError
+from peakcast.core.errors import CollectorError
 from peakcast.models.recipes.walk import Walk
-from peakcast.timeline import Category, Phase
+from peakcast.timelines.timeline import Category, Phase
 
 ACTIVATION, GRADIENT, TEMPORARY = (int(one) for one in (Category.ACTIVATIONS, Category.GRADIENTS, Category.TEMPORARIES))
 

@@ -1,0 +1,1 @@
+"""Runs the cells of a grid and records what each allocates."""

@@ -1,0 +1,146 @@
+"""Records walks of a network in a process of its own, with the libraries of this environment or of another one."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+from peakcast.collectors.machine.environments import environment_for
+from peakcast.core.errors import CollectorError
+from peakcast.jobs.spec import TrainingJob, job_to_mapping
+
+RecordWalk = Callable[..., dict[str, Any]]
+"""Takes the arguments of `Walker.walk` in `collectors/tracing/walks.py` and returns the walk as a mapping."""
+TIMEOUT_SECONDS = 300
+"""Time limit for all walks of one network together."""
+
+
+@dataclass(frozen=True)
+class Library:
+    """The libraries of an environment, as one job sees them."""
+
+    walk: RecordWalk
+    versions: Mapping[str, str]
+    """Releases of the packages in that environment."""
+    defaults: Mapping[str, Any]
+    """Flat name of a configuration's value -> the default that applies if a configuration does not say it."""
+
+
+class Recorder:
+    """Records walks in the environment of the interpreter `python`, one job at a time. Used as a context manager.
+
+    Raises: CollectorError with the message of the process there.
+    """
+
+    def __init__(self, python: str = sys.executable, timeout_seconds: float = TIMEOUT_SECONDS) -> None:
+        self._python, self._timeout_seconds = python, timeout_seconds
+        self._around = ExitStack()
+        self._worker: _Worker | None = None
+
+    def __enter__(self) -> Recorder:
+        self._environment = self._around.enter_context(environment_for(self._python))
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._end()
+        self._around.close()
+
+    @contextmanager
+    def of(self, job: TrainingJob) -> Iterator[Library]:
+        """A context for walks of `job`, which together must stay within the time limit."""
+        if self._worker is None:
+            self._worker = _Worker(self._python, self._environment)
+        worker = self._worker
+        try:
+            with worker.limited(self._timeout_seconds):
+                said = worker.ask(job_to_mapping(job))
+                yield Library(lambda *sample: worker.ask(sample), said["versions"], said["defaults"])
+        except BaseException:
+            self._end()  # the process may be busy: the next job gets a new one
+            raise
+        worker.ask(None)
+
+    def families(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+        """The families of networks that the library there has, as `model_type` -> a configuration; and the releases."""
+        command = [self._python, "-P", "-m", "peakcast.collectors.tracing.families"]
+        done = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise CollectorError((done.stderr.strip().splitlines() or ["the families could not be listed."])[-1])
+        found = json.loads(done.stdout)
+        return found["families"], found["versions"]
+
+    def _end(self) -> None:
+        if self._worker is not None:
+            self._worker.end()
+        self._worker = None
+
+
+class _Worker:
+    """A process that answers each line of JSON with one line of JSON."""
+
+    def __init__(self, python: str, environment: Mapping[str, str]) -> None:
+        command = [python, "-P", "-m", "peakcast.collectors.tracing.walks"]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        try:
+            self._process = subprocess.Popen(  # type: ignore[call-overload]
+                command, text=True, env=environment, start_new_session=True, **pipes
+            )
+        except OSError as error:
+            reason = f"python={python!r} cannot be started: {error.strerror}; give the path of an interpreter."
+            raise CollectorError(reason, parameter="python", value=python) from error
+        self._limit = 0.0
+
+    @contextmanager
+    def limited(self, timeout_seconds: float) -> Iterator[None]:
+        """A context after whose time limit the process is ended."""
+        late = threading.Timer(timeout_seconds, self._late, [timeout_seconds])
+        late.start()
+        try:
+            yield
+        finally:
+            late.cancel()
+
+    def _late(self, timeout_seconds: float) -> None:
+        self._limit = timeout_seconds
+        self._kill()
+
+    def _kill(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def ask(self, line: object) -> dict[str, Any]:
+        """The answer to `line`. Raises: CollectorError with the reason when there is none."""
+        try:
+            print(json.dumps(line), file=self._process.stdin, flush=True)
+            answer = self._process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        if not answer:
+            raise CollectorError(self._last_words())
+        found: dict[str, Any] = json.loads(answer) or {}
+        if "refused" in found:
+            raise CollectorError(found["refused"])
+        return found
+
+    def _last_words(self) -> str:
+        if self._limit:
+            return (
+                f"recording it took longer than {self._limit:g} s. Code that loops over the sequence in Python takes long: "
+                "transformers' own of linear attention, where flash-linear-attention is not installed (pip install "
+                "flash-linear-attention); else ask for fewer layers or a shorter sequence_length."
+            )
+        lines = self._process.communicate()[1].strip().splitlines() or ["the recording process ended without a word."]
+        return str(lines[-1]).removeprefix("peakcast: ")
+
+    def end(self) -> None:
+        """Stop it."""
+        self._kill()
+        self._process.communicate()

@@ -1,0 +1,61 @@
+"""The inputs of a network of transformers: full rows of random tokens, padded rows, or sequences joined into one row."""
+
+from __future__ import annotations
+
+import torch
+
+from peakcast.core.errors import CollectorError
+from peakcast.jobs.spec import TrainingJob
+
+
+def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
+    """The model's arguments by name: random tokens, which are also a decoder's labels; an encoder-decoder has labels of its
+    own."""
+    if job.batch.form == "padding_free":
+        return _joined(job)
+    ids = random_tokens(job, job.sequence_length)
+    if job.batch.form == "masked":
+        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": _padding(job, ids)}
+    if job.architecture.kind != "encoder_decoder":
+        return {"input_ids": ids, "labels": ids.clone()}  # collators make a new tensor for labels
+    return {"input_ids": ids, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
+
+
+def _joined(job: TrainingJob) -> dict[str, torch.Tensor]:
+    """All sequences in one row, each with positions from 0, as `DataCollatorWithFlattening` joins them."""
+    ids = torch.randint(job.architecture.vocab_size, (1, job.num_tokens))
+    positions = torch.cat([torch.arange(length) for length in sequence_lengths(job)])
+    return {"input_ids": ids, "labels": ids.clone(), "position_ids": positions[None]}
+
+
+def _padding(job: TrainingJob, ids: torch.Tensor) -> torch.Tensor:
+    """A mask with as many ones as there are tokens; the rest of each row is padding. If a row has no padding, its last
+    token is masked all the same, because transformers treats a mask of ones as none (5.17 masking_utils.py
+    `_ignore_causal_mask_sdpa`)."""
+    found = sequence_lengths(job)
+    if sum(found) == ids.numel():
+        found[-1] -= 1
+    lengths = torch.tensor(found, device=ids.device)
+    return (torch.arange(ids.shape[1], device=ids.device) < lengths[:, None]).long()
+
+
+def sequence_lengths(job: TrainingJob) -> list[int]:
+    """Number of tokens, without padding, of each sequence of a micro-batch. The first is as long as possible, as rows are
+    padded to the longest; the others share the rest."""
+    others = job.micro_batch_size - 1
+    longest = min(job.sequence_length, job.num_tokens - others)
+    if longest < 1:
+        raise CollectorError(
+            f"batch.num_tokens={job.num_tokens} is fewer than the {job.micro_batch_size} sequences of a micro-batch, which "
+            "have one each at least; raise it.",
+            parameter="batch.num_tokens",
+            value=job.num_tokens,
+        )
+    rest = job.num_tokens - longest
+    return [longest, *(rest // others + (index < rest % others) for index in range(others))]
+
+
+def random_tokens(job: TrainingJob, length: int) -> torch.Tensor:
+    """[micro_batch_size, length] random tokens, many of them distinct: how much the embedding's backward and a router
+    allocate depends on their spread."""
+    return torch.randint(job.architecture.vocab_size, (job.micro_batch_size, length))

@@ -1,0 +1,152 @@
+"""The networks of transformers as a job asks for them: which class, random weights, adapters of peft, float8 of torchao."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+import transformers
+
+from peakcast.collectors.machine.packages import imported
+from peakcast.collectors.stacks.frozen import frozen_modules
+from peakcast.collectors.stacks.layouts import torchtitan_expert_parallel, torchtitan_experts
+from peakcast.core.errors import CollectorError
+from peakcast.core.versions import release
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import TrainingJob
+from peakcast.networks.reverse import hf_config_of
+from peakcast.networks.undescribed import configuration_of
+
+AUTO_MODELS = {
+    "decoder": "AutoModelForCausalLM",
+    "encoder": "AutoModelForMaskedLM",
+    "encoder_decoder": "AutoModelForSeq2SeqLM",
+    "hybrid": "AutoModelForCausalLM",
+}
+"""Kind of architecture -> the class of transformers that trains it."""
+VISION_LANGUAGE = "AutoModelForImageTextToText"
+
+
+def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
+    """The job's network with random weights in `precision.parameters`. With `padded` false it has no padding token:
+    transformers sets that token's row to zero (5.17 modeling_utils.py `_init_weights`), and cannot if zero.Init has
+    partitioned the table."""
+    attention: str | None = {"flex": "flex_attention"}.get(job.attention, job.attention)
+    if attention == "sdpa":
+        attention = str(conventions(job).get("sdpa", "sdpa"))
+    types = job.architecture.layer_types
+    if types and not any("attention" in parts for parts in types):
+        attention = None
+    architecture = _trainable(job.architecture)
+    told = configuration_of(architecture) or hf_config_of(architecture)
+    config = transformers.AutoConfig.for_model(**told)
+    begins_padded = architecture.kind == "encoder_decoder"  # T5 shifts targets by its padding, whose row is like others
+    for part in (config, config.get_text_config()):
+        rows = getattr(part, "vocab_size", None) or architecture.vocab_size
+        if not (padded or begins_padded) or (getattr(part, "pad_token_id", None) or 0) >= rows:
+            part.pad_token_id = None  # the family's default, which a smaller vocabulary does not have
+    dtype = getattr(torch, job.precision.parameters)
+    if job.loss.kind == "reward":
+        config.num_labels, config.pad_token_id = 1, 0
+        auto = transformers.AutoModelForSequenceClassification
+        return auto.from_config(config, attn_implementation=attention, **_of_dtype(dtype))
+    if architecture.kind in ("undescribed", "multimodal"):
+        return _undescribed(config, attention, dtype)
+    auto = getattr(transformers, AUTO_MODELS[architecture.kind])
+    model = auto.from_config(config, attn_implementation=attention, **_of_dtype(dtype))
+    if torchtitan_experts.has_torchtitan_experts(job):
+        torchtitan_experts.put_in_place(model, job)
+        if torchtitan_experts.are_divided(job):
+            torchtitan_expert_parallel.divide(model, job)
+    return model
+
+
+def _of_dtype(dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The keyword argument that tells this release of transformers the weights' dtype (4.56 renamed it)."""
+    return {"dtype" if release(transformers.__version__) >= (4, 56) else "torch_dtype": dtype}
+
+
+def _undescribed(config: Any, attention: str | None, dtype: torch.dtype) -> Any:
+    """A network of which only the configuration is known, made by the first auto class that has it. Its attention is
+    `attention`, or another if the network has no code for sdpa. It trains without a cache, as under the Trainer
+    (`config.use_cache`), whatever its configuration says."""
+    config.use_cache = config.get_text_config().use_cache = False
+    classes = dict.fromkeys([VISION_LANGUAGE, *AUTO_MODELS.values()])
+    if getattr(config, "is_encoder_decoder", False):  # some of these can also be a decoder alone
+        classes = dict.fromkeys([AUTO_MODELS["encoder_decoder"], *classes])
+    for auto in classes:
+        known = getattr(transformers, auto, None)  # releases before 4.45 have no class of vision-language models
+        if known is not None and type(config) in known._model_mapping:
+            try:
+                return known.from_config(copy.deepcopy(config), attn_implementation=attention, **_of_dtype(dtype))
+            except ValueError:
+                return known.from_config(config, attn_implementation="eager", **_of_dtype(dtype))
+    raise CollectorError(
+        f"transformers {transformers.__version__} has no language model of model_type={config.model_type!r} to train; "
+        "trace a step of your own instead (peakcast explain --module).",
+        parameter="model_type",
+        value=config.model_type,
+    )
+
+
+def _trainable(architecture: Architecture) -> Architecture:
+    whole = architecture.kind == "multimodal" and bool(architecture.configuration)
+    if architecture.kind not in (*AUTO_MODELS, "undescribed") and not whole:
+        raise CollectorError(
+            f"architecture={architecture.name!r} is of kind={architecture.kind!r}; collected are {', '.join(AUTO_MODELS)}.",
+            parameter="architecture",
+            value=architecture.name,
+        )
+    if architecture.model_type not in transformers.CONFIG_MAPPING:
+        raise CollectorError(
+            f"model_type={architecture.model_type!r} is not part of transformers {transformers.__version__} (its code is "
+            f"on the hub and is not run here), so {architecture.name!r} cannot be built; measure another family.",
+            parameter="model_type",
+            value=architecture.model_type,
+        )
+    return architecture
+
+
+def in_float8(model: Any) -> Any:
+    """Convert `model` as accelerate's torchao backend does: every nn.Linear but the first and the last."""
+    float8 = imported("torchao.float8", "torchao", parameter="precision.compute", value="float8")
+    from accelerate.utils.ao import filter_linear_layers
+
+    linears = [name for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)]
+    ends = [linears[0], linears[-1]]
+    return float8.convert_to_float8_training(
+        model, module_filter_fn=lambda part, name: filter_linear_layers(part, name, layers_to_filter=ends)
+    )
+
+
+TASK_TYPES = {"encoder_decoder": "SEQ_2_SEQ_LM", "encoder": None}
+"""Kind of network -> peft's name for its task, for kinds that do not generate; peft has none for masked-word training."""
+
+
+def _task_type(model: Any, job: TrainingJob) -> str | None:
+    if job.loss.kind == "reward":
+        return "SEQ_CLS"
+    if not hasattr(model, "prepare_inputs_for_generation"):  # peft needs it for networks that generate
+        return None
+    return TASK_TYPES.get(job.architecture.kind, "CAUSAL_LM")
+
+
+def with_adapters(model: Any, job: TrainingJob) -> Any:
+    peft = imported("peft", "peft", parameter="finetuning.method", value=job.finetuning.method)
+    tuning = job.finetuning
+    targets = list(tuning.targets) or None
+    if targets == ["all-linear"]:
+        targets = "all-linear"  # type: ignore[assignment]
+    config = peft.LoraConfig(
+        r=tuning.rank or 8,
+        lora_alpha=tuning.alpha or 16,
+        lora_dropout=tuning.dropout,
+        target_modules=targets,
+        task_type=_task_type(model, job),
+        exclude_modules=frozen_modules(model, job) or None,
+    )
+    if job.activation_checkpointing.mode != "none":
+        model.enable_input_require_grads()
+    return peft.get_peft_model(model, config, autocast_adapter_dtype=tuning.adapter_dtype in (None, "float32"))

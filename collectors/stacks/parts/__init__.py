@@ -1,0 +1,1 @@
+"""Parts of a stack that several of its layouts share."""

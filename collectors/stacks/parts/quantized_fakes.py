@@ -1,0 +1,147 @@
+"""bitsandbytes on fake tensors: layers of packed weights, whose weight is an ordinary parameter of packed bytes, since a
+subclass of a fake tensor cannot be made; its operators, taken apart as they run on a GPU; and the paged states of its
+optimizers, which lie in managed memory.
+
+Source: bitsandbytes 0.50.2 `nn/modules.py` (Params4bit, Int8Params), `backends/cuda/ops.py` (_dequant_linear_fallback,
+which is run for more than some 1,500 tokens and which releases before 0.50 have in `autograd/_functions.py`, and operators
+whose names begin with int8), `functional.py` (get_paged).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from peakcast.collectors.machine.packages import imported
+
+
+def packed(weight: torch.Tensor, device: str, made: Any, **options: Any) -> torch.nn.Parameter:
+    """The parameter that represents the 4-bit weight of the layer `made`, with the attributes that the library and peft
+    read."""
+    functional = imported("bitsandbytes.functional", "bitsandbytes", parameter="finetuning.quantization", value="nf4")
+    options = {"quant_storage": torch.uint8, **options}
+    data, state = functional.quantize_4bit(weight.contiguous().to(device), **options)
+    parameter = torch.nn.Parameter(data, requires_grad=False)
+    attributes = {**options, "quant_state": state, "blocksize": state.blocksize}
+    for name, value in {**attributes, "bnb_quantized": True, "module": made}.items():
+        setattr(parameter, name, value)
+    made.quant_state = state
+    return parameter
+
+
+def packed_int8(weight: torch.Tensor, device: str) -> torch.nn.Parameter:
+    """What stands for the 8-bit weight of a layer: a byte an element, and a scale for each row."""
+    whole = weight.contiguous().to(device=device, dtype=torch.float16)
+    data = torch.empty_like(whole, dtype=torch.int8)
+    parameter: Any = torch.nn.Parameter(data, requires_grad=False)
+    parameter.CB, parameter.has_fp16_weights = data, False
+    parameter.SCB = torch.empty(whole.shape[0], dtype=torch.float32, device=device)
+    return parameter
+
+
+def install() -> None:
+    """Take the operators apart, and keep paged states out of the allocator, in this process."""
+    imported("bitsandbytes", "bitsandbytes", parameter="finetuning.quantization", value="nf4")
+    functional = imported("bitsandbytes.functional", "bitsandbytes", parameter="optimizer.name", value="paged")
+    for name, function in OPERATORS.items():
+        setattr(torch.ops.bitsandbytes, name, _Operator(function))
+    layers = imported("bitsandbytes.nn.modules", "bitsandbytes", parameter="finetuning.quantization", value="nf4")
+    layers.fix_4bit_weight_quant_state_from_module = _state_from_layer
+    functional.get_paged = _paged
+    functional.prefetch_tensor = functional.fill = lambda *_, **__: None
+
+
+def _state_from_layer(layer: Any) -> None:
+    """A weight that FSDP has gathered has the state that its layer keeps; the library would make it a subclass."""
+    if getattr(layer.weight, "quant_state", None) is None:
+        layer.weight.quant_state = layer.quant_state
+
+
+class _Operator:
+    """Stands for an operator and its only overload."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+
+    @property
+    def default(self) -> _Operator:
+        return self
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return self._function(*arguments, **keywords)
+
+
+def _product_4bit(
+    given: torch.Tensor,
+    weight: torch.Tensor,
+    shape: Any,
+    absmax: torch.Tensor,
+    blocksize: int,
+    quant_type: str,
+    bias: torch.Tensor | None = None,
+    absmax_8bit: torch.Tensor | None = None,
+    absmax_code: torch.Tensor | None = None,
+    absmax_offset: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if absmax_8bit is not None:
+        absmax = torch.empty_like(absmax_8bit, dtype=torch.float32) + absmax_offset
+    assert absmax is not None  # it lives until the product is there
+    whole = torch.empty(tuple(shape), dtype=given.dtype, device=given.device)
+    return torch.nn.functional.linear(given, whole, bias)
+
+
+def _quantized_rows(given: torch.Tensor, threshold: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Rows of bytes, their scales, and the columns that are too large for bytes: none, as far as shapes tell."""
+    scales = torch.empty(given.numel() // given.shape[-1], dtype=torch.float32, device=given.device)
+    rows = torch.empty(given.shape, dtype=torch.int8, device=given.device)
+    if not threshold:
+        return rows, scales, None
+    too_large = given.abs() >= threshold
+    del too_large
+    return rows, scales, torch.empty(0, dtype=torch.int64, device=given.device)
+
+
+def _scaled_product(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    row_scales: torch.Tensor,
+    column_scales: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    whole = torch.empty((*rows.shape[:-1], weight.shape[0]), dtype=torch.int32, device=rows.device)
+    product = torch.empty_like(whole, dtype=torch.float16)
+    if bias is not None and bias.dtype is not torch.float16:
+        product.add_(bias)
+    return product.to(dtype or torch.float16)
+
+
+def _mixed_product(
+    given: torch.Tensor,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    row_scales: torch.Tensor,
+    column_scales: torch.Tensor,
+    too_large: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    apart = torch.empty(0, dtype=given.dtype, device=given.device)
+    return _scaled_product(rows, weight, row_scales, column_scales, bias, given.dtype), apart
+
+
+OPERATORS: dict[str, Callable[..., Any]] = {
+    "gemm_4bit": _product_4bit,
+    "int8_vectorwise_quant": _quantized_rows,
+    "int8_scaled_mm": _scaled_product,
+    "int8_mixed_scaled_mm": _mixed_product,
+}
+
+
+def _paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
+    """Managed memory, which the driver moves between host and GPU and the allocator never sees."""
+    made: Any = torch.empty(shape, dtype=dtype, device="meta")
+    made.is_paged, made.page_deviceid = True, getattr(device, "index", 0)
+    state: torch.Tensor = made
+    return state

@@ -1,0 +1,1 @@
+"""Training steps phase by phase, and who follows them."""

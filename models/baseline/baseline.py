@@ -1,0 +1,284 @@
+"""The analytical baseline of every quantity, from the ledger, the simulated allocator and known constants. Nothing here is
+fitted to measurements; `residual.py` learns the rest."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from peakcast.jobs.conventions import torch_release
+from peakcast.jobs.lengths import NUM_STEPS, lengths_change
+from peakcast.jobs.lengths import steps as steps_of_lengths
+from peakcast.jobs.ranks import ranks_by_shard
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.allocator.caching_allocator import SimulatedOutOfMemoryError
+from peakcast.models.allocator.nearby_orders import nearby_orders
+from peakcast.models.allocator.replay import Replay, replay_run
+from peakcast.models.baseline.device_memory import communicator_bytes, context_bytes
+from peakcast.models.baseline.evenly_routed import evenly_routed
+from peakcast.models.baseline.host import host_bytes
+from peakcast.models.baseline.measured_constants import Outside, outside
+from peakcast.models.ledger.scope.adapter import require_adapters
+from peakcast.models.recipes.baseline_choice import BaselineName, Trace, chosen, seen_run, tracer
+from peakcast.timelines.timeline import Category, Timeline
+
+if TYPE_CHECKING:
+    from peakcast.catalog import Device
+
+Ledger = Callable[..., Timeline]
+"""`ledger(job, device=..., rank=..., step="first" | "steady") -> Timeline`."""
+
+NUM_LARGEST = 8
+NEARLY = 0.95
+"""A rank that allocates at least this share of the worst rank's peak may reserve more than that rank."""
+
+_HELD = np.zeros(len(Category), dtype=bool)
+_HELD[
+    [
+        Category.PARAMETERS,
+        Category.MAIN_PARAMETERS,
+        Category.REFERENCE_PARAMETERS,
+        Category.GRADIENTS,
+        Category.OPTIMIZER_STATES,
+    ]
+] = True
+"""By category, whether it counts as held."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Baseline:
+    """The analytical answer for one rank, in bytes. Peaks are over the whole run: the first step and any later one."""
+
+    rank: int
+    peak_allocated_bytes: int
+    """Largest sum of the timeline's tensors, each rounded to 512 bytes."""
+    replayed_allocated_bytes: int
+    """The same peak as the allocator counts it, including the unsplit rest of its blocks. The residual starts from it."""
+    peak_reserved_bytes: int
+    """What the simulated allocator of this GPU ends with; it gives cached segments back if they would not fit. If the job
+    does not fit at all, the value on a GPU with enough memory."""
+    num_retries: int
+    """How often it has to give segments back. Each time is slow, and only 0 is comfortable."""
+    context_bytes: int
+    """Estimate of what the CUDA context and its kernels take outside PyTorch."""
+    communicator_bytes: int
+    """Estimate of what NCCL takes outside PyTorch; 0 for one rank."""
+    peak_device_bytes: int
+    """reserved + context + communicators."""
+    peak_host_bytes: int
+    held_bytes: int
+    """The largest sum of parameters, gradients and optimizer states at any instant: no run needs less."""
+    peak_phase: str
+    phase_peaks_bytes: dict[str, int] = field(default_factory=dict)
+    """Allocated peak by phase name of a steady step."""
+    generation_peaks_bytes: dict[str, int] = field(default_factory=dict)
+    """Of inference, that of "prefill" and of "decode", both of which are forward."""
+    steady_state_bytes: int = 0
+    """Allocated between steps, after gradients are released."""
+    first_step_peak_bytes: int = 0
+    largest: tuple[tuple[str, str, int, int], ...] = ()
+    """(name, category, bytes, number of tensors) of the largest groups at the peak."""
+    composition: dict[str, int] = field(default_factory=dict)
+    """Bytes by category name at the peak, largest first."""
+    reserved_range_bytes: tuple[int, int] | None = None
+    """The least and the most that the allocator reserves if requests come in nearly the same order; None if only one order
+    was replayed."""
+    outside: Outside | None = None
+    """What was read on this machine, in place of the estimates for context and communicators."""
+
+    def start(self, quantity: str) -> int:
+        """Bytes from which the residual of a quantity counts: its baseline; for allocated memory, that with the allocator's
+        slack."""
+        value: int = self.replayed_allocated_bytes if quantity == "peak_allocated_bytes" else getattr(self, quantity)
+        return value
+
+
+def baseline(job: TrainingJob, device: Device, rank: int | None = None, *, ledger: Ledger | None = None) -> Baseline:
+    """The analytical peaks of `rank`. None: the worst rank, which is the one whose steady step allocates most among one
+    rank of each pipeline stage, as ranks of a stage hold the same shapes; reserved memory is then the largest among the
+    ranks that allocate nearly as much, because another one may reserve more.
+
+    `ledger`: a source of timelines; default `peakcast.models.baseline.ledger.ledger`.
+    """
+    if job.finetuning.method != "full" and job.framework != "megatron":
+        require_adapters(job)
+    return _of_the_ledger(job, device, rank, chosen(), tracer()) if ledger is None else _baseline(job, device, rank, ledger)
+
+
+@lru_cache(maxsize=8)
+def _of_the_ledger(
+    job: TrainingJob, device: Device, rank: int | None, source: BaselineName, trace: Trace | None
+) -> Baseline:
+    """The baseline from the ledger, cached also by the source of timelines and the tracer: an answer, and what it says of
+    other GPU types, use the same ones."""
+    if source == "trace":  # a trace does not have the building of the network
+        return _baseline(job, device, rank, _analytical_ledger())
+    from peakcast.models.baseline.building import building
+
+    return _baseline(job, device, rank, _analytical_ledger(), lambda chosen: building(job, chosen))
+
+
+def _baseline(
+    job: TrainingJob,
+    device: Device,
+    rank: int | None,
+    ledger: Ledger,
+    before: Callable[[int], Sequence[Timeline]] = lambda chosen: (),
+) -> Baseline:
+    """The baseline. `before`: the timelines of what a rank does before its first step."""
+    from peakcast.models.baseline.fullest_ranks import fullest_ranks
+
+    candidates = fullest_ranks(job) if rank is None else (rank,)
+    steadies = [ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates]
+    worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)
+    chosen, steady = candidates[worst], steadies[worst]
+    first = ledger(job, device=device, rank=chosen, step="first")
+    context, communicators = context_bytes(device, job.versions), communicator_bytes(job, device)
+    read = outside(job, device)
+    outside_bytes = read.num_bytes if read is not None else context + communicators
+    seen = seen_run()
+    steps = [seen.timeline] if seen is not None else _steps_of_run(job, device, chosen, ledger)
+    run = _replay([*before(chosen), *steps], job, device, outside_bytes)
+    reserved_range = None
+    if seen is not None and seen.compiled:
+        nearby = [_replay(order, job, device, outside_bytes).peak_reserved_bytes for order in nearby_orders(steps)]
+        reserved = [run.peak_reserved_bytes, *nearby]
+        reserved_range = min(reserved), max(reserved)
+        run = replace(run, peak_reserved_bytes=sum(reserved) // len(reserved))
+    if rank is None:
+        most = steady.peak().num_bytes
+        near = [one for one, other in zip(candidates, steadies, strict=True) if other.peak().num_bytes > NEARLY * most]
+        alike = [one for stage in near for one in ranks_by_shard(job, stage) if one != chosen]
+        runs = [_replay_of(one, job, device, ledger, before, outside_bytes) for one in alike]
+        run = replace(run, peak_reserved_bytes=max(one.peak_reserved_bytes for one in (run, *runs)))
+    higher = max((steady, first), key=lambda step: step.peak().num_bytes)
+    peak = higher.peak()
+    if evenly_routed(job) != job and seen is None:
+        run = _with_fullest_expert(run, peak.num_bytes - max(step.peak().num_bytes for step in steps))
+    return Baseline(
+        rank=chosen,
+        peak_allocated_bytes=peak.num_bytes,
+        replayed_allocated_bytes=run.peak_allocated_bytes,
+        peak_reserved_bytes=run.peak_reserved_bytes,
+        num_retries=run.num_retries,
+        context_bytes=context,
+        communicator_bytes=communicators,
+        peak_device_bytes=run.peak_reserved_bytes + context + communicators,
+        peak_host_bytes=host_bytes(job, lambda j: ledger(j, device=device, rank=chosen, step="steady")),
+        held_bytes=_most_held(steady),
+        peak_phase=peak.phase.name.lower(),
+        phase_peaks_bytes={phase.name.lower(): size for phase, size in steady.phase_peaks().items()},
+        generation_peaks_bytes=_generation_peaks(steady) if job.task == "inference" else {},
+        steady_state_bytes=_between_steps(steady),
+        first_step_peak_bytes=first.peak().num_bytes,
+        largest=tuple(
+            (name, category.name.lower(), size, number)
+            for name, category, size, number in higher.largest_at(peak.instant, NUM_LARGEST)
+        ),
+        composition={category.name.lower(): size for category, size in higher.composition(peak.instant).items()},
+        reserved_range_bytes=reserved_range,
+        outside=read,
+    )
+
+
+def _replay_of(
+    rank: int,
+    job: TrainingJob,
+    device: Device,
+    ledger: Ledger,
+    before: Callable[[int], Sequence[Timeline]],
+    outside_bytes: int,
+) -> Replay:
+    """The replay of a run of `rank`."""
+    steps = [ledger(evenly_routed(job), device=device, rank=rank, step=step) for step in ("first", "steady")]
+    return _replay([*before(rank), *steps], job, device, outside_bytes)
+
+
+def _steps_of_run(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:
+    """The steps that are replayed: with equal shares for every expert. Which one is the fullest changes from layer to layer
+    and from step to step, and replaying always the same one leaves up to 9 GiB more in the cache than published runs had
+    (Mixtral-8x7B, adapters on 4-bit weights, A100)."""
+    even = evenly_routed(job)
+    if lengths_change(job):
+        return _drawn_steps(even, device, rank, ledger)
+    return [ledger(even, device=device, rank=rank, step=step) for step in ("first", "steady")]
+
+
+def _with_fullest_expert(run: Replay, more_bytes: int) -> Replay:
+    """The replay of experts with equal shares, with the `more_bytes` that the fullest one adds to the peak."""
+    more_bytes = max(more_bytes, 0)
+    return replace(
+        run,
+        peak_allocated_bytes=run.peak_allocated_bytes + more_bytes,
+        peak_reserved_bytes=run.peak_reserved_bytes + more_bytes,
+    )
+
+
+def _drawn_steps(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:
+    """The steps of a job whose lengths change, each represented by its largest micro-batch: cached blocks of shorter ones
+    are too small for longer ones."""
+    run = itertools.islice(steps_of_lengths(job, rank), NUM_STEPS)
+    largest = [max(step, key=lambda part: (part.num_tokens, part.sequence_length)) for step in run]
+    kinds = ["first", *["steady"] * (NUM_STEPS - 1)]
+    return [ledger(part, device=device, rank=rank, step=kind) for part, kind in zip(largest, kinds, strict=True)]
+
+
+def _replay(steps: Sequence[Timeline], job: TrainingJob, device: Device, outside_bytes: int) -> Replay:
+    """The run on an allocator with the memory that `device` leaves or, if it runs out of memory, on one without a limit.
+    The first step and one more represent the whole run: further steps reserved nothing new in any of the 123 published
+    configurations."""
+    room_bytes = usable_bytes(job, device) - outside_bytes
+    fraction = job.allocator.per_process_memory_fraction
+    allowed_bytes = None if fraction is None else int(fraction * device.cuda_memory_bytes)
+    limits = [limit for limit in (room_bytes, allowed_bytes) if limit is not None]
+    newest_first = torch_release(job.versions) < (2, 13)
+    if max(step.peak().num_bytes for step in steps) <= min(limits):
+        try:
+            limited = {"capacity_bytes": room_bytes, "allowed_bytes": allowed_bytes}
+            return replay_run(steps, job.allocator, newest_first=newest_first, **limited)
+        except SimulatedOutOfMemoryError:
+            pass
+    return replay_run(steps, job.allocator, newest_first=newest_first)
+
+
+def _analytical_ledger() -> Ledger:
+    from peakcast.models.baseline.ledger import ledger
+
+    return ledger
+
+
+def usable_bytes(job: TrainingJob, device: Device) -> int:
+    """Bytes of `device` that are available to `job`: those that other processes do not hold."""
+    return device.cuda_memory_bytes - int(job.other_memory_fraction * device.cuda_memory_bytes)
+
+
+def _generation_peaks(steady: Timeline) -> dict[str, int]:
+    """Peaks of the parts of a generation, by the first word of their labels; none where they are not labelled."""
+    found = {}
+    for part in ("prefill", "decode"):
+        inside = np.array([label.startswith(f"{part} ") for label in steady.labels], dtype=bool)
+        if inside.any():
+            found[part] = int(steady.totals[: len(inside)][inside].max())
+    return found
+
+
+def _between_steps(steady: Timeline) -> int:
+    """What exists after a steady step, without its inputs."""
+    end = len(steady.phases)
+    left = (steady.born < end) & (steady.dies >= end) & (steady.categories != Category.INPUTS)
+    return int(steady.num_bytes[left].sum())
+
+
+def _most_held(timeline: Timeline) -> int:
+    """The largest sum of parameters, gradients and optimizer states at any instant."""
+    held = _HELD[timeline.categories]
+    change = np.zeros(len(timeline.phases) + 1, dtype=np.int64)
+    end = len(timeline.phases)
+    np.add.at(change, np.minimum(timeline.born[held], end), timeline.num_bytes[held])
+    np.subtract.at(change, np.minimum(timeline.dies[held], end), timeline.num_bytes[held])
+    return int(np.cumsum(change)[:-1].max(initial=0))

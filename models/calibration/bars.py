@@ -1,0 +1,58 @@
+"""The error bar of one quantity of one job: how large an error to expect, and on what evidence."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from peakcast.answers.prediction import RestsOn
+from peakcast.core.findings import Finding
+from peakcast.models.calibration.domain import MOST_SEVERE, OUT_OF_SCOPE_SEVERITY, severity
+from peakcast.models.calibration.spread import JUDGED_FACTOR, Spread, terms_of
+
+if TYPE_CHECKING:
+    from peakcast.jobs.spec import TrainingJob
+    from peakcast.models.calibration.calibration import QuantityCalibration
+
+WIDEST = math.log(2.0)
+"""Bars are at most a factor of two in each direction; a wider bar would say nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogBar:
+    """A bar in log space: the measurement is expected within point·exp(±`half_width`), and below point·exp(`upper`)."""
+
+    half_width: float
+    upper: float
+    rests_on: RestsOn
+
+
+def bar_of(
+    quantity: str,
+    learned: QuantityCalibration | None,
+    job: TrainingJob,
+    row: Mapping[str, float],
+    groups: Sequence[str],
+    gpu: str,
+    findings: Iterable[Finding] = (),
+) -> LogBar:
+    """The bar of `quantity` for `job` on the GPU type `gpu`, from what was `learned` of the quantity (None: nothing).
+
+    `row`: the job's features for this quantity (`features.of_quantity`); `groups`: its `grouping.bar_groups`; `findings`:
+    what the ledger and the reading of the question leave open. How far outside the job is depends on the rows of this
+    quantity: device memory may have no rows of a framework for which allocated memory has many.
+    """
+    open_questions = tuple(findings)
+    unmodelled = any(finding.severity >= OUT_OF_SCOPE_SEVERITY for finding in open_questions)
+    far = severity(finding for finding in open_questions if finding.severity < OUT_OF_SCOPE_SEVERITY)
+    if learned is None:
+        expected = Spread(quantity).predict(terms_of(row, quantity, MOST_SEVERE, unmodelled=unmodelled))
+        return LogBar(*(min(JUDGED_FACTOR * expected, WIDEST),) * 2, "judgement")
+    far = min(far + learned.domain.distance(job, row, gpu), MOST_SEVERE)
+    expected = learned.spread.predict(terms_of(row, quantity, far, unmodelled=unmodelled))
+    found = learned.intervals.bar(groups)
+    half_width, upper = (found[1].half_width, found[1].upper) if found else (JUDGED_FACTOR,) * 2
+    rests_on: RestsOn = "judgement" if unmodelled or found is None else "relatives" if far else "measurements"
+    return LogBar(min(half_width * expected, WIDEST), min(upper * expected, WIDEST), rests_on)

@@ -1,0 +1,200 @@
+"""The calibrated domain: what the rows of a calibration have in common with a job, and how far outside a job is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from peakcast.core.errors import CalibrationError
+from peakcast.core.findings import KINDS, Finding
+from peakcast.core.versions import release, resolved
+from peakcast.jobs.conventions import unmodelled_versions
+from peakcast.jobs.lengths import lengths_change
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.calibration.grouping import feed_forward_of, layout_of
+from peakcast.models.calibration.strict import number, read, texts
+
+if TYPE_CHECKING:
+    from peakcast.models.calibration.samples import Sample
+
+RANGED = (
+    "log2_allocated",
+    "log2_tokens",
+    "log2_sequence_length",
+    "log2_hidden_size",
+    "log2_num_hidden_layers",
+    "log2_vocab_size",
+    "log2_head_dim",
+    "log2_data_parallel",
+    "log2_tensor_parallel",
+    "log2_pipeline_parallel",
+    "log2_context_parallel",
+    "log2_expert_parallel",
+)
+"""Features with a calibrated range, all in powers of two."""
+MARGIN = 1.0
+"""How far a job may be outside a range, in powers of two, before it counts as outside."""
+_KINDS = frozenset(("framework", "layout", "task", "feed_forward", "finetuning"))
+"""Traits that make a job a different kind of job; the others are settings."""
+_PARAMETERS = {
+    "layout": "parallelism",
+    "feed_forward": "architecture",
+    "attention_structure": "architecture",
+    "finetuning": "finetuning",
+    "optimizer": "optimizer",
+    "parameters": "precision.parameters",
+    "compute": "precision.compute",
+    "fused_linear_cross_entropy": "loss.fused_linear_cross_entropy",
+    "expandable_segments": "allocator.expandable_segments",
+    "lengths": "batch.shortest_sequence",
+    "loss": "loss.kind",
+}
+"""Trait → the job's parameter that decides it, if its name is different."""
+OUT_OF_SCOPE_SEVERITY = KINDS["not_modelled"].severity
+MOST_SEVERE = 8
+"""The sum of severities counts as at most this."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Domain:
+    """What the rows of a calibrated quantity have in common."""
+
+    architectures: tuple[str, ...] = ()
+    gpus: tuple[str, ...] = ()
+    """GPU types that ran them."""
+    traits: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Trait (`framework`, `layout`, `attention`, ...) → values seen."""
+    ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """Feature → smallest and largest value seen."""
+    versions: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Package → major.minor releases seen."""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample]) -> Domain:
+        """The domain that `samples` span."""
+        seen: dict[str, set[str]] = {}
+        versions: dict[str, set[str]] = {}
+        for sample in samples:
+            for name, value in traits(sample.row.job).items():
+                seen.setdefault(name, set()).add(value)
+            for package, version in resolved(sample.row.job.versions).items():
+                versions.setdefault(package, set()).add(_minor(str(version)))
+        spans = {name: [sample.features[name] for sample in samples] for name in RANGED if samples}
+        return cls(
+            architectures=tuple(sorted({sample.architecture for sample in samples})),
+            gpus=tuple(sorted({sample.row.gpu for sample in samples})),
+            traits={name: tuple(sorted(values)) for name, values in sorted(seen.items())},
+            ranges={name: (min(values), max(values)) for name, values in spans.items()},
+            versions={package: tuple(sorted(values)) for package, values in sorted(versions.items())},
+        )
+
+    def outside(self, job: TrainingJob, row: Mapping[str, float]) -> list[Finding]:
+        """Every reason why `job` with the features `row` is outside; empty if it is inside. An architecture that was never
+        measured is not a reason, because the bars come from predictions of unseen architectures."""
+        if not self.traits:
+            return []
+        reasons = [
+            Finding(
+                "kind_not_measured" if name in _KINDS else "setting_not_measured",
+                _PARAMETERS.get(name, name),
+                "either",
+                f"no measured run has {name}={value}; the bars are widened.",
+            )
+            for name, value in traits(job).items()
+            if value not in self.traits.get(name, ())
+        ]
+        for name, (low, high) in self.ranges.items():
+            if not low - MARGIN <= row[name] <= high + MARGIN:
+                size = name.removeprefix("log2_")
+                label = size + (" in GiB" if size == "allocated" else "")
+                sentence = (
+                    f"{label} {_plain(2 ** row[name])} is far outside the measured {_plain(2**low)} to {_plain(2**high)}; "
+                    "the bars are widened."
+                )
+                reasons.append(Finding("size_not_measured", size, "either", sentence))
+        for package, version in resolved(job.versions).items():
+            seen = self.versions.get(package, ())
+            releases = [release(other)[:2] for other in seen if release(other)]
+            if releases and release(version) and not min(releases) <= release(version)[:2] <= max(releases):
+                sentence = f"{package} {version} is none of the measured releases ({', '.join(seen)}); bars are widened."
+                reasons.append(Finding("version_not_measured", f"versions.{package}", "either", sentence))
+        return [*reasons, *unmodelled_versions(job)]
+
+    def distance(self, job: TrainingJob, row: Mapping[str, float], gpu: str) -> int:
+        """How far outside `job` with the features `row` is on the GPU type `gpu`: from 0 (inside) to MOST_SEVERE."""
+        return min(severity(self.outside(job, row)) + (gpu not in self.gpus), MOST_SEVERE)
+
+    def to_mapping(self) -> dict[str, Any]:
+        """JSON-able form."""
+        return {
+            "architectures": list(self.architectures),
+            "gpus": list(self.gpus),
+            "traits": {name: list(values) for name, values in self.traits.items()},
+            "ranges": {name: list(span) for name, span in self.ranges.items()},
+            "versions": {package: list(values) for package, values in self.versions.items()},
+        }
+
+    @classmethod
+    def from_mapping(cls, mapping: object) -> Domain:
+        """The domain of `to_mapping`. Raises: CalibrationError."""
+        top = read(mapping, {"architectures", "gpus", "traits", "ranges", "versions"}, "domain")
+        for key in ("traits", "ranges", "versions"):
+            if not isinstance(top[key], Mapping):
+                raise CalibrationError(f"domain.{key} must be a mapping; fit the calibration again.", parameter=key)
+        ranges = {}
+        for name, span in top["ranges"].items():
+            if name not in RANGED or not isinstance(span, list) or len(span) != 2:
+                raise CalibrationError(f"domain.ranges[{name!r}] is not a known pair; fit the calibration again.")
+            ranges[name] = (number(span[0], name), number(span[1], name))
+        return cls(
+            architectures=tuple(texts(top["architectures"], "architectures")),
+            gpus=tuple(texts(top["gpus"], "gpus")),
+            traits={name: tuple(texts(values, name)) for name, values in top["traits"].items()},
+            ranges=ranges,
+            versions={package: tuple(texts(values, package)) for package, values in top["versions"].items()},
+        )
+
+
+def severity(findings: Iterable[Finding]) -> int:
+    """How far outside a job is by all `findings` together: from 0 to MOST_SEVERE. What the ledger does not cover counts
+    once, however many parts of the job that are."""
+    severities = [finding.severity for finding in findings]
+    uncovered = [size for size in severities if size >= OUT_OF_SCOPE_SEVERITY]
+    return min(sum(size for size in severities if size < OUT_OF_SCOPE_SEVERITY) + max(uncovered, default=0), MOST_SEVERE)
+
+
+def traits(job: TrainingJob) -> dict[str, str]:
+    """The traits of a job, each of which the rows of a calibration may or may not have."""
+    offloads = [name for name in ("parameters", "optimizer", "activations") if getattr(job.offload, name)]
+    return {
+        "framework": job.framework,
+        "layout": layout_of(job.parallelism),
+        "task": job.task,
+        "feed_forward": feed_forward_of(job),
+        "attention_structure": "latent" if job.architecture.mla else "heads",
+        "attention": job.attention,
+        "finetuning": job.finetuning.quantization or job.finetuning.method,
+        "optimizer": f"{job.optimizer.name}/{job.optimizer.implementation}",
+        "parameters": job.precision.parameters,
+        "compute": job.precision.compute,
+        "activation_checkpointing": job.activation_checkpointing.mode,
+        "fused_linear_cross_entropy": str(job.loss.fused_linear_cross_entropy).lower(),
+        "compile": str(job.compile).lower(),
+        "offload": "+".join(offloads) or "none",
+        "expandable_segments": str(job.allocator.expandable_segments).lower(),
+        # only if they differ from the default: older calibrations do not have these traits
+        **({"lengths": "changing"} if lengths_change(job) else {}),
+        **({"loss": job.loss.kind} if job.loss.kind != "cross_entropy" else {}),
+    }
+
+
+def _minor(version: str) -> str:
+    """major.minor of a version."""
+    numbers = release(version)[:2]
+    return ".".join(map(str, numbers)) if numbers else version
+
+
+def _plain(value: float) -> str:
+    """A size as a person writes it: whole from 100 on, otherwise three significant digits."""
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

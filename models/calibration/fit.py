@@ -1,0 +1,205 @@
+"""Fits a `Calibration` for one GPU type to measured rows: the learned half of the predictor."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from peakcast.answers.prediction import QUANTITIES
+from peakcast.core.errors import CalibrationError
+from peakcast.measurements.records import Measurement
+from peakcast.models.calibration.calibration import Calibration, QuantityCalibration
+from peakcast.models.calibration.domain import Domain
+from peakcast.models.calibration.features import of_quantity
+from peakcast.models.calibration.intervals import MIN_ARCHITECTURES, Intervals
+from peakcast.models.calibration.regressors import Regressor, candidates
+from peakcast.models.calibration.residual import NUM_FOLDS, Residual
+from peakcast.models.calibration.samples import (
+    BaselineOf,
+    DeviceOf,
+    Sample,
+    Samples,
+    ScopeOf,
+    prepare,
+    repeat_weights,
+    rows_digest,
+)
+from peakcast.models.calibration.spread import Spread, terms_of
+
+ENOUGH_ROWS = 60
+ENOUGH_ARCHITECTURES = 12
+"""A GPU type with this many rows of this many architectures is fitted to its own rows; one with fewer shares the rows of
+all GPU types, distinguished by compute capability and number of multiprocessors. (Coverage varies between data sets with
+the number of architectures: standard deviation 0.047 at 12, 0.040 at 24; ecosystem study, 2026-11-21.)"""
+
+
+def fit(
+    rows: Iterable[Measurement],
+    gpu: str,
+    *,
+    created: str,
+    device_of: DeviceOf | None = None,
+    baseline_of: BaselineOf | None = None,
+    scope_of: ScopeOf | None = None,
+) -> Calibration:
+    """The calibration of GPU type `gpu` from `rows` of any GPU types. `created`: its ISO date. Raises: CalibrationError if
+    no row counts or too few architectures do."""
+    prepared = prepare(rows, device_of=device_of, baseline_of=baseline_of, scope_of=scope_of)
+    return fit_prepared(prepared, gpu, created=created)
+
+
+def fit_prepared(prepared: Samples, gpu: str, *, created: str) -> Calibration:
+    """As `fit`, for rows that were prepared already. Raises: CalibrationError."""
+    calibration = fit_samples((*prepared.samples, *prepared.censored), gpu, created=created)
+    if not calibration.quantities:
+        reasons = "; ".join(f"{count} × {reason}" for reason, count in prepared.left_out.items())
+        raise CalibrationError(
+            f"{len(prepared.samples)} rows count for {gpu}, too few to calibrate: at least {MIN_ARCHITECTURES} "
+            f"architectures are needed{f' (left out: {reasons})' if reasons else ''}; collect more with "
+            "`peakcast collect`.",
+            parameter="gpu",
+            value=gpu,
+        )
+    return calibration
+
+
+def fit_samples(
+    samples: Sequence[Sample],
+    gpu: str,
+    *,
+    created: str = "",
+    learn: Callable[[Sequence[Sample], str], QuantityCalibration] | None = None,
+) -> Calibration:
+    """As `fit`, for prepared samples, including those that went out of memory, as bounds. A quantity with too few
+    architectures is left out. `learn`: replaces `fit_quantity`."""
+    learn = learn or fit_quantity
+    quantities: dict[str, QuantityCalibration] = {}
+    used: dict[int, Sample] = {}
+    for quantity in QUANTITIES:
+        rows = rows_for(gpu, quantity, samples)
+        if len({sample.architecture for sample in rows if not sample.censored}) < MIN_ARCHITECTURES:
+            continue
+        quantities[quantity] = learn(rows, quantity)
+        used.update({id(sample): sample for sample in rows})
+    return Calibration(
+        gpu=gpu,
+        created=created,
+        rows_digest=rows_digest(used.values()),
+        quantities=quantities,
+    )
+
+
+def rows_for(gpu: str, quantity: str, samples: Sequence[Sample]) -> list[Sample]:
+    """The rows from which `gpu` learns a quantity: its own if they are enough, else those of all GPU types."""
+    have = [sample for sample in samples if sample.measured(quantity) is not None]
+    own = [sample for sample in have if sample.row.gpu == gpu]
+    finished = [sample for sample in own if not sample.censored]
+    enough = len(finished) >= ENOUGH_ROWS and len({s.architecture for s in finished}) >= ENOUGH_ARCHITECTURES
+    return own if enough else have
+
+
+def fit_quantity(
+    rows: Sequence[Sample],
+    quantity: str,
+    *,
+    make_candidates: Callable[[], list[Regressor]] = candidates,
+    num_folds: int = NUM_FOLDS,
+) -> QuantityCalibration:
+    """Residual, spread and bars of one quantity. Spread and bars are fitted to the residual's errors on architectures, and
+    on sources, that were held out. A bound counts among them only if the prediction was below it."""
+    ratios = [sample.log_ratio(quantity) for sample in rows]
+    weights = repeat_weights(rows)
+    most = max(sample.trust for sample in rows)
+    architectures = [sample.architecture for sample in rows]
+    own_features = [of_quantity(sample.features, sample.baseline, quantity) for sample in rows]
+    residual = Residual(make_candidates=make_candidates, num_folds=num_folds).fit(
+        own_features,
+        ratios,
+        architectures,
+        [sample.residual_group for sample in rows],
+        [weight * sample.trust / most for weight, sample in zip(weights, rows, strict=True)],
+        [sample.censored for sample in rows],
+        [sample.row.project for sample in rows],
+    )
+    held = [
+        _Held(
+            sample=rows[i],
+            unit=f"{name} {units[i]}",
+            missed=ratios[i] - guess,
+            terms=terms_of(own_features[i], quantity, severities[i]),
+            weight=weights[i],
+        )
+        for name, units, split in zip(("architecture", "source"), _units(rows), residual.splits_, strict=False)
+        for severities in [_severities(rows, split.folds.tolist())]
+        for i, guess in enumerate(split.guesses.tolist())
+        if not rows[i].censored or ratios[i] > guess
+    ]
+    spread = Spread(quantity).fit([h.terms for h in held], [h.missed for h in held], _balanced(held))
+    intervals = Intervals().fit(
+        [h.missed for h in held],
+        [h.unit for h in held],
+        [h.sample.groups for h in held],
+        [h.weight for h in held],
+        [spread.predict(h.terms) for h in held],
+    )
+    finished = [index for index, sample in enumerate(rows) if not sample.censored]
+    unseen = residual.splits_[0].guesses.tolist()
+    return QuantityCalibration(
+        residual=residual,
+        spread=spread,
+        intervals=intervals,
+        domain=Domain.of([rows[i] for i in finished]),
+        rows_by_gpu=dict(Counter(rows[i].row.gpu for i in finished)),
+        unseen_errors=mean_by_architecture(
+            [architectures[i] for i in finished],
+            [abs(ratios[i] - unseen[i]) for i in finished],
+            [weights[i] for i in finished],
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Held:
+    """A row predicted without its unit: its error (log), and the terms that say how large an error to expect."""
+
+    sample: Sample
+    unit: str
+    missed: float
+    terms: dict[str, float]
+    weight: float
+
+
+def _units(rows: Sequence[Sample]) -> tuple[list[str], list[str]]:
+    """The unit of each row in each split of `Residual`, [rows]."""
+    return [sample.architecture for sample in rows], [sample.row.project for sample in rows]
+
+
+def _balanced(held: Sequence[_Held]) -> list[float]:
+    """Weights with which a unit of n rows counts as much as √n rows, because many rows of one unit say much the same."""
+    sizes: dict[str, float] = {}
+    for row in held:
+        sizes[row.unit] = sizes.get(row.unit, 0.0) + row.weight
+    return [row.weight / max(sizes[row.unit], 1.0) ** 0.5 for row in held]
+
+
+def mean_by_architecture(
+    architectures: Sequence[str], errors: Sequence[float], weights: Sequence[float]
+) -> dict[str, float]:
+    """The weighted mean of `errors` of each architecture."""
+    sums: dict[str, tuple[float, float]] = {}
+    for name, error, weight in zip(architectures, errors, weights, strict=True):
+        total, size = sums.get(name, (0.0, 0.0))
+        sums[name] = (total + weight * error, size + weight)
+    return {name: total / size for name, (total, size) in sorted(sums.items())}
+
+
+def _severities(rows: Sequence[Sample], folds: Sequence[int]) -> list[int]:
+    """How far each row was outside the rows that predicted it (those of the other folds), as `bars.bar_of` counts."""
+    found = [0] * len(rows)
+    for fold in set(folds):
+        domain = Domain.of([row for row, its in zip(rows, folds, strict=True) if its != fold and not row.censored])
+        for index, row in enumerate(rows):
+            if folds[index] == fold:
+                found[index] = domain.distance(row.row.job, row.features, row.row.gpu)
+    return found

@@ -1,0 +1,75 @@
+"""The names by which rows are grouped: the architecture (which defines "unseen"), the layout, and the groups of an error
+bar."""
+
+from __future__ import annotations
+
+from peakcast.core.units import GIB
+from peakcast.jobs.spec import Parallelism, TrainingJob
+
+EVERYTHING = "all"
+"""The group that every job belongs to."""
+SIZES_GIB = (5, 20)
+"""Allocated baselines from which a job is `medium` and `large`: below 5 GiB, workspaces and buffers of fixed size are
+several percent of the peak; above 20 GiB, nearly all of it is the network's tensors."""
+
+
+def architecture_shape(job: TrainingJob) -> str:
+    """The architecture as a unit of evidence, such as `gpt/512x12/8`: model_type, hidden_size x num_hidden_layers,
+    num_attention_heads, and the number of experts.
+
+    Finer than `model_type`, because one published source trains one small GPT in hundreds of layouts, which would otherwise
+    count as much as a model that was run once. Not finer than the shape, because rows of one shape share their tensors and
+    would leak from the fit into its judgement.
+    """
+    a = job.architecture
+    experts = f"/e{a.moe.num_experts}" if a.moe else ""
+    return f"{a.model_type}/{a.hidden_size}x{a.num_hidden_layers}/{a.num_attention_heads}{experts}"
+
+
+def layout_of(parallelism: Parallelism) -> str:
+    """The layout by its parts, such as `single`, `fsdp2`, `tp+pp` or `ddp+tp+sp`; sizes do not matter."""
+    p = parallelism
+    parts = {
+        p.sharding: p.sharding != "none",
+        f"zero{p.zero_stage}": p.zero_stage > 0,
+        "ddp": p.data_parallel_size > 1 and p.sharding == "none" and p.zero_stage == 0,
+        "tp": p.tensor_parallel_size > 1,
+        "sp": p.sequence_parallel and p.tensor_parallel_size > 1,
+        "pp": p.pipeline_parallel_size > 1,
+        "cp": p.context_parallel_size > 1,
+        "ep": p.expert_parallel_size > 1,
+    }
+    return "+".join(name for name, holds in parts.items() if holds) or "single"
+
+
+def residual_group(job: TrainingJob) -> str:
+    """The group whose median the residual may learn: framework, layout, and whether there are experts, whose leftovers in
+    the cache are of another order of magnitude."""
+    return f"{job.framework}/{layout_of(job.parallelism)}" + ("/experts" if job.architecture.moe else "")
+
+
+def kind_of(job: TrainingJob) -> str:
+    """The kind of row in a report: `inference`, `generation`, `fused kernels`, else the method of fine-tuning."""
+    if job.task == "inference":
+        return "generation" if (job.inference.new_tokens or 0) > 1 else "inference"
+    return "fused kernels" if job.framework_options.get("fused_kernels") else job.finetuning.method
+
+
+def size_of(allocated_bytes: int) -> str:
+    """`small`, `medium` or `large`, by the allocated baseline."""
+    return ("small", "medium", "large")[sum(allocated_bytes >= edge * GIB for edge in SIZES_GIB)]
+
+
+def feed_forward_of(job: TrainingJob) -> str:
+    """`experts` or `dense`: what a router sends to a rank depends on the data, which no ledger knows."""
+    return "experts" if job.architecture.moe else "dense"
+
+
+def bar_groups(job: TrainingJob, allocated_bytes: int) -> tuple[str, ...]:
+    """Groups whose residuals may set the error bar of `job`, finest first, each contained in the next: framework, layout,
+    feed-forward and size; without the size; framework, whether it is parallel at all, and feed-forward; feed-forward;
+    everything."""
+    kind, layout = feed_forward_of(job), layout_of(job.parallelism)
+    coarse = "single" if layout == "single" else "parallel"
+    own = f"{job.framework}/{layout}/{kind}"
+    return (f"{own}/{size_of(allocated_bytes)}", own, f"{job.framework}/{coarse}*/{kind}", kind, EVERYTHING)

@@ -1,0 +1,269 @@
+"""The learned residual: what measurements show beyond the analytical baseline, as log(measured / start). The start is the
+baseline; for allocated memory, that with the simulated allocator's slack (`Baseline.start`).
+
+Candidates of growing freedom (nothing, a hidden amount, a median per group, ridge, boosted trees) compete by predicting
+architectures they were not fitted on and, if there are several sources (who measured), sources they were not fitted on. A
+candidate with a larger error than the baseline alone, in either split, is out. Of the others the simplest wins whose error
+is, in both splits, within one standard error of the best. The splits are judged separately because both hold out the same
+rows: in one list, seven architectures that one source measured would outvote the sources. The winner is shrunk towards the
+baseline only as far as the same rule demands: if shrinking is slightly better for only a few units, that is chance, and
+everyone else would lose by it.
+
+A run that went out of memory gives a bound: its peak would have been at least that. A bound below the fit teaches nothing;
+one above the fit counts as a row at the bound (`fit_bounded`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from peakcast.models.calibration.features import FEATURES
+from peakcast.models.calibration.regressors import Regressor, Zero, candidates, regressor_from_mapping, weighted_median
+from peakcast.models.calibration.strict import number, read, texts
+
+NUM_FOLDS = 10
+MOST_ROUNDS = 4
+"""How often one candidate is fitted again because bounds lie above it."""
+SHRINKAGES = (1.0, 0.75, 0.5, 0.25, 0.0)
+WORST_COUNTED = 0.1
+"""Log ratios further than this from the median are learned, and larger errors counted, as if they were exactly this far:
+such a row shows a fault of the ledger, not something for a residual to follow."""
+
+LEAST_LOSS = 1e-9
+"""Mean errors that differ by less count as equal, because they are sums of floats."""
+
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
+Units = npt.NDArray[np.int64]
+Choice = TypeVar("Choice")
+
+
+class HeldOut:
+    """One way of holding rows out. `units` [rows]: the unit of each row, each of which counts once in the error; `folds`
+    [rows]: which rows were held out together; `guesses` [rows]: what was predicted for each row without its fold."""
+
+    def __init__(self, units: Units, folds: Units) -> None:
+        self.units = units
+        self.folds = folds
+        self.guesses: Floats = np.zeros(len(units))
+
+
+class Residual:
+    """Predicts log(measured / baseline) from features.
+
+    `make_candidates`: makes the candidates, simplest first; `num_folds`: the most folds of the grouped cross-validation
+    (with fewer architectures, each is a fold).
+
+    Learned: `regressor_`, `shrinkage_` (0 to 1), `low_` and `high_` (the range of log ratios seen, within which predictions
+    stay), `scores_` (candidate → mean absolute error on held-out rows), `splits_` (a `HeldOut` for each way of holding rows
+    out: by architecture, then by source if there are several).
+    """
+
+    def __init__(self, *, make_candidates: Callable[[], list[Regressor]] = candidates, num_folds: int = NUM_FOLDS) -> None:
+        self.make_candidates = make_candidates
+        self.num_folds = num_folds
+
+    def fit(
+        self,
+        rows: Sequence[Mapping[str, float]],
+        log_ratios: Sequence[float] | Floats,
+        architectures: Sequence[str],
+        groups: Sequence[str],
+        weights: Sequence[float] | Floats | None = None,
+        bounded: Sequence[bool] | None = None,
+        sources: Sequence[str] | None = None,
+    ) -> Residual:
+        """Learn from rows of `features`; returns self. `architectures` and `sources`: the names by which rows are held out;
+        `groups`: those that `GroupMedian` uses; `weights`: less than 1 for repeats and less trusted rows; `bounded`:
+        whether a ratio is only a lower bound."""
+        x, y = matrix(rows), np.asarray(log_ratios, dtype=np.float64)
+        counts = np.ones(len(y)) if weights is None else np.asarray(weights, dtype=np.float64)
+        censored = np.zeros(len(y), dtype=bool) if bounded is None else np.asarray(bounded, dtype=bool)
+        units = number_of(architectures)
+        balanced = counts / np.sqrt(np.maximum(np.bincount(units, weights=counts), 1))[units]
+        self.splits_ = [HeldOut(units, assign_folds(units, counts, self.num_folds))]
+        by_source = number_of(sources) if sources is not None else np.zeros(len(y), dtype=np.int64)
+        if len(np.unique(by_source[~censored])) > 1:
+            self.splits_.append(HeldOut(by_source, by_source))
+        exact = y[~censored]
+        self.low_, self.high_ = (float(exact.min()), float(max(exact.max(), y.max()))) if len(exact) else (0.0, 0.0)
+        self.scores_: dict[str, float] = {}
+        self.shrinkage_ = 0.0
+        self.regressor_: Regressor = Zero()
+        if len(np.unique(units[~censored])) < 2:
+            return self
+        middle = weighted_median(exact, balanced[~censored])
+        targets = np.clip(y, middle - WORST_COUNTED, middle + WORST_COUNTED)
+        tried = {
+            candidate.name: [
+                self._out_of_fold(split.folds, candidate, x, targets, balanced, groups, censored) for split in self.splits_
+            ]
+            for candidate in self.make_candidates()
+            if candidate.least_architectures <= len(np.unique(units[~censored]))
+        }
+
+        def lost(guesses: Sequence[Floats], share: float = 1.0) -> list[Floats]:
+            """For each split, the mean error of each unit with `share` of the guesses."""
+            parts = []
+            for split, guess in zip(self.splits_, guesses, strict=True):
+                missed = y - share * guess
+                parts.append(per_unit_error(np.where(censored, np.maximum(missed, 0.0), missed), split.units, counts))
+            return parts
+
+        errors = {name: lost(guesses) for name, guesses in tried.items()}
+        self.scores_ = {name: float(np.concatenate(parts).mean()) for name, parts in errors.items()}
+        chosen = simplest_in_every_split(errors)
+        self.shrinkage_ = simplest_in_every_split({s: lost(tried[chosen], s) for s in SHRINKAGES})
+        if chosen != Zero.name and self.shrinkage_ > 0:
+            winner = next(c for c in self.make_candidates() if c.name == chosen)
+            self.regressor_ = fit_bounded(winner, x, targets, balanced, groups, censored)
+            for split, guess in zip(self.splits_, tried[chosen], strict=True):
+                split.guesses = np.clip(self.shrinkage_ * guess, self.low_, self.high_)
+        else:
+            self.shrinkage_ = 0.0
+        return self
+
+    def predict(self, rows: Sequence[Mapping[str, float]], groups: Sequence[str]) -> Floats:
+        """Log ratios to add to the logarithm of the baseline, [rows]."""
+        guess = self.shrinkage_ * self.regressor_.predict(matrix(rows), groups)
+        clipped: Floats = np.clip(guess, min(self.low_, 0.0), max(self.high_, 0.0))
+        return clipped
+
+    @property
+    def least(self) -> float:
+        """A bound below all predictions."""
+        return 0.0 if self.regressor_.never_takes_away else self.shrinkage_ and min(self.low_, 0.0)
+
+    def _out_of_fold(
+        self,
+        folds: Units,
+        candidate: Regressor,
+        x: Floats,
+        y: Floats,
+        weights: Floats,
+        groups: Sequence[str],
+        censored: Flags,
+    ) -> Floats:
+        """The candidate's prediction for each row from a fit without the row's fold."""
+        guess = np.zeros(len(y))
+        names = np.asarray(groups, dtype=object)
+        for fold in np.unique(folds):
+            inside, outside = folds != fold, folds == fold
+            if censored[inside].all():
+                continue
+            fitted = fit_bounded(
+                candidate, x[inside], y[inside], weights[inside], names[inside].tolist(), censored[inside]
+            )
+            guess[outside] = fitted.predict(x[outside], names[outside].tolist())
+        return guess
+
+    def to_mapping(self) -> dict[str, Any]:
+        """Plain JSON of everything `predict` needs."""
+        return {
+            "features": list(FEATURES),
+            "regressor": self.regressor_.to_mapping(),
+            "shrinkage": self.shrinkage_,
+            "low": self.low_,
+            "high": self.high_,
+            "scores": {name: round(score, 9) for name, score in self.scores_.items()},  # further digits are the machine's
+        }
+
+    @classmethod
+    def from_mapping(cls, mapping: Mapping[str, Any]) -> Residual:
+        """The residual of `to_mapping`, ready to predict. Raises: CalibrationError."""
+        from peakcast.core.errors import CalibrationError
+
+        top = read(mapping, {"features", "regressor", "shrinkage", "low", "high", "scores"}, "residual")
+        if texts(top["features"], "residual.features") != list(FEATURES):
+            raise CalibrationError(
+                "residual.features are not those of this version of peakcast; fit the calibration again.",
+                parameter="features",
+            )
+        if not isinstance(top["scores"], Mapping):
+            raise CalibrationError("residual.scores must be a mapping; fit the calibration again.", parameter="scores")
+        residual = cls()
+        residual.regressor_ = regressor_from_mapping(top["regressor"], len(FEATURES))
+        residual.shrinkage_ = number(top["shrinkage"], "residual.shrinkage", low=0, high=1)
+        residual.low_ = number(top["low"], "residual.low", low=-5, high=5)
+        residual.high_ = number(top["high"], "residual.high", low=-5, high=5)
+        residual.scores_ = {str(name): number(score, "scores") for name, score in top["scores"].items()}
+        return residual
+
+
+def fit_bounded(
+    candidate: Regressor, x: Floats, y: Floats, weights: Floats, groups: Sequence[str], censored: Flags
+) -> Regressor:
+    """`candidate` fitted to the rows that finished, and to those bounds (`censored`) that it would otherwise lie below."""
+    used = ~censored
+    names = np.asarray(groups, dtype=object)
+    fitted = candidate
+    for _ in range(MOST_ROUNDS):
+        fitted = candidate.fit(x[used], y[used], weights[used], names[used].tolist())
+        too_low = ~used & (fitted.predict(x, groups) < y)
+        if not too_low.any():
+            break
+        used |= too_low
+    return fitted
+
+
+def matrix(rows: Sequence[Mapping[str, float]]) -> Floats:
+    """The rows as an array [rows, features], in the order of FEATURES."""
+    return np.array([[row[name] for name in FEATURES] for row in rows], dtype=np.float64).reshape(len(rows), len(FEATURES))
+
+
+def number_of(names: Sequence[str]) -> Units:
+    """A number for each row, equal for equal names, [rows]."""
+    numbers: Units = np.unique(np.asarray(names, dtype=object).astype(str), return_inverse=True)[1]
+    return numbers
+
+
+def assign_folds(units: npt.NDArray[np.int64], counts: Floats, num_folds: int) -> npt.NDArray[np.int64]:
+    """A fold for each row: whole units only, the largest first, each to the fold with the least weight so far."""
+    sizes = np.bincount(units, weights=counts)
+    load = np.zeros(min(num_folds, len(sizes)))
+    fold_of = np.zeros(len(sizes), dtype=np.int64)
+    for unit in np.argsort(-sizes, kind="stable"):
+        fold_of[unit] = int(np.argmin(load))
+        load[fold_of[unit]] += sizes[unit]
+    folds: npt.NDArray[np.int64] = fold_of[units]
+    return folds
+
+
+def per_unit_error(errors: Floats, units: npt.NDArray[np.int64], counts: Floats) -> Floats:
+    """Mean absolute error of each unit, every row capped at WORST_COUNTED, [units]."""
+    capped = np.minimum(np.abs(errors), WORST_COUNTED)
+    sums: Floats = np.bincount(units, weights=counts * capped) / np.bincount(units, weights=counts)
+    return sums
+
+
+def simplest_in_every_split(errors: Mapping[Choice, Sequence[Floats]]) -> Choice:
+    """Among the choices whose error exceeds the first choice's in no split, the first that is within one standard error of
+    the best in every split; if there is none, the first that is so in the last split, the hardest. `errors`: choice → the
+    errors of each split."""
+    first = next(iter(errors))
+    mean = {name: [float(part.mean()) for part in parts] for name, parts in errors.items()}
+    harmless = [
+        name for name in errors if all(own <= its + LEAST_LOSS for own, its in zip(mean[name], mean[first], strict=True))
+    ]
+    near = [
+        within_one_standard_error({name: errors[name][split] for name in harmless}) for split in range(len(errors[first]))
+    ]
+    return next((name for name in harmless if all(name in choices for choices in near)), near[-1][0])
+
+
+def within_one_standard_error(errors: Mapping[Choice, Floats]) -> list[Choice]:
+    """The choices whose mean error exceeds the best one's by at most one standard error of their difference, in the order
+    of `errors`. Differences are taken unit by unit, so that units which are hard for every candidate do not blur the
+    comparison."""
+    best = min(errors, key=lambda name: float(errors[name].mean()))
+    found = []
+    for name, error in errors.items():
+        difference = error - errors[best]
+        standard_error = float(difference.std(ddof=1)) / len(difference) ** 0.5
+        if name == best or float(difference.mean()) <= standard_error:
+            found.append(name)
+    return found

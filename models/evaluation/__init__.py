@@ -1,0 +1,1 @@
+"""How accurate predictions are on what was not seen, and what follows from that."""

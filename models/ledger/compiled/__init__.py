@@ -1,0 +1,1 @@
+"""Steps that torch.compile compiles: graphs as Inductor fuses and orders them."""

@@ -1,0 +1,74 @@
+"""A decoder layer that torch.compile compiles by itself: the operations of its two graphs, from which its buffers follow.
+
+Forward saves what the partitioner chose: without checkpointing, what the kernels before and after each matrix product make;
+nothing under full checkpointing; what the policy says under selective checkpointing. Backward recomputes the rest just
+before it is first needed. Between matrix products everything elementwise is one kernel, and only its results are buffers.
+
+Source: graphs that torch 2.13 lowers for transformers' Llama, Mistral, Qwen2 and Qwen3 (`TORCH_LOGS=output_code`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from peakcast.models.ledger.compiled.backward import LayerOps
+from peakcast.models.ledger.compiled.graphs_in_turn import both_graphs
+from peakcast.models.ledger.compiled.inductor_graph import InductorGraph
+from peakcast.models.ledger.compiled.inductor_kernels import Op
+from peakcast.models.ledger.compiled.ops import INPUT, INT64, NARROWED, OUTPUT, PRODUCTS, SEEDS, op, recomputed
+from peakcast.models.ledger.compiled.template import Given, compiled_template
+from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention_kernel
+from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE
+from peakcast.models.ledger.tape.template import HANDED_IN, Template
+from peakcast.timelines.timeline import Category
+
+FAMILIES = ("gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
+"""Families whose graphs were compared with the trace."""
+
+
+def is_compiled_alone(context: HFContext) -> bool:
+    """Whether this module describes the graphs of the context's layer."""
+    dense = context.architecture.model_type in FAMILIES and not (context.routed or context.num_sequences)
+    plain = dense and context.trainable and not context.masked
+    whole = context.group == WHOLE and not (context.splits_backward or context.saves_on_cpu)
+    return "layers" in context.compiled and plain and whole and attention_kernel(context) == "flash"
+
+
+@lru_cache(maxsize=256)
+def compiled_layer(context: HFContext, recomputes: bool) -> Template:
+    """One layer, forward and backward: [micro_batch_size, sequence_length, hidden_size] in and out. `recomputes`:
+    checkpointing is inside the compiled part, and `context.cached_matmuls` says what it keeps. If it is around it, the
+    context is `checkpointed`: the checkpoint holds the layer's input."""
+    return _template(context, *graphs(context, recomputes))
+
+
+def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, InductorGraph]:
+    """The layer's forward and backward graphs."""
+    ops = LayerOps(context, recomputes=recomputes)
+    forward, backward = ops.forward(), ops.backward()
+    if ops.drops:
+        forward.insert(0, op(SEEDS, "", 2 * INT64))
+    if ops.casts:
+        backward = [op(NARROWED, HANDED_IN, ops.hidden), *backward]
+    kept = kept_of(context, forward, recomputes)
+    return both_graphs(forward, recomputed(ops.forward(again=True), backward, kept), kept, {OUTPUT}, ops.parts_read)
+
+
+def kept_of(context: HFContext, forward: Sequence[Op], recomputes: bool) -> set[str]:
+    """Names of what a layer's forward may save for backward; with checkpointing, only what the policy keeps."""
+    if not recomputes:
+        return {name for one in forward for name in one.writes}
+    if not context.cached_matmuls:
+        return set()
+    products = [one.name for one in forward if one.name in PRODUCTS]
+    chosen = {name for index, name in enumerate(products) if index % context.cached_matmuls == 0}
+    return chosen | {name for one in forward if one.parts for name in one.writes}
+
+
+def _template(context: HFContext, first: InductorGraph, second: InductorGraph) -> Template:
+    """Both graphs as one block. Parameter gradients leave the backward graph when it ends."""
+    hidden, owned = context.input_bytes, 0 if context.checkpointed else context.input_bytes
+    given = Given(INPUT, Category.ACTIVATIONS, owned, False), Given(HANDED_IN, Category.TEMPORARIES, hidden, True)
+    return compiled_template(first, second, given, input_bytes=hidden)

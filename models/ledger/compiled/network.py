@@ -1,0 +1,278 @@
+"""A decoder that torch.compile compiles as a whole, with its loss: one graph forward and one backward.
+
+Its layers are those of `layer.py`, one after the other; what lies between them differs. Inductor schedules all of
+backward at once, so a weight's gradient may be computed as late as the end if that does not raise the peak.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from peakcast.models.ledger.compiled.backward import LayerOps
+from peakcast.models.ledger.compiled.graphs_in_turn import Graph, GraphsInTurn, both_graphs
+from peakcast.models.ledger.compiled.inductor_kernels import Op
+from peakcast.models.ledger.compiled.layer import FAMILIES, kept_of
+from peakcast.models.ledger.compiled.ops import (
+    FP32,
+    INPUT,
+    INT64,
+    MASK,
+    OF_HANDED_IN,
+    OUTPUT,
+    SEEDS,
+    named,
+    op,
+    recomputed,
+)
+from peakcast.models.ledger.compiled.template import Given, compiled_template
+from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE
+from peakcast.models.ledger.huggingface.blocks.traits import traits
+from peakcast.models.ledger.tape.template import HANDED_IN, Template
+from peakcast.networks.windows import attends_to_everything
+from peakcast.timelines.timeline import Category
+
+WHOLE_NETWORK = frozenset({"layers", "ends", "loss", "mask"})
+TANGENT = "logits.tangent"
+"""The gradient of the logits, which the graph returns besides the loss: zeros of the same size."""
+
+HIDDEN_TANGENT = "hidden_states.tangent"
+"""The gradient of the final norm's output, which the graph returns if the loss is a graph of its own."""
+
+
+def is_compiled_whole(context: HFContext) -> bool:
+    """Whether this module describes the graphs of the context's network."""
+    dense = context.architecture.model_type in FAMILIES and context.architecture.moe is None
+    plain = _trains_as_traced(context) and context.group == WHOLE and not context.saves_on_cpu
+    whole_loss = context.loss == "cross_entropy" and not context.fused_loss
+    return context.compiled == WHOLE_NETWORK and dense and plain and whole_loss
+
+
+def _trains_as_traced(context: HFContext) -> bool:
+    """Whether everything trains, or fp32 adapters alone, as in the traces."""
+    tuning = context.finetuning
+    plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout or context.autocast)
+    plain = plain and not (context.architecture.fused_qkv or context.architecture.fused_gate_up)
+    return context.trainable or (plain and context.adapter_bytes == FP32)
+
+
+@lru_cache(maxsize=64)
+def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], again: tuple[bool, ...]) -> Template:
+    """A network whose layer i has the context `kinds[layers[i]]` and is checkpointed if `again[i]`: ids in, loss and logits
+    out."""
+    first, second = graphs(tuple(kinds[kind] for kind in layers), again)
+    if traits(kinds[0].architecture).loss_apart:
+        given = Given(HIDDEN_TANGENT, Category.TEMPORARIES, first.size_of("norm_final"), True, born=1)
+    else:
+        given = Given(TANGENT, Category.LOGITS, first.size_of("logits"), True)
+    return compiled_template(first, second, [given], module_of=_module_of)
+
+
+def _module_of(name: str) -> tuple[str, str]:
+    """(module, own name) of the operation `name`."""
+    layer, _, own = name.partition(".")
+    if layer.isdecimal():
+        return f"layers.{layer}", own
+    return ("embedding" if layer.startswith("embed") else "head"), name
+
+
+def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Graph, Graph]:
+    """The forward and backward graphs of a network with these `layers`."""
+    one, size = layers[0], layers[0].compute_bytes
+    embedded, reads = _embedded(one, len(layers))
+    made = traits(one.architecture).scaled_embedding or len(reads.split()) > 1  # computed, so it can be recomputed
+    looked_up = one.trainable and not made  # rows of a frozen table are looked up again instead
+    parts = [
+        _layer(layer, again[index] or (index == 0 and looked_up), again[index], reads if index == 0 else INPUT)
+        for index, layer in enumerate(layers)
+    ]
+    forward = [*embedded, op("sequences", "", one.rows * INT64)]
+    backward: list[Op] = []
+    masks = _masks(one, len(layers))
+    kept = {*reads.split(), "positions", "sequences", *masks}
+    given, summed = "embedding", ""
+    outer = {name: name for name in (*reads.split(), *masks, SEEDS, "sequences", "norm_final.partial")}
+    repeated: list[Op] = []
+    for index, (layer, (ops, inside, back)) in enumerate(zip(layers, parts, strict=True)):
+        prefix, last = f"{index}.", index == len(layers) - 1
+        above = "d_stream" if last else f"{index + 1}.d_input"
+        if index == 0:  # made where it is first read
+            at = next(place for place, each in enumerate(inside) if MASK in each.reads)
+            made_masks = op(MASK, "sequences", writes=dict.fromkeys(masks, one.batch * one.sequence**2 * size))
+            inside = [*inside[:at], made_masks, *inside[at:]]
+        outer[MASK] = masks[index]
+        forward += named(inside, prefix, outer | {INPUT: given})
+        if again[index]:
+            repeated += named(ops.forward(again=True), prefix, outer | {INPUT: given})
+        kept |= {prefix + name for name in kept_of(layer, inside, again[index])}
+        if again[index] and not last:
+            kept.add(prefix + OUTPUT)
+        names = outer | {INPUT: given} | {name: name.replace(HANDED_IN, above) for name in OF_HANDED_IN}
+        if last and again[index]:
+            back = _after_recomputation(layer, back)
+        backward[:0] = named(back, prefix, names)
+        summed = f"{given} {prefix}o {prefix}down"
+        given = prefix + OUTPUT
+    head, head_back = _head(one, parts[-1][0], given, summed if again[-1] else given)
+    loss, loss_back = _loss(one)
+    apart = traits(one.architecture).loss_apart
+    forward += head if apart else [*head, *loss]
+    kept |= {name for each in (*head, *loss) for name in each.writes}
+    if any(again):
+        kept.difference_update(masks)
+    embedding = _embedding_back(one, backward)
+    everything = [*head_back, *backward, *embedding]
+    if not apart:
+        everything = [*loss_back, *everything]
+    differs = {each.name: each for each in repeated}
+    everything = recomputed([differs.get(each.name, each) for each in forward], _wanted(everything), kept)
+    seen = {f"{index}.{name}": size for index, (each, _, _) in enumerate(parts) for name, size in each.parts_read.items()}
+    first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
+    if not apart:
+        return first, second
+    loss_first, loss_second = both_graphs(loss, loss_back, kept, {"loss"}, {"logits": first.size_of("logits")})
+    return GraphsInTurn([first, loss_first]), GraphsInTurn([loss_second, second])
+
+
+@lru_cache(maxsize=64)
+def _layer(
+    context: HFContext, sums_again: bool, recomputes: bool, given: str
+) -> tuple[LayerOps, list[Op], list[Op]]:
+    """The operations of one kind of layer, forward and backward; cached, because a network has many layers of a kind."""
+    ops = LayerOps(context, sums_again=sums_again, recomputes=recomputes, given=given)
+    return ops, ops.forward(), ops.backward(is_result=False)
+
+
+def _masks(context: HFContext, layers: int) -> list[str]:
+    """The name of each layer's mask. Layers with a sliding window have a mask of their own, even if it hides nothing."""
+    kinds = attends_to_everything(context.architecture)
+    return [MASK if kind == kinds[0] else f"{MASK}.other" for kind in kinds[:layers]]
+
+
+def _wanted(ops: list[Op]) -> list[Op]:
+    """Those of `ops` from which a result is computed."""
+    read: set[str] = set()
+    found = []
+    for one in reversed(ops):
+        if one.is_result or not read.isdisjoint(one.writes):
+            found.append(one)
+            read.update(one.reads)
+    return found[::-1]
+
+
+def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:
+    """The backward of the layer that is recomputed first. Its attention gets a mask that is written out for every head. The
+    final norm reads the same recomputed buffers, so the sums over rows of both norms are one kernel."""
+    size = context.batch * context.architecture.num_attention_heads * context.sequence**2 * context.compute_bytes
+    found = []
+    for one in backward:
+        if one.name == "d_attention":
+            found.append(op("mask_of_heads", MASK, size))
+            one = replace(one, reads=tuple("mask_of_heads" if name == MASK else name for name in one.reads))
+        elif one.name == "norm_2.partial":
+            one = replace(one, fuses=("norm_final.partial",))
+        found.append(one)
+    return found
+
+
+def _embedded(context: HFContext, layers: int) -> tuple[list[Op], str]:
+    """The operations before the first layer, and the names of the buffers that it reads: a row for every token and, with
+    learned positions, what its input is computed from."""
+    architecture, rows = context.architecture, context.rows
+    if not context.trainable:
+        return [], "embedding"
+    stream = rows * architecture.hidden_size * context.stream_bytes
+    embedded = op("embedding", "", stream, wide=context.stream_bytes > context.compute_bytes)
+    if architecture.position_embedding != "learned":
+        return [embedded], "embedding"
+    ops = [
+        op("positions", "", context.sequence * INT64),
+        op("embed_positions", "positions", stream // context.batch),
+        *([op(SEEDS, "", (2 * layers + 1) * INT64)] if architecture.hidden_dropout else []),
+        embedded,
+    ]
+    if not architecture.embedding_dropout:
+        return ops, "embedding embed_positions"
+    ops.append(op("embedding.dropped", SEEDS, rows * architecture.hidden_size, fuses="embedding"))
+    return ops, "embedding embed_positions embedding.dropped"
+
+
+def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tuple[list[Op], list[Op]]:
+    """The final norm and the lm_head, forward and backward. `given_again`: what backward reads as the norm's input."""
+    architecture = context.architecture
+    logits = context.rows * architecture.vocab_size * context.compute_bytes
+    weight = architecture.vocab_size * architecture.hidden_size
+    cast = [op("lm_head.cast", "", weight * context.compute_bytes)] if ops.casts else []
+    capped = architecture.final_logit_softcapping is not None
+    product = "lm_head" if capped else "logits"
+    through = ops.back("lm_head", "d_logits norm_final", "d_norm_final_of_logits", "d_logits", ops.hidden, weight)
+    if architecture.tie_word_embeddings:  # its weight's gradient comes at the end, with the embedding's
+        through = [each for each in through if not each.is_result]
+    forward = [
+        *ops.norm("final", given, given, "rstd_final"),
+        *cast,
+        op(product, "norm_final lm_head.cast" if cast else "norm_final", logits),
+        *([op("logits", product, logits)] if capped else []),
+    ]
+    returned = HIDDEN_TANGENT if traits(architecture).loss_apart else ""
+    replaced = f"d_norm_final_of_logits {given_again}"
+    of_logits = f"d_norm_final_of_logits {returned}"
+    return forward, [*through, *ops.through_norm("final", "d_stream", of_logits, given_again, "", replaced)]
+
+
+def _loss(context: HFContext) -> tuple[list[Op], list[Op]]:
+    """Cross entropy, forward and backward."""
+    architecture, rows = context.architecture, context.rows
+    logits = rows * architecture.vocab_size * context.compute_bytes
+    capped = architecture.final_logit_softcapping is not None
+    forward = [
+        op("labels", "", context.batch * (context.sequence + 1) * INT64),
+        op("loss.max", "logits", rows * FP32, wide=True, fuses="logits" if capped else ""),
+        op("loss.sum", "logits", rows * FP32, wide=True, fuses="loss.max"),
+        op("loss.log", "loss.sum", rows * FP32, wide=True, fuses="loss.max", replaces="loss.sum"),
+        op("loss", "logits loss.max loss.log labels", FP32),
+    ]
+    tangent = "" if traits(architecture).loss_apart else TANGENT
+    of_loss = f"logits loss.max loss.log labels {tangent}"
+    if not capped:
+        return forward, [op("d_logits", of_loss, logits, is_result=not tangent)]
+    return forward, [op("d_capped", of_loss, logits), op("d_logits", "d_capped lm_head", logits, fuses="d_capped")]
+
+
+def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
+    """The embedding's gradient: rows are summed in fp32 (`_decomp` embedding_dense_backward), by the kernel that would make
+    the first layer's gradient. That one is removed from `backward` unless positions read it too."""
+    at = max(index for index, each in enumerate(backward) if each.name == "0.d_input")
+    if not context.trainable:
+        del backward[at]
+        return []
+    architecture, learned = context.architecture, context.architecture.position_embedding == "learned"
+    last = backward[at] if learned else backward.pop(at)
+    elements = architecture.vocab_size * architecture.hidden_size
+    name, wide = "embed_tokens.weight.grad", context.weight_bytes == FP32
+    tied = architecture.tie_word_embeddings
+    table = name if wide and not tied else "embed_tokens.table"
+    made = op(table, "", elements * FP32, wide=True, is_result=table == name)
+    reads = "0.d_input embedding.dropped" if learned else " ".join(last.reads)
+    ops = [made, op("embed_tokens.rows", f"{reads} {table}", 0, fuses="0.d_input", is_result=True)]  # in place
+    size = elements * context.weight_bytes
+    if learned:
+        ops += _positions_back(context)
+    if tied and wide:
+        return [*ops, op(name, f"{table} embed_tokens.rows lm_head.grad", size, wide=True, is_result=True)]
+    if tied:  # the lm_head's product and the sum are one operation (`_inductor/fx_passes/post_grad.py` addmm)
+        narrow = op("embed_tokens.narrow", f"{table} embed_tokens.rows", size)
+        return [*ops, narrow, op(name, "embed_tokens.narrow d_logits norm_final", size, is_result=True)]
+    return ops if wide else [*ops, op(name, f"{table} embed_tokens.rows", size, is_result=True)]
+
+
+def _positions_back(context: HFContext) -> list[Op]:
+    """The gradient of learned positions, computed like the embedding's."""
+    elements = context.architecture.max_position_embeddings * context.architecture.hidden_size
+    name, table = "embed_positions.weight.grad", "embed_positions.table"
+    return [
+        op(table, "", elements * FP32, wide=True),
+        op("embed_positions.rows", f"0.d_input positions {table}", 0),
+        op(name, f"{table} embed_positions.rows", elements * context.weight_bytes, is_result=True),
+    ]

@@ -1,0 +1,89 @@
+"""How operations of compiled graphs are written down, put into a larger graph, and recomputed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from peakcast.models.ledger.compiled.inductor_kernels import Op
+from peakcast.models.ledger.tape.template import HANDED_IN
+
+FP32 = 4
+INT64 = 8
+INPUT, OUTPUT = "hidden_states", "output"
+MASK, SEEDS, NARROWED = "attention_mask", "seeds", f"{HANDED_IN}.narrow"
+OF_HANDED_IN = (HANDED_IN, NARROWED, f"{HANDED_IN}.wide", f"{HANDED_IN}.copy")
+PRODUCTS = ("qkv", "q", "k", "v", "o", "gate_up", "gate", "up", "down")
+
+
+def op(
+    name: str,
+    reads: str,
+    size: int = 0,
+    *,
+    writes: dict[str, int] | None = None,
+    fuses: str = "",
+    replaces: str = "",
+    parts: bool = False,
+    is_result: bool = False,
+    wide: bool = False,
+) -> Op:
+    """An operation; each argument with several names is one string, separated by spaces."""
+    return Op(
+        name=name,
+        reads=tuple(reads.split()),
+        writes=writes or {name: size},
+        fuses=tuple(fuses.split()),
+        replaces=tuple(replaces.split()),
+        parts=parts,
+        is_result=is_result,
+        wide=wide,
+    )
+
+
+class _Names(dict[str, str]):
+    """name -> prefix + name, except for the names in `others`."""
+
+    def __init__(self, prefix: str, others: Mapping[str, str]) -> None:
+        super().__init__(others)
+        self.prefix = prefix
+
+    def __missing__(self, name: str) -> str:
+        self[name] = found = self.prefix + name
+        return found
+
+
+def named(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]:
+    """`ops` with `prefix` before every name, except those in `others`, which are replaced as given there."""
+    names = _Names(prefix, others)
+    return [
+        Op(
+            name=names[one.name],
+            reads=tuple([names[name] for name in one.reads]),
+            writes={names[result]: size for result, size in one.writes.items()},
+            fuses=tuple([names[name] for name in one.fuses]),
+            replaces=tuple([names[name] for name in one.replaces]),
+            parts=one.parts,
+            is_result=one.is_result,
+            wide=one.wide,
+        )
+        for one in ops
+    ]
+
+
+def recomputed(forward: Sequence[Op], backward: Sequence[Op], kept: set[str]) -> list[Op]:
+    """`backward` with the operations of `forward` that it needs and that are not `kept`, each just before its first reader
+    (`_functorch/partitioners.py` reordering_to_mimic_autograd_engine)."""
+    maker = {name: one for one in forward for name in one.writes if name not in kept}
+    place = {one.name: index for index, one in enumerate(forward)}
+    ordered: dict[str, Op] = {}
+    for one in backward:
+        missing, stack = set[str](), [one]
+        while stack:
+            for name in stack.pop().reads:
+                if name in maker and maker[name].name not in ordered and maker[name].name not in missing:
+                    missing.add(maker[name].name)
+                    stack.append(maker[name])
+        for name in sorted(missing, key=place.__getitem__):
+            ordered[name] = forward[place[name]]
+        ordered[one.name] = one
+    return list(ordered.values())

@@ -1,0 +1,1 @@
+"""The step of Hugging Face transformers and plain PyTorch on one rank."""

@@ -1,0 +1,199 @@
+"""Self-attention of a Hugging Face decoder layer: projections, norms of q and k, rotary embedding, the attention kernel,
+the output projection."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention, attention_kernel
+from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
+from peakcast.models.ledger.huggingface.blocks.eager_attention import repeat_key_value
+from peakcast.models.ledger.huggingface.blocks.fused_lora import fused_projections, is_fused
+from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
+from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
+from peakcast.models.ledger.huggingface.blocks.traits import traits
+from peakcast.models.ledger.parameters.inventory import leaf_names
+from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.networks.rotary import rotated_width
+
+FP32 = 4
+
+
+def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
+    """Attention of one layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
+    context, architecture, tape = build.context, build.context.architecture, build.tape
+    rows, width, family = context.rows, architecture.hidden_size, traits(architecture)
+    query, key_value = architecture.query_size, architecture.key_value_size
+    size = context.compute_bytes
+    x = gather_sequence(tape, x, context.group, "self_attn")
+    bias, names = architecture.attention_bias, leaf_names(architecture)
+    fused = x
+    if architecture.fused_qkv:
+        fused = build.columns(x, width, query + 2 * key_value, f"self_attn.{names.qkv}", bias)
+        q, k, v = tape.split(fused, [rows * query * size, rows * key_value * size, rows * key_value * size], "qkv_split")
+        if family.expands_key_value and architecture.num_key_value_heads > 1:
+            whole = q.num_bytes
+            q, k, v = (tape.operation("self_attn.expand", [part], whole) for part in (q, k, v))
+        elif family.expands_key_value:  # taken by an index, which copies
+            k, v = (tape.operation("self_attn.pick", [part], part.num_bytes) for part in (k, v))
+    elif is_fused(build, each := [f"self_attn.{name}" for name in (names.q, names.k, names.v)], bias):
+        sizes = zip(each, (query, key_value, key_value), strict=True)
+        q, k, v = fused_projections(build, x, width, list(sizes))
+    else:
+        q, k, v = _projected_one_by_one(build, x, bias)
+    variables = [x, q, k] if family.rotary_inline else [x]
+    variables += [fused] if family.names_fused_projection else []
+    if architecture.position_embedding == "rope" and context.rotates:
+        q, k, parts = _rotary(build, q, k)
+        variables += parts if family.rotary_inline else []
+    if context.cache:
+        k, v = update_cache(build, k, v)
+    if context.repeats_key_value and attention_kernel(context) == "flash_attention_2":
+        k, v = repeat_key_value(build, q, k, v)
+    output = attention(build, q, k, v)
+    # flash attention's output has the layout of the queries
+    by_head = attention_kernel(context) in ("flash", "flash_attention_2") and not context.mask_of_batch
+    if architecture.rotary_in_parts and by_head and not _rotates_in_place(build):
+        output = ops.copy(tape, output, "self_attn.contiguous")
+    bias = architecture.attention_output_bias
+    if is_fused(build, [f"self_attn.{names.out}"], bias):
+        (output,) = fused_projections(build, output, query, [(f"self_attn.{names.out}", width)])
+    else:
+        output = build.rows_summed(output, query, width, f"self_attn.{names.out}", bias)
+    if family.joins_heads_first:
+        build.attention_variables.extend((*variables, q, k, v))
+    for variable in (*variables, q, k, v, *build.attention_variables):  # variables of attention's forward refer to them
+        tape.hold(variable)
+    return build.dropout(output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
+
+
+def _projected_one_by_one(build: BlockBuilder, x: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries, keys and values of `x`, each by its own matrix, with the norms of queries and keys if the family has
+    them."""
+    architecture = build.context.architecture
+    width, query, key_value = architecture.hidden_size, architecture.query_size, architecture.key_value_size
+    names, after = leaf_names(architecture), traits(architecture).norms_after_projections
+    q = build.columns(x, width, query, f"self_attn.{names.q}", bias)
+    q = q if after else _qk_norm(build, q, query, "self_attn.q_norm")
+    k = build.columns(x, width, key_value, f"self_attn.{names.k}", bias)
+    k = k if after else _qk_norm(build, k, key_value, "self_attn.k_norm")
+    v = build.columns(x, width, key_value, f"self_attn.{names.v}", bias)
+    if after:
+        q = _qk_norm(build, q, query, "self_attn.q_norm")
+        k = _qk_norm(build, k, key_value, "self_attn.k_norm")
+    return q, k, v
+
+
+def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
+    """The norm of queries or keys, if the architecture has one."""
+    architecture = build.context.architecture
+    if architecture.qk_norm == "none":
+        return x
+    if architecture.qk_norm in ("head", "per_head"):
+        rows = build.context.rows * width // architecture.head_dim
+        normed = build.norm(x, architecture.head_dim, name, rows)
+    else:
+        normed = build.norm(x, width, name, fused=traits(architecture).liger_qk_norm)
+    build.tape.hold(x)  # the norm's argument, until it returns
+    return normed
+
+
+def _rotates_in_place(build: BlockBuilder) -> bool:
+    """Whether a fused kernel rotates: Liger's, if it has one for the family, or a compiled one."""
+    context = build.context
+    return context.kernels.rotary and (bool(context.compiled) or traits(context.architecture).liger_rope)
+
+
+def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """`apply_rotary_pos_emb`: rotated q and k, computed in fp32 if the family's code says so, and the rotated parts that
+    were joined with parts that are not rotated. Variables refer to the arguments until both are rotated."""
+    tape, element = build.tape, build.context.compute_bytes
+    architecture, family = build.context.architecture, traits(build.context.architecture)
+    if _rotates_in_place(build):  # forward and backward, on contiguous tensors (liger_kernel 0.8 ops/rope.py)
+        rotated = ops.copy if architecture.fused_qkv else ops.in_place
+        q, k = rotated(tape, q, "self_attn.rotary_q"), rotated(tape, k, "self_attn.rotary_k")
+        q.requires_grad = k.requires_grad = q.requires_grad or k.requires_grad  # they are outputs of one function
+        return q, k, []
+    kind = family.rotary if element != FP32 else "narrow"
+    # the tables have the embeddings' dtype; wide ones widen q and k, which stay wide until attention
+    tables_wide = kind == "promoted" or (kind == "narrow" and build.context.weight_bytes > element)
+    arguments, narrow, parts = [q, k], [q.num_bytes, k.num_bytes], []
+    wide = [build.context.rows * width * FP32 for width in (architecture.query_size, architecture.key_value_size)]
+    if kind == "cast":
+        q = ops.cast(tape, q, wide[0], "self_attn.rotary_q.to_float32")
+        k = ops.cast(tape, k, wide[1], "self_attn.rotary_k.to_float32")
+        arguments += [q, k]
+    promoted = [max(x.num_bytes, size) if tables_wide else x.num_bytes for x, size in zip((q, k), wide, strict=True)]
+    tables: list[Tensor] = []
+    if family.rotary_in_halves:
+        q = rotate_in_halves(tape, q, promoted[0], "self_attn.rotary_q")
+        k = rotate_in_halves(tape, k, promoted[1], "self_attn.rotary_k")
+    elif architecture.rotary_in_parts:
+        tables, turned, width = _tables_of_layer(build), [], rotated_width(architecture)
+        for x, name, whole in zip((q, k), "qk", promoted, strict=True):
+            size = x.num_bytes * width // architecture.head_dim
+            part = tape.operation(f"self_attn.rotary_{name}.part", [x], size, view_of=x)
+            rest = tape.operation(f"self_attn.rotary_{name}.rest", [x], x.num_bytes - size, view_of=x)
+            size = whole * width // architecture.head_dim
+            turned.append((rotate(tape, part, size, f"self_attn.rotary_{name}", tables), rest, whole))
+        q, k = (_join(tape, *each) for each in turned)
+        parts = [part for part, _, _ in turned]
+    else:
+        tables = _tables_of_layer(build)
+        q = rotate(tape, q, promoted[0], "self_attn.rotary_q", tables)
+        tables = tables if family.rotary_tables_per_layer else _tables_of_layer(build)
+        k = rotate(tape, k, promoted[1], "self_attn.rotary_k", tables)
+    arguments += [q, k, *(tables if family.rotary_tables_per_layer else ())]
+    if kind != "narrow":
+        q = ops.cast(tape, q, narrow[0], "self_attn.rotary_q.to_narrow")
+        k = ops.cast(tape, k, narrow[1], "self_attn.rotary_k.to_narrow")
+    for variable in arguments:
+        tape.hold(variable)
+    return q, k, parts
+
+
+def _join(tape: Tape, part: Tensor, rest: Tensor, num_bytes: int) -> Tensor:
+    """The rotated part and the rest, concatenated. If one is wider, the other is converted (autocast promotes `cat`)."""
+    size = num_bytes - part.num_bytes
+    converted = 0 if rest.num_bytes == size else size
+    gradients = [(part, None), (rest, rest.num_bytes if converted else None)]
+    return tape.operation(
+        "self_attn.rotary.join", [part, rest], num_bytes, gradients=gradients, forward_temporary_bytes=converted
+    )
+
+
+def _tables_of_layer(build: BlockBuilder) -> list[Tensor]:
+    """The cosines and sines that the layer makes itself, if its family does: once for both q and k, or for each (GPT-J and
+    similar)."""
+    architecture, family = build.context.architecture, traits(build.context.architecture)
+    width = rotated_width(architecture) * (2 if family.position_tables else family.rotary_tables_per_layer)
+    size = build.context.sequence * width * (FP32 if family.rotary == "promoted" else build.context.weight_bytes)
+    return [build.tape.operation("self_attn.rotary_tables", [], size, gradients=[])] if size else []
+
+
+def rotate(tape: Tape, x: Tensor, num_bytes: int, name: str, tables: Sequence[Tensor] = ()) -> Tensor:
+    """x·cos + rotate_half(x)·sin, with products of `num_bytes`. Saves `tables`, the layer's own cosines and sines, if
+    given; otherwise those are the model's."""
+    widened = num_bytes if num_bytes > x.num_bytes else 0  # the gradient is wide before it is converted
+    straight = tape.operation(f"{name}.cos", [x], num_bytes, saves=tables, backward_temporary_bytes=widened)
+    rotated = tape.operation(
+        f"{name}.rotate_half",
+        [x],
+        x.num_bytes,
+        forward_temporary_bytes=x.num_bytes // 2,
+        backward_temporary_bytes=x.num_bytes,  # both halves' gradients, each as large as x, exist together
+    )
+    rotated = tape.operation(f"{name}.sin", [rotated], num_bytes, backward_temporary_bytes=widened)
+    return ops.add(tape, straight, rotated, f"{name}.add")
+
+
+def rotate_in_halves(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
+    """(a·cos - b·sin, b·cos + a·sin) for the halves a and b of x, joined. Saves nothing of its own."""
+    half = num_bytes // 2
+    first, second = tape.split(x, [x.num_bytes // 2] * 2, f"{name}.chunk")
+    straight, turned = (tape.operation(f"{name}.{part}", [of], half) for part, of in (("cos", first), ("sin", second)))
+    left = tape.operation(f"{name}.subtract", [straight, turned], half, gradients=[(straight, None), (turned, half)])
+    straight, turned = (tape.operation(f"{name}.{part}", [of], half) for part, of in (("cos", second), ("sin", first)))
+    right = ops.add(tape, straight, turned, f"{name}.add")
+    return tape.operation(f"{name}.join", [left, right], num_bytes, gradients=[(left, None), (right, None)])

@@ -1,0 +1,399 @@
+"""Attention from q, k, v to the output, by kernel: what each kernel allocates and what autograd saves for it.
+
+Shapes: q [batch, heads, sequence, head_dim], k and v [batch, key_value_heads, sequence, head_dim]. Sizes come from the
+tensors, so heads of unequal widths work too. Sources: torch 2.11-2.13 aten/src/ATen/native/transformers (`attention.cpp`,
+`cuda/sdp_utils.cpp`, `cuda/attention.cu`), transformers 5.17 `integrations/`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from peakcast.catalog.kernel_workspaces import flash_backward
+from peakcast.core.units import round_up
+from peakcast.jobs.architecture import Architecture
+from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
+from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.huggingface.blocks.eager_attention import eager_attention, repeat_key_value, to_float32
+from peakcast.models.ledger.huggingface.blocks.ring_attention import RingTensors, backward_bytes, forward_bytes
+from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads, joins_heads, traits
+from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+
+FP32 = 4
+INT64 = 8
+Kernel = Callable[[BlockBuilder, Tensor, Tensor, Tensor], Tensor]
+
+
+def attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The heads' outputs for q, k, v, by the job's kernel. With a static cache, sdpa's prefill reads the new keys and
+    values themselves, and flash attention a view of the filled part (transformers 5.17 `sdpa_attention.py`,
+    `_upad_input`)."""
+    context = build.context
+    if context.cache_length > context.keys:
+        k, v = (
+            build.tape.operation("self_attn.filled", [x], x.num_bytes // context.cache_length * context.keys, view_of=x)
+            for x in (k, v)
+        )
+    return KERNELS[attention_kernel(context)](build, q, k, v)
+
+
+def attention_kernel(context: HFContext) -> str:
+    """The kernel of one layer. For sdpa: flash needs half precision, no mask, one head width of at most 256, and a kernel
+    that shares key heads; the memory-efficient kernel needs as many key as query heads (torch <= 2.13,
+    `check_batch_size_and_num_heads_dense`); everything else is computed step by step ("math")."""
+    if context.ring.ranks > 1:
+        return "ring"
+    if context.attention == "eager":
+        return "eager"
+    if context.attention in ("flash_attention_2", "flex"):
+        return context.attention
+    architecture = context.architecture
+    grouped = attention_key_heads(architecture) != architecture.num_attention_heads
+    grouped = grouped and not context.sdpa_repeats_key_value
+    one_width = architecture.mla is None and architecture.head_dim <= 256
+    if context.masked:
+        return "efficient" if traits(architecture).grouped_query_kernel or not grouped else "math"
+    if context.compute_bytes != FP32 and one_width and (traits(architecture).grouped_query_kernel or not grouped):
+        return "flash"
+    return "math" if grouped else "efficient"
+
+
+def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Flash attention, sdpa's or the package's."""
+    context, mla = build.context, build.context.architecture.mla
+    variables = q, k, v = _as_sdpa_takes_them(build, q, k, v)
+    repeated = context.repeats_key_value or (context.attention == "sdpa" and context.sdpa_repeats_key_value)
+    q, k, v = _to_compute_dtype(build, q, k, v, repeated=repeated)
+    whole, narrow, taken, unpadded = q.num_bytes, 0, context.rows, False
+    indices, widened = list[Tensor](), list[Tensor]()
+    if mla is not None and mla.v_head_dim < mla.qk_nope_head_dim + mla.qk_rope_head_dim:
+        narrow = v.num_bytes // context.keys * context.sequence
+        v = build.tape.operation("self_attn.widen_v", [v], k.num_bytes)  # transformers 5.17 integrations/flash_attention.py
+        widened = [v]
+    if context.valid_rows and context.attention == "flash_attention_2":
+        taken, unpadded = context.valid_rows, True
+        q, k, v = (_without_padding(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    elif context.cache_length > context.keys and context.attention == "flash_attention_2":
+        unpadded = True
+        q, k, v, *indices = _filled(build, q, k, v)
+    elif context.num_sequences:
+        q, k, v = (_contiguous(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
+    log_sum_exp = FP32 * taken * context.architecture.num_attention_heads
+    output = build.tape.operation(
+        "self_attn.flash_attention",
+        [q, k, v],
+        q.num_bytes,
+        saves=[q, k, v],
+        saves_output=True,
+        extra_saved_bytes=[log_sum_exp, INT64, INT64],  # softmax statistics, random seed and offset
+        backward_temporary_bytes=flash_backward_bytes(context) if context.gpu else 0,
+        kind="" if context.attention == "flash_attention_2" else "attention",  # the package's is on no list of what is kept
+    )
+    if unpadded:
+        output = build.tape.operation("self_attn.pad", [output], whole)
+        for variable in (q, k, v, *indices):  # variables of `_flash_attention_forward` refer to them
+            build.tape.hold(variable)
+    for variable in widened:
+        build.tape.hold(variable)
+    output = build.tape.operation("self_attn.crop", [output], narrow) if narrow else output
+    if context.attention == "sdpa" and (context.sdpa_copies or context.cudnn_attention):
+        # the output has the layout of the queries, or lies head by head
+        output = ops.copy(build.tape, output, "self_attn.contiguous")
+        for variable in variables:
+            build.tape.hold(variable)
+    if traits(context.architecture).returns_attention_weights:  # the layer returns the output in their place
+        build.variables.append(output)
+        build.attention_weights = output
+    return output
+
+
+def _as_sdpa_takes_them(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v as releases of transformers before 4.56 pass them to sdpa (`sdpa_attention_forward`)."""
+    context = build.context
+    if context.attention != "sdpa":
+        return q, k, v
+    key_heads, before = attention_key_heads(context.architecture), (k, v)
+    if context.sdpa_repeats_key_value:
+        k, v = repeat_key_value(build, q, k, v)
+    if context.sdpa_copies:
+        q = ops.copy(build.tape, q, "self_attn.contiguous_q")
+        if (k, v) == before or key_heads == 1:  # repeating has copied them already, except a single head, which is a view
+            k, v = (ops.copy(build.tape, x, f"self_attn.contiguous_{name}") for x, name in ((k, "k"), (v, "v")))
+    return q, k, v
+
+
+def _contiguous(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
+    """Joined sequences are one dimension: a tensor that is a slice of a fused projection, or laid out head by head, is
+    copied. Source: transformers 5.17 modeling_flash_attention_utils.py `_prepare_from_posids`."""
+    architecture = build.context.architecture
+    single = name != "q" and attention_key_heads(architecture) == 1
+    by_head = name != "v" and joins_heads(architecture) and not single
+    sliced = x.storage.num_bytes > x.num_bytes
+    return ops.copy(build.tape, x, f"self_attn.joined_{name}") if by_head or sliced else x
+
+
+def _ring(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """torch's ring attention over the ranks that share the sequence. Its temporaries count at their fullest moment."""
+    context = build.context
+    q, k, v = _to_compute_dtype(build, q, k, v)
+    statistics = FP32 * context.rows * context.architecture.num_attention_heads
+    tensors = RingTensors(query=q.num_bytes, key=k.num_bytes, element=context.compute_bytes, statistics=statistics)
+    gradients = q.num_bytes + k.num_bytes + v.num_bytes
+    output = build.tape.operation(
+        "self_attn.ring_attention",
+        [q, k, v],
+        q.num_bytes,
+        saves=[q, k, v],
+        saves_output=True,
+        extra_saved_bytes=[statistics, INT64, INT64],
+        forward_temporary_bytes=forward_bytes(context.ring, tensors) - q.num_bytes - statistics,
+        backward_temporary_bytes=backward_bytes(context.ring, tensors)
+        - gradients
+        + (flash_backward_bytes(context) if context.gpu else 0),
+        kind="attention",
+    )
+    return ops.copy(build.tape, output, "self_attn.contiguous") if context.ring.copies_output else output
+
+
+def _without_padding(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
+    """The tokens that are not padding, gathered; backward scatters the gradient into zeros of full size. Traced with
+    kernels that do nothing (`tracing/flash_attention_stub.py`). Source: transformers 5.17 modeling_flash_attention_utils.py
+    `_upad_input`, `_pad_input`."""
+    context = build.context
+    return build.tape.operation(f"self_attn.unpad_{name}", [x], x.num_bytes // context.rows * context.valid_rows)
+
+
+def _filled(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """The filled part of a static cache, gathered as if the rest were padding: (q, k, v) and, for several queries, the
+    indices, which variables refer to. Keys and values are first laid out token by token; a single query stays as it is."""
+    context, tape = build.context, build.tape
+    indices = tape.operation("self_attn.filled.indices", [], context.batch * context.keys * INT64, gradients=[])
+    taken = [
+        tape.operation(f"self_attn.unpad_{name}", [x, indices], x.num_bytes, forward_temporary_bytes=x.num_bytes)
+        for x, name in ((k, "k"), (v, "v"))
+    ]
+    if context.sequence == 1:
+        return [q, *taken]
+    return [tape.operation("self_attn.unpad_q", [q, indices], q.num_bytes), *taken, indices]
+
+
+def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """FlexAttention, which transformers compiles by itself. Forward saves q, k, v, the output and a statistic in fp32. It
+    also returns a second statistic, in natural units and narrow, as the attention's weights. Backward first computes the
+    row sums "delta" (with zeros for the gradient of the second statistic), then the gradients without the output. The
+    masks' block indices belong to the model. Source: transformers 5.17 integrations/flex_attention.py; torch 2.13
+    _inductor/kernel/flex/flex_attention.py."""
+    context, tape = build.context, build.tape
+    heads, key_heads = context.architecture.num_attention_heads, attention_key_heads(context.architecture)
+    repeats = bool(heads & (heads - 1))  # the kernel shares key heads only for a power of two of heads
+    repeated = k, v = repeat_key_value(build, q, k, v) if repeats else (k, v)
+    q, k, v = _to_compute_dtype(build, q, k, v, repeated=repeats)
+    statistics = FP32 * context.rows * heads
+    returned = tape.operation("self_attn.flex_attention.statistics", [], statistics, gradients=[])
+    by_head = joins_heads(context.architecture)
+    output = tape.operation(
+        "self_attn.flex_attention",
+        [q, k, v],
+        v.num_bytes if repeats else v.num_bytes * heads // key_heads,
+        saves=[q, k, v],
+        extra_saved_bytes=[statistics],
+        backward_temporary_bytes=statistics,
+        kind="flex",  # compiled by itself: only checkpointing policies that name it keep its output
+    )
+    # its gradient must have its layout: backward copies unless that is token by token (torch runtime_wrappers.py
+    # coerce_tangent_and_suggest_memory_format)
+    output = tape.operation(
+        "self_attn.flex_attention.delta",
+        [output],
+        output.num_bytes,
+        saves=[output],
+        gradients=[(output, None)],
+        view_of=output,
+        backward_temporary_bytes=2 * statistics + (output.num_bytes if by_head else 0),
+    )
+    narrow = returned
+    if context.compute_bytes < FP32:
+        size = statistics // FP32 * context.compute_bytes
+        narrow = tape.operation("self_attn.flex_attention.narrow", [returned], size, gradients=[])
+    build.variables.append(narrow)
+    if context.architecture.attention_sinks:
+        output = _scaled_for_sinks(build, output, narrow.num_bytes)
+    output = ops.copy(tape, output, "self_attn.contiguous") if by_head else output
+    for variable in (returned, *repeated):
+        tape.hold(variable)
+    return output
+
+
+def _scaled_for_sinks(build: BlockBuilder, output: Tensor, row_bytes: int) -> Tensor:
+    """FlexAttention's output times exp(statistic - logsumexp of statistic and sink), each of `row_bytes` (gpt-oss)."""
+    context, tape = build.context, build.tape
+    sinks = WeightGradient("self_attn.sinks.grad", context.architecture.num_attention_heads * context.weight_bytes)
+    factor = tape.operation(
+        "self_attn.sinks.factor",
+        [output],
+        row_bytes,
+        saves_output=True,
+        extra_saved_bytes=[2 * row_bytes, row_bytes],  # statistic and sink side by side; their logsumexp
+        gradients=[],
+        weight_gradients=[sinks] if context.trainable else [],
+        forward_temporary_bytes=row_bytes,  # the difference
+        backward_temporary_bytes=7 * row_bytes,
+    )
+    scaled = tape.operation(
+        "self_attn.sinks.scale",
+        [output, factor],
+        output.num_bytes,
+        saves=[output, factor],
+        gradients=[(output, output.num_bytes), (factor, row_bytes)],
+        backward_temporary_bytes=output.num_bytes,
+    )
+    tape.hold(output)
+    return scaled
+
+
+def flex_block_mask_bytes(batch: int, sequence: int) -> int:
+    """Bytes of a BlockMask: int32 counts and indices of 128-token blocks, by rows and by columns, partial and full.
+    Source: torch 2.13 `nn/attention/flex_attention.py` BlockMask."""
+    blocks = -(-sequence // 128)
+    return 4 * 4 * batch * (blocks + blocks**2)
+
+
+def flash_backward_bytes(context: HFContext) -> int:
+    """Bytes that the flash-attention backward allocates for itself: an fp32 dq accumulator and row sums and, for grouped
+    queries, dk and dv for all heads. Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp mha_bwd."""
+    architecture = context.architecture
+    heads, dim = architecture.num_attention_heads, architecture.head_dim
+    rows = context.valid_rows or context.rows
+    padded = context.batch * round_up(context.sequence, 128)
+    if context.valid_rows or context.num_sequences:  # mha_varlen_bwd: 128 rows more for each sequence
+        padded = rows + 128 * (context.num_sequences or context.batch)
+    accumulator, row_sums = flash_backward(padded, heads, dim)
+    expanded = 0
+    repeated = context.repeats_key_value or (context.attention == "sdpa" and context.sdpa_repeats_key_value)
+    if architecture.num_key_value_heads != heads and not repeated:
+        expanded = 2 * context.compute_bytes * rows * heads * dim
+    return accumulator + row_sums + expanded
+
+
+def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """The memory-efficient kernel. For every layer, a bool mask becomes an additive one in q's dtype
+    (`convert_boolean_attn_mask`), which is saved expanded to all heads: offloading it copies it at that size, both to the
+    host and back. transformers copies key heads for every query head."""
+    context, tape = build.context, build.tape
+    heads = context.architecture.num_attention_heads
+    if context.sdpa_repeats_key_value or context.sdpa_copies:
+        q, k, v = _as_sdpa_takes_them(build, q, k, v)
+    repeated = (k, v) if context.sdpa_repeats_key_value else repeat_key_value(build, q, k, v)
+    q, k, v = _to_compute_dtype(build, q, *repeated, repeated=True)
+    bias = []
+    # if compiled, and in older releases, all layers share one mask (`hold_masks`)
+    if context.masked and "mask" not in context.compiled and not context.mask_is_additive:
+        size = context.batch * context.sequence * context.keys * context.compute_bytes
+        mask = tape.operation("self_attn.additive_mask", [], size, gradients=[])
+        # saved as a view of all heads, which `save_on_cpu` copies at full size (torch `cuda/attention.cu` preprocess_mask)
+        bias.append(Tensor(mask.storage, size * heads, requires_grad=False))
+    kept = [FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64]
+    output = tape.operation(
+        "self_attn.efficient_attention",
+        [q, k, v, *bias],
+        v.num_bytes // context.keys * context.sequence,
+        saves=[q, k, v, *bias],
+        saves_output=True,
+        extra_saved_bytes=[] if context.cache else kept,  # without a graph the kernel makes no statistics
+        # the row sums "delta" of the backward (attention_backward.cu)
+        backward_temporary_bytes=FP32 * context.rows * heads if context.gpu else 0,
+        kind="attention",
+    )
+    for variable in repeated:  # variables of transformers' `sdpa_attention_forward` refer to them
+        tape.hold(variable)
+    return output
+
+
+def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """`_scaled_dot_product_attention_math`: everything in fp32, and every intermediate lives until it returns."""
+    context, tape, architecture = build.context, build.tape, build.context.architecture
+    heads, narrow = architecture.num_attention_heads, q.num_bytes
+    q, k, v = _to_compute_dtype(build, q, k, v)
+    local = [q32, k32, v32] = [to_float32(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
+    query = ops.scale(tape, q32, "self_attn.math.scale_q")
+    local.append(query)
+    if context.masked or context.sequence > 1:  # a single token needs no mask
+        mask_bytes = (context.batch * context.compute_bytes if context.masked else FP32) * context.sequence * context.keys
+        local.append(tape.operation("self_attn.math.mask", [], mask_bytes, gradients=[]))
+    if traits(architecture).grouped_query_kernel:
+        k32, v32 = repeat_key_value(build, q32, k32, v32, interleaved=True)
+        local += [k32, v32]
+    scaled = ops.scale(tape, k32, "self_attn.math.scale_k")
+    key = _broadcast_heads(build, q32, scaled)
+    elements = context.batch * heads * context.sequence * context.keys
+    if context.batch > 1 < context.sequence:  # matmul joins the batch and head dimensions, which are not adjacent in q
+        query = ops.copy(tape, query, "self_attn.math.contiguous_q")
+    scores = ops.matmul(tape, query, key, elements * FP32, "self_attn.math.scores")
+    tape.hold(scaled)  # the product's argument
+    scores = ops.in_place(tape, scores, "self_attn.math.add_mask")
+    # inside one operator, _safe_softmax also makes a bool for every score and selects into a new tensor
+    hidden = 5 * elements if context.gpu else 0
+    weights = tape.operation(
+        "self_attn.math.softmax", [scores], scores.num_bytes, saves_output=True, forward_temporary_bytes=hidden
+    )
+    weights = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.math.dropout")
+    if context.compute_bytes != FP32:  # the second output, which nothing uses
+        local.append(tape.operation("self_attn.math.weights", [weights], elements * context.compute_bytes, gradients=[]))
+    v32 = _broadcast_heads(build, q32, v32)
+    output = ops.matmul(tape, weights, v32, q32.num_bytes, "self_attn.math.output")
+    local.append(output)
+    if output.num_bytes != narrow:
+        output = ops.cast(tape, output, narrow, "self_attn.math.to_narrow")
+    for tensor in local:
+        tape.hold(tensor)
+    # the output is laid out head by head; the output projection needs it token by token
+    return ops.copy(tape, output, "self_attn.contiguous") if context.sequence > 1 else output
+
+
+def _broadcast_heads(build: BlockBuilder, q: Tensor, x: Tensor) -> Tensor:
+    """x with its single key head expanded to all query heads by matmul: a view for one sequence, else a copy."""
+    size = q.num_bytes // build.context.sequence * build.context.keys
+    if x.num_bytes == size:
+        return x
+    view = x if build.context.batch == 1 else None
+    return build.tape.operation("self_attn.math.expand", [x], size, view_of=view)
+
+
+def _to_compute_dtype(
+    build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor, *, repeated: bool = False
+) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v in the dtype in which attention runs. Under autocast it saves narrow copies of wide ones. `repeated`: k
+    and v have been repeated for every query head."""
+    context, architecture = build.context, build.context.architecture
+    if not context.autocast:
+        return q, k, v
+    widths = architecture_widths(architecture)
+    if repeated and architecture.mla is None:
+        widths = (widths[0],) * 3
+    narrow = [context.rows * width * context.compute_bytes for width in widths]
+    q, k, v = (
+        ops.cast(build.tape, x, size, f"self_attn.{name}_cast") if x.num_bytes > size else x
+        for x, size, name in zip((q, k, v), narrow, ("q", "k", "v"), strict=True)
+    )
+    return q, k, v
+
+
+def architecture_widths(architecture: Architecture) -> tuple[int, int, int]:
+    """Elements per token of q, k and v as the kernel gets them."""
+    if architecture.mla is not None:
+        heads, mla = architecture.num_attention_heads, architecture.mla
+        width = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
+        return width, width, heads * mla.v_head_dim
+    return architecture.query_size, architecture.key_value_size, architecture.key_value_size
+
+
+KERNELS: dict[str, Kernel] = {
+    "flash": _flash,
+    "flash_attention_2": _flash,
+    "flex": _flex,
+    "ring": _ring,
+    "efficient": _efficient,
+    "math": _math,
+    "eager": eager_attention,
+}

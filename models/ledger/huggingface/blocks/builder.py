@@ -1,0 +1,355 @@
+"""Operations that all Hugging Face blocks share: projections with their adapters, quantised or cast by autocast, and norms.
+
+Source: peft 0.13-0.21 `tuners/lora/{layer,bnb}.py`, bitsandbytes 0.43 `nn/modules.py`, torch autocast_mode.cpp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.spec import Finetuning
+from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.huggingface.blocks.float8 import float8_linear
+from peakcast.models.ledger.huggingface.blocks.tensor_parallel import (
+    Split,
+    enter_columns,
+    gather_columns,
+    leave_rows,
+    split_columns,
+)
+from peakcast.models.ledger.huggingface.blocks.traits import multiplies_itself, traits
+from peakcast.models.ledger.parameters.adapter_methods import METHODS, ON_NETWORK, matrix_of
+from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets
+from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+
+FP32 = 4
+NOT_ADAPTED = ("lm_head", "mlp.gate")
+"""What "all-linear" leaves out: the head, and a router, which is not an nn.Linear in transformers 5."""
+CAST = ".weight_cast"
+"""Suffix of the name of a weight's narrow copy that autocast caches."""
+LORA_CHAIN = ("lora", "qlora", "lora_fa")
+"""Methods whose forward is written out operation by operation."""
+ADAPTERS = (".lora_A", ".lora_B")
+"""Suffixes of the names of an adapter's matrices, which are nn.Linear whatever module they adapt."""
+
+
+@dataclass(slots=True)
+class BlockBuilder:
+    """A tape and its context, with the operations that every block of a model shares."""
+
+    tape: Tape
+    context: HFContext
+    rows: int = 0
+    """Number of rows of the current tensors; 0 for the context's."""
+    num_matrices: int = 1
+    """Number of equal matrices that one projection consists of, each used on an equal share of the rows (experts)."""
+    variables: list[Tensor] = field(default_factory=list)
+    """Tensors to which variables of the block's own code still refer when it ends."""
+    attention_variables: list[Tensor] = field(default_factory=list)
+    """Tensors to which variables of attention's code refer until that has also projected its output (MPT) and added it to
+    the residual stream (BLOOM)."""
+    attention_weights: Tensor | None = None
+    """The attention weights that attention returns besides its output; None if it returns none."""
+
+    def __post_init__(self) -> None:
+        self.rows = self.rows or self.context.rows
+
+    def for_rows(self, rows: int, num_matrices: int) -> BlockBuilder:
+        """The same builder for tensors with another number of rows, divided over `num_matrices` matrices."""
+        return BlockBuilder(self.tape, self.context, rows, num_matrices, self.variables)
+
+    def columns(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
+        """A projection that tensor parallelism splits by its outputs. If this part of the layer computes on whole tensors,
+        the outputs are gathered."""
+        group, whole = self.context.group, self.rows * out_features * self.context.compute_bytes
+        if not group.gathers(name):
+            return self.projection(x, in_features, out_features, name, bias, split="columns")
+        part = self.projection(x, in_features, out_features // group.ranks, name, bias, split="columns")
+        return gather_columns(self.tape, part, whole, name)
+
+    def rows_summed(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
+        """A projection that tensor parallelism splits by its inputs: each rank computes a term of the sum."""
+        group, argument = self.context.group, x
+        if group.gathers(name):
+            x, in_features = split_columns(self.tape, x, group, name), in_features // group.ranks
+        result = self.projection(x, in_features, out_features, name, bias, split="rows")
+        if group.ranks > 1:
+            self.tape.hold(argument)
+        return result
+
+    def projection(
+        self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool, split: Split = ""
+    ) -> Tensor:
+        """A Linear of the network, with an adapter if `finetuning` gives it one (peft `lora/layer.py`, `bnb.py`); whole, or
+        `split` over the ranks of a tensor-parallel group."""
+        context, tuning = self.context, self.context.finetuning
+        adapted = tuning.method != "full" and is_adapter_target(name, tuning, context.architecture)
+        if tuning.quantization is not None:
+            result = self._quantized_linear(x, in_features, out_features, name)
+            if adapted:  # "defensively clone" (peft lora/bnb.py)
+                result = self.tape.operation(f"{name}.clone", [result], result.num_bytes, gradients=[(result, None)])
+        else:
+            trains, size = context.trainable, context.weight_bytes
+            # if equally wide, the adapter's product gives x a gradient first, a view of a 2-d tensor (`ViewBackward`); not
+            # so stage 3's own Linear, which multiplies three (DeepSpeed 0.19.8 zero/linear.py)
+            alike = x.num_bytes == self.rows * in_features * context.adapter_input_bytes and not context.linears_keep_input
+            cast = context.autocast and context.adapter_bytes > context.compute_bytes
+            adds = adapted and alike and not (tuning.dropout or cast) and x.requires_grad
+            result = self._split_linear(x, in_features, out_features, name, bias, trains, size, split, adds_to_view=adds)
+        if not adapted:
+            return result
+        if tuning.method in LORA_CHAIN:
+            return self._adapter(x, result, in_features, out_features, name, split)
+        return self._other_adapter(x, result, in_features, out_features, name)
+
+    def _split_linear(
+        self,
+        x: Tensor,
+        in_features: int,
+        out_features: int,
+        name: str,
+        bias: bool,
+        trainable: bool,
+        weight_bytes: int,
+        split: Split,
+        *,
+        adds_to_view: bool = False,
+    ) -> Tensor:
+        """A Linear with the collectives of its tensor-parallel `split`."""
+        tape, group = self.tape, self.context.group
+        x = enter_columns(tape, x, group, name) if split == "columns" else x
+        # the incoming gradient is the residual stream's own unless an operation in between makes another tensor
+        family, placed = traits(self.context.architecture), self.context.architecture.norm_placement
+        stream = split == "rows" and placed == "pre" and not (family.scaled_residual or group.sequence)
+        result = self.linear(
+            x,
+            in_features,
+            out_features,
+            name,
+            bias,
+            trainable,
+            weight_bytes,
+            adds_to_view=adds_to_view,
+            incoming_stays=stream,
+        )
+        return leave_rows(tape, result, group, name) if split == "rows" else result
+
+    def _adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str, split: Split) -> Tensor:
+        """Add a LoRA adapter's output to `result`. If the matrix is split by columns so is lora_B; if by rows, so is lora_A
+        (peft 0.21 `lora/model.py` add_lora_tp_hooks_dtensor)."""
+        context, tape, tuning = self.context, self.tape, self.context.finetuning
+        rank, wide, rows = tuning.rank or 0, context.adapter_bytes, self.rows
+        narrow_bytes, variables, argument = result.num_bytes, [x], rows * in_features * context.adapter_input_bytes
+        if x.num_bytes != argument and not (tuning.quantization and context.autocast):
+            x = ops.cast(tape, x, argument, f"{name}.lora.to_adapter_dtype")  # each adapted module makes its own copy
+        variables.append(x)
+        x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
+        outer, inner = split if split == "rows" else "", split if split == "columns" else ""
+        y = self._split_linear(x, in_features, rank, f"{name}.lora_A", False, tuning.method != "lora_fa", wide, outer)
+        summed = self.for_rows(context.stream_rows, self.num_matrices) if outer else self
+        y = summed._split_linear(y, rank, out_features, f"{name}.lora_B", False, True, wide, inner)
+        y = ops.scale(tape, y, f"{name}.lora.scaling")
+        result = ops.add(tape, result, y, f"{name}.lora.add")
+        for variable in variables:  # variables of the adapter's forward refer to them
+            tape.hold(variable)
+        if result.num_bytes != narrow_bytes:
+            result = ops.cast(tape, result, narrow_bytes, f"{name}.lora.to_result_dtype")
+        return result
+
+    def _other_adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
+        """An adapter that is not LoRA, as one operation. What it saves is exact; its temporaries are taken to be as large
+        as its input and output in the adapter's dtype."""
+        context, tuning, rows = self.context, self.context.finetuning, self.rows
+        method, matrix = METHODS[tuning.method], matrix_of(tuning, name, (out_features, in_features))
+        kept, wide, narrow = method.keeps(matrix, rows), context.adapter_bytes, context.compute_bytes
+        made = [one for one in method.on_matrix(matrix) if one.trains]
+        return self.tape.operation(
+            f"{name}.adapter",
+            [x, result],
+            result.num_bytes,
+            saves=[x] * kept.inputs + [result] * kept.result,
+            extra_saved_bytes=[*(size * wide for size in kept.wide), *(size * narrow for size in kept.narrow)],
+            gradients=[(x, x.num_bytes), (result, None)],
+            weight_gradients=[WeightGradient(f"{name}.{one.name}.grad", one.numel * wide) for one in made],
+            forward_temporary_bytes=rows * (in_features + out_features) * wide,
+            backward_temporary_bytes=rows * (in_features + out_features) * wide,
+        )
+
+    def _quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
+        """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and again in backward. Only old
+        bitsandbytes keeps the input."""
+        context, tape = self.context, self.tape
+        rows, compute = self.rows, context.compute_bytes
+        wide = x.num_bytes
+        if wide > rows * in_features * compute:
+            x = ops.cast(tape, x, rows * in_features * compute, f"{name}.to_compute_dtype")
+        matrix = 0 if context.unpacks_in_place else in_features * out_features * compute
+        result = tape.operation(
+            name,
+            [x],
+            rows * out_features * compute,
+            forward_temporary_bytes=matrix,
+            backward_temporary_bytes=matrix,
+            kind="matmul",
+        )
+        if context.quantized_linears_keep_input:
+            tape.keep_with_graph(x)
+        if wide > rows * in_features * compute:
+            result = ops.cast(tape, result, rows * out_features * (wide // (rows * in_features)), f"{name}.to_input_dtype")
+        return result
+
+    def linear(
+        self,
+        x: Tensor,
+        in_features: int,
+        out_features: int,
+        name: str,
+        bias: bool,
+        trainable: bool,
+        weight_bytes: int,
+        *,
+        adds_to_view: bool = False,
+        incoming_stays: bool = False,
+        sums_weight_gradients: bool = False,
+    ) -> Tensor:
+        """A Linear over `rows`, in the dtype that autocast or the weight decides."""
+        context = self.context
+        rows, tape = self.rows, self.tape
+        plain = name == "lm_head" or name.endswith(ADAPTERS)
+        calls_linear = plain or not multiplies_itself(context.architecture)
+        if self._computes_in_float8(in_features, out_features, name) and trainable:
+            return float8_linear(tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias)
+        compute = context.compute_bytes if context.autocast else weight_bytes
+        if weight_bytes <= compute:
+            result = ops.linear(
+                tape,
+                self._input_cast(x, in_features, compute, name),
+                rows,
+                in_features,
+                out_features,
+                name,
+                element_bytes=compute,
+                bias=bias,
+                trainable=trainable,
+                keeps_input=context.linears_keep_input and calls_linear,
+                num_matrices=self.num_matrices,
+                adds_to_view=adds_to_view,
+                incoming_stays=incoming_stays,
+                sums_weight_gradients=sums_weight_gradients,
+            )
+            tape.hold(x)  # the module's argument, until it returns
+            return result
+        numel = in_features * out_features * self.num_matrices
+        # a narrow copy of a wide weight, which autocast caches; arguments are cast from right to left, so in backward the
+        # input's gradient is widened first
+        transposed = traits(context.architecture).linears_transpose_weight and not plain
+        cached = trainable and not transposed and not context.group.makes_weights
+        weight = tape.operation(
+            f"{name}{CAST if cached else '.weight_copy'}",
+            [],
+            numel * compute,
+            weight_gradients=[WeightGradient(f"{name}.weight.grad", numel * weight_bytes)] if trainable else [],
+        )
+        if cached:  # else the copy is freed after the product unless a graph saves it
+            self.variables.append(weight)
+        narrow = self._input_cast(x, in_features, compute, name)
+        result = tape.operation(
+            name,
+            [narrow, weight],
+            rows * out_features * compute,
+            saves=([narrow] if trainable else []) + ([weight] if narrow.requires_grad else []),
+            weight_gradients=[tape.summed(f"{name}.bias.grad", out_features, rows, out_features * weight_bytes)]
+            if bias and trainable
+            else [],
+            kind="matmul",
+        )
+        tape.hold(x)  # the module's argument, until it returns
+        return result
+
+    def _input_cast(self, x: Tensor, in_features: int, element_bytes: int, name: str) -> Tensor:
+        """Under autocast, the narrow copy that each Linear makes of a wide input; else x itself."""
+        size = self.rows * in_features * element_bytes
+        return ops.cast(self.tape, x, size, f"{name}.input_cast") if x.num_bytes > size else x
+
+    def _computes_in_float8(self, in_features: int, out_features: int, name: str) -> bool:
+        """Whether a Linear computes in float8. accelerate 1.15 utils/ao.py filter_linear_layers: an nn.Linear whose sizes
+        are multiples of 16."""
+        context = self.context
+        fits = in_features % 16 == out_features % 16 == 0 and self.num_matrices == 1
+        return context.float8 and fits and name not in context.float8_skips
+
+    def norm(self, x: Tensor, width: int, name: str, rows: int | None = None, *, fused: bool = True) -> Tensor:
+        """The architecture's norm over the last `width` elements. `fused`: by a fused kernel if the job has one."""
+        output = self._norm(x, width, name, self.rows if rows is None else rows, fused=fused)
+        self.tape.hold(x)  # the module's argument, until it returns
+        return output
+
+    def _norm(self, x: Tensor, width: int, name: str, rows: int, *, fused: bool) -> Tensor:
+        """`norm`, without its argument's lifetime."""
+        context, kind = self.context, self.context.architecture.normalization
+        family = traits(context.architecture)
+        narrow = x.num_bytes
+        if kind == "rmsnorm" and context.kernels.norm and fused:
+            return ops.fused_rms_norm(
+                self.tape,
+                x,
+                rows,
+                width,
+                name,
+                weight_bytes=context.norm_weight_bytes,
+                trainable=context.norms_train,
+                in_place=context.architecture.norm_placement == "pre",
+            )
+        if kind == "rmsnorm":
+            return ops.python_rms_norm(
+                self.tape,
+                x,
+                rows,
+                width,
+                name,
+                element_bytes=x.num_bytes // (rows * width),
+                weight_bytes=context.norm_weight_bytes,
+                trainable=context.norms_train,
+                weight_in_fp32=family.norm_weight_in_float32,
+                of_input=family.norm_of_input,
+                names_product=family.norm_names_product,
+            )
+        if family.layer_norm_in_python:
+            return ops.python_layer_norm(
+                self.tape, x, rows, width, name, element_bytes=narrow // (rows * width), trainable=context.norms_train
+            )
+        compute = rows * width * context.compute_bytes
+        if family.norm_without_autocast and context.autocast:
+            x = ops.cast(self.tape, x, compute, f"{name}.to_compute_dtype") if x.num_bytes > compute else x
+        elif (self.context.native_norm_in_float32 or kind == "nonparametric") and x.num_bytes < rows * width * FP32:
+            x = ops.cast(self.tape, x, rows * width * FP32, f"{name}.to_float32")
+        output = ops.layer_norm(
+            self.tape,
+            x,
+            rows,
+            width,
+            name,
+            element_bytes=x.num_bytes // (rows * width),
+            trainable=context.norms_train,
+            affine=kind != "nonparametric",
+            bias=kind == "layernorm",
+        )
+        if output.num_bytes != narrow and kind == "nonparametric":  # OLMo: F.layer_norm in fp32, converted back
+            output = ops.cast(self.tape, output, narrow, f"{name}.to_narrow")
+        return output
+
+    def dropout(self, x: Tensor, probability: float, elements: int, name: str) -> Tensor:
+        """Dropout of `x`."""
+        return ops.dropout(self.tape, x, probability, elements, name)
+
+
+def is_adapter_target(name: str, tuning: Finetuning, architecture: Architecture) -> bool:
+    """Whether the projection `name` ("self_attn.q_proj") gets an adapter."""
+    leaf = name.rsplit(".", 1)[-1]
+    if tuning.method in ON_NETWORK:
+        return False
+    if tuning.targets:
+        return leaf in tuning.targets or ("all-linear" in tuning.targets and name not in NOT_ADAPTED)
+    return leaf in default_adapter_targets(architecture, tuning.method)

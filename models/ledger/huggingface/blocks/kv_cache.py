@@ -1,0 +1,93 @@
+"""Keys and values of earlier tokens: what a layer's cache does in one forward. The step holds the tensors that it keeps.
+
+Source: transformers 5.17 cache_utils.py DynamicLayer, DynamicSlidingWindowLayer, StaticLayer, StaticSlidingWindowLayer
+(DynamicCache of 4.x concatenates in the same way).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
+from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads
+from peakcast.models.ledger.tape.tape import Tensor
+
+CACHES = ("key_cache", "value_cache")
+FP32 = 4
+INT64 = 8
+
+
+class CacheTurn(NamedTuple):
+    """What a layer's cache does in one forward."""
+
+    does: str
+    """"grows": old and new tensors are concatenated, and the result is kept; "slides": the same, but values are
+    concatenated too before the old keys are freed; "stores": new tensors are written into the kept ones; "rolls": they are
+    written into a copy shifted by one, which is copied back; "passes": attention gets the new tensors, and the last tokens
+    are kept."""
+    length: int
+    """Number of tokens that attention gets."""
+    kept: int
+    """Number of tokens that it keeps. A window of a longer dynamic cache is a view, so all of the cache stays until it next
+    grows."""
+
+
+def cache_turn(window: int | None, past: int, sequence: int, full: int, *, static: bool) -> CacheTurn:
+    """What the cache of a layer with a `window` (or None) does when `sequence` tokens follow `past` tokens; `full`: the
+    number of tokens at the end."""
+    if not static:
+        length = (past if window is None else min(past, window - 1)) + sequence
+        return CacheTurn("grows" if window is None else "slides", length, length)
+    kept = full if window is None else min(window, full)
+    if past >= kept:
+        return CacheTurn("rolls", kept, kept)
+    if past + sequence > kept:
+        return CacheTurn("passes", sequence, kept)
+    return CacheTurn("stores", kept, kept)
+
+
+def layer_cache_bytes(context: HFContext, length: int) -> tuple[int, int]:
+    """Bytes of a layer's keys and of its values for `length` tokens. Shapes: [batch, num_key_value_heads, length, head_dim]
+    each. With multi-latent attention: the latent and the rotated part, as one head each (transformers 5.17
+    models/deepseek_v3/modeling_deepseek_v3.py), or in earlier releases all heads."""
+    architecture, mla, tokens = context.architecture, context.architecture.mla, context.batch * length
+    keys = values = attention_key_heads(architecture) * architecture.head_dim
+    if mla is not None and context.latent_cache:
+        keys, values = mla.kv_lora_rank, mla.qk_rope_head_dim
+    elif mla is not None:
+        heads = architecture.num_attention_heads
+        keys, values = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), heads * mla.v_head_dim
+    return tokens * keys * context.compute_bytes, tokens * values * context.compute_bytes
+
+
+def update_cache(build: BlockBuilder, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """`past_key_values.update(k, v)`: the cached tensors, which the step holds; k and v live until both are stored."""
+    context, tape, cached = build.context, build.tape, []
+    sizes = layer_cache_bytes(context, context.cache_length)
+    if context.cache == "passes":
+        for name in CACHES:
+            tape.operation(name, [k, v], 0)
+        return k, v
+    rolled = []
+    if context.cache == "rolls":
+        rolled = [tape.operation(f"{name}.rolled", [k, v], size) for name, size in zip(CACHES, sizes, strict=True)]
+    positions = 2 * context.sequence * INT64 if context.cache == "stores" else 0  # index_copy_ at cache_position
+    for name, size in zip(CACHES, sizes, strict=True):
+        stored = tape.operation(name, [k, v, *rolled], 0, forward_temporary_bytes=positions)
+        stored.num_bytes = size
+        cached.append(stored)
+    return cached[0], cached[1]
+
+
+def returned_cache_bytes(context: HFContext) -> int:
+    """Bytes that stay alive when a layer's forward returns its keys and values as `past_key_values`: they are views of the
+    fused projection's output, all of which stays. bitsandbytes returns the dtype of its input, which under autocast is that
+    of the fp32 norms.
+
+    Source: transformers 4.48.1 models/gpt_bigcode/modeling_gpt_bigcode.py, `present = key_value`; bitsandbytes 0.43
+    nn/modules.py Linear4bit.forward.
+    """
+    architecture, widened = context.architecture, context.autocast and context.finetuning.quantization is not None
+    columns = architecture.query_size + 2 * architecture.key_value_size
+    return context.rows * columns * (FP32 if widened else context.compute_bytes)

@@ -1,0 +1,94 @@
+"""Multi-latent attention (DeepSeek-V2 and V3) as Hugging Face runs it: low-rank projections, expanded before the kernel.
+
+Source: transformers 5.17 `models/deepseek_v3/modeling_deepseek_v3.py` DeepseekV3Attention.
+"""
+
+from __future__ import annotations
+
+from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention
+from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
+from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
+from peakcast.models.ledger.huggingface.blocks.traits import traits
+from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.tape import Tape, Tensor
+
+FP32 = 4
+
+
+def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
+    """Attention of one layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
+    context, architecture, tape = build.context, build.context.architecture, build.tape
+    mla = architecture.mla
+    assert mla is not None
+    rows, size = context.rows, context.compute_bytes
+    width, heads = architecture.hidden_size, architecture.num_attention_heads
+    plain, rotated, value = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
+    bias = architecture.attention_bias
+    query = heads * (plain + rotated)
+    if mla.q_lora_rank is None:
+        q = build.projection(x, width, query, "self_attn.q_proj", False)
+    else:
+        low = build.projection(x, width, mla.q_lora_rank, "self_attn.q_a_proj", bias)
+        low = build.norm(low, mla.q_lora_rank, "self_attn.q_a_layernorm")
+        q = build.projection(low, mla.q_lora_rank, query, "self_attn.q_b_proj", False)
+    q_pass, q_rot = tape.split(q, [rows * heads * plain * size, rows * heads * rotated * size], "self_attn.q_split")
+    compressed = build.projection(x, width, mla.kv_lora_rank + rotated, "self_attn.kv_a_proj_with_mqa", bias)
+    latent, k_rot = tape.split(compressed, [rows * mla.kv_lora_rank * size, rows * rotated * size], "self_attn.kv_split")
+    latent = build.norm(latent, mla.kv_lora_rank, "self_attn.kv_a_layernorm")
+    if traits(architecture).rotary_complex:
+        q_rot, k_rot = _rotate_complex(tape, q_rot, k_rot, FP32 // size)
+    else:
+        q_rot, k_rot = _rotate_pairs(tape, q_rot, "self_attn.rotary_q"), _rotate_pairs(tape, k_rot, "self_attn.rotary_k")
+    tokens, expand = rows, build
+    if context.cache and context.latent_cache:  # the cache is compressed: earlier tokens are expanded again with the new
+        latent, k_rot = update_cache(build, latent, k_rot)
+        tokens = context.batch * context.cache_length
+        expand = build.for_rows(tokens, 1)
+    queries = tape.operation(
+        "self_attn.join_q", [q_pass, q_rot], rows * query * size, gradients=[(q_pass, None), (q_rot, None)]
+    )
+    expanded = expand.projection(latent, mla.kv_lora_rank, heads * (plain + value), "self_attn.kv_b_proj", False)
+    parts = [tokens * heads * plain * size, tokens * heads * value * size]
+    k_pass, values = tape.split(expanded, parts, "self_attn.split_kv")
+    keys = tape.operation(  # one tensor, filled by two copies; each copy's backward clones the gradient
+        "self_attn.join_k",
+        [k_pass, k_rot],
+        tokens * query * size,
+        gradients=[(k_pass, k_pass.num_bytes), (k_rot, k_rot.num_bytes)],
+        backward_temporary_bytes=rows * query * size,
+    )
+    if context.cache and not context.latent_cache:
+        keys, values = update_cache(build, keys, values)
+    output = attention(build, queries, keys, values)
+    output = build.projection(output, heads * value, width, "self_attn.o_proj", bias)
+    for variable in (x, q_pass, q_rot, compressed, k_rot, latent, queries, keys, values):
+        tape.hold(variable)
+    return ops.dropout(tape, output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
+
+
+def _rotate_complex(tape: Tape, q: Tensor, k: Tensor, widens: int) -> tuple[Tensor, Tensor]:
+    """`apply_rotary_emb` (modeling_deepseek_v2.py): pairs as complex numbers, in a dtype `widens` times as wide, times the
+    table."""
+    rotated, wide, names = [], [q, k], ("self_attn.rotary_q", "self_attn.rotary_k")
+    if widens > 1:
+        sized = zip((q, k), names, strict=True)
+        wide = [ops.cast(tape, x, x.num_bytes * widens, f"{name}.to_float32") for x, name in sized]
+    for x, narrow, name in zip(wide, (q, k), names, strict=True):
+        turned = tape.operation(name, [x], x.num_bytes)
+        if widens > 1:
+            turned = ops.cast(tape, turned, narrow.num_bytes, f"{name}.to_narrow")
+        rotated.append(turned)
+    for variable in wide:
+        tape.hold(variable)
+    return rotated[0], rotated[1]
+
+
+def _rotate_pairs(tape: Tape, x: Tensor, name: str) -> Tensor:
+    """`apply_rotary_pos_emb_interleave`: two halves, each the sum of two products, concatenated."""
+    half = x.num_bytes // 2
+    parts = []
+    for part in ("real", "imaginary"):
+        first = tape.operation(f"{name}.{part}_cos", [x], half, backward_temporary_bytes=half)
+        second = tape.operation(f"{name}.{part}_sin", [x], half, backward_temporary_bytes=half)
+        parts.append(ops.add(tape, first, second, f"{name}.{part}"))
+    return tape.operation(f"{name}.cat", parts, x.num_bytes, gradients=[(part, None) for part in parts])

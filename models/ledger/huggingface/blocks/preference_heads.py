@@ -1,0 +1,93 @@
+"""The heads of preference training in TRL's trainers: log-probabilities of tokens, without whole logits, and scores of
+sequences.
+
+Source: trl 1.16.0 `trainer/utils.py` add_fused_lm_head, `kernels/chunked_logprob.py` ChunkedLogProbFunction; the same since
+1.15.0. Assumes that every position but each sequence's last is scored; in a real run those of the prompt are not
+(`completion_mask`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from peakcast.jobs.architecture import Architecture
+from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
+from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.timelines.timeline import Category
+
+FP32 = 4
+INT32 = 4
+INT64 = 8
+TOKEN_CHUNK = 4096
+"""TOKEN_CHUNK_SIZE of chunked_logprob.py."""
+VOCABULARY_CHUNK = 32768
+"""_CHUNKED_LOGPROB_CHUNK_SIZE of trainer/utils.py. A tile has this width even for a smaller vocabulary."""
+STATISTICS = 7
+"""fp32 numbers per token in which tiles are accumulated while the head runs forward."""
+
+
+def token_log_probabilities(tape: Tape, hidden: Tensor, context: HFContext) -> None:
+    """Append the head of `hidden`, the last norm's output. The scored positions are copied, projected tile by tile, and
+    projected again in backward, whose gradients are fp32 until they are complete."""
+    architecture, width = context.architecture, context.architecture.hidden_size
+    scored, vocabulary = scored_rows(context), architecture.vocab_size
+    element, trains = context.stream_bytes, context.trainable
+    shifted = tape.operation("lm_head.shift", [hidden], hidden.num_bytes, view_of=hidden)
+    copied = tape.operation("lm_head.scored", [shifted], scored * width * element)
+    tile = min(scored, TOKEN_CHUNK) * VOCABULARY_CHUNK * context.compute_bytes
+    cast = context.compute_bytes if context.compute_bytes != element else 0
+    passing = 0 if element == FP32 else FP32 * width * (scored + (vocabulary if trains else 0))
+    weights = [WeightGradient("lm_head.weight.grad", vocabulary * width * context.weight_bytes)] if trains else []
+    if trains and architecture.lm_head_bias:
+        weights.append(WeightGradient("lm_head.bias.grad", vocabulary * context.weight_bytes))
+    tape.operation(
+        "lm_head.log_probabilities",
+        [copied],
+        scored * FP32,
+        saves=[copied],
+        extra_saved_bytes=[scored * INT64, scored * FP32, scored * FP32],
+        weight_gradients=weights,
+        forward_temporary_bytes=STATISTICS * scored * FP32 + tile + cast * width * _cast(scored, vocabulary),
+        backward_temporary_bytes=passing + tile + cast * width * _cast(scored, vocabulary, keeps_weight=True),
+        category=Category.LOGITS,
+    )
+
+
+def score(build: BlockBuilder, hidden: Tensor) -> None:
+    """A sequence classifier's head with one output: a score for every position, of which the last position's is used
+    (transformers 5.17 `modeling_layers.py` GenericForSequenceClassification). It trains even if the rest trains adapters
+    only."""
+    context, tape = build.context, build.tape
+    rows, width = context.rows, context.architecture.hidden_size
+    scores = build.linear(hidden, width, 1, "lm_head.score", False, True, context.weight_bytes)
+    tape.operation("lm_head.last_position", [], rows * INT32, gradients=[], forward_temporary_bytes=2 * rows * INT32)
+    pooled = tape.operation("lm_head.pooled", [scores], context.batch * context.compute_bytes)
+    tape.operation("loss", [pooled], FP32, extra_saved_bytes=[FP32])
+
+
+def scored_rows(context: HFContext) -> int:
+    """Number of positions that have a next token in their sequence."""
+    return context.batch * (context.sequence - 1)
+
+
+def vocabulary_part_bytes(architecture: Architecture, element_bytes: int) -> int:
+    """Bytes of the largest part of the head's weight that is multiplied at a time."""
+    return min(architecture.vocab_size, VOCABULARY_CHUNK) * architecture.hidden_size * element_bytes
+
+
+def _cast(rows: int, vocabulary: int, *, keeps_weight: bool = False) -> int:
+    """The most rows, of tokens and of the head's weight together, that exist in autocast's dtype at a time. A variable
+    refers to a chunk until the next one exists; to the weight's only in backward (`keeps_weight`)."""
+    most = tokens = weight = 0
+    for chunk in _chunks(rows, TOKEN_CHUNK):
+        most, tokens = max(most, tokens + chunk + weight), chunk
+        for part in _chunks(vocabulary, VOCABULARY_CHUNK):
+            most = max(most, tokens + weight + part)
+            weight = part if keeps_weight else 0
+    return most
+
+
+def _chunks(total: int, size: int) -> Iterator[int]:
+    """Sizes of the chunks of `size` in `total`."""
+    return (min(size, total - start) for start in range(0, total, size))

@@ -1,0 +1,271 @@
+"""T5's encoder and decoder layers as Hugging Face transformers runs them, written on the tape.
+
+Three tensors belong to a whole stack and every layer reads them: the bias of relative positions, which the first layer
+makes; the zeros that cross-attention uses instead; and the encoder's output, which every decoder layer reads. Here they are
+`elsewhere`; `encoder_decoder.py` says how long each lives. Read from transformers 5.17 `models/t5/modeling_t5.py`,
+`integrations/sdpa_attention.py` (`create_position_bias_mask`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from peakcast.core.units import round_up
+from peakcast.models.ledger.huggingface.blocks.activations import activation
+from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
+from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.huggingface.blocks.ends import embedding_backward_bytes
+from peakcast.models.ledger.parameters.t5 import CROSS, FEED_FORWARD, SELF, up_projections
+from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.template import Template
+
+FP32 = 4
+INT64 = 8
+RELATIVE = f"{SELF}.relative_attention_bias"
+POSITION_BIAS, CROSS_POSITION_BIAS, ENCODER_STATES = "position_bias", "cross_position_bias", "encoder_states"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class T5Layer:
+    """Which layer: its stack, whether it is the first, and for a decoder's layer the length of the encoder's output."""
+
+    context: HFContext
+    source_length: int = 0
+    """Tokens of the encoder's output; 0 for an encoder's layer."""
+    first: bool = False
+    """Whether it makes the bias of relative positions."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether it is a decoder's layer."""
+        return self.source_length > 0
+
+
+def position_bias_bytes(context: HFContext) -> int:
+    """Bytes of the bias of relative positions [1, num_attention_heads, sequence, sequence], in the table's dtype."""
+    return context.architecture.num_attention_heads * context.sequence**2 * context.weight_bytes
+
+
+def cross_position_bias_bytes(context: HFContext, source_length: int) -> int:
+    """Bytes of the zeros [1, num_attention_heads, sequence, source_length], in the queries' dtype."""
+    return context.architecture.num_attention_heads * context.sequence * source_length * context.compute_bytes
+
+
+@lru_cache(maxsize=64)
+def t5_layer(layer: T5Layer) -> Template:
+    """One layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
+    context = layer.context
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
+    build = BlockBuilder(tape, context)
+    hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
+    size = position_bias_bytes(context)
+    bias = tape.elsewhere(size, POSITION_BIAS, requires_grad=context.trainable)
+    named: list[Tensor] = []
+    """Tensors to which the block's variable `_` refers: an attention's weights, until the next attention returns."""
+    x = _attend(build, layer, hidden, SELF, None, bias, named)
+    if layer.decodes:
+        states = context.batch * layer.source_length * context.architecture.hidden_size * context.stream_bytes
+        source = tape.elsewhere(states, ENCODER_STATES)
+        size = cross_position_bias_bytes(context, layer.source_length)
+        zeros = tape.elsewhere(size, CROSS_POSITION_BIAS, requires_grad=context.checkpointed)
+        x = _attend(build, layer, x, CROSS, source, zeros, named)
+    output = _feed_forward(build, x)
+    for variable in (hidden, *named[-1:], *build.variables):
+        tape.hold(variable)
+    return tape.finish(output, cached_matmuls=context.cached_matmuls, cached_kinds=context.cached_kinds)
+
+
+@lru_cache(maxsize=64)
+def encoder_end(context: HFContext) -> Template:
+    """The encoder's last norm and dropout, whose output the decoder reads."""
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
+    build = BlockBuilder(tape, context)
+    rows, width = context.rows, context.architecture.hidden_size
+    normed = build.norm(tape.input(rows * width * context.stream_bytes), width, "encoder.final_layer_norm")
+    states = build.dropout(normed, context.architecture.hidden_dropout, rows * width, "encoder.dropout")
+    # the step holds it for the decoder's layers: here it lives only for the instant that makes it
+    states.storage.num_bytes = 0
+    return tape.finish(states)
+
+
+# -- attention ----------------------------------------------------------------------------------------------------------
+
+
+def _attend(
+    build: BlockBuilder,
+    layer: T5Layer,
+    x: Tensor,
+    name: str,
+    source: Tensor | None,
+    bias: Tensor,
+    named: list[Tensor],
+) -> Tensor:
+    """Norm, attention (to `source`, or to the sequence itself), dropout, residual addition."""
+    context, architecture, tape = build.context, build.context.architecture, build.tape
+    width, inner, rows = architecture.hidden_size, architecture.query_size, context.rows
+    normed = build.norm(x, width, f"{name}.layer_norm")
+    key_length = layer.source_length if source is not None else context.sequence
+    keys, key_build = source or normed, build.for_rows(context.batch * key_length, 1)
+    q = build.projection(normed, width, inner, f"{name}.q", False)
+    k = key_build.projection(keys, width, inner, f"{name}.k", False)
+    v = key_build.projection(keys, width, inner, f"{name}.v", False)
+    if layer.decodes and not context.checkpointed:  # its configuration has use_cache: `torch.cat` with an empty cache
+        made = (k, v)
+        k, v = ops.copy(tape, k, f"{name}.cached_k"), ops.copy(tape, v, f"{name}.cached_v")
+        for tensor in made:
+            tape.hold(tensor)
+    if source is None and layer.first:
+        _relative_positions(build, bias, bidirectional=not layer.decodes)
+    masked = source is None and layer.decodes
+    attend = _eager if context.attention == "eager" else _efficient
+    y = attend(build, q, k, v, bias, name, key_length=key_length, masked=masked, named=named)
+    y = build.projection(y, inner, width, f"{name}.o", False)
+    for variable in (normed, q, k, v):
+        tape.hold(variable)
+    y = _residual(build, x, y, rows * width, name)
+    for variable in (normed, *named):
+        tape.hold(variable)
+    return y
+
+
+def _residual(build: BlockBuilder, x: Tensor, y: Tensor, elements: int, name: str) -> Tensor:
+    """Dropout and the residual addition."""
+    dropped = build.dropout(y, build.context.architecture.hidden_dropout, elements, f"{name}.dropout")
+    total = ops.add(build.tape, x, dropped, f"{name}.residual_add")
+    build.tape.hold(y)
+    return total
+
+
+def _relative_positions(build: BlockBuilder, bias: Tensor, *, bidirectional: bool) -> None:
+    """`compute_bias`: distances mapped to buckets in int64, then a lookup that saves the buckets."""
+    context, architecture = build.context, build.context.architecture
+    pairs, heads = context.sequence**2, architecture.num_attention_heads
+    table = architecture.relative_attention_num_buckets * heads * context.weight_bytes
+    # live at most: six int64 tensors and a bool (both directions), five and a bool (one)
+    temporary = pairs * (6 * INT64 + 1 if bidirectional else 5 * INT64 + 1)
+    distances = build.tape.operation("relative_position", [], pairs * INT64, gradients=[])
+    buckets = build.tape.operation(
+        "relative_position_bucket",
+        [distances],
+        pairs * INT64,
+        gradients=[],
+        forward_temporary_bytes=temporary - 2 * pairs * INT64,
+    )
+    inside = 0
+    if context.gpu:  # and a contiguous copy of the gradient, which comes with its heads first
+        inside = bias.num_bytes + embedding_backward_bytes(pairs, heads, architecture.relative_attention_num_buckets)
+    trains = [WeightGradient(f"{RELATIVE}.weight.grad", table)] if context.trainable else []
+    build.tape.operation(
+        RELATIVE,
+        [buckets],
+        0,
+        saves=[buckets],
+        gradients=[],
+        weight_gradients=trains,
+        backward_temporary_bytes=inside,
+    )
+    build.tape.hold(distances)
+
+
+def _efficient(
+    build: BlockBuilder,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    name: str,
+    *,
+    key_length: int,
+    masked: bool,
+    named: list[Tensor],
+) -> Tensor:
+    """The memory-efficient kernel with the bias as an additive mask; a causal mask is a new tensor in every layer."""
+    context, tape, heads = build.context, build.tape, build.context.architecture.num_attention_heads
+    mask = bias
+    if masked:
+        kept = [context.sequence * key_length] if bias.requires_grad else []  # where() keeps its bool condition
+        mask = tape.operation(f"{name}.position_bias_mask", [bias], bias.num_bytes, extra_saved_bytes=kept)
+    wide, narrow = mask, context.sequence * key_length * heads * context.compute_bytes
+    if mask.num_bytes > narrow:  # autocast casts every floating-point argument of attention
+        mask = ops.cast(tape, mask, narrow, f"{name}.mask_cast")
+    # the mask's gradient for every sequence, before these are summed
+    summed = context.batch * mask.num_bytes if mask.requires_grad and context.batch > 1 else 0
+    inside = FP32 * context.rows * heads if context.gpu else 0  # the row sums "delta"
+    output = tape.operation(
+        f"{name}.efficient_attention",
+        [q, k, v, mask],
+        q.num_bytes,
+        saves=[q, k, v, mask],
+        saves_output=True,
+        extra_saved_bytes=[FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64],
+        backward_temporary_bytes=summed + inside,
+        kind="attention",
+    )
+    tape.hold(wide)
+    return output
+
+
+def _eager(
+    build: BlockBuilder,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor,
+    name: str,
+    *,
+    key_length: int,
+    masked: bool,
+    named: list[Tensor],
+) -> Tensor:
+    """`eager_attention_forward`: scores times one, plus the bias, plus the mask, softmax in the scores' own dtype."""
+    context, architecture, tape = build.context, build.context.architecture, build.tape
+    elements = context.batch * architecture.num_attention_heads * context.sequence * key_length
+    scores = ops.matmul(tape, q, k, elements * context.compute_bytes, f"{name}.scores")
+    scores = ops.scale(tape, scores, f"{name}.scaling")
+    # a bias looked up in a wide table widens the scores
+    size = max(scores.num_bytes, bias.num_bytes * context.batch)
+    narrowed = None if scores.num_bytes == size else scores.num_bytes
+    summed = None if context.batch == 1 else bias.num_bytes
+    scores = tape.operation(f"{name}.add_bias", [scores, bias], size, gradients=[(scores, narrowed), (bias, summed)])
+    if masked:
+        scores = tape.operation(f"{name}.add_mask", [scores], scores.num_bytes, gradients=[(scores, None)])
+    wide = scores
+    if context.autocast and scores.num_bytes < elements * FP32:  # softmax is on autocast's fp32 list
+        wide = ops.cast(tape, scores, elements * FP32, f"{name}.softmax.to_float32")
+    weights = ops.unary_of_result(tape, wide, f"{name}.softmax")
+    tape.hold(scores)
+    weights = build.dropout(weights, architecture.attention_dropout, elements, f"{name}.attention_dropout")
+    variable = weights
+    if weights.num_bytes > elements * context.compute_bytes:
+        weights = ops.cast(tape, weights, elements * context.compute_bytes, f"{name}.weights_cast")
+    output = ops.matmul(tape, weights, v, q.num_bytes, f"{name}.weighted_sum", forward_temporary_bytes=q.num_bytes)
+    named.append(variable)  # attention returns the weights too
+    return output
+
+
+# -- feed-forward -------------------------------------------------------------------------------------------------------
+
+
+def _feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
+    """The feed-forward with its norm and residual addition."""
+    context, architecture, tape = build.context, build.context.architecture, build.tape
+    width, inner, rows = architecture.hidden_size, architecture.intermediate_size, context.rows
+    normed = build.norm(x, width, f"{FEED_FORWARD}.layer_norm")
+    up = [f"{FEED_FORWARD}.{name}" for name in up_projections(architecture)]
+    y = activation(build, build.projection(normed, width, inner, up[0], False))
+    variables = [normed]
+    if architecture.gated_mlp:
+        variables += [y, build.projection(normed, width, inner, up[1], False)]
+        y = ops.multiply(tape, variables[1], variables[2], f"{FEED_FORWARD}.product", recomputed=context.lets_go)
+    y = build.dropout(y, architecture.hidden_dropout, rows * inner, f"{FEED_FORWARD}.inner_dropout")
+    if (
+        context.autocast and y.num_bytes < rows * inner * context.weight_bytes
+    ):  # to `wo.weight.dtype`; autocast takes it back
+        y = ops.cast(tape, y, rows * inner * context.weight_bytes, f"{FEED_FORWARD}.to_weight_dtype")
+    variables.append(y)
+    y = build.projection(y, inner, width, f"{FEED_FORWARD}.wo", False)
+    for tensor in variables:
+        tape.hold(tensor)
+    return _residual(build, x, y, rows * width, FEED_FORWARD)

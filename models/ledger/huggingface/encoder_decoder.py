@@ -1,0 +1,283 @@
+"""One micro-batch of an encoder-decoder: two stacks of layers placed on the step, and the tensors that a whole stack
+shares.
+
+Source: transformers 5.17 `models/t5/modeling_t5.py` T5Stack, T5ForConditionalGeneration.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.huggingface.blocks.ends import embedding, head
+from peakcast.models.ledger.huggingface.blocks.t5 import (
+    CROSS_POSITION_BIAS,
+    ENCODER_STATES,
+    POSITION_BIAS,
+    RELATIVE,
+    T5Layer,
+    cross_position_bias_bytes,
+    encoder_end,
+    position_bias_bytes,
+    t5_layer,
+)
+from peakcast.models.ledger.huggingface.checkpoint import recompute
+from peakcast.models.ledger.huggingface.layers import found_again, target_context
+from peakcast.models.ledger.huggingface.model import hold_cast_weights
+from peakcast.models.ledger.parameters.t5 import CROSS
+from peakcast.models.ledger.tape.step import FOREVER, Run, Step
+from peakcast.timelines.timeline import Category
+
+INT64 = 8
+
+
+@dataclass
+class _Stack:
+    """A stack of layers, encoder or decoder, on a step."""
+
+    timeline: Step
+    job: TrainingJob
+    contexts: list[HFContext]
+    first_index: int
+    source_length: int = 0
+
+    def __post_init__(self) -> None:
+        self.checkpointed = self.job.activation_checkpointing.mode != "none"
+        self.forward: list[Run] = []
+        self.backward: dict[int, Run] = {}
+        """The run whose backward was placed, by position in the stack."""
+
+    def run_forward(self, keeps_gradients: bool) -> None:
+        """Run all layers forward."""
+        for place, context in enumerate(self.contexts):
+            template = t5_layer(T5Layer(context=context, source_length=self.source_length, first=place == 0))
+            module = f"layers.{self.first_index + place}"
+            if self.checkpointed:
+                self.forward.append(self.timeline.run_without_graph(template, module))
+            else:
+                self.forward.append(self.timeline.run_forward(template, module, keeps_gradients=keeps_gradients))
+
+    def run_backward(self, keeps_gradients: bool) -> None:
+        """Run all layers backward, recomputing checkpointed ones."""
+        for place in reversed(range(len(self.forward))):
+            run = self.forward[place]
+            if self.checkpointed:
+                context = self.contexts[place]
+                size = context.rows * context.architecture.hidden_size * context.compute_bytes
+                narrowed = size if context.compute_bytes < context.stream_bytes else 0
+                self.backward[place] = recompute(self.timeline, run, self.job, keeps_gradients, narrowed)
+            else:
+                self.timeline.run_backward(run)
+                self.backward[place] = run
+
+    def at(self, place: int, label: str) -> int:
+        """The instant of operation `label` in the forward of the layer at `place`."""
+        run = self.forward[place]
+        return run.forward_start + run.template.forward_labels.index(label)
+
+    def backward_at(self, place: int, label: str) -> int:
+        """The instant of operation `label` in the backward of the layer at `place`."""
+        run = self.backward[place]
+        assert run.backward_start is not None
+        return run.backward_start + run.template.in_backward[label]
+
+    def kept_until(self, name: str) -> int:
+        """The instant from which no layer keeps the shared tensor `name`; 0 if none ever does. Autograd saves it for
+        backward. Under checkpointing it is an argument of the layers' checkpoints, from the second on, as the first layer's
+        recomputation makes its own."""
+        if self.checkpointed:
+            second = self.backward.get(1)
+            return self._ended(second) if second is not None else 0
+        kept = self.forward[0].template.elsewhere[name].kept_until
+        return 0 if kept is None else (self.backward[0].backward_start or 0) + kept
+
+    def gradient_from(self, name: str) -> int | None:
+        """The instant from which a gradient of the shared tensor `name` exists: in the last layer's backward, which runs
+        first. None if it has no gradient."""
+        run = self.backward[len(self.forward) - 1]
+        made = run.template.elsewhere[name].gradient_from
+        return None if made is None else (run.backward_start or 0) + made
+
+    @staticmethod
+    def _ended(run: Run) -> int:
+        """The instant after a run's backward."""
+        return (run.backward_start or 0) + run.template.num_backward
+
+
+def encoder_decoder_micro_batch(
+    timeline: Step, job: TrainingJob, context: HFContext, *, keeps_gradients: bool, last: bool
+) -> Run:
+    """Add forward, loss and backward of one micro-batch; returns the run of its head and loss."""
+    architecture, target = job.architecture, target_context(context, job)
+    encoder = _Stack(timeline, job, _contexts(context, job, architecture.num_hidden_layers), 0)
+    decoder = _Stack(
+        timeline,
+        job,
+        _contexts(target, job, architecture.num_decoder_layers),
+        architecture.num_hidden_layers,
+        context.sequence,
+    )
+    # enable_input_require_grads makes the embedding's output a leaf, which the graph keeps with its gradient
+    leaf = job.finetuning.method != "full" and decoder.checkpointed
+    read = timeline.run_forward(embedding(_embedding_context(encoder)), "embedding", keeps_gradients=keeps_gradients)
+    encoder.run_forward(keeps_gradients)
+    states = timeline.run_forward(encoder_end(context), "head", keeps_gradients=keeps_gradients)
+    encoded = _forward_ends(states)
+    _hold_embeddings(timeline, context, read, encoded, leaf)
+    shifted = timeline.now
+    targets = timeline.run_forward(embedding(_embedding_context(decoder)), "embedding", keeps_gradients=keeps_gradients)
+    decoder.run_forward(keeps_gradients)
+    loss = timeline.run_forward(head(target), "head", keeps_gradients=keeps_gradients)
+    if context.autocast:
+        hold_cast_weights(timeline, (*encoder.forward, *decoder.forward), owned=not decoder.checkpointed)
+    decoded, returned = _decoder_returns(loss), timeline.now
+    _hold_embeddings(timeline, target, targets, decoded, leaf)
+
+    timeline.run_backward(loss)
+    decoder.run_backward(keeps_gradients)
+    forgotten = _hold_encoder_states(timeline, context, decoder, born=encoded - 1, returned=returned)
+    _hold_positions(timeline, decoder, target, decoded)
+    timeline.run_backward(targets)
+    timeline.hold("decoder_input_ids", Category.INPUTS, target.rows * INT64, shifted, timeline.now, "embedding")
+    states_gradient = decoder.gradient_from(ENCODER_STATES)
+    if states_gradient is not None:  # every layer adds to it; from here on the block of the encoder's end has it
+        size = context.rows * architecture.hidden_size * context.stream_bytes
+        timeline.hold(f"{ENCODER_STATES}.grad", Category.TEMPORARIES, size, states_gradient, timeline.now, "head")
+    _hold_causal_mask(timeline, decoder, target, encoded, decoded)
+    bare = timeline.now
+    timeline.run_backward(states)
+    encoder.run_backward(keeps_gradients)
+    _hold_positions(timeline, encoder, context, encoded)
+    timeline.run_backward(read)
+    timeline.end_backward()
+    if leaf:
+        size = target.rows * architecture.hidden_size * target.weight_bytes
+        for name in ("inputs_embeds", "inputs_embeds.grad"):
+            timeline.hold(name, Category.ACTIVATIONS, size, bare, timeline.now, "embedding")
+    _hold_cross_positions(timeline, decoder, target, decoded)
+    _hold_outputs(timeline, decoder, context, job, forgotten, last)
+    return loss
+
+
+def _contexts(context: HFContext, job: TrainingJob, num_layers: int) -> list[HFContext]:
+    """The contexts of a stack's layers. With adapters and without checkpointing, nothing before the first adapter is
+    saved."""
+    checkpointed = job.activation_checkpointing.mode != "none"
+    layer = replace(found_again(job, context), checkpointed=True) if checkpointed else context
+    bare = job.finetuning.method != "full" and not checkpointed
+    return [replace(layer, input_requires_grad=place > 0 or not bare) for place in range(num_layers)]
+
+
+def _embedding_context(stack: _Stack) -> HFContext:
+    """The context of a stack's embedding."""
+    return replace(stack.contexts[0], checkpointed=False)
+
+
+def _forward_ends(run: Run) -> int:
+    """The instant after a run's forward."""
+    return run.forward_start + run.template.num_forward
+
+
+def _decoder_returns(loss: Run) -> int:
+    """The instant after the decoder's last norm and dropout."""
+    labels = loss.template.forward_labels
+    return loss.forward_start + next(
+        i for i, label in enumerate(labels) if label.startswith(("lm_head", "decoder_output_scaling"))
+    )
+
+
+def _hold_embeddings(timeline: Step, context: HFContext, embedded: Run, returned: int, leaf: bool) -> None:
+    """Hold the embeddings that a stack's variable refers to. Without dropout they are its first layer's input, and a leaf
+    is kept anyway."""
+    if context.architecture.embedding_dropout and not leaf:
+        size = context.rows * context.architecture.hidden_size * context.weight_bytes
+        timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, _forward_ends(embedded), returned, "embedding")
+
+
+def _hold_encoder_states(timeline: Step, context: HFContext, decoder: _Stack, born: int, returned: int) -> int:
+    """Hold the encoder's output, which every decoder layer saves and the model's outputs refer to. Returns the instant from
+    which the graph no longer keeps it."""
+    size = context.rows * context.architecture.hidden_size * context.stream_bytes
+    kept = timeline.now if decoder.checkpointed else decoder.kept_until(ENCODER_STATES)
+    timeline.hold(ENCODER_STATES, Category.ACTIVATIONS, size, born, max(returned, kept), "head")
+    return max(returned, kept)
+
+
+def _hold_positions(timeline: Step, stack: _Stack, context: HFContext, returned: int) -> None:
+    """Hold the bias of relative positions that the first layer makes, and its gradient until the table's gradient has been
+    computed from it."""
+    size, module = position_bias_bytes(context), stack.forward[0].module
+    made = stack.at(0, RELATIVE)
+    kept = stack.kept_until(POSITION_BIAS)
+    timeline.hold(POSITION_BIAS, Category.ACTIVATIONS, size, made, max(returned, kept), module)
+    if stack.checkpointed:  # the first layer's recomputation makes another
+        again = stack.backward[0]
+        born = again.forward_start + again.template.forward_labels.index(RELATIVE)
+        until = again.template.elsewhere[POSITION_BIAS].kept_until
+        ends = again.forward_start + again.template.num_forward if until is None else (again.backward_start or 0) + until
+        timeline.hold(POSITION_BIAS, Category.ACTIVATIONS, size, born, ends, module)
+    gradient = stack.gradient_from(POSITION_BIAS)
+    if gradient is not None:
+        dies = stack.backward_at(0, RELATIVE) + 1
+        timeline.hold(f"{POSITION_BIAS}.grad", Category.TEMPORARIES, size, gradient, dies, module)
+
+
+def _hold_causal_mask(timeline: Step, decoder: _Stack, target: HFContext, born: int, returned: int) -> None:
+    """Hold eager attention's additive mask of the decoder [batch, 1, sequence, sequence]; sdpa makes one in each layer."""
+    if target.attention == "eager":
+        size = target.batch * target.sequence**2 * target.weight_bytes
+        dies = timeline.now if decoder.checkpointed else returned
+        timeline.hold("attention_mask", Category.INPUTS, size, born, dies)
+
+
+def _hold_cross_positions(timeline: Step, decoder: _Stack, target: HFContext, returned: int) -> None:
+    """Hold the zeros that the first cross-attention makes for all layers. Under checkpointing they require a gradient
+    (`position_bias.requires_grad = True`), and the graph keeps them and that gradient until the loss is freed."""
+    size, module = cross_position_bias_bytes(target, decoder.source_length), decoder.forward[0].module
+    made = decoder.at(0, f"{CROSS}.v") + 1
+    kept = timeline.now if decoder.checkpointed else decoder.kept_until(CROSS_POSITION_BIAS)
+    timeline.hold(CROSS_POSITION_BIAS, Category.ACTIVATIONS, size, made, max(returned, kept), module)
+    if decoder.checkpointed:
+        again = decoder.backward[0]
+        born = again.forward_start + again.template.forward_labels.index(f"{CROSS}.v") + 1
+        until = again.template.elsewhere[CROSS_POSITION_BIAS].kept_until
+        ends = again.forward_start + again.template.num_forward if until is None else (again.backward_start or 0) + until
+        timeline.hold(CROSS_POSITION_BIAS, Category.ACTIVATIONS, size, born, ends, module)
+        gradient = decoder.gradient_from(CROSS_POSITION_BIAS)
+        assert gradient is not None
+        timeline.hold(f"{CROSS_POSITION_BIAS}.grad", Category.TEMPORARIES, size, gradient, timeline.now, module)
+
+
+def outputs_of(job: TrainingJob, context: HFContext) -> list[tuple[str, str, int]]:
+    """(name, module, bytes) of what the outputs refer to besides logits, which a plain loop keeps with them: the encoder's
+    output; keys and values of both attentions, as the decoder's configuration keeps `use_cache`. Under checkpointing
+    instead, through the graph: the zeros of cross-attention, the encoder's embeddings if adapters make them a leaf, and the
+    gradients of both."""
+    architecture, target = job.architecture, target_context(context, job)
+    states = (ENCODER_STATES, "head", context.rows * architecture.hidden_size * context.stream_bytes)
+    decoder = range(architecture.num_hidden_layers, architecture.num_layers)
+    if job.activation_checkpointing.mode != "none":
+        zeros, module = cross_position_bias_bytes(target, context.sequence), f"layers.{decoder[0]}"
+        held = [states, (CROSS_POSITION_BIAS, module, zeros), (f"{CROSS_POSITION_BIAS}.grad", module, zeros)]
+        leaf = context.rows * architecture.hidden_size * context.weight_bytes
+        adapters = job.finetuning.method != "full"
+        return held + [(name, module, leaf) for name in ("inputs_embeds", "inputs_embeds.grad")] * adapters
+    tokens = 2 * target.batch * (target.sequence + context.sequence)
+    size = tokens * architecture.key_value_size * target.compute_bytes
+    return [states, *(("past_key_values", f"layers.{layer}", size) for layer in decoder)]
+
+
+def _hold_outputs(
+    timeline: Step, decoder: _Stack, context: HFContext, job: TrainingJob, forgotten: int, last: bool
+) -> None:
+    """Hold `outputs_of` from the moment backward frees its own references, which for the encoder's output is
+    `forgotten`."""
+    if conventions(job).get("outputs_dropped"):
+        return
+    dies = timeline.now if conventions(job).get("trainer") or not last else FOREVER
+    ended = {run.module: (run.backward_start or 0) + run.template.num_backward for run in decoder.forward}
+    for name, module, size in outputs_of(job, context):
+        born = timeline.now if decoder.checkpointed else ended.get(module, 0)
+        timeline.hold(name, Category.ACTIVATIONS, size, forgotten if name == ENCODER_STATES else born, dies, module)

@@ -1,0 +1,285 @@
+"""Tensors that a Hugging Face model's own forward holds outside its blocks: buffers, embeddings in local variables, masks,
+rotary tables, and the lm_head's half of a tied table's gradient."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+
+import numpy as np
+
+from peakcast.core.units import DTYPE_BYTES
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.huggingface.blocks.attention_kernels import flex_block_mask_bytes
+from peakcast.models.ledger.huggingface.blocks.builder import CAST
+from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.huggingface.blocks.ends import embedding_variables, hands_on_itself
+from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
+from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, kinds_of_masks, traits
+from peakcast.models.ledger.tape.step import FOREVER, Run, Step
+from peakcast.networks.rotary import rotated_width
+from peakcast.networks.windows import attends_to_everything
+from peakcast.timelines.timeline import Category
+
+FP32 = 4
+INT64 = 8
+
+
+def hold_buffers(timeline: Step, job: TrainingJob) -> None:
+    """Hold large buffers: older modelling code has a causal mask for the longest sequence, or position tables in every
+    layer."""
+    family, longest = traits(job.architecture), job.architecture.max_position_embeddings
+    layers = [f"layers.{index}" for index in range(job.architecture.num_hidden_layers)]
+    buffers = [("causal_mask", "", longest**2)] * family.causal_mask_buffer
+    buffers += [("attention.bias", layer, longest**2) for layer in layers if family.causal_mask_buffers]
+    tables = longest * rotated_width(job.architecture) * FP32 * family.position_tables
+    buffers += [("attention.embed_positions", layer, tables) for layer in layers if tables]
+    if conventions(job).get("rotary_tables_in_layers") and job.architecture.position_embedding == "rope":
+        size = longest * rotated_width(job.architecture) * int(DTYPE_BYTES[job.precision.parameters])
+        names = ("rotary_emb.cos_cached", "rotary_emb.sin_cached")
+        buffers += [(name, layer, size) for layer in layers for name in names]
+    timeline.hold_all(buffers, Category.PARAMETERS, 0)
+
+
+def hold_shared_inputs(timeline: Step, job: TrainingJob) -> None:
+    """Hold what is made of the inputs before context parallelism splits them. They stay whole, because a part is a view."""
+    tokens, ranks = job.micro_batch_size * job.sequence_length, job.parallelism.context_parallel_size
+    if ranks > 1:
+        timeline.hold("shift_labels", Category.INPUTS, tokens * INT64, 0)
+        timeline.hold("position_ids", Category.INPUTS, max(job.sequence_length, tokens // ranks) * INT64, 0)
+
+
+def hold_parts_of_inputs(timeline: Step, job: TrainingJob, start: int) -> None:
+    """Hold copies of this rank's parts of the inputs, two of the last one, while `context_parallel` (torch 2.13) is
+    entered."""
+    ranks, kinds = job.parallelism.context_parallel_size, 4 + bool(conventions(job).get("trainer"))
+    if ranks > 1:
+        size = job.micro_batch_size * job.sequence_length // ranks * INT64
+        timeline.hold_all((("context_parallel.shard", "", size),) * (kinds + 1), Category.INPUTS, start, timeline.now)
+
+
+def hold_embeddings(
+    timeline: Step, layers: Sequence[HFContext], embedded: Run, checkpointed: bool, offloads: bool, dies: int
+) -> None:
+    """Hold the embeddings that variables of the model's forward refer to, until its last norm is done. `checkpointed`:
+    whether the first layer is checkpointed; `offloads`: whether that layer's input is offloaded to the host."""
+    one = layers[0]
+    if one.architecture.embedding_norm and one.architecture.kind == "decoder" and one.trainable and not one.saves_on_cpu:
+        return  # the norm saves it
+    is_input, sizes = embedding_variables(layers[0])
+    born = embedded.forward_start + embedded.template.num_forward
+    if is_input:
+        if offloads and checkpointed and not layers[0].trainable and hands_on_itself(layers[0]):
+            return  # a leaf (`hold_leaf`)
+        if not offloads and (checkpointed or layer_template(layers[0]).keeps_input):
+            return  # the checkpoint or the graph keeps it anyway
+        born += layer_template(layers[0]).num_forward
+    elif layers[0].input_requires_grad and not (layers[0].trainable or layers[0].neftune):
+        sizes = sizes[1:]  # a leaf that requires a gradient: its own node keeps it (with noise it is another tensor)
+    for size in sizes:
+        timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
+
+
+def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
+    """Hold the embedding's output until now, the end of backward, if peft's `enable_input_require_grads` makes it a leaf.
+    Its node keeps it although the checkpoint's copy is on the host."""
+    if not first.trainable and hands_on_itself(first):
+        born = embedded.forward_start + embedded.template.num_forward + layer_template(first).num_forward
+        timeline.hold("embedding.output", Category.ACTIVATIONS, first.input_bytes, born, timeline.now, "embedding")
+
+
+def model_ends(loss: Run) -> int:
+    """The instant of the lm_head, or of a loss that includes it. The model's last norm is done then, and the variables of
+    its forward are freed."""
+    labels = loss.template.forward_labels
+    head = next(index for index, label in enumerate(labels) if label.startswith("lm_head"))
+    return loss.forward_start + min(head, loss.template.loss_from)
+
+
+def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
+    """Hold the lm_head's gradient of a tied table until `dies`: it waits for the embedding's gradient, and their sum is
+    added to the existing `.grad`."""
+    template = loss.template
+    for index in np.flatnonzero(template.weight_gradient):
+        if template.names[index] == "lm_head.weight.grad" and loss.backward_start is not None:
+            born = loss.backward_start + int(template.dies[index])
+            size = int(template.num_bytes[index])
+            timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, dies, "head")
+
+
+def hold_for_tied_product(timeline: Step, loss: Run, context: HFContext) -> None:
+    """Hold the operands of the matrix product that ends backward: the final norm's output and the gradient of the
+    logits."""
+    token, architecture, ends = context.rows * context.compute_bytes, context.architecture, timeline.now
+    timeline.hold("final_norm", Category.ACTIVATIONS, token * architecture.hidden_size, model_ends(loss) + 1, ends)
+    if loss.backward_start is not None:
+        born = loss.backward_start + 1 + loss.template.in_backward["lm_head"]
+        timeline.hold("logits.gradient", Category.LOGITS, token * architecture.vocab_size, born, ends)
+
+
+def hold_logits_of_compiling(timeline: Step, context: HFContext, logits: int, loss_made: int) -> None:
+    """Hold the first forward's logits if the loss is outside a network that is compiled whole: a reference cycle keeps
+    them."""
+    if traits(context.architecture).loss_apart and "mask" in context.compiled:
+        timeline.hold("logits", Category.LOGITS, logits, loss_made + 1, FOREVER, "head")
+
+
+def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None = None) -> list[int]:
+    """For each kind of layer (ordered by the first layer of each), the instant after the last backward of its layers in
+    `runs`; `ended` if `runs` has none of them."""
+    kinds, dies = attends_to_everything(layers[0].architecture), []
+    for kind in dict.fromkeys(kinds):
+        run = next((runs[index] for index, one in enumerate(kinds) if one == kind and index in runs), None)
+        last = run and (run.recomputation or run)
+        dies.append((last.backward_start or 0) + last.template.num_backward if last else ended or 0)
+    return dies
+
+
+def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
+    """Bytes of the model's attention masks, one for each kind of layer, and whether layers take them as an argument.
+
+    Eager attention has masks in the embeddings' dtype. sdpa has bool masks that all sequences share, unless the batch needs
+    one for each. Flash attention uses the batch's own mask.
+    """
+    one = layers[0]
+    scores = one.sequence**2
+    family = traits(one.architecture)
+    kinds, element = kinds_of_masks(one.architecture), one.weight_bytes if one.mask_is_additive else 1
+    if one.architecture.kind == "encoder":
+        return [], False  # nothing is masked without padding
+    if "mask" in one.compiled:
+        return [one.batch * scores * one.compute_bytes], True
+    if family.scores_biased_and_filled:
+        biases = one.architecture.num_attention_heads * one.architecture.max_position_embeddings * FP32
+        return [one.batch * scores + biases], True
+    if one.attention == "eager":
+        return [one.batch * scores * one.weight_bytes] * kinds, True
+    if one.attention == "flex":
+        return [flex_block_mask_bytes(one.batch, one.sequence)], True
+    if one.attention == "sdpa" and one.mask_of_batch:
+        return [one.batch * scores * element] * kinds, True
+    if one.attention == "flash_attention_2" and one.valid_rows:  # which tokens are no padding, as bool: [batch, sequence]
+        return [one.batch * one.sequence], True
+    taken = list(dict.fromkeys(layer.masked for layer in layers))  # one per kind, in the order of their first layers
+    if one.attention != "sdpa" or not (any(taken) or family.masks_for_both_kinds):
+        return [], any(taken)
+    return [scores * element * masked for masked in taken] if any(taken) else [scores * element], any(taken)
+
+
+def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: int, dies: Sequence[int]) -> None:
+    """Hold the masks of `mask_bytes` until the model's forward has `ended`; those that layers take as an argument, until
+    `dies`."""
+    sizes, taken = mask_bytes(layers)
+    for size, end in itertools.zip_longest(sizes, dies[: len(sizes) * taken], fillvalue=ended):
+        timeline.hold("attention_mask", Category.INPUTS, size, start, end)
+
+
+def hold_masks_from_host(timeline: Step, layers: Sequence[HFContext], checkpointed: Iterable[Run], reentrant: bool) -> None:
+    """Hold the copies of a mask that a checkpoint saved and offloaded: each recomputed layer gets its own copy. Under a
+    reentrant checkpoint a variable refers to it until the end of the layer's backward."""
+    sizes, taken = mask_bytes(layers)
+    for run in checkpointed if taken else ():
+        if again := run.recomputation:
+            ends = again.forward_start + again.template.num_forward
+            ends = (again.backward_start or ends) + again.template.num_backward if reentrant else ends
+            timeline.hold("attention_mask", Category.INPUTS, sizes[0], again.forward_start, ends, run.module)
+
+
+def arguments_of_layers(job: TrainingJob, layers: Sequence[HFContext]) -> list[tuple[str, int]]:
+    """(name, bytes) of the tensors that the model passes to every layer by keyword. A reentrant checkpoint does not save
+    these as tensors; its node keeps them, as part of the call, as long as the graph exists (torch `utils/checkpoint.py`,
+    `ctx.run_function`)."""
+    sizes, taken = mask_bytes(layers)
+    named = taken and not traits(job.architecture).mask_by_position
+    tables = [("rotary", size) for _, _, size in _rotary_tables_of(job, layers[0])]
+    return [("attention_mask", size) for size in sizes[: kinds_of_layers(job.architecture)] if named] + tables
+
+
+def attention_weights_bytes(layer: HFContext) -> int:
+    """Bytes of the attention weights that a layer returns; 0 if its family or its attention returns none. With flash
+    attention the layer returns attention's output in their place."""
+    family = traits(layer.architecture)
+    if not family.returns_attention_weights or layer.attention not in ("eager", "flash_attention_2"):
+        return 0
+    if layer.attention == "flash_attention_2":
+        return layer.rows * layer.architecture.query_size * layer.compute_bytes
+    element = FP32 if layer.autocast and family.eager_softmax == "wide" else layer.compute_bytes
+    return layer.rows * layer.architecture.num_attention_heads * layer.keys * element
+
+
+def attends_without_graph(run: Run) -> bool:
+    """Whether a layer's attention saves nothing for backward, because neither its input nor a projection trains."""
+    kept = zip(run.template.names, run.template.dies_backward.tolist(), strict=True)
+    return not any(keeps and name.startswith("self_attn.") for name, keeps in kept)
+
+
+def hold_attention_weights(
+    timeline: Step, layer: HFContext, first_runs: Mapping[int, Run], layers: Mapping[int, Run]
+) -> None:
+    """Hold the attention weights that a layer of `first_runs` returned, which no graph saves, while the next of `layers`
+    runs."""
+    size = attention_weights_bytes(layer)
+    for index, run in first_runs.items() if size else ():
+        if index + 1 in layers:
+            born, after = run.forward_start + run.template.num_forward, layers[index + 1]
+            ends = after.forward_start + after.template.num_forward
+            timeline.hold("attention_weights", Category.ACTIVATIONS, size, born, ends, run.module)
+
+
+def hold_cast_weights(timeline: Step, runs: Iterable[Run], *, owned: bool) -> None:
+    """Hold until now, the end of forward, the narrow copies of weights that autocast caches: those of blocks without a
+    graph and, if graphs own what they save (`owned`), those that no graph saves (an adapter's whose input needs no
+    gradient)."""
+    for run in runs:
+        template, born = run.template, run.forward_start + run.template.num_forward
+        kept = template.dies_backward if owned else np.zeros_like(template.dies_backward)
+        casts = np.array([name.endswith(CAST) for name in template.names], dtype=bool)
+        size = int(template.num_bytes[casts & ~kept].sum())
+        timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
+
+
+def _rotary_tables_of(job: TrainingJob, context: HFContext) -> list[tuple[str, str, int]]:
+    """(name, module, bytes) of what the model makes for all layers to rotate the positions of a micro-batch."""
+    if "mask" in context.compiled:  # each kernel recomputes them
+        return []
+    # where ranks share a sequence, each sequence of a batch has positions of its own
+    tokens = context.rows if context.ring.ranks > 1 else context.sequence
+    return rotary_tables(job.architecture, tokens, context.weight_bytes)
+
+
+def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None) -> list[int]:
+    """For each kind of layer, the instant from which nothing refers to its cosines and sines. `ended`: the end of the
+    model's forward; None if layers are recomputed, which reads the tables again."""
+    one, family = layers[0], traits(layers[0].architecture)
+    dies = last_readers(layers, runs)
+    if ended is None or "layers" in one.compiled:
+        return dies
+    if one.saves_on_cpu or family.rotary_tables_per_layer:  # the host, or every layer, has copies
+        return [ended] * len(dies)
+    if not any("rotary" in label for label in runs[0].template.backward_labels):  # the first layer's need no gradient
+        kinds = attends_to_everything(layers[0].architecture)
+        after = runs.get(kinds.index(kinds[0], 1) if kinds[0] in kinds[1:] else len(kinds))
+        dies[0] = (after.backward_start or 0) + after.template.num_backward if after else ended
+    return dies
+
+
+def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, start: int, dies: Sequence[int] = ()) -> None:
+    """Hold the cosines and sines of every position, which all layers of a kind share, until `dies`, or until now."""
+    for index, (name, _, size) in enumerate(_rotary_tables_of(job, context)):
+        timeline.hold(name, Category.ACTIVATIONS, size, start, dies[index // 2] if dies else timeline.now)
+
+
+def rotary_tables(architecture: Architecture, tokens: int, weight_bytes: int) -> list[tuple[str, str, int]]:
+    """(name, module, bytes) of what the model makes for all layers to rotate `tokens` positions."""
+    mla, family = architecture.mla, traits(architecture)
+    if architecture.position_embedding != "rope" or family.position_tables:
+        return []
+    width = mla.qk_rope_head_dim if mla else rotated_width(architecture)
+    if family.rotary_complex:
+        return [("rotary.frequencies", "", tokens * width * FP32)]
+    width //= 1 + family.rotary_in_halves
+    size = tokens * width * (FP32 if family.rotary == "promoted" else weight_bytes)
+    sets = min(family.rotary_tables, kinds_of_layers(architecture))
+    return [("rotary.cos", "", size), ("rotary.sin", "", size)] * sets

@@ -1,0 +1,174 @@
+"""Every tensor of a Hugging Face network as one rank stores it: split, frozen, quantised, with its adapters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+from peakcast.core.units import DTYPE_BYTES
+from peakcast.jobs.allocator_settings import Allocator
+from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precision
+from peakcast.jobs.micro_batch import Batch
+from peakcast.jobs.spec import ActivationCheckpointing, Optimizer, TrainingJob
+from peakcast.models.ledger.huggingface.blocks.adapter_tensors import ADAPTED_ROLES, NETWORK, network_tensors
+from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
+from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
+from peakcast.models.ledger.layouts import adapters_are_whole, expert_ranks, gathered_dtype
+from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.parameters.adapter_methods import METHODS, matrix_of
+from peakcast.models.ledger.parameters.inventory import embedding_parameters, head_parameters, layer_parameters
+from peakcast.models.ledger.parameters.quantization import PARAMETERS, quantized_linear_bytes
+from peakcast.models.ledger.parameters.tensor import ParameterTensor
+from peakcast.models.ledger.recorded.parameters import recorded_parameters
+from peakcast.models.recipes.shelf import recipe_of
+
+FP32 = 4
+QUANTISED_ROLES = ("attention", "mlp", "shared_expert")
+"""Roles of every Linear inside the layers, all quantised; embeddings, norms and lm_head are not."""
+ROUTED_ROLES = ("expert", "router")
+"""Roles that are quantised too if a library makes Linears of them, or if the checkpoint is quantised (GPTQ)."""
+
+
+@lru_cache(maxsize=1024)
+def weights_job(job: TrainingJob) -> TrainingJob:
+    """The job with the settings that affect none of its weights replaced by defaults, so that jobs alike in all else share
+    one cached result."""
+    return job.replace(
+        micro_batch_size=1,
+        gradient_accumulation_steps=1,
+        batch=Batch(),
+        sequence_length=job.parallelism.context_parallel_size * job.parallelism.tensor_parallel_size,
+        attention="sdpa",
+        activation_checkpointing=ActivationCheckpointing(),
+        optimizer=Optimizer(),
+        allocator=Allocator(),
+    )
+
+
+def stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
+    """Every tensor of the network as a rank stores it, before data parallelism divides it."""
+    if (recipe := recipe_of(job)) is not None:
+        return recorded_parameters(job, recipe)
+    return _stored_parameters(weights_job(job))
+
+
+@lru_cache(maxsize=512)
+def _stored_parameters(job: TrainingJob) -> tuple[StoredTensor, ...]:
+    """`stored_parameters` of a network without a recipe, cached by the settings that matter."""
+    size, used = int(DTYPE_BYTES[job.precision.parameters]), int(DTYPE_BYTES[gathered_dtype(job)])
+    ranks = expert_ranks(job)
+    everything = [(module, _rank_experts(tensor, ranks)) for module, tensor in _all_parameters(job)]
+    group = tensor_parallel(job)
+    waits = group.table and job.parallelism.num_replicas > 1 and not group.table_reduced
+    # a tied table also gets a gradient from the lm_head, which is split, so the sum is split
+    alone = group.table and job.parallelism.num_replicas == 1 and not job.architecture.tie_word_embeddings
+    if job.finetuning.method == "full" and not (job.task == "inference" and job.finetuning.quantization):
+        return tuple(
+            StoredTensor(
+                tensor.name,
+                module,
+                group.shape(tensor),
+                size,
+                used,
+                trains=True,
+                expert_ranks=ranks if tensor.role == "expert" else 1,
+                decays=len(tensor.shape) > 1,
+                gradient_parts=group.ranks if waits and tensor.role == "embedding" else 1,
+                parts_in_optimizer=group.ranks if alone and tensor.role == "embedding" else 1,
+            )
+            for module, tensor in everything
+        )
+    stored = [part for module, tensor in everything for part in _frozen(tensor, module, job, size, used)]
+    tuning, width = job.finetuning, int(DTYPE_BYTES[adapter_dtype(job)])
+    whole = adapters_are_whole(job)
+    mixed = used if mixes_precision(job) and not whole else width
+    for made in network_tensors(job.architecture, tuning):
+        own = made.element_bytes or width
+        stored.append(StoredTensor(made.name, NETWORK, made.shape, own, own, trains=made.trains))
+    for module, tensor in everything if tuning.method != "full" else ():
+        name = tensor.name.removesuffix(".weight")
+        if len(tensor.shape) == 2 and tensor.role in ADAPTED_ROLES and _adapted(name, job):
+            sums = group.sequence and tensor.tensor_parallel_dim == 1 and job.parallelism.num_replicas == 1
+            for made in METHODS[tuning.method].on_matrix(matrix_of(tuning, name, group.shape(tensor), _layer(module))):
+                own, gathered = (made.element_bytes, made.element_bytes) if made.element_bytes else (width, mixed)
+                part = StoredTensor(f"{name}.{made.name}", module, made.shape, own, gathered, trains=made.trains)
+                stored.append(replace(part, sharded=not whole, sums_gradient=sums and made.name == "lora_B"))
+        elif name == "score":  # peft trains a copy of a classifier's head itself (`modules_to_save`)
+            stored.append(StoredTensor(f"{name}.copy", module, tensor.shape, size, used, trains=True))
+    return tuple(stored)
+
+
+def _rank_experts(tensor: ParameterTensor, ranks: int) -> ParameterTensor:
+    """`tensor` with this rank's part of the experts, which are stacked along the first dimension."""
+    if tensor.role != "expert" or ranks == 1:
+        return tensor
+    num_experts, *rest = tensor.shape
+    return replace(tensor, shape=(num_experts // ranks, *rest))
+
+
+def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, used: int) -> list[StoredTensor]:
+    """The stored form of a weight that does not train: quantised if its role is one of `quantised_roles`, else the weight
+    itself."""
+    if len(tensor.shape) >= 2 and tensor.role in quantised_roles(job):
+        *stacked, out_features, in_features = tensor.shape  # experts may be stacked along a first dimension
+        chosen = conventions(job)
+        parts = quantized_linear_bytes(
+            (out_features, in_features),
+            job.finetuning,
+            int(chosen.get("gptq_group_size", 128)),
+            gptq_biased=bool(chosen.get("gptq_kernel")),
+        )
+        return [
+            StoredTensor(f"{tensor.name}.{name}", module, (num_bytes,), 1, 1, trains=False, sharded=name in PARAMETERS)
+            for name, num_bytes in parts
+        ] * math.prod(stacked)
+    ranks = expert_ranks(job) if tensor.role == "expert" else 1
+    if tensor.role == "norm" and conventions(job).get("norms_in_float32"):
+        size = used = FP32
+    if module in ("embedding", "head") and tensor.role != "norm" and conventions(job).get("ends_in_float32"):
+        size = used = FP32
+    shape = tensor_parallel(job).shape(tensor)
+    return [StoredTensor(tensor.name, module, shape, size, used, trains=False, expert_ranks=ranks)]
+
+
+def quantised_roles(job: TrainingJob) -> tuple[str, ...]:
+    """Roles of the matrices that are quantised; empty without quantization.
+
+    Source: transformers 5.17 integrations/bitsandbytes.py replace_with_bnb_linear (`type(module) is nn.Linear`),
+    models/mixtral/modeling_mixtral.py MixtralExperts and MixtralTopKRouter (these are parameters, not Linears).
+    """
+    method = job.finetuning.quantization
+    if not method:
+        return ()
+    routed = method == "gptq" or bool(conventions(job).get("quantized_experts"))
+    return (*QUANTISED_ROLES, *(ROUTED_ROLES if routed else ()))
+
+
+def _layer(module: str) -> int:
+    """The index of the layer named `module`; 0 if it is not a layer."""
+    return int(module.rpartition(".")[2]) if module.startswith("layers.") else 0
+
+
+def quantised_shapes(job: TrainingJob) -> list[tuple[int, ...]]:
+    """[out_features, in_features] of every matrix that is quantised; stacked experts appear once."""
+    roles = quantised_roles(job)
+    return [tensor.shape[-2:] for _, tensor in _all_parameters(job) if len(tensor.shape) > 1 and tensor.role in roles]
+
+
+def _adapted(name: str, job: TrainingJob) -> bool:
+    """Whether an adapter is put on the matrix `name`."""
+    return is_adapter_target(name, job.finetuning, job.architecture)
+
+
+def _all_parameters(job: TrainingJob) -> Iterator[tuple[str, ParameterTensor]]:
+    """(module, tensor) of the whole network: embedding, layers, head."""
+    architecture = job.architecture
+    for tensor in embedding_parameters(architecture):
+        yield "embedding", tensor
+    for layer in range(architecture.num_layers):
+        for tensor in layer_parameters(architecture, layer):
+            yield f"layers.{layer}", tensor
+    for tensor in head_parameters(architecture, scores=job.loss.kind == "reward"):
+        yield "head", tensor

@@ -1,0 +1,70 @@
+"""How far the CPU is ahead of the GPU, and which freed blocks the allocator cannot reuse in the meantime.
+
+A block that a stream other than its own uses (`record_stream`) is not allocated any more once its tensor is freed, but it
+returns to the cache only when an event recorded then on that stream is done (c10/cuda/CUDACachingAllocator.cpp `free`,
+`insert_events`, `process_events`). Which events are done when the CPU requests the next block depends on how far ahead it
+is. The assumption here is as far as possible: the GPU has done what the CPU has waited for and nothing later, as in a run
+whose kernels take longer than their launches; and communication ends together with the computation that hides it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field
+
+from peakcast.models.ledger.tape.step import Run, Step
+
+MOST_IN_FLIGHT = 2
+"""`_max_num_inflight_all_gathers` (torch 2.4-2.13 `distributed/fsdp/_limiter_utils.py`)."""
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """What waits for one event of the computing stream."""
+
+    handles: list[int] = field(default_factory=list)
+    gradients: list[tuple[Run, str]] = field(default_factory=list)
+    """(run, operation) whose parameters' gradients wait; operation "": all of the run."""
+
+    def end(self, step: Step) -> None:
+        """The event is done: the blocks can be reused."""
+        step.reuse(self.handles)
+        for run, operation in self.gradients:
+            run.reuse_gradients(step.now, operation)
+
+
+class RunAhead:
+    """The events that the CPU records and waits for. `limits`: before an all-gather it waits for the event before the last
+    one (FSDP1's `limit_all_gathers`); otherwise it waits for none until backward ends."""
+
+    def __init__(self, *, limits: bool) -> None:
+        self.limits = limits
+        self._events: deque[_Waiting] = deque()
+        self._since_last_event = _Waiting()
+
+    def let_go(self, step: Step, handles: list[int]) -> None:
+        """Free tensors from the next instant on; their blocks can be reused after the next event. Empties the list."""
+        self._since_last_event.handles += step.let_go(handles)
+
+    def let_gradients_go(self, runs: list[Run], operation: str) -> None:
+        """As `let_go`, for parameter gradients of `runs`, of one operation or ("") all. They are freed at the instants that
+        the runs have."""
+        self._since_last_event.gradients += [(run, operation) for run in runs]
+
+    def record(self) -> None:
+        """Record an event after everything that the CPU has launched so far (`_FreeEventQueue.enqueue`)."""
+        self._events.append(self._since_last_event)
+        self._since_last_event = _Waiting()
+
+    def wait(self, step: Step) -> None:
+        """Before the next all-gather the CPU waits for the oldest event, if enough are outstanding
+        (`_FreeEventQueue.dequeue_if_needed`)."""
+        if self.limits and len(self._events) >= MOST_IN_FLIGHT:
+            self._events.popleft().end(step)
+
+    def catch_up(self, step: Step) -> None:
+        """The CPU waits for everything, as when it reads the loss."""
+        for waiting in (*self._events, self._since_last_event):
+            waiting.end(step)
+        self._events.clear()
+        self._since_last_event = _Waiting()

@@ -1,0 +1,188 @@
+"""DeepSpeed ZeRO: flat partitions with fp32 main copies, and the buckets in which gradients are reduced.
+
+Read from DeepSpeed 0.19.8 `runtime/zero/stage_1_and_2.py`, `stage3.py`, `partitioned_param_coordinator.py` and `config.py`.
+Compared with traces on real CPU tensors (`collectors/grids/agreement-deepspeed.yaml`). Bucket sizes are in elements, as
+there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from peakcast.core.units import round_up
+from peakcast.models.ledger.layouts.base import Layout, StoredTensor
+from peakcast.models.ledger.optimizers.rule import TrainedTensor
+from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.template import Template
+from peakcast.timelines.timeline import Category, Phase
+
+BUFFERS = Category.COMMUNICATION_BUFFERS
+GATHERING, REDUCING = 1, 2
+"""Streams besides the computing one that `overlap_comm` adds: stage 3 gathers weights on one (`__allgather_stream`), and
+every stage reduces gradients on the other (`reduction_stream`, `reduce_and_partition_stream`). The allocator keeps a pool
+for each."""
+MAIN_BYTES = 4
+"""Bytes of an element of the main copy and of its gradient: fp32, even for an fp32 network
+(`single_partition_of_fp32_groups`)."""
+NORM_BYTES = 8
+"""`get_norm_dtype`: each gradient is converted to fp64 to compute its norm."""
+NORM_ELEMENTS = 250_000_000
+"""How many elements stage 3 converts at a time if the optimizer is offloaded (`_constant_buffered_norm2`)."""
+SENDING_ALIGNMENT = 2
+"""`nccl_start_alignment_factor`: the length of a partition is a multiple of this number of elements."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buckets:
+    """The sizes in `zero_optimization`, in elements."""
+
+    reduce: int
+    num_reduce: int
+    """Number of reduce buckets: 2 with `overlap_comm`."""
+    prefetch: int
+    persistence: int
+    reuse: int
+    """`stage3_max_reuse_distance`."""
+    live: int
+    """`stage3_max_live_parameters`."""
+    sub_group: int
+    """Stage 3 updates about this many elements of a rank at a time."""
+
+
+def ended_bytes(run: Run, at: int) -> int:
+    """Bytes that the backward operation at instant `at` of its block frees when it is done, apart from weights'
+    gradients."""
+    template = run.template
+    ends = template.dies_backward & (template.dies == at + 1) & ~template.weight_gradient
+    return int(template.num_bytes[ends].sum())
+
+
+def made_at(template: Template, weight: int) -> int:
+    """The backward instant of the operation that makes a weight's gradient, which is entry number `weight`. The gradient is
+    born then or, if it replaces a saved tensor, when the operation is done."""
+    return int(template.dies[weight]) - 1
+
+
+class Partitions(Layout):
+    """What the stages share: main copies, their gradients in the optimizer step, and norms."""
+
+    holds_main_parameters = True
+
+    def __init__(
+        self,
+        tensors: Sequence[StoredTensor],
+        *,
+        ranks: int,
+        element_bytes: int,
+        buckets: Buckets,
+        offloads: bool,
+        biases_first: bool,
+    ) -> None:
+        super().__init__(tensors)
+        self.biases_first = biases_first
+        """Whether a matrix's gradient reaches its hook after its bias's, the order in which `addmm` returns them."""
+        self.ranks = ranks
+        self.element_bytes = element_bytes
+        """Bytes of the engine's dtype, in which gradients are sent and kept."""
+        self.buckets = buckets
+        self.offloads = offloads
+        self.trained = [t for t in tensors if t.trains]
+        self.gradient_bytes = self.trained[0].element_bytes
+        """Bytes of an element as backward makes it; adapters' gradients may be wider than what is sent."""
+        self.groups = [group for group in (self._group(decays=True), self._group(decays=False)) if group]
+        self._partition_gradients: list[int] = []
+        self._norms: list[int] = []
+        self._updated = 0
+        self._wide: list[int] = []
+
+    def _group(self, *, decays: bool) -> list[StoredTensor]:
+        """One of the Trainer's two groups, with or without weight decay."""
+        return [t for t in self.trained if t.decays == decays]
+
+    def partition(self, group: Iterable[StoredTensor]) -> int:
+        """Elements of one rank's part of a group."""
+        return round_up(sum(t.numel for t in group), SENDING_ALIGNMENT * self.ranks) // self.ranks
+
+    def hold_main(self, step: Step) -> None:
+        """Hold the fp32 partitions."""
+        for index, group in enumerate(self.groups):
+            if not self.offloads:
+                size = self.partition(group) * MAIN_BYTES
+                step.hold(f"fp32_partition.{index}", Category.MAIN_PARAMETERS, size, 0, module="optimizer")
+
+    def optimized(self) -> list[TrainedTensor]:
+        """The partitions that the optimizer updates; none on the GPU if it is offloaded."""
+        if self.offloads:
+            return []
+        return [
+            TrainedTensor(f"partition.{index}", "optimizer", (self.partition(group),), MAIN_BYTES, group[0].decays)
+            for index, group in enumerate(self.groups)
+        ]
+
+    def in_order(self, template: Template) -> list[int]:
+        """Indices of the weights' gradients of a block, in the order in which its backward makes them."""
+        size = dict(zip(template.names, template.num_bytes.tolist(), strict=True))
+
+        def after_bias(name: str) -> bool:  # a norm's weight is as large as its bias, so this is false for it
+            return self.biases_first and size.get(name.replace(".weight.grad", ".bias.grad"), size[name]) < size[name]
+
+        weights = template.weight_gradient.nonzero()[0].tolist()
+        return sorted(weights, key=lambda index: (made_at(template, index), after_bias(template.names[index])))
+
+    def _largest_gradient(self) -> int:
+        """Elements of the largest piece of a gradient that this rank holds after backward."""
+        raise NotImplementedError
+
+    def norm_in_backward(self, step: Step, elements: Iterable[int], now: int, *, more_bytes: int = 0) -> int:
+        """If the optimizer is offloaded, each gradient's norm is computed before it is copied to the host
+        (`set_norm_for_param_grad_in_gpu`), one after the other, and the norms are kept until the optimizer step.
+        `elements`: of this rank's part of each gradient; `more_bytes`: bytes per element of what else exists meanwhile.
+        Returns the bytes of the temporaries."""
+        pieces = list(elements)
+        self._norms += step.allocate("norm_for_param_grads", Category.TEMPORARIES, [NORM_BYTES] * len(pieces), born=now)
+        return max(pieces, default=0) * more_bytes + min(max(pieces, default=0), NORM_ELEMENTS) * NORM_BYTES
+
+    def clip(self, step: Step) -> None:
+        size = 0 if self.offloads else self._largest_gradient() * NORM_BYTES
+        norm = step.allocate("norm.to_float64", Category.TEMPORARIES, [size])
+        step.moment("scaled_global_norm", Phase.GRADIENT_CLIPPING)
+        step.free(norm)
+
+    def update_groups(self, trained: list[TrainedTensor], *, by_decay: bool) -> list[list[TrainedTensor]]:
+        """One flat partition at a time."""
+        return [[tensor] for tensor in trained]
+
+    def before_update(self, step: Step, group: list[TrainedTensor]) -> None:
+        """Add flattening the partition's gradients and, if they are narrower than fp32, widening them. The gradients of all
+        groups are freed with the last group."""
+        sizes = [t.numel * self.element_bytes for t in group] if self._joins_gradients() else []
+        flat = step.allocate("partition.flat_gradient", Category.GRADIENTS, sizes)
+        step.moment("flatten", Phase.OPTIMIZER_STEP)
+        if self.element_bytes == MAIN_BYTES:
+            self._wide, flat = flat, []
+        else:
+            self._wide = step.allocate("fp32_partition.grad", Category.GRADIENTS, [t.num_bytes for t in group])
+        step.moment("to_float32", Phase.OPTIMIZER_STEP)
+        step.free(flat)
+        self._updated += 1
+        if self._updated == self._groups_with_gradients():
+            step.free(self._partition_gradients)
+
+    def _groups_with_gradients(self) -> int:
+        """How many groups have been updated when none of this rank's gradients is needed any more."""
+        return len(self.groups)
+
+    def _joins_gradients(self) -> bool:
+        """Whether the next partition to be updated has gradients of several tensors; flattening the gradient of a single
+        one gives a view (torch `utils/tensor_flatten.h` flatten_dense_tensors)."""
+        return True
+
+    def after_update(self, step: Step) -> None:
+        step.free(self._wide)
+
+    def release_gradients(self, step: Step) -> None:
+        if self.offloads:
+            step.moment("optimizer.step on the host", Phase.OPTIMIZER_STEP)
+        step.free(self._partition_gradients)
+        step.free(self._norms)

@@ -1,0 +1,82 @@
+"""What ZeRO-3 knows of the order in which modules run: DeepSpeed records it, and relies on it until a module deviates.
+
+Source: DeepSpeed 0.19.8 `runtime/zero/partitioned_param_coordinator.py` (`reset_step`, `trace_prologue`, `record_module`).
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.zero3_turns import Turn
+
+
+@dataclass(slots=True)
+class Order:
+    """The turns since the network last began to run forward. A forward without a backward (of a reference model, or to
+    prepare) is part of them."""
+
+    known: tuple[Turn, ...] | None = None
+    """The turns of the last time, as long as this time's are the same; None: not known."""
+    recorded: list[Turn] | None = None
+    """The turns of this time, if they were not known when it began."""
+    at: int = 0
+    _uses: tuple[tuple[Turn, ...], dict[bool, _Uses]] | None = None
+    """For the known turns: where each tensor is used, as a leaf module counts it and as others do."""
+
+    def begin(self) -> None:
+        """The network begins to run forward."""
+        if self.known is None:
+            self.known, self.recorded = (None, []) if self.recorded is None else (tuple(self.recorded), None)
+        self.at = 0
+
+    def meet(self, turn: Turn) -> bool:
+        """A module has its turn. Returns whether another one was expected, in which case nothing is known from here on."""
+        if self.known is None:
+            if self.recorded is not None:
+                self.recorded.append(turn)
+            return False
+        if self.at < len(self.known) and self.known[self.at].name == turn.name:
+            return False
+        self.known = None
+        return True
+
+    def comes_again(self, tensor: StoredTensor, within: int, *, leaf: bool) -> bool:
+        """Whether one of the next expected turns has `tensor`, before turns with `within` elements have passed. A `leaf`
+        also counts tensors inside the modules that come; other modules do not (`recurse` in `__params_to_release`)."""
+        if self.known is None:
+            return False
+        if self._uses is None or self._uses[0] is not self.known:
+            self._uses = self.known, {}
+        of_known = self._uses[1]
+        if leaf not in of_known:
+            of_known[leaf] = _Uses([_counted_tensors(turn, leaf=leaf) for turn in self.known])
+        return of_known[leaf].come_again(tensor, self.at, within)
+
+
+class _Uses:
+    """Where in an order each tensor is used. `counted`: the tensors that count for each turn."""
+
+    def __init__(self, counted: Sequence[Sequence[StoredTensor]]) -> None:
+        self.passed = list(accumulate((sum(t.numel for t in tensors) for tensors in counted), initial=0))
+        """Elements counted before each turn."""
+        self.turns: dict[StoredTensor, list[int]] = {}
+        for index, tensors in enumerate(counted):
+            for tensor in tensors:
+                self.turns.setdefault(tensor, []).append(index)
+
+    def come_again(self, tensor: StoredTensor, at: int, within: int) -> bool:
+        """Whether `tensor` is used from turn `at` on, before `within` elements have passed."""
+        turns = self.turns.get(tensor, ())
+        following = bisect_left(turns, at)
+        return following < len(turns) and self.passed[turns[following]] - self.passed[at] < within
+
+
+def _counted_tensors(turn: Turn, *, leaf: bool) -> Sequence[StoredTensor]:
+    """The tensors that count for a turn, as a leaf module or as others count them."""
+    if turn.leaf or turn.inside:
+        return (*turn.tensors, *turn.inside) if leaf else () if turn.leaf else turn.tensors
+    return turn.tensors

@@ -1,0 +1,1 @@
+"""The step of Megatron-LM on one rank."""

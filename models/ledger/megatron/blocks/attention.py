@@ -1,0 +1,238 @@
+"""The attention core as Megatron-LM runs it: unfused, flash-attn, cuDNN fused attention, or megatron-core's own.
+
+Sources: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/backends.py`, megatron-core 0.13.1
+`transformer/dot_product_attention.py`, `fusions/fused_softmax.py`, `models/common/embeddings/rope_utils.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from peakcast.core.units import round_up
+from peakcast.models.ledger.megatron.blocks.context import MegatronContext
+from peakcast.models.ledger.megatron.blocks.exchange import exchanged_attention
+from peakcast.models.ledger.megatron.blocks.primitives import BOOL, FP32, norm
+from peakcast.models.ledger.megatron.blocks.recompute import checkpointed_together
+from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.timelines.timeline import Category
+
+INT32, INT64 = 4, 8
+RNG_STATE_BYTES = 16
+
+
+def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tensor, list[Tensor]]:
+    """From the fused projection [rows, query + 2·key_value] to the context layer [rows, query]; and the tensors to which
+    variables of `attention.py` refer until its output projection has returned: the fused output, and query and key, both
+    rotated and not (megatron-core 0.16.1 `qkv_output`, `query`, `key`)."""
+    size = context.rows * context.element_bytes
+    # views of one storage until something copies them; split_along_dim's backward makes one gradient for all three
+    query, key, value = tape.split(
+        mixed, [size * context.query, size * context.key_value, size * context.key_value], "split_qkv"
+    )
+    views: tuple[str, ...] = ("query", "key", "value")  # those that have not been copied
+    if 1 < context.key_value_heads != context.heads:  # reshaping a strided view copies, unless there is a single group
+        query = tape.operation("query_reshape", [query], query.num_bytes)
+        views = ("key", "value")
+    if context.qk_norm:
+        if context.transformer_engine or context.normalization == "layernorm":  # torch's RMS norm saves the views
+            # Transformer Engine's norms copy the strided views first and save the copies
+            query = tape.operation("query_contiguous", [query], query.num_bytes)
+            key = tape.operation("key_contiguous", [key], key.num_bytes)
+        query = norm(tape, query, context, context.rows * context.heads, context.head_dim, "q_layernorm")
+        key = norm(tape, key, context, context.rows * context.key_value_heads, context.head_dim, "k_layernorm")
+        views = ("value",)
+    named = [mixed, query, key]
+    if context.rotary_dim:
+        query, key = _rotate(tape, query, context, "rotary_q"), _rotate(tape, key, context, "rotary_k")
+        views = ("value",)
+    return core_attention(tape, query, key, value, context, views), [*named, query, key]
+
+
+def core_attention(
+    tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext, views: tuple[str, ...] = ()
+) -> Tensor:
+    """From query, key and value to the context layer [rows, attended]. `views`: names of those that are still parts of the
+    fused projection's output."""
+    if context.recompute_attention:  # `--recompute-activations`
+        plain = replace(context, recompute_attention=False)
+
+        def again(inner: Tape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return core_attention(inner, query, key, value, plain, views)
+
+        return checkpointed_together(tape, [query, key, value], "checkpointed_core_attention", again)
+    differ = "query" not in views or context.context_parallel_size > 1  # (`FusedAttention.forward` then copies every view)
+    if context.transformer_engine and context.attention != "flash" and differ:  # `get_qkv_layout`: where strides differ
+        query, key, value = (
+            tape.operation(f"{name}_contiguous", [x], x.num_bytes, gradients=[(x, None)]) if name in views else x
+            for name, x in (("query", query), ("key", key), ("value", value))
+        )
+    if context.attention == "flash":
+        output = _flash(tape, query, key, value, context, views)
+    elif context.attention == "fused":  # cuDNN reads the projection's layout; the next projection reads its output as it is
+        output = _kernel(tape, "fused_attention", query, key, value, context)
+    else:
+        output = _unfused(tape, query, key, value, context)
+    for variable in (query, key, value):
+        tape.hold(variable)
+    return output
+
+
+def _rotate(tape: Tape, x: Tensor, context: MegatronContext, name: str) -> Tensor:
+    """Fused: a new tensor, and only the shared table is saved. Unfused: t·cos + rotate_half(t)·sin, which saves this call's
+    own cos and sin [sequence, 1, 1, rotary_dim], and a concatenation with the part that is not rotated."""
+    if context.rotary_fused:
+        return tape.operation(name, [x], x.num_bytes)
+    table = context.sequence * context.rotary_dim * context.element_bytes
+    rotated = x.num_bytes * context.rotary_dim // context.head_dim
+    return tape.operation(
+        name,
+        [x],
+        x.num_bytes,
+        extra_saved_bytes=[table, table],
+        forward_temporary_bytes=3 * rotated,
+        backward_temporary_bytes=2 * rotated,
+    )
+
+
+def _flash(
+    tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext, views: tuple[str, ...]
+) -> Tensor:
+    """flash-attn 2 on [batch, sequence, heads, dim] copies of q, k, v; its output is saved and also copied back to
+    [sequence, batch, ...] for the projection. With one sample both orders are the same: only parts of the fused
+    projection's output (`views`) are copied, and the output is not."""
+    alone = context.batch == 1
+    if context.expands_groups:  # `repeat_interleave` (megatron/legacy/model/transformer.py, `ParallelAttention.forward`)
+        key = tape.operation("repeat_key", [key], query.num_bytes)
+        value = tape.operation("repeat_value", [value], query.num_bytes)
+        views = tuple(name for name in views if name == "query")
+    query, key, value = (
+        x if alone and name not in views else tape.operation(f"{name}_to_bshd", [x], x.num_bytes)
+        for name, x in (("query", query), ("key", key), ("value", value))
+    )
+    output = _kernel(tape, "flash_attention", query, key, value, context)
+    return output if alone else tape.operation("output_to_sbhd", [output], output.num_bytes)
+
+
+def _output_bytes(context: MegatronContext) -> int:
+    """Bytes of the context layer."""
+    return context.rows * context.attended * context.element_bytes
+
+
+def _kernel(tape: Tape, name: str, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
+    """One kernel from query, key and value to its output, which it saves, with an fp32 statistic per row and head."""
+    statistics = [FP32 * context.rows * context.heads, RNG_STATE_BYTES]
+    inside = flash_backward_bytes(context) if context.kernel_temporaries else 0
+    if context.context_parallel_size > 1:
+        return exchanged_attention(tape, name, (query, key, value), context, statistics, inside)
+    return tape.operation(
+        name,
+        [query, key, value],
+        _output_bytes(context),
+        saves=[query, key, value],
+        saves_output=True,
+        extra_saved_bytes=statistics,
+        backward_temporary_bytes=inside,
+    )
+
+
+def flash_backward_bytes(context: MegatronContext) -> int:
+    """Bytes that flash-attn's backward allocates for itself: an fp32 dq accumulator and row sums and, for grouped queries,
+    dk and dv for all heads. Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp mha_bwd."""
+    padded = round_up(context.sequence, 128)
+    head = context.latent.qk_dim if context.latent is not None else context.head_dim
+    dim = round_up(head, 64 if head > 128 else 32)
+    accumulator = FP32 * context.batch * context.heads * padded * dim
+    row_sums = FP32 * context.batch * context.heads * padded
+    expanded = 2 * context.element_bytes * context.rows * context.query if context.key_value_heads != context.heads else 0
+    return accumulator + row_sums + expanded
+
+
+def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
+    """Scores, softmax, dropout and weighted sum as separate kernels: 5 bytes per score with a narrow softmax (its output,
+    the dropout mask, the output of dropout), 7 with an fp32 one."""
+    scores = context.score_elements
+    narrow = scores * context.element_bytes
+    mask = _full_mask(tape, context) if context.transformer_engine else None
+    if context.key_value_heads != context.heads:
+        key = tape.operation("repeat_key", [key], query.num_bytes)
+        value = tape.operation("repeat_value", [value], _output_bytes(context))
+    # megatron-core's baddbmm gets a preallocated input; torch still allocates a new tensor for the output
+    probabilities = tape.operation(
+        "attention_scores",
+        [query, key],
+        narrow,
+        saves=[query, key],
+        forward_temporary_bytes=narrow if context.transformer_engine else 0,
+    )
+    raw, probabilities = probabilities, _softmax(tape, probabilities, mask, context)
+    if context.padding and mask is not None:  # `masked_fill(attention_mask, 0)`
+        probabilities = tape.operation("mask_padding", [probabilities], narrow, saves=[mask])
+    if context.attention_dropout > 0:
+        probabilities = tape.operation("attention_dropout", [probabilities], narrow, extra_saved_bytes=[scores * BOOL])
+    output = tape.operation("weighted_sum", [probabilities, value], _output_bytes(context), saves=[probabilities, value])
+    output = tape.operation("context_contiguous", [output], output.num_bytes, gradients=[(output, None)])
+    for variable in (raw, probabilities, key, value, *([] if mask is None else [mask])):  # variables of the core's forward
+        tape.hold(variable)
+    return output
+
+
+def _full_mask(tape: Tape, context: MegatronContext) -> Tensor:
+    """Transformer Engine's own mask of every pair of tokens, made from the mask that it gets: for padding; or causal, for
+    each sample if the batch has masks. It compares positions (int32) with bounds (for padding int64, for each sample).
+
+    Source: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/utils.py` `get_full_mask`.
+    """
+    pairs = context.sequence * (context.key_sequence or context.sequence)
+    handed = context.padding or not (context.makes_mask or context.source_sequence)
+    samples = context.batch if handed else 1
+    bounds, compared = (INT64 * samples, samples) if context.padding else (INT32, 1)
+
+    def made(name: str, size: int, reads: Sequence[Tensor] = (), passing: int = 0) -> Tensor:
+        return tape.operation(
+            f"full_mask.{name}", reads, size * pairs, gradients=[], forward_temporary_bytes=passing * pairs
+        )
+
+    held = [made("padding", samples), made("tokens", samples)] if context.padding else []
+    held += [made("positions", INT32), made("first", bounds), made("last", bounds)]
+    made("inside", compared, [made("from_first", compared), made("to_last", compared)])
+    return made("mask", samples, held, compared)
+
+
+def _softmax(tape: Tape, scores: Tensor, mask: Tensor | None, context: MegatronContext) -> Tensor:
+    """The fused kernel saves its output. Without it, the mask is filled in in place (`forward_torch_softmax`), in fp32 if
+    the softmax is. The place is a view of the scores, as baddbmm shaped them, so backward copies the whole gradient, clones
+    the view's part of it and fills that in (torch csrc/autograd/functions/tensor.cpp `CopySlices`)."""
+    narrow, wide = scores.num_bytes, context.score_elements * FP32
+    if context.fused_softmax:  # its backward is in place too (Transformer Engine `csrc/extensions/softmax.cpp`)
+        return tape.operation("softmax", [scores], narrow, saves_output=True, gradients=[(scores, None)])
+    widened = context.wide_softmax and wide != narrow
+    if widened:
+        scores = tape.operation("softmax.to_float32", [scores], wide)
+    masks = [] if mask is None else [mask]
+    if mask is not None and not context.padding:  # a causal mask, which is saved anyway, is combined with it
+        masks = [tape.operation("softmax.causal_mask", [mask], mask.num_bytes, gradients=[])]
+    elif mask is None and context.makes_mask and not context.padding:
+        masks = [_causal_mask(tape, context)]
+    scores = tape.operation(
+        "softmax.mask",
+        [scores, *masks],
+        scores.num_bytes,
+        saves=masks,
+        view_of=scores,
+        gradients=[(scores, scores.num_bytes)],
+        backward_temporary_bytes=0 if widened else 2 * narrow,
+    )
+    result = tape.operation("softmax", [scores], scores.num_bytes, saves_output=True)
+    if result.num_bytes != narrow:
+        result = tape.operation("softmax.to_narrow", [result], narrow)
+    for variable in (scores, *masks):
+        tape.hold(variable)
+    return result
+
+
+def _causal_mask(tape: Tape, context: MegatronContext) -> Tensor:
+    """torch.triu(torch.ones(sq, sq), diagonal=1).bool() (megatron-core 0.16.1 `get_default_causal_mask`)."""
+    pairs = context.sequence**2
+    mask = tape.operation("causal_mask.triu", [], FP32 * pairs, gradients=[], forward_temporary_bytes=FP32 * pairs)
+    return tape.operation("causal_mask", [mask], BOOL * pairs, gradients=[], category=Category.INPUTS)

@@ -1,0 +1,127 @@
+"""The end of a Megatron-LM model on its last stage: final norm, multi-token prediction, output layer and losses.
+
+Sources: megatron-core 0.16.1 `models/gpt/gpt_model.py` (`_postprocess`), `transformer/multi_token_prediction.py`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from peakcast.models.ledger.megatron.blocks.context import MegatronContext
+from peakcast.models.ledger.megatron.blocks.ends import cross_entropy, embed, output_layer
+from peakcast.models.ledger.megatron.blocks.layer import layer_operations
+from peakcast.models.ledger.megatron.blocks.primitives import FP32, column_linear, norm
+from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.template import Template
+
+
+@lru_cache(maxsize=256)
+def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Template:
+    """The template of the final norm, output layer [rows, vocabulary] and cross-entropy. With multi-token prediction, for
+    each token predicted ahead: a further decoder layer of this `context`, an output layer and a loss.
+
+    The last narrow logits, and the last of those predicted ahead, live until the model's forward returns.
+    """
+    tape = Tape()
+    hidden = tape.input(context.stream_bytes, owned=not context.checkpointed)
+    final = _final_norm(tape, hidden, context)
+    logits: list[Tensor] = []
+    if num_nextn_predict_layers:
+        final, *ahead = _predict_ahead(tape, final, context, num_nextn_predict_layers)
+        for prediction in ahead:
+            logits = [*logits[-1:], output_layer(tape, prediction, context)]
+            tape.hold(logits[0])  # until its variable is reassigned to the next
+            final = _attach_loss(tape, final, cross_entropy(tape, logits[-1], context))
+    if context.masked_tokens:
+        final = _masked_token_head(tape, final, context)
+    logits = [*logits[-1:], output_layer(tape, final, context)]
+    tape.begin_loss()
+    loss = cross_entropy(tape, logits[-1], context)
+    for narrow in logits:
+        tape.hold(narrow)
+    tape.operation("loss_function", [loss], FP32, forward_temporary_bytes=2 * context.rows * FP32)
+    return tape.finish()
+
+
+@lru_cache(maxsize=64)
+def encoder_end(context: MegatronContext) -> Template:
+    """The template of an encoder's final norm, whose output the decoder's layers own; without a norm, they own the output
+    of the encoder's last layer."""
+    tape = Tape()
+    states = _final_norm(tape, tape.input(context.stream_bytes), context)
+    states.storage.num_bytes = 0
+    return tape.finish(states)
+
+
+def _final_norm(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
+    """The final norm, if the network has one."""
+    if not context.final_norms:
+        return tape.operation("final_states", [hidden], hidden.num_bytes, view_of=hidden, gradients=[(hidden, None)])
+    return norm(tape, hidden, context, context.stream_rows, context.hidden, "final_layernorm")
+
+
+def _masked_token_head(tape: Tape, final: Tensor, context: MegatronContext) -> Tensor:
+    """BERT's projection, GELU and norm before the output layer, whole on every rank. The pooler for sentence pairs reads
+    each sample's first token. Source: megatron-core 0.16.1 `models/bert/bert_model.py`, `bert_lm_head.py`, `pooler.py`."""
+    square, size = context.hidden * context.hidden * context.element_bytes, context.hidden * context.element_bytes
+    if context.token_types:
+        whole = final
+        if context.sequence_parallel:
+            whole = tape.operation("pooler.gather", [final], context.gathered_bytes)
+        tape.operation(
+            "pooler",
+            [whole],
+            context.batch * size,
+            saves=[whole],
+            weight_gradients=[WeightGradient("pooler.dense.weight.grad", square)],
+        )
+    gradients = [WeightGradient("lm_head.dense.weight.grad", square), WeightGradient("lm_head.dense.bias.grad", size)]
+    hidden = tape.operation("lm_head.dense", [final], final.num_bytes, saves=[final], weight_gradients=gradients)
+    hidden = tape.operation("lm_head.gelu", [hidden], final.num_bytes, saves=[hidden])
+    return norm(tape, hidden, context, context.stream_rows, context.hidden, "lm_head.layer_norm")
+
+
+def _predict_ahead(tape: Tape, final: Tensor, context: MegatronContext, depth: int) -> list[Tensor]:
+    """[final, prediction 1, ..., prediction `depth`], views of one concatenated tensor."""
+    states = [final]
+    for _ in range(depth):
+        joined = _join(tape, states[-1], embed(tape, context), context)
+        output = layer_operations(tape, joined, context)
+        states.append(norm(tape, output, context, context.stream_rows, context.hidden, "mtp.final_layernorm"))
+    together = tape.operation(
+        "mtp.concatenate_states",
+        states,
+        len(states) * context.stream_bytes,
+        gradients=[(state, None) for state in states],
+    )
+    return tape.split(together, [context.stream_bytes] * len(states), "mtp.chunk")
+
+
+def _join(tape: Tape, hidden: Tensor, embedded: Tensor, context: MegatronContext) -> Tensor:
+    """Both, each after a norm, concatenated and projected to [rows, hidden / tensor parallel size], then gathered and
+    scattered."""
+    tensor, size = context.tensor_parallel_size, context.stream_bytes
+    embedded = norm(tape, embedded, context, context.stream_rows, context.hidden, "mtp.enorm")
+    hidden = norm(tape, hidden, context, context.stream_rows, context.hidden, "mtp.hnorm")
+    both = tape.operation("mtp.concatenate", [embedded, hidden], 2 * size, gradients=[(embedded, size), (hidden, size)])
+    width = context.hidden // tensor
+    joined = column_linear(tape, both, context, width, "mtp.eh_proj", False, in_features=2 * context.hidden)
+    if tensor > 1:  # gathering along the last dimension makes a copy of all ranks' parts, then one in order
+        full = context.gathered_bytes
+        joined = tape.operation("mtp.gather", [joined], full, forward_temporary_bytes=full)
+    if context.sequence_parallel:
+        joined = tape.operation("mtp.scatter", [joined], size, view_of=joined, gradients=[(joined, joined.num_bytes)])
+    return joined
+
+
+def _attach_loss(tape: Tape, final: Tensor, loss: Tensor) -> Tensor:
+    """`MTPLossAutoScaler`: passes the states on and saves the loss per token."""
+    masked = tape.operation("mtp.loss", [loss], loss.num_bytes, forward_temporary_bytes=loss.num_bytes)
+    return tape.operation(
+        "mtp.attach_loss",
+        [final, masked],
+        final.num_bytes,
+        view_of=final,
+        saves=[masked],
+        gradients=[(final, None), (masked, masked.num_bytes)],
+    )

@@ -1,0 +1,166 @@
+"""A Megatron-LM decoder layer on one rank, for both `--transformer-impl` values, written on the tape.
+
+Sources: megatron-core 0.13.1 `transformer/transformer_layer.py`, `attention.py`, `mlp.py`. With GELU, dropout, biases and
+unfused attention, its saved bytes are those of Korthikanti et al. 2022 (arXiv:2205.05198), Table 2: sbh·(34 + 5·a·s/h).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+
+from peakcast.models.ledger.megatron.blocks.attention import attention, core_attention
+from peakcast.models.ledger.megatron.blocks.context import MegatronContext
+from peakcast.models.ledger.megatron.blocks.mamba import mamba_layer
+from peakcast.models.ledger.megatron.blocks.mla import latent_attention
+from peakcast.models.ledger.megatron.blocks.moe import routed_feed_forward
+from peakcast.models.ledger.megatron.blocks.primitives import (
+    bias_dropout_add,
+    column_linear,
+    column_linear_of_norm,
+    gated_activation,
+    norm,
+    own_norm,
+    row_linear,
+)
+from peakcast.models.ledger.megatron.blocks.recompute import checkpointed
+from peakcast.models.ledger.tape.offloading import Offload
+from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.models.ledger.tape.template import Template
+
+ENCODER_STATES = "encoder_hidden_states"
+OFFLOADED: dict[str, tuple[str, ...]] = {
+    "attn_norm": ("input_layernorm",),
+    "qkv_linear": (
+        "linear_qkv", "linear_q_proj", "linear_q_down_proj", "linear_kv_down_proj", "linear_q_up_proj", "linear_kv_up_proj",
+        "context_contiguous", "rotary_q", "rotary_k", "q_layernorm", "k_layernorm",
+    ),
+    "core_attn": (
+        "attention_scores", "softmax", "softmax.mask", "mask_padding", "attention_dropout", "weighted_sum",
+        "fused_attention", "flash_attention", "checkpointed_core_attention",
+    ),
+    "attn_proj": ("linear_proj",),
+    "mlp_norm": ("pre_mlp_layernorm",),
+    "expert_fc1": ("experts.linear_fc1",),
+    "moe_act": ("experts.activation", "experts.weighted_activation"),
+}  # fmt: skip
+"""By module of `offload-modules`, the operations whose saved tensors go to the host. Where a norm is part of the projection
+after it, it is that projection's. Latent attention that is projected up again (`mla_up_proj`) keeps what it is projected
+from for the operation in whose backward that is done."""
+
+
+@lru_cache(maxsize=512)
+def decoder_layer(context: MegatronContext) -> Template:
+    """The template of one decoder layer: [stream_rows, hidden] in and out."""
+    tape = Tape(offload=_offload(context))
+    return tape.finish(layer_operations(tape, tape.input(context.stream_bytes, owned=not context.checkpointed), context))
+
+
+def _offload(context: MegatronContext) -> Offload:
+    groups = {name: module for module in context.offloaded for name in OFFLOADED[module]}
+    return Offload(groups, context.least_offloaded_elements * context.element_bytes)
+
+
+def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
+    """Append one decoder layer to `tape`, or the one part that a hybrid's layer consists of."""
+    if context.part == "mamba" and context.mamba is not None:
+        output = mamba_layer(tape, hidden, context, context.mamba)
+        tape.hold(hidden)
+        return output
+    middle = hidden if context.part == "mlp" else _attended(tape, hidden, context)
+    output = middle
+    if context.part != "attention":
+        output = bias_dropout_add(tape, feed_forward(tape, middle, context), middle, context, "mlp_bda")
+    tape.hold(hidden)
+    return output
+
+
+def _attended(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
+    """Attention with its residual, and cross-attention if there is an encoder."""
+    if context.latent is not None:
+        attended, named, norms = latent_attention(tape, hidden, context, context.latent)
+        projected = _projected(tape, attended, context)
+        for variable in named:
+            tape.hold(variable)
+        if context.recompute_norms:
+            tape.make_again(*norms)
+        middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
+    else:
+        begin = tape.num_tensors
+        normalized = own_norm(tape, hidden, context, "input_layernorm")
+        norms = begin, tape.num_tensors
+        width = context.query + 2 * context.key_value
+        mixed = column_linear_of_norm(tape, normalized, context, width, "linear_qkv", context.qkv_bias)
+        attended, named = attention(tape, mixed, context)
+        projected = _projected(tape, attended, context)
+        for variable in named:
+            tape.hold(variable)
+        if context.recompute_norms:
+            tape.make_again(*norms)
+        middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
+        tape.hold(normalized)  # a variable of `_forward_attention` refers to it
+    if context.source_sequence:
+        middle = _cross_attention(tape, middle, context)
+    return middle
+
+
+def _projected(tape: Tape, attended: Tensor, context: MegatronContext) -> Tensor:
+    """Attention's output projection."""
+    return row_linear(tape, attended, context, context.attended, "linear_proj")
+
+
+def _cross_attention(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
+    """Attention from the decoder's tokens to the encoder's, whose output all decoder layers read."""
+    source = replace(context, sequence=context.source_sequence)
+    states = tape.elsewhere(source.stream_bytes, ENCODER_STATES)
+    normalized = norm(tape, hidden, context, context.stream_rows, context.hidden, "pre_cross_attn_layernorm")
+    both = column_linear(tape, states, source, 2 * context.key_value, "cross_attention.linear_kv", context.linear_bias)
+    key, value = tape.split(both, [both.num_bytes // 2] * 2, "split_kv")
+    query = column_linear(tape, normalized, context, context.query, "cross_attention.linear_q", context.linear_bias)
+    crossing = replace(context, key_sequence=context.source_sequence, padding=True)
+    attended = core_attention(tape, query, key, value, crossing)
+    projected = row_linear(tape, attended, context, context.query, "cross_attention.linear_proj")
+    output = bias_dropout_add(tape, projected, hidden, context, "cross_attn_bda")
+    tape.hold(normalized)
+    return output
+
+
+def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
+    """Norm, first projection, activation, second projection, whose bias the residual addition adds. If the context has
+    experts, a mixture of experts instead."""
+    if context.experts is not None:
+        return routed_feed_forward(tape, x, context, context.experts)
+    begin = tape.num_tensors
+    normalized = own_norm(tape, x, context, "pre_mlp_layernorm")
+    end = tape.num_tensors
+    if context.recompute_feed_forward:
+        alone = replace(context, without_graph=True)
+        parts = (lambda part, held: _dense(part, held, context), lambda part, held: _dense(part, held, alone))
+        output = checkpointed(tape, normalized, "mlp", *parts)
+    else:
+        output = _dense(tape, normalized, context)
+    tape.hold(normalized)  # a variable of `_forward_mlp` refers to it
+    if context.recompute_norms:
+        tape.make_again(begin, end)
+    return output
+
+
+def _dense(tape: Tape, normalized: Tensor, context: MegatronContext) -> Tensor:
+    """The feed-forward without its norm."""
+    inner = column_linear_of_norm(tape, normalized, context, context.ffn * (2 if context.gated else 1), "linear_fc1", False)
+    return row_linear(tape, _activation(tape, inner, context), context, context.ffn, "linear_fc2")
+
+
+def _activation(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
+    """bias + activation. Fused kernels (bias_gelu, bias_swiglu) and the compiled squared ReLU save only their input."""
+    output = context.rows * context.ffn * context.element_bytes
+    if context.bias_activation_fusion or (context.activation == "squared_relu" and not context.gated):
+        if context.linear_bias and not context.bias_activation_fusion:
+            x = tape.operation("add_bias", [x], x.num_bytes, gradients=[(x, None)])
+        return tape.operation("activation", [x], output, saves=[x])
+    if context.linear_bias:
+        x = tape.operation("add_bias", [x], x.num_bytes, gradients=[(x, None)])
+    if not context.gated:
+        return tape.operation("activation", [x], output, saves=[x])
+    gate, up = tape.split(x, [output, output], "chunk")
+    return gated_activation(tape, gate, up, context, ("activation", "glu_product"))

@@ -1,0 +1,124 @@
+"""The optimizer step of a Megatron-LM rank, on the parameters that it owns: Adam, SGD, or Muon for matrices."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import lru_cache
+
+from peakcast.core.units import DTYPE_BYTES
+from peakcast.models.ledger.megatron.buffers import buffers, owned_parameters, tensors_of
+from peakcast.models.ledger.megatron.fsdp import buckets_of, is_fully_sharded
+from peakcast.models.ledger.megatron.layer_wise_optimizer import orthogonalized_bytes
+from peakcast.models.ledger.megatron.parameters import Parameter
+from peakcast.models.ledger.megatron.share import RankShare
+from peakcast.models.ledger.megatron.states import FP32, REMAINDER, main_parameters, offloaded_elements, state_widths
+from peakcast.models.ledger.tape.columns import Recording
+from peakcast.models.ledger.tape.step import FOREVER, Step
+from peakcast.timelines.timeline import Category, Phase
+
+
+@lru_cache(maxsize=512)
+def optimizer_stepped(share: RankShare, first: bool) -> Recording:
+    """`optimizer_step`, recorded."""
+    step = Step()
+    step.moment("before", Phase.BACKWARD)
+    optimizer_step(step, share, first=first)
+    return step.record()
+
+
+def widens_gradients(share: RankShare) -> bool:
+    """Whether the optimizer makes fp32 copies of the gradients."""
+    precision = share.job.precision
+    if precision.main_parameters != "float32" or main_parameters(share).reads_gradients_in_place:
+        return False
+    return DTYPE_BYTES[precision.gradients] < FP32
+
+
+def hold_previous_gradients(step: Step, share: RankShare) -> None:
+    """Hold the fp32 gradients of the step before until `zero_grad`, with which a step begins after the buffers are
+    zeroed."""
+    for buffer in buffers(share):
+        step.hold_all(tensors_of(buffer.pieces, ".main_grad", FP32), Category.GRADIENTS, 0, 1)
+
+
+def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
+    """Add the optimizer step on the parameters that the rank owns. The first step makes the states. Gradients narrower than
+    fp32 get an fp32 copy that lives until the next step's `zero_grad`, unless Adam reads them as they are."""
+    now = step.moment("optimizer.step", Phase.OPTIMIZER_STEP)
+    born = now if first else 0
+    if is_fully_sharded(share):
+        _hold_sharded_states(step, share, born)
+        return
+    widened, main = widens_gradients(share), main_parameters(share)
+    groups: Counter[bool] = Counter()
+    unscaled: Counter[bool] = Counter()
+    for p, owned, on_host in _pieces(share):
+        states = {} if on_host else state_widths(share, p)
+        if main.made_by_step:
+            states["master_param"] = main.width
+        if "exp_avg_sq" in states:
+            groups[len(p.shape) > 1] += owned * states["exp_avg_sq"]
+        if share.convention.get("use_precision_aware_optimizer") and not share.job.offload.optimizer:
+            narrow = sum(width < FP32 for name, width in states.items() if name != "master_param" or width != REMAINDER)
+            unscaled[len(p.shape) > 1] += owned * FP32 * narrow
+        for part in p.parts(owned):
+            for name, width in states.items():
+                category = Category.MAIN_PARAMETERS if name == "master_param" else Category.OPTIMIZER_STATES
+                step.hold(f"{p.name}.{name}", category, part * width, born, module=p.module)
+            if widened:
+                step.hold(f"{p.name}.main_grad", Category.GRADIENTS, part * FP32, now, FOREVER, p.module)
+    if any(unscaled.values()):  # of one group after the other, all its narrow states in fp32
+        step.hold("unscaled_states", Category.OPTIMIZER_TEMPORARIES, max(unscaled.values()), now, now + 1, "optimizer")
+        step.moment("optimizer.step returns", Phase.OPTIMIZER_STEP)
+    if share.job.optimizer.name == "muon":
+        _orthogonalize(step, share, now)
+    if share.convention.get("adam_library") == "torch" and groups:
+        # AdamW's foreach path: the square roots of a group's second moments; vectors and biases are a group of their own,
+        # without weight decay (`get_standard_config_overrides`)
+        largest = max(groups.values())
+        step.hold("exp_avg_sq_sqrt", Category.OPTIMIZER_TEMPORARIES, largest, now, now + 1, "optimizer")
+        step.moment("optimizer.step returns", Phase.OPTIMIZER_STEP)
+
+
+def _pieces(share: RankShare) -> Iterator[tuple[Parameter, int, bool]]:
+    """The parameters of all buffers, the elements of each that the rank owns, and whether their states are on the host:
+    those of each optimizer's first ones, until as many as asked for are there (`_get_sub_optimizer_param_groups`)."""
+    for expert in (False, True):
+        pieces = [(p, owned) for buffer in buffers(share) for p, owned in buffer.pieces if p.expert == expert]
+        threshold, offloaded = offloaded_elements(share, sum(owned for _, owned in pieces)), 0
+        for p, owned in pieces:
+            on_host = offloaded < threshold
+            offloaded += owned * on_host
+            yield p, owned, on_host
+
+
+def _hold_sharded_states(step: Step, share: RankShare, born: int) -> None:
+    width = int(DTYPE_BYTES[share.job.precision.optimizer_states])
+    for bucket in (b for parameters in owned_parameters(share) for b in buckets_of(share, parameters)):
+        for name in ("exp_avg", "exp_avg_sq"):
+            size = bucket.shard_elements * width
+            step.hold(f"shard.{name}", Category.OPTIMIZER_STATES, size, born, module=min(bucket.modules))
+
+
+def _orthogonalize(step: Step, share: RankShare, now: int) -> None:
+    """Hold the temporaries of Muon's update of the largest matrix. If tensors are dealt out to the ranks, hold also the
+    updated tensors of all ranks as they are gathered, together with this rank's in one piece (megatron-core 0.16.1
+    `layer_wise_optimizer.py` `allgather_params`: experts after the others)."""
+    context, found = share.context, buffers(share)
+    fused = context.heads * context.head_dim, context.key_value, context.key_value
+    sizes = [
+        orthogonalized_bytes(p, fused if p.name.endswith("linear_qkv.weight") else ())
+        for buffer in found
+        for p, _ in buffer.pieces
+        if p.is_matrix
+    ]
+    step.hold("orthogonalized", Category.OPTIMIZER_TEMPORARIES, max(sizes, default=0), now, now + 1, "optimizer")
+    for expert in (False, True):
+        dealt = [buffer for buffer in found if not buffer.rules.sharded and buffer.parameters[0].expert == expert]
+        if dealt and share.job.parallelism.zero_stage and dealt[0].rules.shards > 1:
+            at = step.moment("all-gather", Phase.OPTIMIZER_STEP)
+            gathered = sum(buffer.elements * buffer.width for buffer in dealt)
+            own = sum(numel * buffer.width for buffer in dealt for _, numel in buffer.pieces)
+            step.hold("gathered_parameters", Category.COMMUNICATION_BUFFERS, gathered + own, at, at + 1, "optimizer")
+    step.moment("optimizer.step returns", Phase.OPTIMIZER_STEP)

@@ -1,0 +1,226 @@
+"""The parameters of a Megatron-LM GPT on one rank, in registration order: what one model chunk holds.
+
+Source: megatron-core 0.13.1 `models/gpt/gpt_model.py`, `transformer/`. Projections of attention and feed-forward are split
+over the tensor-parallel group; norms, the position embedding and the biases of row-parallel projections are whole on every
+rank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
+
+from peakcast.models.ledger.layouts.pipeline import Chunk
+from peakcast.models.ledger.megatron.blocks.context import ExpertContext, LatentContext, MambaContext, MegatronContext
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """One parameter of a rank, or one parameter of all its local experts: `numel` elements on this rank. `shape`: the
+    matrix's, or (numel,); if `stacked`, after the number of experts."""
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    own_bucket: bool = False
+    """Whether the distributed optimizer gives it a bucket of its own, as it does for an embedding that two stages share."""
+    expert: bool = False
+    """Whether it is replicated over the expert data-parallel group only, and so lies in that group's buffers."""
+    tensors: int = 1
+    """Number of equal tensors that it consists of: one for each local expert, unless a grouped product reads them as
+    one."""
+    stacked: bool = False
+    """Whether `shape` begins with the number of experts."""
+
+    @property
+    def numel(self) -> int:
+        return _product(self.shape)
+
+    @property
+    def is_matrix(self) -> bool:
+        """Whether Muon updates it: a matrix that is neither the token table nor the output layer (megatron-core 0.16.1
+        `optimizer/muon.py`, `is_embedding_or_output_parameter`)."""
+        return len(self.shape) == 2 + self.stacked and self.name not in ("word_embeddings.weight", "output_layer.weight")
+
+    def parts(self, numel: int) -> list[int]:
+        """How its first `numel` elements are distributed over its tensors: elements of each, whole tensors first."""
+        one = self.numel // self.tensors
+        if not one:  # a Mamba-1, which has no heads here and is out of scope
+            return []
+        return [one] * (numel // one) + ([numel % one] if numel % one else [])
+
+
+_product = cache(math.prod)
+
+
+@lru_cache(maxsize=512)
+def layer_parameters(context: MegatronContext) -> tuple[Parameter, ...]:
+    """The parameters of one decoder layer, or of the one part that a hybrid's layer consists of."""
+    if context.part == "mamba" and context.mamba is not None:
+        return tuple(_mamba(context, context.mamba))
+    if context.part == "mlp":
+        return tuple(_dense(context) if context.experts is None else _routed(context, context.experts))
+    if context.part == "attention":
+        return tuple(_attention(context))
+    attention = _attention(context) if context.latent is None else _latent_attention(context, context.latent)
+    cross = _cross_attention(context) if context.source_sequence else ()
+    return (*attention, *cross, *(_dense(context) if context.experts is None else _routed(context, context.experts)))
+
+
+def _attention(context: MegatronContext) -> Iterator[Parameter]:
+    hidden, mixed = context.hidden, context.query + 2 * context.key_value
+    yield Parameter("self_attention.linear_proj.weight", "", (hidden, context.query))
+    if context.linear_bias:
+        yield Parameter("self_attention.linear_proj.bias", "", (hidden,))
+    yield from _norm(context, "self_attention.linear_qkv.layer_norm", hidden)
+    yield Parameter("self_attention.linear_qkv.weight", "", (mixed, hidden))
+    if context.qkv_bias:
+        yield Parameter("self_attention.linear_qkv.bias", "", (mixed,))
+    if context.qk_norm:
+        yield from _norm(context, "self_attention.q_layernorm", context.head_dim)
+        yield from _norm(context, "self_attention.k_layernorm", context.head_dim)
+
+
+def _mamba(context: MegatronContext, mamba: MambaContext) -> Iterator[Parameter]:
+    """Source: megatron-core 0.18 `ssm/mamba_mixer.py`; A_log and D have the model's narrow dtype."""
+    yield Parameter("mixer.conv1d.weight", "", (mamba.convolved, 1, mamba.kernel))
+    yield Parameter("mixer.conv1d.bias", "", (mamba.convolved,))
+    for name in ("dt_bias", "A_log", "D"):
+        yield Parameter(f"mixer.{name}", "", (mamba.heads,))
+    yield from _norm(context, "mixer.linear_in_proj.layer_norm", context.hidden)
+    yield Parameter("mixer.linear_in_proj.weight", "", (mamba.input, context.hidden))
+    yield Parameter("mixer.norm.weight", "", (mamba.inner,))
+    yield Parameter("mixer.linear_out_proj.weight", "", (context.hidden, mamba.inner))
+
+
+def _cross_attention(context: MegatronContext) -> Iterator[Parameter]:
+    yield from _norm(context, "pre_cross_attn_layernorm", context.hidden)
+    yield Parameter("cross_attention.linear_proj.weight", "", (context.hidden, context.query))
+    if context.linear_bias:
+        yield Parameter("cross_attention.linear_proj.bias", "", (context.hidden,))
+    for name, width in (("q", context.query), ("kv", 2 * context.key_value)):
+        yield Parameter(f"cross_attention.linear_{name}.weight", "", (width, context.hidden))
+        if context.linear_bias:
+            yield Parameter(f"cross_attention.linear_{name}.bias", "", (width,))
+
+
+def _latent_attention(context: MegatronContext, latent: LatentContext) -> Iterator[Parameter]:
+    yield from _norm(context, "input_layernorm", context.hidden)
+    yield Parameter("self_attention.linear_proj.weight", "", (context.hidden, context.attended))
+    if context.linear_bias:
+        yield Parameter("self_attention.linear_proj.bias", "", (context.hidden,))
+    query = context.heads * latent.qk_dim
+    if latent.q_lora_rank:
+        yield Parameter("self_attention.linear_q_down_proj.weight", "", (latent.q_lora_rank, context.hidden))
+        if latent.qk_norm:
+            yield from _norm(context, "self_attention.linear_q_up_proj.layer_norm", latent.q_lora_rank)
+        yield Parameter("self_attention.linear_q_up_proj.weight", "", (query, latent.q_lora_rank))
+    else:
+        yield Parameter("self_attention.linear_q_proj.weight", "", (query, context.hidden))
+    down, up = latent.kv_lora_rank + latent.rope_dim, context.heads * (latent.nope_dim + latent.v_dim)
+    yield Parameter("self_attention.linear_kv_down_proj.weight", "", (down, context.hidden))
+    if latent.qk_norm:
+        yield from _norm(context, "self_attention.linear_kv_up_proj.layer_norm", latent.kv_lora_rank)
+    yield Parameter("self_attention.linear_kv_up_proj.weight", "", (up, latent.kv_lora_rank))
+
+
+def _dense(context: MegatronContext) -> Iterator[Parameter]:
+    yield from _norm(context, "mlp.linear_fc1.layer_norm", context.hidden)
+    yield from _feed_forward(context, "mlp", context.ffn)
+
+
+def _routed(context: MegatronContext, experts: ExpertContext) -> Iterator[Parameter]:
+    """The parameters of a mixture of experts."""
+    yield from _norm(context, "pre_mlp_layernorm", context.hidden)
+    yield Parameter("mlp.router.weight", "", (experts.num_experts, context.hidden))
+    for p in _feed_forward(context, "mlp.experts", experts.ffn):  # one entry for all local experts' matrices
+        tensors = 1 if experts.joined_weights else experts.local_experts
+        shape, replicated = (experts.local_experts, *p.shape), experts.expert_parallel_size > 1
+        yield replace(p, shape=shape, expert=replicated, tensors=tensors, stacked=True)
+    if experts.shared_ffn:
+        yield from _feed_forward(context, "mlp.shared_experts", experts.shared_ffn)
+        if experts.shared_gate:
+            yield Parameter("mlp.shared_experts.gate_weight", "", (1, context.hidden))
+
+
+def _feed_forward(context: MegatronContext, name: str, width: int) -> Iterator[Parameter]:
+    inner = width * (2 if context.gated else 1)
+    yield Parameter(f"{name}.linear_fc1.weight", "", (inner, context.hidden))
+    if context.linear_bias:
+        yield Parameter(f"{name}.linear_fc1.bias", "", (inner,))
+    yield Parameter(f"{name}.linear_fc2.weight", "", (context.hidden, width))
+    if context.linear_bias:
+        yield Parameter(f"{name}.linear_fc2.bias", "", (context.hidden,))
+
+
+def _norm(context: MegatronContext, name: str, width: int) -> Iterator[Parameter]:
+    yield Parameter(f"{name}.weight", "", (width,))
+    if context.normalization == "layernorm":
+        yield Parameter(f"{name}.bias", "", (width,))
+
+
+def _prediction(context: MegatronContext) -> Iterator[Parameter]:
+    """The parameters of a multi-token-prediction layer."""
+    yield from _norm(context, "enorm", context.hidden)
+    yield from _norm(context, "hnorm", context.hidden)
+    yield Parameter("eh_proj.weight", "", (context.hidden // context.tensor_parallel_size, 2 * context.hidden))
+    yield from layer_parameters(context)
+    yield from _norm(context, "final_layernorm", context.hidden)
+
+
+def chunk_parameters(
+    contexts: Callable[[int], MegatronContext], chunk: Chunk, *, tied: bool, pipelined: bool, ahead: Sequence[int] = ()
+) -> list[Parameter]:
+    """The parameters of a model chunk whose layer i has `contexts(i)`. A tied output layer on another stage than the
+    embedding has its own copy of the table. So has the last stage under multi-token prediction, whose layers have the
+    numbers `ahead`; if both ends are on that stage, there are two copies (megatron-core 0.16.1 `gpt_model.py`,
+    `skip_weight_param_allocation`)."""
+    shares, context = (tied or bool(ahead)) and pipelined, contexts(0)
+    embeds = chunk.is_first or (chunk.is_last and bool(ahead))
+    parameters = list(_embeddings(context, own_bucket=shares)) if embeds else []
+    for layer in chunk.layers:
+        module = f"layers.{layer}"
+        parameters += [replace(p, module=module) for p in layer_parameters(contexts(layer))]
+    if context.final_norms and chunk.layers and contexts(chunk.layers[-1]).source_sequence:
+        parameters += [Parameter(p.name, "encoder", p.shape) for p in _norm(context, "final_layernorm", context.hidden)]
+    if chunk.is_last:
+        if context.final_norms:
+            parameters += [Parameter(p.name, "head", p.shape) for p in _norm(context, "final_layernorm", context.hidden)]
+        for layer in ahead:
+            parameters += [replace(p, module=f"mtp.{layer}") for p in _prediction(contexts(layer))]
+        if context.masked_tokens:
+            parameters += [replace(p, module="head") for p in _masked_token_head(context)]
+        if not (tied and chunk.is_first):
+            table = (context.vocabulary, context.hidden)
+            parameters.append(Parameter("output_layer.weight", "head", table, own_bucket=shares and tied))
+        if context.output_bias:
+            parameters.append(Parameter("output_layer.bias", "head", (context.vocabulary,)))
+        if context.masked_tokens and context.token_types:
+            parameters += [replace(p, module="head") for p in _sentence_head(context)]
+    return parameters
+
+
+def _embeddings(context: MegatronContext, *, own_bucket: bool) -> Iterator[Parameter]:
+    """The token table and, if there are such, the tables of positions and of token types."""
+    yield Parameter("word_embeddings.weight", "embedding", (context.vocabulary, context.hidden), own_bucket=own_bucket)
+    if context.positions:
+        yield Parameter("position_embeddings.weight", "embedding", (context.positions, context.hidden))
+    if context.token_types:
+        yield Parameter("tokentype_embeddings.weight", "embedding", (context.token_types, context.hidden))
+
+
+def _masked_token_head(context: MegatronContext) -> Iterator[Parameter]:
+    """What BERT has before its output layer, whole on every rank. Source: megatron-core `models/bert/bert_lm_head.py`."""
+    yield Parameter("lm_head.dense.weight", "", (context.hidden, context.hidden))
+    yield Parameter("lm_head.dense.bias", "", (context.hidden,))
+    yield from _norm(context, "lm_head.layer_norm", context.hidden)
+
+
+def _sentence_head(context: MegatronContext) -> Iterator[Parameter]:
+    """BERT's two logits per sample, from the sample's first token. Source: `models/bert/bert_model.py`, `pooler.py`."""
+    yield Parameter("binary_head.weight", "", (2, context.hidden))
+    yield Parameter("binary_head.bias", "", (2,))
+    yield Parameter("pooler.dense.weight", "", (context.hidden, context.hidden))
+    yield Parameter("pooler.dense.bias", "", (context.hidden,))

@@ -1,0 +1,361 @@
+"""The forward and backward turns of one Megatron-LM rank: blocks placed on the instants of its pipeline schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache
+from itertools import groupby
+
+from peakcast.models.ledger.layouts.pipeline import Chunk, Turn, representative_micro_batches, schedule
+from peakcast.models.ledger.megatron.blocks.context import MegatronContext
+from peakcast.models.ledger.megatron.blocks.ends import embedding
+from peakcast.models.ledger.megatron.blocks.head import encoder_end, head
+from peakcast.models.ledger.megatron.blocks.layer import ENCODER_STATES, decoder_layer
+from peakcast.models.ledger.megatron.blocks.primitives import dropout_mask_bytes
+from peakcast.models.ledger.megatron.buffers import owned_parameters
+from peakcast.models.ledger.megatron.fsdp import is_fully_sharded, whole_buckets
+from peakcast.models.ledger.megatron.inputs import hold_inputs, reads_mask
+from peakcast.models.ledger.megatron.leaves import Leaves
+from peakcast.models.ledger.megatron.optimizer import widens_gradients
+from peakcast.models.ledger.megatron.received import Span
+from peakcast.models.ledger.megatron.share import RankShare
+from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.template import Template
+from peakcast.timelines.timeline import Category, Phase
+
+RECOMPUTED_EXPERTS = "moe"
+"""The label of the operation that represents a whole recomputed mixture of experts (`routed_feed_forward`)."""
+RECOMPUTED_PROJECTIONS = {
+    "mlp": {"linear_fc2": 0, "linear_fc1": 1},
+    "shared_experts": {"shared_experts.linear_fc2": 0, "shared_experts.linear_fc1": 1},
+}
+"""Projections in recomputed parts of a layer, by part; each part is one operation of the template. The number is 1 for a
+projection that comes after the part's peak, which in FP8 is that of its first projection."""
+
+
+@lru_cache(maxsize=1024)
+def layer_template(context: MegatronContext, input_held: bool, makes_mask: bool, without_graph: bool) -> Template:
+    """The template of a layer that owns its input or, with `input_held`, of one whose input other code holds."""
+    return decoder_layer(replace(context, checkpointed=input_held, makes_mask=makes_mask, without_graph=without_graph))
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    """A group of checkpointed layers: its first forward instant, the instant after its last, and its layers."""
+
+    begin: int
+    end: int
+    layers: range
+    received: bool
+    """Whether its input was received from another stage, and is held as a received tensor."""
+
+
+@dataclass(slots=True)
+class _MicroBatch:
+    """What a forward turn leaves for its backward turn."""
+
+    start: int
+    runs: list[list[Run] | _Checkpoint]
+    """Consecutive runs of one template, and checkpointed groups."""
+    end: int = 0
+
+
+class Turns:
+    """The turns of one rank, placed on a step."""
+
+    def __init__(self, share: RankShare) -> None:
+        self.share = share
+        self.fully_sharded = whole_buckets(share, owned_parameters(share)[0]) if is_fully_sharded(share) else None
+        self.step = Step(hooks=self.fully_sharded) if self.fully_sharded is not None else Step()
+        self.templates: dict[tuple[int, bool, bool], Template] = {}
+        """Templates by layer, whether other code holds the layer's input, and whether it runs without a graph."""
+        self.kinds: dict[tuple[int, bool, bool, bool], Template] = {}
+        self.unmasked = {layer for chunk in share.chunks if not reads_mask(share, chunk) for layer in chunk.layers}
+        self.alike: dict[range, list[tuple[Template, list[str], bool]]] = {}
+        self.alive: dict[tuple[int, int], _MicroBatch] = {}
+        self.spans: list[Span] = []
+        self.first_product = 0
+        self.deferred: dict[int, int] = {}
+        """By the number of their backward's span: how many micro-batches' output-layer weight gradients wait for the
+        end."""
+        self.is_first_backward = False
+        self.first_backward: dict[str, int] = {}
+        """By label, the instant at which an operation first runs backward."""
+        self.first_recomputed: dict[int, int] = {}
+        """By layer, the instant at which a checkpointed layer, or its feed-forward, is recomputed for the first time."""
+        self.recomputed: dict[int, list[tuple[int, int]]] = {}
+        """By checkpointed layer, (begin, end) of each recomputation and backward of its group."""
+        self.leaves = Leaves(share.context.stream_bytes)
+        if widens_gradients(share):
+            self.step.moment("zero_grad", Phase.FORWARD)
+        for turn in self._turns():
+            if turn.forward:
+                self._forward(turn)
+            else:
+                self._backward(turn)
+                if self.fully_sharded is not None:
+                    self.fully_sharded.end_of_backward(self.step)
+        if self.fully_sharded is not None:
+            self.fully_sharded.end_of_step(self.step)
+
+    # -- forward and backward -----------------------------------------------------------------------------------------
+
+    def _turns(self) -> Sequence[Turn]:
+        """The turns to simulate."""
+        layout = self.share.job.parallelism
+        sizes = layout.pipeline_parallel_size, layout.virtual_pipeline_stages, self.share.stage
+        group = self.share.micro_batches_in_a_row
+        steps = representative_micro_batches(*sizes, self.share.job.gradient_accumulation_steps, group)
+        return schedule(*sizes, steps, group)
+
+    def _forward(self, turn: Turn) -> None:
+        """Add a forward turn."""
+        chunk, step = self.share.chunks[turn.chunk], self.step
+        state = _MicroBatch(step.now, [])
+        if chunk.is_first:
+            state.runs.append([step.run_forward(self._embedding, "embedding", keeps_gradients=False)])
+        for layers, checkpointed in self._groups(chunk.layers):
+            if checkpointed:
+                begin = step.now
+                for layer in layers:
+                    template = self._layer(layer, layer == layers[0], without_graph=True)
+                    self._dispatched(layers, step.run_without_graph(template, f"layers.{layer}"), begin)
+                self._hold_masks(begin)
+                state.runs.append(_Checkpoint(begin, step.now, layers, received=self._receives(chunk, layers[0])))
+            else:
+                for template, modules, turns in self._groups_with_one_template(chunk, layers):
+                    if turns:
+                        state.runs += self._turn_to_decoder()
+                    runs = step.run_forward_in_turn(template, modules, keeps_gradients=False)
+                    state.runs.append(runs)
+                    if RECOMPUTED_EXPERTS in template.forward_labels:
+                        at = template.forward_labels.index(RECOMPUTED_EXPERTS)
+                        for run in runs:
+                            i = int(run.module.removeprefix("layers."))
+                            self.leaves.released(range(i, i + 1), run.forward_start + at, None)
+        if chunk.is_last:
+            state.runs.append([step.run_forward(self.head, "head", keeps_gradients=False)])
+        else:
+            sent = step.moment("send_forward", Phase.FORWARD)
+            step.hold("output_tensor", Category.ACTIVATIONS, self.share.context.stream_bytes, sent, sent + 1)
+        state.end = step.now
+        self.spans.append(Span(turn, state.start, step.now))
+        if chunk.is_last and len(self.share.chunks) > 1:  # the next input is requested before the backward
+            step.moment("receive_forward", Phase.LOSS)
+        self.alive[turn.micro_batch, turn.chunk] = state
+
+    def _groups_with_one_template(self, chunk: Chunk, layers: range) -> list[tuple[Template, list[str], bool]]:
+        """The `layers` of a chunk in groups of consecutive layers with one template: (template, names, whether the network
+        passes from its encoder to its decoder before them)."""
+        if layers not in self.alike:
+            decoder = self.share.job.architecture.num_hidden_layers
+            templates = {i: self._layer(i, self._receives(chunk, i)) for i in layers}
+            parts = [list(part) for _, part in groupby(layers, lambda i: (id(templates[i]), i >= decoder))]
+            self.alike[layers] = [
+                (templates[first], [f"layers.{i}" for i in (first, *others)], chunk.layers[0] < first == decoder)
+                for first, *others in parts
+            ]
+        return self.alike[layers]
+
+    def _turn_to_decoder(self) -> list[list[Run]]:
+        """Run what is between an encoder's last layer and its decoder's first."""
+        target = embedding(self.share.layer_context(self._last_layer()))
+        blocks = ((encoder_end(self.share.context), "encoder"), (target, "embedding"))
+        return [[self.step.run_forward(template, module, keeps_gradients=False)] for template, module in blocks]
+
+    def _last_layer(self) -> int:
+        """Index of the network's last layer."""
+        return self.share.job.architecture.num_layers - 1
+
+    @staticmethod
+    def _receives(chunk: Chunk, layer: int) -> bool:
+        """Whether the layer's input comes from another stage."""
+        return not chunk.is_first and layer == chunk.layers[0]
+
+    @cached_property
+    def _embedding(self) -> Template:
+        return embedding(self.share.context)
+
+    def _hold_masks(self, begin: int) -> None:
+        """Hold the dropout masks of the checkpointed group that began at `begin`. Residuals are added under `enable_grad`
+        (megatron-core 0.16.1 `transformer_layer.py`, `bias_dropout_add_exec_handler`), so the graph of a bias keeps masks
+        to the end of the group."""
+        context, step = self.share.context, self.step
+        if not (context.linear_bias and context.hidden_dropout > 0):
+            return
+        for instant in range(begin, step.now - 1):
+            if step.labels[instant].endswith("_bda"):
+                step.hold("dropout_mask", Category.ACTIVATIONS, dropout_mask_bytes(context), instant + 1, step.now)
+
+    def _layer(self, layer: int, input_held: bool, *, without_graph: bool = False) -> Template:
+        """The template of decoder layer `layer`. `input_held`: other code holds its input (a checkpoint, the receive
+        buffer)."""
+        place = layer, input_held, without_graph
+        template = self.templates.get(place)
+        if template is None:
+            context = self.share.layer_context(layer)
+            kind = id(context), input_held, layer in self.unmasked, without_graph
+            if kind not in self.kinds:
+                self.kinds[kind] = layer_template(context, *kind[1:])
+            template = self.templates[place] = self.kinds[kind]
+        return template
+
+    @cached_property
+    def head(self) -> Template:
+        """The template of the head."""
+        context = replace(self.share.layer_context(self._last_layer()), checkpointed=not self.share.chunks[-1].layers)
+        return head(context, self.share.job.architecture.num_nextn_predict_layers)
+
+    def _groups(self, layers: range) -> list[tuple[range, bool]]:
+        """The layers of a chunk, in the groups in which they are checkpointed (`_checkpointed_forward`), and whether each
+        is."""
+        recompute = self.share.job.activation_checkpointing
+        if recompute.mode != "full" or not layers:
+            return [(layers, False)]
+        size = recompute.num_layers or 1
+        if recompute.method == "uniform":
+            return [(layers[i : i + size], True) for i in range(0, len(layers), size)]
+        return [(layers[i : i + 1], True) for i in range(min(size, len(layers)))] + [(layers[size:], False)]
+
+    def _backward(self, turn: Turn) -> None:
+        """Add a backward turn."""
+        state, step = self.alive.pop((turn.micro_batch, turn.chunk)), self.step
+        share = self.share
+        chunk, context, started = share.chunks[turn.chunk], share.context, step.now
+        self.is_first_backward = turn.micro_batch == 0
+        if not self.first_product:  # the loss has no matrix products, so the output layer's is the first
+            self.first_product = started + (self.head.in_backward["output_layer"] if chunk.is_last else 0)
+        if not chunk.is_last:
+            step.moment("receive_backward", Phase.BACKWARD)
+            step.hold("output_tensor_gradient", Category.TEMPORARIES, context.stream_bytes, started, started + 1)
+        summed = 0
+        for runs in reversed(state.runs):
+            received = not summed and not chunk.is_last
+            if isinstance(runs, _Checkpoint):
+                added = self._recompute(runs, keeps_gradient=not received)
+                summed = summed or added
+                self.leaves.lower_done(step.now)
+                if any(self.share.is_routed(layer) for layer in runs.layers):
+                    self.leaves.named(runs.layers, step.now, received=runs.received)
+            else:
+                self._run_backward(runs)
+                summed = summed or self._summed(runs[-1])
+        self.leaves.lower_done(step.now)
+        if self.share.target is not None:
+            self._hold_encoder_states([run for runs in state.runs if isinstance(runs, list) for run in runs])
+        if chunk.is_first and chunk.is_last and self.share.job.architecture.tie_word_embeddings:
+            self._hold_tied_gradient(started)
+        self.spans.append(Span(turn, started, step.now, summed))
+        hold_inputs(step, share, chunk, state.start, state.end)
+        if chunk.is_last and self.share.convention.get("defer_embedding_wgrad_compute"):
+            self._defer_output_layer()
+        if not chunk.is_first:
+            step.moment("send_backward", Phase.BACKWARD)
+
+    def _run_backward(self, runs: Sequence[Run]) -> None:
+        """Run consecutive runs of one template backward, the last one first."""
+        start = self.step.now
+        self.step.run_backward_in_turn(runs)
+        instants = runs[0].template.in_backward
+        if RECOMPUTED_EXPERTS in instants or "mlp" in instants:
+            for run in reversed(runs):
+                self._note_recomputed_parts(run, run.backward_start or 0)
+        if self.is_first_backward and instants.keys() - self.first_backward:
+            ran = {label: start + at for label, at in instants.items()}
+            for part, labels in RECOMPUTED_PROJECTIONS.items():
+                after = 0 if self.share.context.fp8_recipe else 1
+                ran |= {label: ran[part] + late * after for label, late in labels.items()} if part in ran else {}
+            self.first_backward = ran | self.first_backward
+
+    def _note_recomputed_parts(self, run: Run, start: int) -> None:
+        """Note the recomputed parts of a layer whose backward began at `start`."""
+        instants = run.template.in_backward
+        layer = int(run.module.removeprefix("layers."))
+        if RECOMPUTED_EXPERTS in instants:  # its input is the norm's output, whose gradient the norm's backward reads
+            used = start + instants["pre_mlp_layernorm"] + 1
+            self.leaves.released(range(layer, layer + 1), start + instants[RECOMPUTED_EXPERTS], None)
+            self.leaves.named(range(layer, layer + 1), used, received=False)
+            self.leaves.lower_done(used)
+        if "mlp" in instants:  # a recomputed feed-forward
+            self.first_recomputed.setdefault(layer, start + instants["mlp"])
+
+    @staticmethod
+    def _summed(run: Run) -> int:
+        """The instant at which a layer's backward adds the incoming gradient to that of its feed-forward."""
+        template, start = run.template, run.backward_start or 0
+        return start + template.in_backward.get("self_attn_bda", template.num_backward)
+
+    def _hold_tied_gradient(self, started: int) -> None:
+        """Hold the output layer's gradient of a table that both ends use: it waits for the embedding's, which is added to
+        it in place. A cached placeholder, to which other code refers, cannot be added to in place, so the sum is a new
+        tensor."""
+        context, step = self.share.context, self.step
+        size = context.vocabulary * context.hidden * context.element_bytes
+        cached = context.gradient_accumulation_fusion and context.cached_output_placeholder
+        born = step.now - 1 if cached else started + self.head.in_backward["output_layer"] + 1
+        step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
+
+    def _hold_encoder_states(self, runs: list[Run]) -> None:
+        """Hold what an encoder passes to its decoder: every decoder layer saves it and adds to its gradient."""
+        end = next((place for place, run in enumerate(runs) if run.module == "encoder"), None)
+        if end is None:  # it is recomputed, or on another stage; both are out of scope
+            return
+        made, read = runs[end], runs[end + 2 : -1]  # the decoder's embedding is between them, the head comes after
+        first, last = (layer.template.elsewhere[ENCODER_STATES] for layer in (read[0], read[-1]))
+        assert first.kept_until is not None
+        assert last.gradient_from is not None
+        assert made.backward_start is not None
+        size, hold = self.share.context.stream_bytes, self.step.hold
+        born, kept = made.forward_start + made.template.num_forward, (read[0].backward_start or 0) + first.kept_until
+        hold(ENCODER_STATES, Category.ACTIVATIONS, size, born, kept, "encoder")
+        gradient = (read[-1].backward_start or 0) + last.gradient_from
+        hold(f"{ENCODER_STATES}.grad", Category.TEMPORARIES, size, gradient, made.backward_start, "encoder")
+
+    def _defer_output_layer(self) -> None:
+        """`--defer-embedding-wgrad-compute`: note which micro-batches' output-layer gradients wait for the end: the first
+        ones, up to `--wgrad-deferral-limit` (0: all). The first simulated micro-batch represents all that are not
+        simulated."""
+        share, micro_batches = self.share, self.share.job.gradient_accumulation_steps
+        limit = min(int(share.convention.get("wgrad_deferral_limit", 0) or 0) or micro_batches, micro_batches)
+        placed = len(self._turns()) // (2 * len(share.chunks))
+        stands_for = 1 if self.deferred else micro_batches - placed + 1
+        if count := min(stands_for, limit - sum(self.deferred.values())):
+            self.deferred[len(self.spans) - 1] = count
+
+    def _recompute(self, checkpoint: _Checkpoint, *, keeps_gradient: bool) -> int:
+        """Add the backward of a checkpointed group: all its layers forward again, then backward. The checkpoint holds the
+        input and the incoming gradient (`keeps_gradient`: unless other code does). Returns the instant from which the sum
+        with that gradient exists."""
+        step, start, size = self.step, self.step.now, self.share.context.stream_bytes
+        runs = []
+        for i in checkpoint.layers:
+            template = self._layer(i, i == checkpoint.layers[0])
+            self.first_recomputed.setdefault(i, step.now)
+            runs.append(step.run_forward(template, f"layers.{i}", Phase.BACKWARD, keeps_gradients=False))
+            self._dispatched(checkpoint.layers, runs[-1])
+        recomputed = step.now
+        for run in reversed(runs):
+            self._run_backward([run])
+        for i in checkpoint.layers:
+            self.recomputed.setdefault(i, []).append((start, step.now))
+        summed = self._summed(runs[-1])
+        if keeps_gradient:
+            step.hold("gradient", Category.TEMPORARIES, size, summed, step.now, "checkpoint")
+        lives = [(size, checkpoint.begin, step.now)]
+        if self.share.convention.get("distribute_saved_activations"):  # it is whole only while the group's layers run
+            part = size // self.share.context.tensor_parallel_size
+            lives = [(size, checkpoint.begin, checkpoint.end), (part, checkpoint.end, start), (size, start, step.now)]
+        for held, born, dies in () if checkpoint.received else lives:
+            step.hold("checkpoint", Category.ACTIVATIONS, held, born, dies, "checkpoint")
+        step.hold("gradient", Category.TEMPORARIES, size, start, recomputed, "checkpoint")
+        step.hold("recomputed_output", Category.ACTIVATIONS, size, recomputed, step.now, "checkpoint")
+        return summed
+
+    def _dispatched(self, layers: range, run: Run, replaced: int | None = None) -> None:
+        """A layer of the checkpointed group `layers` has run. If it is the group's last routed layer, its dispatcher now
+        refers to new probabilities, and nothing refers to the graph of the group's recomputation any more."""
+        routed = [layer for layer in layers if self.share.is_routed(layer)]
+        if routed and run.module == f"layers.{routed[-1]}":
+            at = next(i for i, label in enumerate(run.template.forward_labels) if label.startswith("dispatch"))
+            self.leaves.released(layers, run.forward_start + at, replaced)

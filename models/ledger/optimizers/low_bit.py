@@ -1,0 +1,80 @@
+"""Optimizers with quantised, paged or fused states: bitsandbytes and torchao."""
+
+from __future__ import annotations
+
+from peakcast.models.ledger.optimizers.rule import FP32, OptimizerRule, Options, Sized, TrainedTensor
+
+MIN_QUANTIZED_NUMEL = 4096
+"""min_8bit_size of bitsandbytes; `_new_buffer` of torchao follows it."""
+MIN_PAGED_NUMEL = 100_000
+"""bitsandbytes 0.50.2 optim/optimizer.py get_state_buffer: smaller states stay ordinary CUDA tensors."""
+BLOCK = 256
+"""Elements that share a scale: bitsandbytes since 0.44 (2048 before), torchao's 8-bit and fp8 states."""
+BLOCK_4BIT = 128
+QMAP_BYTES = 256 * FP32
+
+_BNB = "bitsandbytes 0.50.2 optim/optimizer.py Optimizer1State, Optimizer2State init_state; the update is one fused kernel"
+_AO = "torchao 0.18 optim/adam.py _new_buffer, subclass_8bit.py, subclass_4bit.py, subclass_fp8.py; a compiled update"
+
+
+def bitsandbytes(num_states: int, bits: int, *, paged: bool = False) -> OptimizerRule:
+    """`num_states` states of `bits` per tensor: fp32, or uint8 with an fp32 absmax per block. The Trainer keeps an
+    nn.Embedding's states in fp32 (transformers 5.17 trainer.py create_optimizer, register_module_override)."""
+    numbers = range(1, num_states + 1)
+
+    def quantized(tensor: TrainedTensor, options: Options) -> bool:
+        return bits == 8 and tensor.numel >= MIN_QUANTIZED_NUMEL and not (tensor.is_embedding and options.trainer)
+
+    def state_bytes(tensor: TrainedTensor, options: Options) -> int:
+        return tensor.numel * (1 if quantized(tensor, options) else FP32)
+
+    def is_paged(tensor: TrainedTensor) -> bool:
+        return paged and tensor.numel >= MIN_PAGED_NUMEL
+
+    def states(tensor: TrainedTensor, options: Options) -> list[Sized]:
+        kept = [] if is_paged(tensor) else [(f"state{i}", state_bytes(tensor, options)) for i in numbers]
+        if quantized(tensor, options):
+            kept += [(f"absmax{i}", -(-tensor.numel // BLOCK) * FP32) for i in numbers]
+        return kept
+
+    return OptimizerRule(
+        _BNB,
+        states,
+        shared=tuple((f"qmap{i}", QMAP_BYTES) for i in numbers) if bits == 8 else (),
+        paged=lambda tensor, options: num_states * state_bytes(tensor, options) if is_paged(tensor) else 0,
+    )
+
+
+def torchao(code_bits: int, block: int, qmap_entries: int) -> OptimizerRule:
+    """Two quantised states, each with codes, fp32 scales and a map. Tensors that are small, or no multiple of the block,
+    have states of the parameter's dtype. What the compiled update allocates is not known: at least nothing, at most 8 bytes
+    per element of the largest tensor (Inductor's CPU code for torch 2.13 keeps both normalised states in fp32)."""
+
+    def states(tensor: TrainedTensor, options: Options) -> list[Sized]:
+        kept: list[Sized] = []
+        for name in ("exp_avg", "exp_avg_sq"):
+            if tensor.numel < MIN_QUANTIZED_NUMEL or tensor.numel % block:
+                kept.append((name, tensor.num_bytes))
+                continue
+            kept.append((f"{name}.codes", tensor.numel * code_bits // 8))
+            kept.append((f"{name}.scale", tensor.numel // block * FP32))
+            kept.append((f"{name}.qmap", qmap_entries * FP32))
+        return kept
+
+    return OptimizerRule(_AO, states)
+
+
+BITSANDBYTES: dict[tuple[str, str], OptimizerRule] = {
+    ("adamw_8bit", ""): bitsandbytes(2, 8),
+    ("paged_adamw_8bit", ""): bitsandbytes(2, 8, paged=True),
+    ("paged_adamw_32bit", ""): bitsandbytes(2, 32, paged=True),
+    ("lion", ""): bitsandbytes(1, 32),
+    ("lion_8bit", ""): bitsandbytes(1, 8),
+    ("paged_lion_32bit", ""): bitsandbytes(1, 32, paged=True),
+    ("paged_lion_8bit", ""): bitsandbytes(1, 8, paged=True),
+}
+TORCHAO: dict[tuple[str, str], OptimizerRule] = {
+    ("adamw_8bit", ""): torchao(8, BLOCK, 256),
+    ("adamw_4bit", ""): torchao(4, BLOCK_4BIT, 16),
+    ("adamw_fp8", ""): torchao(8, BLOCK, 0),
+}

@@ -1,0 +1,113 @@
+"""What an optimizer's rule consists of: its states for each tensor, and its step, written down as the library's Python runs
+it.
+
+A step is a sequence of moments at which local variables are assigned new tensors, so a rule follows the source line by
+line.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from peakcast.models.ledger.tape.local_variables import Locals
+
+FP32 = 4
+Sized = tuple[str, int]
+"""(name, bytes) of one tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedTensor:
+    """One tensor that the optimizer updates. `decays`: whether it is in the weight-decay group of Hugging Face's two
+    groups. `gradient_parts`: how many times larger its gradient is; each operation that reads the gradient copies this
+    rank's part out of it. `sums_gradient`: each such operation sums the ranks' partial gradients, which makes a copy
+    too."""
+
+    name: str
+    module: str
+    shape: tuple[int, ...]
+    element_bytes: int
+    decays: bool = True
+    gradient_parts: int = 1
+    sums_gradient: bool = False
+
+    @property
+    def copies_gradient(self) -> bool:
+        """Whether an operation that reads the gradient makes a copy of this tensor's size."""
+        return self.gradient_parts > 1 or self.sums_gradient
+
+    @property
+    def numel(self) -> int:
+        size = 1
+        for side in self.shape:
+            size *= side
+        return size
+
+    @property
+    def num_bytes(self) -> int:
+        return self.numel * self.element_bytes
+
+    @property
+    def is_embedding(self) -> bool:
+        """Whether it is the weight of an nn.Embedding."""
+        return self.module == "embedding" and len(self.shape) == 2
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What a rule may depend on besides the tensor."""
+
+    momentum: float = 0.0
+    rank: int = 128
+    first_step: bool = False
+    trainer: bool = True
+    """Whether transformers' Trainer, or a framework that does the same, makes the optimizer."""
+
+
+States = Callable[[TrainedTensor, Options], list[Sized]]
+Step = Callable[[Locals, Sequence[TrainedTensor], Options], None]
+
+
+def no_states(tensor: TrainedTensor, options: Options) -> list[Sized]:
+    """No states."""
+    return []
+
+
+def no_temporaries(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
+    """A step in place or inside one kernel, without temporaries."""
+
+
+def copies(*names: str) -> States:
+    """States with the given names, each of the parameter's size (`torch.zeros_like(p)`)."""
+    return lambda tensor, options: [(name, tensor.num_bytes) for name in names]
+
+
+@dataclass(frozen=True, slots=True)
+class OptimizerRule:
+    """One implementation of one optimizer."""
+
+    source: str
+    """The file and the version in which it was read."""
+    states: States = no_states
+    """(name, bytes) of the states on the GPU for one tensor."""
+    step: Step = no_temporaries
+    """Writes down the step over one parameter group."""
+    shared: tuple[Sized, ...] = ()
+    """States that all tensors share."""
+    paged: Callable[[TrainedTensor, Options], int] = lambda tensor, options: 0
+    """Bytes of states in managed (host) memory; PyTorch does not allocate them, so they are not on the timeline."""
+    built_with_optimizer: bool = False
+    """Whether the states exist before the first step."""
+    has_states_of_frozen: bool = False
+    """Whether it also makes states for parameters that do not train."""
+    takes: Callable[[TrainedTensor], bool] = lambda tensor: True
+    """Which tensors it updates; AdamW updates the others."""
+    groups: Callable[[Sequence[TrainedTensor]], list[list[TrainedTensor]]] | None = None
+    """The optimizer's own parameter groups; None: the framework's."""
+    updates_in_backward: Literal["", "one_behind", "at_once"] = ""
+    """Whether gradients are applied and freed during backward: each when the next one is ready, or at once."""
+    update_fp32_copies: Callable[[int], int] = lambda element_bytes: 0
+    """How many fp32 tensors of a gradient's shape exist at once during such an update, given the bytes of a gradient's
+    element."""

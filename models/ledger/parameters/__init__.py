@@ -1,0 +1,1 @@
+"""The tensors of a network before any step: parameters, adapters, quantised weights."""

@@ -1,0 +1,43 @@
+"""The order in which a network's modules register their parameters, which is the order in which optimizers and FSDP2
+process them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from peakcast.jobs.architecture import Architecture
+
+
+class _Tensor(Protocol):
+    @property
+    def name(self) -> str: ...
+    @property
+    def module(self) -> str: ...
+    @property
+    def decays(self) -> bool: ...
+
+
+T = TypeVar("T", bound=_Tensor)
+
+NORMS_FIRST = ("bert", "bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt")
+"""Families whose layers register a norm before the matrices that read it (transformers 5.17 modeling_*.py)."""
+
+
+def in_order_of_modules(tensors: Sequence[T], architecture: Architecture) -> list[T]:
+    """`tensors` in the order of registration, module by module. Most of transformers' layers register their norms after
+    their matrices. Tensors of a recorded network are in the right order already."""
+    if architecture.configuration or architecture.model_type in NORMS_FIRST:
+        return list(tensors)
+    by_module: dict[str, list[T]] = {}
+    for tensor in tensors:
+        by_module.setdefault(tensor.module, []).append(tensor)
+    ends = ("embedding", "head")
+    layers = {name: part if name in ends else sorted(part, key=_is_norm) for name, part in by_module.items()}
+    return [tensor for part in layers.values() for tensor in part]
+
+
+def _is_norm(tensor: _Tensor) -> bool:
+    """Whether the tensor is a norm of the residual stream. Other vectors are biases, each registered after its matrix, or
+    norms inside attention. (FSDP1's flattened pieces are all vectors, so shapes cannot tell.)"""
+    return not tensor.decays and not tensor.name.startswith(("self_attn.", "mlp."))

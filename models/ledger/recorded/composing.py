@@ -1,0 +1,229 @@
+"""A recipe's step on one rank: its blocks placed on a `Step`, with the layouts, optimizers and allocator that all blocks
+use, whether written by hand or recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from peakcast.catalog import Device
+from peakcast.core.texts import Texts
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
+from peakcast.models.ledger.layouts import layout_of
+from peakcast.models.ledger.layouts.base import Layout
+from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_optimizer_step
+from peakcast.models.ledger.recorded.parameters import described, recorded_parameters
+from peakcast.models.ledger.recorded.turns import RecordedModules
+from peakcast.models.ledger.tape.columns import WIDTH, Recording
+from peakcast.models.ledger.tape.step import FOREVER, Run, Step
+from peakcast.models.ledger.tape.template import Template
+from peakcast.models.ledger.tape.workspaces import training_workspaces
+from peakcast.models.recipes.depth import Deep, deepened, place_of
+from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH, HANDED_ON, PLACE, Ints, Visit
+from peakcast.timelines.timeline import Category, Phase, Timeline
+
+ADAPTERS = (".lora_A", ".lora_B")
+DIFFERENT_MICRO_BATCHES = 2
+"""The first micro-batch makes the gradients, later ones add to them."""
+PRODUCTS = ("mm.", "addmm.", "bmm.")
+"""Prefixes of the labels of matrix products."""
+
+
+def recipe_ledger(
+    job: TrainingJob, recipe: Recipe, *, device: Device | None = None, rank: int | None = None, step: str = "steady"
+) -> Timeline:
+    """As `peakcast.models.baseline.ledger.ledger`, for the network that `recipe` was recorded from."""
+    job = described(job, recipe)
+    network, tensors = _Network(recipe, job), recorded_parameters(job, recipe)
+    modules = RecordedModules(recipe.walk, network.deep, network.names, tensors)
+    layout = layout_of(job, tensors, (), rank, modules)
+    layout.first_step = step == "first"
+    hand_updates(job, layout, step)
+    timeline = Step(hooks=layout)
+    layout.hold_resident(timeline)
+    timeline.hold_all(training_workspaces(device, job), Category.WORKSPACES)
+    network.run(timeline, layout, min(job.gradient_accumulation_steps, DIFFERENT_MICRO_BATCHES))
+    place_optimizer_step(timeline, job, layout, step)
+    network.hold_across(timeline, first_step=step == "first")
+    return timeline.timeline()
+
+
+@dataclass(frozen=True)
+class RecordedTemplate(Template):
+    """A place's template. Its entries have the names of modules, not of operations."""
+
+    made: tuple[Ints, Ints] = field(kw_only=True)
+
+    @property
+    def made_bytes(self) -> tuple[Ints, Ints]:
+        """Bytes that the operation at each forward instant and at each backward instant allocates, for other places too."""
+        return self.made
+
+
+class _Network:
+    """The places of a deep network, with their templates and runs."""
+
+    def __init__(self, recipe: Recipe, job: TrainingJob) -> None:
+        self.walk = recipe.walk
+        self.deep: Deep = deepened(recipe.walk, recipe.repeats, recipe.layers)
+        raw = recipe.sizes.at(job.micro_batch_size, job.sequence_length)
+        self.num_bytes: Ints = -(-raw // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+        self.names = [_module(place, self.deep.num_places) for place in range(self.deep.num_places)]
+        self.runs: list[list[Run]] = []
+
+    def run(self, timeline: Step, layout: Layout, num_micro_batches: int) -> None:
+        """Run the recorded micro-batch this many times."""
+        templates = [self._template(place) for place in range(self.walk.num_places)]
+        for micro_batch in range(num_micro_batches):
+            first, last = micro_batch == 0, micro_batch == num_micro_batches - 1
+            layout.begin_micro_batch(timeline, first=first, last=last)
+            runs = []
+            for place, source in enumerate(self.deep.sources.tolist()):
+                runs.append(timeline.run_forward(templates[source], self.names[place], keeps_gradients=first))
+            for run in reversed(runs):
+                timeline.run_backward(run)
+            timeline.end_backward()
+            layout.end_backward(timeline)
+            self.runs.append(runs)
+
+    def hold_across(self, timeline: Step, *, first_step: bool) -> None:
+        """Hold what lives in more than one place, or longer than its micro-batch."""
+        lives = self.deep.lives
+        crosses = ~self._local()[self.deep.entries]
+        before, after = lives[BORN_STRETCH] < 0, lives[DIES_STRETCH] < 0
+        stays, leaves = crosses & before & after, crosses & before & ~after
+        if first_step:  # what an earlier step made does not exist
+            stays, leaves = stays & (lives[BORN] == 0), leaves & (lives[BORN] == 0)
+        starts = self._starts()
+        self._hold(timeline, np.flatnonzero(stays | leaves), starts[0])
+        leaving, left = self._left_over(
+            np.flatnonzero(crosses & before & ~after), np.flatnonzero(crosses & ~before & after)
+        )
+        for micro_batch, own in enumerate(starts):
+            if micro_batch:
+                self._hold(timeline, leaving, own, starts[micro_batch - 1][lives[BORN_STRETCH, left]] + lives[BORN, left])
+            ends = ~after if micro_batch < len(starts) - 1 else True
+            self._hold(timeline, np.flatnonzero(crosses & ~before & ends), own)
+
+    def _left_over(self, leaving: Ints, left: Ints) -> tuple[Ints, Ints]:
+        """Pairs of entries (one that a micro-batch finds and frees, one that the micro-batch before made and left) that are
+        the same tensor."""
+        names = self.walk.names
+        made: dict[tuple[str, int], list[int]] = {}
+        for entry in left.tolist():
+            source = self.deep.entries[entry]
+            made.setdefault((names[source], int(self.num_bytes[source])), []).append(entry)
+        pairs = []
+        for entry in leaving.tolist():
+            source = self.deep.entries[entry]
+            if found := made.get((names[source], int(self.num_bytes[source]))):
+                pairs.append((entry, found.pop(0)))
+        both = np.array(pairs, dtype=np.int64).reshape(-1, 2)
+        return both[:, 0], both[:, 1]
+
+    def _hold(self, timeline: Step, which: Ints, starts: Ints, born: Ints | int = 0) -> None:
+        """Hold some entries of the deep network, for a micro-batch whose stretches begin at `starts`. Entries that it did
+        not make itself exist since `born`."""
+        lives, entries = self.deep.lives, self.deep.entries[which]
+        born_in, dies_in = lives[BORN_STRETCH, which], lives[DIES_STRETCH, which]
+        columns = np.zeros((WIDTH, len(which)), dtype=np.int64)
+        columns[0] = Texts.of(self.walk.names).numbers[entries]
+        columns[1] = Texts.of(self.names).numbers[lives[PLACE, which]]
+        columns[2], columns[3] = self.walk.categories[entries], self.num_bytes[entries]
+        columns[4] = np.where(born_in < 0, born, starts[born_in] + lives[BORN, which])
+        columns[5] = np.where(dies_in < 0, FOREVER, starts[dies_in] + lives[DIES, which])
+        timeline.run_again(Recording(columns[:, columns[3] > 0]))
+
+    def _starts(self) -> list[Ints]:
+        """For each micro-batch, the first instant of each stretch."""
+        return [
+            np.array(
+                [*(run.forward_start for run in runs), *(run.backward_start or 0 for run in reversed(runs))], dtype=np.int64
+            )
+            for runs in self.runs
+        ]
+
+    def _local(self) -> npt.NDArray[np.bool_]:
+        """Which of the recipe's entries live in one place only, counting parameters' gradients."""
+        lives = self.walk.lives
+        born, dies = lives[BORN_STRETCH], lives[DIES_STRETCH]
+        one_place = place_of(born, self.walk.num_places) == place_of(dies, self.walk.num_places)
+        local: npt.NDArray[np.bool_] = (born >= 0) & (one_place | self.walk.gradients)
+        return local
+
+    def _template(self, place: int) -> Template:
+        """The template of what lives in `place` of the recipe's network during one micro-batch."""
+        walk = self.walk
+        forward, backward = place, 2 * walk.num_places - 1 - place
+        born = walk.lives[BORN_STRETCH]
+        own = np.flatnonzero(self._local() & ((born == forward) | (born == backward)))
+        lives, gradients, names = walk.lives[:, own], walk.gradients[own], [walk.names[i] for i in own]
+        dies = np.where(gradients, np.maximum(lives[BORN] + 1, lives[HANDED_ON]), lives[DIES])
+        made = {name.removesuffix(".weight.grad"): at - 1 for name, at in zip(names, dies, strict=True)}
+        labels = _naming_adapters(walk.labels[backward], walk.visits[backward], made)
+        phases = walk.phases[forward]
+        loss = phases.find(int(Phase.LOSS))
+        return RecordedTemplate(
+            names=names,
+            categories=walk.categories[own].astype(np.int8),
+            num_bytes=self.num_bytes[own],
+            born=lives[BORN],
+            dies=dies,
+            born_backward=lives[BORN_STRETCH] == backward,
+            dies_backward=(lives[DIES_STRETCH] == backward) | gradients,
+            weight_gradient=gradients,
+            dies_without_graph=dies,
+            cached=np.zeros(len(own), dtype=bool),
+            num_forward=len(phases),
+            num_recomputed=len(phases),
+            num_backward=len(walk.phases[backward]),
+            forward_labels=_naming_adapters(walk.labels[forward], walk.visits[forward], {}),
+            backward_labels=_with_head_label(labels) if place == walk.num_places - 1 else labels,
+            input_bytes=0,
+            keeps_input=False,
+            asks_late_bytes=0,
+            saved_bytes=[],
+            loss_from=len(phases) if loss < 0 else loss,
+            added_to_handed_in=len(walk.phases[backward]),
+            made=(self._allocated_bytes(forward), self._allocated_bytes(backward)),
+        )
+
+    def _allocated_bytes(self, stretch: int) -> Ints:
+        """Bytes that each operation of a stretch allocates."""
+        born = self.walk.lives[:, self.walk.lives[BORN_STRETCH] == stretch][BORN]
+        made = self.num_bytes[self.walk.lives[BORN_STRETCH] == stretch]
+        return np.bincount(born, made, len(self.walk.phases[stretch])).astype(np.int64)
+
+
+def _naming_adapters(labels: Sequence[str], visits: Sequence[Visit], made: Mapping[str, int]) -> list[str]:
+    """The labels of a stretch, in which the operations for which FSDP1 gathers an adapter's matrix are named after it: the
+    first that reads it (also in a recomputation), and in backward the last before its gradient exists. `made`: the instants
+    of those gradients."""
+    named = list(labels)
+    for visit in visits:
+        operation = visit.module.removesuffix(".default")
+        if not (visit.enters and operation.endswith(ADAPTERS)):
+            continue
+        at = made.get(operation, visit.instant) if visit.runs == "backward" else visit.instant
+        if at < len(named):
+            named[at] = f"{operation} again" if visit.runs == "again" else operation
+    return named
+
+
+def _with_head_label(labels: Sequence[str]) -> list[str]:
+    """The labels of the head's backward. The first product is the lm_head's own, at which its layout's hooks run; what runs
+    before belongs to the loss."""
+    first = next((index for index, label in enumerate(labels) if label.startswith(PRODUCTS)), None)
+    return [f"lm_head.{label}" if index == first else label for index, label in enumerate(labels)]
+
+
+def _module(place: int, num_places: int) -> str:
+    """The name of a place."""
+    if place % 2:
+        return f"layers.{place // 2}"
+    return "embedding" if place == 0 else "head" if place == num_places - 1 else f"between.{place}"

@@ -1,0 +1,173 @@
+"""Which jobs recipes cover, and findings about those that they do not."""
+
+from __future__ import annotations
+
+import json
+
+from peakcast.core.errors import near_misses
+from peakcast.core.findings import LESS, MORE, Finding, found
+from peakcast.core.versions import release
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precision
+from peakcast.jobs.images import sees_images
+from peakcast.jobs.lengths import lengths_change
+from peakcast.jobs.spec import Offload, TrainingJob
+from peakcast.models.ledger.layouts import LEAVES, gathered_dtype
+from peakcast.models.recipes.lent import lent
+from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.shelf import recipe_of, why_not
+from peakcast.networks.config import left_out_of
+from peakcast.networks.families import FAMILIES
+
+FRAMEWORKS = ("huggingface", "torch", "deepspeed")
+"""Stacks whose training loops can be recorded."""
+METHODS = ("full", "lora", "qlora")
+RECORDED_KERNELS = ("flash-linear-attention",)
+"""Packages of kernels that a recording runs where they are installed: Triton's, which need no GPU to be traced."""
+SHORT_CONVOLUTIONS = {"causal_conv1d"}
+"""Packages whose kernels save a copy or two of a layer's input; other ones save loops over the sequence."""
+
+
+def cannot_be_recorded(job: TrainingJob) -> str:
+    """Why no recipe of `job` can be made, whatever is installed; "" if one can."""
+    layout, adapts = job.parallelism, job.finetuning.method != "full"
+    checks = (
+        (job.framework not in FRAMEWORKS, f"framework={job.framework!r} is not recorded"),
+        (job.task != "train", "generation is not recorded"),
+        (job.compile or job.attention == "flex", "compiled code has no blocks that could be recorded"),
+        (job.finetuning.method not in METHODS, f"finetuning.method={job.finetuning.method!r} is not recorded"),
+        (
+            job.finetuning.quantization not in (None, "nf4"),
+            f"finetuning.quantization={job.finetuning.quantization!r} is not recorded: nf4 and whole weights are",
+        ),
+        (
+            job.finetuning.quantization is not None and (layout.zero_stage > 0 or layout.sharding != "none"),
+            "quantised weights are recorded for one GPU and DDP, not for layouts that shard them",
+        ),
+        (
+            adapts and layout.sharding == "fsdp1" and mixes_precision(job) and adapter_dtype(job) != gathered_dtype(job),
+            "adapters that FSDP1 gathers narrower than they are stored are seen as stored in a first step, which is not "
+            "recorded",
+        ),
+        (
+            adapts and layout.sharding == "fsdp1" and bool(conventions(job).get("checkpoints_around_units")),
+            "FSDP1 keeps the inputs of checkpoints around its units, which is not recorded",
+        ),
+        (
+            layout.zero_stage == 3 and job.architecture.model_type in LEAVES,
+            f"ZeRO-3 takes the experts of {', '.join(LEAVES)} as one module, which is not recorded",
+        ),
+        (job.precision.compute == "float8", "float8 is not recorded"),
+        (job.offload != Offload(), "offloading is not recorded"),
+        (job.loss.kind != "cross_entropy", f"loss.kind={job.loss.kind!r} is not recorded"),
+        (lengths_change(job), "lengths that change are not recorded"),
+        (
+            layout.world_size > layout.data_parallel_size or layout.expert_parallel_size > 1,
+            "of layouts, recipes are placed under DDP, FSDP, HSDP and ZeRO",
+        ),
+    )
+    return next((reason for holds, reason in checks if holds), "")
+
+
+def no_recipe(job: TrainingJob) -> str:
+    """Why a job that needs a recipe has none; "" if it has one."""
+    if recipe_of(job) is not None and not cannot_be_recorded(job):
+        return ""
+    reason = brought.why_not(job) if (brought := lent()) is not None else why_not(job)
+    return cannot_be_recorded(job) or reason or "no recipe of it has been recorded"
+
+
+def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
+    """Findings about what differs from the recording, for a job that needs a recipe."""
+    if reason := no_recipe(job):
+        return (found(f"{_wanting(job.architecture)}, and {reason}{_instead(job.architecture)}", "architecture"),)
+    return (*_without_kernels(recipe_of(job)), *_otherwise_placed(job))
+
+
+def _without_kernels(recipe: Recipe | None) -> tuple[Finding, ...]:
+    """Kernels that a GPU's environment is likely to have, and that of the recording had not."""
+    if recipe is None or not recipe.walk.replaced:
+        return ()
+    functions, packages = (dict.fromkeys(names) for names in zip(*recipe.walk.replaced, strict=True))
+    recordable = [package for package in packages if package in RECORDED_KERNELS]
+    way = f"; if you train with {recordable[0]}, record it where that is installed (pip install)" if recordable else ""
+    sentence = (
+        f"{' and '.join(packages)} {'was' if len(packages) == 1 else 'were'} not installed where the network was recorded: "
+        f"transformers ran its own code of {', '.join(functions)}, which takes more memory than their kernels do{way}."
+    )
+    effect = LESS if packages.keys() - SHORT_CONVOLUTIONS else ("version_not_modelled", "less")
+    return (found(sentence, "versions", effect=effect),)
+
+
+def _otherwise_placed(job: TrainingJob) -> tuple[Finding, ...]:
+    """What of the release or of the layout is not the recipe's."""
+    if sees_images(job.architecture) and not job.images.per_sequence:
+        sentence = (
+            f"{job.architecture.name!r} also sees images, and none are counted: its vision tower's weights are there, "
+            "without gradients, optimizer states and activations, as in a step of text alone; give images.per_sequence and "
+            "images.height."
+        )
+        return (found(sentence, "images.per_sequence", effect=MORE),)
+    recipe, name = recipe_of(job), "transformers"
+    was, asked = (str(one.versions.get(name, "")) for one in (recipe, job) if one is not None)
+    if was and asked and release(was)[:2] != release(asked)[:2]:
+        sentence = (
+            f"the network's tensors are those of {name} {was}, and {name} {asked} is asked for; record it in an "
+            "environment that has that (`peakcast record --python`)."
+        )
+        return (found(sentence, "versions"),)
+    layout = job.parallelism
+    sharded = layout.num_replicas > 1 and layout.sharding != "none" and not layout.zero_stage
+    if recipe is not None and sharded and not recipe.walk.wrapped:
+        sentence = (
+            f"{job.architecture.name!r} does not name its layers to FSDP (_no_split_modules), which gathers all of them at "
+            "once unless it is told their class; they are counted one by one."
+        )
+        return (found(sentence, "parallelism.sharding", effect=MORE),)
+    if recipe is not None and sharded and recipe.odd_ends:
+        sentence = (
+            f"{job.architecture.name!r} has more weights outside its layers than an embedding, a norm and an lm_head; how "
+            f"sharding={layout.sharding!r} groups those is not known, and more may be gathered at a time."
+        )
+        return (found(sentence, "parallelism.sharding", effect=MORE),)
+    return ()
+
+
+def recorded_with(job: TrainingJob) -> str:
+    """A sentence that says from which recipe an answer comes; "" if from none."""
+    recipe = recipe_of(job)
+    if recipe is None or no_recipe(job):
+        return ""
+    releases = " and ".join(f"{name} {version}" for name, version in recipe.versions.items() if name != "peft")
+    sentence = f"the network's tensors are those that {releases} make, recorded without a GPU."
+    if not job.images.per_sequence:
+        return sentence
+    each = (
+        f"are {recipe.walk.image_tokens:,} tokens each"
+        if job.images.per_sequence > 1
+        else (f"is {recipe.walk.image_tokens:,} tokens")
+    )
+    return f"{sentence} {job.images} {each}, part of sequence_length; limits of its processor are its class's."
+
+
+def _wanting(architecture: Architecture) -> str:
+    """Why the job needs a recipe."""
+    if architecture.kind == "multimodal":
+        return f"{architecture.name!r} is a vision-language model"
+    if architecture.model_type in FAMILIES:
+        return f"a recipe of {architecture.name!r} is asked for"
+    return f"model_type={architecture.model_type!r} is no family of the ledger"
+
+
+def _instead(architecture: Architecture) -> str:
+    """What is used in place of a recipe, and which keys of the configuration that ignores."""
+    if architecture.kind == "multimodal":
+        return "; its language model alone is counted, without images and without its vision tower."
+    if architecture.model_type in FAMILIES:
+        return "; the ledger's own blocks answer."
+    near = near_misses(architecture.model_type, FAMILIES) or "."
+    if architecture.kind == "undescribed":
+        return near
+    unread = left_out_of(json.loads(architecture.configuration)).keys if architecture.configuration else ()
+    keys = f"; keys of its configuration that are not read: {', '.join(unread)}" if unread else ""
+    return f"; by its keys it is counted as one like Llama's{keys}{near}"

@@ -1,0 +1,43 @@
+"""The weights of a recorded network as a rank stores them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from peakcast.core.units import DTYPE_BYTES
+from peakcast.jobs.conventions import adapter_dtype, mixes_precision
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.layouts import gathered_dtype
+from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.recipes.depth import deepened
+from peakcast.models.recipes.recipe import Recipe
+
+
+def described(job: TrainingJob, recipe: Recipe) -> TrainingJob:
+    """The job, with what the recipe knows of its network added."""
+    if job.architecture.kind != "undescribed":
+        return job
+    return job.replace(architecture=replace(job.architecture, tie_word_embeddings=recipe.tied))
+
+
+def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor, ...]:
+    """Every tensor of the network as a rank stores it, in the order of the modules."""
+    found: dict[str, list[tuple[str, tuple[int, ...], int, bool]]] = {}
+    for module, name, shape, size, trains in recipe.walk.parameters:
+        found.setdefault(module, []).append((name, shape, size, trains))
+    layers = recipe.layers
+    deep = deepened(recipe.walk, recipe.repeats, layers)
+    names = ["embedding", *(f"between.{place}" for place in range(2, recipe.walk.num_places - 1, 2))]
+    order = [(name, name) for name in names if name in found]
+    order += [(f"layers.{i}", f"layers.{int(deep.sources[2 * i + 1]) // 2}") for i in range(layers)]
+    stored, used = (int(DTYPE_BYTES[one]) for one in (job.precision.parameters, gathered_dtype(job)))
+    adapters = int(DTYPE_BYTES[adapter_dtype(job)])
+    tensors = []
+    for module, source in [*order, ("head", "head")]:
+        for name, shape, size, trains in found.get(source, []):
+            own = stored if size == used else size  # what the library keeps in fp32 stays in fp32
+            if ".lora_" in name:
+                own = adapters
+            gathered = used if mixes_precision(job) and own > 1 else own  # packed bytes are not cast
+            tensors.append(StoredTensor(name, module, shape, own, gathered, trains, decays=len(shape) > 1))
+    return tuple(tensors)

@@ -1,0 +1,77 @@
+"""The modules of a recorded network under ZeRO-3: the turns in which they were entered and left."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.zero3_turns import Turn
+from peakcast.models.recipes.depth import Deep
+from peakcast.models.recipes.walk import Visit, Walk
+
+
+class RecordedModules:
+    """Replaces `layouts.zero3_modules.Modules` for a recorded network. `names`: the name of each place of the deep
+    network."""
+
+    tied = False
+    """False: the gradients of a table that both ends share are recorded as their sum."""
+    leaf = ""
+    between_stacks = False
+    unread: frozenset[StoredTensor] = frozenset()
+
+    def __init__(self, walk: Walk, deep: Deep, names: Sequence[str], tensors: Sequence[StoredTensor]) -> None:
+        self._walk = walk
+        self._places = {name: place for place, name in enumerate(names)}
+        self._sources = deep.sources.tolist()
+        self._weights = {(t.module, t.name): t for t in tensors}
+        self.tensors: dict[str, list[StoredTensor]] = {name: [] for name in names}
+        """The tensors of each block."""
+        for tensor in tensors:
+            self.tensors[tensor.module].append(tensor)
+
+    def turns(
+        self, module: str, labels: Sequence[str], begins: int, *, again: bool = False, backward: bool = False
+    ) -> list[Turn]:
+        """The turns of a block, forward or backward, including recomputations in between."""
+        place = self._places[module]
+        source = self._sources[place]
+        visits = self._walk.visits[2 * self._walk.num_places - 1 - source if backward else source]
+        turns = turns_of(f"layers.{place // 2}", visits, self._weights)
+        if turns and source == 0 and not backward:
+            turns[0] = replace(turns[0], starts=True)
+        return [turn.later(begins) for turn in turns]
+
+
+def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, str], StoredTensor]) -> list[Turn]:
+    """The turns of modules at the place of `block`, or before it. A module that has weights and contains other modules
+    keeps its weights until it is left."""
+    left: dict[int, int] = {}
+    entered: dict[tuple[str, str], list[int]] = {}
+    for index, visit in enumerate(visits):
+        open_ones = entered.setdefault((visit.runs, visit.module), [])
+        if visit.enters:
+            open_ones.append(index)
+        elif open_ones:
+            left[open_ones.pop()] = index
+    around: dict[int, Turn] = {}
+    """Second turns of such modules, by the index of the visit that ends them."""
+    found = []
+    for index, visit in enumerate(visits):
+        if not visit.enters:
+            found += [around[index]] if index in around else []
+            continue
+        keys = ((of or block, name) for of, name in visit.weights)
+        tensors = tuple(weights[key] for key in keys if key in weights)
+        begins, name, again = visit.instant, f"{block} {visit.module}", visit.runs == "again"
+        until = left.get(index)
+        turn = Turn(begins, begins + 1, tensors, name, computes_again=again, releases=until is not None)
+        if until is not None and not any(one.enters for one in visits[index:until][1:]):
+            turn = replace(turn, ends=max(visits[until].instant, begins + 1))
+        elif until is not None and tensors:
+            turn = replace(turn, releases=False, stays=True)
+            ends = max(visits[until].instant, begins + 1)
+            around[until] = Turn(ends - 1, ends, tensors, name, enters=False)
+        found.append(turn)
+    return found

@@ -1,0 +1,1 @@
+"""What the ledger covers, feature by feature. A job outside is named with its reason."""

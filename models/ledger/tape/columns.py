@@ -1,0 +1,38 @@
+"""Tensors and their lifetimes as columns of an array, for what a step holds apart from its blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from peakcast.core.texts import Texts
+from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
+
+NAME, MODULE, CATEGORY, NUM_BYTES, BORN, DIES, STREAM, REUSABLE = range(8)
+"""The rows of an array of tensors, [8, num_tensors]; names and modules are the numbers of `Texts`; REUSABLE is 0 where a
+block is free as soon as its tensor is gone."""
+WIDTH = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Recording:
+    """A part of a step, to be run again on others (`Step.record`, `Step.run_again`). `columns`: [8, num_tensors]."""
+
+    columns: npt.NDArray[np.int64]
+    phases: bytes = b""
+    labels: tuple[str, ...] = ()
+
+
+def tensors_held(tensors: Iterable[tuple[str, str, int]], category: int, born: int, dies: int) -> npt.NDArray[np.int64]:
+    """The columns of (name, module, bytes) of tensors, of one category with one life, rounded as the allocator does; those
+    without bytes are none."""
+    rows = [row for row in tensors if row[2] > 0]
+    columns = np.array([0, 0, category, 0, born, dies, 0, 0]).repeat(len(rows)).reshape(WIDTH, len(rows))
+    if rows:
+        names, modules, sizes = zip(*rows, strict=True)
+        columns[NAME], columns[MODULE] = Texts.of(names).numbers, Texts.of(modules).numbers
+        columns[NUM_BYTES] = -(-np.array(sizes, dtype=np.int64) // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
+    return columns

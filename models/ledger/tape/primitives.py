@@ -1,0 +1,259 @@
+"""The operations of which transformers' code consists, as PyTorch runs them eagerly: what each allocates and what autograd
+saves for it.
+
+`rows` counts the elements of all leading dimensions (micro_batch_size × sequence_length on the rank); a width is the last
+dimension. Every rule follows torch's own derivative formula (tools/autograd/derivatives.yaml, torch 2.11-2.13).
+"""
+
+from __future__ import annotations
+
+from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+
+FP32 = 4
+
+
+def linear(
+    tape: Tape,
+    x: Tensor,
+    rows: int,
+    in_features: int,
+    out_features: int,
+    name: str,
+    *,
+    element_bytes: int,
+    bias: bool = False,
+    trainable: bool = True,
+    keeps_input: bool = False,
+    num_matrices: int = 1,
+    adds_to_view: bool = False,
+    incoming_stays: bool = False,
+    sums_weight_gradients: bool = False,
+) -> Tensor:
+    """x·Wᵀ (+ b). Saves its input if the weight trains, or always (`keeps_input`); the weight is a parameter and exists
+    anyway.
+
+    `num_matrices`: the number of weights in a row, each used on its share of the rows. `adds_to_view`: x already has a
+    gradient that is a view, to which autograd does not add in place (torch/csrc/autograd/input_buffer.cpp
+    can_accumulate_inplace): both gradients and their sum exist together after the incoming gradient is freed.
+    `incoming_stays`: the incoming gradient is also the residual stream's and is not freed. `sums_weight_gradients`: the
+    product is made in parts, each with a gradient of the whole weight, and these are added.
+    """
+    gradients = [WeightGradient(f"{name}.weight.grad", in_features * out_features * element_bytes)] * num_matrices
+    if bias:
+        gradients.append(tape.summed(f"{name}.bias.grad", out_features, rows, out_features * element_bytes))
+    summed = in_features if incoming_stays else max(in_features - out_features, 0)
+    second = in_features * out_features * element_bytes if sums_weight_gradients and trainable else 0
+    return tape.operation(
+        name,
+        [x],
+        rows * out_features * element_bytes,
+        saves=[x] if trainable or keeps_input else [],
+        gradients=[(x, rows * in_features * element_bytes)],
+        weight_gradients=gradients if trainable else [],
+        kind="matmul",
+        saved_parameter_bytes=in_features * out_features * element_bytes if x.requires_grad else 0,
+        backward_temporary_bytes=second + (summed * rows * element_bytes if adds_to_view else 0),
+    )
+
+
+def cast(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
+    """A dtype conversion: a new tensor of `num_bytes`; its gradient is converted back."""
+    return tape.operation(name, [x], num_bytes)
+
+
+def add(tape: Tape, x: Tensor, y: Tensor, name: str) -> Tensor:
+    """x + y: saves nothing and passes the gradient on; a narrower operand gets a converted gradient of its own."""
+    size = max(x.num_bytes, y.num_bytes)
+    gradients = [(operand, None if operand.num_bytes == size else operand.num_bytes) for operand in (x, y)]
+    return tape.operation(name, [x, y], size, gradients=gradients)
+
+
+def multiply(tape: Tape, x: Tensor, y: Tensor, name: str, *, recomputed: bool = False) -> Tensor:
+    """x · y of one shape: saves each factor that the other's gradient needs. The output is as wide as the wider factor. The
+    narrower factor's gradient is computed wide and then converted; factors that checkpointing has `recomputed` are freed by
+    then."""
+    saves = ([y] if x.requires_grad else []) + ([x] if y.requires_grad else [])
+    size = max(x.num_bytes, y.num_bytes)
+    narrow = min(x.num_bytes, y.num_bytes)
+    converted = 0 if narrow == size else size - narrow * recomputed
+    return tape.operation(name, [x, y], size, saves=saves, backward_temporary_bytes=converted)
+
+
+def matmul(tape: Tape, x: Tensor, y: Tensor, num_bytes: int, name: str, *, forward_temporary_bytes: int = 0) -> Tensor:
+    """x @ y of two activations: saves each factor that the other's gradient needs."""
+    saves = ([x] if y.requires_grad else []) + ([y] if x.requires_grad else [])
+    return tape.operation(name, [x, y], num_bytes, saves=saves, forward_temporary_bytes=forward_temporary_bytes)
+
+
+def scale(tape: Tape, x: Tensor, name: str, *, where_it_stands: bool = False) -> Tensor:
+    """x times a number or a constant tensor that exists elsewhere: saves nothing; the gradient is a new tensor.
+    `where_it_stands`: in place."""
+    return tape.operation(name, [x], x.num_bytes, view_of=x if where_it_stands else None)
+
+
+def in_place(tape: Tape, x: Tensor, name: str) -> Tensor:
+    """x changed in place by something that needs no gradient (a mask); the gradient is passed on."""
+    return tape.operation(name, [x], x.num_bytes, view_of=x, gradients=[(x, None)])
+
+
+def copy(tape: Tape, x: Tensor, name: str) -> Tensor:
+    """`contiguous()` of a tensor with another layout; the gradient is passed on."""
+    return tape.operation(name, [x], x.num_bytes, gradients=[(x, None)])
+
+
+def unary(tape: Tape, x: Tensor, name: str, *, backward_temporary_bytes: int = 0) -> Tensor:
+    """An elementwise function that saves its input (silu, gelu, pow)."""
+    return tape.operation(name, [x], x.num_bytes, saves=[x], backward_temporary_bytes=backward_temporary_bytes)
+
+
+def unary_of_result(tape: Tape, x: Tensor, name: str) -> Tensor:
+    """An elementwise function that saves its output (tanh, sigmoid, rsqrt, softmax)."""
+    return tape.operation(name, [x], x.num_bytes, saves_output=True)
+
+
+def dropout(tape: Tape, x: Tensor, probability: float, elements: int, name: str) -> Tensor:
+    """nn.Dropout on CUDA (native_dropout): saves a 1-byte mask per element; x itself at probability 0."""
+    if probability <= 0:
+        return x
+    return tape.operation(name, [x], x.num_bytes, extra_saved_bytes=[elements])
+
+
+def python_rms_norm(
+    tape: Tape,
+    x: Tensor,
+    rows: int,
+    width: int,
+    name: str,
+    *,
+    element_bytes: int,
+    weight_bytes: int | None = None,
+    trainable: bool = True,
+    weight_in_fp32: bool = False,
+    of_input: bool = False,
+    names_product: bool = False,
+) -> Tensor:
+    """Hugging Face's RMSNorm, line by line (modeling_llama.py): fp32 copy, x·rsqrt(mean(x²) + eps), back, times weight.
+
+    `weight_bytes`: bytes of one element of the weight; if it is wider than the input, the output is as wide as the weight.
+    `weight_in_fp32`: the variant of Gemma and OLMo-2, which multiplies by the weight in fp32 before it converts back.
+    `names_product`: the variable is reassigned to the product with the weight (Gemma); otherwise it refers to the
+    normalised tensor until the end. `of_input`: T5's variant, which multiplies the input itself, not its fp32 copy, by
+    rsqrt.
+    """
+    wide = rows * width * FP32
+    x32 = cast(tape, x, wide, f"{name}.to_float32") if element_bytes != FP32 else x
+    # pow(2): besides the gradient, backward makes x.pow(1) and twice that
+    squared = unary(tape, x32, f"{name}.pow", backward_temporary_bytes=2 * wide)
+    mean = tape.operation(f"{name}.mean", [squared], rows * FP32, gradients=[(squared, wide)])
+    rsqrt = unary_of_result(tape, mean, f"{name}.rsqrt")
+    # x32 · rsqrt broadcasts: the gradient of rsqrt is computed at full size and then summed
+    factor = x if of_input else x32
+    normalized = tape.operation(
+        f"{name}.normalize",
+        [factor, rsqrt],
+        wide,
+        saves=[factor, rsqrt],
+        gradients=[(factor, factor.num_bytes), (rsqrt, rows * FP32)],
+        backward_temporary_bytes=2 * wide if of_input and element_bytes != FP32 else wide,
+    )
+    narrow, variable = rows * width * element_bytes, normalized
+    if weight_in_fp32:
+        weighted = _times_weight(tape, normalized, rows, width, name, FP32, element_bytes, trainable)
+        output = cast(tape, weighted, narrow, f"{name}.to_narrow") if element_bytes != FP32 else weighted
+        if not names_product:
+            tape.hold(variable)
+        return output
+    if element_bytes != FP32:
+        normalized = cast(tape, normalized, narrow, f"{name}.to_narrow")
+    weight_bytes = weight_bytes or element_bytes
+    output = _times_weight(tape, normalized, rows, width, name, max(element_bytes, weight_bytes), weight_bytes, trainable)
+    if not of_input:  # T5's code reassigns one variable
+        tape.hold(variable)
+    return output
+
+
+def _times_weight(
+    tape: Tape, x: Tensor, rows: int, width: int, name: str, compute_bytes: int, weight_bytes: int, trainable: bool
+) -> Tensor:
+    """x times the norm's weight."""
+    size = rows * width * compute_bytes
+    return tape.operation(
+        f"{name}.weight",
+        [x],
+        size,
+        saves=[x] if trainable else [],
+        weight_gradients=[tape.summed(f"{name}.weight.grad", width, rows, width * weight_bytes)] if trainable else [],
+        backward_temporary_bytes=size if trainable else 0,  # grad · x at full size, before it is summed over the rows
+        saved_parameter_bytes=width * weight_bytes,
+    )
+
+
+def python_layer_norm(
+    tape: Tape, x: Tensor, rows: int, width: int, name: str, *, element_bytes: int, trainable: bool = True
+) -> Tensor:
+    """Cohere's LayerNorm, line by line (modeling_cohere.py): in fp32, computing x - mean twice, times the weight, back."""
+    wide = rows * width * FP32
+    x32 = cast(tape, x, wide, f"{name}.to_float32") if element_bytes != FP32 else x
+    mean = tape.operation(f"{name}.mean", [x32], rows * FP32, gradients=[(x32, wide)])
+    centered = _subtract_mean(tape, x32, mean, rows, f"{name}.center_for_variance")
+    squared = unary(tape, centered, f"{name}.pow", backward_temporary_bytes=2 * wide)
+    variance = tape.operation(f"{name}.variance", [squared], rows * FP32, gradients=[(squared, wide)])
+    centered = _subtract_mean(tape, x32, mean, rows, f"{name}.center")
+    rsqrt = unary_of_result(tape, variance, f"{name}.rsqrt")
+    normalized = tape.operation(
+        f"{name}.normalize", [centered, rsqrt], wide, saves=[centered, rsqrt], backward_temporary_bytes=wide
+    )
+    weighted = _times_weight(tape, normalized, rows, width, name, FP32, element_bytes, trainable)
+    if element_bytes == FP32:
+        return weighted
+    return cast(tape, weighted, rows * width * element_bytes, f"{name}.to_narrow")
+
+
+def _subtract_mean(tape: Tape, x: Tensor, mean: Tensor, rows: int, name: str) -> Tensor:
+    """x - mean."""
+    return tape.operation(name, [x, mean], x.num_bytes, gradients=[(x, None), (mean, rows * FP32)])
+
+
+def fused_rms_norm(
+    tape: Tape, x: Tensor, rows: int, width: int, name: str, *, weight_bytes: int, trainable: bool, in_place: bool
+) -> Tensor:
+    """Liger's RMSNorm (liger_kernel 0.8 `ops/rms_norm.py`): saves x and an fp32 number per row. If `in_place`, backward
+    overwrites the incoming gradient. Its fp32 partial sums, one row per multiprocessor, are left out."""
+    return tape.operation(
+        name,
+        [x],
+        x.num_bytes,
+        saves=[x],
+        extra_saved_bytes=[rows * FP32],
+        gradients=[(x, None if in_place else x.num_bytes)],
+        weight_gradients=[WeightGradient(f"{name}.weight.grad", width * weight_bytes)] if trainable else [],
+        saved_parameter_bytes=width * weight_bytes,
+    )
+
+
+def layer_norm(
+    tape: Tape,
+    x: Tensor,
+    rows: int,
+    width: int,
+    name: str,
+    *,
+    element_bytes: int,
+    trainable: bool = True,
+    affine: bool = True,
+    bias: bool = True,
+) -> Tensor:
+    """nn.LayerNorm (native_layer_norm): saves its input and, in fp32, the mean and rstd of each row."""
+    gradients = []
+    if affine and trainable:
+        gradients = [WeightGradient(f"{name}.weight.grad", width * element_bytes)]
+        if bias:
+            gradients.append(WeightGradient(f"{name}.bias.grad", width * element_bytes))
+    return tape.operation(
+        name,
+        [x],
+        rows * width * element_bytes,
+        saves=[x],
+        extra_saved_bytes=[rows * FP32, rows * FP32],
+        weight_gradients=gradients,
+    )

@@ -1,0 +1,174 @@
+"""A template: the tensors of one block, with lifetimes that count from the start of the block's own forward and backward.
+`Tape.finish` makes it, and `placing.py` places it on a step once for each run of the block."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from peakcast.core.texts import Texts
+from peakcast.timelines.timeline import Phase
+
+HANDED_IN = "gradient"
+"""The name of the gradient that a block receives for its output from the block after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """How a block uses a tensor that another block owns, in backward instants of this block. None means that it does not.
+    """
+
+    kept_until: int | None
+    """The instant before which autograd frees what this block saved of it."""
+    gradient_from: int | None
+    """The instant from which a gradient of it exists. If there is one before, this block adds to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """A tensor that the weights' backward still needs. `born` counts as in `Template`. `until`: the last instant of this
+    block's weights' backward that needs it; None: it is needed until the weights' backward of all blocks has run;
+    INPUTS_DONE: only until the inputs' backward of all blocks has run."""
+
+    name: str
+    category: int
+    num_bytes: int
+    born: int
+    born_backward: bool
+    until: int | None
+    until_on_top: int | None = None
+    """`until` for the last block of a stage, whose graph no later block keeps alive."""
+    inputs_until: int = 0
+    """For a layer that is recomputed for the inputs' backward alone: the instant of that backward at which the tensor is
+    freed."""
+
+
+INPUTS_DONE = -1
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """The second half of a split backward. `weights`: one template for each weight's gradient, in the order in which they
+    run. `waiting`: the tensors that they need."""
+
+    weights: tuple[Template, ...]
+    waiting: tuple[Waiting, ...]
+
+
+@dataclass(frozen=True)
+class Template:
+    """The tensors of a block, in columns. `born` and `dies` count from the block's first backward instant where
+    `born_backward` and `dies_backward` are true, otherwise from its first forward instant. Shapes: every array is
+    [num_entries]."""
+
+    names: list[str]
+    categories: npt.NDArray[np.int8]
+    num_bytes: npt.NDArray[np.int64]
+    born: npt.NDArray[np.int64]
+    dies: npt.NDArray[np.int64]
+    born_backward: npt.NDArray[np.bool_]
+    dies_backward: npt.NDArray[np.bool_]
+    weight_gradient: npt.NDArray[np.bool_]
+    """Whether the entry is a parameter's gradient: it outlives the block, or it is added to one that exists."""
+    dies_without_graph: npt.NDArray[np.int64]
+    """`dies` when the block runs under no_grad and nothing is saved, counted from the first forward instant."""
+    cached: npt.NDArray[np.bool_]
+    """Results that selective checkpointing keeps: the first forward makes them and the recomputation reuses them."""
+    num_forward: int
+    num_recomputed: int
+    """How many forward instants a recomputation runs: it stops after the last that saves a tensor."""
+    num_backward: int
+    forward_labels: list[str]
+    backward_labels: list[str]
+    input_bytes: int
+    keeps_input: bool
+    """Whether autograd saves the block's input."""
+    asks_late_bytes: int
+    """Bytes of the gradients that exist when backward first reads a saved tensor."""
+    saved_bytes: list[int]
+    """Sizes of the saved tensors, parameters too. A tensor that several operations save is listed once for each."""
+    loss_from: int
+    """Forward instants from this one on belong to the loss, not to the network's forward."""
+    added_to_handed_in: int
+    """The backward instant at which a second gradient is first added in place to the gradient handed in, or at which this
+    block reads that gradient for the last time. If something else also refers to it, autograd does not add in place but
+    makes a new tensor (`InputBuffer::accumulate`); the entry then means that tensor."""
+    beside_bytes: int = 0
+    """Bytes of a second tensor that the block returns to a reentrant checkpoint. `CheckpointFunction.backward` keeps it,
+    together with the gradient of zeros that autograd makes for it (torch `csrc/autograd/python_function.cpp`
+    materialize_grads)."""
+    elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
+    """How the block uses tensors that other blocks own, by their names."""
+    streams: npt.NDArray[np.int64] | None = None
+    """The stream on which each entry is allocated; None: all on the computing stream."""
+    modules: list[str] = field(default_factory=list)
+    """The module of each entry, if the block covers several modules; empty: all belong to the module under which the block
+    runs."""
+    later: Later | None = None
+    """If backward is split in two: its second half. This template then has the first half, the inputs' gradients."""
+
+    @property
+    def num_entries(self) -> int:
+        """How many tensors one run of the block makes."""
+        return len(self.names)
+
+    @cached_property
+    def descriptions(self) -> npt.NDArray[np.int64]:
+        """The columns that are the same for every run, [4, num_entries]: the first rows of `columns.py`."""
+        modules = Texts.of(self.modules).numbers if self.modules else np.zeros(len(self.names), dtype=np.int64)
+        return np.stack([Texts.of(self.names).numbers, modules, self.categories, self.num_bytes])
+
+    @cached_property
+    def gradient_columns(self) -> npt.NDArray[np.int64]:
+        """Indices of the entries that are a parameter's gradient."""
+        return np.flatnonzero(self.weight_gradient)
+
+    @cached_property
+    def gradients_of(self) -> dict[str, npt.NDArray[np.int64]]:
+        """By operation, the indices into `gradient_columns` of the gradients it makes ("q_proj" makes
+        "q_proj.weight.grad")."""
+        found: dict[str, list[int]] = {}
+        for place, column in enumerate(self.gradient_columns.tolist()):
+            found.setdefault(self.names[column].rsplit(".", 2)[0], []).append(place)
+        return {operation: np.array(places, dtype=np.int64) for operation, places in found.items()}
+
+    @cached_property
+    def in_forward(self) -> dict[str, int]:
+        """The first forward instant of each label."""
+        return {label: instant for instant, label in reversed(list(enumerate(self.forward_labels)))}
+
+    @cached_property
+    def in_backward(self) -> dict[str, int]:
+        """The first backward instant of each label."""
+        return {label: instant for instant, label in reversed(list(enumerate(self.backward_labels)))}
+
+    @cached_property
+    def forward_phases(self) -> tuple[bytes, ...]:
+        """The phases of the block's forward instants, as bytes, indexed by the phase in which the block runs forward."""
+        loss = bytes((Phase.LOSS,)) * (self.num_forward - self.loss_from)
+        return tuple(bytes((phase,)) * self.loss_from + loss for phase in Phase)
+
+    @cached_property
+    def backward_phases(self) -> tuple[bytes, ...]:
+        """The phases of the block's backward instants, as bytes, indexed by the phase in which the block runs backward."""
+        return tuple(bytes((phase,)) * self.num_backward for phase in Phase)
+
+    @cached_property
+    def made_bytes(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """Bytes that the operation at each forward instant and at each backward instant allocates, temporaries included. A
+        tensor that takes the place of another when the operation ends is left out: its name is that of the operation
+        before."""
+        made = np.zeros(self.num_forward, dtype=np.int64), np.zeros(self.num_backward, dtype=np.int64)
+        labels = self.forward_labels, self.backward_labels
+        for name, size, at, half in zip(self.names, self.num_bytes, self.born, self.born_backward.astype(int), strict=True):
+            if at < len(made[half]) and name.startswith(labels[half][at]):
+                made[half][at] += size
+        return made
+
+    @cached_property
+    def handed_in_bytes(self) -> int:
+        """Bytes of the gradient that the block after this one hands in; 0 if there is none."""
+        return int(self.num_bytes[self.names.index(HANDED_IN)]) if HANDED_IN in self.names else 0

@@ -1,0 +1,1 @@
+"""Baseline, residual and bars put together, and whether the job fits."""

@@ -1,0 +1,1 @@
+"""The answer as plain values: predictions, explanations, findings' words, and what `doctor` finds."""

@@ -1,0 +1,74 @@
+"""The words in which every command and page names the same things: verdicts, quantities, phases, kinds of tensors."""
+
+from __future__ import annotations
+
+from peakcast.answers.prediction import Fits, RestsOn
+from peakcast.timelines.timeline import Category, Phase
+
+VERDICTS: dict[Fits, str] = {"yes": "fits", "no": "does not fit", "uncertain": "may or may not fit"}
+"""`Prediction.fits` -> words about a job."""
+SHORT_VERDICTS: dict[Fits, str] = {"yes": "fits", "no": "too big", "uncertain": "may fit"}
+"""The same for tables."""
+WOULD_FAIL = "would fail"
+"""Verdict about a job that a library refuses to run, whatever memory there is."""
+RESTS_ON: dict[RestsOn, str] = {"measurements": "runs like it", "relatives": "related runs", "judgement": "judgement"}
+"""`Interval.rests_on` -> what a bar rests on."""
+OF_LIMIT = {
+    "peak_device_bytes": "",
+    "peak_reserved_bytes": " for PyTorch's allocator",
+    "peak_host_bytes": " of host memory",
+}
+"""What a limit is of, after its size."""
+METHODS = {"full": "full training", "lora": "LoRA", "qlora": "QLoRA"}
+"""`finetuning.method` -> what is trained."""
+PHASE_NAMES = {
+    Phase.INIT: "set-up",
+    Phase.FORWARD: "the forward pass",
+    Phase.LOSS: "the loss",
+    Phase.BACKWARD: "the backward pass",
+    Phase.GRADIENT_CLIPPING: "gradient clipping",
+    Phase.OPTIMIZER_STEP: "the optimizer step",
+}
+GENERATION = {"prefill": "prefill", "decode": "decoding"}
+"""Parts of a generation, all of it forward: the prompt at once, then token by token."""
+CATEGORY_NAMES = {
+    Category.PARAMETERS: "weights",
+    Category.MAIN_PARAMETERS: "main weights",
+    Category.GRADIENTS: "gradients",
+    Category.OPTIMIZER_STATES: "optimizer states",
+    Category.ACTIVATIONS: "activations",
+    Category.LOGITS: "logits",
+    Category.TEMPORARIES: "temporaries",
+    Category.OPTIMIZER_TEMPORARIES: "optimizer temporaries",
+    Category.COMMUNICATION_BUFFERS: "communication buffers",
+    Category.WORKSPACES: "library workspaces",
+    Category.INPUTS: "inputs",
+    Category.OTHER: "other",
+    Category.REFERENCE_PARAMETERS: "reference weights",
+    Category.KV_CACHE: "key-value cache",
+}
+
+
+def quantity_name(quantity: str) -> str:
+    """`peak_device_bytes` -> "device"."""
+    return quantity.removeprefix("peak_").removesuffix("_bytes")
+
+
+def phase_name(phase: str) -> str:
+    """The phase called `phase` in the JSON, or the part of generation, for a sentence."""
+    return GENERATION[phase] if phase in GENERATION else PHASE_NAMES[Phase[phase.upper()]]
+
+
+def phase_title(phase: str) -> str:
+    """The phase called `phase` in the JSON, for a table or a list."""
+    return phase_name(phase).removeprefix("the ")
+
+
+def category_name(category: str) -> str:
+    """The category called `category` in the JSON, for people."""
+    return CATEGORY_NAMES[Category[category.upper()]]
+
+
+def sentence_start(words: str) -> str:
+    """`words` as a sentence begins."""
+    return words[:1].upper() + words[1:]

@@ -1,0 +1,246 @@
+"""Mappings (YAML, JSON) to frozen dataclasses and back, strictly: unknown keys and wrong types are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+from peakcast.core.errors import SpecError, near_misses
+
+T = TypeVar("T")
+_LARGEST = sys.float_info.max
+MOST = 2**40
+"""No whole number of a job may be larger than this, or smaller than its negative, so that products of some of them fit into
+64 bits."""
+
+
+@functools.cache
+def _hints(cls: Any) -> dict[str, Any]:
+    return typing.get_type_hints(cls)
+
+
+@functools.cache
+def _keys(cls: Any) -> dict[str, bool]:
+    """Name of each field that can be given -> whether it is required."""
+    unset = dataclasses.MISSING
+    return {f.name: f.default is unset and f.default_factory is unset for f in dataclasses.fields(cls) if f.init}
+
+
+class HashedOnce:
+    """Base of a frozen dataclass that is a key of many caches. It computes its hash once; otherwise each look-up would
+    visit all its fields. A subclass must say `__hash__ = HashedOnce.__hash__`, because a dataclass defines one of its
+    own."""
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        cls: Any = type(self)
+        return hash(tuple(map(self.__dict__.__getitem__, _keys(cls))))
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The state without the hash, which is only valid in this process."""
+        return {name: value for name, value in self.__dict__.items() if name != "_hash"}
+
+
+def build(cls: type[T], mapping: object, where: str = "") -> T:
+    """An instance of the dataclass `cls` from `mapping`, whose keys are the field names.
+
+    `where` prefixes the parameter name in messages ("parallelism.").
+    Raises: SpecError naming the key, the value, what is allowed and near misses.
+    """
+    hints: dict[str, Any] = _hints(cls)  # type: ignore[arg-type]
+    if not isinstance(mapping, Mapping):
+        raise SpecError(
+            f"{where.rstrip('.') or 'the job'}={mapping!r} must be a mapping with the keys {', '.join(hints)}.",
+            parameter=where.rstrip(".") or None,
+            value=mapping,
+        )
+    known = _keys(cls)  # type: ignore[arg-type]
+    for key in mapping:
+        if key not in known:
+            raise SpecError(
+                f"{where}{key} is not a known key{near_misses(str(key), known) or '; known: ' + ', '.join(sorted(known))}",
+                parameter=f"{where}{key}",
+                value=mapping[key],
+            )
+    values = {key: _coerce(hints[key], value, where + key) for key, value in mapping.items()}
+    missing = [key for key, required in known.items() if required and key not in values]
+    if missing:
+        raise SpecError(
+            f"{where}{missing[0]} is required and missing; add it to the mapping.", parameter=where + missing[0]
+        )
+    return cls(**values)
+
+
+def unsaid(default: Any) -> Any:
+    """A dataclass field that `to_mapping` leaves out if it has its default. For fields that few jobs use: they would make
+    every stored job longer, and change its hash when they are added."""
+    return dataclasses.field(default=default, metadata={"unsaid": True})
+
+
+def to_mapping(value: object) -> Any:
+    """The plain JSON-able form of a dataclass built by `build`; `build(type(v), to_mapping(v)) == v`."""
+    if dataclasses.is_dataclass(value):
+        said = (f for f in dataclasses.fields(value) if f.init and not _left_unsaid(f, value))
+        return {f.name: to_mapping(getattr(value, f.name)) for f in said}
+    if isinstance(value, FrozenMapping):
+        return {key: to_mapping(item) for key, item in value.items()}
+    if isinstance(value, tuple):
+        return [to_mapping(item) for item in value]
+    return value
+
+
+def _left_unsaid(field: dataclasses.Field[Any], value: object) -> bool:
+    return bool(field.metadata.get("unsaid")) and getattr(value, field.name) == field.default
+
+
+class FrozenMapping(Mapping[str, Any]):
+    """A hashable mapping of names to plain values, in sorted order; for open-ended options of a job."""
+
+    __slots__ = ("_hash", "_items")
+
+    def __init__(self, mapping: Mapping[str, Any] | None = None) -> None:
+        self._hash: int | None = None
+        self._items = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in sorted((mapping or {}).items())
+        }
+
+    def __getitem__(self, key: str) -> Any:
+        return self._items[key]
+
+    def __iter__(self) -> typing.Iterator[str]:
+        return iter(self._items)
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = hash(tuple(self._items.items()))
+        return self._hash
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """The value without the hash, which is only valid in this process."""
+        return FrozenMapping, (self._items,)
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, FrozenMapping):
+            return self._items == other._items
+        return isinstance(other, Mapping) and dict(self) == dict(other)
+
+    def __repr__(self) -> str:
+        return repr(self._items)
+
+
+def _refuse(where: str, value: object, rule: str) -> SpecError:
+    return SpecError(f"{where}={value!r} must be {rule}.", parameter=where, value=value)
+
+
+def _coerce(hint: Any, value: Any, where: str) -> Any:
+    origin = get_origin(hint)
+    if origin in (Union, types.UnionType):
+        options = get_args(hint)
+        if value is None and type(None) in options:
+            return None
+        return _coerce(next(o for o in options if o is not type(None)), value, where)
+    if origin is Literal:
+        return _one_of(get_args(hint), value, where)
+    if origin is tuple:
+        if isinstance(value, str) or not hasattr(value, "__iter__"):
+            raise _refuse(where, value, "a list")
+        return tuple(_coerce(get_args(hint)[0], item, f"{where}[{i}]") for i, item in enumerate(value))
+    if hint is FrozenMapping:
+        if not isinstance(value, Mapping):
+            raise _refuse(where, value, "a mapping")
+        for key, item in value.items():
+            if not all(map(_is_plain, item if isinstance(item, (list, tuple)) else [item])):
+                raise _refuse(f"{where}.{key}", item, "a text, a number, true or false, null, or a list of those")
+        return FrozenMapping(value)
+    if dataclasses.is_dataclass(hint):
+        return value if isinstance(value, typing.cast(type, hint)) else build(typing.cast(Any, hint), value, where + ".")
+    return _scalar(hint, value, where)
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (str, bool, float, type(None))) or (isinstance(value, int) and -MOST <= value <= MOST)
+
+
+def _one_of(allowed: tuple[Any, ...], value: Any, where: str) -> Any:
+    if any(value == option and type(value) is type(option) for option in allowed):
+        return value
+    names = [str(option) for option in allowed]
+    raise _refuse(where, value, f"one of {', '.join(names)}{near_misses(str(value), names)}".rstrip("?"))
+
+
+def _scalar(hint: Any, value: Any, where: str) -> Any:
+    if hint is bool:
+        if isinstance(value, bool):
+            return value
+        raise _refuse(where, value, "true or false")
+    if hint is int:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or int_like(value) is None:
+            raise _refuse(where, value, "a whole number")
+        if not -MOST <= value <= MOST:
+            raise _refuse(where, value, f"at most {MOST:,} and at least as much below 0")
+        return int(value)
+    if hint is float:
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not -_LARGEST <= value <= _LARGEST:
+            raise _refuse(where, value, "a finite number")
+        return float(value)
+    if hint is str:
+        if not isinstance(value, str):
+            raise _refuse(where, value, "a text")
+        return value
+    return value
+
+
+def int_like(value: object) -> int | None:
+    """`value` as an int if it is a whole number, else None (also for infinities)."""
+    if isinstance(value, int):
+        return value
+    if not isinstance(value, float):
+        return None
+    return int(value) if math.isfinite(value) and value.is_integer() else None
+
+
+def require_positive(owner: object, *names: str, where: str = "") -> None:
+    """Refuse those fields of `owner` among `names` that are set and less than 1."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < 1:
+            raise SpecError(f"{where}{name}={value} must be at least 1.", parameter=where + name, value=value)
+
+
+def require_not_negative(owner: object, *names: str, where: str = "") -> None:
+    """Refuse those fields of `owner` among `names` that are less than 0."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value < 0:
+            raise SpecError(f"{where}{name}={value} must not be negative.", parameter=where + name, value=value)
+
+
+def require_at_most(most: int, owner: object, *names: str, where: str = "") -> None:
+    """Refuse those fields of `owner` among `names` that are set and above `most`, a limit far above real values."""
+    for name in names:
+        value = getattr(owner, name)
+        if value is not None and value > most:
+            raise SpecError(f"{where}{name}={value:,} must be at most {most:,}.", parameter=where + name, value=value)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """`values` with the keys of inner mappings joined by dots; empty mappings are left out."""
+    out: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            out.update(flat(value, f"{prefix}{key}."))
+        else:
+            out[f"{prefix}{key}"] = value
+    return out

@@ -1,0 +1,164 @@
+"""`Finding`: a warning that a program can read, about something that an answer does not count, has not measured or could
+not read.
+
+A prediction carries its findings (`Prediction.findings`); its `warnings` are their sentences. `KINDS` lists every code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+Direction = Literal["more", "less", "either"]
+"""Whether the real peak is above or below the answer because of the finding; "either" if that is not known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """The properties that all findings with one code share."""
+
+    meaning: str
+    severity: int = 0
+    """How far the job is from what was measured: 0 not at all, 1 a little, 2 another kind of job, 6 not modelled. Bars are
+    widened by the sum (`models.domain.severity`)."""
+    uncounted: bool = False
+    """Whether the answer leaves out something of unknown size. Only such findings change a verdict
+    (`models.verdict.judge`)."""
+    prevents: bool = False
+    """Whether the run would fail and so have no peak; then the verdict is never `yes`."""
+    together: str = ""
+    """A sentence for several such findings, with {} for their parameters."""
+    routine: bool = False
+    """Whether it only repeats what the bars rest on, or says that all is normal; an answer then shows it only in its
+    details."""
+
+
+UNSEEN = "the bars are wider, because no measured run is like this one in {}."
+
+
+KINDS = {
+    "not_modelled": Kind("the job has something that the ledger does not count or has never been compared for", 6, True),
+    "nearly_modelled": Kind("the ledger differs from a trace of such jobs, by at most the share that is said", 6),
+    "run_would_fail": Kind("a library refuses such a job; the answer is as if it ran", 6, prevents=True),
+    "setting_ignored": Kind("a setting of the job that no ledger looks at, and that may matter", 1, True),
+    "setting_without_effect": Kind("a setting that does nothing beside the rest of the job", routine=True),
+    "setting_not_modelled": Kind("a configuration asks for something that a job cannot say", 2, True),
+    "setting_unknown": Kind(
+        "a key of a configuration that peakcast does not know; it is left out",
+        1,
+        together="{} are not known here; they are left out, and may matter.",
+    ),
+    "setting_reinterpreted": Kind("a configuration could be read in more than one way; the sentence says how it was read"),
+    "positions_exceeded": Kind("the sequence is longer than the network's table of positions", prevents=True),
+    "kind_not_measured": Kind(
+        "no measured run has this framework, layout, task or kind of layer", 2, together=UNSEEN, routine=True
+    ),
+    "setting_not_measured": Kind("no measured run has this setting", 1, together=UNSEEN, routine=True),
+    "size_not_measured": Kind("a size of the job is far outside the measured range", 1, together=UNSEEN, routine=True),
+    "version_not_measured": Kind("measured runs have other releases of this package", 1, together=UNSEEN, routine=True),
+    "version_not_modelled": Kind("no convention of this package's releases is known", 1),
+    "gpu_not_measured": Kind("the bars come from measurements on another GPU type", 1, routine=True),
+    "not_calibrated": Kind("no measurements stand behind the bars", routine=True),
+    "cache_beyond_capacity": Kind("the tensors may fit, the allocator's cache does not"),
+    "host_memory_not_given": Kind("the host memory that is needed is more than a usual node has"),
+    "reserved_beyond_replay": Kind("published runs of such jobs hold more than the simulated allocator reserves"),
+    "allocator_retries": Kind("the simulated allocator runs out of memory and frees its cache to go on"),
+    "default_changed": Kind("the default of a setting does not suit this network; the sentence says what is taken"),
+    "value_assumed": Kind("a script that ran on fake tensors read a value that only a run on data has, and was given one"),
+    "script_part_skipped": Kind("a part of a script, such as saving a checkpoint, that a dry run skips"),
+    "outside_estimated": Kind(
+        "what lies outside PyTorch's allocator is an estimate, and a large share of a small peak", routine=True
+    ),
+}
+"""Every code a finding can have. A code keeps its meaning; a new meaning is a new code."""
+OF_THE_CACHE = frozenset(("reserved_beyond_replay", "allocator_retries"))
+"""Codes of findings about the allocator's cache, which do not affect allocated memory."""
+CAUSES = OF_THE_CACHE | {
+    "not_modelled", "nearly_modelled", "setting_ignored", "setting_not_modelled", "outside_estimated",
+}  # fmt: skip
+"""Codes of findings that name a cause of error. Other findings say that something was not measured, or how it was read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One reason why the real peak may differ from the answer."""
+
+    code: str
+    """One of `KINDS`."""
+    parameter: str
+    """The setting that it concerns, by the user's name or by a job's; "" if it concerns none."""
+    direction: Direction
+    sentence: str
+
+    def __post_init__(self) -> None:
+        assert self.code in KINDS, self.code
+        assert self.direction in get_args(Direction), self.direction
+
+    @property
+    def severity(self) -> int:
+        """How much it widens the bars (`Kind.severity`)."""
+        return KINDS[self.code].severity
+
+    @property
+    def uncounted(self) -> bool:
+        """Whether the answer leaves out something of unknown size (`Kind.uncounted`)."""
+        return KINDS[self.code].uncounted
+
+    def to_mapping(self) -> dict[str, str]:
+        """The four fields by name (DESIGN section 5)."""
+        return {name: getattr(self, name) for name in ("code", "parameter", "direction", "sentence")}
+
+
+def sentences(findings: Iterable[Finding]) -> tuple[str, ...]:
+    """The sentences of `findings`, without repetition."""
+    return tuple(dict.fromkeys(finding.sentence for finding in findings))
+
+
+def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """`findings` without repeated sentences, those that may change the answer most first.
+
+    First those that are not counted, a known direction before an unknown one; then by how much they widen the bars.
+    """
+    once = {finding.sentence: finding for finding in findings}.values()
+    return tuple(sorted(once, key=lambda f: (not f.uncounted, f.uncounted and f.direction == "either", -f.severity)))
+
+
+# -- tables of checks ----------------------------------------------------------------------------------------------------
+
+Effect: TypeAlias = tuple[str, Direction]
+"""The code of a finding, and its direction."""
+UNKNOWN: Effect = ("not_modelled", "either")
+MORE: Effect = ("not_modelled", "more")
+LESS: Effect = ("not_modelled", "less")
+"""UNKNOWN, MORE and LESS: the ledger does not count something that needs or saves memory."""
+NEARLY: Effect = ("nearly_modelled", "either")
+NEARLY_MORE: Effect = ("nearly_modelled", "more")
+NEARLY_LESS: Effect = ("nearly_modelled", "less")
+"""NEARLY, NEARLY_MORE and NEARLY_LESS: a trace's memory differs from the ledger's by the fraction that the sentence
+says."""
+FAILS: Effect = ("run_would_fail", "either")
+
+Check: TypeAlias = tuple[bool, str] | tuple[bool, str, Effect] | tuple[bool, str, Effect, str]
+"""(whether a job asks for something that the ledger does not cover, the sentence that says so, its effect, the parameter
+that it concerns). Without an effect it is UNKNOWN; without a parameter it is that of the whole table."""
+
+
+def first(checks: Iterable[Check], parameter: str, *, start: str = "", end: str = "") -> Finding | None:
+    """A finding for the first of `checks` that is true, or None. It concerns `parameter` unless the check names another;
+    `start` and `end` are put around its sentence."""
+    for holds, sentence, *further in checks:
+        if holds:
+            effect, name = (*further, parameter)[:2] if further else (UNKNOWN, parameter)
+            return found(start + sentence + end, name, effect=effect)
+    return None
+
+
+def found(sentence: str, parameter: str, *, effect: Effect = UNKNOWN) -> Finding:
+    """A finding about `parameter` with this sentence."""
+    code, direction = effect
+    return Finding(code, parameter, direction, sentence)
+
+
+SILENT_ABOVE = 0.10
+"""An error of more than this share whose answer has no finding that says why is a silent miss."""

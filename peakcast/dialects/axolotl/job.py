@@ -1,0 +1,265 @@
+"""Axolotl's YAML: a run of the Hugging Face Trainer, with other names for its settings.
+
+Source: axolotl 0.4-0.13 src/axolotl/utils/schemas/config.py, core/builders/base.py and causal.py, loaders/model.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from peakcast.core.errors import SpecError
+from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.axolotl import keys as keys
+from peakcast.dialects.common.generation import READ, Generation, generation_of
+from peakcast.dialects.common.mesh import meshed
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import (
+    Notes,
+    Settings,
+    Translation,
+    note_unsupported,
+    refuse_teacher,
+    renamed,
+    speller,
+    states_direction,
+)
+from peakcast.dialects.huggingface.accelerate import launcher_beside, refuse_twice
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.jobs.spec import TrainingJob
+
+
+def from_axolotl(pasted: Pasted) -> Translation:
+    """The job of an Axolotl configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
+    notes = Notes()
+    settings = Settings(pasted.values, notes, "axolotl")
+    training = renamed(settings, keys.TRAINING)
+    if (where := str(training.get("activation_offloading")).lower()) in keys.OFFLOADED:
+        training["activation_offloading"] = True
+        notes.assumptions.append(f"activation_offloading={where!r} is taken as true: activations move to host memory.")
+    if "per_device_train_batch_size" not in training:
+        steps, total = settings.integer("gradient_accumulation_steps"), settings.integer("batch_size")
+        training["per_device_train_batch_size"] = total // steps if steps and total else settings.size("micro_batch_size")
+    settings.size("sequence_len", 512, assume=True)
+    training.setdefault("max_length", 512)
+    method = settings.text("rl", "reward" if settings.switch("reward_model") else "sft").lower()
+    generation = _generation(settings) if method == "grpo" else None
+    if generation is not None:
+        training["max_length"] = generation.sequence_length
+    named = settings.text("base_model")
+    model = pasted.model or named
+    if not model:
+        raise settings.refuse("base_model", "is required: the model's hub id, its folder, or its config.json", None)
+    refuse_teacher(settings, "gkd_teacher")
+    _precision(settings, training)
+    _memory(settings, training)
+    adapter = _adapter(settings, training)
+    if settings.switch("sample_packing"):
+        _packing(settings, training)
+    engine = settings.raw("deepspeed")
+    deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
+    training["fsdp"] = list(settings.words("fsdp")) or None
+    fsdp = settings.raw("fsdp_config")
+    if fsdp and not isinstance(fsdp, Mapping):
+        raise settings.refuse("fsdp_config", "must be a mapping of FSDP's settings")
+    version = settings.integer("fsdp_version")
+    if fsdp and version:
+        fsdp = {"fsdp_version": version, **fsdp}
+    launcher = launcher_beside(pasted, notes)
+    refuse_twice(fsdp or None, launcher.fsdp, "fsdp_config", pasted.where)
+    refuse_twice(deepspeed, launcher.deepspeed, "deepspeed", pasted.where)
+    deepspeed = deepspeed if deepspeed is not None else launcher.deepspeed
+    num_gpus = launcher.gpus(pasted, notes)
+    if launcher.mesh:
+        training["parallelism_config"] = launcher.mesh
+    _rest(settings)
+    translation = from_huggingface(
+        model,
+        training,
+        adapter,
+        deepspeed,
+        fsdp or launcher.fsdp,
+        num_gpus,
+        versions=pasted.versions.of("huggingface"),
+        spell=speller(keys.TRAINING, keys.ADAPTER),
+    )
+    job = notes.include(translation)
+    job = _experts(job, settings)
+    context = "context_parallel_size" if settings.given("context_parallel_size") else "sequence_parallel_degree"
+    job = with_method(
+        meshed(job, settings, keys.MESH | {"context": context}, fills="shard"),
+        method,
+        "rl",
+        notes,
+        generation=generation,
+        precomputed=settings.switch("precompute_ref_log_probs"),
+        whole_logits="trl 1.9, which axolotl 0.19 requires,",
+    )
+    return notes.finish(job)
+
+
+def _experts(job: TrainingJob, settings: Settings) -> TrainingJob:
+    """`job` with framework options for how a mixture's experts are computed and stored; unchanged for a dense network."""
+    word, options = settings.text("experts_implementation"), dict(job.framework_options)
+    if job.architecture.moe is None:
+        return job
+    if word and word not in keys.EXPERTS:
+        settings.notes.unsupported.append(
+            f"experts_implementation={word} is not modelled; grouped_mm is taken.", "experts_implementation"
+        )
+    if keys.EXPERTS.get(word, "grouped_mm") != "grouped_mm":
+        options["experts_implementation"] = keys.EXPERTS[word]
+    if settings.switch("quantize_moe_experts") and job.finetuning.quantization:
+        options["quantized_experts"] = True
+    return job.replace(framework_options=FrozenMapping(options))
+
+
+def _generation(settings: Settings) -> Generation:
+    """GRPO's settings: `trl` has them under trl's names, and `vllm` those of a server (`axolotl vllm-serve`)."""
+    given = settings.raw("trl")
+    values = {key: value for key, value in (given if isinstance(given, Mapping) else {}).items() if value is not None}
+    values.setdefault("beta", settings.number("rl_beta", 0.0))
+    values.setdefault("max_prompt_length", settings.integer("max_prompt_len"))
+    read = {key: values[key] for key in READ if values.get(key) is not None}
+    return generation_of(Settings(read, settings.notes, "axolotl"), "micro_batch_size")
+
+
+def _packing(settings: Settings, training: dict[str, Any]) -> None:
+    """Join the micro-batch into one row if attention is flash attention; otherwise each sequence has its row
+    (`multipack_real_batches`)."""
+    flash = training.get("attn_implementation") == "flash_attention_2"
+    if not flash or settings.switch("multipack_real_batches"):
+        return
+    training["packing_strategy"] = "bfd"
+    settings.notes.assumptions.append("sample_packing joins the micro-batch in one full row without padding.")
+
+
+def _precision(settings: Settings, training: dict[str, Any]) -> None:
+    """The weights' dtype from bf16 and fp16 (loaders/model.py); float32 without either."""
+    word = settings.text("bf16", "false" if any(map(settings.given, ("fp16", "float16", "float32"))) else "auto").lower()
+    bf16 = word in ("auto", "full") or settings.switch("bfloat16") or (word != "auto" and settings.switch("bf16"))
+    if word == "auto":
+        given = "bf16=auto" if settings.given("bf16") else "bf16 is not given; axolotl's default, auto,"
+        settings.notes.assumptions.append(f"{given} is bfloat16 on every GPU since Ampere.")
+    named = settings.text("fp16", "false").lower() == "full" or settings.switch("fp16") or settings.switch("float16")
+    fp16 = named and not bf16
+    if named and bf16:
+        settings.notes.warnings.append("fp16 is set beside bf16; bf16 is taken.", "fp16")
+    if bf16:
+        training["bf16"] = True
+    elif fp16:
+        training["fp16"] = True
+    half = "bfloat16" if bf16 else "float16" if fp16 or settings.switch("load_in_8bit") else "float32"
+    training["torch_dtype"] = half
+    if not bf16 and not fp16:
+        settings.notes.assumptions.append(f"neither bf16 nor fp16 is set: the weights are {half}.")
+
+
+def _memory(settings: Settings, training: dict[str, Any]) -> None:
+    """Attention, checkpointing, the loss, and the optimizer."""
+    used = [name for key, name in keys.ATTENTION.items() if settings.switch(key)]
+    named = settings.text("attn_implementation", settings.text("attention", used[0] if used else ""))
+    if named:
+        training["attn_implementation"] = keys.SHORT.get(named, named)
+    word = settings.text("gradient_checkpointing", "false").lower()
+    if word in ("offload", "offload_disk", "unsloth"):
+        settings.notes.unsupported.append(
+            f"gradient_checkpointing={word} is taken as checkpoints that go to host memory.", "gradient_checkpointing"
+        )
+        training["activation_offloading"] = True
+    if word in ("offload", "offload_disk", "unsloth") or settings.switch("gradient_checkpointing"):
+        training["gradient_checkpointing"] = True
+        given = settings.raw("gradient_checkpointing_kwargs")
+        training["gradient_checkpointing_kwargs"] = given or {"use_reentrant": False}
+        if not given:
+            settings.notes.assumptions.append("use_reentrant is not given; the default of axolotl is False.")
+    if settings.text("torch_compile").lower() == "auto":
+        training["torch_compile"] = False
+        settings.notes.assumptions.append("torch_compile=auto is taken as off.")
+    optimizer = settings.text("optimizer", "adamw_torch_fused")
+    if not settings.given("optimizer"):
+        settings.notes.assumptions.append(f"optimizer is not given; the default of axolotl is {optimizer}.")
+    if optimizer in keys.OPTIMIZERS and optimizer not in keys.SAME:
+        settings.notes.unsupported.append(
+            f"optimizer={optimizer} is not modelled; {keys.OPTIMIZERS[optimizer]} is taken in its place.",
+            "optimizer",
+            states_direction(optimizer),
+        )
+    training["optim"] = keys.OPTIMIZERS.get(optimizer, optimizer)
+    if all(settings.switch(key) for key in keys.LIGER):
+        training["liger_kernels"] = True
+    if settings.switch("liger_fused_linear_cross_entropy"):
+        training["fused_linear_cross_entropy"] = True
+    plugged = any("CutCrossEntropyPlugin" in name for name in settings.words("plugins"))
+    if settings.switch("cut_cross_entropy", plugged):  # integrations/cut_cross_entropy/args.py
+        training["fused_linear_cross_entropy"] = True
+        settings.notes.unsupported.append(
+            "Cut cross entropy is taken as Liger's fused linear cross entropy.", "cut_cross_entropy", "less"
+        )
+
+
+def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | None:
+    kind = settings.text("adapter").lower()
+    adapter = renamed(settings, keys.ADAPTER)
+    linear = settings.switch("lora_target_linear")
+    four, eight = settings.switch("load_in_4bit"), settings.switch("load_in_8bit")
+    if not kind or kind in ("none", "false"):
+        if four or eight:
+            raise SpecError(
+                "load_in_4bit or load_in_8bit without an adapter cannot train; set adapter: qlora or lora, or neither.",
+                parameter="adapter",
+            )
+        settings.notes.ignored += [key for key in keys.ADAPTER if settings.given(key)]
+        return None
+    if kind not in ("lora", "qlora"):
+        settings.notes.unsupported.append(f"adapter={kind} is not modelled; LoRA is taken in its place.", "adapter")
+    if linear:
+        if others := sorted(set(settings.words("lora_target_modules")) & set(keys.NOT_LINEAR)):
+            settings.notes.unsupported.append(
+                f"lora_target_modules={others} beside lora_target_linear is not modelled; every linear layer but the "
+                "head is taken.",
+                "lora_target_modules",
+                "more",
+            )
+        elif settings.given("lora_target_modules"):
+            settings.notes.assumptions.append("lora_target_linear is true, so lora_target_modules adds nothing to it.")
+        adapter["target_modules"] = "all-linear"
+    if "r" not in adapter:
+        settings.size("lora_r")
+    if four:
+        # loaders/model.py: BitsAndBytesConfig(nf4, double quantization) unless bnb_config_kwargs say otherwise
+        training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+        settings.notes.assumptions.append("4-bit weights are NF4 with double quantization, axolotl's default.")
+        if settings.raw("bnb_config_kwargs"):
+            settings.notes.unsupported.append(
+                "bnb_config_kwargs are not modelled; axolotl's defaults are taken.", "bnb_config_kwargs"
+            )
+    elif eight:
+        training["quantization_config"] = {"load_in_8bit": True}
+    return adapter
+
+
+def _rest(settings: Settings) -> None:
+    for name in settings.words("plugins"):
+        if name.rpartition(".")[2] not in keys.PLUGINS:
+            settings.notes.unsupported.append(f"What the plugin {name} changes is not modelled.", "plugins")
+    together = all(settings.switch(key) for key in keys.LIGER)
+    note_unsupported(settings, {key: what for key, what in keys.KERNELS.items() if not (together and key in keys.LIGER)})
+    for key, what in keys.LESS.items():
+        if settings.raw(key):
+            settings.notes.unsupported.append(
+                f"{what} needs less than the answer, which is for all of it at once.", key, "less"
+            )
+    for name in ("overrides_of_model_config", "model_config"):
+        given = settings.raw(name)
+        others = sorted(set(given) - keys.OVERRIDES) if isinstance(given, Mapping) else []
+        if others:
+            settings.notes.unsupported.append(
+                f"Another shape of the network ({name}: {', '.join(map(str, others))}) is not read; give it by --model.",
+                name,
+            )
+    for key in (*keys.READ_LATER, *keys.MESH.values()):
+        settings.given(key)
+    for key in settings.left():
+        (settings.notes.ignored if key in keys.IGNORED else settings.notes.unknown).append(key)

@@ -1,0 +1,74 @@
+"""The package versions that a question gives in addition to its job: named versions, or those installed here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from peakcast.core.errors import SpecError
+from peakcast.core.fields import FrozenMapping
+from peakcast.core.versions import CONTAINER, OWN_NETWORKS, STACKS, check_versions, installed, read_versions
+from peakcast.dialects.common.translation import Translation
+from peakcast.jobs.conventions import packages_of
+
+
+@dataclass(frozen=True, slots=True)
+class AskedVersions:
+    """Versions for any job; its framework decides which of them it uses."""
+
+    given: FrozenMapping = field(default_factory=FrozenMapping)
+    """Package -> version as asked for; they override those of a configuration."""
+    here: bool = False
+    """Whether the versions installed here are used for all other packages."""
+
+    def of(self, framework: str, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """`own`, the versions that a configuration or its dialect has, overridden by those that were asked for. Of the
+        packages installed here, those of `framework` are added; of the stacks, the one in `own`."""
+        own = own or {}
+        known = packages_of(framework)
+        if any(stack in own for stack in OWN_NETWORKS):
+            known -= {"transformers"}
+        here = {
+            name: version
+            for name, version in (installed() if self.here else {}).items()
+            if name in known and (name not in STACKS or name in own)
+        }
+        return {**own, **here, **self.given}
+
+    def __bool__(self) -> bool:
+        return self.here or bool(self.given)
+
+
+NO_VERSIONS = AskedVersions()
+
+
+def asked_versions(versions: object = None, container: str | None = None, here: bool | None = False) -> AskedVersions:
+    """The versions of `--versions` (a text or a mapping), `--container` (a tag) and `--here`. Raises: SpecError."""
+    given = read_versions(versions) if isinstance(versions, str) else check_versions(versions or {})
+    if container is not None:
+        if given.get(CONTAINER, container) != container:
+            raise SpecError(f"--container {container} and --versions both name an image; keep one.", parameter="container")
+        given = check_versions({**given, CONTAINER: container})
+    if here and CONTAINER in given:
+        raise SpecError(
+            f"--here takes what is installed here, and --container {given[CONTAINER]} what an image has; keep one.",
+            parameter="here",
+        )
+    return AskedVersions(FrozenMapping(given), bool(here))
+
+
+def with_versions(translation: Translation, asked: AskedVersions) -> Translation:
+    """`translation` with the versions that were asked for, and a sentence about those that were found here."""
+    if not asked:
+        return translation
+    versions = asked.of(translation.job.framework, translation.job.versions)
+    translation = translation.changed(
+        lambda job: job.replace(versions=FrozenMapping(asked.of(job.framework, job.versions)))
+    )
+    remarks = translation.assumptions
+    if asked.here:
+        found = [f"{name} {version}" for name, version in versions.items() if name not in asked.given]
+        said = f"Versions are those installed here: {', '.join(found) or 'none that matter'}."
+        remarks = (*remarks, *([said] if said not in remarks else []))
+    return replace(translation, assumptions=remarks)

@@ -1,0 +1,43 @@
+"""Translates LitGPT's switches for adapters into names of projections. LitGPT has one matrix for queries, keys and values
+in every family.
+
+Source: litgpt 0.5.13 lora.py LoRAQKVLinear (`enable_lora`: a part for each of query, key and value), finetune/lora.py
+(`lora_query`, ..., `lora_head`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from peakcast.jobs.architecture import Architecture
+
+PROJECTIONS = {
+    "lora_query": ("q_proj",), "lora_key": ("k_proj",), "lora_value": ("v_proj",), "lora_projection": ("o_proj",),
+    "lora_mlp": ("gate_proj", "up_proj", "down_proj"), "lora_head": ("lm_head",),
+}  # fmt: skip
+"""LitGPT's switch -> the projections, by Llama's names."""
+_NEOX = {
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "query_key_value"), "o_proj": "dense", "gate_proj": "",
+    "up_proj": "dense_h_to_4h", "down_proj": "dense_4h_to_h",
+}  # fmt: skip
+OTHER_NAMES: dict[str, dict[str, str]] = {
+    "gpt_neox": _NEOX,
+    "falcon": _NEOX,
+    "phi": {"o_proj": "dense", "gate_proj": "", "up_proj": "fc1", "down_proj": "fc2"},
+    "phi3": {
+        **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+        **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    },
+}  # fmt: skip
+"""Families whose projections have other names in transformers -> Llama's name -> theirs; "" if they do not have it."""
+
+
+def litgpt_targets(names: Iterable[str], network: Architecture) -> tuple[str, ...]:
+    """`names`, in which LitGPT's switches are replaced by the family's projections. If the family has one matrix for
+    several of them, the whole matrix gets an adapter, which is a little more than LitGPT's parts of it. Other names are
+    unchanged."""
+    other = OTHER_NAMES.get(network.model_type, {})
+    found: list[str] = []
+    for name in names:
+        found += [other.get(one, one) for one in PROJECTIONS[name]] if name in PROJECTIONS else [name]
+    return tuple(dict.fromkeys(name for name in found if name))

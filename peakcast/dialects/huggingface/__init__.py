@@ -1,0 +1,1 @@
+"""Configurations of transformers' and TRL's trainers, PEFT, accelerate and DeepSpeed."""

@@ -1,0 +1,52 @@
+"""The batches of a Hugging Face trainer as the model gets them: their length, packed or padded, in one row or several."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from peakcast.core.versions import release
+from peakcast.dialects.common.translation import Notes, Settings
+from peakcast.jobs.spec import Batch
+
+STRATEGIES = ("bfd", "bfd_split", "bfd-requeue", "ffd", "wrapped")
+"""trl's packing strategies. All but `wrapped` keep sequences whole and join them without padding (trl 0.18-1.16
+trainer/sft_trainer.py: `padding_free or packing and packing_strategy == "bfd"`)."""
+
+
+def sequence_length(training: Settings, notes: Notes) -> int:
+    """Tokens of the longest sequence, or of a packed one."""
+    names = ("max_length", "max_seq_length", "model_max_length", "block_size")
+    key = next((name for name in names if training.given(name)), None)
+    if key is None:
+        notes.assumptions.append("max_length is not given; trl's default 1024 is taken as the sequence length.")
+        return 1024
+    if not (training.switch("packing") or training.switch("padding_free")):
+        notes.assumptions.append(
+            f"sequences are taken as padded to {training.spell(key)}; shorter batches need less. The mask of a padded "
+            "batch is left out (batch.form: masked counts it)."
+        )
+    return training.size(key)
+
+
+def batch_of(training: Settings, attention: str, versions: Mapping[str, object], notes: Notes) -> Batch:
+    """The form of the batches. If packing has no strategy and trl's version is not known, it is one row per sequence, which
+    has as many tokens and, with flash attention, as many bytes."""
+    packing, free = training.switch("packing"), training.switch("padding_free")
+    strategy = training.one_of("packing_strategy", "", ("", *STRATEGIES))
+    if training.switch("neat_packing"):
+        notes.assumptions.append("neat_packing keeps packed sequences apart by a mask of each row, which is counted.")
+        return Batch(form="masked")
+    whole = bool(strategy) and strategy != "wrapped"
+    if not strategy and (trl := release(versions.get("trl", ""))):
+        whole = trl >= (0, 18)
+    if not (free or (packing and whole)):
+        return Batch()
+    if not packing:
+        notes.assumptions.append("padding_free: every sequence is taken as long as it may be; batch.num_tokens says fewer.")
+    if attention != "flash_attention_2":
+        notes.warnings.append(
+            f"A padding-free batch with attention={attention} needs a mask of tokens × tokens, which is counted; flash "
+            "attention needs none.",
+            "attn_implementation",
+        )
+    return Batch(form="padding_free")

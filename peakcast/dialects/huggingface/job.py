@@ -1,0 +1,399 @@
+"""Hugging Face training configurations, translated into a `TrainingJob`: config.json, TrainingArguments and TRL's
+SFTConfig, peft LoraConfig, DeepSpeed JSON and FSDP settings. The keys' meanings are `keys.py`'s tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from peakcast.core.errors import SpecError
+from peakcast.core.fields import FrozenMapping
+from peakcast.core.findings import Direction
+from peakcast.core.versions import check_versions, release, resolved
+from peakcast.dialects.common.job_file import note_network, resolve_architecture
+from peakcast.dialects.common.mesh import of_training
+from peakcast.dialects.common.translation import (
+    Notes,
+    Settings,
+    Translation,
+    gpu_count,
+    note_inner,
+    refuse_teacher,
+    states_direction,
+)
+from peakcast.dialects.huggingface import keys as keys
+from peakcast.dialects.huggingface.adapters import adapter_of
+from peakcast.dialects.huggingface.batch import batch_of, sequence_length
+from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
+from peakcast.dialects.huggingface.parallelism import fsdp_settings, fsdp_version, layout_and_offload, mapping_at
+from peakcast.dialects.huggingface.quantization import quantization_of
+from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.conventions import check_framework_options, conventions
+from peakcast.jobs.spec import (
+    ActivationCheckpointing,
+    Dtype,
+    Finetuning,
+    Framework,
+    Loss,
+    Optimizer,
+    Precision,
+    TrainingJob,
+)
+
+ATTENTIONS: dict[str, Literal["eager", "sdpa", "flash_attention_2", "flex"]] = {
+    "eager": "eager", "sdpa": "sdpa", "flash_attention_2": "flash_attention_2", "flash_attention_3": "flash_attention_2",
+    "flex_attention": "flex", "flex": "flex",
+}  # fmt: skip
+
+
+def from_huggingface(
+    config: Mapping[str, Any] | str | Architecture,
+    training_arguments: Mapping[str, Any] | None = None,
+    peft: Mapping[str, Any] | None = None,
+    deepspeed: Mapping[str, Any] | None = None,
+    fsdp: Mapping[str, Any] | str | None = None,
+    num_gpus: int = 1,
+    *,
+    versions: Mapping[str, Any] | None = None,
+    spell: Callable[[str], str] = str,
+) -> Translation:
+    """The job of a Trainer (or SFTTrainer) run on `num_gpus` GPUs.
+
+    `config` is a config.json mapping, its path or a catalog name; `training_arguments` has the keys of TrainingArguments
+    and SFTConfig, and how the model is loaded (`torch_dtype`, `attn_implementation`, `quantization_config`); the others
+    have the keys of their libraries. `versions` names package versions (`transformers: "4.48.1"`), whose defaults hold.
+    `spell` gives the key that the user wrote, for messages, where another project's configuration was taken apart first.
+    Raises: SpecError or CatalogError naming the key, its value, the rule and the way out.
+    """
+    num_gpus = gpu_count(num_gpus)
+    notes = Notes()
+    versions = check_versions(versions or {})
+    unsloths = is_unsloths(versions, training_arguments, peft)
+    if unsloths and isinstance(training_arguments or {}, Mapping) and isinstance(peft or {}, Mapping):
+        training_arguments, peft = in_words_of_the_trainer(training_arguments, peft)
+        versions = {"unsloth": NEWEST_UNSLOTH, **versions}
+    model = dict(config) if isinstance(config, Mapping) else {}
+    architecture = resolve_architecture(config)
+    note_network(config, notes)
+    training = _settings("training_arguments", training_arguments, notes, spell)
+    modern = (release(resolved(versions).get("transformers", "")) or (5,)) >= (5,)
+    adapter = _settings("peft", peft, notes, spell) if peft is not None else None
+    strategy = training.raw("deepspeed") if deepspeed is None else deepspeed
+    engine = _settings("deepspeed", strategy, notes) if isinstance(strategy, Mapping) else None
+    if isinstance(strategy, str):
+        raise training.refuse("deepspeed", "is a path; give the mapping in that file as `deepspeed`")
+    shards = fsdp_settings(fsdp, training, notes)
+    if engine is not None and shards is not None:
+        raise SpecError(
+            "fsdp and deepspeed are both given, and both shard the run; keep one of them.", parameter="fsdp", value=fsdp
+        )
+    refuse_teacher(training, "teacher_model_name_or_path")
+    quantization = quantization_of(model, training, config)
+    options: dict[str, Any] = {}
+    weights = _weights_dtype(model, training, notes)
+    half = _half(training, engine, shards, notes)
+    loaded = half if engine is not None and half is not None else weights
+    widens = release((versions or {}).get("peft", "0.12")) >= (0, 12)
+    finetuning = _widened(_finetuning(adapter, loaded, quantization, notes, options, widens), half, shards, notes)
+    precision = _precision(weights, half, engine, shards, finetuning, notes, options)
+    if training.given("ddp_bucket_cap_mb"):
+        options["ddp_bucket_cap_mib"] = training.integer("ddp_bucket_cap_mb")
+    if training.number("neftune_noise_alpha", None) is not None:
+        options["neftune"] = True
+    framework: Framework = "deepspeed" if engine is not None else "huggingface"
+    parallelism, offload = layout_and_offload(engine, shards, training, num_gpus, architecture, notes, options)
+    if engine is not None:
+        check_agreement(engine, training, num_gpus)
+    attention = _attention(model, training, notes)
+    job = TrainingJob(
+        architecture=architecture,
+        framework=framework,
+        versions=FrozenMapping(versions),
+        micro_batch_size=_batch(training, engine, "per_device_train_batch_size", "train_micro_batch_size_per_gpu", 8),
+        sequence_length=sequence_length(training, notes),
+        batch=batch_of(training, attention, versions, notes),
+        gradient_accumulation_steps=_batch(
+            training, engine, "gradient_accumulation_steps", "gradient_accumulation_steps", 1
+        ),
+        precision=precision,
+        optimizer=engine_optimizer(engine, notes) or _optimizer(training, modern, notes, options),
+        finetuning=finetuning,
+        attention=attention,
+        activation_checkpointing=_checkpointing(training, shards, modern),
+        loss=Loss(fused_linear_cross_entropy=_liger(training, options)),
+        compile=training.switch("torch_compile"),
+        parallelism=parallelism,
+        offload=offload,
+    )
+    if unsloths and not offloads(training, job.num_tokens, architecture.hidden_size):
+        job = job.replace(offload=replace(job.offload, activations=False))
+    known = conventions(job)
+    for name in [name for name in options if name not in known]:
+        notes.assumptions.append(f"{name}={options.pop(name)!r} is left to the default of framework={framework!r}.")
+    job = job.replace(framework_options=FrozenMapping({k: v for k, v in options.items() if known[k] != v}))
+    check_framework_options(job)
+    mesh = training.raw("parallelism_config") or {}
+    job = of_training(job, mesh, notes) if isinstance(mesh, Mapping) else job
+    _account_for_the_rest(notes, training, adapter, engine, shards)
+    return notes.finish(job)
+
+
+def _settings(name: str, mapping: object, notes: Notes, spell: Callable[[str], str] = str) -> Settings:
+    if mapping is not None and not isinstance(mapping, Mapping):
+        raise SpecError(
+            f"huggingface.{name}={mapping!r} must be a mapping of keys to values.", parameter=name, value=mapping
+        )
+    given = {key: value for key, value in (mapping or {}).items() if value is not None}
+    values = {key: value for key, value in given.items() if value != "auto"}
+    if name == "deepspeed":
+        notes.unknown += sorted(set(given) - set(values) - keys.AUTOMATIC)
+    return Settings(values, notes, {"peft": "peft", "deepspeed": "DeepSpeed"}.get(name, "transformers"), spell)
+
+
+def _finetuning(
+    adapter: Settings | None,
+    weights: Dtype,
+    quantization: Mapping[str, Any],
+    notes: Notes,
+    options: dict[str, Any],
+    widens: bool,
+) -> Finetuning:
+    """`widens`: whether peft makes adapters in float32 by default, as it does since 0.12."""
+    kind: Literal["nf4", "gptq", "int8"] | None = None
+    if quantization.get("load_in_8bit"):
+        kind = "int8"
+    elif quantization.get("quant_method") == "gptq":
+        kind = "gptq"
+        options["gptq_group_size"] = int(quantization.get("group_size", 128))
+    elif quantization.get("load_in_4bit"):
+        kind = "nf4"
+    elif quantization:
+        notes.unsupported.append(
+            f"Quantization {quantization.get('quant_method', dict(quantization))!r} is not modelled.", "quantization_config"
+        )
+    if adapter is None:
+        if kind:
+            notes.warnings.append(
+                "quantized weights cannot train without peft; they are taken as unquantized.", "quantization_config", "less"
+            )
+        return Finetuning()
+    dtype = _adapter_dtype(adapter, kind, weights, quantization, widens)
+    return adapter_of(adapter, kind, dtype, quantization, notes)
+
+
+def _adapter_dtype(
+    adapter: Settings, kind: str | None, weights: Dtype, quantization: Mapping[str, Any], widens: bool
+) -> Dtype | None:
+    """The dtype of adapters; None for peft's default, float32. Before peft 0.12 they had the dtype of the weight to which
+    they are attached, if that is a floating-point type (peft 0.11.1 `tuners/lora/layer.py` update_layer)."""
+    if not widens:
+        return weights if kind is None else None
+    return None if adapter.switch("autocast_adapter_dtype", True) else _base_dtype(kind, weights, quantization)
+
+
+def _base_dtype(kind: str | None, weights: Dtype, quantization: Mapping[str, Any]) -> Dtype:
+    """The dtype of adapters that peft 0.21 leaves in the dtype of their layer: for bitsandbytes' 4 bits, the dtype of
+    computation; other integer weights do not determine it (`_move_adapter_to_device_of_base_layer`)."""
+    if kind is None:
+        return weights
+    computed = str(quantization.get("bnb_4bit_compute_dtype", weights))
+    return keys.DTYPES.get(computed, "float32") if kind == "nf4" else "float32"
+
+
+def _widened(finetuning: Finetuning, half: Dtype | None, shards: Settings | None, notes: Notes) -> Finetuning:
+    """`finetuning` with adapters in float32 if accelerate casts them. It casts all trained parameters if FSDP mixes
+    precisions, except with FSDP2 and bitsandbytes' 4 bits (accelerate 1.15 accelerator.py, utils/fsdp_utils.py
+    `fsdp2_prepare_model`)."""
+    if half is None or shards is None or finetuning.adapter_dtype in (None, "float32"):
+        return finetuning
+    if finetuning.quantization == "nf4" and fsdp_version(shards) == 2:
+        return finetuning
+    notes.assumptions.append(f"accelerate widens adapters of {finetuning.adapter_dtype} to float32: FSDP mixes precisions.")
+    return replace(finetuning, adapter_dtype=None)
+
+
+def _half(training: Settings, engine: Settings | None, shards: Settings | None, notes: Notes) -> Dtype | None:
+    """The 16-bit dtype that is asked for; None if there is none."""
+    mixed = shards.text("mixed_precision", "no") if shards else "no"
+    bf16, fp16 = (
+        any([training.switch(key), mixed == key, _enabled(engine, key)])  # a list: each is read, and refused if it is odd
+        for key in ("bf16", "fp16")
+    )
+    if bf16 and fp16:
+        raise training.refuse("fp16", "cannot be given together with bf16; keep one", True)
+    if mixed == "fp8":
+        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
+    return "bfloat16" if bf16 else "float16" if fp16 else None
+
+
+def _precision(
+    weights: Dtype,
+    half: Dtype | None,
+    engine: Settings | None,
+    shards: Settings | None,
+    finetuning: Finetuning,
+    notes: Notes,
+    options: dict[str, Any],
+) -> Precision:
+    if engine is not None and half is not None:  # the engine casts the model and keeps a master copy
+        return Precision(
+            parameters=half, compute=half, gradients=half, optimizer_states="float32", main_parameters="float32"
+        )
+    if half is not None and shards is not None and finetuning.method == "full" and weights != "float32":
+        # accelerate 1.15 accelerator.py ("upcasting"), utils/fsdp_utils.py fsdp2_prepare_model
+        notes.assumptions.append(f"accelerate widens weights of {weights} to float32, since FSDP mixes precisions.")
+        weights = "float32"
+    trained: Dtype = weights
+    if finetuning.method != "full" and weights != "float32" and finetuning.adapter_dtype in (None, "float32"):
+        trained = "float32"  # peft's autocast_adapter_dtype
+    options["autocast"] = half is not None  # even with 16-bit weights: its fp32 list has norms and losses
+    compute = half if options.get("autocast") and half else weights
+    return Precision(parameters=weights, compute=compute, gradients=trained, optimizer_states=trained)
+
+
+def _weights_dtype(model: Mapping[str, Any], training: Settings, notes: Notes) -> Dtype:
+    for source, value in (
+        ("dtype", training.raw("dtype")),
+        ("torch_dtype", training.raw("torch_dtype")),
+        ("the configuration's dtype", model.get("dtype") or model.get("torch_dtype")),
+    ):
+        if value is not None and str(value) != "auto":
+            if str(value) not in keys.DTYPES:
+                raise SpecError(
+                    f"{source}={value!r} must be one of float32, bfloat16, float16.", parameter=source, value=value
+                )
+            if "configuration" in source:
+                notes.assumptions.append(f"the weights are loaded as {keys.DTYPES[str(value)]}, as the configuration says.")
+            return keys.DTYPES[str(value)]
+    notes.assumptions.append("torch_dtype is not given; the weights are taken as loaded in bfloat16.")
+    return "bfloat16"
+
+
+def _batch(training: Settings, engine: Settings | None, key: str, engine_key: str, default: int) -> int:
+    if engine is not None and engine.given(engine_key) and not training.given(key):
+        return engine.size(engine_key)
+    return training.size(key, default, assume=key == "per_device_train_batch_size")
+
+
+def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str, Any]) -> Optimizer:
+    default = "adamw_torch_fused" if modern else "adamw_torch"
+    if not training.given("optim"):
+        version = 5 if modern else 4
+        notes.assumptions.append(f"optim is not given; the default of transformers {version} is {default}.")
+    name = training.one_of("optim", default, {**keys.OPTIMIZERS, **keys.OTHER_OPTIMIZERS})
+    if name in keys.OTHER_OPTIMIZERS:
+        notes.unsupported.append(
+            f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.",
+            "optim",
+            states_direction(name),
+        )
+    choice = keys.OPTIMIZERS.get(name) or keys.OTHER_OPTIMIZERS[name]
+    if choice.library:
+        options[f"{choice.name}_library"] = choice.library
+    arguments = dict(re.findall(r"(\w+)\s*=\s*([^,\s]+)", str(training.raw("optim_args") or "")))
+    if choice.name == "galore" and arguments.get("rank", "").isdigit():
+        options["galore_rank"] = int(arguments["rank"])
+    targets = training.raw("optim_target_modules")
+    if choice.name == "galore" and targets not in (None, keys.LAYER_LINEARS, "all_linear"):
+        notes.assumptions.append("optim_target_modules is taken as all-linear: every Linear is projected.")
+    return Optimizer(name=choice.name, implementation=choice.implementation)
+
+
+def _attention(
+    model: Mapping[str, Any], training: Settings, notes: Notes
+) -> Literal["eager", "sdpa", "flash_attention_2", "flex"]:
+    default = str(model.get("_attn_implementation") or model.get("attn_implementation") or "sdpa")
+    if training.switch("use_flash_attn") or training.switch("use_flash_attention_2"):
+        default = "flash_attention_2"
+    value = training.text("attn_implementation", default)
+    if value not in ATTENTIONS:
+        notes.unsupported.append(
+            f"attn_implementation={value!r} is not modelled; flash_attention_2 is taken in its place.",
+            "attn_implementation",
+        )
+        return "flash_attention_2"
+    if value == "flash_attention_3":
+        notes.unsupported.append(
+            "FlashAttention 3's workspaces are not modelled; those of FlashAttention 2 are taken.", "attn_implementation"
+        )
+    return ATTENTIONS[value]
+
+
+def _checkpointing(training: Settings, shards: Settings | None, modern: bool) -> ActivationCheckpointing:
+    names = ("fsdp_activation_checkpointing", "activation_checkpointing")
+    inside = shards is not None and any(list(map(shards.switch, names)))
+    given = training.raw("gradient_checkpointing_kwargs") or {}
+    if not isinstance(given, Mapping):
+        raise training.refuse("gradient_checkpointing_kwargs", "must be a mapping, such as {use_reentrant: false}")
+    settings = Settings(given, training.notes, "transformers", lambda key: f"gradient_checkpointing_kwargs.{key}")
+    if not training.switch("gradient_checkpointing") and not inside:
+        return ActivationCheckpointing()
+    reentrant = settings.switch("use_reentrant", not modern and not inside)
+    if not settings.given("use_reentrant"):
+        training.notes.assumptions.append(
+            f"use_reentrant is not given; {'transformers 5' if modern else 'transformers 4'} takes {reentrant}."
+        )
+    return ActivationCheckpointing(mode="full", use_reentrant=reentrant)
+
+
+def _liger(training: Settings, options: dict[str, Any]) -> bool:
+    if training.switch("liger_kernels"):  # other projects' configurations ask for the kernels or the loss alone
+        options["liger_kernels"] = True
+    if training.switch("fused_linear_cross_entropy"):
+        return True
+    if not (training.switch("use_liger_kernel") or training.switch("use_liger")):
+        return False
+    options["liger_kernels"] = True
+    return True
+
+
+def _account_for_the_rest(
+    notes: Notes, training: Settings, adapter: Settings | None, engine: Settings | None, shards: Settings | None
+) -> None:
+    if training.switch("auto_find_batch_size"):
+        notes.warnings.append(
+            "auto_find_batch_size lowers the batch when memory runs out; the one given is taken.",
+            "auto_find_batch_size",
+            "less",
+        )
+    for key, (usual, what) in keys.UNLESS.items():
+        if training.given(key) and training.text(key).lower() not in usual:
+            name = training.spell(key)
+            direction: Direction = "more" if key == "label_smoothing_factor" else "either"
+            notes.unsupported.append(f"{what} ({name}={training.text(key)}) is not modelled.", name, direction)
+    if training.given("torch_empty_cache_steps"):
+        notes.assumptions.append("torch_empty_cache_steps lowers reserved memory between steps only; it is left out.")
+    if not isinstance(training.raw("parallelism_config", {}), Mapping):
+        raise training.refuse("parallelism_config", "must be a mapping of sizes, such as dp_shard_size: 8")
+    note_inner(training, "gradient_checkpointing_kwargs", ("use_reentrant",), keys.CHECKPOINT_DETAILS)
+    if engine is not None:
+        _account_for_the_engine(notes, engine)
+    for settings, ignored in (
+        (training, keys.IGNORED_TRAINING),
+        (adapter, keys.IGNORED_PEFT),
+        (engine, keys.IGNORED_DEEPSPEED),
+        (shards, keys.IGNORED_FSDP),
+    ):
+        if settings is None:
+            continue
+        for key in settings.left():
+            (notes.ignored if key in ignored else notes.unknown).append(settings.spell(key))
+
+
+def _account_for_the_engine(notes: Notes, engine: Settings) -> None:
+    for key in ("bf16", "fp16"):
+        note_inner(engine, key, ("enabled",), keys.HALF_DETAILS)
+    note_engine_optimizer(engine)
+    for key, what in keys.UNSUPPORTED_DEEPSPEED.items():
+        if engine.raw(key) not in (None, False, {}, 1):
+            notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key)
+
+
+def _enabled(engine: Settings | None, key: str) -> bool:
+    inner = mapping_at(engine, key) if engine is not None else {}
+    if engine is None or inner.get("enabled") == "auto":
+        return False
+    return Settings(inner, engine.notes, "DeepSpeed", lambda name: f"{key}.{name}").switch("enabled")

@@ -1,0 +1,122 @@
+"""Training methods with another loss than plain next-token loss (DPO and similar ones): what they change about a job, or
+why they are refused.
+
+Sources: trl 1.16.0 trainer/dpo_trainer.py and reward_trainer.py, trl 0.13-0.24 dpo_trainer.py `concatenated_forward`
+(chosen and rejected sequences in one batch); orpo_trainer.py, cpo_trainer.py (the same batch, no reference).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import NamedTuple
+
+from peakcast.core.errors import SpecError
+from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.common.generation import Generation
+from peakcast.dialects.common.translation import Notes
+from peakcast.jobs.loss import REFERRING, LossKind
+from peakcast.jobs.spec import TrainingJob
+
+
+class Method(NamedTuple):
+    """How a method's step differs from supervised fine-tuning."""
+
+    sequences: int
+    """Sequences that pass through the network for each sample."""
+    kind: LossKind
+    """The job's loss kind; cross entropy for losses that are not modelled."""
+
+
+METHODS: dict[str, Method] = {
+    "sft": Method(1, "cross_entropy"),
+    "pt": Method(1, "cross_entropy"),
+    "dpo": Method(2, "dpo"),
+    "ipo": Method(2, "dpo"),
+    "rm": Method(2, "reward"),
+    "reward": Method(2, "reward"),
+    "orpo": Method(2, "cross_entropy"),
+    "cpo": Method(2, "cross_entropy"),
+    "simpo": Method(2, "cross_entropy"),
+    "tpo": Method(3, "cross_entropy"),
+    "kto": Method(1, "kto"),
+    "bco": Method(1, "kto"),
+    "grpo": Method(1, "grpo"),
+    "rloo": Method(1, "grpo"),
+    "gmpo": Method(1, "grpo"),
+}
+NOT_MODELLED = {
+    "ppo": "PPO", "gkd": "distillation", "gold": "distillation", "distillation": "distillation", "minillm": "distillation",
+    "sdft": "self-distillation", "sdpo": "self-distillation", "iw_opd": "distillation", "online_dpo": "online DPO",
+    "async_grpo": "GRPO with its completions made meanwhile", "a2po": "A*PO", "xpo": "XPO", "nash_md": "Nash-MD",
+    "prm": "PRM", "gspo": "GSPO", "gdpo": "GDPO", "ebft": "EBFT",
+}  # fmt: skip
+
+
+def with_method(
+    job: TrainingJob,
+    name: str,
+    parameter: str,
+    notes: Notes,
+    *,
+    precomputed: bool = False,
+    generation: Generation | None = None,
+    whole_logits: str = "",
+) -> TrainingJob:
+    """`job` as the training method `name` runs it. `precomputed`: the reference's log-probabilities are made beforehand.
+    `generation`: that of GRPO and its kin. `whole_logits`: who computes log-probabilities of whole logits, as trl did
+    before 1.15;
+    "": nobody.
+
+    Raises: SpecError for methods that are not modelled, with what can be asked instead.
+    """
+    word = name.lower()
+    if word not in METHODS:
+        raise SpecError(
+            f"{parameter}={name!r} is not modelled: {NOT_MODELLED.get(word, 'this method')} holds more than one training "
+            "step's tensors. Ask about its optimisation step: a job file has loss: {kind: grpo} and {kind: kto}, with "
+            "reference: model where one is kept and the sequences of one forward as micro_batch_size; add generation.",
+            parameter=parameter,
+            value=name,
+        )
+    method = METHODS[word]
+    if method == METHODS["sft"]:
+        return job
+    size = method.sequences * job.micro_batch_size
+    if method.sequences > 1:
+        both = "the chosen and the rejected sequence" if method.sequences == 2 else f"{method.sequences} sequences"
+        notes.assumptions.append(
+            f"{name} passes {both} of each sample together: micro_batch_size is "
+            f"{method.sequences} × {job.micro_batch_size} = {size}."
+        )
+    if method.kind == "cross_entropy":
+        notes.unsupported.append(
+            f"The loss of {name} over log-probabilities is not modelled; the cross entropy's is taken.", parameter
+        )
+        return job.replace(micro_batch_size=size)
+    loss = replace(job.loss, kind=method.kind, fused_linear_cross_entropy=False)
+    options = dict(job.framework_options)
+    if method.kind in REFERRING:
+        loss = replace(loss, reference="precomputed" if precomputed else None)
+        if generation is not None and generation.refers:
+            loss = replace(loss, reference="model" if job.finetuning.method == "full" else "adapter_off")
+        _say_whose_logits(notes, whole_logits)
+        if whole_logits:
+            options["preference_logits"] = "whole"
+    held = generation.other_memory_fraction if generation is not None else 0.0
+    job = job.replace(micro_batch_size=size, loss=loss, other_memory_fraction=held)
+    job = job.replace(framework_options=FrozenMapping(options))
+    kept = {"model": "a frozen copy of the network beside it", "adapter_off": "the network with its adapters switched off"}
+    if job.reference in kept:
+        notes.assumptions.append(f"the reference of {name} is {kept[job.reference]}.")
+    return job
+
+
+def _say_whose_logits(notes: Notes, whole_logits: str) -> None:
+    if whole_logits:
+        notes.unsupported.append(
+            f"{whole_logits} makes whole logits; they are taken as those of the cross entropy.", "loss"
+        )
+    else:
+        notes.assumptions.append(
+            "log-probabilities are made without whole logits, as in trl since 1.15; for an older one set versions.trl."
+        )

@@ -1,0 +1,338 @@
+"""Hugging Face runs from their files: TrainingArguments or TRL YAML, config.json, adapter_config.json, DeepSpeed JSON,
+accelerate YAML. Any of them may be the main file; the others accompany it."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from peakcast.core.errors import SpecError
+from peakcast.core.versions import release, resolved
+from peakcast.dialects.common.generation import READ, RLOO_BETA, SAMPLING, Generation, generation_of
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Notes, Reading, Settings, Translation
+from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.huggingface.post_training import METHODS, NOT_MODELLED, with_method
+from peakcast.dialects.huggingface.whose_trainer import EXAMPLE_SCRIPT, OF_EXAMPLES, Whose, whose_trainer
+
+PARTS = ("training", "hf_config", "peft", "deepspeed", "accelerate")
+"""The dialects that are parts of one run."""
+SAYS = {
+    "training": "Hugging Face training arguments",
+    "hf_config": "a Hugging Face config.json",
+    "peft": "a PEFT adapter_config.json",
+    "deepspeed": "a DeepSpeed configuration",
+    "accelerate": "an accelerate configuration",
+}
+_ADAPTER = {
+    "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target_modules": "target_modules",
+    "lora_modules_to_save": "modules_to_save", "lora_task_type": "task_type", "use_rslora": "use_rslora",
+    "use_dora": "use_dora", "lora_target_parameters": "target_parameters",
+}  # fmt: skip
+"""trl's ModelConfig (0.13-0.24) -> peft's LoraConfig."""
+_ADAPTER_DEFAULTS = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
+"""Defaults of trl's ModelConfig that differ from peft's."""
+_QUANTIZATION = (
+    "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage",
+)  # fmt: skip
+_SCRIPT = re.compile(
+    r"dataset_.*|datasets?|model_(revision|code_revision|adapter_name)|base_model_revision|chat_template|trust_remote_code"
+    r"|ignore_bias_buffers|columns.*|streaming|test_split_size|config|system_prompt|router_aux_loss_coef|disable_dropout"
+    r"|pad_to_multiple_of|pad_token|truncation_mode|tools|max_prompt_length|max_completion_length"
+    r"|cpo_alpha|simpo_gamma|alpha|is_encoder_decoder|tpo_(alpha|l_gamma)|label_pad_token_id|padding_value|generate_during_eval|discopop_tau|ld_alpha|loss_weights|f_.*|label_smoothing"
+    r"|use_weighting|use_logits_to_keep|precompute_ref_batch_size|ref_.*|base_model_attribute_name|force_use_ref_model"
+    r"|benchmarks|callbacks|hub_model_revision|wandb_.*|overwrite_hub_revision|push_to_hub_revision|num_completions_to_print"
+)
+"""trl's ScriptArguments, the rest of ModelConfig, DPOConfig's loss: data, and what else cannot matter."""
+_TRL_DEFAULTS = {"gradient_checkpointing": True, "bf16": True}
+"""Defaults of trl's configurations that differ from TrainingArguments: trl 0.24.0 and 1.16.0, SFTConfig and DPOConfig."""
+_INIT = ("dtype", "torch_dtype", "attn_implementation")
+"""Keys of model_init_kwargs that affect memory."""
+TRL = Whose(True, True, "taken as TRL's, as asked")
+TRANSFORMERS = Whose(False, True, "taken as transformers' own, as asked")
+ASK_WHOSE = "Say which by --dialect trl or --dialect transformers."
+_OF_METHOD = {
+    "grpo": ("num_generations", "use_vllm"),
+    "kto": ("desirable_weight", "undesirable_weight"),
+    "reward": ("center_rewards_coefficient",),
+    "distillation": ("teacher_model_server_url", "lmbda", "distillation_mode", "teacher_server_urls"),
+    "dpo": ("precompute_ref_log_probs", "beta", "rpo_alpha", "reference_free", "sync_ref_model"),
+}
+"""Keys by which TRL's trainers other than SFTTrainer are recognised."""
+
+
+def from_training(pasted: Pasted) -> Translation:
+    """The job of TrainingArguments or a TRL configuration."""
+    return from_parts(pasted, "training")
+
+
+def from_trl(pasted: Pasted) -> Translation:
+    """The job of training arguments that are known to be TRL's."""
+    return from_parts(pasted, "training", TRL)
+
+
+def from_transformers(pasted: Pasted) -> Translation:
+    """The job of training arguments that are known to be for transformers' own Trainer."""
+    return from_parts(pasted, "training", TRANSFORMERS)
+
+
+def from_config(pasted: Pasted) -> Translation:
+    """The job of a config.json and its accompanying files."""
+    return from_parts(pasted, "hf_config")
+
+
+def from_peft(pasted: Pasted) -> Translation:
+    """The job of an adapter_config.json and its accompanying files."""
+    return from_parts(pasted, "peft")
+
+
+def from_deepspeed(pasted: Pasted) -> Translation:
+    """The job of a DeepSpeed configuration and its accompanying files."""
+    return from_parts(pasted, "deepspeed")
+
+
+def from_accelerate(pasted: Pasted) -> Translation:
+    """The job of an accelerate configuration and its accompanying files."""
+    return from_parts(pasted, "accelerate")
+
+
+def from_fsdp(pasted: Pasted) -> Translation:
+    """Refuse: the Trainer's FSDP configuration does not say what is trained. Raises: SpecError with the way out."""
+    raise SpecError(
+        f"{pasted.where} is an FSDP configuration of transformers' Trainer, which does not say what is trained; give the "
+        f"training arguments that name it (fsdp_config), and this file {pasted.beside()}.",
+        parameter="fsdp_config",
+    )
+
+
+def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Translation:
+    """The job of a Hugging Face run whose part `role` is `pasted`. If nothing decides which program the arguments are for,
+    the translation also has the other possible job; `whose` is given if it is known. Raises: SpecError saying which part is
+    missing."""
+    parts = {name: values for name, values in pasted.companions.items() if name in PARTS}
+    if role in parts:
+        raise SpecError(f"{SAYS[role]} is given twice, in {pasted.where} and beside it; keep one.")
+    parts[role] = pasted.values
+    given = {key: value for key, value in parts.get("training", {}).items() if value is not None}
+    whose = whose or whose_trainer(pasted.program, given)
+    read = _of_parts(pasted, parts, whose)
+    if whose.sure:
+        return read
+    others = []
+    adapters = {**parts, "training": {**given, "use_peft": True}} if {"lora_r", "lora_alpha"} & set(given) else None
+    for name, inner, theirs, way_out in (
+        ("a run of TRL's trainers, with their defaults", parts, TRL, ASK_WHOSE),
+        ("a run that trains adapters, as its lora_ keys say", adapters, whose, "Say which by use_peft: true or false."),
+    ):
+        with contextlib.suppress(SpecError):
+            if inner is not None and (job := _of_parts(pasted, inner, theirs).job) != read.job:
+                others.append(Reading(name, job, way_out))
+    return replace(read, others=tuple(others))
+
+
+def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Whose) -> Translation:
+    notes = Notes()
+    training = {key: value for key, value in parts.get("training", {}).items() if value is not None}
+    if whose.rests_on:
+        notes.assumptions.append(f"the training arguments are {whose.rests_on}.")
+    if whose.trl:
+        _take_trl_defaults(training, notes)
+    else:
+        _take_examples_defaults(pasted, training, notes)
+    if whose.trl and not {"dtype", "torch_dtype"} & set(training) and "hf_config" not in parts:
+        training["torch_dtype"] = "float32"  # trl 1.16 trainer/utils.py create_model_from_path, trainer/model_config.py
+        notes.assumptions.append("dtype is not given; trl loads weights in float32 (dtype: bfloat16 halves them).")
+    if "hf_config" in parts:
+        _leave_dtype_to_network(training)
+    model = _model(pasted, parts, training)
+    if isinstance(training.get("fsdp_config"), str):
+        training["fsdp_config"] = pasted.file(training["fsdp_config"], "fsdp", "fsdp_config")
+    launcher = launcher_of(parts["accelerate"], pasted, notes) if "accelerate" in parts else Launcher()
+    deepspeed = _deepspeed(pasted, parts, training, launcher)
+    adapter, quantization = _adapter(parts, training, notes, trl=whose.trl)
+    if quantization:
+        training["quantization_config"] = quantization
+    method = _method(pasted.program, training)
+    generation = _generation(training, notes, method) if METHODS.get(method, METHODS["sft"]).kind == "grpo" else None
+    _note_loss(training, method, notes)
+    if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
+        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
+    if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
+        training[launcher.mixed_precision] = True
+    processes = Settings({"num_processes": training.pop("num_processes", None)}, notes, "trl").integer("num_processes")
+    if launcher.num_gpus is None and processes:  # recipes have it in the same file
+        launcher = replace(launcher, num_gpus=processes)
+    num_gpus = launcher.gpus(pasted, notes)
+    _drop(training, notes, lambda key: bool(_SCRIPT.fullmatch(key)))
+    _drop(training, notes, lambda key: bool(OF_EXAMPLES.fullmatch(key)) and key not in ("block_size", "config_overrides"))
+    precomputed = Settings(training, notes, "trl").switch("precompute_ref_log_probs")
+    of_methods = {key for keys in _OF_METHOD.values() for key in keys}
+    _drop(training, notes, of_methods.__contains__)
+    if training.get("packing") is True and whose.trl:
+        training.setdefault("packing_strategy", "bfd")  # since trl 0.18
+    if launcher.mesh:
+        training.setdefault("parallelism_config", launcher.mesh)
+    versions = pasted.versions.of("huggingface")
+    translation = from_huggingface(model, training, adapter, deepspeed, launcher.fsdp, num_gpus, versions=versions)
+    job = notes.include(translation)
+    job = with_method(job, method, "training method", notes, precomputed=precomputed, generation=generation)
+    return notes.finish(job)
+
+
+def _leave_dtype_to_network(training: dict[str, Any]) -> None:
+    """Remove a dtype of "auto", which means the dtype in the network's configuration."""
+    for key in ("dtype", "torch_dtype"):
+        if str(training.get(key, "auto")) == "auto":
+            training.pop(key, None)
+
+
+def _note_loss(training: dict[str, Any], method: str | None, notes: Notes) -> None:
+    """Remove the settings of TRL's losses other than the kind, and note those that are not modelled."""
+    if Settings({"use_liger_loss": training.pop("use_liger_loss", False)}, notes, "trl").switch("use_liger_loss"):
+        notes.unsupported.append("Liger's preference loss (use_liger_loss) is not modelled.", "use_liger_loss", "less")
+    loss = training.pop("loss_type", None)
+    if method == "kto" and loss == "apo_zero_unpaired":
+        notes.assumptions.append("loss_type=apo_zero_unpaired has no forward for the KL term; KTO's is counted.")
+    if loss == "chunked_nll":
+        notes.unsupported.append(
+            "trl's chunked loss (loss_type=chunked_nll) is not modelled; whole logits are taken.", "loss_type", "less"
+        )
+    elif loss is not None:
+        notes.ignored.append("loss_type")
+
+
+def _drop(training: dict[str, Any], notes: Notes, chosen: Callable[[str], bool]) -> None:
+    """Remove the `chosen` keys from `training`, as keys that do not affect memory."""
+    for key in [key for key in training if chosen(key)]:
+        notes.ignored.append(key)
+        del training[key]
+
+
+def _generation(training: dict[str, Any], notes: Notes, method: str) -> Generation:
+    """What completions make of a run of GRPO or its kin; `training` says how long its sequences are, and no more of
+    them."""
+    if Settings(training, notes, "trl").switch("cast_lm_head_to_fp32"):
+        notes.unsupported.append(
+            "The head's weight in float32 (cast_lm_head_to_fp32) is not modelled.", "cast_lm_head_to_fp32", "more"
+        )
+    training.pop("cast_lm_head_to_fp32", None)
+    if method == "rloo":
+        training.setdefault("beta", RLOO_BETA)
+    given = {key: training[key] for key in READ if key in training}
+    generation = generation_of(Settings(given, notes, "trl"), "per_device_train_batch_size")
+    for key in [key for key in training if SAMPLING.fullmatch(key)]:
+        del training[key]
+        notes.ignored.append(key)
+    training["max_length"] = generation.sequence_length
+    return generation
+
+
+def _model(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any]) -> Any:
+    names = [training.pop(key, None) for key in ("model_name_or_path", "model_name", "config_name")]
+    named = next(filter(None, names), None)
+    if pasted.model is not None:
+        return pasted.model
+    if "hf_config" in parts:
+        return parts["hf_config"]
+    base = named or parts.get("peft", {}).get("base_model_name_or_path")
+    if base:
+        return str(base)
+    given = " and ".join(SAYS[name] for name in PARTS if name in parts)
+    missing = "the training arguments and " if "training" not in parts else ""
+    raise SpecError(
+        f"{pasted.where} is {given}, which does not say what is trained: {missing}the model {'are' if missing else 'is'} "
+        f"missing; add the model's config.json {pasted.beside()}, or its name by --model"
+        f"{f', and the arguments {pasted.beside()}' if missing else ''}.",
+        parameter="model",
+    )
+
+
+def _deepspeed(
+    pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any], launcher: Launcher
+) -> Mapping[str, Any] | None:
+    named = training.pop("deepspeed", None)
+    named = training.pop("deepspeed_config", None) or named
+    beside = parts.get("deepspeed") if named is None or isinstance(named, str) else None
+    given = pasted.file(named, "deepspeed", "deepspeed") if named else beside
+    if given is not beside or launcher.deepspeed is not beside:
+        refuse_twice(given, launcher.deepspeed, "deepspeed", pasted.where)
+    return given if given is not None else launcher.deepspeed
+
+
+def _adapter(
+    parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any], notes: Notes, *, trl: bool
+) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
+    """(the LoRA settings, or None for full fine-tuning; the quantization of the base model)."""
+    settings = Settings(training, notes, "trl")
+    wanted = settings.switch("use_peft")
+    mapping = {name: training[key] for key, name in _ADAPTER.items() if training.get(key) is not None}
+    quantization: dict[str, Any] = {}
+    if settings.switch("load_in_4bit"):
+        nested = settings.switch("use_bnb_nested_quant")
+        quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": nested}
+        if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
+            notes.unsupported.append(
+                "bnb_4bit_quant_type=fp4 is not modelled; nf4 is taken, of the same size.", "bnb_4bit_quant_type"
+            )
+    elif settings.switch("load_in_8bit"):
+        quantization = {"load_in_8bit": True}
+    for key in ("use_peft", *_ADAPTER, *_QUANTIZATION):
+        training.pop(key, None)
+    if "peft" in parts:
+        return parts["peft"], quantization
+    if not wanted:
+        if mapping:
+            whose = "" if trl else ", unless the script takes them otherwise"
+            sentence = f"use_peft is not true, so the lora_ settings have no effect{whose}: full fine-tuning."
+            notes.assumptions.append(sentence)
+        return None, quantization
+    for name, value in _ADAPTER_DEFAULTS.items():
+        if name not in mapping:
+            mapping[name] = value
+            notes.assumptions.append(f"{name} of the adapter is not given; the default of trl is {value}.")
+    return mapping, quantization
+
+
+def _take_trl_defaults(training: dict[str, Any], notes: Notes) -> None:
+    """Fill in trl's defaults, with a note."""
+    for key, value in _TRL_DEFAULTS.items():
+        if key not in training and not (key == "bf16" and training.get("fp16")):
+            training[key] = value
+            notes.assumptions.append(f"{key} is not given; the default of trl (since 0.24 at the latest) is {value}.")
+    inner = training.pop("model_init_kwargs", None)
+    if isinstance(inner, Mapping):
+        for key, value in inner.items():
+            if key in _INIT and value is not None:
+                training.setdefault(key, value)
+            elif key not in _INIT:
+                notes.ignored.append(f"model_init_kwargs.{key}")
+
+
+def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Notes) -> None:
+    """Fill in the defaults of transformers' example scripts, with a note."""
+    if not EXAMPLE_SCRIPT.fullmatch(pasted.program.rsplit("/", 1)[-1]):
+        return
+    if not {"block_size", "max_seq_length", "max_length"} & set(training):
+        training["block_size"] = 1024  # run_clm.py: min(1024, tokenizer.model_max_length)
+        notes.assumptions.append("block_size is not given; run_clm.py takes 1024, or fewer where the tokenizer has fewer.")
+    given = {"dtype", "torch_dtype"} & set(training) or "hf_config" in pasted.companions
+    version = release(resolved(pasted.versions.of("huggingface")).get("transformers", ""))
+    if not given and version and version < (5,):
+        training["torch_dtype"] = "float32"
+        notes.assumptions.append("torch_dtype is not given; transformers 4 loads weights in float32.")
+
+
+def _method(program: str, training: Mapping[str, Any]) -> str:
+    """The training method: as the program is called, else as keys of one trainer say, else sft."""
+    stem = re.sub(r"\W+", " ", program.lower().rsplit("/", 1)[-1]).replace("_", " ")
+    for name in (*NOT_MODELLED, *METHODS):  # "online_dpo" before "dpo"
+        if re.search(rf"\b{name.replace('_', ' ')}\b", stem):
+            return name
+    for name, keys in _OF_METHOD.items():
+        if any(training.get(key) is not None for key in keys):
+            return name
+    return "sft"

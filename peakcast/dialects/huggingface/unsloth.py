@@ -1,0 +1,45 @@
+"""Unsloth's own arguments, as its notebooks give them to `FastLanguageModel`, translated into TrainingArguments.
+
+Source: unsloth 2025.11.4 `models/llama.py` from_pretrained and get_peft_model; unsloth_zoo 2025.11.5
+`gradient_checkpointing.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from peakcast.dialects.common.translation import Settings
+
+NEWEST_UNSLOTH = "2025.11.4"
+"""The release whose conventions are used if none is named."""
+CHECKPOINTING = ("gradient_checkpointing", "use_gradient_checkpointing")
+LEAST_OFFLOADED_BYTES = 2 * 2**20
+"""Hidden states larger than this are offloaded (MINIMUM_SIZE): at width 4096 and 16 bits, from 257 tokens on."""
+HALF = 2
+
+
+def is_unsloths(versions: Mapping[str, str] | None, *arguments: Mapping[str, Any] | None) -> bool:
+    """Whether the run uses Unsloth: its version is named, or one of its own values is given."""
+    given = [one.get(key) for one in arguments if isinstance(one, Mapping) for key in CHECKPOINTING]
+    return "unsloth" in (versions or {}) or "unsloth" in given
+
+
+def in_words_of_the_trainer(
+    training: Mapping[str, Any] | None, peft: Mapping[str, Any] | None
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """`training_arguments` and `peft` with Unsloth's checkpointing expressed in the Trainer's arguments: reentrant and, for
+    the value "unsloth", offloaded (`activation_offloading`). "unsloth" is the default of `get_peft_model`."""
+    arguments, adapter = dict(training or {}), None if peft is None else dict(peft)
+    given = [(mapping or {}).pop(key, None) for mapping in (adapter, arguments) for key in CHECKPOINTING[::-1]]
+    chosen = next((value for value in given if value is not None), "unsloth" if adapter is not None else False)
+    arguments["gradient_checkpointing"] = True if chosen == "unsloth" else chosen
+    if chosen == "unsloth":
+        arguments["activation_offloading"] = True
+    arguments.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": True})
+    return arguments, adapter
+
+
+def offloads(training: Settings, num_tokens: int, hidden_size: int) -> bool:
+    """Whether Unsloth's checkpoints of `num_tokens` tokens are offloaded. Raises: SpecError."""
+    return training.switch("activation_offloading") and num_tokens * hidden_size * HALF > LEAST_OFFLOADED_BYTES

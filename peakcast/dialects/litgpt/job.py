@@ -1,0 +1,171 @@
+"""LitGPT's YAML (`litgpt finetune_full`, `finetune_lora`, `pretrain` --config).
+
+Source: LitGPT 0.5 litgpt/finetune/full.py and lora.py, litgpt/args.py (TrainArgs), config_hub/.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Literal
+
+from peakcast.core.fields import FrozenMapping, flat
+from peakcast.dialects.common.litgpt_targets import PROJECTIONS, litgpt_targets
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Notes, Settings, Translation, states_direction
+from peakcast.dialects.litgpt.network import litgpt_network
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.spec import (
+    ActivationCheckpointing,
+    Dtype,
+    Finetuning,
+    Optimizer,
+    OptimizerName,
+    Parallelism,
+    Precision,
+    TrainingJob,
+)
+
+ON_BY_DEFAULT = ("lora_query", "lora_value")
+LOSS_CHUNK = 128
+"""Tokens per chunk of the loss (litgpt 0.5.13 utils.py chunked_cross_entropy, `chunk_size`)."""
+OPTIMIZERS: dict[str, OptimizerName] = {
+    "adamw": "adamw", "adam": "adam", "sgd": "sgd", "lion": "lion", "adafactor": "adafactor",
+    "adamw8bit": "adamw_8bit", "pagedadamw": "paged_adamw_32bit", "galore": "galore", "galoreadamw": "galore",
+}  # fmt: skip
+QUANTIZED = ("", "bnb.nf4", "bnb.nf4-dq", "bnb.fp4", "bnb.fp4-dq", "bnb.int8", "bnb.int8-training")
+"""Values of `quantize` (litgpt 0.5.13 finetune/lora.py `setup`)."""
+IGNORED = re.compile(
+    r"(data|eval|out_dir|logger_name|log|seed|access_token|resume|initial_checkpoint_dir|tokenizer_dir|optimizer\.init_args"
+    r"|generate)(\..*|$)"
+    r"|train\.(save_interval|log_interval|lr_warmup_.*|epochs|max_tokens|max_steps|max_time|max_norm|min_lr"
+    r"|learning_rate|weight_decay|beta1|beta2|lr_warmup_fraction|max_additional_steps|max_iters)"
+)
+
+
+def from_litgpt(pasted: Pasted) -> Translation:
+    """The job of a LitGPT configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
+    notes = Notes()
+    settings = Settings(flat(pasted.values), notes, "LitGPT")
+    pretrains = not settings.given("checkpoint_dir")
+    architecture = litgpt_network(settings, pasted)
+    num_gpus = _num_gpus(settings, pasted)
+    finetuning = _finetuning(settings, architecture)
+    micro = settings.size("train.micro_batch_size", 1 if finetuning.method != "full" else 4, assume=True)
+    steps = _accumulation(settings, micro, num_gpus)
+    length = settings.integer("train.max_seq_length")
+    if length is None:
+        length = min(architecture.max_position_embeddings or 2048, 2048)
+        notes.assumptions.append(f"train.max_seq_length is not given: samples are as long as the data; {length} is taken.")
+    else:
+        notes.assumptions.append("sequences are taken as long as train.max_seq_length; shorter samples need less.")
+    # finetune/full.py and lora.py: FSDPStrategy with checkpointed blocks on several GPUs, neither on one
+    # pretrain.py: FSDPStrategy with HYBRID_SHARD and no checkpoints, a compiled network, a fused optimizer
+    several = num_gpus > 1
+    checkpoints = several and not pretrains
+    if several:
+        recipe = "compiles the network and keeps activations" if pretrains else "checkpoints each block"
+        notes.assumptions.append(f"on several GPUs LitGPT shards by FSDP and {recipe}.")
+    if pretrains and (settings.integer("num_nodes", 1) or 1) > 1:
+        notes.unsupported.append(
+            "LitGPT's pretraining shards within a node (HYBRID_SHARD); sharding over all is taken.", "strategy", "more"
+        )
+    if finetuning.method == "full":  # one matrix for queries, keys and values, of whose parts LoRA names each
+        architecture = replace(architecture, fused_qkv=True)
+    precision = _precision(settings)
+    mixed = precision.parameters != precision.compute
+    if mixed and several:
+        notes.unsupported.append(
+            "Weights that FSDP gathers in float32 for autocast (a mixed precision) are not modelled.", "precision", "more"
+        )
+    autocast = {"autocast": True} if mixed and not several else {}
+    job = TrainingJob(
+        architecture=architecture,
+        framework="torch",
+        versions=FrozenMapping(pasted.versions.of("torch", {"litgpt": "main"})),
+        micro_batch_size=micro,
+        sequence_length=length,
+        gradient_accumulation_steps=steps,
+        precision=precision,
+        optimizer=_optimizer(settings, fused=pretrains),
+        finetuning=finetuning,
+        activation_checkpointing=ActivationCheckpointing(mode="full") if checkpoints else ActivationCheckpointing(),
+        compile=pretrains,
+        parallelism=Parallelism(data_parallel_size=num_gpus, sharding="fsdp1" if several else "none"),
+        framework_options=FrozenMapping({"logits_chunks": -(-micro * length // LOSS_CHUNK), **autocast}),
+    )
+    settings.note_left(IGNORED)
+    return notes.finish(job)
+
+
+def _num_gpus(settings: Settings, pasted: Pasted) -> int:
+    """`devices` (all GPUs of the machine for "auto") times `num_nodes`."""
+    nodes = settings.integer("num_nodes", 1) or 1
+    if settings.text("devices", "1") == "auto":
+        return pasted.gpus(settings.notes, nodes, " for devices=auto")
+    return pasted.num_gpus or (settings.integer("devices", 1) or 1) * nodes
+
+
+def _accumulation(settings: Settings, micro: int, num_gpus: int) -> int:
+    """litgpt/args.py `gradient_accumulation_iters`: the global batch divided by ranks and micro-batches, at least 1."""
+    total = settings.integer("train.global_batch_size", 16, assume=True) or 16
+    per_rank = total // num_gpus
+    if per_rank < micro:
+        raise settings.refuse(
+            "train.global_batch_size",
+            f"must be at least micro_batch_size={micro} × {num_gpus} GPUs = {micro * num_gpus}",
+            total,
+        )
+    return per_rank // micro
+
+
+def _finetuning(settings: Settings, network: Architecture) -> Finetuning:
+    rank = settings.integer("lora_r")
+    targets = litgpt_targets([key for key in PROJECTIONS if settings.switch(key, key in ON_BY_DEFAULT)], network)
+    alpha, dropout = settings.number("lora_alpha", 16), settings.number("lora_dropout", 0.05)
+    quantize = settings.one_of("quantize", "", QUANTIZED)
+    if rank is None:
+        return Finetuning()
+    kind: Literal["nf4", "int8"] | None = None
+    if quantize:
+        kind = "int8" if "int8" in quantize else "nf4"
+        if "fp4" in quantize:
+            settings.notes.unsupported.append(
+                f"quantize={quantize} is not modelled; nf4 is taken, of the same size.", "quantize"
+            )
+    return Finetuning(
+        method="qlora" if kind else "lora",
+        rank=rank,
+        alpha=alpha,
+        targets=targets,
+        dropout=dropout or 0.0,
+        adapter_dtype="float32" if settings.text("precision").startswith("32") else "bfloat16",
+        quantization=kind,
+        double_quantization=quantize.endswith("-dq"),
+    )
+
+
+def _precision(settings: Settings) -> Precision:
+    word = settings.text("precision")
+    if not word:
+        settings.notes.assumptions.append("precision is not given; LitGPT takes bf16-true on GPUs that have bfloat16.")
+        word = "bf16-true"
+    names: dict[str, Dtype] = {"bf16": "bfloat16", "16": "float16", "32": "float32"}
+    first, _, kind = word.partition("-")
+    if first not in names or kind not in ("true", "mixed"):
+        raise settings.refuse("precision", "must be one of bf16-true, bf16-mixed, 16-true, 16-mixed, 32-true")
+    weights: Dtype = names[first] if kind == "true" else "float32"
+    return Precision(parameters=weights, compute=names[first], gradients=weights, optimizer_states=weights)
+
+
+def _optimizer(settings: Settings, *, fused: bool) -> Optimizer:
+    given = settings.text("optimizer", "") or settings.text("optimizer.class_path", "AdamW")
+    name = given.rpartition(".")[2].lower()
+    if name not in OPTIMIZERS:
+        settings.notes.unsupported.append(
+            f"optimizer={given} is not modelled; AdamW is taken in its place.", "optimizer", states_direction(str(given))
+        )
+    fused = settings.switch("optimizer.init_args.fused", fused)
+    kind = OPTIMIZERS.get(name, "adamw")
+    eight = kind in ("adamw_8bit", "paged_adamw_32bit")
+    return Optimizer(name=kind, implementation="fused" if fused or eight else "foreach")

@@ -1,0 +1,1 @@
+"""LLaMA-Factory's YAML."""

@@ -1,0 +1,290 @@
+"""LLaMA-Factory's YAML: a run of the Hugging Face Trainer, with other defaults.
+
+Source: LLaMA-Factory 0.9 src/llamafactory/hparams (model_args, data_args, finetuning_args), model/adapter.py `init_adapter`
+(trained parameters in float32), model/model_utils/checkpointing.py, quantization.py, attention.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import (
+    Notes,
+    Settings,
+    Translation,
+    note_unsupported,
+    renamed,
+    speller,
+    states_direction,
+    words,
+)
+from peakcast.dialects.huggingface.accelerate import launcher_beside, refuse_twice
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.jobs.images import sees_images
+from peakcast.jobs.spec import Optimizer
+
+TRAINING = {
+    "per_device_train_batch_size": "per_device_train_batch_size",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "cutoff_len": "max_length",
+    "packing": "packing",
+    "optim": "optim",
+    "torch_compile": "torch_compile",
+    "fsdp": "fsdp",
+    "fsdp_config": "fsdp_config",
+    "auto_find_batch_size": "auto_find_batch_size",
+    "torch_empty_cache_steps": "torch_empty_cache_steps",
+    "neftune_noise_alpha": "neftune_noise_alpha",
+}
+ADAPTER = {
+    "lora_rank": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "additional_target": "modules_to_save",
+    "use_rslora": "use_rslora", "use_dora": "use_dora",
+}  # fmt: skip
+ATTENTION = {"auto": "sdpa", "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+OPTIMIZERS = {
+    "use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_adam_mini": "adamw_torch", "use_muon": "adamw_torch",
+}  # fmt: skip
+"""Switches for optimizers -> the most similar optimizer of transformers."""
+UNSUPPORTED = {
+    "use_unsloth": "Unsloth", "use_unsloth_gc": "Unsloth's checkpointing", "use_llama_pro": "LLaMA Pro",
+    "use_v1_kernels": "LLaMA-Factory's own kernels", "mixture_of_depths": "mixture of depths",
+    "shift_attn": "LongLoRA's attention",
+    "fp8": "FP8 training", "upcast_layernorm": "norms in float32",
+    "upcast_lmhead_output": "logits in float32",
+    "resize_vocab": "a resized vocabulary", "add_tokens": "added tokens", "loraplus_lr_ratio": "LoRA+",
+    "sequence_parallel_size": "sequence parallelism over GPUs", "cp_size": "sequence parallelism over GPUs",
+    "use_cce": "cut cross entropy",
+    "tensor_model_parallel_size": "Megatron's tensor parallelism", "sequence_parallel": "Megatron's sequence parallelism",
+    "pipeline_model_parallel_size": "Megatron's pipeline parallelism", "recompute_granularity": "Megatron's recomputation",
+    "expert_model_parallel_size": "Megatron's expert parallelism", "context_parallel_size": "context parallelism",
+    "use_distributed_optimizer": "Megatron's distributed optimizer",
+    "use_dft_loss": "the DFT loss", "use_eaft_loss": "EAFT's loss", "use_asft_loss": "the ASFT loss",
+    "use_kt": "KTransformers", "use_hyper_parallel": "HyperParallel",
+}  # fmt: skip
+PREFERENCES = ("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo")
+"""Values of `pref_loss` (hparams/finetuning_args.py)."""
+IGNORED = words("""
+    use_ray pissa_init
+    apply_rope_fusion bias_activation_fusion eaft_alpha fsdp_transformer_layer_cls_to_wrap moe_grouped_gemm
+    moe_token_dispatcher_type overlap_grad_reduce overlap_param_gather
+    adam_beta1 adam_beta2 adam_epsilon adapter_folder adapter_name_or_path add_special_tokens apollo_layerwise
+    apollo_proj apollo_proj_type apollo_rank apollo_scale apollo_scale_front apollo_scale_type apollo_target
+    apollo_update_interval average_tokens_across_devices badam_mask_mode badam_mode badam_start_block
+    badam_switch_interval badam_switch_mode badam_update_ratio badam_verbose bf16_full_eval buffer_size cache_dir
+    compute_accuracy create_new_adapter crop_to_patches data_seed data_shared_file_system dataloader_drop_last
+    dataloader_num_workers dataloader_pin_memory dataset dataset_dir ddp_find_unused_parameters ddp_timeout
+    default_system disable_shuffling disable_version_check do_eval do_predict do_train dpo_label_smoothing
+    early_stopping_steps enable_thinking eval_dataset eval_num_beams eval_on_each_dataset eval_on_start eval_steps
+    eval_strategy export_device export_dir export_legacy_format export_quantization_bit export_quantization_dataset
+    export_size fp8_backend fp8_enable_fsdp_float8_all_gather freeze_extra_modules freeze_trainable_layers
+    freeze_trainable_modules galore_layerwise
+    galore_proj_type galore_rank galore_scale galore_target galore_update_interval group_by_length hf_hub_token
+    hub_model_id ignore_pad_token_for_loss image_max_pixels image_min_pixels include_effective_tokens_per_second
+    include_num_input_tokens_seen include_tokens_per_second infer_backend infer_dtype init_special_tokens
+    interleave_probs kto_chosen_weight kto_rejected_weight ld_alpha learning_rate load_best_model_at_end logging_dir
+    logging_steps logging_strategy loraplus_lr_embedding low_cpu_mem_usage lr_scheduler_kwargs lr_scheduler_type
+    mask_history max_grad_norm max_samples max_steps media_dir metric_for_best_model mix_strategy model_revision
+    module_dropout moe_aux_loss_coef ms_hub_token new_special_tokens_config
+    num_train_epochs offload_folder oft_block_size oft_rank oft_target om_hub_token output_dir overwrite_cache
+    overwrite_output_dir per_device_eval_batch_size pissa_convert pissa_iter placement_strategy plot_loss
+    ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards predict_with_generate pref_bco_weight
+    pref_beta pref_ftx pref_loss preprocessing_batch_size preprocessing_num_workers print_param_status push_to_hub
+    quantization_device_map ray_num_workers ray_run_name ray_storage_path ref_model
+    ref_model_adapters ref_model_quantization_bit remove_unused_columns report_to report_to_none resize_vocab_init
+    resources_per_worker resume_from_checkpoint reward_model reward_model_adapters reward_model_quantization_bit
+    reward_model_type rope_scaling run_name save_only_model save_steps save_strategy save_total_limit seed simpo_gamma
+    skip_memory_metrics split_special_tokens streaming swanlab_api_key swanlab_lark_secret swanlab_lark_webhook_url
+    swanlab_logdir swanlab_mode swanlab_project swanlab_run_name swanlab_workspace template tf32 tokenized_path
+    tool_format train_from_scratch train_on_prompt trust_remote_code use_cpu use_fast_tokenizer use_kv_cache
+    use_swanlab val_size video_max_pixels video_maxlen warmup_ratio warmup_steps weight_decay
+""")
+
+
+def from_llamafactory(pasted: Pasted) -> Translation:
+    """The job of a LLaMA-Factory configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
+    notes = Notes()
+    settings = Settings(pasted.values, notes, "LLaMA-Factory")
+    training = renamed(settings, TRAINING)
+    training["max_length"] = settings.integer("cutoff_len", 2048, assume=True)
+    training["neat_packing"] = settings.switch("neat_packing")
+    training["packing"] = settings.switch("packing") or training["neat_packing"]
+    named = settings.text("model_name_or_path")
+    model = pasted.model or named
+    if not model:
+        raise settings.refuse("model_name_or_path", "is required: the model's hub id, its folder, or its config.json", None)
+    kind = settings.one_of("finetuning_type", "lora", ("lora", "full", "freeze", "oft"))
+    if kind in ("freeze", "oft"):
+        raise settings.refuse("finetuning_type", "is not modelled; lora and full are")
+    if settings.switch("use_badam"):
+        raise settings.refuse(
+            "use_badam",
+            "trains one block of layers at a time, which is not modelled, and far less than full training needs; leave it "
+            "out, or ask with finetuning_type: lora",
+        )
+    engine = settings.raw("deepspeed")
+    deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
+    launcher = launcher_beside(pasted, notes)
+    refuse_twice(deepspeed, launcher.deepspeed, "deepspeed", pasted.where)
+    deepspeed = deepspeed if deepspeed is not None else launcher.deepspeed
+    sharded = _sharded(deepspeed) or bool(settings.raw("fsdp")) or launcher.fsdp is not None
+    adapter = _adapter(settings, training) if kind == "lora" else None
+    _precision(settings, training, upcast=adapter is None and deepspeed is None and not sharded)
+    _memory(settings, training)
+    num_gpus = launcher.gpus(pasted, notes)
+    if launcher.mesh:
+        training["parallelism_config"] = launcher.mesh
+    stage = settings.text("stage", "sft")
+    preference = settings.one_of("pref_loss", "sigmoid", PREFERENCES)
+    if stage == "dpo" and preference in ("orpo", "simpo"):
+        stage = preference
+    _rest(settings)
+    translation = from_huggingface(
+        model,
+        training,
+        adapter,
+        deepspeed,
+        launcher.fsdp,
+        num_gpus,
+        versions=pasted.versions.of("huggingface"),
+        spell=speller(TRAINING, ADAPTER),
+    )
+    translation = _freezing(settings, translation)
+    if settings.switch("use_muon"):
+        muon = Optimizer(name="muon", implementation="loop")
+        translation = translation.changed(lambda job: job.replace(optimizer=muon))
+    if stage == "rm":  # train/rm/trainer.py: a value head beside the lm_head, and every layer's hidden states
+        raise settings.refuse(
+            "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
+        )
+    who = f"LLaMA-Factory (train/{stage}/trainer.py)"
+    return notes.finish(with_method(notes.include(translation), stage, "stage", notes, whole_logits=who))
+
+
+def _freezing(settings: Settings, translation: Translation) -> Translation:
+    """Which parts of a vision-language model train and get adapters (hparams/finetuning_args.py)."""
+    keys = {
+        "vision": "freeze_vision_tower",
+        "projector": "freeze_multi_modal_projector",
+        "language": "freeze_language_model",
+    }
+    frozen = tuple(part for part, key in keys.items() if settings.switch(key, part != "language"))
+    job = translation.job
+    if not sees_images(job.architecture):
+        return translation
+    if not any(map(settings.given, keys.values())):
+        settings.notes.assumptions.append(
+            "LLaMA-Factory freezes the vision tower and the projector unless it is told not to."
+        )
+    return replace(translation, job=job.replace(finetuning=replace(job.finetuning, frozen=frozen)))
+
+
+def _sharded(deepspeed: Any) -> bool:
+    zero = (deepspeed or {}).get("zero_optimization")
+    return isinstance(zero, dict) and zero.get("stage") == 3
+
+
+def _precision(settings: Settings, training: dict[str, Any], *, upcast: bool) -> None:
+    """Trained parameters are cast to float32 unless with pure_bf16, ZeRO-3 or FSDP (model/adapter.py, `init_adapter`)."""
+    pure = settings.switch("pure_bf16")
+    bf16, fp16 = settings.switch("bf16"), settings.switch("fp16")
+    half = "bfloat16" if bf16 or pure else "float16" if fp16 else None
+    if bf16:
+        training["bf16"] = True
+    if fp16:
+        training["fp16"] = True
+    if half is not None:
+        training["torch_dtype"] = half
+    if upcast and not pure:
+        training["torch_dtype"] = "float32"
+        settings.notes.assumptions.append("LLaMA-Factory casts trained parameters to float32 (pure_bf16: true keeps them).")
+
+
+def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
+    adapter = renamed(settings, ADAPTER)
+    rank = settings.size("lora_rank", 8, assume=True)
+    adapter |= {"r": rank, "lora_alpha": settings.integer("lora_alpha", 2 * rank)}
+    if not settings.given("lora_alpha"):
+        settings.notes.assumptions.append(f"lora_alpha is not given; the default of LLaMA-Factory is {2 * rank}.")
+    target = settings.words("lora_target")
+    if not target:
+        settings.notes.assumptions.append("lora_target is not given; the default of LLaMA-Factory is all.")
+    adapter["target_modules"] = "all-linear" if target in ((), ("all",)) else list(target)
+    bits = settings.integer("quantization_bit")
+    double = settings.switch("double_quantization", True)
+    if settings.text("quantization_type", "nf4") != "nf4":
+        settings.notes.unsupported.append(
+            "quantization_type=fp4 is not modelled; nf4 is taken, of the same size.", "quantization_type"
+        )
+    method = settings.text("quantization_method", "bnb").lower()
+    if bits is not None and method not in ("bnb", "bitsandbytes"):
+        settings.notes.unsupported.append(
+            f"quantization_method={method} is not modelled; bitsandbytes is taken.", "quantization_method"
+        )
+    if bits == 4:
+        training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
+        if not settings.given("double_quantization"):
+            settings.notes.assumptions.append("double_quantization is not given; the default of LLaMA-Factory is true.")
+    elif bits == 8:
+        training["quantization_config"] = {"load_in_8bit": True}
+    elif bits is not None:
+        settings.notes.unsupported.append(
+            f"quantization_bit={bits} is not modelled; 4 and 8 are.", "quantization_bit", "less"
+        )
+    return adapter
+
+
+def _memory(settings: Settings, training: dict[str, Any]) -> None:
+    """Attention, checkpointing, the loss, and the optimizer."""
+    word = settings.one_of("flash_attn", "auto", ATTENTION)
+    training["attn_implementation"] = ATTENTION[word]
+    if word == "auto":
+        settings.notes.assumptions.append("flash_attn=auto is taken as PyTorch's sdpa.")
+    if not settings.switch("disable_gradient_checkpointing"):
+        training["gradient_checkpointing"] = True
+        reentrant = settings.switch("use_reentrant_gc", True)
+        training["gradient_checkpointing_kwargs"] = {"use_reentrant": reentrant}
+        settings.notes.assumptions.append(
+            f"gradient checkpointing is on (LLaMA-Factory's default), with use_reentrant={reentrant}."
+        )
+    if settings.switch("enable_liger_kernel"):
+        training["use_liger_kernel"] = True
+    if not settings.given("optim"):
+        training["optim"] = "adamw_torch"
+        settings.notes.assumptions.append("optim is not given; the default of transformers 4 is adamw_torch.")
+    for key, name in OPTIMIZERS.items():
+        if settings.switch(key):
+            training["optim"] = name
+            _note_optimizer(settings, training, key, name)
+
+
+def _note_optimizer(settings: Settings, training: dict[str, Any], key: str, name: str) -> None:
+    """Say what of an optimizer's switch is not modelled, and keep the rank to which gradients are projected."""
+    project = key.removeprefix("use_")
+    if project in ("galore", "apollo"):
+        training["optim_args"] = f"rank={settings.size(f'{project}_rank', 16, assume=True)}"
+        training["optim_target_modules"] = settings.raw(f"{project}_target", "all-linear")
+        if training["optim_target_modules"] == "all":
+            training["optim_target_modules"] = "all-linear"
+        if settings.switch(f"{project}_layerwise"):
+            settings.notes.unsupported.append(
+                f"{project}_layerwise updates each layer in backward, which is not modelled.",
+                f"{project}_layerwise",
+                "less",
+            )
+    if project == "muon":
+        settings.notes.unsupported.append("LLaMA-Factory's own Muon is not modelled; torch's is taken.", key)
+    elif project == "adam_mini":
+        settings.notes.unsupported.append(
+            f"{key} is not modelled; {name} is taken in its place.", key, states_direction(key)
+        )
+
+
+def _rest(settings: Settings) -> None:
+    note_unsupported(settings, UNSUPPORTED)
+    for key in ("gradient_checkpointing", "lora_target"):
+        settings.given(key)
+    for key in settings.left():
+        (settings.notes.ignored if key in IGNORED else settings.notes.unknown).append(key)

@@ -1,0 +1,215 @@
+"""The calls that a Python program makes, with the values of their arguments as far as the text gives them; nothing is run.
+
+Names stand for what they were last assigned, fields of parsed arguments for their defaults, `torch.bfloat16` for
+"bfloat16".
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import operator
+import warnings
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.text import MAX_SLOW_CHARACTERS
+
+MOST_NESTED = 60
+"""Expressions inside one another that are followed."""
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
+    ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
+    ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
+}  # fmt: skip
+_HALF = ("is_bfloat16_supported", "is_bf16_supported")
+"""Functions that tell whether the GPU has bfloat16, as every one since Ampere has."""
+
+
+class NotGiven(NamedTuple):
+    """A value that only running the program gives."""
+
+    source: str
+
+
+class Call(NamedTuple):
+    """One call: the dotted name of what is called, its positional arguments, and those by name."""
+
+    name: str
+    arguments: tuple[Any, ...]
+    keywords: Mapping[str, Any]
+
+
+@dataclass(slots=True)
+class Expressions:
+    """What expressions stand for. `keeps_calls`: a call that cannot be followed is a mapping of its arguments by name,
+    with its
+    name as `_target_`, the others as `_arguments_`, and a call whose result's method it is as `_of_`."""
+
+    keeps_calls: bool = False
+    names: dict[str, Any] = field(default_factory=dict)
+    fields: dict[str, Any] = field(default_factory=dict)
+    """Defaults of command line arguments and of dataclasses, by name."""
+    depth: int = 0
+
+    def call(self, node: ast.Call) -> Call:
+        keywords: dict[str, Any] = {}
+        for keyword in node.keywords:
+            value = self.value(keyword.value)
+            if keyword.arg is not None:
+                keywords[keyword.arg] = value
+            elif isinstance(value, dict):
+                keywords |= {str(key): each for key, each in value.items()}
+        return Call(call_name(node.func), tuple(self.value(each) for each in node.args), keywords)
+
+    def value(self, node: ast.expr) -> Any:
+        """What an expression stands for; `NotGiven` where only running it would tell."""
+        self.depth += 1
+        try:
+            found = self._value(node) if self.depth < MOST_NESTED else _not_given(node)
+        except (TypeError, ValueError, ZeroDivisionError, OverflowError, MemoryError):
+            found = _not_given(node)
+        self.depth -= 1
+        return found
+
+    def _value(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.Constant):
+            return node.value
+        if isinstance(node, ast.Name):
+            return self.names.get(node.id, _not_given(node))
+        if isinstance(node, ast.Attribute):
+            if isinstance(node.value, ast.Name) and node.value.id == "torch":
+                return node.attr
+            owner = self.names.get(node.value.id) if isinstance(node.value, ast.Name) else None
+            if isinstance(owner, dict) and node.attr in owner:
+                return owner[node.attr]
+            return self.fields.get(node.attr, _not_given(node))
+        if isinstance(node, (ast.List, ast.Tuple)):
+            return [self.value(each) for each in node.elts]
+        if isinstance(node, ast.Dict):
+            return {self.value(k) if k else "": self.value(v) for k, v in zip(node.keys, node.values, strict=True)}
+        return self._computed(node)
+
+    def _computed(self, node: ast.expr) -> Any:
+        if isinstance(node, ast.UnaryOp):
+            inner = self.value(node.operand)
+            if isinstance(inner, NotGiven):
+                return _not_given(node)
+            return (not inner) if isinstance(node.op, ast.Not) else -inner if isinstance(node.op, ast.USub) else inner
+        if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+            sides = [self.value(node.left), self.value(node.right)]
+            plain = all(isinstance(side, (int, float)) for side in sides)
+            return _BINARY[type(node.op)](*sides) if plain else _not_given(node)
+        if isinstance(node, ast.IfExp):
+            test = self.value(node.test)
+            return _not_given(node) if isinstance(test, NotGiven) else self.value(node.body if test else node.orelse)
+        if isinstance(node, ast.Call):
+            return self._returned(node)
+        return _not_given(node)
+
+    def _returned(self, node: ast.Call) -> Any:
+        """What a call gives: an object with the arguments by name that make it, the default of a variable that is not
+        set."""
+        call = self.call(node)
+        last = call.name.rpartition(".")[2]
+        if last in _HALF:
+            return True
+        if call.name in ("os.environ.get", "os.getenv") and len(call.arguments) == 2:
+            return call.arguments[1]
+        if last == "dict" and not call.arguments:
+            return dict(call.keywords)
+        if self.keeps_calls:
+            made = {"_target_": call.name, "_arguments_": list(call.arguments), **call.keywords}
+            inner = node.func.value if isinstance(node.func, ast.Attribute) else None
+            return made | ({"_of_": self.value(inner)} if isinstance(inner, ast.Call) else {})
+        if not call.arguments and (call.keywords or last[:1].isupper()):
+            return {"_target_": call.name, **call.keywords}
+        return _not_given(node)
+
+
+class _Reader(ast.NodeVisitor):
+    """Walks a program in the order of its text."""
+
+    def __init__(self) -> None:
+        self.calls: list[Call] = []
+        self.known = Expressions()
+
+    def visit_If(self, node: ast.If) -> None:
+        """Leave out what stands under `if False:`, as notebooks have what is not meant to run."""
+        taken = self.known.value(node.test)
+        for statement in [] if taken is False else node.body:
+            self.visit(statement)
+        for statement in [] if taken is True else node.orelse:
+            self.visit(statement)
+
+    def visit_Assign(self, node: ast.Assign) -> None:
+        """Keep what a name is given."""
+        self.visit(node.value)
+        for target in node.targets:
+            if isinstance(target, ast.Name):
+                self.known.names[target.id] = self.known.value(node.value)
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
+        """Keep the default of a dataclass's field, and of any other annotated name."""
+        given: ast.expr | None = node.value
+        if isinstance(given, ast.Call) and call_name(given.func).endswith("field"):
+            given = next((keyword.value for keyword in given.keywords if keyword.arg == "default"), None)
+        if isinstance(node.target, ast.Name) and given is not None:
+            self.known.fields[node.target.id] = self.known.names[node.target.id] = self.known.value(given)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """Keep the call, after those in its arguments."""
+        self.generic_visit(node)
+        call = self.known.call(node)
+        if call.name.endswith("add_argument") and call.arguments and "default" in call.keywords:
+            name = str(call.arguments[-1]).lstrip("-").replace("-", "_")
+            self.known.fields[name] = call.keywords["default"]
+        self.calls.append(call)
+
+
+def parsed(source: str, where: str) -> ast.Module:
+    """The tree of a Python program. Raises: SpecError where it is none, or too long to be one that configures a run."""
+    if len(source) > MAX_SLOW_CHARACTERS:
+        raise SpecError(f"{where} has {len(source):,} characters; a training script is not that long.")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of odd literals and escapes in somebody's program
+            return ast.parse(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise SpecError(f"{where} is not valid Python: {' '.join(str(error).split())}.") from error
+
+
+def calls_of(source: str, where: str) -> list[Call]:
+    """The calls of a Python program in the order of its text; of a notebook's cells, without the lines of its shell.
+
+    Raises: SpecError where it is no Python.
+    """
+    lines = ("" if line.lstrip()[:1] in ("!", "%") else line for line in source.split("\n"))
+    tree = parsed("\n".join(lines), where)
+    reader = _Reader()
+    try:
+        reader.visit(tree)
+    except RecursionError as error:
+        raise SpecError(f"{where} has expressions inside one another too deeply to be a training script.") from error
+    return reader.calls
+
+
+def plain_value(value: Any) -> Any:
+    """`value` as a configuration has it: what only running would give is left out, here and inside."""
+    if isinstance(value, Mapping):
+        return {str(key): plain_value(each) for key, each in value.items() if not isinstance(each, NotGiven)}
+    if isinstance(value, (list, tuple)):
+        return [plain_value(each) for each in value if not isinstance(each, NotGiven)]
+    return value if isinstance(value, (bool, int, float, str)) or value is None else json.dumps(str(value))
+
+
+def call_name(node: ast.expr) -> str:
+    """The dotted name of what is called; `` of what has none."""
+    if isinstance(node, ast.Attribute):
+        return f"{call_name(node.value)}.{node.attr}".lstrip(".")
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def _not_given(node: ast.expr) -> NotGiven:
+    return NotGiven(ast.unparse(node)[:60])

@@ -1,0 +1,1 @@
+"""Shell scripts that launch a training run."""

@@ -1,0 +1,232 @@
+"""What a launch command starts: the program, its arguments, and the number of processes that torchrun or a similar launcher
+starts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.foreign import foreign_program
+from peakcast.dialects.common.translation import words
+from peakcast.dialects.shell.script import Command, Script
+
+SIZES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    "torchrun": (("nproc_per_node",), ("nnodes",)),
+    "deepspeed": (("num_gpus",), ("num_nodes",)),
+    "accelerate": (("num_processes",), ()),
+}
+"""Launcher -> (flags for the processes per node (accelerate: of all nodes), flags for the number of nodes)."""
+LAUNCHER_SWITCHES = words("""
+    standalone multi_gpu use_fsdp use_deepspeed no_python use_env no_local_rank same_network use_cpu module m
+""")
+"""Flags of launchers without a value."""
+CONFIG_FLAGS = ("config", "config_file", "c", "job.config_file", "config-file", "yaml_cfg", "yaml-cfg")
+"""Flags with which programs are given their configuration file."""
+_CLIS = ("llamafactory-cli", "axolotl", "tune", "litgpt", "trl", "nemo", "automodel", "megatron", "swift")
+_FILE = re.compile(r".+\.(ya?ml|json|toml)")
+_PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
+_OF_VERL = re.compile(r"(ppo|sft)(_megatron|_veomni)?_trainer(_engine)?(\.ya?ml)?")
+"""verl's own configurations, whose values are its defaults."""
+_BEFORE = re.compile(r"(.*/)?(srun|mpirun|mpiexec|nohup|numactl|time|env|sudo|nsys|ncu|exec|uv|poetry|run|conda|stdbuf)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """The parts of a training command."""
+
+    program: str
+    """The script or command line tool: "pretrain_gpt.py", "llamafactory-cli train"."""
+    arguments: Mapping[str, Any]
+    files: tuple[str, ...] = ()
+    """Configuration files in its arguments."""
+    num_gpus: int | None = None
+    launcher: Mapping[str, Any] = field(default_factory=dict)
+    """The launcher's own flags."""
+    launched_by: str = ""
+    """The launcher: torchrun, deepspeed or accelerate."""
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+def launch_of(script: Script, text: str, where: str) -> Launch:
+    """The training command of `script` (with the text `text`, for #SBATCH lines). Raises: SpecError when there is none."""
+    found = [launch for command in script.commands if (launch := _launch(command)) is not None]
+    trainings = [launch for launch in found if _trains(launch)] or found
+    if not trainings:
+        if sentence := foreign_program(text):
+            raise SpecError(f"{where} {sentence}")
+        raise SpecError(
+            f"{where} runs no training program that is known here (such as torchrun pretrain_gpt.py, accelerate launch, "
+            "llamafactory-cli train); give the configuration itself, or the command with its arguments."
+        )
+    chosen = trainings[-1]
+    if chosen.num_gpus is None and (gpus := _sbatch_gpus(text)) is not None:
+        chosen = replace(chosen, num_gpus=gpus)
+    return chosen
+
+
+def flags_to_mapping(words: Sequence[str]) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """Command-line words as (flags with their values, words that belong to no flag).
+
+    `--flag`, `--flag value`, `--flag=value`, `--flag a b` (a list); `key=value` as in Hydra and LLaMA-Factory. If a flag is
+    repeated, the last one counts, as in argparse.
+    """
+    values: dict[str, Any] = {}
+    others: list[str] = []
+    flag: str | None = None
+    for word in words:
+        if re.match(r"--?[A-Za-z]", word):
+            flag, equals, value = word.lstrip("-").partition("=")
+            values[flag] = value if equals else True
+            flag = None if equals else flag
+        elif flag is not None and (values[flag] is True or not _PAIR.match(word)):
+            old = values[flag]
+            values[flag] = word if old is True else [*old, word] if isinstance(old, list) else [old, word]
+        elif _PAIR.match(word):
+            key, _, value = word.lstrip("+").partition("=")
+            values[key] = value
+        else:
+            others.append(word)
+    return values, tuple(others)
+
+
+def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
+    """(`command` without programs that run the rest of it (srun, time, env), the variables that they set)."""
+    words, env = list(command), {}
+    if words[:3] == ["ray", "job", "submit"] and "--" in words:
+        words = words[words.index("--") + 1 :]
+    while words and _BEFORE.fullmatch(words[0]):
+        words = words[1:]
+        while words and (words[0].startswith("-") or "=" in words[0] or words[0].isdigit()):
+            key, equals, value = words[0].partition("=")
+            if equals and not key.startswith("-"):
+                env[key] = value
+            words = words[1:]
+    return words, env
+
+
+def _launch(command: Command) -> Launch | None:
+    env, words = dict(command.env), list(command.words)
+    launcher: dict[str, Any] = {}
+    num_gpus: int | None = None
+    by = ""
+    while words:
+        words, given = after_wrappers(words)
+        env |= given
+        if not words:
+            return None
+        name = words[0].rsplit("/", 1)[-1]
+        if re.fullmatch(r"python[\d.]*", name):
+            words = _after_python(words[1:])
+            if words[:1] == ["-m"]:
+                return replace(_program(words[1:2], words[2:], num_gpus, launcher, env), launched_by=by)
+        elif name in SIZES:
+            words = words[1 + (name == "accelerate" and words[1:2] == ["launch"]) :]
+            own, words = _launcher_flags(words)
+            launcher |= own
+            num_gpus, by = _processes(name, own), name
+        elif name in _CLIS:
+            if name == "tune" and words[1:2] == ["run"]:
+                own, rest = _launcher_flags(words[2:])
+                num_gpus = _processes("torchrun", own) if own else 1
+                return _program([f"tune run {rest[0]}" if rest else "tune run"], rest[1:], num_gpus, launcher, env)
+            return _program([" ".join([name, *words[1:2]])], words[2:], num_gpus, launcher, env)
+        elif name == "run_train.sh":  # torchtitan's, which takes its file and its width from the environment
+            gpus = env.get("NGPU", "8")
+            found = _program([name], words[1:], int(gpus) if re.fullmatch(r"[1-9]\d{0,5}", gpus) else None, launcher, env)
+            named = tuple(env[key] for key in ("CONFIG_FILE", "CONFIG") if key in env)
+            return replace(found, files=(*named, *found.files))
+        elif name.endswith(".py") and (begins := _after_dashes(words)):
+            words = begins  # a program that starts another elsewhere: mason.py ... -- accelerate launch ...
+        elif name.endswith(".py") or (launcher and not name.startswith("-")):
+            return replace(_program([name], words[1:], num_gpus, launcher, env), launched_by=by)
+        else:
+            return None
+    return None
+
+
+def _after_dashes(words: list[str]) -> list[str]:
+    """The command behind `--`, where one of the launchers or Python stands there; empty for any other."""
+    rest = words[words.index("--") + 1 :] if "--" in words else []
+    return rest if rest and (rest[0] in SIZES or re.fullmatch(r"python[\d.]*", rest[0])) else []
+
+
+def _after_python(words: list[str]) -> list[str]:
+    """The words that Python runs; a launcher run as a module gets its command's name."""
+    while words and words[0].startswith("-") and words[0] != "-m":
+        words = words[1:]
+    if words[:2] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):
+        return ["torchrun", *words[2:]]
+    if words[:2] == ["-m", "accelerate.commands.launch"]:
+        return ["accelerate", "launch", *words[2:]]
+    return words
+
+
+def _program(
+    name: list[str], words: list[str], num_gpus: int | None, launcher: dict[str, Any], env: dict[str, str]
+) -> Launch:
+    values, others = flags_to_mapping(words)
+    files = [str(values.pop(flag)) for flag in CONFIG_FLAGS if flag in values]
+    files += [word for word in others if _FILE.fullmatch(word)]
+    if (hydra := values.pop("config-name", None)) is not None:
+        values.pop("config-path", None)
+        own = name and name[0].startswith("verl.") and _OF_VERL.fullmatch(str(hydra))
+        files += [] if own else [str(hydra) if _FILE.fullmatch(str(hydra)) else f"{hydra}.yaml"]
+    return Launch(
+        program=name[0] if name else "",
+        arguments=values,
+        files=tuple(files),
+        num_gpus=num_gpus,
+        launcher=launcher,
+        env=env,
+    )
+
+
+def _launcher_flags(words: list[str]) -> tuple[dict[str, Any], list[str]]:
+    """(a launcher's own flags at the start of `words`, the words from its program on)."""
+    own: dict[str, Any] = {}
+    while words and words[0].startswith("-"):
+        flag, equals, value = words[0].lstrip("-").partition("=")
+        key = flag.replace("-", "_")
+        words = words[1:]
+        if equals:
+            own[key] = value
+        elif key in LAUNCHER_SWITCHES or not words or words[0].startswith("-") or words[0].endswith(".py"):
+            own[key] = True
+            if key in ("m", "module"):
+                break
+        else:
+            own[key], words = words[0], words[1:]
+    return own, words
+
+
+def _processes(launcher: str, own: Mapping[str, Any]) -> int | None:
+    per_node, nodes = ([own.get(flag) for flag in flags] for flags in SIZES[launcher])
+    number = next((value for value in per_node if value is not None), None)
+    multiple = next((value for value in nodes if value is not None), "1")
+    if number is None and launcher == "torchrun" and own:
+        number = "1"  # torchrun's default
+    texts = [str(number), str(multiple).rpartition(":")[2]]  # --nnodes may be MIN:MAX
+    return int(texts[0]) * int(texts[1]) if all(re.fullmatch(r"[1-9]\d{0,5}", text) for text in texts) else None
+
+
+def _sbatch_gpus(text: str) -> int | None:
+    """Nodes × GPUs (or tasks) per node in #SBATCH lines; None if they do not say."""
+    found: dict[str, int] = {}
+    for name, value in re.findall(r"^#SBATCH\s+(?:--)?([\w-]+)[ =]([^\s#]+)", text, re.MULTILINE):
+        number = re.search(r"(\d{1,6})$", value)
+        if number:
+            found[name.lstrip("-")] = int(number[1])
+    nodes = found.get("nodes", found.get("N", 1))
+    per_node = next((found[key] for key in ("gpus-per-node", "gres", "ntasks-per-node") if key in found), None)
+    return nodes * per_node if per_node else found.get("gpus", found.get("ntasks"))
+
+
+def _trains(launch: Launch) -> bool:
+    return bool(launch.arguments or launch.files) and (
+        bool(launch.launcher)
+        or launch.program.split()[0] in _CLIS
+        or re.search(r"train|tune|sft|dpo|run_clm|lora", launch.program) is not None
+    )

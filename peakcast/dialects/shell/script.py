@@ -1,0 +1,357 @@
+"""A launch script's commands, read and never run. tree-sitter's grammar of bash says what is a command, a condition or a
+loop; what bash would need to run something for (`$(...)`, the status of a command) is left out and said.
+
+Source of the rules: the Bash manual, "Shell Commands", "Shell Parameters", "Bash Conditional Expressions".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+
+from peakcast.core.errors import SpecError
+from peakcast.dialects.shell.shell_expansion import MAX_CHARACTERS as MAX_CHARACTERS
+from peakcast.dialects.shell.shell_expansion import MOST_NESTED, Variables
+from peakcast.dialects.shell.shell_tree import Node, command_nodes, descendants, joined, named, source_of, tree_of
+from peakcast.dialects.shell.values import is_whole, tested
+
+MOST_STEPS = 20_000
+"""Statements that a script may have run, those of its loops and functions included."""
+MOST_BLOCKS = 40
+"""Blocks, functions and conditions inside one another."""
+_WITHOUT_EFFECT = (
+    ":",
+    "echo",
+    "printf",
+    "mkdir",
+    "cd",
+    "set",
+    "unset",
+    "exit",
+    "return",
+    "module",
+    "true",
+    "wait",
+    "sleep",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """One command of a script: its words, and the exported variables that it sees."""
+
+    words: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+@dataclass(slots=True)
+class Script:
+    """The commands of a script, in order, and sentences on what was not followed."""
+
+    commands: list[Command] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    files: dict[str, str] = field(default_factory=dict)
+    """Files that it writes from here-documents: by the name that it gives them."""
+
+
+def read_script(
+    text: str, arguments: Sequence[str] = (), sourced: Callable[[str], str | None] = lambda name: None
+) -> Script:
+    """The commands that `text` would run with `arguments`, as far as they can be known without running any. `sourced` gives
+    the text of a file that the script takes in by `source`, None where it is not at hand. Raises: SpecError."""
+    if len(text) > MAX_CHARACTERS:
+        raise SpecError(f"the script has {len(text):,} characters; a launch script is not that long.")
+    reader = _Reader(sourced)
+    reader.variables.give(arguments)
+    reader.read(text)
+    return reader.script
+
+
+class _LoopLeftError(Exception):
+    """`break` or `continue` of a loop."""
+
+
+class _Reader:
+    """Walks a script's tree and keeps its variables and functions."""
+
+    def __init__(self, sourced: Callable[[str], str | None]) -> None:
+        self.script = Script()
+        self.variables = Variables(self.script.notes, self._substituted)
+        self.exported: set[str] = set()
+        self.functions: dict[str, Node] = {}
+        self._sourced = sourced
+        self._texts, self._blocks, self._steps = 0, 0, 0
+
+    def read(self, text: str) -> None:
+        """Follow the statements of `text`."""
+        self._texts += 1
+        if self._texts > MOST_NESTED:
+            raise SpecError("the script runs text inside text too deeply to be a launch script.")
+        self._follow(named(tree_of(text)))
+        self._texts -= 1
+
+    # -- statements ---------------------------------------------------------------------------------------------------
+
+    def _follow(self, nodes: Iterable[Node]) -> None:
+        """Follow statements that stand one after another."""
+        self._blocks += 1
+        if self._blocks > MOST_BLOCKS:
+            raise SpecError(f"the script has more than {MOST_BLOCKS} blocks inside one another; a launch script has not.")
+        for node in nodes:
+            self._steps += 1
+            if self._steps > MOST_STEPS:
+                raise SpecError(f"the script runs more than {MOST_STEPS:,} statements; a launch script does not.")
+            step = getattr(self, f"_{node.type}", None)
+            if step is not None:
+                step(node)
+            elif node.type in ("c_style_for_statement", "unset_command"):
+                self._not_followed(node)
+        self._blocks -= 1
+
+    def _inside(self, node: Node) -> None:
+        self._follow(named(node))
+
+    _pipeline = _subshell = _ERROR = _do_group = _else_clause = _inside
+
+    def _not_followed(self, node: Node) -> None:
+        self.script.notes.append(f"The script's {' '.join(source_of(node).split())[:60]!r} is not followed.")
+
+    def _compound_statement(self, node: Node) -> None:
+        if not source_of(node).startswith("(("):
+            self._inside(node)
+
+    def _list(self, node: Node) -> None:
+        """`a && b`, `a || b`: a command is taken to succeed."""
+        left, right = named(node)[0], named(node)[-1]
+        if left.type in ("test_command", "negated_command"):
+            holds = self._holds(left)
+        else:
+            self._follow([left])
+            holds = left.type != "list" or not any(child.type == "test_command" for child in left.named_children)
+            holds = holds or self._holds(left)
+        if holds == any(child.type == "&&" for child in node.children):
+            self._follow([right])
+
+    def _if_statement(self, node: Node) -> None:
+        branches = [node, *(child for child in node.named_children if child.type == "elif_clause")]
+        for branch in branches:
+            then = next((index for index, child in enumerate(branch.children) if child.type == "then"), None)
+            if then is None:
+                continue
+            asked = [child for child in branch.children[1:then] if child.is_named and child.type != "comment"]
+            if asked and self._holds(asked[-1]):
+                body = branch.children[then + 1 :]
+                self._follow(child for child in body if child.is_named and child.type not in ("elif_clause", "else_clause"))
+                return
+        self._follow(child for child in node.named_children if child.type == "else_clause")
+
+    def _for_statement(self, node: Node) -> None:
+        if node.children[0].type == "select":
+            self._not_followed(node)
+            return
+        name, *values = named(node)
+        body = next((child for child in values if child.type in ("do_group", "compound_statement")), None)
+        words = self._words([child for child in values if child is not body])
+        if not any(child.type == "in" for child in node.children):
+            words = self.variables.items("@")
+        for word in words:
+            self.variables.variables[source_of(name)] = word
+            if body is None or not self._turn(body):
+                break
+
+    def _while_statement(self, node: Node) -> None:
+        condition, body = named(node)[0], named(node)[-1]
+        until = node.children[0].type == "until"
+        if condition.type not in ("test_command", "negated_command", "list") and source_of(condition) not in ("true", ":"):
+            self._not_followed(node)
+            return
+        endless = source_of(condition) in ("true", ":")
+        while (endless or self._holds(condition)) != until and self._turn(body):
+            self._steps += 1
+
+    def _turn(self, body: Node) -> bool:
+        """Follow one turn of a loop; whether another may come."""
+        blocks, before = self._blocks, self._steps
+        try:
+            self._follow([body])
+        except _LoopLeftError as left:
+            self._blocks = blocks
+            return str(left) == "continue"
+        return self._steps > before
+
+    def _case_statement(self, node: Node) -> None:
+        value, *items = named(node)
+        text = self._text(value)
+        for item in items:
+            ends = next(index for index, child in enumerate(item.children) if child.type == ")")
+            if any(fnmatchcase(text, self._text(pattern)) for pattern in item.children[:ends] if pattern.is_named):
+                self._follow(child for child in item.children[ends + 1 :] if child.is_named)
+                return
+
+    def _function_definition(self, node: Node) -> None:
+        name, *rest = named(node)
+        self.functions[source_of(name)] = rest[-1]
+
+    # -- variables ----------------------------------------------------------------------------------------------------
+
+    def _variable_assignment(self, node: Node) -> None:
+        name, value = self._assigned(node)
+        self.variables.variables[name] = value
+
+    def _variable_assignments(self, node: Node) -> None:
+        self._inside(node)
+
+    def _assigned(self, node: Node) -> tuple[str, str | list[str]]:
+        """The variable that an assignment names, and what it has after it."""
+        name, *values = named(node)
+        appends = any(child.type == "+=" for child in node.children)
+        key = source_of(name)
+        if values and values[0].type == "array":
+            items = self._words(named(values[0]))
+            return key, [*(self.variables.items(key) if appends else []), *items]
+        written = source_of(node).partition("=")[2]
+        text = " ".join(self.variables.expand(written, split=False))
+        if name.type == "subscript":
+            self.script.notes.append(f"The script's {source_of(node)[:60]!r} is not followed.")
+        return key, (self.variables.value(key) if appends else "") + text
+
+    def _declaration_command(self, node: Node) -> None:
+        exports = node.children[0].type == "export" or any(source_of(child) == "-x" for child in node.children)
+        for child in named(node):
+            text = source_of(child)
+            if child.type == "variable_assignment":
+                self._variable_assignment(child)
+            elif child.type in ("concatenation", "string", "raw_string"):  # export "NAME=value"
+                text = self._text(child)
+                key, equals, value = text.partition("=")
+                self.variables.variables |= {key: value} if equals else {}
+            name = re.match(r"\w+", text)
+            if exports and name is not None:
+                self.exported.add(name[0])
+
+    # -- commands -----------------------------------------------------------------------------------------------------
+
+    def _redirected_statement(self, node: Node) -> None:
+        """A command with what it reads from a here-document, which `cat` writes to a file and `read` puts in a variable."""
+        body, *others = named(node)
+        document = next((other for other in others if other.type == "heredoc_redirect"), None)
+        text = None if document is None else self._document(document)
+        words = self._words(command_nodes(body)) if text is not None and body.type == "command" else []
+        if text is not None and words[:1] == ["read"] and len(words) > 1:
+            self.variables.variables[words[-1]] = text
+        elif text is not None and words[:1] in (["cat"], ["tee"]):
+            for target in descendants(node, "file_redirect"):
+                self.script.files[self._text(named(target)[-1])] = text
+            for word in words[1:] if words[0] == "tee" else ():
+                self.script.files[word] = text
+        elif body.type != "heredoc_redirect":
+            self._follow([body])
+
+    def _document(self, node: Node) -> str:
+        """What a here-document holds, with its variables put in unless its end is quoted."""
+        start = next((source_of(child) for child in node.children if child.type == "heredoc_start"), "")
+        text = "".join(source_of(child) for child in node.children if child.type == "heredoc_body")
+        if start[:1] in ("'", '"', "\\"):
+            return text
+        return " ".join(self.variables.expand('"' + re.sub(r'(["`])', r"\\\1", text) + '"', split=False))
+
+    def _command(self, node: Node) -> None:
+        prefix = dict(self._assigned(child) for child in node.children if child.type == "variable_assignment")
+        self._run(self._words(command_nodes(node)), {key: _as_text(value) for key, value in prefix.items()})
+
+    def _run(self, words: list[str], prefix: dict[str, str]) -> None:
+        """A command that the script starts, with the variables set before it."""
+        if not words:
+            self.variables.variables.update(prefix)
+        elif words[0] in ("break", "continue"):
+            raise _LoopLeftError(words[0])
+        elif words[0] == "shift":
+            left, count = self.variables.items("@"), words[1] if words[1:] else "1"
+            if is_whole(count) and 0 <= int(count) <= len(left):
+                self.variables.give(left[int(count) :])
+        elif words[:2] == ["set", "--"]:
+            self.variables.give(words[2:])
+        elif words[0] in ("source", "."):
+            text = self._sourced(words[1]) if len(words) > 1 else None
+            if text is None:
+                self.script.notes.append(f"The script's {' '.join(words)[:60]!r} is not followed.")
+            else:
+                self.read(text)
+        elif words[0] in self.functions:
+            arguments = self.variables.items("@")
+            self.variables.give(words[1:])
+            self._follow([self.functions[words[0]]])
+            self.variables.give(arguments)
+        elif words[0] not in _WITHOUT_EFFECT:
+            self._start(words, prefix)
+
+    def _start(self, words: list[str], prefix: dict[str, str]) -> None:
+        env = {name: self.variables.value(name) for name in sorted(self.exported)} | prefix
+        self.script.commands.append(Command(tuple(words), env))
+        text = _text_to_run(words)
+        if text is not None:
+            exported = self.exported
+            self.exported = exported | set(prefix)
+            self.variables.variables.update(prefix)
+            self.read(text)
+            self.exported = exported
+
+    # -- conditions ---------------------------------------------------------------------------------------------------
+
+    def _holds(self, node: Node) -> bool:
+        """Whether a condition holds: comparisons of texts and numbers, joined; anything else counts as no, and is said."""
+        inner = [child for child in node.children if child.type not in ("[", "[[", "]", "]]", "(", ")")]
+        kinds = [child.type for child in inner]
+        if node.type in ("test_command", "parenthesized_expression") and len(inner) == 1:
+            return self._holds(inner[0])
+        if kinds[:1] == ["!"] and len(inner) == 2:
+            return not self._holds(inner[1])
+        if len(inner) == 3 and kinds[1] in ("&&", "||"):
+            return all(map(self._holds, inner[::2])) if kinds[1] == "&&" else any(map(self._holds, inner[::2]))
+        words = [self._text(child) for child in inner] if node.type.endswith("_expression") else [self._text(node)]
+        known = None
+        if len(words) == 3 and kinds[2] in ("extglob_pattern", "regex") and words[1] in ("==", "=", "!="):
+            known = fnmatchcase(words[0], words[2]) == (words[1] != "!=")
+        elif node.type.endswith("_expression") or (node.parent is not None and node.parent.type == "test_command"):
+            known = tested(words)
+        if known is None:
+            shown = " ".join(source_of(node).split())[:60]
+            self.script.notes.append(f"The script's condition {shown!r} is not known; it is taken as not holding.")
+        return bool(known)
+
+    # -- words --------------------------------------------------------------------------------------------------------
+
+    def _words(self, nodes: Iterable[Node]) -> list[str]:
+        """The words that nodes stand for; nodes that touch are one word."""
+        return [word for written in joined(nodes) for word in self.variables.expand(written)]
+
+    def _text(self, node: Node) -> str:
+        return " ".join(self.variables.expand(source_of(node), split=False))
+
+    def _substituted(self, text: str) -> str | None:
+        """What `$(...)` gives of a command that only prints: `cat` with a here-document, `echo`; None for all others."""
+        nodes = named(tree_of(text))
+        if len(nodes) != 1:
+            return None
+        documents = descendants(nodes[0], "heredoc_redirect")
+        if nodes[0].type == "redirected_statement" and text.split()[:1] == ["cat"] and documents:
+            return self._document(documents[0]).rstrip("\n")
+        if nodes[0].type == "command" and text.split()[:1] == ["echo"]:
+            return " ".join(self._words(command_nodes(nodes[0]))[1:])
+        return None
+
+
+def _as_text(value: str | list[str]) -> str:
+    return value if isinstance(value, str) else " ".join(value)
+
+
+def _text_to_run(words: list[str]) -> str | None:
+    """The text that a command has a shell run: `eval ...`, `bash -c "..."`, also behind `srun` and the like."""
+    if words[0] == "eval":
+        return " ".join(words[1:])
+    for index, word in enumerate(words[:-1]):
+        if word in ("-c", "-lc") and index and words[index - 1].rsplit("/", 1)[-1] in ("bash", "sh"):
+            return words[index + 1]
+    return None

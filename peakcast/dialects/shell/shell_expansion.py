@@ -1,0 +1,178 @@
+"""What the words of a shell script stand for: quotes, variables, arrays, defaults, whole-number arithmetic; nothing is run.
+
+Source of the rules: the Bash manual, "Shell Expansions".
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+
+from peakcast.core.errors import SpecError
+from peakcast.dialects.shell.values import calculated
+
+MAX_CHARACTERS = 2**18
+MOST_WORDS = 20_000
+"""Words that the expansions of a script may give."""
+MOST_NESTED = 8
+"""Texts that a script has run inside one another, and defaults of variables inside one another."""
+NAME = r"[A-Za-z_]\w*"
+_PARAMETER = re.compile(rf"(#?)({NAME}|[0-9]+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?])(.*)|([#%/,^:].*))?", re.DOTALL)
+
+
+class Variables:
+    """A script's variables and arrays, and what words that name them stand for.
+
+    `substituted` gives the output of the command in `$(...)` where that is known without running it, else None.
+    """
+
+    def __init__(self, notes: list[str], substituted: Callable[[str], str | None]) -> None:
+        self.variables: dict[str, str | list[str]] = {}
+        self.notes, self._substituted = notes, substituted
+        self.words_made = 0
+        self.defaults_open = 0
+
+    def give(self, arguments: Sequence[str]) -> None:
+        """These are `$1`, `$2` and so on from now on."""
+        for name in [name for name in self.variables if name.isdecimal()]:
+            del self.variables[name]
+        self.variables.update({str(number): word for number, word in enumerate(arguments, 1)})
+        self.variables |= {"@": list(arguments), "*": list(arguments), "#": str(len(arguments))}
+
+    def items(self, name: str) -> list[str]:
+        """The items of an array; a text is an array of one, and what is not set one of none."""
+        value = self.variables.get(name, [])
+        return value if isinstance(value, list) else [value]
+
+    def value(self, name: str) -> str:
+        value = self.variables.get(name, "")
+        return value if isinstance(value, str) else (value[0] if value else "")
+
+    def expand(self, word: str, *, split: bool = True) -> list[str]:
+        """The words that `word` stands for: quotes removed, variables put in, unquoted ones split at spaces."""
+        out: list[str] = []
+        current: str | None = None
+        position, quoted, nothing = 0, False, False
+        while position < len(word):
+            character = word[position]
+            if character == "\\" and position + 1 < len(word):
+                follower = word[position + 1]
+                if follower != "\n":
+                    current = (current or "") + (follower if not quoted or follower in '$`"\\' else "\\" + follower)
+                position += 2
+            elif character == "'" and not quoted:
+                end = word.find("'", position + 1)
+                end = len(word) if end < 0 else end
+                current = (current or "") + word[position + 1 : end]
+                position = end + 1
+            elif character == '"':
+                quoted, current, position = not quoted, current or "", position + 1
+            elif character in "$`":
+                values, several, position = self._expansion(word, position)
+                pieces = _pieces(values, several=several, quoted=quoted, split=split)
+                nothing |= several and quoted and not pieces
+                for index, piece in enumerate(pieces):
+                    if index:
+                        out.append(current or "")
+                        current = None
+                    current = (current or "") + piece
+            else:
+                current, position = (current or "") + character, position + 1
+            if len(current or "") > MAX_CHARACTERS:
+                raise SpecError("a variable of the script grows too long for a launch script.")
+        out += [current] if current or (current is not None and not nothing) else []
+        self.words_made += len(out)
+        if self.words_made > MOST_WORDS:
+            raise SpecError(f"the script stands for more than {MOST_WORDS:,} words; a launch script does not.")
+        return out
+
+    def _expansion(self, word: str, start: int) -> tuple[list[str], bool, int]:
+        """What the expansion at `start` gives, whether it is a whole array, and where it ends."""
+        if word.startswith("$((", start):
+            end = word.find("))", start)
+            end = len(word) if end < 0 else end
+            return [self._arithmetic(word[start + 3 : end])], False, end + 2
+        if word[start] == "`" or word.startswith("$(", start):
+            end = closing(word, start + 1, "`", "`") if word[start] == "`" else closing(word, start + 2, "(", ")")
+            known = self._substituted(word[start + (1 if word[start] == "`" else 2) : end])
+            if known is None:
+                self.notes.append(f"The script's {word[start : end + 1][:60]!r} is not run; it counts as empty.")
+            return [known or ""], False, end + 1
+        if word.startswith("${", start):
+            end = closing(word, start + 2, "{", "}")
+            values, several = self._parameter(word[start + 2 : end])
+            return values, several, end + 1
+        match = re.compile(rf"\$({NAME}|[0-9@*#?$!-])").match(word, start)
+        if match is None:
+            return ["$"], False, start + 1
+        if match[1] in "@*":
+            return list(self.variables[match[1]]), match[1] == "@", match.end()
+        return [self.value(match[1])], False, match.end()
+
+    def _parameter(self, inside: str) -> tuple[list[str], bool]:
+        """`${...}`: a variable, an array's items, their number, or a default."""
+        match = _PARAMETER.fullmatch(inside)
+        if match is None:
+            self.notes.append(f"The script's '${{{inside[:40]}}}' is not followed.")
+            return [""], False
+        count, name, index, rule, other, change = match.groups()
+        value = self.variables.get(name)
+        items = value if isinstance(value, list) else [] if value is None else [value]
+        if count:
+            return [str(len(items) if index else len(self.value(name)))], False
+        if index in ("@", "*"):
+            return list(items), True
+        if name in ("@", "*") and not rule:
+            since = re.fullmatch(r":\s*(\d{1,6})", change or "")
+            return items[max(0, int(since[1]) - 1) :] if since else items, name == "@"
+        if index and index.isdecimal() and len(index) < 6:
+            items = items[int(index) : int(index) + 1]
+        text = items[0] if items else ""
+        if rule and rule[-1] in "-=" and not (text if rule[0] == ":" else items):
+            text = self._default(other)
+            if rule[-1] == "=":
+                self.variables[name] = text
+        elif rule and rule[-1] == "+":
+            text = self._default(other) if text else ""
+        elif change:
+            self.notes.append(f"The script's '${{{inside[:40]}}}' is taken as ${{{name}}}.")
+        return [text], False
+
+    def _default(self, words: str) -> str:
+        """What stands in a variable's place."""
+        self.defaults_open += 1
+        if self.defaults_open > MOST_NESTED:
+            raise SpecError(f"the script has more than {MOST_NESTED} defaults of variables inside one another.")
+        text = " ".join(self.expand(words, split=False))
+        self.defaults_open -= 1
+        return text
+
+    def _arithmetic(self, expression: str) -> str:
+        """The whole number that `$((...))` gives, "" where it is not plain arithmetic."""
+        names = re.compile(rf"\$?\{{?({NAME})\}}?")
+        plain = names.sub(lambda match: self.value(match[1]) or "0", expression)
+        value = calculated(plain)
+        if value is None:
+            self.notes.append(f"The script's $(({expression[:40]})) is not followed.")
+        return "" if value is None else str(value)
+
+
+def closing(text: str, start: int, opening: str, closing: str) -> int:
+    """Where the bracket that was opened before `start` closes; the end of `text` where it never does."""
+    depth, position = 1, start
+    while position < len(text):
+        if text[position] == closing:
+            depth -= 1
+        elif text[position] == opening:
+            depth += 1
+        if depth == 0:
+            return position
+        position += 2 if text[position] == "\\" else 1
+    return len(text)
+
+
+def _pieces(values: list[str], *, several: bool, quoted: bool, split: bool) -> list[str]:
+    """The parts of words that an expansion gives."""
+    if several and quoted and split:  # "${array[@]}": each item a word of its own
+        return values
+    return [" ".join(values)] if quoted or not split else " ".join(values).split()

@@ -1,0 +1,60 @@
+"""The tree that tree-sitter's grammar of bash makes of a script, and what its nodes stand for in the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from peakcast.core.errors import SpecError
+
+Node = Any
+"""A `tree_sitter.Node`."""
+
+
+def tree_of(text: str) -> Node:
+    """The tree of a script. Raises: SpecError where the packages that make it are not installed."""
+    try:
+        import tree_sitter
+        import tree_sitter_bash
+    except ImportError as error:
+        raise SpecError(
+            "a shell script is read with the packages tree-sitter and tree-sitter-bash, which are not installed; install "
+            "them, or give the configuration itself."
+        ) from error
+    parser = tree_sitter.Parser(tree_sitter.Language(tree_sitter_bash.language()))
+    return parser.parse(text.encode(errors="replace")).root_node
+
+
+def source_of(node: Node) -> str:
+    """A node's text as it is written."""
+    return bytes(node.text).decode(errors="replace")
+
+
+def named(node: Node) -> list[Node]:
+    """The parts of a node that the grammar has names for, without comments."""
+    return [child for child in node.named_children if child.type != "comment"]
+
+
+def joined(nodes: Iterable[Node]) -> Iterator[str]:
+    """The texts of `nodes`, those that touch joined."""
+    text, end = "", -1
+    for node in nodes:
+        if text and node.start_byte != end:
+            yield text
+            text = ""
+        text, end = text + source_of(node), node.end_byte
+    if text:
+        yield text
+
+
+def command_nodes(node: Node) -> list[Node]:
+    """The name and the arguments of a command."""
+    left_out = ("variable_assignment", "file_redirect", "herestring_redirect", "heredoc_redirect", "comment")
+    return [child for child in node.named_children if child.type not in left_out]
+
+
+def descendants(node: Node, kind: str) -> list[Node]:
+    """The nodes of a kind inside a node, not those inside one another."""
+    return [
+        found for child in node.named_children for found in ([child] if child.type == kind else descendants(child, kind))
+    ]

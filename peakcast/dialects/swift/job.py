@@ -1,0 +1,335 @@
+"""ms-swift's command lines and YAML (`swift pt`, `swift sft`, `swift rlhf`): a Hugging Face Trainer run with defaults of
+its own.
+
+Source: modelscope/ms-swift 3.0 to 4 docs/source_en/Instruction/Command-line-parameters.md, swift/arguments (sft_args.py,
+rlhf_args.py), swift/config/zero*.json and fsdp2.json, which the words "zero2" and "fsdp2" stand for.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from peakcast.dialects.common.generation import generation_of
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, refuse_teacher
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.huggingface.post_training import with_method
+
+TUNERS = (
+    "lora", "full", "adalora", "vera", "boft", "fourierft", "bone", "longlora", "llamapro", "adapter", "reft", "lora_llm",
+)  # fmt: skip
+ADAPTERS: Mapping[str, Mapping[str, str]] = {
+    "lora": {
+        "lora_dropout": "lora_dropout", "lora_bias": "bias", "use_dora": "use_dora", "use_rslora": "use_rslora",
+        "modules_to_save": "modules_to_save", "target_parameters": "target_parameters", "init_weights": "init_lora_weights",
+    },
+    "adalora": {"adalora_init_r": "init_r", "adalora_target_r": "target_r", "modules_to_save": "modules_to_save"},
+    "vera": {"vera_rank": "r", "modules_to_save": "modules_to_save"},
+    "boft": {"boft_block_size": "boft_block_size", "boft_block_num": "boft_block_num",
+    "modules_to_save": "modules_to_save"},
+    "fourierft": {"fourier_n_frequency": "n_frequency", "modules_to_save": "modules_to_save"},
+    "bone": {"modules_to_save": "modules_to_save"},
+}  # fmt: skip
+"""Of each tuner that peft has: ms-swift's keys and peft's."""
+ADAPTER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
+    "lora": {"lora_dropout": 0.05}, "adalora": {"init_r": 12, "target_r": 8}, "vera": {"r": 256},
+    "boft": {"boft_block_size": 4}, "fourierft": {"n_frequency": 2000},
+}  # fmt: skip
+UNSUPPORTED = {
+    "sequence_parallel_size": "sequence parallelism over GPUs", "deepspeed_autotp_size": "DeepSpeed's tensor parallelism",
+    "zero_hpz_partition_size": "ZeRO++", "lorap_lr_ratio": "LoRA+", "use_galore": "GaLore",
+    "galore_quantization": "Q-GaLore",
+    "lisa_activated_layers": "LISA", "freeze_parameters": "frozen weights", "freeze_parameters_regex": "frozen weights",
+    "freeze_parameters_ratio": "frozen weights", "trainable_parameters_regex": "frozen weights",
+    "new_special_tokens": "added tokens", "enable_dft_loss": "the DFT loss",
+    "target_regex": "adapters by a pattern of names", "device_map": "layers spread over GPUs",
+    "optimizer": "an own optimizer",
+    "use_cce": "cut cross entropy", "enable_channel_loss": "the loss by channels", "use_ray": "Ray's groups of GPUs",
+    "offload_model": "a model that leaves the GPU while it generates", "reward_model": "a reward model",
+    "experts_impl": "another implementation of experts", "packing_length": "rows of another length than max_length",
+}  # fmt: skip
+OWN = re.compile(
+    r"(eval|val|cached|custom|split|shuffle|data|logging|save|hub|swanlab|wandb|sglang|lmdeploy|stream|fourier|galore|lisa|reft"
+    r"|lora_ga|adalora|boft|vera|llamapro|metric|report|train_dataloader|template|agent|max_new|infer|merge)_?\w*|acc_strategy|norm_bbox"
+    r"|adapters|external_plugins|seed|model_(kwargs|type|revision|name|author)|load_(args|data_args|from_cache_file)|use_hf"
+    r"|ignore_args_error|task_type|num_labels|problem_type|rope_scaling|max_model_len|local_repo_path|init_strategy"
+    r"|dataset\S*|interleave_prob|stopping_strategy|download_mode|columns|strict|system|truncation_strategy|max_pixels"
+    r"|use_chat_template|padding_side|loss_scale|response_prefix|temperature|top_\w+|repetition_penalty|num_beams"
+    r"|stop_words|logprobs|hqq_axis|bnb_4bit_compute_dtype|bnb_4bit_quant_storage|vit_(lr|gradient_checkpointing)|aligner_lr"
+    r"|max_epochs|resume_only_model|average_tokens\w*|freeze_(llm|vit|aligner)|trainable_parameters|add_version|check_model"
+    r"|create_checkpoint_symlink|packing_num_proc|lazy_tokenize|loss_type|use_flash_ckpt|early_stop_interval|callbacks"
+    r"|safe_serialization|max_shard_size|add_non_thinking_prefix|ref_(adapters|model_type|model_revision)|label_smoothing"
+    r"|loss_weights|cpo_alpha|simpo_gamma|desirable_weight|undesirable_weight|center_rewards_coefficient|ld_alpha|discopop_tau"
+    r"|predict_with_generate|greater_is_better|warmup_\w+|nproc_per_node|nnodes|deepspeed_elastic|use_logits_to_keep"
+    r"|vllm_\w+|use_vllm|num_generations\w*|reward_\w+|cosine_\w+|repetition_\w+|soft_\w+|sleep_level|num_iterations|epsilon\w*"
+    r"|scale_rewards|log_\w+|dynamic_sample|overlong_filter|multi_turn\w*|async_generate|sync_ref_model|beta|delta|steps_per_generation"
+    r"|generation_batch_size|move_model_batches|top_entropy_quantile|importance_sampling_level|completion_length_limit_scope"
+    r"|enable_npu_model_patch|use_swift_lora|disable_\w+|decision_\w+|structured_outputs_regex|max_memory|is_binary_loss_scale"
+    r"|enable_thinking|preserve_thinking|ref_(model|adapter_name)|max_completion_length|reference_free|mrl_dims|extra_eval_args"
+    r"|ds3_gather_for_generation|adapter_(act|length)|rlhf_type|tuner_backend|quant_method|experts_\w+"
+)
+"""Keys that a step's memory does not hang on."""
+COUNTED = {"rpo_alpha": "RPO's likelihood term", "router_aux_loss_coef": "The router's auxiliary loss"}
+"""What is asked for by any number but 0."""
+
+
+def from_swift(pasted: Pasted) -> Translation:
+    """The job of such a command or file. Raises: SpecError naming the key, its value, the rule and the way out."""
+    notes = Notes()
+    settings = Settings(_values(pasted), notes, "ms-swift")
+    model = pasted.model or settings.text("model")
+    if not model:
+        raise settings.refuse("model", "is required: the model's id, its folder, or its config.json", None)
+    settings.given("model")
+    refuse_teacher(settings, "teacher_model", "teacher_model_server")
+    method = _method(settings, pasted.program)
+    num_gpus = _gpus(settings, pasted)
+    training = _training(settings, pasted, num_gpus)
+    adapter = _adapter(settings, training)
+    generation = None
+    if method == "grpo":
+        generation = generation_of(Settings(_generation(settings), notes, "ms-swift"), "per_device_train_batch_size")
+        training["max_length"] = generation.sequence_length
+    note_unsupported(settings, UNSUPPORTED)
+    for key, what in COUNTED.items():
+        if settings.number(key, 0):
+            notes.unsupported.append(f"{what} ({key}) is not modelled.", key, "more")
+    if settings.text("task_type", "causal_lm") != "causal_lm":
+        notes.unsupported.append(f"task_type={settings.text('task_type')} is not modelled; causal_lm is.", "task_type")
+    _say_logits(settings, method)
+    for key in settings.left():  # the rest is the Trainer's, which says what of it is not known
+        if OWN.fullmatch(key):
+            notes.ignored.append(key)
+        else:
+            training[key] = settings.raw(key)
+    translation = from_huggingface(
+        model,
+        training,
+        adapter,
+        training.pop("deepspeed", None),
+        None,
+        num_gpus,
+        versions=pasted.versions.of("huggingface"),
+    )
+    job = notes.include(translation)
+    who = "ms-swift (rlhf_trainers)" if method not in ("sft", "pt") else ""
+    return notes.finish(with_method(job, method, "rlhf_type", notes, generation=generation, whole_logits=who))
+
+
+def _values(pasted: Pasted) -> dict[str, Any]:
+    """Its keys with underscores; texts that hold JSON as what they hold; `ENV` of newer files left to the environment."""
+    values = {str(key).replace("-", "_"): value for key, value in pasted.values.items() if key != "ENV"}
+    return {key: _unpacked(value) for key, value in values.items()}
+
+
+def _unpacked(value: Any) -> Any:
+    if isinstance(value, str) and value[:1] == "{":
+        try:
+            return json.loads(value)
+        except ValueError:
+            return value
+    return value
+
+
+def _method(settings: Settings, program: str) -> str:
+    """What runs: as the command says, else rlhf where a file names its kind."""
+    kind = settings.text("rlhf_type", "dpo" if program.endswith("rlhf") else "sft")
+    return "sft" if program.endswith((" sft", " pt")) else kind
+
+
+def _gpus(settings: Settings, pasted: Pasted) -> int:
+    """The processes that the launcher starts: `NPROC_PER_NODE` × `NNODES`; without the first, one for all GPUs seen."""
+    env = {**pasted.env, **{key: str(value) for key, value in (pasted.values.get("ENV") or {}).items()}}
+    seen = len(env.get("CUDA_VISIBLE_DEVICES", "0").split(","))
+    if pasted.num_gpus is not None:
+        return pasted.num_gpus
+    sizes = [str(settings.raw(name.lower()) or env.get(name, "")) for name in ("NPROC_PER_NODE", "NNODES")]
+    if not sizes[0].isdecimal():
+        if seen > 1:
+            settings.notes.unsupported.append(
+                f"Without NPROC_PER_NODE ms-swift spreads the layers over the {seen} GPUs of CUDA_VISIBLE_DEVICES, which "
+                f"is "
+                "not modelled: all of them are counted on one.",
+                "CUDA_VISIBLE_DEVICES",
+                "less",
+            )
+        return pasted.gpus(settings.notes) if "NPROC_PER_NODE" not in env and seen == 1 else 1
+    return int(sizes[0]) * (int(sizes[1]) if sizes[1].isdecimal() else 1)
+
+
+def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, Any]:
+    """The step in the words of transformers' training arguments."""
+    notes = settings.notes
+    batch = settings.size("per_device_train_batch_size", settings.integer("batch_size", 1), assume=True)
+    steps = settings.integer("gradient_accumulation_steps", settings.integer("gradient_accumulation_steps", None))
+    if steps is None:
+        steps = -(-16 // (batch * num_gpus))
+        notes.assumptions.append(
+            f"gradient_accumulation_steps is not given; ms-swift takes {steps}, for 16 samples in all."
+        )
+    training: dict[str, Any] = {
+        "per_device_train_batch_size": batch,
+        "gradient_accumulation_steps": steps,
+        "max_length": settings.integer("max_length"),
+        "packing": settings.switch("packing"),
+        "padding_free": settings.switch("padding_free"),
+    }
+    if training["max_length"] is None:
+        training["max_length"] = 2048
+        notes.warnings.append(
+            "max_length is not given, which ms-swift takes to be the longest that the model can; 2048 tokens are taken. "
+            "Give "
+            "that of the longest sample.",
+            "max_length",
+            "more",
+        )
+    dtype = settings.text("torch_dtype", settings.text("dtype"))
+    training |= {"torch_dtype": dtype} if dtype else {}
+    given = [settings.raw(key) is not None for key in ("bf16", "fp16")]
+    if any(given):
+        training |= {key: settings.switch(key) for key in ("bf16", "fp16") if settings.raw(key) is not None}
+    else:  # base_args.py `_init_mixed_precision`
+        training["fp16" if dtype in ("float16", "float32") else "bf16"] = True
+    attention = settings.text("attn_impl")
+    if attention:
+        training["attn_implementation"] = "flash_attention_2" if attention == "flash_attn" else attention
+    checkpoints = settings.switch("gradient_checkpointing", True)
+    training["gradient_checkpointing"] = checkpoints
+    if checkpoints and not settings.given("gradient_checkpointing"):
+        notes.assumptions.append("gradient checkpointing is on (ms-swift's default).")
+    engine = settings.raw("deepspeed")
+    if engine:
+        training["deepspeed"] = engine_of(engine, pasted)
+    elif num_gpus > 1 and checkpoints and not settings.given("gradient_checkpointing_kwargs"):
+        training["gradient_checkpointing_kwargs"] = {"use_reentrant": False}  # the default under DDP
+    _fsdp(settings, training, pasted)
+    return training
+
+
+def engine_of(name: Any, pasted: Pasted) -> Mapping[str, Any]:
+    """The DeepSpeed configuration that a word such as zero2_offload stands for, else that of the file."""
+    match = re.fullmatch(r"(?:default-)?zero([0-3])(_offload)?", str(name))
+    if match is None:
+        return pasted.file(name, "deepspeed", "deepspeed")
+    stage, offloads = int(match[1]), bool(match[2])
+    device = {"device": "cpu" if offloads else "none", "pin_memory": True}
+    zero: dict[str, Any] = {
+        "stage": stage,
+        "offload_optimizer": device,
+        "contiguous_gradients": True,
+        "overlap_comm": False,
+    }
+    if stage == 3:
+        names = ("reduce_bucket_size", "stage3_prefetch_bucket_size", "stage3_param_persistence_threshold")
+        zero |= {"offload_param": device, "sub_group_size": 1_000_000_000, **dict.fromkeys(names, "auto")}
+    elif stage:
+        zero |= {"reduce_bucket_size": 200_000_000, "allgather_bucket_size": 200_000_000}
+    automatic = ("gradient_accumulation_steps", "gradient_clipping", "train_batch_size", "train_micro_batch_size_per_gpu")
+    half = {"enabled": "auto"}
+    return {"fp16": half, "bf16": half, "zero_optimization": zero, **dict.fromkeys(automatic, "auto")}
+
+
+def _fsdp(settings: Settings, training: dict[str, Any], pasted: Pasted) -> None:
+    """`fsdp: fsdp2` checkpoints activations by itself (swift/config/fsdp2.json); another word is a file."""
+    name = settings.raw("fsdp")
+    if not name:
+        return
+    if name == "fsdp2":
+        inside: Mapping[str, Any] = {"fsdp_version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
+        training |= {"fsdp": "full_shard auto_wrap", "fsdp_config": inside}
+    elif str(name).endswith(".json"):
+        file = pasted.file(name, "fsdp", "fsdp")
+        training |= {"fsdp": file.get("fsdp", "full_shard auto_wrap"), "fsdp_config": file.get("fsdp_config", {})}
+    else:
+        training["fsdp"] = name
+    if training.get("fsdp_config", {}).get("activation_checkpointing"):
+        training["gradient_checkpointing"] = False
+
+
+def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | None:
+    """The adapters in peft's words, None for full training."""
+    tuner = settings.one_of("train_type", settings.text("tuner_type", settings.text("sft_type", "lora")), TUNERS)
+    rank, alpha = settings.integer("lora_rank", 8), settings.number("lora_alpha", 32)
+    targets = settings.words("target_modules") or ("all-linear",)
+    if settings.text("tuner_backend", "peft") == "unsloth":
+        settings.notes.unsupported.append("Unsloth (tuner_backend) is not modelled here; peft is.", "tuner_backend", "less")
+    for keys in ADAPTERS.values():
+        for key in keys:
+            settings.given(key)
+    if tuner == "full":
+        _refuse_bits(settings)
+        return None
+    if tuner not in ADAPTERS:
+        raise settings.refuse("train_type", f"is not modelled; {', '.join(ADAPTERS)} and full are", tuner)
+    adapter: dict[str, Any] = {"peft_type": tuner.upper(), "target_modules": list(targets)}
+    if targets in (("all-linear",), ("ALL",)):
+        adapter["target_modules"] = "all-linear"
+    adapter |= {"r": rank, "lora_alpha": alpha} if tuner in ("lora", "bone") else {}
+    names = ADAPTERS[tuner]
+    adapter |= ADAPTER_DEFAULTS.get(tuner, {})
+    adapter |= {name: settings.raw(key) for key, name in names.items() if settings.raw(key) not in (None, [], "")}
+    if tuner == "lora" and not settings.given("lora_rank"):
+        settings.notes.assumptions.append("lora_rank is not given; the default of ms-swift is 8.")
+    dtype = settings.text("lora_dtype")
+    if dtype and dtype != "float32":
+        adapter["autocast_adapter_dtype"] = False
+    _quantization(settings, training)
+    return adapter
+
+
+def _quantization(settings: Settings, training: dict[str, Any]) -> None:
+    bits = settings.integer("quant_bits", settings.integer("quantization_bit"))
+    method = settings.text("quant_method", settings.text("quantization_method", "bnb"))
+    double, kind = settings.switch("bnb_4bit_use_double_quant", True), settings.text("bnb_4bit_quant_type", "nf4")
+    if not bits:
+        return
+    if method != "bnb" or bits not in (4, 8):
+        settings.notes.unsupported.append(
+            f"quant_method={method} with {bits} bits is not modelled; bitsandbytes' 4 bits are taken.",
+            "quant_method",
+            "more",
+        )
+    if bits == 8 and method == "bnb":
+        training["quantization_config"] = {"load_in_8bit": True}
+        return
+    training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
+    if kind != "nf4":
+        settings.notes.unsupported.append(
+            "bnb_4bit_quant_type=fp4 is not modelled; nf4 is taken, of the same size.", "bnb_4bit_quant_type"
+        )
+
+
+def _refuse_bits(settings: Settings) -> None:
+    for key in ("quant_bits", "quantization_bit"):
+        if settings.raw(key):
+            raise settings.refuse(key, "needs adapters; add train_type lora")
+    for key in ("quant_method", "quantization_method", "bnb_4bit_use_double_quant", "bnb_4bit_quant_type"):
+        settings.given(key)
+
+
+def _generation(settings: Settings) -> dict[str, Any]:
+    """GRPO's settings under trl's names: max_length is that of the prompt, and beta 0.04 by default."""
+    names = ("max_completion_length", "num_generations", "use_vllm", "vllm_mode", "vllm_tensor_parallel_size")
+    given = {name: settings.raw(name) for name in names if settings.raw(name) is not None}
+    share = settings.number("vllm_gpu_memory_utilization", settings.number("gpu_memory_utilization", 0.9))
+    sleeps = bool(settings.integer("sleep_level", 0, least=0))
+    return given | {
+        "max_prompt_length": settings.integer("max_length") or 512,
+        "beta": settings.number("beta", 0.04),
+        "vllm_gpu_memory_utilization": share,
+        "vllm_enable_sleep_mode": sleeps,
+    }
+
+
+def _say_logits(settings: Settings, method: str) -> None:
+    if method in ("sft", "pt") and settings.raw("use_logits_to_keep") is None:
+        settings.notes.warnings.append(
+            "ms-swift computes logits of the tokens with labels alone where it can (use_logits_to_keep); those of all "
+            "tokens "
+            "are counted.",
+            "use_logits_to_keep",
+            "less",
+        )

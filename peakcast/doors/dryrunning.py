@@ -1,0 +1,250 @@
+"""The implementation of `api.dryrun`: runs a user's training script on fake tensors, then gives an answer like
+`predict`."""
+
+from __future__ import annotations
+
+import os
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peakcast import catalog
+from peakcast.catalog import Device
+from peakcast.core.errors import PeakcastError, SpecError
+from peakcast.core.extras import need
+from peakcast.core.findings import Finding, ordered
+from peakcast.core.units import GIB
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.dialects.common.translation import Translation
+from peakcast.doors.questions import Question, on_node
+from peakcast.jobs.micro_batch import MOST_TOKENS
+from peakcast.jobs.spec import TrainingJob
+from peakcast.timelines.timeline import Timeline
+
+if TYPE_CHECKING:
+    from peakcast.answers.advised import Advice
+    from peakcast.answers.prediction import Answer
+    from peakcast.collectors.dryrun.process import Seen
+    from peakcast.doors.keeping import Walks
+    from peakcast.doors.kept import Kept
+    from peakcast.models.calibration.calibration import Calibration
+
+TIMEOUT_SECONDS = 600.0
+ADVISED = 0.01
+"""How far the ledger's peak of the job that was seen may be from the script's, as a fraction, for advice to be given."""
+MEMORY_SHARE = 0.8
+"""Fraction of the machine's free memory that the script may use by default."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Dryrun:
+    """The result of a dry run: the answer, the job that the script turned out to run, and the timelines of its rank."""
+
+    answer: Answer
+    job: TrainingJob
+    timelines: Mapping[str, Timeline]
+    command: tuple[str, ...]
+    steps: int
+    seconds: float
+    kept: Kept | None = None
+    """The recipe that was saved, if one was asked for."""
+    not_kept: str = ""
+    """Why no recipe was saved."""
+
+    @property
+    def fits(self) -> str:
+        """The answer's verdict."""
+        return self.answer.fits
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The answer's mapping, and what was run."""
+        from peakcast.jobs.spec import job_to_mapping
+
+        ran = {"command": list(self.command), "steps": self.steps, "seconds": round(self.seconds, 1)}
+        return {**self.answer.to_mapping(), "dryrun": {**ran, "job": job_to_mapping(self.job)}}
+
+
+def dryrun(
+    command: Sequence[str] | Callable[[], object],
+    gpu: str | Device,
+    rank: int | None = None,
+    world_size: int | None = None,
+    calibration: Calibration | str | Path | None = None,
+    *,
+    length: int | None = None,
+    lengths: tuple[int, int] | None = None,
+    skip_evaluation: bool = False,
+    save_recipe: str | Path | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
+    memory_gib: float | None = None,
+    progress: Callable[[str], None] | None = None,
+    output: Callable[[str], None] | None = None,
+) -> Dryrun:
+    """Run `command` on fake CUDA tensors until its third optimizer step has ended. Returns the four peaks of its `rank` on
+    `gpu`, in bytes, with error bars, as `predict` gives them for traces.
+
+    `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function without
+    arguments that trains, a copy of which runs in another process. `rank`: 0 by default; `world_size`: if no launcher says
+    it. `length`: tokens of synthetic rows for data that cannot be downloaded; `lengths`: tokens of the shortest and the
+    longest of these, if they are to change from step to step. `skip_evaluation`: evaluation does not count. `save_recipe`:
+    a file in which the recorded network is saved, if the recipe gives the script's own peak; `predict` accepts it as
+    `recipe`. `timeout_seconds` and `memory_gib` (of the host) limit the script; `progress` is called with what is being
+    done, `output` with what the script prints.
+    Raises: SpecError or CatalogError for an impossible question, ScriptError with the script's last lines when it fails,
+    MissingPackageError without torch.
+    """
+    need("a dry run", "torch", *(["cloudpickle"] if callable(command) else []))
+    from peakcast.collectors.dryrun.command import Command, read_command
+    from peakcast.collectors.dryrun.functions import name_of
+    from peakcast.collectors.dryrun.process import Limits, run
+    from peakcast.collectors.dryrun.walks import script_walks
+
+    device = on_node(gpu if isinstance(gpu, Device) else catalog.gpu(gpu), None, None)
+    asked = Command(script=name_of(command)) if callable(command) else read_command([str(word) for word in command])
+    if world_size is not None:
+        per_node = asked.ranks_per_node if asked.world_size > 1 else device.gpus_per_node
+        asked = replace(asked, world_size=world_size, ranks_per_node=min(per_node, world_size), launched=True)
+    function = command if callable(command) else None
+    number = _rank(rank, asked.world_size)
+    limits = Limits(seconds=timeout_seconds, memory_bytes=_memory_bytes(memory_gib))
+    if progress is not None:
+        ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
+        progress(f"running {asked.script} as {ranks} on a fake {device.name}, until its third optimizer step has ended")
+    rows = _lengths(length, lengths)
+    more: dict[str, Any] = {"function": function, "lengths": rows}
+    seen = run(asked, device.name, number, limits, skip_evaluation=skip_evaluation, output=output, **more)
+    if progress is not None:
+        progress(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
+    job = job_from_mapping(seen.job)
+    found = Dryrun(
+        answer=answered(job, device, number, seen, calibration),
+        job=job,
+        timelines=seen.timelines,
+        command=(asked.script,) if callable(command) else tuple(map(str, command)),
+        steps=seen.steps,
+        seconds=seen.seconds,
+    )
+    if save_recipe is None:
+        return found
+    batch = job.micro_batch_size, job.sequence_length
+    walks = partial(script_walks, asked, device.name, limits, batch, **more)
+    return _with_recipe(found, Path(save_recipe), device, number, walks, progress)
+
+
+def _with_recipe(
+    found: Dryrun,
+    path: Path,
+    device: Device,
+    rank: int,
+    walks: Callable[[], AbstractContextManager[Walks]],
+    progress: Callable[[str], None] | None,
+) -> Dryrun:
+    from peakcast.doors.keeping import keep
+
+    try:
+        kept = keep(path, found.job, found.timelines, device, rank, shlex.join(found.command), walks, progress)
+    except PeakcastError as error:
+        return replace(found, not_kept=error.message)
+    return replace(found, kept=kept)
+
+
+def answered(
+    job: TrainingJob, device: Device, rank: int, seen: Seen, calibration: Calibration | str | Path | None = None
+) -> Answer:
+    """The answer that `predict --baseline trace` gives, from timelines that were recorded already."""
+    from peakcast.doors.answering import answer_from_trace
+    from peakcast.models.recipes.baseline_choice import SeenRun
+
+    question = Question(translation=Translation(job=job, findings=seen.findings), device=device, rank=rank)
+    timelines = dict(seen.timelines)
+    found = answer_from_trace(question, lambda *_: timelines, calibration, SeenRun(timelines["run"], seen.compiled))
+    return replace(
+        found,
+        assumptions=(*_said(seen), *found.assumptions),
+        advise=partial(_advice, job, device, rank, seen),
+        not_modelled=tuple(gap.removeprefix("evaluation, " if seen.evaluated else "") for gap in found.not_modelled),
+        findings=ordered((*found.findings, *_few_steps(seen))),
+    )
+
+
+def _advice(job: TrainingJob, device: Device, rank: int, seen: Seen) -> tuple[Advice, ...]:
+    """The advice that `predict` gives for `job`, if its own peak equals the script's. Empty if the script does something
+    else, or trains a network that is not from transformers."""
+    from peakcast.doors.keeping import UNDESCRIBED
+    from peakcast.explaining.advice import first_to_try
+    from peakcast.models.baseline.ledger import ledger
+    from peakcast.models.ledger.scope.scope import out_of_scope
+
+    if job.architecture.model_type == UNDESCRIBED:
+        return ()
+    with suppress(PeakcastError, NotImplementedError):
+        if not out_of_scope(job):
+            own = ledger(job, device=device, rank=rank, step="steady").peak().num_bytes
+            if abs(own / seen.timelines["steady"].peak().num_bytes - 1) <= ADVISED:
+                return first_to_try(job, device, rank)
+    return ()
+
+
+def _said(seen: Seen) -> tuple[str, ...]:
+    said = (*seen.assumptions, "tensors are those of the script, of which no value on the GPU was known.")
+    lengths = seen.job.get("batch", {}).get("shortest_sequence")
+    if lengths is None:
+        return said
+    return (
+        *said,
+        f"the {seen.steps} steps that were seen are replayed in turn, whose longest sequences have {lengths:,} to "
+        f"{seen.job['sequence_length']:,} tokens; tensors are those of the fullest step.",
+    )
+
+
+def _few_steps(seen: Seen) -> tuple[Finding, ...]:
+    if seen.steps >= 2:
+        return ()
+    sentence = "the script ended after one optimizer step: the steady step is taken as the first one."
+    return (Finding("script_part_skipped", "command", "either", sentence),)
+
+
+def _lengths(length: int | None, lengths: tuple[int, int] | None) -> tuple[int, int] | None:
+    """Tokens of the shortest and of the longest row; None if neither argument is given."""
+    if length is not None and lengths is not None:
+        raise SpecError("length and lengths contradict each other; give one of them.", parameter="lengths", value=lengths)
+    shortest, longest = lengths or (length, length)
+    if shortest is None or longest is None:
+        return None
+    if not 1 <= shortest <= longest <= MOST_TOKENS:
+        raise SpecError(
+            f"lengths={shortest}..{longest} must be the tokens of the shortest and the longest row, from 1 to "
+            f"{MOST_TOKENS:,}; give such as 128..4096.",
+            parameter="lengths",
+            value=lengths,
+        )
+    return shortest, longest
+
+
+def _rank(rank: int | None, world_size: int) -> int:
+    if rank is None:
+        return 0
+    if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < world_size:
+        raise SpecError(
+            f"rank={rank!r} must be from 0 to {world_size - 1}, the ranks of this command; give a larger --world-size.",
+            parameter="rank",
+            value=rank,
+        )
+    return rank
+
+
+def _memory_bytes(memory_gib: float | None) -> int:
+    if memory_gib is not None:
+        if not 1 <= memory_gib <= 2**20:
+            raise SpecError(
+                f"memory_gib={memory_gib!r} must be at least 1, what importing torch takes.", parameter="memory_gib"
+            )
+        return int(memory_gib * GIB)
+    try:
+        return int(MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_AVPHYS_PAGES"))
+    except (ValueError, OSError, AttributeError):
+        return 16 * GIB

@@ -1,0 +1,36 @@
+"""Other jobs that a configuration may also mean: what they need, in addition to the answer for the assumed one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from peakcast.answers.prediction import Prediction
+from peakcast.core.findings import Direction, Finding
+from peakcast.core.units import format_gib
+from peakcast.dialects.common.translation import Reading
+from peakcast.jobs.spec import TrainingJob
+
+VERDICT = {"yes": "that fits", "no": "that does not fit", "uncertain": "whether that fits is uncertain"}
+
+
+def with_others(
+    prediction: Prediction, others: tuple[Reading, ...], predict: Callable[[TrainingJob], Prediction]
+) -> Prediction:
+    """`prediction` with a finding for each of `others` that needs another amount. If one of them fits and another does not,
+    the verdict is uncertain."""
+    findings, fits = list(prediction.findings), prediction.fits
+    point = prediction.peak_allocated_bytes.point
+    for reading in others:
+        other = predict(reading.job)
+        if other.peak_allocated_bytes.point == point:
+            continue
+        sentence = (
+            f"this may be {reading.name} as well, and nothing in it tells: then "
+            f"{format_gib(other.peak_allocated_bytes.point)} would be allocated and not {format_gib(point)}, and "
+            f"{VERDICT[other.fits]}. {reading.way_out}"
+        )
+        direction: Direction = "more" if other.peak_allocated_bytes.point > point else "less"
+        findings.insert(0, Finding("setting_reinterpreted", "", direction, sentence))
+        fits = fits if other.fits == fits else "uncertain"
+    return replace(prediction, findings=tuple(findings), fits=fits)

@@ -1,0 +1,174 @@
+"""Records a recipe for a network that the ledger does not know, from the library that is installed here."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peakcast.core.errors import CollectorError, SpecError
+from peakcast.core.extras import need
+from peakcast.core.fields import FrozenMapping
+from peakcast.core.versions import release
+from peakcast.doors.kept import Kept, write
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.recorded.covering import cannot_be_recorded
+from peakcast.models.recipes import shelf
+from peakcast.models.recipes.baseline_choice import Trace, baseline_from
+from peakcast.models.recipes.lent import lent
+from peakcast.models.recipes.shelf import LIBRARIES, installed, recipe_of, wants_recipe
+from peakcast.timelines.timeline import Timeline
+
+if TYPE_CHECKING:
+    from peakcast.models.recipes.recipe import Recipe
+
+VARIABLE, NEVER = "PEAKCAST_RECORD", "never"
+"""The environment variable that switches recording off in predictions, and its value."""
+
+
+def ensure_recipe(job: TrainingJob) -> None:
+    """Record the recipe that `job` needs, unless it exists, cannot be made, or `PEAKCAST_RECORD=never` is set. The reason
+    for a missing recipe is stored and appears in the answer."""
+    if os.environ.get(VARIABLE) == NEVER:
+        return
+    if lent() is not None or not wants_recipe(job) or _is_answered(job) or cannot_be_recorded(job) or shelf.why_not(job):
+        return
+    if "transformers" not in installed():
+        shelf.could_not_record(job, "recording it needs transformers; install it with: pip install 'peakcast[collect]'")
+        return
+    try:
+        record_recipe(job)
+    except CollectorError as error:
+        shelf.could_not_record(job, str(error).rstrip("."))
+
+
+def _is_answered(job: TrainingJob) -> bool:
+    """Whether there is a recipe of the release that `job` names, or none could be recorded here anyway."""
+    found, asked = recipe_of(job), str(job.versions.get("transformers", ""))
+    if found is None or not asked:
+        return found is not None
+    here, there = installed().get("transformers", ""), str(found.versions.get("transformers", ""))
+    return release(there)[:2] == release(asked)[:2] or not here or release(here)[:2] != release(asked)[:2]
+
+
+def ensure_recipes(
+    jobs: Iterable[TrainingJob], processes: int, progress: Callable[[str, int, int], None] | None = None
+) -> None:
+    """`ensure_recipe` for several jobs, `processes` networks at a time. Jobs that may share a recipe are handled in their
+    order."""
+    by_shelf: dict[str, list[TrainingJob]] = {}
+    for job in jobs:
+        if wants_recipe(job):
+            by_shelf.setdefault(shelf.shelf_name(job), []).append(job)
+    total = sum(map(len, by_shelf.values()))
+    done = itertools.count()
+
+    def record(sharing: list[TrainingJob]) -> None:
+        for job in sharing:
+            if progress:
+                progress(f"recipe of {job.architecture.name}", next(done), total)
+            ensure_recipe(job)
+
+    with ThreadPoolExecutor(processes) as pool:  # each thread waits for its own process
+        list(pool.map(record, by_shelf.values()))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recorded:
+    """The result of `peakcast record`."""
+
+    architecture: str
+    layers: int
+    """Number of layers of the network."""
+    recorded_layers: int
+    """Number of layers of the shorter network that was recorded in its place; the same number if its layers do not
+    repeat."""
+    num_tensors: int
+    micro_batch_sizes: tuple[int, int]
+    """The smallest and the largest for which the recipe is valid."""
+    sequence_lengths: tuple[int, int]
+    """The shortest and the longest for which the recipe is valid."""
+    versions: Mapping[str, str]
+    seconds: float
+    written: str = ""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The mapping that `--json` prints."""
+        return {**vars(self), "versions": dict(self.versions)}
+
+    def text(self) -> str:
+        """The same in words."""
+        releases = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        (fewest, most), (shortest, longest) = self.micro_batch_sizes, self.sequence_lengths
+        lines = [
+            f"{self.architecture}: {self.num_tensors:,} tensors in {self.recorded_layers} layers stand for {self.layers}.",
+            f"Holds for micro-batches of {fewest:,} to {most:,} sequences of {shortest:,} to {longest:,} tokens.",
+            f"Recorded from {releases} in {self.seconds:.1f} s.",
+        ]
+        return "\n".join([*lines, f"Written to {self.written}."] if self.written else lines)
+
+
+def recorded(job: TrainingJob, python: str, output: Path | None) -> Recorded:
+    """Record `job`, and also write the recipe to `output` if given. Raises: SpecError, CollectorError, RecordError."""
+    if reason := cannot_be_recorded(job):
+        raise SpecError(f"{job.architecture.name!r} cannot be recorded: {reason}; leave that out.", parameter="job")
+    if python == sys.executable:
+        need("recording a recipe", "torch", "transformers")
+    started = time.monotonic()
+    recipe = record_recipe(job, python)
+    if output is not None:
+        write(output, Kept(job=job, recipes=(recipe,)))
+    return Recorded(
+        architecture=job.architecture.name,
+        layers=recipe.layers,
+        recorded_layers=recipe.walk.num_layers,
+        num_tensors=len(recipe.walk.names),
+        micro_batch_sizes=recipe.batches,
+        sequence_lengths=recipe.lengths,
+        versions=recipe.versions,
+        seconds=round(time.monotonic() - started, 1),
+        written=str(output or ""),
+    )
+
+
+@contextmanager
+def timelines_from(baseline: str) -> Iterator[None]:
+    """A context in which answers use the timelines of `baseline`; a trace takes seconds for each rank. Raises: SpecError
+    for another name."""
+    from peakcast.collectors.tracing.trace import trace_job
+
+    with baseline_from(baseline, _traced(trace_job) if baseline == "trace" else None):
+        yield
+
+
+def _traced(trace: Callable[..., dict[str, Timeline]]) -> Trace:
+    """`trace` with a cache: each job and rank is traced once."""
+    return lru_cache(maxsize=64)(lambda job, rank, gpu: trace(job, rank=rank, gpu=gpu))
+
+
+def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
+    """Record the recipe of `job` in the environment of the interpreter `python`, and store it.
+
+    Raises: CollectorError when the library there cannot run the job on fake tensors.
+    """
+    from peakcast.collectors.measure.recording import Recorder
+    from peakcast.models.recipes.recipe import recorded
+    from peakcast.models.recipes.regime import regime
+    from peakcast.models.recipes.walk import Walk
+
+    with Recorder(python) as recorder, recorder.of(regime(job)) as library:
+        asked = job.micro_batch_size, job.sequence_length
+        most, images = job.architecture.most_positions, job.images.per_sequence
+        recipe = recorded(lambda *sample: Walk.read(library.walk(*sample)), asked, most, images)
+    releases = {name: shelf.public(library.versions[name]) for name in LIBRARIES if name in library.versions}
+    recipe = replace(recipe, versions=FrozenMapping(releases))
+    shelf.shelve(job, recipe)
+    return recipe

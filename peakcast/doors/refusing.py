@@ -1,0 +1,128 @@
+"""Predicts before a training run starts whether it fits, and refuses a run that surely does not. A refused run costs
+seconds; one that runs out of memory costs the loading of its weights and the time in the queue.
+
+    peakcast.preflight({"huggingface": {"config": name, "training_arguments": arguments, "peft": lora}})
+    model = AutoModelForCausalLM.from_pretrained(name)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import TYPE_CHECKING, Any, Literal
+
+from peakcast import catalog
+from peakcast.answers.remarks import verdict_reason, verdict_words
+from peakcast.catalog import Device
+from peakcast.core.errors import DoesNotFitError, SpecError
+from peakcast.core.units import format_gib
+from peakcast.doors.answering import answer
+from peakcast.doors.doctor import known_gpu
+from peakcast.doors.questions import Question, question
+
+if TYPE_CHECKING:
+    from peakcast.answers.prediction import Prediction
+
+Say = Callable[[str], None]
+Mode = Literal["refuse", "warn", "off"]
+VARIABLE = "PEAKCAST_PREFLIGHT"
+"""The environment variable that decides about a run that surely does not fit, if the script does not."""
+MODES: dict[str, Mode] = {"refuse": "refuse", "warn": "warn", "off": "off"}
+
+
+def preflight(
+    job: object, gpu: str | Device | None = None, *, refuse: bool | None = None, say: Say | None = None
+) -> Prediction | None:
+    """Predict the run that is about to start, say in one line whether it fits, and refuse it when it surely does not.
+
+    `job`: all that `peakcast.predict` takes. In a mapping of the form `{"huggingface": {...}}` the values may be objects of
+    the script itself: a config of transformers, TrainingArguments, a config of peft; `num_gpus` is then WORLD_SIZE, unless
+    it is given. `gpu`: a GPU type (None: the one at hand). `refuse`: whether to raise; None asks the environment variable
+    PEAKCAST_PREFLIGHT, `refuse` (which holds without it), `warn` or `off`. `say` gets the line; without it the first rank
+    prints it. A run that may or may not fit is never refused.
+    Returns: the prediction, None where PEAKCAST_PREFLIGHT=off.
+    Raises: DoesNotFitError, whose `prediction` says why; SpecError or CatalogError for a question that cannot be asked.
+    """
+    chosen = mode_of(refuse, "refuse")
+    if chosen == "off":
+        return None
+    asked = question(in_plain_values(job), device_at(gpu))
+    prediction = answer(asked)
+    verdict = f"{verdict_words(prediction)} on {asked.device.name}: {verdict_reason(prediction)}"
+    (say or print_on_first_rank)(f"peakcast: {verdict}")
+    if chosen == "refuse":
+        refuse_what_does_not_fit(asked, prediction)
+    return prediction
+
+
+def mode_of(refuse: bool | None, otherwise: Mode) -> Mode:
+    """What to do about such a run: as the script's `refuse` says, else as PEAKCAST_PREFLIGHT says, else `otherwise`.
+    Raises: SpecError."""
+    if refuse is not None:
+        return "refuse" if refuse else "warn"
+    value = os.environ.get(VARIABLE, otherwise)
+    if value not in MODES:
+        raise SpecError(f"{VARIABLE}={value!r} must be one of {', '.join(MODES)}.", parameter=VARIABLE, value=value)
+    return MODES[value]
+
+
+def refuse_what_does_not_fit(asked: Question, prediction: Prediction) -> None:
+    """Raises: DoesNotFitError when the run surely does not fit."""
+    if prediction.fits != "no":
+        return
+    from peakcast.explaining.advice import first_to_try
+
+    advice = first_to_try(asked.job, asked.device, prediction.rank)
+    steps = "; ".join(step.sentence.rstrip(".") for step in advice)
+    first = f" First to try, together: {steps}: {format_gib(advice[-1].peak_bytes)} allocated then." if advice else ""
+    raise DoesNotFitError(
+        f"this run does not fit on {asked.device.name}: {verdict_reason(prediction)}.{first} {VARIABLE}=warn starts it all "
+        "the same.",
+        prediction=prediction,
+    )
+
+
+def device_at(gpu: str | Device | None) -> Device:
+    """The named GPU type, or that of this machine's first GPU. Raises: SpecError or CatalogError."""
+    if gpu is not None:
+        return gpu if isinstance(gpu, Device) else catalog.gpu(gpu)
+    from peakcast.collectors.machine import inventory
+    from peakcast.collectors.stacks.steps.observing import Observation
+
+    if (name := Observation.gpu_name()) is not None:
+        return catalog.gpu(name)
+    for reading in inventory.nvml_gpus()[1]:
+        return known_gpu(reading["name"], reading["memory_bytes"]) or catalog.gpu(reading["name"])
+    raise SpecError("gpu is required where there is no GPU; name its type, such as gpu='H100-80GB'.", parameter="gpu")
+
+
+def print_on_first_rank(line: str) -> None:
+    """Print `line`, in a run of several processes only in the first one."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line)
+
+
+def in_plain_values(job: object) -> object:
+    """`job`, in whose `huggingface` form objects are replaced by their mappings."""
+    if not isinstance(job, Mapping) or not isinstance(job.get("huggingface"), Mapping):
+        return job
+    form = {key: _plain(value) for key, value in job["huggingface"].items()}
+    engine = getattr(job["huggingface"].get("training_arguments"), "hf_deepspeed_config", None)
+    if engine is not None:  # the mapping has a path, the object what is in the file
+        form.setdefault("deepspeed", dict(engine.config))
+        form["training_arguments"].pop("deepspeed", None)
+    form.setdefault("num_gpus", int(os.environ.get("WORLD_SIZE", "1")))
+    return {**job, "huggingface": form}
+
+
+def _plain(value: Any) -> Any:
+    """The mapping of an object of transformers or peft. As in their files, sets inside (peft's `target_modules`) become
+    lists, and members of enumerations become their values."""
+    if hasattr(value, "to_dict"):
+        value = value.to_dict()
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(value)
+    return value.value if isinstance(value, Enum) else value

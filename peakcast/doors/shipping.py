@@ -1,0 +1,163 @@
+"""Records the recipes that peakcast ships: every family of transformers that the ledger does not know, in common
+regimes."""
+
+from __future__ import annotations
+
+import itertools
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from peakcast.core.durable import explained, replace_file
+from peakcast.core.errors import CollectorError, SpecError, near_misses
+from peakcast.core.extras import need
+from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.dialects.common.network_values import NETWORK, with_values
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.recipes import shipped
+from peakcast.models.recipes.generalising import kind_of
+from peakcast.models.recipes.kinds import Kind
+from peakcast.models.recipes.recipe import Recipe, recorded
+from peakcast.models.recipes.regime import regime
+from peakcast.models.recipes.shelf import LIBRARIES, public
+from peakcast.models.recipes.walk import Walk
+from peakcast.networks.families import FAMILIES
+from peakcast.networks.layer_count import with_layers
+from peakcast.networks.undescribed import for_tracing
+
+if TYPE_CHECKING:
+    from peakcast.collectors.measure.recording import Recorder
+
+REGIMES: tuple[Mapping[str, Any], ...] = (
+    {"activation_checkpointing": {"mode": "full"}},
+    {"activation_checkpointing": {"mode": "full"}, "finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"]}},
+    {"activation_checkpointing": {"mode": "full"}, "precision": {"parameters": "float32", "compute": "bfloat16"}},
+    {},
+)
+"""Changes to a job's defaults: with and without checkpointing, all weights and adapters, bfloat16 and autocast."""
+BATCHES = (1, 2)
+"""Most libraries treat a micro-batch of one sequence in a special way."""
+LENGTH = 512
+LAYERS = 20
+"""Enough layers for every pattern of layers that repeats; recipes for other depths are derived."""
+TIMEOUT_SECONDS = 240
+HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
+"""Numbers of heads. A family whose defaults have equally many of both also has published networks with fewer key and value
+heads, which use other code."""
+FEWEST_HEADS = 8
+
+Progress = Callable[[str], None]
+
+
+@dataclass
+class Shipment:
+    """The result of `record_all`."""
+
+    kinds: dict[str, int] = field(default_factory=dict)
+    """Family -> number of kinds of networks, including those recorded earlier."""
+    refused: dict[str, str] = field(default_factory=dict)
+    """Family -> why something could not be recorded."""
+
+    def to_mapping(self) -> dict[str, Any]:
+        """The mapping that `--json` prints."""
+        return {"kinds": self.kinds, "refused": self.refused}
+
+    def text(self) -> str:
+        """The same in words."""
+        lines = [f"{sum(self.kinds.values())} kinds of networks of {len(self.kinds)} families."]
+        return "\n".join([*lines, *(f"{family}: {reason}" for family, reason in sorted(self.refused.items()))])
+
+
+def record_all(
+    folder: Path,
+    families: Sequence[str] = (),
+    python: str = sys.executable,
+    processes: int = 1,
+    progress: Progress | None = None,
+) -> Shipment:
+    """Record `families`, or all families that transformers has and the ledger does not, into a subfolder of `folder` named
+    after the release. Existing files are kept. Raises: SpecError, CollectorError, RecordError."""
+    from peakcast.collectors.measure.recording import Recorder
+
+    if python == sys.executable:
+        need("recording recipes", "torch", "transformers")
+    with Recorder(python) as recorder:
+        everything, versions = recorder.families()
+    known = {name: config for name, config in everything.items() if name not in FAMILIES}
+    for name in families:
+        if name not in known:
+            rule = f"must be a family that transformers has and the ledger has not{near_misses(name, known) or '.'}"
+            raise SpecError(f"families={name!r} {rule}", parameter="families", value=name)
+    releases = FrozenMapping({name: public(versions[name]) for name in LIBRARIES if name in versions})
+    own = folder / f"{shipped.STACK}{releases['transformers']}"
+    asked = list(families or known)
+    shipment = Shipment()
+    done = itertools.count()
+
+    def record(family: str) -> None:
+        if progress:
+            progress(f"recipes of {family} ({next(done) + 1} of {len(asked)} families)")
+        with Recorder(python, TIMEOUT_SECONDS) as recorder:
+            count, reason = _record_family(recorder, known[family], own / shipped.file_name(family), releases)
+        if count:
+            shipment.kinds[family] = count
+        if reason:
+            shipment.refused[family] = reason
+
+    with explained(own, "made"):  # checked before minutes are spent
+        own.mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(processes) as pool:  # each thread waits for its own process
+        list(pool.map(record, asked))
+    return shipment
+
+
+def _record_family(recorder: Recorder, config: Mapping[str, Any], path: Path, releases: FrozenMapping) -> tuple[int, str]:
+    """(number of kinds of a family's networks in the file at `path` afterwards, why one could not be recorded)."""
+    found = shipped.all_of(path)
+    reason = ""
+    for job in _jobs(config):
+        if any(recipe.covers(job.micro_batch_size, LENGTH) and kind.values(job) is not None for kind, recipe in found):
+            continue
+        try:
+            found.append(_recorded(recorder, job, releases))
+        except CollectorError as error:
+            reason = str(error)
+            if not found:
+                break  # the defaults make no valid network, or its code reads values
+        else:
+            replace_file(path, shipped.written(found))
+    return len(found), reason
+
+
+def _jobs(config: Mapping[str, Any]) -> Iterator[TrainingJob]:
+    """Jobs whose recipes are shipped, for the network with a family's defaults."""
+    with for_tracing():
+        for asked in REGIMES:
+            for batch in BATCHES:
+                job = job_from_mapping(
+                    {"architecture": dict(config), "micro_batch_size": batch, "sequence_length": LENGTH, **asked}
+                )
+                layers = min(job.architecture.num_hidden_layers, LAYERS)
+                job = job.replace(architecture=with_layers(job.architecture, layers))
+                yield job
+                heads, groups = (config.get(name, 0) for name in (HEADS, GROUPS))
+                if heads == groups and heads >= FEWEST_HEADS:
+                    yield with_values(job, {NETWORK + GROUPS: heads // 4})
+
+
+def _recorded(recorder: Recorder, job: TrainingJob, releases: FrozenMapping) -> tuple[Kind, Recipe]:
+    """A kind of network with its recipe. Raises: CollectorError when no recipe was confirmed."""
+    with recorder.of(regime(job)) as library:
+
+        def record(*sample: Any) -> Walk:
+            return Walk.read(library.walk(*sample))
+
+        recipe = recorded(record, (job.micro_batch_size, LENGTH), job.architecture.most_positions)
+        kind = kind_of(record, recipe, job, library.defaults)
+    if kind is None:
+        raise CollectorError("no network with other numbers confirms what was recorded.")
+    return kind, replace(recipe, versions=releases)

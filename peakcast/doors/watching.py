@@ -1,0 +1,213 @@
+"""The door inside a training script: predict before the first step, compare with what the run really took at its end.
+
+    with peakcast.watch(job, "H100-80GB", append_to="mine.shard.jsonl"):
+        train()
+
+    trainer = Trainer(..., callbacks=[peakcast.trainer_callback(append_to="mine.shard.jsonl")])
+
+Nothing is sent anywhere. A row of the run is kept only where `append_to` names a file for it.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from peakcast.answers.remarks import bar_text, compared_text, verdict_words
+from peakcast.catalog import Device
+from peakcast.core.errors import DoesNotFitError, PeakcastError
+from peakcast.doors.answering import answer
+from peakcast.doors.proposing import check_snapshot_path
+from peakcast.doors.questions import Question, question
+from peakcast.doors.refusing import Say, device_at, in_plain_values, mode_of, refuse_what_does_not_fit
+
+if TYPE_CHECKING:
+    from peakcast.answers.prediction import Interval, Prediction
+
+COMPARED = (
+    ("allocated", "peak_allocated_bytes", "allocated"),
+    ("reserved", "peak_reserved_bytes", "reserved"),
+)
+"""(name that is shown, field of a prediction, reading of an observation)."""
+
+
+class Watch:
+    """A prediction and the run to which it belongs, as a context manager; `say` is called with each line for the user."""
+
+    def __init__(
+        self,
+        job: object = None,
+        gpu: str | Device | None = None,
+        *,
+        append_to: str | Path | None = None,
+        snapshot: str | Path | None = None,
+        refuse: bool | None = None,
+        say: Say = print,
+    ) -> None:
+        from peakcast.collectors.stacks.steps.observing import Observation
+
+        self._snapshot = Path(snapshot) if snapshot is not None else None
+        if self._snapshot is not None:
+            check_snapshot_path(self._snapshot)
+        self._observation = Observation(self._snapshot)
+        self._gpu = gpu
+        self._measures = self._observation.gpu_name() is not None
+        self._append_to = Path(append_to) if append_to is not None else None
+        self._refuses = mode_of(refuse, "warn") == "refuse"
+        self.say = say
+        self.question: Question | None = None
+        self.prediction: Prediction | None = None
+        self.measured: dict[str, int] = {}
+        """Peaks by name (`allocated`, `reserved`), in bytes, after the run has ended."""
+        if job is not None:
+            self.ask(job)
+
+    def ask(self, job: object) -> None:
+        """Predict `job`, in any form that `peakcast.preflight` takes, and say so in one line.
+
+        Raises: SpecError or CatalogError, also if no GPU is named and this machine has none; DoesNotFitError if runs that
+        surely do not fit are to be refused.
+        """
+        self.question = question(in_plain_values(job), device_at(self._gpu))
+        self.prediction = answer(self.question)
+        bar = self.prediction.peak_allocated_bytes
+        verdict = f"{verdict_words(self.prediction)} on {self.question.device.name}"
+        self.say(f"peakcast: {verdict}; allocated peak {bar_text(bar)} predicted")
+        if self._refuses:
+            refuse_what_does_not_fit(self.question, self.prediction)
+
+    def __enter__(self) -> Watch:
+        self._observation.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.finish(complete=kind is None)
+
+    def finish(self, num_steps: int | None = None, *, complete: bool = True) -> None:
+        """Compare, in a line for each quantity, and store the row if that was asked for and the run is `complete`."""
+        if not self._measures or self.question is None or self.prediction is None:
+            self.say("peakcast: nothing to compare; the run used no GPU that can be read")
+            return
+        self._observation.finish()
+        for name, quantity, reading in COMPARED:
+            bar: Interval = getattr(self.prediction, quantity)
+            self.measured[name] = size = self._observation.peaks[reading]
+            self.say(f"peakcast: {compared_text(name, size, bar)}")
+        if self._snapshot is not None:
+            self.say(f"peakcast: snapshot written to {self._snapshot}; `peakcast replay` lays a prediction beside it")
+        if self._append_to is not None and complete:
+            from peakcast.measurements import store
+
+            row = self._observation.row(self.question.job, self.question.device.name, num_steps)
+            store.append(self._append_to, row)
+            self.say(f"peakcast: row appended to {self._append_to}" + "".join(f"; marked: {why}" for why in row.spoiled))
+
+
+class _Listener:
+    """Passes a Trainer's reports to a watch. Its own errors are printed and never stop a training run; only a refusal that
+    was asked for does."""
+
+    def __init__(self, watch: Watch) -> None:
+        self._watch = watch
+        self._facts: dict[str, Any] = {}
+        self._entered = False
+
+    def begins(self, facts: dict[str, Any]) -> None:
+        self._facts = facts
+
+    def sees(self, batch: int, sequence: int) -> None:
+        arguments = {
+            **self._facts["training_arguments"],
+            "per_device_train_batch_size": batch,
+            "max_length": sequence,
+        }
+        try:
+            self._watch.ask({"huggingface": {**self._facts, "training_arguments": arguments}})
+            if not self._entered:
+                self._watch.__enter__()
+                self._entered = True
+        except DoesNotFitError:
+            raise
+        except PeakcastError as error:
+            self._watch.say(f"peakcast: {error.message}")
+
+    def ends(self, num_steps: int) -> None:
+        if not self._entered:
+            return
+        try:
+            self._watch.finish(num_steps)
+        except PeakcastError as error:
+            self._watch.say(f"peakcast: {error.message}")
+
+
+class _LightningListener:
+    """The same for Lightning, where the script gives the job."""
+
+    def __init__(self, watch: Watch, job: object) -> None:
+        self._watch = watch
+        self._job = job
+        self._entered = False
+
+    def sets_up(self) -> None:
+        self._watch.ask(self._job)
+
+    def begins(self) -> None:
+        self._watch.__enter__()
+        self._entered = True
+
+    def ends(self, num_steps: int) -> None:
+        if self._entered:
+            self._watch.finish(num_steps)
+
+
+def watch(
+    job: object,
+    gpu: str | Device | None = None,
+    *,
+    append_to: str | Path | None = None,
+    snapshot: str | Path | None = None,
+    refuse: bool | None = None,
+    say: Say = print,
+) -> Watch:
+    """A context manager around a training run of `job`: predicts it, then compares with the real peaks.
+
+    `gpu`: a GPU type (None: the one at hand). `append_to`: a JSON-lines file that a row of the run is added to, which
+    `peakcast fit` and `peakcast evaluate --against` read. `snapshot`: a file that the allocator's history of the run is
+    written to, for `peakcast watch` and `peakcast replay`; recording it slows the run down. `refuse`: whether a run that
+    surely does not fit is stopped with a DoesNotFitError; None asks the environment variable PEAKCAST_PREFLIGHT, without
+    which it is only said. `say` gets each line.
+    Raises: DoesNotFitError; SpecError or CatalogError naming the parameter, the value, the rule and the way out.
+    """
+    return Watch(job, gpu, append_to=append_to, snapshot=snapshot, refuse=refuse, say=say)
+
+
+def trainer_callback(
+    gpu: str | Device | None = None,
+    *,
+    append_to: str | Path | None = None,
+    refuse: bool | None = None,
+    say: Say = print,
+) -> Any:
+    """A callback for transformers' Trainer that predicts when the first batch is seen, before its step, and compares at
+    the end. It reads the model's config, the TrainingArguments and the adapter by itself; a fault of its own is said and
+    never stops the run. Weights are loaded by then: `peakcast.preflight` refuses before. Parameters as `watch`."""
+    from peakcast.collectors.stacks.callback import TellingCallback
+
+    return TellingCallback(_Listener(Watch(None, gpu, append_to=append_to, refuse=refuse, say=say)))
+
+
+def lightning_callback(
+    job: object,
+    gpu: str | Device | None = None,
+    *,
+    append_to: str | Path | None = None,
+    refuse: bool | None = None,
+    say: Say = print,
+) -> Any:
+    """A callback for Lightning's Trainer: it predicts `job` when a fit is set up, before `configure_model` makes weights,
+    and compares at the end. Parameters, and what it raises, are those of `watch`."""
+    from peakcast.collectors.stacks.lightning_callback import telling_callback
+
+    return telling_callback(_LightningListener(Watch(None, gpu, append_to=append_to, refuse=refuse, say=say), job))
+

@@ -1,0 +1,1 @@
+"""The question as a value: what is trained, how, and on how many ranks."""

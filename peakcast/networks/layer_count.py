@@ -1,0 +1,53 @@
+"""A network with fewer layers, which are the first layers of the original."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.spec import canonical_json
+
+COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
+"""Names that configurations use for the number of layers."""
+TOWERS = ("vision_config", "audio_config", "vq_config", "qformer_config", "vision_tower_config")
+"""Parts of a configuration that have layers of their own."""
+
+
+def with_layers(architecture: Architecture, layers: int) -> Architecture:
+    """`architecture` with its first `layers` layers."""
+    if architecture.configuration:
+        config = _shortened(json.loads(architecture.configuration), architecture.num_hidden_layers, layers)
+        return replace(architecture, num_hidden_layers=layers, configuration=canonical_json(config))
+    everything = architecture.full_attention_layers
+    return replace(
+        architecture,
+        num_hidden_layers=layers,
+        layer_types=architecture.layer_types[:layers],
+        full_attention_layers=None if everything is None else tuple(one for one in everything if one < layers),
+    )
+
+
+def _shortened(config: Mapping[str, Any], before: int, layers: int) -> dict[str, Any]:
+    """Every count of `before` layers, every list of as many entries, and what single layers are told, shortened, at any
+    depth."""
+    found: dict[str, Any] = {}
+    for key, value in config.items():
+        if _is_by_layer(value):
+            value = {layer: told for layer, told in value.items() if int(layer) < layers}
+        elif isinstance(value, Mapping) and key not in TOWERS:
+            value = _shortened(value, before, layers)
+        elif key in COUNTS and value == before:
+            value = layers
+        elif isinstance(value, list) and len(value) == before:
+            value = value[:layers]
+        found[key] = value
+    return found
+
+
+def _is_by_layer(value: Any) -> bool:
+    """Whether `value` has settings under the numbers of layers (`per_layer_config`, as Gemma 4 has for its wider heads)."""
+    numbered = isinstance(value, Mapping) and bool(value) and all(str(key).isdecimal() for key in value)
+    return numbered and all(isinstance(told, Mapping) for told in value.values())

@@ -1,0 +1,98 @@
+"""Networks of transformers that no rules in `hf_families` describe. Only their configuration is known; the installed
+library builds them from it, so that they can be recorded or traced."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from typing import Any
+
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.spec import canonical_json
+
+_FOR_TRACING: ContextVar[bool] = ContextVar("for_tracing", default=False)
+_LEFT_OUT = ("name", "_name_or_path", "torch_dtype", "dtype", "transformers_version", "architectures")
+"""Keys that do not change the network."""
+_SIZES = {
+    "hidden_size": ("hidden_size", "n_embd", "d_model", "dim"),
+    "num_hidden_layers": ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers"),
+    "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"),
+    "intermediate_size": ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim"),
+    "vocab_size": ("vocab_size",),
+}
+"""What is shown of such a network, and its usual spellings; nothing is computed from it."""
+_FLOAT = "__float__"
+"""The key under which transformers writes numbers that JSON has not (5.17 `configuration_utils.py` `_FLOAT_TAG_KEY`)."""
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
+"""Where configurations of vision-language models have their language model."""
+
+
+@contextlib.contextmanager
+def for_tracing() -> Iterator[None]:
+    """A context in which a configuration of an unknown family is never treated like Llama's."""
+    token = _FOR_TRACING.set(True)
+    try:
+        yield
+    finally:
+        _FOR_TRACING.reset(token)
+
+
+def is_traced() -> bool:
+    """Whether the network that is read will be traced, so that its shapes need not be guessed."""
+    return _FOR_TRACING.get()
+
+
+def kept_configuration(config: Mapping[str, Any]) -> str:
+    """What transformers builds the network of `config` from."""
+    return canonical_json(_tagged({key: value for key, value in config.items() if key not in _LEFT_OUT}))
+
+
+def configuration_of(architecture: Architecture) -> dict[str, Any]:
+    """The configuration that `architecture` keeps, as transformers' classes take it; empty where it keeps none."""
+    found: dict[str, Any] = _untagged(json.loads(architecture.configuration or "{}"))
+    return found
+
+
+def _tagged(value: Any) -> Any:
+    """`value` as JSON can hold it: an infinite bound (Mamba's `time_step_limit`) is written as transformers writes it."""
+    if isinstance(value, Mapping):
+        return {key: _tagged(inner) for key, inner in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_tagged(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {_FLOAT: "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"}
+    return value
+
+
+def _untagged(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return float(value[_FLOAT]) if set(value) == {_FLOAT} else {key: _untagged(one) for key, one in value.items()}
+    return [_untagged(one) for one in value] if isinstance(value, list) else value
+
+
+def undescribed(config: Mapping[str, Any], name: str | None) -> Architecture:
+    """The network of `config`, as an `Architecture` that contains the configuration."""
+    called = name or config.get("name") or config.get("_name_or_path") or config["model_type"]
+    return Architecture(
+        name=str(called),
+        model_type=str(config["model_type"]),
+        hidden_size=_size(config, "hidden_size"),
+        num_hidden_layers=_size(config, "num_hidden_layers"),
+        num_attention_heads=_size(config, "num_attention_heads"),
+        intermediate_size=_size(config, "intermediate_size"),
+        vocab_size=_size(config, "vocab_size"),
+        num_key_value_heads=1,
+        head_dim=1,
+        configuration=kept_configuration(config),
+        kind="undescribed",
+    )
+
+
+def _size(config: Mapping[str, Any], field: str) -> int:
+    inner = (config.get(part) for part in _TEXT_PARTS)
+    places = [config, *(part for part in inner if isinstance(part, Mapping))]
+    found = (place.get(key) for place in places for key in _SIZES[field])
+    return next((value for value in found if isinstance(value, int) and value > 0), 1)

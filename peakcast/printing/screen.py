@@ -1,0 +1,210 @@
+"""The layout of the answer of `predict`, `dryrun` and `megatron`: a first screen, and details behind a flag."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Iterable
+
+from peakcast.answers.labels import (
+    GENERATION,
+    METHODS,
+    RESTS_ON,
+    category_name,
+    phase_name,
+    phase_title,
+    quantity_name,
+    sentence_start,
+)
+from peakcast.answers.prediction import QUANTITIES, SEEN_BY, Answer, Interval, Prediction
+from peakcast.answers.remarks import assumptions_shown, notable, preventing, verdict_reason, verdict_words, warnings_shown
+from peakcast.core.findings import Finding
+from peakcast.core.units import GIB, format_gib
+from peakcast.jobs.spec import TrainingJob
+from peakcast.printing.steps import steps_text
+
+WIDTH = 100
+NUM_WARNINGS = 3
+"""Warnings on the first screen."""
+NUM_KINDS = 5
+"""Kinds of tensors that the first screen names; the others share one line."""
+LEAST, LEAST_IN_DETAILS = 0.01, 0.0005
+"""Kinds of tensors below this fraction of the peak are not named, on the first screen and in the details."""
+NUM_LARGEST = 5
+NUM_GPUS = 3
+"""GPU types that the first screen names."""
+NOT_COVERED = "not known, since the ledger does not cover this job in full"
+NOTHING = "nothing that peakcast can compute lowers this peak by itself"
+
+
+def prediction_text(p: Answer, *, details: bool = False) -> str:
+    """The first screen: does it fit, the peaks with their bars, what the peak is made of, what would help, and what may
+    change the verdict. `details`: all of the answer instead."""
+    parts = _details(p) if details else _first_screen(p)
+    return "\n\n".join(part for part in parts if part)
+
+
+def _first_screen(p: Answer) -> Iterable[str]:
+    yield f"{_verdict(p)}\n{_asked(p.job)}"
+    yield _quantities(p)
+    yield _ranks(p)
+    yield _peak(p, NUM_KINDS)
+    yield _lines(p.remarks)
+    yield _help(p) if p.fits != "yes" and not preventing(p) else ""
+    yield _lines(warnings_shown(_warnings(p), most=NUM_WARNINGS))
+    yield _more(p)
+
+
+def _details(p: Answer) -> Iterable[str]:
+    yield f"{_verdict(p)}\n{_asked(p.job)}"
+    yield _quantities(p)
+    yield _ranks(p)
+    yield _peak(p)
+    yield _lines(p.remarks)
+    yield _phases(p)
+    yield _largest(p)
+    yield _steps(p)
+    yield _gpus(p)
+    yield _lines([*warnings_shown(p.findings, whole=True), *_domain(p), *assumptions_shown(p.assumptions, whole=True)])
+    yield _wrapped(f"Not modelled: {'; '.join(p.not_modelled)}.")
+
+
+# -- parts of both ------------------------------------------------------------------------------------------------------
+
+
+def _verdict(p: Prediction) -> str:
+    failing = preventing(p)
+    what = f": {failing.sentence}\n{sentence_start(verdict_reason(p))}." if failing else f": {verdict_reason(p)}."
+    return _lines(f"{sentence_start(verdict_words(p))} on {p.gpu}{what}".split("\n"))
+
+
+def _asked(job: TrainingJob) -> str:
+    """The job in a line, so that users see what the answer is about and what was assumed."""
+    what = "inference" if job.task == "inference" else METHODS[job.finetuning.method]
+    if job.finetuning.frozen:
+        what += f" ({', '.join(job.finetuning.frozen)} frozen)"
+    ranks = job.parallelism.world_size
+    gpus = f"{ranks:,} GPUs" if ranks > 1 else "1 GPU"
+    batch = f"micro-batch {job.micro_batch_size:,} × {job.sequence_length:,} tokens"
+    if job.task == "inference":
+        prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
+        batch = f"batch {job.micro_batch_size:,} × {prompt:,} tokens of prompt and {new:,} new"
+    return _wrapped(f"Asked: {job.architecture.name}, {what}, {batch}, {gpus}, {job.framework}.")
+
+
+def _quantities(p: Prediction) -> str:
+    lines = [f"{'peak':<11}{'GiB':>8}{'90 % bar':>18}   {'bar rests on':<14}seen by"]
+    for quantity in QUANTITIES:
+        bar: Interval = getattr(p, quantity)
+        if quantity != "peak_host_bytes" or bar.upper_95:
+            span = f"{bar.lower / GIB:.2f} – {bar.upper / GIB:.2f}"
+            size = f"{quantity_name(quantity):<11}{bar.point / GIB:>8.2f}{span:>18}"
+            lines.append(f"{size}   {RESTS_ON[bar.rests_on]:<14}{SEEN_BY[quantity]}")
+    return "\n".join(lines)
+
+
+def _peak(p: Prediction, most: int | None = None) -> str:
+    """When the peak occurs and what it consists of: `most` kinds of tensors, and the rest as one."""
+    total = max(sum(p.composition.values()), 1)
+    least = LEAST if most is not None else LEAST_IN_DETAILS
+    shown = [(category_name(name), size) for name, size in p.composition.items() if size / total >= least][:most]
+    rest = total - sum(size for _, size in shown)
+    shown += [("the rest", rest)] if rest / total >= least else []
+    rank = f", on rank {p.rank}" if p.rank else ""
+    generation = {name: size for name, size in p.phase_peaks_bytes.items() if name in GENERATION}
+    phase = max(generation, key=lambda name: generation[name], default=p.peak_phase)
+    lines = [f"The peak is in {phase_name(phase)}{rank}:"]
+    return "\n".join([*lines, *(f"  {name:<24}{size / GIB:>8.2f} GiB {size / total:>6.1%}" for name, size in shown)])
+
+
+def _steps(p: Answer) -> str:
+    """Changes that lower the peak, each on top of those before it."""
+    if p.first_to_try:
+        return steps_text(p.first_to_try)
+    return f"First to try: {NOTHING if p.is_covered else NOT_COVERED}."
+
+
+def _ranks(p: Answer) -> str:
+    if not p.ranks:
+        return ""
+    numbers = f"{'allocated':>12}{'device':>9}{'at most':>12}"
+    lines = [f"{'rank':<6}{'alike':>6}{'stage':>7}{'layers':>10}{numbers}   fits, peak in"]
+    for item in p.ranks:
+        layers = f"{item.layers[0]}–{item.layers[-1]}" if item.layers else "none"
+        if len(item.layers) > 1 and item.layers[-1] - item.layers[0] >= len(item.layers):
+            layers = f"{len(item.layers)}"
+        lines.append(
+            f"{item.rank:<6}{item.num_ranks:>6}{item.stage:>7}{layers:>10}{item.peak_allocated_bytes.point / GIB:>12.2f}"
+            f"{item.peak_device_bytes.point / GIB:>9.2f}{item.peak_device_bytes.upper_95 / GIB:>12.2f}   "
+            f"{item.fits}, {phase_title(item.peak_phase)}"
+        )
+    return "\n".join(lines)
+
+
+# -- the first screen's own ---------------------------------------------------------------------------------------------
+
+
+def _help(p: Answer) -> str:
+    """What would make the job fit: changes, larger GPU types, more GPUs."""
+    fitting = [gpu.gpu for gpu in p.gpus if gpu.fits == "yes"]
+    named = ", ".join(fitting[:NUM_GPUS])
+    further = f" and {len(fitting) - NUM_GPUS} more" if len(fitting) > NUM_GPUS else ""
+    gpus = f"Fits as it is on {named}{further}" if fitting else "Surely fits as it is on no GPU type of the catalog"
+    return f"{_steps(p)}\n{_wrapped(f'{gpus}. More GPUs: `peakcast search`.')}"
+
+
+def _warnings(p: Prediction) -> list[Finding]:
+    failing = preventing(p)
+    return [finding for finding in notable(p.findings) if finding is not failing]
+
+
+def _more(p: Answer) -> str:
+    """What the details contain that the first screen does not."""
+    left = len(p.findings) - min(len(_warnings(p)), NUM_WARNINGS) - bool(preventing(p))
+    counts = [(left, "warning"), (len(p.assumptions), "assumption")]
+    said = [f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count > 0]
+    further = ["tensors", "phases", "other GPUs", "what is not modelled"]
+    return _wrapped(f"More with --details: {', '.join([*said, *further])}.")
+
+
+# -- the details' own ---------------------------------------------------------------------------------------------------
+
+
+def _phases(p: Prediction) -> str:
+    phases = ", ".join(f"{phase_title(name)} {size / GIB:.2f}" for name, size in p.phase_peaks_bytes.items())
+    first, between = format_gib(p.first_step_peak_bytes), format_gib(p.steady_state_bytes)
+    return _lines([f"By phase in GiB: {phases}.", f"The first step's peak is {first}; between steps {between} remain."])
+
+
+def _largest(p: Prediction) -> str:
+    lines = ["Biggest tensors:"]
+    for name, category, size, number in p.largest[:NUM_LARGEST]:
+        shown = name if len(name) <= 44 else "…" + name[-43:]
+        tensors = f"{number} tensors" if number > 1 else "1 tensor"
+        lines.append(f"  {shown:<44} {size / GIB:>8.2f} GiB  {tensors}, {category_name(category)}")
+    return "\n".join(lines)
+
+
+def _gpus(p: Answer) -> str:
+    if preventing(p):
+        return ""
+    lines = []
+    for fits, words in (("yes", "It fits on"), ("uncertain", "It may or may not fit on")):
+        names = [gpu.gpu for gpu in p.gpus if gpu.fits == fits]
+        if names or fits == "yes":
+            lines.append(f"{words}: {', '.join(names) or 'no GPU type of the catalog'}.")
+    return _lines(lines)
+
+
+def _domain(p: Prediction) -> list[str]:
+    if p.calibration != p.gpu:
+        return []
+    inside = "like the runs measured there" if p.inside_calibrated_domain else "unlike the runs measured there"
+    return [f"The bars come from the calibration of {p.calibration}; this job is {inside}."]
+
+
+def _lines(lines: Iterable[str]) -> str:
+    return "\n".join(map(_wrapped, lines))
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,1 @@
+"""The one idea of peakcast, the tensors of a step over its instants, and the files that hold it."""

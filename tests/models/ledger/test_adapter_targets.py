@@ -1,0 +1,32 @@
+"""The table of default adapter targets is peft's own."""
+
+import pytest
+
+from peakcast.catalog import architecture
+from peakcast.jobs.spec import Finetuning, TrainingJob
+from peakcast.models.ledger.parameters.adapter_targets import DEFAULT_TARGETS
+from peakcast.models.ledger.scope.adapter import targets_taken
+
+LORA = Finetuning(method="lora", rank=8)
+
+constants = pytest.importorskip("peft.utils.constants")
+PEFTS = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+
+
+def test_every_row_is_pefts():
+    assert {family: list(targets) for family, targets in DEFAULT_TARGETS.items()} == {
+        family: PEFTS[family] for family in DEFAULT_TARGETS
+    }
+
+
+@pytest.mark.parametrize("family", ["olmo2", "phi3", "glm", "granite", "qwen3_moe", "starcoder2"])
+def test_what_peft_does_not_know_has_no_row(family):
+    assert family not in PEFTS
+    assert family not in DEFAULT_TARGETS
+
+
+def test_without_targets_and_a_default_the_answer_says_what_it_took():
+    adapted = {name: TrainingJob(architecture=architecture(name), finetuning=LORA) for name in ("phi-3-mini", "qwen3-8b")}
+    assert "taken to be on qkv_proj" in targets_taken(adapted["phi-3-mini"])
+    assert "gate_up_proj" in targets_taken(adapted["phi-3-mini"])  # the way out: what can be named
+    assert targets_taken(adapted["qwen3-8b"]) == ""

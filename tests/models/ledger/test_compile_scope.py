@@ -1,0 +1,131 @@
+"""Which compiled steps the ledger answers for: each other kind is named, and pointed at the trace."""
+
+import pytest
+
+from peakcast.collectors.measure.grid import expand
+from peakcast.models.baseline.ledger import ledger
+from peakcast.models.ledger.scope.scope import out_of_scope
+from peakcast.timelines.timeline import Phase
+
+UNTIED = {"architecture": "llama-2-7b"}
+LAYERS = {"framework_options": {"compiled_regions": "layers"}}
+AUTOCAST = {
+    "precision": {"parameters": "float32", "compute": "bfloat16"},
+    "framework_options": {"autocast": True},
+}
+COVERED = {
+    "whole": UNTIED,
+    "whole, with one table": {},
+    "whole, in a loop that keeps the model's outputs": {"framework": "torch"},
+    "layers": LAYERS,
+    "torchtitan": {"framework": "torch", "versions": {"torchtitan": "0.2"}},
+    "accumulated": {**LAYERS, "gradient_accumulation_steps": 4},
+    "checkpointed": {**LAYERS, "activation_checkpointing": {"mode": "full"}},
+    "whole, checkpointed": {"activation_checkpointing": {"mode": "full"}},
+    "whole, with a small vocabulary": {"architecture": {"name": "llama-2-7b", "vocab_size": 1024}},
+    "whole, with adapters": {"finetuning": {"method": "lora", "rank": 8, "targets": ["all-linear"]}},
+    "whole, of Gemma": {"architecture": "gemma-2b"},
+    "whole, of Gemma 2": {"architecture": "gemma-2-2b"},
+    "whole, of GPT-2": {"architecture": "gpt2", "sequence_length": 512},
+    "whole, of Phi-3, checkpointed": {
+        "architecture": "phi-3-mini",
+        "sequence_length": 1024,
+        "activation_checkpointing": {"mode": "full"},
+    },
+    "whole, of GPT-2 without dropout": {"architecture": "cerebras-gpt-1.3b"},
+    "Phi-3's layers in shards": {
+        "framework": "torch",
+        "versions": {"torchtitan": "0.2"},
+        "architecture": "phi-3-mini",
+        "sequence_length": 1024,
+        "precision": {"parameters": "float32", "compute": "bfloat16"},
+        "parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"},
+    },
+    "layers of Gemma 3": {**LAYERS, "architecture": "gemma-3-1b", "sequence_length": 256},
+    "layers of Phi-3, checkpointed": {
+        **LAYERS,
+        "architecture": "phi-3-mini",
+        "sequence_length": 1024,
+        "activation_checkpointing": {"mode": "full"},
+    },
+    "Trainer with bf16 and torch_compile": AUTOCAST,
+    "the same, checkpointed": {**AUTOCAST, "activation_checkpointing": {"mode": "full"}},
+    "the same, layer by layer": {**AUTOCAST, "framework_options": {"autocast": True, "compiled_regions": "layers"}},
+    "torchtitan's layers in shards": {
+        "framework": "torch",
+        "versions": {"torchtitan": "0.2"},
+        "precision": {"parameters": "float32", "compute": "bfloat16"},
+        "parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"},
+        "activation_checkpointing": {"mode": "selective"},
+    },
+}
+NAMED = {
+    "several ranks": {"parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"}},
+    "of 'mixtral-8x7b'": {"architecture": "mixtral-8x7b"},
+    "layers in shards with accelerate of 'gpt2'": {
+        **AUTOCAST,
+        "architecture": "gpt2",
+        "framework_options": {"autocast": True, "compiled_regions": "layers"},
+        "parallelism": {"data_parallel_size": 8, "sharding": "fsdp2"},
+    },
+    "full checkpointing of layers of 'gpt2'": {
+        **LAYERS,
+        "architecture": "gpt2",
+        "activation_checkpointing": {"mode": "full"},
+    },
+    "adapters of 'phi-3-mini'": {
+        "architecture": "phi-3-mini",
+        "finetuning": {"method": "lora", "rank": 8, "targets": ["qkv_proj"]},
+    },
+    "checkpointing of some layers": {"activation_checkpointing": {"mode": "full", "every_n_layers": 2}},
+    "or of some operations": {"activation_checkpointing": {"mode": "selective"}},
+    "checkpointing of a whole network of 'qwen3-0.6b'": {
+        "architecture": "qwen3-0.6b",
+        "activation_checkpointing": {"mode": "full"},
+    },
+    "reentrant": {**LAYERS, "activation_checkpointing": {"mode": "full", "use_reentrant": True}},
+    "other weights": {"precision": {"parameters": "float32", "compute": "float32"}},
+    "or float32 under autocast": {"framework_options": {"autocast": True}},
+    "autocast of a whole network of 'gemma-2b'": {**AUTOCAST, "architecture": "gemma-2b"},
+    "without accelerate": {
+        **AUTOCAST,
+        "framework": "torch",
+        "framework_options": {"autocast": True, "compiled_regions": "layers"},
+    },
+    "in a whole network without checkpointing": {**LAYERS, "finetuning": {"method": "lora", "rank": 8}},
+    "plain ones without dropout": {"finetuning": {"method": "lora", "rank": 8, "dropout": 0.1}},
+    "adapters that are not float32": {
+        "finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"},
+        "framework_options": {"adapter_dtype": "bfloat16"},
+    },
+    "attention='eager'": {"attention": "eager"},
+    "sliding window": {"architecture": "mistral-7b", "sequence_length": 8192},
+}
+
+
+def job(**changes):
+    return expand({"include": [{"architecture": "llama-3.2-1b", "compile": True, **changes}]})[0]
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_what_equals_its_trace_is_covered(name):
+    assert out_of_scope(job(**COVERED[name])) == ""
+
+
+@pytest.mark.parametrize("words", NAMED)
+def test_every_other_kind_is_named_and_pointed_at_the_trace(words):
+    reason = out_of_scope(job(**NAMED[words]))
+    assert reason.startswith("compile=true")
+    assert words in reason
+    assert "peakcast explain --trace" in reason
+
+
+def test_nothing_compiled_nothing_said():
+    assert out_of_scope(job(compile=False, framework_options={"compiled_regions": "layers"})) == ""
+
+
+def test_a_network_compiled_whole_has_its_loss_inside_and_keeps_less():
+    eager, whole, layers = (ledger(job(**changes)) for changes in ({"compile": False}, {}, LAYERS))
+    assert Phase.LOSS not in whole.phase_peaks()
+    peaks = [one.peak(Phase.BACKWARD).num_bytes for one in (whole, layers, eager)]
+    assert peaks == sorted(set(peaks))

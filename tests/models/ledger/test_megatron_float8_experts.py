@@ -1,0 +1,96 @@
+"""Experts and latent attention in FP8: what their projections keep, by hand; what is not covered, by name. The traces that
+these follow are in `collectors/grids/agreement-megatron.yaml`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from peakcast.dialects.megatron.job import from_megatron
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.megatron.ledger import megatron_ledger, megatron_out_of_scope
+from peakcast.timelines.timeline import Phase
+
+T, H, FFN, TOP = 512, 256, 128, 2
+SMALL: dict[str, Any] = {
+    "num_layers": 1, "hidden_size": H, "ffn_hidden_size": 512, "num_attention_heads": 4, "micro_batch_size": 1,
+    "seq_length": T, "max_position_embeddings": T, "vocab_size": 512, "bf16": True, "swiglu": True,
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "disable_bias_linear": True, "fp8_format": "hybrid",
+    "untie_embeddings_and_output_weights": True, "attention_backend": "fused", "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}  # fmt: skip
+EXPERTS: dict[str, Any] = {
+    "num_experts": 4, "moe_router_topk": TOP, "moe_ffn_hidden_size": FFN, "moe_grouped_gemm": True,
+    "moe_token_dispatcher_type": "alltoall",
+}  # fmt: skip
+LATENT: dict[str, Any] = {
+    "multi_latent_attention": True, "q_lora_rank": 128, "kv_lora_rank": 128, "qk_head_dim": 64, "qk_pos_emb_head_dim": 32,
+    "v_head_dim": 64, "qk_layernorm": True, "no_rope_fusion": True,
+}  # fmt: skip
+
+
+def job(num_gpus: int = 1, **arguments: Any) -> TrainingJob:
+    return from_megatron(
+        {**SMALL, "global_batch_size": num_gpus, **arguments}, num_gpus, versions={"transformer_engine": "2.8.0"}
+    ).job
+
+
+def saved(job: TrainingJob, name: str) -> int:
+    """Bytes that operation `name` makes to keep, in a forward."""
+    timeline = megatron_ledger(job)
+    phases = timeline.phases
+    named = zip(timeline.names, timeline.num_bytes, timeline.born, strict=True)
+    return sum(int(size) for each, size, born in named if each == name and phases[born] == Phase.FORWARD)
+
+
+@pytest.mark.parametrize(("recipe", "scales"), [("delayed", 0), ("blockwise", 4 / 128), ("mxfp8", 1 / 32)])
+def test_experts_keep_their_inputs_in_a_byte_each(recipe: str, scales: float):
+    routed = job(fp8_recipe=recipe, **EXPERTS)
+    assert saved(routed, "experts.linear_fc1.saved") == TOP * T * H * (1 + scales)
+    assert saved(routed, "experts.linear_fc2.saved") == TOP * T * FFN * (1 + scales)
+
+
+def test_in_bf16_they_keep_the_inputs_themselves():
+    assert saved(job(fp8_format=None, **EXPERTS), "experts.linear_fc1.saved") == 0
+
+
+def test_every_expert_has_copies_of_its_weights_in_both_layouts():
+    timeline = megatron_ledger(job(fp8_recipe="delayed", **EXPERTS))
+    copies = [
+        int(size) for name, size in zip(timeline.names, timeline.num_bytes, strict=True) if name.endswith("fc1.weight.fp8")
+    ]
+    assert copies == [4 * 2 * FFN * H] * 2
+
+
+@pytest.mark.parametrize(("recipe", "kept"), [("delayed", T * H), ("blockwise", 0)])
+def test_a_shared_expert_keeps_what_the_router_keeps_too(recipe: str, kept: int):
+    shared = job(fp8_recipe=recipe, moe_shared_expert_intermediate_size=FFN, **EXPERTS)
+    assert saved(shared, "shared_experts.linear_fc1.saved") == kept
+
+
+def test_both_projections_down_keep_a_copy_of_one_input():
+    latent = job(fp8_recipe="delayed", **LATENT)
+    assert saved(latent, "linear_q_down_proj.saved") == saved(latent, "linear_kv_down_proj.saved") == T * H
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ({**EXPERTS, "recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, "mixture of experts"),
+        ({**LATENT, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, "latent attention"),
+        ({**EXPERTS, "fp8_param_gather": True, "use_distributed_optimizer": True}, "fp8-param-gather"),
+        (
+            {**LATENT, "kv_lora_rank": 64, "fp8_recipe": "blockwise", "tensor_model_parallel_size": 2,
+             "sequence_parallel": True},
+            "multiples of 128",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_not_covered_is_said(arguments: dict[str, Any], word: str):
+    assert word in megatron_out_of_scope(job(2, **arguments))
+
+
+@pytest.mark.parametrize("arguments", [EXPERTS, LATENT, {**EXPERTS, **LATENT}])
+def test_what_is_covered(arguments: dict[str, Any]):
+    assert megatron_out_of_scope(job(2, **arguments)) == ""

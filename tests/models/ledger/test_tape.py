@@ -1,0 +1,148 @@
+"""The tape's rules of life, counted by hand."""
+
+from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.step import Step
+from peakcast.models.ledger.tape.tape import Tape, WeightGradient
+from peakcast.timelines.timeline import Category, Phase
+
+KIB = 1024
+
+
+def _life(template, name):
+    rows = [i for i, n in enumerate(template.names) if n == name]
+    assert len(rows) == 1, f"{name}: {rows}"
+    i = rows[0]
+    return (
+        (int(template.born[i]), bool(template.born_backward[i])),
+        (int(template.dies[i]), bool(template.dies_backward[i])),
+    )
+
+
+def test_a_tensor_that_nobody_keeps_dies_after_its_last_reader():
+    tape = Tape()
+    x = tape.input(KIB)
+    y = tape.operation("a", [x], KIB)
+    z = tape.operation("b", [y], KIB)
+    tape.finish(tape.operation("c", [z], KIB))
+    template = _finished(["a", "b", "c"])
+    assert _life(template, "a") == ((0, False), (2, False))
+
+
+def _finished(names):
+    tape = Tape()
+    x = tape.input(KIB)
+    for name in names:
+        x = tape.operation(name, [x], KIB)
+    return tape.finish(x)
+
+
+def test_a_kept_tensor_lives_until_the_backward_of_the_earliest_operation_that_keeps_it():
+    tape = Tape()
+    x = tape.input(KIB)
+    y = tape.operation("y", [x], KIB)
+    first = tape.operation("first", [y], KIB, saves=[y])
+    second = tape.operation("second", [first, y], KIB, saves=[y])
+    template = tape.finish(second)
+    # backward order: second (0), first (1), y (2); y is kept by `first` and so is released after instant 1
+    assert _life(template, "y") == ((0, False), (2, True))
+
+
+def test_a_second_gradient_is_added_in_place_and_its_own_storage_is_freed_at_once():
+    tape = Tape()
+    x = tape.input(4 * KIB)
+    a = tape.operation("a", [x], KIB)
+    b = tape.operation("b", [x], KIB)
+    template = tape.finish(ops.add(tape, a, b, "sum"))
+    gradients = [(n, int(template.born[i]), int(template.dies[i])) for i, n in enumerate(template.names) if "gradient" in n]
+    # sum passes its gradient on to both: one storage, alive over sum, b and a; x's first gradient comes from b
+    assert ("gradient", 0, 3) in gradients
+    assert ("b.gradient", 1, 3) in gradients
+    assert ("a.gradient", 2, 3) in gradients
+
+
+def test_a_template_says_when_the_gradient_that_was_handed_in_is_added_to():
+    """x + g(f(x)): the sum passes its gradient on, and f's is added to it. A chain adds nothing: it is read once."""
+    tape = Tape()
+    x = tape.input(KIB)
+    y = tape.operation("g", [tape.operation("f", [x], KIB)], KIB)
+    added = tape.finish(ops.add(tape, x, y, "add"))
+    assert added.backward_labels[added.added_to_handed_in] == "f"
+    assert _finished(["a", "b"]).added_to_handed_in == 1
+
+
+def test_a_recomputation_stops_before_what_keeps_its_inputs_and_after_what_keeps_its_result():
+    """Inputs are kept before an operation runs."""
+    for keeps, runs in (({"saves_output": True}, 2), ({"extra_saved_bytes": [KIB]}, 2), ({"saves": True}, 1)):
+        tape = Tape()
+        x = tape.operation("a", [tape.input(KIB)], KIB)
+        kept = {"saves": [x]} if "saves" in keeps else keeps
+        template = tape.finish(tape.operation("c", [tape.operation("b", [x], KIB, **kept)], KIB))
+        assert template.num_recomputed == runs
+
+
+def test_linear_keeps_its_input_only_when_its_weight_trains():
+    for trainable in (True, False):
+        tape = Tape()
+        x = tape.operation("x", [tape.input(KIB)], KIB)
+        y = ops.linear(tape, x, 2, 256, 128, "linear", element_bytes=2, trainable=trainable)
+        template = tape.finish(y)
+        (_, dies) = _life(template, "x")
+        assert dies[1] is trainable
+        assert ("linear.weight.grad" in template.names) is trainable
+
+
+def test_views_share_their_storage_and_their_gradients_are_concatenated():
+    tape = Tape()
+    fused = tape.operation("fused", [tape.input(KIB)], 3 * KIB)
+    q, k, v = tape.split(fused, [KIB, KIB, KIB])
+    y = tape.operation("attend", [q, k, v], KIB, saves=[q])
+    template = tape.finish(y)
+    # q alone is kept, but it pins the whole storage until `attend` has run backward (instant 0)
+    assert _life(template, "fused") == ((0, False), (1, True))
+    split = [int(template.num_bytes[i]) for i, n in enumerate(template.names) if n == "split.gradient"]
+    assert split == [3 * KIB]
+
+
+def test_sizes_are_rounded_to_the_allocators_unit():
+    tape = Tape()
+    template = tape.finish(tape.operation("tiny", [tape.input(1)], 1))
+    assert set(template.num_bytes.tolist()) == {512}
+
+
+def test_a_step_places_blocks_and_adds_up():
+    tape = Tape()
+    x = tape.input(KIB)
+    y = tape.operation("y", [x], 2 * KIB, saves=[x], weight_gradients=[WeightGradient("w.grad", 4 * KIB)])
+    template = tape.finish(y)
+    step = Step()
+    step.hold("w", Category.PARAMETERS, 4 * KIB, 0)
+    runs = [step.run_forward(template, f"layers.{i}") for i in range(3)]
+    for run in reversed(runs):
+        step.run_backward(run)
+    step.gradients_die = step.moment("zero_grad", Phase.OPTIMIZER_STEP)
+    timeline = step.timeline()
+    # forward: the weight, the inputs of the layers so far (1 KiB each), the newest output (2 KiB)
+    assert timeline.totals[:3].tolist() == [4 * KIB + n * KIB + 2 * KIB for n in (1, 2, 3)]
+    # backward of layer 2: inputs 0..2, the gradient handed in (2) and out (1), its weight's gradient (4)
+    assert timeline.totals[3] == (4 + 3 + 2 + 1 + 4) * KIB
+    assert timeline.totals[-1] == 4 * KIB
+    for instant in range(len(timeline.phases)):
+        assert sum(timeline.composition(instant).values()) == timeline.totals[instant]
+
+
+def test_without_a_graph_only_what_is_held_outlives_the_block():
+    template = _finished(["a", "b"])
+    step = Step()
+    step.run_without_graph(template, "layers.0")
+    step.moment("after", Phase.FORWARD)
+    assert step.timeline().totals[-1] == 0
+
+
+def test_a_kernel_makes_its_temporaries_and_what_it_keeps_before_its_result():
+    """ATen's dropout: the mask, then the result; a projection that contains a norm: the normed input, then its product."""
+    tape = Tape()
+    output = tape.operation("dropout", [tape.input(4096)], 4096, extra_saved_bytes=[2048], forward_temporary_bytes=1024)
+    template = tape.finish(output)
+    made = [name for name, born, later in zip(template.names, template.born, template.born_backward, strict=True)
+            if name != "hidden_states" and born == 0 and not later]  # fmt: skip
+    assert made == ["dropout.temporary", "dropout.saved", "dropout"]

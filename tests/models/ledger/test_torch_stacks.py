@@ -1,0 +1,186 @@
+"""What torchtitan and torchtune do by their releases, counted by hand."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from peakcast import catalog
+from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.jobs.allocator_settings import Allocator
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import ActivationCheckpointing, Parallelism, Precision, TrainingJob
+from peakcast.models.baseline.ledger import ledger
+from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
+from peakcast.models.ledger.layouts import layout_of
+from peakcast.models.ledger.scope.scope import out_of_scope
+
+MIXED = Precision(parameters="float32", compute="bfloat16", gradients="float32", optimizer_states="float32")
+FLOAT8 = Precision(parameters="float32", compute="float8", gradients="float32", optimizer_states="float32")
+SHARDED = Parallelism(data_parallel_size=8, sharding="fsdp2")
+SELECTIVE = ActivationCheckpointing(mode="selective")
+TOKENS = 1024
+
+
+def job(network: str = "llama-3.2-1b", *, torchtitan: str = "", torchtune: str = "", **changes: Any) -> TrainingJob:
+    versions = {"torchtitan": torchtitan, "torchtune": torchtune}
+    base = {
+        "architecture": catalog.architecture(network),
+        "framework": "torch",
+        "versions": FrozenMapping({name: release for name, release in versions.items() if release}),
+        "sequence_length": TOKENS,
+        "precision": MIXED,
+        "parallelism": SHARDED,
+    }
+    return TrainingJob(**{**base, **changes})
+
+
+def bytes_of(one: TrainingJob, *names: str) -> int:
+    timeline = ledger(one)
+    return sum(int(size) for name, size in zip(timeline.names, timeline.num_bytes, strict=True) if name in names)
+
+
+def alive_at_head(one: TrainingJob, name: str) -> int:
+    """Bytes of the tensors of this name when the lm_head begins: what the layers left behind."""
+    timeline = ledger(one)
+    instant = next(i for i, label in enumerate(timeline.labels) if label.startswith("lm_head"))
+    alive = (timeline.born <= instant) & (timeline.dies > instant)
+    return sum(int(timeline.num_bytes[i]) for i in alive.nonzero()[0] if timeline.names[i] == name)
+
+
+def test_float8_products_leave_everything_else_in_bfloat16():
+    wide, narrow = ledger(job(precision=FLOAT8)), ledger(job())
+    assert not [name for name in wide.names if "self_attn.math" in name]
+    assert {int(wide.num_bytes[i]) for i, name in enumerate(wide.names) if name == "gathered"} == {
+        int(narrow.num_bytes[i]) for i, name in enumerate(narrow.names) if name == "gathered"
+    }
+    assert alive_at_head(job(precision=FLOAT8), "mlp.gate_proj") == alive_at_head(job(), "mlp.gate_proj") > 0
+
+
+def test_float8_compiled_is_counted_as_bfloat16_compiled():
+    eight, sixteen = (job(torchtitan="0.2", precision=one, compile=True) for one in (FLOAT8, MIXED))
+    assert ledger(eight).peak().num_bytes == ledger(sixteen).peak().num_bytes
+    assert ledger(eight).peak().num_bytes < ledger(eight.replace(compile=False)).peak().num_bytes
+
+
+def test_a_loss_that_is_not_compiled_beside_compiled_layers_keeps_fp32_logits():
+    logits = 4 * TOKENS * catalog.architecture("llama-3.2-1b").vocab_size
+    early, late = (job(torchtitan=release, compile=True) for release in ("0.0.2", "0.1.0"))
+    assert (bytes_of(early, "log_softmax"), bytes_of(late, "log_softmax")) == (logits, 0)
+    apart = late.replace(framework_options=FrozenMapping({"compiles_loss": False}))
+    assert bytes_of(apart, "log_softmax") == logits
+
+
+def test_the_loss_alone_can_be_compiled():
+    alone = job(torchtitan="0.2", compile=True, framework_options=FrozenMapping({"compiled_regions": "loss"}))
+    assert bytes_of(alone, "log_softmax") == 0
+    assert alive_at_head(alone, "mlp.gate_proj") == alive_at_head(job(torchtitan="0.2"), "mlp.gate_proj") > 0
+
+
+@pytest.mark.parametrize("stack", [{"torchtitan": "0.1.0"}, {"torchtitan": "0.3"}, {"torchtune": "0.6.1"}])
+def test_logits_are_dropped_before_backward(stack):
+    assert bytes_of(job(), "outputs.logits") > 0
+    assert bytes_of(job(**stack), "outputs.logits") == 0
+
+
+def test_embedding_and_head_are_the_root_before_0_2_and_the_last_layer_stays():
+    def units(release: str) -> list[tuple[str, bool]]:
+        one = job(network="llama-3.1-8b", torchtitan=release)
+        return [(unit.name, unit.stays_after_forward) for unit in layout_of(one, stored_parameters(one)).units]  # type: ignore[attr-defined]
+
+    assert units("0.1.0")[-3:] == [("layers.30", False), ("layers.31", True), ("root", True)]
+    assert [units("0.2.0")[index] for index in (0, -2, -1)] == [("embedding", False), ("layers.31", False), ("tail", True)]
+
+
+def test_a_layer_that_stays_gathered_is_that_much_more_memory():
+    one = job(network="llama-3.1-8b", torchtitan="0.1.0")
+    resharded = one.replace(framework_options=FrozenMapping({"fsdp2_last_layer_stays": False}))
+    tensors = stored_parameters(one)
+    layer = sum(tensor.numel for tensor in tensors if tensor.module == "layers.31")
+    assert alive_at_head(one, "gathered") - alive_at_head(resharded, "gathered") == 2 * layer
+
+
+def test_stages_that_do_not_divide_the_layers_are_torchtitans_own():
+    layout = {"data_parallel_size": 1, "pipeline_parallel_size": 8}
+    mapping = {
+        "architecture": "llama-3.1-405b", "framework": "torch", "gradient_accumulation_steps": 8, "parallelism": layout,
+    }  # fmt: skip
+    titan = job_from_mapping({**mapping, "versions": {"torchtitan": "0.2"}})
+    assert titan.parallelism.pipeline_layers == (15, 16, 16, 16, 16, 16, 16, 15)
+    asked = job_from_mapping(
+        {**mapping, "architecture": "llama-3.1-8b", "framework_options": {"pipeline_split": "even"},
+         "versions": {"torchtitan": "0.2"}}
+    )  # fmt: skip
+    assert asked.parallelism.pipeline_layers == ()
+
+
+EXCHANGED = 2 * TOKENS * 8 * 2048
+"""OLMoE sends each token to 8 experts: bytes of one exchange of a layer, in bfloat16."""
+
+
+@pytest.mark.parametrize(("release", "kept"), [("0.1.0", 0), ("0.2.0", EXCHANGED), ("0.3.0", EXCHANGED)])
+def test_selective_checkpointing_keeps_no_product_of_experts_and_exchanges_from_0_2_on(release, kept):
+    layout = Parallelism(data_parallel_size=8, sharding="fsdp2", expert_parallel_size=8)
+    one = job("olmoe-1b-7b", torchtitan=release, parallelism=layout, activation_checkpointing=SELECTIVE)
+    assert conventions(one)["experts_implementation"] == "torchtitan"
+    layers = one.architecture.num_hidden_layers
+    assert alive_at_head(one, "mlp.experts.return") == layers * kept
+    for product in ("mlp.experts.w1", "mlp.experts.w2", "mlp.experts.w3"):
+        assert alive_at_head(one, product) == 0
+
+
+def test_what_selective_checkpointing_keeps_can_be_said():
+    layout = Parallelism(data_parallel_size=8, sharding="fsdp2", expert_parallel_size=8)
+    options = FrozenMapping({"selective_checkpointing_keeps": ["attention"]})
+    one = job("olmoe-1b-7b", torchtitan="0.3", parallelism=layout, activation_checkpointing=SELECTIVE)
+    assert alive_at_head(one.replace(framework_options=options), "mlp.experts.send") == 0
+
+
+CHUNKED = FrozenMapping({"loss_kernel": "chunked_logits", "logits_chunks": 8})
+
+
+def test_a_chunked_loss_keeps_fp32_once_and_two_gradients_of_a_chunk():
+    chunked = job("llama-3.1-8b", torchtitan="0.0.2", framework_options=CHUNKED)
+    logits = TOKENS * chunked.architecture.vocab_size
+    narrow, wide = 2 * logits, 4 * logits
+    timeline = ledger(chunked)
+    passing = {int(timeline.num_bytes[i]) for i, name in enumerate(timeline.names) if name == "cross_entropy.temporary"}
+    assert bytes_of(chunked, "cross_entropy.saved") == wide
+    assert passing == {wide // 8, 2 * wide // 8}  # a chunk widened; its gradient at the log-softmax and before it
+    assert bytes_of(chunked, "logits.chunks.gradient") == narrow
+    whole = chunked.replace(framework_options=FrozenMapping())
+    assert bytes_of(whole, "log_softmax", "nll_loss.gradient", "log_softmax.gradient") == 3 * wide
+
+
+def test_a_chunked_loss_that_is_compiled_keeps_the_logits_alone():
+    one = job("llama-3.1-8b", torchtune="0.6.1", framework_options=CHUNKED, compile=True)
+    narrow = 2 * TOKENS * one.architecture.vocab_size
+    assert bytes_of(one, "cross_entropy.saved") == 2 * 4 * TOKENS
+    assert bytes_of(one, "cross_entropy.temporary") == narrow // 8
+
+
+def test_chunks_that_are_products_of_their_own_add_up_their_weight_gradients():
+    apart = job("llama-3.1-8b", torchtune="0.6.1", framework_options=CHUNKED)
+    weight = 2 * apart.architecture.vocab_size * apart.architecture.hidden_size
+    assert bytes_of(apart, "lm_head.temporary") == weight
+    assert bytes_of(apart.replace(versions=FrozenMapping()), "lm_head.temporary") == 0
+
+
+def test_torchtune_checkpoints_around_layers_that_are_compiled_before():
+    full = ActivationCheckpointing(mode="full")
+    around = job("llama-3.1-8b", torchtune="0.6.1", compile=True, activation_checkpointing=full)
+    inside = job("llama-3.1-8b", torchtitan="0.1.0", compile=True, activation_checkpointing=full)
+    assert alive_at_head(around, "checkpoint") == 32 * 2 * TOKENS * 4096
+    assert "checkpoint" not in ledger(inside).names
+
+
+def test_runs_of_mid_2024_are_told_that_they_reserved_more():
+    def finding(torch: str, *, expandable: bool = False) -> str:
+        versions = FrozenMapping({"torchtitan": "0.0.2", "torch": torch})
+        found = out_of_scope(job(versions=versions, allocator=Allocator(expandable_segments=expandable)))
+        return str(found)
+
+    assert "reserved 8 to 10 GiB more" in finding("2.4")
+    assert "reserved 8 to 10 GiB more" not in finding("2.7") + finding("2.4", expandable=True)

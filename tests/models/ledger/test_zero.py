@@ -1,0 +1,223 @@
+"""DeepSpeed's ZeRO: bytes of a two-layer network (conftest.py) counted by hand, and who fetches and keeps what when."""
+
+
+import numpy as np
+import pytest
+
+from peakcast.core.fields import FrozenMapping
+from peakcast.core.units import power_of_two
+from peakcast.jobs.spec import Finetuning, Offload, Precision
+from peakcast.models.baseline.host import host_bytes
+from peakcast.models.baseline.ledger import ledger
+from peakcast.models.ledger.huggingface.layers import block_context
+from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
+from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.zero import Buckets
+from peakcast.models.ledger.layouts.zero3_fetching import Coordinator
+from peakcast.models.ledger.layouts.zero3_order import Order
+from peakcast.models.ledger.layouts.zero3_turns import Turn
+from peakcast.models.ledger.layouts.zero12 import Arrival, Zero12
+from peakcast.models.ledger.scope.scope import out_of_scope
+from peakcast.models.ledger.tape.step import Step
+from peakcast.timelines.timeline import Category, Phase
+
+LAYER = 4 * 256 * 256 + 3 * 256 * 512 + 2 * 256
+ENDS = 2 * 1024 * 256 + 256
+P = 2 * LAYER + ENDS
+BF16, FP32 = 2, 4
+MIXED = Precision(parameters="float32", compute="bfloat16", gradients="float32", optimizer_states="float32")
+BUFFERS = Category.COMMUNICATION_BUFFERS
+
+def most(timeline, category, phase):
+    """The most bytes of a category at one instant of a phase."""
+    return max(timeline.composition(i).get(category, 0) for i in (timeline.phases == phase).nonzero()[0].tolist())
+
+
+def at_the_optimizer(timeline):
+    return timeline.composition(timeline.peak(Phase.OPTIMIZER_STEP).instant)
+
+
+def test_zero3_fetches_one_matrix_at_a_time_until_it_knows_the_order_of_modules(job):
+    sizes = FrozenMapping({"stage3_param_persistence_threshold": 256})
+    first, steady = (ledger(job("zero3", framework_options=sizes), step=step) for step in ("first", "steady"))
+    gathered = [entry for entry, name in enumerate(first.names) if name == "gathered"]
+    forward = int((first.phases == Phase.FORWARD).nonzero()[0][-1])
+    together = [sum(first.num_bytes[e] for e in gathered if first.born[e] <= i < first.dies[e]) for i in range(forward)]
+    assert max(together) == 1024 * 256 * BF16  # the token table, the largest matrix
+    # later every matrix is fetched ahead and stays, since backward comes back to it within 10**9 elements
+    assert most(steady, BUFFERS, Phase.LOSS) == (P - 5 * 256) * BF16 + 500_000_000 * BF16
+    # a second micro-batch knows the order already
+    again = ledger(job("zero3", framework_options=sizes, gradient_accumulation_steps=2), step="first")
+    assert most(again, BUFFERS, Phase.LOSS) >= (P - 5 * 256) * BF16 + 500_000_000 * BF16
+
+
+def test_zero3_forgets_what_is_used_again_too_far_away():
+    weights = [StoredTensor(f"{name}.weight", "layers.0", (100,), 2, 2, trains=True) for name in "abc"]
+    turns = [Turn(i + 1, i + 2, (weights[j],), starts=i == 0) for i, j in enumerate((0, 1, 2, 2, 1, 0))]
+    step = Step()
+    sizes = Buckets(reduce=100, num_reduce=1, prefetch=100, persistence=0, reuse=300, live=1000, sub_group=1000)
+    coordinator = Coordinator(step, ranks=2, sizes=sizes, packs=True)
+    coordinator.learn(turns)
+    coordinator.play(turns)
+    coordinator.end(7)
+    for _ in range(8):
+        step.moment("", Phase.FORWARD)
+    # one ahead of each turn. `a` comes back after 400 elements and goes, `b` after 200 and stays; at the first `c` what
+    # comes next and is not there is `a`
+    assert (step.timeline().totals // 512).tolist() == [0, 2, 2, 3, 3, 2, 1, 0]
+
+
+def test_zero2_copies_parts_of_different_ranks_together_until_they_make_a_bucket():
+    """A tensor of 96 elements on four ranks: 24 each; a part alone is sent from where it is."""
+    tensor = StoredTensor("w.weight", "layers.0", (96,), 2, 2, trains=True)
+    copied = []
+    for bucket in (20, 24, 47, 60, 96):
+        sizes = Buckets(reduce=bucket, num_reduce=1, prefetch=0, persistence=0, reuse=0, live=0, sub_group=1)
+        layout = Zero12([tensor], stage=2, ranks=4, element_bytes=2, buckets=sizes)
+        layout._waiting.append(Arrival(tensor, 0))
+        copied.append(layout._copied())
+    assert copied == [0, 48, 48, 72, 96]
+
+
+def test_zero3_knows_an_order_from_its_second_time_until_another_module_comes():
+    order, seen = Order(), []
+    for names in ("ab", "ab", "abc", "ab"):
+        order.begin()
+        for name in names:
+            wrong = order.meet(Turn(0, 1, name=name))
+            seen.append("wrong" if wrong else "known" if order.known is not None else "new")
+            order.at += 1
+    assert seen == ["new"] * 2 + ["known"] * 2 + ["known"] * 2 + ["wrong"] + ["new"] * 2
+
+
+def test_zero3_keeps_what_a_checkpoint_has_packed_and_gathers_it_again():
+    """Released after its recomputation, a weight's memory stays until its backward, for which it is gathered once more; a
+    frozen one waits for the first module of the backward."""
+    trained, frozen = (
+        StoredTensor("w.weight", "layers.0", (1024,), 2, 2, trains=trains) for trains in (True, False)
+    )
+    for tensor, packs, expected in ((trained, True, [4, 4, 8]), (trained, False, [4, 0, 4]), (frozen, True, [4, 4, 4])):
+        first = StoredTensor("v.weight", "layers.0", (1,), 2, 2, trains=True)
+        turns = [Turn(1, 2, (tensor,), computes_again=True), Turn(2, 3, (first,)), Turn(3, 4, (tensor,))]
+        step = Step()
+        sizes = Buckets(reduce=1, num_reduce=1, prefetch=0, persistence=0, reuse=0, live=0, sub_group=1)
+        coordinator = Coordinator(step, ranks=2, sizes=sizes, packs=packs)
+        coordinator.play(turns)
+        coordinator.end(4)
+        for _ in range(5):
+            step.moment("", Phase.BACKWARD)
+        held = (step.timeline().totals // 512).tolist()
+        assert [held[1], held[2] - 1, held[3]] == expected  # 1: `first`, gathered while it is used
+
+
+def test_zero3_adapters_are_fp32_and_frozen_weights_keep_their_inputs_with_its_linears(job):
+    lora = Finetuning(method="lora", rank=4)
+    stage2, stage3 = (stored_parameters(job(name, finetuning=lora)) for name in ("zero2", "zero3"))
+    assert {t.element_bytes for t in stage2 if t.trains} == {BF16}
+    assert {t.element_bytes for t in stage3 if t.trains} == {FP32}
+    kept = [block_context(job(name, finetuning=lora), None).linears_keep_input for name in ("zero2", "zero3")]
+    assert kept == [False, True]
+
+
+def test_zero3_shares_quantised_weights_but_not_their_constants(job):
+    tuning = Finetuning(method="qlora", rank=4, quantization="nf4")
+    sizes = FrozenMapping({"stage3_param_persistence_threshold": 0})
+    adapted = [job("zero3", ranks=ranks, finetuning=tuning, framework_options=sizes) for ranks in (4, 8)]
+    assert {t.element_bytes for t in stored_parameters(adapted[0]) if t.trains} == {BF16}
+    constants = sum(t.numel for t in stored_parameters(adapted[0]) if not t.sharded)
+    held = [at_the_optimizer(ledger(one))[Category.PARAMETERS] for one in adapted]
+    assert 0 < constants < 2 * held[1] - held[0] <= constants + 200 * 512  # rounded
+
+
+@pytest.mark.parametrize(("layout", "weights"), [("zero1", P * BF16), ("zero2", P * BF16), ("zero3", P * BF16 // 4)])
+def test_zero_partitions_main_copies_and_states_in_fp32(job, layout, weights):
+    options = FrozenMapping({"stage3_param_persistence_threshold": 0, "reduce_bucket_size": 1000})
+    timeline = ledger(job(layout, framework_options=options))
+    inside = at_the_optimizer(timeline)
+    assert inside[Category.PARAMETERS] == pytest.approx(weights, abs=1024)
+    assert inside[Category.MAIN_PARAMETERS] == pytest.approx(P * FP32 // 4, abs=1024)
+    assert inside[Category.OPTIMIZER_STATES] == pytest.approx(2 * P * FP32 // 4, abs=2048)
+
+
+def test_zero_1_keeps_full_gradients_and_zero_2_a_bucket(job):
+    options = FrozenMapping({"reduce_bucket_size": 1000})
+    one, two = (ledger(job(name, framework_options=options)) for name in ("zero1", "zero2"))
+    assert most(one, Category.GRADIENTS, Phase.BACKWARD) == pytest.approx(P * BF16 + P * BF16 // 4, abs=1024)
+    # the last rank's partition begins within the last layer's up_proj, of which it has room for all, and in the norm before
+    # the final one; beside it the lm_head's gradient, which is too large for the bucket
+    mine = (256 * 512 + 256 * 512 + 1024 * 256 + 2 * 256) * BF16
+    largest = 1024 * 256 * BF16
+    assert most(two, Category.GRADIENTS, Phase.BACKWARD) == pytest.approx(mine + largest, abs=1024)
+
+
+@pytest.mark.parametrize(("ranks", "steps"), [(2, 1), (4, 2)])
+def test_zero_2_offloads_its_partition_pinned_to_powers_of_two_and_adams_states_pageable(job, ranks, steps):
+    offload = Offload(optimizer=True)
+    asked = job("zero2", ranks=ranks, offload=offload, gradient_accumulation_steps=steps)
+    matrices, vectors = P - 5 * 256, 5 * 256
+    part = [group // ranks for group in (matrices, vectors)]
+    pinned = [size * numel for numel in part for size in (FP32, FP32, BF16)] + [BF16 * 1024 * 256]  # the largest gradient
+    pageable = sum(2 * FP32 * numel for numel in part)
+    if steps > 1:  # gradients that are added up lie there whole, of what the last rank has at least a part of
+        last = [1024 * 256, *[256 * 512] * 2]
+        assert sum(last) >= part[0] > sum(last[:-1])  # from the lm_head backwards
+        pinned += [BF16 * numel for numel in (*last, 256, 256)]  # the final norm and half of the layer's second
+    assert host_bytes(asked, ledger) == sum(power_of_two(size) for size in pinned) + pageable
+    plain = asked.replace(framework_options=FrozenMapping({"offload_pin_memory": False}))
+    assert host_bytes(plain, ledger) == sum(pinned) + pageable
+    assert out_of_scope(asked) == ""
+
+
+def test_zero_3_offloads_parameters_to_a_flat_buffer_whose_pieces_stay_pinned_too(job):
+    sizes = FrozenMapping({"stage3_param_persistence_threshold": 256})
+    asked = job("zero3", ranks=4, offload=Offload(parameters=True, optimizer=True), framework_options=sizes)
+    matrices, vectors = (P - 5 * 256) // 4, 5 * 256 // 4
+    main = 3 * FP32 * (matrices + vectors)
+    pinned = [FP32 * matrices, FP32 * vectors, BF16 * matrices, BF16 * vectors, BF16 * (matrices + vectors)]
+    pieces = [BF16 * 1024 * 256 // 4] * 2 + 2 * ([BF16 * 256 * 256 // 4] * 4 + [BF16 * 256 * 512 // 4] * 3)
+    assert host_bytes(asked, ledger) == main + sum(power_of_two(size) for size in pinned + pieces)
+    inside = at_the_optimizer(ledger(asked))
+    assert not {Category.GRADIENTS, Category.OPTIMIZER_STATES, Category.MAIN_PARAMETERS} & set(inside)
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_on_one_rank_deepspeed_keeps_main_copies_and_a_bucket_but_gathers_nothing(job, stage):
+    alone = job(stage, ranks=1, framework_options=FrozenMapping({"reduce_bucket_size": 1000}))
+    steady = ledger(alone)
+    assert most(steady, Category.MAIN_PARAMETERS, Phase.FORWARD) == FP32 * P
+    assert {"ipg_bucket"} <= set(steady.names)
+    assert "gathered" not in steady.names
+
+
+@pytest.mark.parametrize("stage", ["zero1", "zero2", "zero3"])
+def test_without_contiguous_gradients_there_is_no_bucket_and_each_group_goes_as_it_is_flattened(job, stage):
+    steady = ledger(job(stage, ranks=2, framework_options=FrozenMapping({"contiguous_gradients": False})))
+    assert not {"ipg_bucket", "grads_in_partition"} & set(steady.names)
+    if stage != "zero3":  # of the last group, the five norms, nothing is left of the matrices' gradients
+        widened = [instant for instant, label in enumerate(steady.labels) if label == "to_float32"]
+        gradients = [name == "gradient" for name in steady.names]
+        left = [int(steady.num_bytes[steady.alive_at(instant) & gradients].sum()) for instant in widened]
+        assert left[1] < 5 * 512 < left[0]
+
+
+def test_with_overlap_zero_1_reduces_in_backward_but_keeps_what_is_larger_than_a_bucket(job):
+    """When the table's gradient comes, last, there is beside it all of the network's, or the lm_head's alone: another rank
+    updates that, and it is larger than the bucket."""
+    table = 1024 * 256
+    for overlaps, kept in ((False, P), (True, 2 * table)):
+        options = FrozenMapping({"reduce_bucket_size": 200_000, "overlap_comm": overlaps})
+        steady = ledger(job("zero1", ranks=2, framework_options=options))
+        (at,) = [instant for instant, label in enumerate(steady.labels) if label == "embed_tokens"][1:]
+        made = steady.alive_at(at) & (steady.categories == Category.GRADIENTS)
+        made &= np.array([name != "grads_in_partition" for name in steady.names])
+        assert int(steady.num_bytes[made].sum()) == BF16 * kept
+
+
+@pytest.mark.parametrize(("stage", "overlaps", "streams"), [(3, True, {0, 1, 2}), (3, False, {0}), (2, True, {0, 2})])
+def test_what_is_gathered_and_reduced_has_streams_of_its_own_where_communication_overlaps(job, stage, overlaps, streams):
+    """So it is cached in pools of its own, of no use to what computes: `Stream() if overlap_comm else default_stream()`."""
+    options = FrozenMapping({"overlap_comm": overlaps, "reduce_bucket_size": 100_000})
+    timeline = ledger(job(f"zero{stage}", framework_options=options))
+    assert set(timeline.streams.tolist()) == streams
+    aside = {name for name, stream in zip(timeline.names, timeline.streams, strict=True) if stream}
+    assert aside <= {"gathered", "all_gather", "all_gather.output", "reduce_scatter.input", "all_reduce.input"}
