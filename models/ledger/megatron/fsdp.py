@@ -3,7 +3,7 @@ buckets, and when it has whole ones.
 
 A bucket has the parameters of one transformer layer, with its routed experts in a bucket of their own, or parameters
 outside layers. Source: megatron-core 0.16.1 `distributed/fsdp/src/megatron_fsdp/param_and_grad_buffer.py`
-(`_get_parameter_groups`, `AllGatherPipeline`, `GradReducePipeline`), `fsdp.py` (`_register_fsdp_hooks`,
+(`_get_parameter_groups`, `AllGatherPipeline`, `GradReducePipeline`), `megatron_fsdp.py` (`_register_fsdp_hooks`,
 `finish_grad_sync`).
 """
 
