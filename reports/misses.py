@@ -110,7 +110,7 @@ def cause_lines(cells: Iterable[Scored]) -> list[list[str]]:
 def miss_tables(found: Sequence[Miss], named: Iterable[Scored] = ()) -> Iterator[Table]:
     """The misses, and the causes of the errors of their rows and of `named`; no table if nothing is missed."""
     if found:
-        yield "What is missed, and why", MISS_COLUMNS, [miss.line for miss in found]
+        yield "Targets that are missed, and why", MISS_COLUMNS, [miss.line for miss in found]
     off = {(cell.key, cell.quantity): cell for cells in (*(miss.behind for miss in found), named) for cell in cells}
     if off:
-        yield "What is missing", CAUSE_COLUMNS, cause_lines(off.values())
+        yield "Causes that are known", CAUSE_COLUMNS, cause_lines(off.values())

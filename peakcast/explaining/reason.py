@@ -114,7 +114,8 @@ def _next(reason: PeakReason) -> str:
     less = reason.num_bytes - reason.next_bytes
     return (
         f"Were it not for this, the next peak would be that of {phase_name(reason.next_phase)}, "
-        f"{format_gib(reason.next_bytes)}, {format_gib(less)} lower: more than that cannot be won here alone."
+        f"{format_gib(reason.next_bytes)}, {format_gib(less)} lower. "
+        "A change that lowers this peak alone saves no more than that."
     )
 
 

@@ -101,7 +101,11 @@ def _inputs(asked: Asked) -> tuple[Any, ...]:
 
 
 def page(*, reports: bool) -> gr.Blocks:
-    """The page; `reports` adds a link to the accuracy reports on this server."""
+    """The page; `reports` adds a link to the accuracy reports on this server.
+
+    The question, the answer and the knobs follow each other, as they do on a phone; `style.css` puts the answer beside
+    the others where there is room.
+    """
     with gr.Blocks(analytics_enabled=False, title="peakcast: will this training run fit?", fill_width=True) as blocks:
         accuracy = ' How far off it is: <a href="/reports/index.html">accuracy reports</a>.' if reports else ""
         gr.HTML(
@@ -109,8 +113,8 @@ def page(*, reports: bool) -> gr.Blocks:
             f"this machine.{accuracy}</p>",
             elem_classes="page",
         )
-        with gr.Row():
-            with gr.Column(scale=1, min_width=300):
+        with gr.Row(elem_id="layout"):
+            with gr.Column(elem_id="question", min_width=300):
                 text = gr.Textbox(
                     label="Model name or configuration",
                     info="A catalog name such as llama-3.1-8b, a config.json, a job file, Megatron-LM arguments, ... "
@@ -121,6 +125,17 @@ def page(*, reports: bool) -> gr.Blocks:
                 )
                 button = gr.Button("Predict", variant="primary", elem_id="predict")
                 gpu = gr.Dropdown(catalog.gpu_names(), label="GPU type", elem_id="gpu")
+            with gr.Column(elem_id="found", min_width=320):
+                answer = gr.HTML(elem_id="answer", elem_classes="page")
+                timeline = gr.HTML(elem_id="timeline", elem_classes="page")
+                with gr.Accordion("Layer by layer", open=False):
+                    layers = gr.HTML(elem_classes="page")
+                with gr.Accordion("Assumptions, warnings, and what is not modelled", open=False):
+                    notes = gr.HTML(elem_classes="page")
+                with gr.Accordion("The job as a file for the command line", open=False):
+                    job = gr.Code(language="yaml", label="job.yaml", interactive=False, max_lines=24)
+                link = gr.HTML(elem_id="link", elem_classes="page")
+            with gr.Column(elem_id="knobs", min_width=300):
                 with gr.Accordion("What the configuration leaves open", open=False):
                     num_gpus = gr.Number(
                         label="GPUs of the whole run", info="--num-gpus", precision=0, minimum=0, elem_id="num_gpus"
@@ -153,16 +168,6 @@ def page(*, reports: bool) -> gr.Blocks:
                     knobs = _knobs(STEP)
                 with gr.Accordion("Change the layout over GPUs", open=False):
                     knobs += _knobs(LAYOUT)
-            with gr.Column(scale=2, min_width=320):
-                answer = gr.HTML(elem_id="answer", elem_classes="page")
-                timeline = gr.HTML(elem_id="timeline", elem_classes="page")
-                with gr.Accordion("Layer by layer", open=False):
-                    layers = gr.HTML(elem_classes="page")
-                with gr.Accordion("Assumptions, warnings, and what is not modelled", open=False):
-                    notes = gr.HTML(elem_classes="page")
-                with gr.Accordion("The job as a file for the command line", open=False):
-                    job = gr.Code(language="yaml", label="job.yaml", interactive=False, max_lines=24)
-                link = gr.HTML(elem_id="link", elem_classes="page")
         inputs = [text, num_gpus, model, versions, gpu, host_memory, per_node, *knobs]
         outputs = [answer, timeline, layers, notes, job, link]
         changed = [button.click, *(box.submit for box in (text, model, versions))]

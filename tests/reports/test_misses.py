@@ -102,7 +102,7 @@ def test_the_goals_are_of_the_parts_that_have_rows(evaluation: Evaluation) -> No
     names = [goal.name.removesuffix(": allocated") for goal in goals(replace(evaluation, tables=(table,)))]
     assert names == ["FMS", "FMS, fused kernels", "all rows", "someone/else"]  # the only source with twenty rows
     titles = [title for title, _, _ in goal_tables(few)]
-    assert titles == ["What was aimed at on published rows", "What is missed, and why", "What is missing"]
+    assert titles == ["What was aimed at on published rows", "Targets that are missed, and why", "Causes that are known"]
 
 
 @pytest.mark.parametrize("known", findings(), ids=lambda finding: f"{finding.name}-{finding.case or finding.layout}")
