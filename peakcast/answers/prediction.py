@@ -154,19 +154,19 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Answer(Prediction):
-    """A prediction with further answers. Other GPU types and advice take ten times as long as the prediction itself, so
-    they are computed when they are first read."""
+    """A prediction with further answers. The other GPU types and the advice take ten times as long as the prediction
+    itself, so they are computed when they are first read."""
 
     job: TrainingJob
-    """The job of the question, after it was read."""
+    """The job that the question describes."""
     compare_gpus: Callable[[], tuple[GpuVerdict, ...]] = field(repr=False, compare=False)
     advise: Callable[[], tuple[Advice, ...]] = field(repr=False, compare=False)
     not_modelled: tuple[str, ...]
-    """What a run may allocate that no number includes."""
+    """What a run may allocate that none of the numbers includes."""
     ranks: tuple[RankPeak, ...] = ()
-    """A line per distinct rank, where that was asked."""
+    """One per group of ranks with equal shapes, if the question asked for them."""
     remarks: tuple[str, ...] = ()
-    """What is worth knowing beside the numbers: of generation, how large its cache is."""
+    """What is worth knowing in addition to the numbers, such as the size of the cache of a generation."""
 
     @cached_property
     def gpus(self) -> tuple[GpuVerdict, ...]:

@@ -1,4 +1,4 @@
-"""Changes that lower a job's peak: each piece of advice is a changed job whose peak was really computed.
+"""Changes that lower a job's peak: each piece of advice is a changed job whose peak was computed.
 
 A candidate is an entry of `CANDIDATES`. It is shown only if it applies to the job, the ledger covers the changed job as
 well as the job itself, and the changed job's peak is lower.
@@ -32,16 +32,16 @@ FREE = "nothing that is known"
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One way to need less: the fields of a job that it changes (none if it does not apply), and what that costs."""
+    """One way to need less memory: the fields of a job that it changes (none if it does not apply), and what that costs."""
 
     name: str
     sentence: str
     price: str
     changes: Callable[[TrainingJob], Changes]
     same_training: bool = True
-    """Whether the same is learned, or generated, up to rounding."""
+    """Whether training or generation gives the same result, up to rounding."""
     tasks: tuple[str, ...] = ("train",)
-    """The tasks that it is for."""
+    """The tasks to which it applies."""
 
 
 def _when(holds: bool, changes: Changes) -> Changes:
@@ -90,7 +90,7 @@ def _quantised_base(job: TrainingJob) -> Changes:
 
 
 def _narrow(job: TrainingJob) -> Changes:
-    """Train in bfloat16 throughout, without autocast, which is for float32 weights."""
+    """Train in bfloat16 throughout, without autocast, which only float32 weights need."""
     wide = {
         f"precision.{part}": "bfloat16"
         for part in ("parameters", "gradients", "optimizer_states", "compute")
@@ -279,17 +279,17 @@ def advice(
                     peak_bytes=after,
                 )
             )
-    # savings that differ by less than is worth showing count as equal; then the cheaper change, which comes first, is
-    # better
+    # savings that differ by less than `WORTH_SHOWING_BYTES` count as equal; the sort is stable, so the cheaper change,
+    # which comes first in `CANDIDATES`, stays first
     return tuple(sorted(found, key=lambda item: -(item.saved_bytes // WORTH_SHOWING_BYTES)))
 
 
 def first_to_try(job: TrainingJob, device: Device | None, rank: int, count: int = 3) -> tuple[Advice, ...]:
-    """Up to `count` changes, each applied on top of those before it, and each the one that then saves most: if two peaks
-    are nearly equally high, only changes to both lower the maximum. Changes that do not alter the training come first. The
-    bytes of a change are what it saves in addition.
-    If the step needs more than `device` has, the mildest change that makes it fit is preferred to the one that saves most.
-    If `count` changes are not enough, up to `MORE_TO_FIT` more are added, provided that the job then fits."""
+    """Up to `count` changes, each applied on top of those before it, and each the one that then saves most: if a step has
+    two peaks of nearly the same height, only changes to both lower the maximum. Changes that do not alter the training come
+    first. The bytes of a change are what it saves beyond the changes before it. If the step needs more than `device` has,
+    the mildest change that makes it fit is preferred to the one that saves most. If `count` changes are not enough, up to
+    `MORE_TO_FIT` more are added, provided that the job then fits."""
     room = _room(job, device)
     found: list[Advice] = []
 
@@ -370,7 +370,7 @@ def _peak_after(job: TrainingJob, changes: Changes, device: Device | None, rank:
         return None
 
 
-@lru_cache(maxsize=256)  # `first_to_try` and `advice` ask for the same jobs
+@lru_cache(maxsize=256)  # `first_to_try` and `advice` compute the same jobs
 def _peak(job: TrainingJob, device: Device | None, rank: int) -> int:
     from peakcast.models.baseline.ledger import ledger
 

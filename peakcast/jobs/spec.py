@@ -29,7 +29,7 @@ from peakcast.jobs.parallelism import PipelineSchedule as PipelineSchedule
 from peakcast.jobs.parallelism import check_layout
 
 DEFAULT_LENGTH = 2048
-"""Tokens of a sequence if a job does not say."""
+"""Tokens of a sequence if the job does not give a length."""
 Framework = Literal["huggingface", "torch", "megatron", "deepspeed"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 OptimizerName = Literal[
@@ -100,7 +100,7 @@ class Finetuning:
     quantization: Literal["nf4", "gptq", "int8"] | None = None
     double_quantization: bool = False
     settings: FrozenMapping = unsaid(FrozenMapping())  # noqa: RUF009  # a frozen value
-    """Sizes that the method has beside its rank, under peft's names (`decompose_factor`, `n_frequency`, ...)."""
+    """The method's sizes other than its rank, under peft's names (`decompose_factor`, `n_frequency`, ...)."""
     frozen: tuple[str, ...] = unsaid(())
     """Parts whose weights do not train, nor get adapters: `vision`, `projector` or `language` of a vision-language model,
     or names of modules (`embed_tokens`)."""

@@ -1,1 +1,1 @@
-"""`peakcast search`: which layouts, batches and sequences fit, ranked. It may import every other part."""
+"""`peakcast search`: which layouts, batches and sequences fit, ranked. It may import all other packages."""

@@ -1,7 +1,7 @@
-"""What a plan costs beside memory: operations done again, idle pipeline stages, bytes sent, bytes offloaded.
+"""What a plan costs in time: recomputed operations, idle pipeline stages, bytes sent between ranks, bytes offloaded.
 
-Each is a share of the time that the operations of a step take by themselves, estimated from data sheets
-(`catalog/speeds.toml`): good enough to order plans by, not a prediction of speed.
+Each is a fraction of the time that the step's operations take alone, estimated from data sheets (`catalog/speeds.toml`):
+good enough to order plans, but no prediction of speed.
 """
 
 from __future__ import annotations
@@ -20,54 +20,58 @@ from peakcast.jobs.spec import Parallelism, TrainingJob
 from peakcast.models.ledger.parameters.inventory import num_parameters
 
 FORWARD_SHARE = 1 / 3
-"""Of a step's operations; backward has twice as many (Narayanan et al. 2021, arXiv:2104.04473, appendix)."""
+"""The forward's part of a step's operations; backward has twice as many (Narayanan et al. 2021, arXiv:2104.04473,
+appendix)."""
 UTILISATION = 0.5
-"""Share of a data sheet's operations that a step reaches while it computes. A judgement: whole runs reach 0.38 to 0.43 with
-all that this module counts beside it (Llama Team 2024, arXiv:2407.21783, table 4)."""
+"""Fraction of the data sheet's operations per second that a step reaches while it computes. A judgement: whole runs reach
+0.38 to 0.43, including the losses that this module counts separately (Llama Team 2024, arXiv:2407.21783, table 4)."""
 SPLIT_BUBBLE = 1 / 3
-"""Of a 1F1B schedule's bubble what is left where backward comes in two halves (Qi et al. 2023, arXiv:2401.10241, ZB-H1)."""
+"""Fraction of a 1F1B schedule's bubble that is left if backward is split into two halves (Qi et al. 2023, arXiv:2401.10241,
+ZB-H1)."""
 PCIE_BYTES_PER_SECOND = 25e9
-"""What PCI Express 4 x16 reaches of its 32 GB/s; a rank's share of its node's memory is about as fast. A judgement."""
+"""What PCI Express 4 x16 reaches in practice of its 32 GB/s; a rank's share of the host memory's bandwidth is about as
+much. A judgement."""
 UPDATE_BYTES = 28
-"""Per parameter, what AdamW on the host reads and writes: two fp32 states and weights both ways, a gradient."""
+"""Bytes per parameter that AdamW on the host reads and writes: two fp32 states and the weight, each read and written, and
+the gradient, read once."""
 SHORTEST_PIECE = 4096
-"""Tokens of a sequence on a context-parallel rank, of which attention over fewer takes as long. A judgement: published
-layouts leave 8,192 on each (Llama Team 2024, arXiv:2407.21783, table 4: 131,072 on 16)."""
+"""Tokens of a sequence on a context-parallel rank below which attention becomes no faster. A judgement: published layouts
+leave 8,192 on each rank (Llama Team 2024, arXiv:2407.21783, table 4: 131,072 on 16)."""
 LAYER_ACTIVATIONS = 34
 """Bytes of activations per token and hidden unit of a layer (Korthikanti et al. 2022, arXiv:2205.05198, section 4.1)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
-    """Shares of the time that the operations of a step take; `sent_bytes` is what the first or the last pipeline stage's
-    rank sends per optimizer step, whichever sends more."""
+    """Extra times as fractions of the time that the step's operations take; `sent_bytes` is what a rank of the first or of
+    the last pipeline stage sends per optimizer step, whichever sends more."""
 
     recompute: float
     bubble: float
-    """Time that pipeline stages wait, for the schedule and for the slowest of them."""
+    """Time for which pipeline stages are idle: because of the schedule, and because they wait for the slowest stage."""
     sending: float
-    """What computation does not hide."""
+    """Time of communication that does not overlap with computation."""
     offloading: float
     sent_bytes: int
 
     @property
     def total(self) -> float:
-        """How much longer the step takes than its operations alone: 0.25 is a quarter longer."""
+        """How much longer the step takes than its operations alone: 0.25 means a quarter longer."""
         return (1 + self.recompute) * (1 + self.bubble) - 1 + self.sending + self.offloading
 
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """Seconds of a step's communication, by what can hide it, and the bytes of all of it."""
+    """Seconds of a step's communication, by the computation with which it can overlap, and the bytes of all of it."""
 
     in_the_way: float = 0.0
-    """Nothing: the next operation needs it (tensor, expert and pipeline parallelism)."""
+    """Overlaps with nothing: the next operation needs it (tensor, expert and pipeline parallelism)."""
     around_the_ring: float = 0.0
-    """The attention of what has arrived."""
+    """Overlaps with attention over the keys and values that have arrived."""
     every_micro_batch: float = 0.0
-    """All operations: weights that are gathered and gradients that are reduced layer by layer."""
+    """Overlaps with all operations: weights are gathered and gradients are reduced layer by layer."""
     once: float = 0.0
-    """The last micro-batch's backward."""
+    """Overlaps with the last micro-batch's backward."""
     num_bytes: int = 0
 
     def most(self, other: Sent) -> Sent:
@@ -76,7 +80,7 @@ class Sent:
 
 
 def cost(job: TrainingJob, device: Device, sent: Sent | None = None) -> Cost:
-    """What `job` on `device` costs; `sent`: what it sends, where that is known."""
+    """The costs of `job` on `device`; `sent`: its communication, if that has been computed already."""
     sent = sent or sending(job, device)
     step, attention = step_seconds(job, device), attention_share(job.architecture, job.sequence_length)
     last_backward = (1 - FORWARD_SHARE) * step / job.gradient_accumulation_steps
@@ -98,8 +102,8 @@ def cost(job: TrainingJob, device: Device, sent: Sent | None = None) -> Cost:
 
 
 def order(job: TrainingJob, found: Cost) -> tuple[float, int, int]:
-    """What plans are ordered by: the extra time, to a thousandth of a step, then how much there is to set up (kinds of
-    parallelism, and of tensors that are offloaded), then the bytes that are sent."""
+    """The key by which plans are ordered: the extra time, to a thousandth of a step; then how much has to be set up (the
+    number of kinds of parallelism and of kinds of offloaded tensors); then the bytes sent."""
     layout, offload = job.parallelism, job.offload
     split = layout.tensor_parallel_size, layout.pipeline_parallel_size, layout.context_parallel_size
     kinds = sum(size > 1 for size in (*split, layout.expert_parallel_size))
@@ -111,7 +115,7 @@ def order(job: TrainingJob, found: Cost) -> tuple[float, int, int]:
 
 
 def step_seconds(job: TrainingJob, device: Device) -> float:
-    """Seconds that a rank computes in one optimizer step when nothing is done again and nobody waits."""
+    """Seconds for which a rank computes in one optimizer step, without recomputation and idle time."""
     layout, a = job.parallelism, job.architecture
     tokens = job.micro_batch_size * job.sequence_length * job.gradient_accumulation_steps * layout.data_parallel_size
     trained = 6 if job.finetuning.method == "full" else 4  # frozen weights have no gradients of their own
@@ -120,20 +124,20 @@ def step_seconds(job: TrainingJob, device: Device) -> float:
 
 
 def attention_share(architecture: Architecture, sequence_length: int) -> float:
-    """Of a step's operations, those of attention between tokens."""
+    """Fraction of a step's operations that are attention between tokens."""
     attention = 3 * _attention_operations(architecture, sequence_length)
     return attention / (attention + 6 * active_parameters(architecture))
 
 
 def _attention_operations(a: Architecture, sequence_length: int) -> int:
-    """Of one token's forward in all layers: 4·s·h for scores and their sums, halved by the causal mask (Korthikanti et al.
-    2022, arXiv:2205.05198, section 5)."""
+    """Operations of attention per token in the forward of all layers: 4·s·h for the scores and the weighted sums, halved by
+    the causal mask (Korthikanti et al. 2022, arXiv:2205.05198, section 5)."""
     return 2 * sequence_length * a.num_attention_heads * a.head_dim * a.num_hidden_layers
 
 
 @lru_cache(maxsize=1024)
 def active_parameters(architecture: Architecture) -> int:
-    """Parameters that each token meets: of routed experts those that it is sent to."""
+    """Parameters that are used for each token: of the routed experts only those to which it is sent."""
     a, moe = architecture, architecture.moe
     if a.kind == "undescribed":
         return 12 * a.num_hidden_layers * a.hidden_size**2
@@ -159,8 +163,8 @@ def recompute(job: TrainingJob) -> float:
 
 
 def bubble(job: TrainingJob) -> float:
-    """Time that a pipeline stage waits, as a share of the time that it computes: (p − 1) / (v·m) of p stages, v virtual
-    ones a rank and m micro-batches (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)."""
+    """Idle time of a pipeline stage as a fraction of the time for which it computes: (p − 1) / (v·m) for p stages, v
+    virtual stages per rank and m micro-batches (Narayanan et al. 2021, arXiv:2104.04473, section 2.2)."""
     layout = job.parallelism
     idle = (layout.pipeline_parallel_size - 1) / job.gradient_accumulation_steps
     if layout.pipeline_schedule in ("gpipe", "1f1b", "interleaved_1f1b"):
@@ -169,8 +173,8 @@ def bubble(job: TrainingJob) -> float:
 
 
 def slowest_stage(job: TrainingJob) -> float:
-    """Operations of the pipeline stage that has most, as a multiple of the mean: all wait for it. The last stage has the
-    output layer too; an embedding only looks up."""
+    """Operations of the pipeline stage with the most, as a multiple of the mean: all others wait for it. The last stage
+    also has the output layer; the embedding is a look-up and counts as no operation."""
     a, layout = job.architecture, job.parallelism
     stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
     if stages == 1:
@@ -189,7 +193,7 @@ def slowest_stage(job: TrainingJob) -> float:
 
 
 def sending(job: TrainingJob, device: Device) -> Sent:
-    """What the first or the last pipeline stage's rank sends per optimizer step, whichever sends more."""
+    """What a rank of the first or of the last pipeline stage sends per optimizer step, whichever sends more."""
     found, fast = Sent(), speed(device.name)
     for rank in {0, job.parallelism.world_size - 1}:
         seconds, num_bytes = dict.fromkeys(HIDDEN_BY.values(), 0.0) | {"in_the_way": 0.0, "once": 0.0}, 0
@@ -208,12 +212,12 @@ HIDDEN_BY = {
     GRADIENT: "every_micro_batch",
     EXPERT_DATA: "every_micro_batch",
 }
-"""Axis -> the field of `Sent`; others are in the way."""
+"""Axis of parallelism -> the field of `Sent` for its communication; that of all other axes is `in_the_way`."""
 
 
 def _bytes_per_second(call: Call, layout: Parallelism, gpus_per_node: int, fast: Speed) -> float:
-    """Bandwidth of one rank in `call`. A ring over several nodes has the network links of all its ranks in a node; who
-    sends to one other rank, or to each, has its own. Ranks are in the order tp-cp-dp-pp."""
+    """Bandwidth of one rank in `call`. A ring over several nodes uses the network links of all its ranks within a node; a
+    rank that sends to one other rank, or to each, uses only its own. Ranks are in the order tp-cp-dp-pp."""
     link, network = fast.link_gb_per_s * 1e9, fast.network_gb_per_s * 1e9
     inside = max(1, min(call.group_size, gpus_per_node // max(1, _stride(call.axis, layout))))
     if inside >= call.group_size:
@@ -236,12 +240,12 @@ _STRIDES: dict[str, Callable[[Parallelism], int]] = {
 
 
 def _stride(axis: str, layout: Parallelism) -> int:
-    """How many ranks lie between neighbours of a group along `axis`."""
+    """Distance in ranks between neighbours of a group along `axis`."""
     return _STRIDES[axis](layout) if axis in _STRIDES else 1
 
 
 def _offload_seconds(job: TrainingJob, step: float) -> float:
-    """Seconds of a step that go to and from host memory, and the update there."""
+    """Seconds per step for copies to and from host memory and for the optimizer's update on the host."""
     layout, offload, a = job.parallelism, job.offload, job.architecture
     if not (offload.optimizer or offload.parameters or offload.activations):
         return 0.0
@@ -250,7 +254,7 @@ def _offload_seconds(job: TrainingJob, step: float) -> float:
     parameters = held / (layout.tensor_parallel_size * layout.pipeline_parallel_size * sharded)
     moved = 0.0
     if offload.optimizer and job.finetuning.method == "full":
-        moved += parameters * (UPDATE_BYTES + 4)  # gradients out and weights back, 2 bytes each
+        moved += parameters * (UPDATE_BYTES + 4)  # gradients to the host and weights back, 2 bytes each
     if offload.parameters:
         moved += 2 * 2 * parameters * job.gradient_accumulation_steps
     seconds = moved / PCIE_BYTES_PER_SECOND

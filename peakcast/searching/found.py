@@ -1,4 +1,4 @@
-"""The answer of a search. Plain values; bytes are of the rank that needs most."""
+"""The answers of a search as plain values; bytes are those of the rank that needs most."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class Plan:
     peak_device_bytes: Interval
     peak_host_bytes: Interval
     headroom_bytes: int
-    """Capacity less the 95 % bound; negative where that is beyond it."""
+    """Capacity minus the 95 % bound; negative if the bound exceeds the capacity."""
     cost: Cost
-    """What it takes beside the step's own operations."""
+    """Extra time beyond the step's own operations."""
 
     def to_mapping(self) -> dict[str, Any]:
-        """JSON values: what the search changed in the job, and the numbers."""
+        """The plan as JSON values: what the search changed in the job, and the numbers."""
         return {
             "job": changes_of(self.job),
             "fits": self.fits,
@@ -54,10 +54,10 @@ class Found:
     num_ruled_out: int
     """Number of candidates whose weights, gradients and optimizer states alone are more than the GPU has."""
     left_out: Mapping[str, int]
-    """Why the network's recipes do not cover some layouts, and how many; these are no candidates."""
+    """Reason why the network's recipes do not cover some layouts -> how many; these layouts are no candidates."""
     plans: tuple[Plan, ...]
     findings: tuple[Finding, ...] = ()
-    """What reading the configuration left out or could not express; every bar is widened for it."""
+    """What was left out when the configuration was read; every error bar is widened for it."""
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -83,8 +83,8 @@ class Found:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Largest:
-    """The answer to an inverse question: the largest value (for GPUs, the fewest) that surely fits, and the next one, which
-    does not. `value` None: not even the smallest fits."""
+    """The answer to an inverse question: the largest value (for GPUs, the smallest number) that surely fits, and the next
+    value, which does not. `value` is None if not even the smallest value fits."""
 
     asked: str
     value: int | str | None
@@ -92,7 +92,7 @@ class Largest:
     beyond: int | str | None
     beyond_fits: Fits | None
     limit: int | None = None
-    """The limit of the recipe, if that ended the search."""
+    """The largest value that the recipe covers, if the search ended there."""
     findings: tuple[Finding, ...] = ()
 
     @property

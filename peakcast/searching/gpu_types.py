@@ -1,5 +1,5 @@
-"""Which GPU type to take: on each of several, the fewest GPUs (or a given number) on which a job surely fits, and what that
-costs by the user's own prices."""
+"""Compares GPU types: for each, the fewest GPUs (or a given number) on which a job surely fits, and the price by the user's
+own price list."""
 
 from __future__ import annotations
 
@@ -21,30 +21,30 @@ from peakcast.searching.inverse import fewest_gpus
 from peakcast.searching.search import search
 
 DEAREST = 10_000.0
-"""More than a GPU-hour costs anywhere, in any unit that people count it in: a mistake."""
+"""A higher price of a GPU-hour is a mistake in any currency."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offer:
-    """One GPU type: the plan that takes least extra time on so many of them."""
+    """One GPU type: the plan with the least extra time on `num_gpus` of them."""
 
     gpu: str
     num_gpus: int | None
-    """None where no number of them is enough."""
+    """None if no number of them is enough."""
     plan: Plan | None
     tokens_per_second: float | None
     """Of all GPUs together, estimated from data sheets."""
     price_per_hour: float | None
-    """Of all GPUs together; None where no price is given."""
+    """Of all GPUs together; None if no price is given."""
 
     @property
     def fits(self) -> Fits:
-        """Whether that plan does."""
+        """Whether the plan fits."""
         return self.plan.fits if self.plan is not None else "no"
 
     @property
     def price_per_million_tokens(self) -> float | None:
-        """In the unit of the prices."""
+        """Price of a million tokens, in the unit of the given prices."""
         if self.price_per_hour is None or not self.tokens_per_second:
             return None
         return self.price_per_hour / 3600 / self.tokens_per_second * 1e6
@@ -58,7 +58,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Offers:
-    """Every GPU type that was asked about: those that surely fit first, the cheapest of them first."""
+    """All GPU types of the question: those on which the job surely fits come first, and of these the cheapest first."""
 
     offers: tuple[Offer, ...]
     has_prices: bool
@@ -66,12 +66,12 @@ class Offers:
 
     @property
     def fits(self) -> Fits:
-        """Whether any does."""
+        """Whether the job fits on any of them."""
         return self.offers[0].fits if self.offers else "no"
 
     @property
     def warnings(self) -> tuple[str, ...]:
-        """What the findings say."""
+        """The sentences of the findings."""
         return sentences(self.findings)
 
     def to_mapping(self) -> dict[str, Any]:
@@ -91,8 +91,8 @@ def compare(
     global_batch_size: int | None,
     options: dict[str, Any],
 ) -> Offers:
-    """`job` on each of `devices`: on `num_gpus` of it, or (None) on the fewest that surely hold it. `prices`: of an hour of
-    one GPU, by type."""
+    """Offers for `job` on each of `devices`: on `num_gpus` of it, or, if that is None, on the fewest on which it surely
+    fits. `prices`: GPU type -> price of an hour of one GPU."""
     offers = []
     for device in devices:
         found: Found | Largest
@@ -127,7 +127,7 @@ def _order(offer: Offer) -> tuple[Any, ...]:
 
 
 def read_prices(prices: str | Path | Mapping[str, object] | None) -> dict[str, float]:
-    """Prices of a GPU-hour by the catalog's name of the type, from a YAML or JSON file or a mapping. Raises: SpecError or
+    """The catalog's name of a GPU type -> price of a GPU-hour, from a YAML or JSON file or a mapping. Raises: SpecError or
     CatalogError."""
     if prices is None:
         return {}

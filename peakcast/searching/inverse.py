@@ -19,8 +19,8 @@ from peakcast.searching.search import Record, planned, search
 
 MOST = {"micro_batch_size": 65_536, "sequence_length": 2**24}
 STEP = {"micro_batch_size": 1, "sequence_length": 128}
-"""Lengths are searched in steps of 128 tokens, multiplied by what the layout must divide; if a table of positions ends
-soon, in the smallest steps that the layout can divide."""
+"""Step of the search. For lengths it is multiplied by the number that the layout requires as a divisor of the sequence
+length; if the network's table of positions is short, the step is that divisor alone."""
 FEW = 64
 
 
@@ -33,9 +33,9 @@ def largest(
     lent: Lent | None = None,
 ) -> Largest:
     """The largest `name` ("micro_batch_size" or "sequence_length") with which `job` surely fits. Memory grows with both, so
-    halving finds it. `findings`: those of reading the question; `record` and `lent`: as in
-    `search`. What recipes do not cover is not asked."""
-    if name == "sequence_length" and job.inference.prompt_length is not None:  # the prompt is what becomes longer
+    bisection finds it. `findings`: those from reading the question; `record` and `lent`: as in `search`. Values that the
+    recipes do not cover are not tried."""
+    if name == "sequence_length" and job.inference.prompt_length is not None:  # then the prompt becomes longer
         job = job.replace(inference=replace(job.inference, prompt_length=None))
     step, least, most = _range(job, name)
     if lent is not None:

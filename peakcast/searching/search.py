@@ -1,8 +1,8 @@
-"""The search: candidates in the order of their costs, with full predictions only for those that may become plans.
+"""The search: visits candidates in the order of their costs, and predicts only those that may become plans.
 
-The costs of a plan other than memory need no timeline. So candidates are visited in that order (`walk.in_order`). Each one
-that has room is predicted, unless no prediction with its peak could say that it surely fits; the search ends when as many
-surely fit as are asked for. The answer is the same as if all were predicted.
+The costs of a plan other than memory need no timeline, so candidates are visited in the order of these costs
+(`walk.in_order`). A candidate is predicted if its peak is so low that the prediction may say "surely fits". The search ends
+when enough plans surely fit. The answer is the same as if all candidates were predicted.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Progress = Callable[[str], None]
 Record = Callable[[Iterable[TrainingJob]], None]
 """Records the recipes that jobs need."""
 TRIED = 6
-"""At most this many times as many predictions as plans that are asked for."""
+"""Limit of the number of predictions, as a multiple of the number of plans asked for."""
 
 
 def search(
@@ -49,10 +49,10 @@ def search(
     record: Record = lambda jobs: None,
     lent: Lent | None = None,
 ) -> Found:
-    """The `top` plans for `job` on `num_gpus` of `device`: those that surely fit first, then those that may; within each
-    those that take the least time beside the step's own operations (`costs.Cost`). `global_batch_size` None: that of
-    `job`, but at least a micro-batch for each GPU. `findings`: those of reading the question; `record` is given the jobs
-    whose recipes are wanted, where the ledger does not know the network. `lent`: the recipes that answer, and no others.
+    """The `top` plans for `job` on `num_gpus` of `device`: first those that surely fit, then those that may fit, each group
+    by extra time (`costs.Cost`). `global_batch_size` None: that of `job`, but at least one micro-batch per GPU. `findings`:
+    those from reading the question. `record`: called with the jobs whose recipes are needed, if the ledger does not know
+    the network. `lent`: recipes that are used to the exclusion of all others.
 
     Raises: SpecError when there is no candidate at all.
     """
@@ -101,9 +101,9 @@ def search(
 
 
 def _recorded(every: list[TrainingJob], record: Record) -> tuple[list[TrainingJob], Mapping[str, int]]:
-    """(those of `every` that the network's recipes cover, after missing ones were recorded; why others are not covered). If
-    there is no recipe, all are kept and predicted by the nearest guess, as in `predict`. Raises: SpecError when there is no
-    guess either."""
+    """(the jobs of `every` that the network's recipes cover, after missing recipes were recorded; reason -> number of jobs
+    that are not covered). If there is no recipe, all jobs are kept and predicted by the nearest guess, as in `predict`.
+    Raises: SpecError when there is no guess either."""
     recordable = [job for job in every if not cannot_be_recorded(job)]
     record(recordable)
     network = every[0].architecture
@@ -124,7 +124,7 @@ def _recorded(every: list[TrainingJob], record: Record) -> tuple[list[TrainingJo
 
 
 def _plans(workers: Workers, walked: Iterator[Candidate], top: int, say: Progress) -> list[Plan]:
-    """The first `top` of `walked` that surely fit; if there are fewer, the first others that may fit are added."""
+    """The first `top` of `walked` that surely fit; if there are fewer, the first ones that may fit are added."""
     seen: list[Candidate] = []
     plans: dict[Candidate, Plan | None] = {}
 
@@ -135,7 +135,7 @@ def _plans(workers: Workers, walked: Iterator[Candidate], top: int, say: Progres
                 yield candidate
 
     def predict_next(waiting: Iterator[Candidate]) -> bool:
-        """Predict some more; False when there are none."""
+        """Predict some more candidates; False if there are none left."""
         some = list(islice(waiting, 2 * workers.processes if workers.processes > 1 else 1))
         plans.update(zip(some, workers.map(_planned, some), strict=True))
         return bool(some)
@@ -162,7 +162,7 @@ def _planned(question: Question, candidate: Candidate) -> Plan | None:
 
 
 def planned(job: TrainingJob, device: Device, known: Cost | None = None, findings: tuple[Finding, ...] = ()) -> Plan | None:
-    """The plan of one candidate; None where it cannot be answered."""
+    """The plan of one candidate; None if it cannot be predicted."""
     try:
         answer = predict(job, device, findings=findings)
     except (PeakcastError, NotImplementedError):

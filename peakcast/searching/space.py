@@ -20,17 +20,18 @@ MEGATRON_CHECKPOINTING = ("none", "selective", "full")
 CHECKPOINTING = ("none", "full")
 ZERO_STAGES = (0, 1, 2, 3)
 MOST_VIRTUAL = 5
-"""Virtual stages a rank: more of them hardly shrink the bubble, and each sends what it computes."""
+"""Virtual stages per rank that are tried: more of them hardly shrink the bubble, and each one sends its output."""
 ENOUGH_FOR_A_STAGE = 4
-"""Micro-batches per stage: DualPipeV needs two, the interleaved schedules as many in every round."""
+"""Micro-batches per stage that are enough for any schedule: DualPipeV needs two per stage, interleaved schedules a multiple
+of the number of stages."""
 OFFLOADS = (Offload(), Offload(optimizer=True), Offload(optimizer=True, parameters=True))
 
 
 def candidates(
     job: TrainingJob, num_gpus: int, global_batch_size: int, gpus_per_node: int = GPUS_PER_NODE
 ) -> Iterator[TrainingJob]:
-    """Every layout × micro-batch × checkpointing × sharding × offload of `job` on `num_gpus` GPUs whose micro-batches add
-    up to `global_batch_size` sequences, except those that `TrainingJob` refuses."""
+    """Every combination of layout, micro-batch, checkpointing, sharding and offloading of `job` on `num_gpus` GPUs whose
+    micro-batches add up to `global_batch_size` sequences, except those that `TrainingJob` refuses."""
     modes = MEGATRON_CHECKPOINTING if job.framework == "megatron" else CHECKPOINTING
     kept = job.activation_checkpointing
     checkpointings = [kept if mode == kept.mode else ActivationCheckpointing(mode=mode) for mode in modes]  # type: ignore[arg-type]
@@ -57,19 +58,19 @@ def candidates(
 
 
 def layouts(job: TrainingJob, num_gpus: int, gpus_per_node: int = GPUS_PER_NODE) -> list[Parallelism]:
-    """Every way in which the job's framework can spread `job` over exactly `num_gpus` ranks."""
+    """Every layout of `job` on exactly `num_gpus` ranks that its framework supports."""
     return list(dict.fromkeys(_LAYOUTS.get(job.framework, _torch)(job, num_gpus, gpus_per_node)))
 
 
 def _deepspeed(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Parallelism]:
-    """Replicas of the data stream, with and without ZeRO stages."""
+    """Data parallelism with and without ZeRO stages."""
     for stage in ZERO_STAGES if num_gpus > 1 else (0,):
         yield Parallelism(data_parallel_size=num_gpus, zero_stage=stage)
 
 
 def _torch(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Parallelism]:
-    """PyTorch's own layouts, in a plain loop or under the Trainer: replicas, sharded or not, times tensor-, pipeline- and
-    context-parallel ranks as far as the ledger covers them (`parallel_reason`)."""
+    """PyTorch's own layouts, in a plain loop or under the Trainer: data parallelism, sharded or not, combined with tensor,
+    pipeline and context parallelism as far as the ledger covers them (`parallel_reason`)."""
     schedule = job.parallelism.pipeline_schedule
     group = int(conventions(job)["shard_group_size"])
     for tensor, pipeline, context, data in _grids(job, num_gpus, gpus_per_node):
@@ -103,7 +104,8 @@ def _spread(job: TrainingJob, layout: Parallelism) -> TrainingJob:
 
 
 def _shardings(data: int, context: int, group: int) -> Iterator[Literal["none", "fsdp2", "hsdp"]]:
-    """Ways to hold the weights of `data` × `context` ranks: hybrid sharding needs more than one `group` of ranks."""
+    """Ways to shard the weights over `data` × `context` ranks; hybrid sharding needs more than one group of `group`
+    ranks."""
     yield "none"
     if data * context > 1:
         yield "fsdp2"
@@ -126,7 +128,8 @@ _LAYOUTS: dict[str, Callable[[TrainingJob, int, int], Iterator[Parallelism]]] = 
 
 
 def _grids(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[tuple[int, int, int, int]]:
-    """The tensor-, pipeline-, context- and data-parallel sizes whose product is `num_gpus` and that divide the network."""
+    """The tensor-, pipeline-, context- and data-parallel sizes whose product is `num_gpus` and by which the network can be
+    divided."""
     a = job.architecture
     for tensor in _divisors(num_gpus):
         if tensor > gpus_per_node or a.num_attention_heads % tensor or a.num_key_value_heads % tensor:
@@ -135,21 +138,24 @@ def _grids(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[tupl
             if a.num_hidden_layers % pipeline and not _beside_ends(a.num_hidden_layers, pipeline):
                 continue
             for context in _divisors(num_gpus // tensor // pipeline):
-                # each rank has two chunks: megatron/core/utils.py, get_batch_on_this_cp_rank; torch's load balancer too
+                # each rank has two chunks of a sequence: megatron/core/utils.py, get_batch_on_this_cp_rank; also torch's
+                # load balancer
                 if context == 1 or job.sequence_length % (2 * context) == 0:
                     yield tensor, pipeline, context, num_gpus // (tensor * pipeline * context)
 
 
 def _beside_ends(num_layers: int, stages: int) -> tuple[int, ...]:
-    """Layers of each stage where those do not divide them, but do with embedding and head as a layer each, as Llama 3.1's
-    126 were made for (Llama Team 2024, arXiv:2407.21783, section 3.3.2); () elsewhere."""
+    """Layers of each stage if `stages` does not divide the layers but does divide them with the embedding and the head
+    counted as a layer each, for which Llama 3.1's 126 layers were chosen (Llama Team 2024, arXiv:2407.21783, section
+    3.3.2); else ()."""
     fits = num_layers % stages and (num_layers + 2) % stages == 0 and (num_layers + 2) // stages > 1
     return layers_beside_ends(num_layers, stages) if fits else ()
 
 
 def _variants(job: TrainingJob, tensor: int, pipeline: int, context: int, expert: int, data: int) -> Iterator[Parallelism]:
-    """Sequence parallelism and the distributed optimizer, where they do something; interleaving as the job has it, and with
-    the most virtual stages up to `MOST_VIRTUAL`, which makes the smallest bubble."""
+    """The variants of a layout: with and without sequence parallelism and the distributed optimizer, where these have an
+    effect; with the job's own number of virtual stages, and with the most up to `MOST_VIRTUAL`, which have the smallest
+    bubble."""
     uneven = _beside_ends(job.architecture.num_hidden_layers, pipeline)
     for virtual in (1,) if uneven or pipeline == 1 else _virtual_stages(job, pipeline):
         for sequence_parallel in (False, True) if tensor > 1 else (False,):
@@ -172,21 +178,21 @@ def _variants(job: TrainingJob, tensor: int, pipeline: int, context: int, expert
 
 
 def _virtual_stages(job: TrainingJob, pipeline: int) -> set[int]:
-    """How many virtual stages a rank of a pipeline may have."""
+    """Numbers of virtual stages that a pipeline rank may have."""
     per_stage, asked = job.architecture.num_hidden_layers // pipeline, job.parallelism.virtual_pipeline_stages
     return {1, *(number for number in (asked, _divisors_up_to(per_stage, MOST_VIRTUAL)[-1]) if per_stage % number == 0)}
 
 
 def _fills_the_pipeline(layout: Parallelism, steps: int) -> bool:
-    """Whether there is at least one micro-batch for each stage; interleaving needs a multiple (megatron-core
-    schedules.py)."""
+    """Whether there is at least one micro-batch for each stage; interleaving needs a multiple of the number of stages
+    (megatron-core schedules.py)."""
     stages = layout.pipeline_parallel_size
     return steps >= stages and (layout.virtual_pipeline_stages == 1 or steps % stages == 0)
 
 
 def _offloads(job: TrainingJob, layout: Parallelism) -> tuple[Offload, ...]:
-    """Kinds of offloading to try: DeepSpeed offloads what it shards, FSDP2 parameters and states together, PyTorch
-    activations anywhere; in all other cases the job's own."""
+    """Kinds of offloading to try. DeepSpeed offloads what it shards; FSDP2 offloads parameters and states together; PyTorch
+    offloads activations in any layout; in all other cases only the job's own offloading is tried."""
     if job.framework == "deepspeed" and layout.zero_stage > 0:
         return OFFLOADS if layout.zero_stage == 3 else OFFLOADS[:2]
     if job.framework not in ("huggingface", "torch"):

@@ -1,9 +1,11 @@
-"""Walks through candidates in the order of their costs other than memory, and finds those that have room, with their peaks.
+"""Visits candidates in the order of their costs other than memory, and yields those that fit in the GPU's room, with their
+peaks.
 
-Candidates that differ in the micro-batch alone are a *series*: they send the same, and each needs at least as much as the
-one before, so the first that has no room ends it. A series is passed over without a timeline where what stands on its ranks
-is already too much, with one that many share where the same shards with sequence parallelism and without interleaving have
-no room (these take away, or add), and with two short ones where shallower networks show that a deep one has none.
+Candidates that differ only in the micro-batch are a *series*: they send the same bytes, and each needs at least as much
+memory as the one before, so the first that does not fit ends the series. Three tests rule out a series at little cost: what
+its ranks hold throughout the step is already too much (no timeline needed); the same shards with sequence parallelism,
+which saves memory, and without interleaving, which adds to it, do not fit (one timeline, shared by many series); or the
+timelines of two shallower networks show that the deep one does not fit.
 """
 
 from __future__ import annotations
@@ -30,14 +32,14 @@ from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.searching.costs import Cost, cost, order, sending
 
 ANY = 2**62
-"""More room than any job needs."""
+"""More bytes than any job needs."""
 AT_ONCE = 64
 """Series that each process handles together; few, so that little work is wasted when the walk ends."""
 
 
 @dataclass(frozen=True, slots=True)
 class Candidate:
-    """One that has room: its place among all, what it costs, and the peak of its fullest stage in bytes."""
+    """A job that fits: its index among all candidates, its costs, and the peak in bytes of the stage that needs most."""
 
     index: int
     cost: Cost
@@ -46,7 +48,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """The input of the walk: every candidate, the GPU type, and the room on it."""
+    """The input of the walk: all candidates, the GPU type, and the bytes available on it."""
 
     every: Sequence[TrainingJob]
     device: Device
@@ -73,7 +75,7 @@ class Workers:
             self._pool.shutdown(cancel_futures=True)
 
     def map(self, function: Callable[[Question, Any], Any], items: Sequence[Any]) -> list[Any]:
-        """The results, item by item. Raises: LostError if a process was ended from outside."""
+        """The result for each item. Raises: LostError if a process was ended from outside."""
         if self.processes < 2 or len(items) < 2:
             return [function(self.question, item) for item in items]
         if self._pool is None:
@@ -102,11 +104,10 @@ def _ask(function: Callable[[Question, Any], Any], item: Any) -> Any:
 
 
 LEAST = 1.01
-"""The job of the same shards that needs least may need up to this multiple of what another one needs: sequence parallelism
-gathers into buffers of its own, and a schedule without interleaving keeps an output longer. Both are below a hundredth of a
-peak."""
+"""`least_of` may need up to this multiple of what the job itself needs: sequence parallelism gathers into additional
+buffers, and a schedule without interleaving keeps an output longer. Both are below one percent of a peak."""
 Series = tuple[int, ...]
-"""Numbers of candidates that differ only in the micro-batch, from the smallest micro-batch to the largest."""
+"""Indices of the candidates that differ only in the micro-batch, from the smallest micro-batch to the largest."""
 
 
 def series(every: Sequence[TrainingJob]) -> list[Series]:
@@ -121,20 +122,20 @@ def series(every: Sequence[TrainingJob]) -> list[Series]:
 
 
 def standing(every: Sequence[TrainingJob], members: Series) -> int:
-    """Bytes that the first or the last stage, whichever has more, holds throughout a steady step."""
+    """Bytes that the first or the last stage, whichever has more, holds throughout each step after the first."""
     job = every[members[0]]
     return max(standing_bytes(job, stage) for stage in {0, job.parallelism.pipeline_parallel_size - 1})
 
 
 def in_order(workers: Workers, left: Iterable[Series], say: Callable[[str], None]) -> Iterator[Candidate]:
-    """The candidates of `left` that have room, by what they cost, then by their peak."""
+    """The candidates of `left` that fit, in the order of their costs, then of their peaks."""
     every, left = workers.question.every, list(left)
     say(f"what {len(left):,} layouts cost")
     found = [(index, one) for costs in workers.map(_costs, left) for index, one in costs]
     series_of = {index: number for number, members in enumerate(left) for index in members}
     ranked = sorted((order(every[index], one), index, one) for index, one in found)
     no_room: dict[int, int] = {}
-    """Of a series, by its number, the least micro-batch that is known to have no room."""
+    """Number of a series -> the smallest micro-batch that is known not to fit."""
     num_looked = 0
     for wave in _waves(ranked, AT_ONCE * workers.processes):
         say(f"{num_looked:,} of {len(ranked):,} looked at: the peaks of the next {len(wave):,}")
@@ -156,11 +157,11 @@ def in_order(workers: Workers, left: Iterable[Series], say: Callable[[str], None
 
 
 Ranked = tuple[tuple[float, int, int], int, Cost]
-"""What a candidate is ordered by, its place among all, and its cost."""
+"""The key by which a candidate is ordered, its index among all candidates, and its cost."""
 
 
 def _waves(ranked: Sequence[Ranked], size: int) -> Iterator[list[Ranked]]:
-    """`ranked` in pieces of about `size`, ties together."""
+    """`ranked` in pieces of about `size` candidates; candidates with equal keys stay in one piece."""
     wave: list[Ranked] = []
     for _, ties in groupby(ranked, key=lambda item: item[0]):
         wave += ties
@@ -172,7 +173,7 @@ def _waves(ranked: Sequence[Ranked], size: int) -> Iterator[list[Ranked]]:
 
 
 def _costs(question: Question, members: Series) -> list[tuple[int, Cost]]:
-    """What each of a series costs; all of them send the same."""
+    """(index, cost) of each candidate of a series; all of them send the same bytes."""
     first = question.every[members[0]]
     if len(members) > 1:  # activations are sent once per token of the step, in however many micro-batches
         together = first.micro_batch_size * first.gradient_accumulation_steps
@@ -182,7 +183,7 @@ def _costs(question: Question, members: Series) -> list[tuple[int, Cost]]:
 
 
 def _peaks(question: Question, members: Series) -> list[int]:
-    """The peaks of some of a series, in order, up to the first that has no room."""
+    """The peaks in bytes of `members`, in order, up to and including the first that does not fit."""
     every, device, room = question.every, question.device, question.room_bytes
     least = least_of(every[members[0]])
     if no_less(least, device) > room * LEAST:
@@ -199,24 +200,26 @@ def _peaks(question: Question, members: Series) -> list[int]:
 
 
 def no_less(job: TrainingJob, device: Device) -> int:
-    """A lower bound of `fullest`; 0 if there is none that is cheaper to compute."""
-    if job.framework == "megatron" or wants_recipe(job):  # of a shallower network there may be no recipe
+    """A lower bound of `fullest` in bytes; 0 if no bound is cheaper to compute."""
+    if job.framework == "megatron" or wants_recipe(job):  # there may be no recipe for a shallower network
         return 0
     return bound_by_depth(job, lambda shallow: fullest(shallow, device, ANY))
 
 
 def least_of(job: TrainingJob) -> TrainingJob:
-    """The job of the same shards that needs least memory: interleaving only adds to it, sequence parallelism only saves."""
+    """The job with the same shards that needs least memory: without interleaving, which only adds memory, and with sequence
+    parallelism, which only saves it."""
     layout = job.parallelism
-    shares = layout.tensor_parallel_size > 1 and job.framework != "huggingface"  # huggingface plans have none
+    shares = layout.tensor_parallel_size > 1 and job.framework != "huggingface"  # huggingface plans have no SP
     least = replace(layout, sequence_parallel=shares, virtual_pipeline_stages=1, pipeline_schedule="1f1b")
     return job.replace(parallelism=least)
 
 
 def fullest(job: TrainingJob, device: Device, room_bytes: int) -> int:
-    """Peak bytes of the pipeline stage that needs most; if a stage has no room, the peak of such a stage."""
+    """Peak bytes of the pipeline stage that needs most; if a stage needs more than `room_bytes`, the peak of the first such
+    stage found."""
     layout, steps = job.parallelism, job.gradient_accumulation_steps
-    # as few micro-batches as give the same peak: further ones change nothing
+    # the fewest micro-batches that give the same peak
     stages, virtual = layout.pipeline_parallel_size, layout.virtual_pipeline_stages
     enough = max(min(steps, 2), representative_micro_batches(stages, virtual, 0, steps))
     return _fullest(job if enough == steps else job.replace(gradient_accumulation_steps=enough), device, room_bytes)

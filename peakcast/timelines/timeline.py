@@ -1,8 +1,8 @@
-"""`Timeline`: the tensors of a training step over its instants. The one idea of peakcast.
+"""`Timeline`: the tensors of a training step over its instants. All of peakcast is built on this type.
 
 An *instant* is a moment of the step between two operations, counted from 0; each belongs to a phase. An entry lives at the
-instants `born <= t < dies`. The peak is the largest sum: it has an instant, and the entries that live then. The ledger, the
-trace and the allocator's snapshot all produce this type, so any two can be compared.
+instants `born <= t < dies`. The peak is the largest sum of the bytes that live at one instant. The ledger, the trace and
+the allocator's snapshot all produce this type, so any two can be compared.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ class Category(IntEnum):
     INPUTS = 10
     OTHER = 11
     REFERENCE_PARAMETERS = 12
-    """Of a frozen network beside the trained one, which preference losses measure it by."""
+    """Parameters of the frozen network with which preference losses compare the trained one."""
     KV_CACHE = 13
-    """Keys and values of earlier tokens, which generation keeps."""
+    """Keys and values of earlier tokens, kept during generation."""
 
 
 class Phase(IntEnum):
