@@ -19,7 +19,7 @@ SEEN_BY = {
     "peak_device_bytes": "nvidia-smi",
     "peak_host_bytes": "CPU memory of the rank",
 }
-"""Quantity -> the reading that shows it on a running job."""
+"""Quantity -> the reading that shows its value on a running job."""
 QUANTITIES = tuple(SEEN_BY)
 """The four quantities of every answer, and of every measurement that has them."""
 

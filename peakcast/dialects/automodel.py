@@ -1,4 +1,4 @@
-"""NeMo AutoModel's YAML: transformers' networks under FSDP2, in a loop of its own.
+"""NeMo AutoModel's YAML: networks of transformers under FSDP2, in AutoModel's own training loop.
 
 Source: nemo_automodel 0.7.0 recipes/llm/train_ft.py, _transformers/auto_model.py (`use_liger_kernel` and `torch_dtype` of
 `from_pretrained`), components/distributed/config.py FSDP2Config (bfloat16 parameters, float32 reduction),
@@ -41,7 +41,7 @@ IGNORED = re.compile(
 
 
 def from_automodel(pasted: Pasted) -> Translation:
-    """The job of such a recipe. Raises: SpecError naming the key, its value, the rule and the way out."""
+    """The job of an AutoModel recipe. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(flat(pasted.values), notes, "NeMo AutoModel")
     named = settings.text(
@@ -76,7 +76,7 @@ def _gpus(settings: Settings, pasted: Pasted) -> int:
 
 
 def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
-    """The step in the words of transformers' training arguments."""
+    """The training settings under the names of transformers' TrainingArguments."""
     notes = settings.notes
     micro = settings.size("step_scheduler.local_batch_size", settings.integer("step_scheduler.micro_batch_size", 1))
     total = settings.integer("step_scheduler.global_batch_size") or micro * num_gpus
@@ -144,7 +144,8 @@ def _checkpoints(settings: Settings) -> bool:
 
 
 def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | None:
-    """The adapters in peft's words: AutoModel makes them in the dtype of the weight that they are on."""
+    """The adapter settings under peft's names. AutoModel makes adapters in the dtype of the weight to which they are
+    attached."""
     if not settings.given("peft._target_") and not settings.given("peft.dim"):
         return None
     kind = settings.text("peft._target_", "PeftConfig")
@@ -177,7 +178,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
 
 
 def _sharding(settings: Settings) -> dict[str, Any] | None:
-    """FSDP2's settings; None for plain data parallelism."""
+    """FSDP2's settings under accelerate's names; None for plain data parallelism."""
     target = settings.text("distributed_config._target_", settings.text("distributed._target_")).rpartition(".")[2].lower()
     known = {
         "": "fsdp2",

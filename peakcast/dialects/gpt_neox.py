@@ -1,8 +1,7 @@
-"""GPT-NeoX's YAML: networks of its own under DeepSpeed, tensor and pipeline parallelism as Megatron has them.
+"""GPT-NeoX's YAML: GPT-NeoX's own networks under DeepSpeed, with Megatron's tensor and pipeline parallelism.
 
 Source: EleutherAI/gpt-neox configs/neox_arguments.md, megatron/neox_arguments/neox_args.py (defaults),
-megatron/model/gpt2_model.py;
-configs/20B.yml (252ddc52), configs/6-7B.yml (03547ba9).
+megatron/model/gpt2_model.py, configs/20B.yml (252ddc52), configs/6-7B.yml (03547ba9).
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ IGNORED = re.compile(
 
 
 def from_gpt_neox(pasted: Pasted) -> Translation:
-    """The job of such a configuration, of the files of one run together. Raises: SpecError naming the key and the rule."""
+    """The job of a GPT-NeoX run, whose files have been merged into one. Raises: SpecError naming the key and the rule."""
     notes = Notes()
     values = merged({str(k).replace("-", "_"): v for k, v in pasted.values.items()}, {})
     written = {str(key).replace("-", "_"): str(key) for key in pasted.values}
@@ -105,7 +104,7 @@ def from_gpt_neox(pasted: Pasted) -> Translation:
 
 
 def _network(settings: Settings, tensor: int) -> Architecture:
-    """The network in the keys of transformers' GPT-NeoX."""
+    """The network, read by way of the keys of transformers' GPT-NeoX configuration."""
     hidden, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
     position = settings.one_of("pos_emb", "learned", POSITIONS)
     if position != "rotary":
@@ -117,7 +116,7 @@ def _network(settings: Settings, tensor: int) -> Architecture:
     if not settings.given("padded_vocab_size"):
         settings.notes.assumptions.append(f"the vocabulary is taken as {vocabulary}; padded_vocab_size says another.")
     width = settings.integer("intermediate_size")
-    if activation in ("swiglu", "geglu") or (groups and groups != heads):  # Llama's shape
+    if activation in ("swiglu", "geglu") or (groups and groups != heads):  # shapes as in Llama
         base = {
             "model_type": "llama",
             "num_key_value_heads": groups or heads,
@@ -163,7 +162,7 @@ def _network(settings: Settings, tensor: int) -> Architecture:
 
 
 def _precision(settings: Settings, engine: dict[str, Any]) -> str:
-    """bf16, fp16, or "" for float32: as a word, or as the engine's section that is on."""
+    """"bf16", "fp16", or "" for float32: from the key `precision`, or from the section of the engine that is enabled."""
     word = settings.text("precision")
     on = {key for key in ("bf16", "fp16") if str((engine.get(key) or {}).get("enabled", False)).lower() == "true"}
     half = {"bfloat16": "bf16", "fp16": "fp16", "fp32": ""}.get(word, next(iter(sorted(on)), ""))

@@ -30,7 +30,7 @@ DDP = {
     "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32", "average_in_collective": "ddp_average_in_collective",
     "bucket_size": "ddp_bucket_size",
 }  # fmt: skip
-"""Fields of DistributedDataParallelConfig whose flags are called otherwise."""
+"""Fields of DistributedDataParallelConfig -> their flags, if the names differ."""
 OF_DDP = (
     "overlap_grad_reduce", "overlap_param_gather", "use_distributed_optimizer", "use_megatron_fsdp",
     "data_parallel_sharding_strategy", "fp8_param_gather",
@@ -42,13 +42,13 @@ OF_OPTIMIZER = (
 )  # fmt: skip
 OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "fp8_param_gather")
 SHAPES = ("vocab_size", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by")
-"""Fields that a network of the hub says itself."""
+"""Fields that the configuration of a network on the hub contains too."""
 RECIPES = (
     ("mxfp8", {"fp8": "hybrid", "fp8_recipe": "mxfp8"}), ("subchannel", {"fp8": "hybrid", "fp8_recipe": "blockwise"}),
     ("current_scaling", {"fp8": "hybrid", "fp8_recipe": "tensorwise"}), ("fp8", {"fp8": "hybrid", "fp8_recipe": "delayed"}),
     ("nvfp4", {"fp8": "hybrid", "fp8_recipe": "nvfp4"}),
 )  # fmt: skip
-"""Words in the name of a mixed-precision recipe, and what it asks for beside bf16."""
+"""Words in the name of a mixed-precision recipe -> what they ask for in addition to bf16."""
 NOT_FLAGS = re.compile(
     r"hf_model_id|_target_|.*(func|init|init_method|hook|stream|group|config|fn|timers|spec|provider|generation_config)$"
     r"|(bias_activation|masked_softmax|persist_layer|gradient_accumulation|bias_dropout)_fusion|tp_only_amax_red"
@@ -58,7 +58,7 @@ NOT_FLAGS = re.compile(
     r"|deallocate_pipeline_outputs|batch_p2p_\w+|variable_seq_lengths|moe_token_drop\w*|inference_\w+"
     r"|symmetric_\w+|qk_clip\w*|window_\w+|barrier_\w+|use_transformer_engine\w*|restore_modelopt_state|heterogeneous_\w+"
 )
-"""Fields of the model's provider that no memory hangs on, or that are read of the network."""
+"""Fields of the model's provider that do not affect memory, or that are read with the network."""
 OTHER_SECTIONS = re.compile(
     r"(scheduler|logger|checkpoint|rng|tokenizer|dist|profiling|straggler|nvrx_straggler|ft|inprocess_restart|rerun_state_machine"
     r"|tensor_inspect|validation|dataset|comm_overlap|model|train|ddp|optimizer|mixed_precision|_\w+_|optimizer_config_override\w*)"
@@ -66,7 +66,8 @@ OTHER_SECTIONS = re.compile(
 
 
 def recipe_of(program: str, arguments: Mapping[str, Any]) -> Registered | None:
-    """The configuration that `run_recipe.py --recipe NAME` begins with; None for any other command. Raises: SpecError."""
+    """The configuration that `run_recipe.py --recipe NAME` uses before overrides; None for any other command. Raises:
+    SpecError."""
     if program.rsplit("/", 1)[-1] != LAUNCHER or not arguments.get("recipe"):
         return None
     name = str(arguments["recipe"])
@@ -91,7 +92,7 @@ def recipe_of(program: str, arguments: Mapping[str, Any]) -> Registered | None:
 
 
 def from_megatron_bridge(pasted: Pasted) -> Translation:
-    """The job of such a configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
+    """The job of a Megatron-Bridge configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     sections = {key: value if isinstance(value, Mapping) else {} for key, value in pasted.values.items()}
     model = dict(sections.get("model", {}))
@@ -118,7 +119,7 @@ def from_megatron_bridge(pasted: Pasted) -> Translation:
 
 
 def _hub_id(model: Mapping[str, Any]) -> str:
-    """The network that a recipe takes from the hub: `AutoBridge.from_hf_pretrained(ID).to_megatron_provider()`."""
+    """The hub id of the network that a recipe loads: `AutoBridge.from_hf_pretrained(ID).to_megatron_provider()`."""
     inner = model.get("_of_")
     given = inner.get("_arguments_") if isinstance(inner, Mapping) else None
     return str(given[0]) if given else str(model.get("hf_model_id") or "")
@@ -137,7 +138,7 @@ def _flags(
     *,
     described: bool,
 ) -> dict[str, Any]:
-    """The sections as Megatron-LM's flags. `described`: the network's shapes are among them."""
+    """The sections as Megatron-LM's flags. `described`: whether the sections contain the network's shapes."""
     plain: dict[str, Any] = without_targets(model)
     precision = _precision(values.get("mixed_precision"), notes)
     ddp, train = sections.get("ddp", {}), sections.get("train", {})
@@ -162,7 +163,7 @@ def _flags(
     notes.ignored += [key for key in values if key not in ("model", "ddp", "train", "optimizer", "mixed_precision")
                       and OTHER_SECTIONS.fullmatch(str(key))]  # fmt: skip
     left |= precision
-    if "accumulate_allreduce_grads_in_fp32" in precision:  # training/config.py: mixed precision's word holds
+    if "accumulate_allreduce_grads_in_fp32" in precision:  # training/config.py: mixed precision decides
         notes.ignored.append("ddp.grad_reduce_in_fp32")
     if left.get("use_distributed_optimizer") is None:
         left["use_distributed_optimizer"] = True
@@ -170,7 +171,7 @@ def _flags(
 
 
 def _shapes(model: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a network that is described, as the flags that describe one."""
+    """The network's shapes as Megatron-LM's flags."""
     settings = Settings(model, Notes(), "Megatron-Bridge")
     out: dict[str, Any] = {"group_query_attention": bool(settings.raw("num_query_groups"))}
     out |= {"untie_embeddings_and_output_weights": not settings.switch("share_embeddings_and_output_weights", True)}
@@ -183,7 +184,8 @@ def _dtype(value: Any) -> Any:
 
 
 def _precision(given: Any, notes: Notes) -> dict[str, Any]:
-    """Mixed precision: the name of a recipe, such as bf16_with_fp8_current_scaling_mixed, or its fields."""
+    """Flags for mixed precision, which is given as the name of a recipe, such as bf16_with_fp8_current_scaling_mixed, or as
+    its fields."""
     if isinstance(given, Mapping):
         inner = Settings(given, notes, "Megatron-Bridge", lambda key: f"mixed_precision.{key}")
         found = {key: inner.raw(key) for key in OF_PRECISION if inner.raw(key) is not None}

@@ -108,7 +108,7 @@ def from_nemo(pasted: Pasted) -> Translation:
 
 
 def _num_gpus(top: Settings, asked: int | None) -> int | None:
-    """The number of GPUs that was asked for, else the trainer's; None if it does not say."""
+    """The number of GPUs that the question gives, else the trainer's; None if neither gives one."""
     trainer = top.raw("trainer")
     note_inner(top, "trainer", ("devices", "num_nodes", "precision", "accumulate_grad_batches"), TRAINER)
     run = Settings(trainer if isinstance(trainer, Mapping) else {}, top.notes, "NeMo", lambda key: f"trainer.{key}")
@@ -161,7 +161,7 @@ def _network(settings: Settings) -> dict[str, Any]:
 
 
 def _training(settings: Settings, pasted: Pasted) -> dict[str, Any]:
-    """Precision, optimizer and FP8 as flags."""
+    """Precision, optimizer and FP8 as Megatron-LM flags."""
     flags: dict[str, Any] = {"transformer_impl": "transformer_engine" if settings.switch("transformer_engine") else "local"}
     trainer = pasted.values.get("trainer")
     precision = str(trainer.get("precision", 32) if isinstance(trainer, Mapping) else settings.raw("precision", 32))

@@ -1,4 +1,5 @@
-"""open-instruct's YAML and command lines: a training loop with accelerate and its own defaults, without the Trainer.
+"""open-instruct's YAML and command lines: its own training loop with accelerate, without the Trainer and with other
+defaults.
 
 Source: allenai/open-instruct open_instruct/finetune.py (FlatArguments, main), 2025: bfloat16 weights, adapters on seven
 projections, bitsandbytes' paged AdamW for QLoRA, otherwise torch's fused AdamW. With adapters on weights that are not
@@ -28,7 +29,7 @@ IGNORED = re.compile(
 
 
 def from_open_instruct(pasted: Pasted) -> Translation:
-    """The job of such a configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
+    """The job of an open-instruct configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "open-instruct")
     quantised = settings.switch("use_qlora")
@@ -52,7 +53,7 @@ def from_open_instruct(pasted: Pasted) -> Translation:
         versions=pasted.versions.of("huggingface"),
     )
     job = notes.include(translation)
-    if job.framework == "huggingface":  # `outputs` of the loop lives until it is assigned again
+    if job.framework == "huggingface":  # the loop's variable `outputs` keeps them until its next assignment
         options = {**job.framework_options, "outputs_dropped": False}
         job = job.replace(framework_options=FrozenMapping(options))
     if any(key.startswith("dpo_") for key in pasted.values):
@@ -71,7 +72,7 @@ def _adapters(settings: Settings) -> dict[str, Any]:
 
 
 def _training(settings: Settings, *, quantised: bool, adapters: bool) -> dict[str, Any]:
-    """The step as transformers' training arguments."""
+    """The training settings under the names of transformers' TrainingArguments."""
     notes = settings.notes
     training: dict[str, Any] = {
         "per_device_train_batch_size": settings.size("per_device_train_batch_size", 8, assume=True),

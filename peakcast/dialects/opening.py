@@ -1,5 +1,5 @@
-"""The values of a configuration in a file, a text or a mapping; for a launch script, of what it starts, and the number of
-GPUs."""
+"""Opens configurations: reads the values in a file, a text or a mapping. For a launch script, these are the arguments of
+the program that it starts, and the number of GPUs."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def is_text(source: str) -> bool:
 
 
 def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[str, Any]] = NO_FILES) -> Pasted:
-    """A configuration's values: of a file (its path), of its text (see `is_text`), or the mapping itself. `files`: those
-    given beside it, by name and by what they are, which a launch script may name.
+    """The values of a configuration, given as the path of a file, as its text (see `is_text`), or as a mapping. `files`:
+    other files of the question, by name and by dialect, to which a launch script may refer.
 
     Raises: SpecError naming the file and what is wrong with it.
     """
@@ -43,7 +43,7 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
     value = parse(text, kind, where)
     if isinstance(value, dict) and {"cells", "nbformat"} <= set(value):
         return _program(notebook_source(value), where, folder)
-    if isinstance(value, str) and kind == "YAML" and " --" in f" {value}":  # a bare argument list
+    if isinstance(value, str) and kind == "YAML" and " --" in f" {value}":  # a list of arguments without a command
         return _launched(f"torchrun pretrain_gpt.py {text}", where, folder, files, counted=False)
     if not isinstance(value, dict):
         raise SpecError(f"{where} must hold a mapping of keys to values, or a launch command, not {type(value).__name__}.")
@@ -51,7 +51,8 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
 
 
 def _program(text: str, where: str, folder: Path | None) -> Pasted:
-    """What a Python program's calls configure. Raises: SpecError where they configure no training that is read here."""
+    """The training that the calls of a Python program configure. Raises: SpecError if they configure none that peakcast can
+    read."""
     if sentence := foreign_python(text):
         raise SpecError(f"{where} {sentence}", parameter="job")
     from peakcast.dialects.python.calls import calls_of
@@ -94,7 +95,7 @@ def _launched(
         raise SpecError(f"{where} {sentence}", parameter="job")
     written: dict[str, Mapping[str, Any]] = {}
     for name, body in script.files.items():
-        with contextlib.suppress(SpecError):  # a script writes other files too
+        with contextlib.suppress(SpecError):  # a script also writes files that are no configurations
             written[Path(name).name] = mapping_of_text(body, name, Path(name).suffix)
     files = {**written, **files}
     companions = dict(written)
@@ -129,7 +130,7 @@ def _launched(
 
 
 def _sourced(name: str, folder: Path | None) -> str | None:
-    """The text of a shell script that another in `folder` takes in, None where it is not there."""
+    """The text of a shell script that another one in `folder` reads with `source`; None if there is no such file."""
     for candidate in (folder / name, folder / Path(name).name) if folder is not None else ():
         if is_file(candidate):
             return read_text(candidate)

@@ -20,14 +20,14 @@ from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.jobs.spec import TrainingJob
 
 METHODS = {"sft": "sft", "dpo": "dpo", "rm": "rm", "kto": "kto", "ppo": "grpo", "ppo_ray": "grpo"}
-"""What stands behind `train_` in a program's name, and the training method."""
+"""The part of a program's name after `train_` -> the training method."""
 UNSUPPORTED = {
     "ring_attn_size": "ring attention", "ds_tensor_parallel_size": "DeepSpeed's tensor parallelism", "zpg": "ZeRO++",
     "grad_accum_dtype": "gradients added up in another dtype", "deepcompile": "DeepCompile",
     "freezing_actor_steps": "an actor that is frozen at first",
 }  # fmt: skip
 COUNTED = {"aux_loss_coef": "The experts' balancing loss", "nll_loss_coef": "A likelihood term beside the preferences"}
-"""What is asked for by any number but 0."""
+"""Settings that any number except 0 switches on -> the feature."""
 IGNORED = re.compile(
     r"(save|ckpt|max_ckpt|load|logging|eval|wandb|use_wandb|use_tensorboard|lr|adam_betas|l2|seed|local_rank|learning_rate"
     r"|dataset|input|output|apply_chat_template|tokenizer|prompt_data|prompt_key|chosen|rejected|label|train_split|value_head"
@@ -42,7 +42,7 @@ IGNORED = re.compile(
 
 
 def from_openrlhf(pasted: Pasted) -> Translation:
-    """The job of such a command. Raises: SpecError naming the flag, its value, the rule and the way out."""
+    """The job of an OpenRLHF command. Raises: SpecError naming the flag, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings({str(key).replace("-", "_"): value for key, value in pasted.values.items()}, notes, "OpenRLHF")
     model = pasted.model or settings.text("pretrain")
@@ -61,7 +61,7 @@ def from_openrlhf(pasted: Pasted) -> Translation:
             notes.unsupported.append(f"{what} ({key}) is not modelled.", key, "more")
 
     def job_of(under: Notes, *, shards: bool) -> TrainingJob:
-        half = {"torch_dtype": "float32"} if shards else {}  # masters; FSDP2's policy computes in param_dtype
+        half = {"torch_dtype": "float32"} if shards else {}  # master weights; FSDP2 computes in param_dtype
         given = (model, {**training, **half}, adapter, None if shards else engine, fsdp if shards else None, num_gpus)
         job = under.include(from_huggingface(*given, versions=pasted.versions.of("huggingface")))
         who = "" if method == "sft" else "OpenRLHF (models/actor.py)"
@@ -79,7 +79,7 @@ def from_openrlhf(pasted: Pasted) -> Translation:
 
 
 def _method(settings: Settings, program: str) -> str:
-    """The training method, by the program's name; for arguments alone by those that only one has."""
+    """The training method, from the program's name; without a program, from arguments that only one method has."""
     found = re.search(r"train_(\w+)", program)
     if found is not None:
         if found[1] not in METHODS:
@@ -98,7 +98,7 @@ def _gpus(settings: Settings, pasted: Pasted, method: str) -> int:
 
 
 def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
-    """The step in the words of transformers' training arguments."""
+    """The training settings under the names of transformers' TrainingArguments."""
     notes = settings.notes
     micro = settings.size("micro_train_batch_size", 8, assume=True)
     total = settings.size("train_batch_size", 128, assume=True)
@@ -132,7 +132,7 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
 
 
 def _engine(settings: Settings) -> Mapping[str, Any]:
-    """DeepSpeed's configuration as `get_train_ds_config` makes it."""
+    """The DeepSpeed configuration that `get_train_ds_config` makes."""
     stage = settings.integer("zero_stage", 2, assume=True, least=0)
     zero: dict[str, Any] = {"stage": stage, "reduce_bucket_size": "auto"}
     if settings.switch("adam_offload"):
@@ -147,7 +147,7 @@ def _engine(settings: Settings) -> Mapping[str, Any]:
 
 
 def _fsdp2(settings: Settings) -> dict[str, Any] | None:
-    """FSDP2's settings where the command asks for it; None for DeepSpeed (utils/fsdp2/strategy.py `_apply_fsdp`)."""
+    """FSDP2's settings if the command asks for FSDP2; None for DeepSpeed (utils/fsdp2/strategy.py `_apply_fsdp`)."""
     asked = settings.one_of("backend", "deepspeed", ("deepspeed", "fsdp2")) == "fsdp2"
     given = [key for key in settings.left() if key.startswith("fsdp2_")]
     offloads, reshards = settings.switch("fsdp2_cpu_offload"), settings.switch("fsdp2_reshard_after_forward", True)
@@ -183,7 +183,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
 
 
 def _generation(settings: Settings, training: dict[str, Any]) -> Generation:
-    """The actor's update: prompts with completions, and what else is on its GPUs."""
+    """The actor's update: the length of prompts with completions, and what else is on the actor's GPUs."""
     notes = settings.notes
     length = settings.size("prompt_max_len", 1024, assume=True) + settings.size("generate_max_len", 1024, assume=True)
     if not settings.switch("use_dynamic_batch"):
@@ -214,7 +214,7 @@ def _generation(settings: Settings, training: dict[str, Any]) -> Generation:
 
 
 def _with_reference(job: TrainingJob, settings: Settings, notes: Notes, *, shards: bool) -> TrainingJob:
-    """`job` with OpenRLHF's reference: a frozen copy beside the network, beside adapters too."""
+    """`job` with OpenRLHF's reference model: a frozen copy of the network, also if adapters are trained."""
     asked = [settings.switch("ref_offload"), settings.switch("ref_reward_offload")]
     offloads = any(asked) or shards  # `prepare_ref` of FSDP2 keeps it in host memory
     if job.reference not in ("model", "adapter_off"):

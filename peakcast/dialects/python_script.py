@@ -1,6 +1,5 @@
-"""Python programs and notebooks that train with transformers, TRL, PEFT or Unsloth: the arguments of the calls by which
-they
-load a model, add adapters and configure a trainer, read as those libraries' configurations are.
+"""Python programs and notebooks that train with transformers, TRL, PEFT or Unsloth. The arguments of the calls that load a
+model, add adapters and configure a trainer are read like the configurations of those libraries.
 
 Source: transformers 5.17 TrainingArguments and `from_pretrained`, trl 0.22 to 1.16 configurations, peft 0.21 LoraConfig,
 unsloth 2025.11.4 models/loader.py and llama.py (`from_pretrained`, `get_peft_model`), unslothai/notebooks.
@@ -32,7 +31,7 @@ CONFIGS = {
     "GOLDConfig": "gold", "DistillationConfig": "distillation", "SDFTConfig": "sdft", "SDPOConfig": "sdpo",
     "IWOPDConfig": "iw_opd", "AsyncGRPOConfig": "async_grpo", "A2POConfig": "a2po", "GMPOConfig": "gmpo",
 }  # fmt: skip
-"""Classes of training arguments -> the training method; "" where the trainer tells."""
+"""Classes of training arguments -> the training method; "" if the trainer's class decides it."""
 TRAINERS = {
     "SFTTrainer": "sft", "UnslothTrainer": "sft", "DPOTrainer": "dpo", "KTOTrainer": "kto", "ORPOTrainer": "orpo",
     "CPOTrainer": "cpo", "GRPOTrainer": "grpo", "RewardTrainer": "reward", "RLOOTrainer": "rloo", "TPOTrainer": "tpo",
@@ -43,13 +42,13 @@ ADAPTERS = re.compile(r"LoraConfig|(Fast\w*Model\.)get_peft_model")
 VERSION = re.compile(r"\b(transformers|trl|peft|accelerate|torch|unsloth|bitsandbytes)\s*==\s*(\d+(?:\.\d+)+)")
 ROLE = "trainer_calls"
 ON_TRAINERS = ("max_seq_length", "packing", "neftune_noise_alpha", "max_length", "max_prompt_length", "beta")
-"""Arguments that older trainers take in place of their configuration."""
+"""Arguments that older releases pass to the trainer itself instead of its configuration."""
 _MODEL = re.compile(
     r"token|trust_remote_code|device_map|cache_dir|revision|low_cpu_mem_usage|use_cache|max_lora_rank|fix_tokenizer"
     r"|rope_scaling|resize_model_vocab|use_exact_model_name|random_state|unsloth_\w+|float8_kv_cache|disable_log_stats"
     r"|use_safetensors|torchscript|num_labels|offload_folder|local_files_only|use_gradient_checkpointing|_target_"
 )
-"""Arguments of loaders that a step's memory does not hang on, or that are read of the adapters."""
+"""Arguments of loaders that do not affect a step's memory, or that are read with the adapters."""
 _TRAINER = re.compile(
     r"model|tokenizer|processing_class|train_dataset|eval_dataset|dataset_\w+|data_collator|args|peft_config|formatting_func"
     r"|compute_metrics|callbacks|reward_funcs|ref_model|optimizers|preprocess_logits_for_metrics|_target_"
@@ -57,7 +56,7 @@ _TRAINER = re.compile(
 
 
 def values_of(calls: Sequence[Call], source: str) -> dict[str, Any]:
-    """A program's calls as the mapping that `from_python_script` reads; empty where it configures no trainer."""
+    """A program's calls as the mapping that `from_python_script` reads; empty if they configure no trainer."""
     configs = [call for call in calls if call.name.rpartition(".")[2] in CONFIGS]
     if not configs:
         return {}
@@ -95,7 +94,8 @@ def values_of(calls: Sequence[Call], source: str) -> dict[str, Any]:
 
 
 def _named(loader: Call, trainer: Call) -> dict[str, Any]:
-    """The arguments by which the model is loaded, its name as `model_name`: of its loader, else of the trainer."""
+    """The arguments with which the model is loaded, its name under `model_name`: from the call that loads it, else from the
+    trainer's."""
     first = loader.arguments[0] if loader.arguments else trainer.keywords.get("model")
     values = {"model_name": first} if isinstance(first, (str, NotGiven)) else {}
     if "pretrained_model_name_or_path" in loader.keywords:
@@ -104,7 +104,7 @@ def _named(loader: Call, trainer: Call) -> dict[str, Any]:
 
 
 def from_python_script(pasted: Pasted) -> Translation:
-    """The job of such a program. Raises: SpecError naming the argument, its value, the rule and the way out."""
+    """The job of a Python program. Raises: SpecError naming the argument, its value, the rule and the way out."""
     notes = Notes()
     about = _mapping(pasted.values.get(ROLE))
     if not about:
@@ -142,7 +142,7 @@ def from_python_script(pasted: Pasted) -> Translation:
 
 
 def _model(settings: Settings, training: dict[str, Any], about: Mapping[str, Any], *, unsloth: bool) -> None:
-    """How the model is loaded, in the words of training arguments."""
+    """Put into `training` how the model is loaded, under the names of training arguments."""
     name = settings.text("model_name")
     if not name and "model_name" not in _mapping(about.get("not_given")):
         settings.given("model_name")
@@ -150,7 +150,7 @@ def _model(settings: Settings, training: dict[str, Any], about: Mapping[str, Any
     dtype = settings.raw("dtype") or settings.raw("torch_dtype")
     if dtype and dtype != "auto":
         training["torch_dtype"] = dtype
-    elif about.get("loader"):  # else the trainer loads it
+    elif about.get("loader"):  # otherwise the trainer loads it
         old = release(str(_mapping(about.get("versions")).get("transformers", ""))) or (5,)
         training["torch_dtype"] = "float32" if old < (5,) and not unsloth else "auto"
     if attention := settings.text("attn_implementation"):
@@ -174,7 +174,7 @@ def _model(settings: Settings, training: dict[str, Any], about: Mapping[str, Any
 
 
 def _prepared(about: Mapping[str, Any], training: dict[str, Any], notes: Notes) -> None:
-    """What calls on the loaded network change before it is trained."""
+    """Apply calls that change the loaded network before training."""
     if about.get("checkpoints") and not training.get("gradient_checkpointing"):
         training["gradient_checkpointing"] = True
         notes.assumptions.append("gradient checkpointing is on, by a call on the network.")
@@ -188,7 +188,7 @@ def _prepared(about: Mapping[str, Any], training: dict[str, Any], notes: Notes) 
 
 
 def _generation(settings: Settings, training: dict[str, Any], about: Mapping[str, Any]) -> None:
-    """vLLM inside Unsloth: `fast_inference` gives it `gpu_memory_utilization` of the GPU."""
+    """Read vLLM inside Unsloth: with `fast_inference` it gets the fraction `gpu_memory_utilization` of the GPU."""
     share = settings.number("gpu_memory_utilization", 0.5)
     if settings.switch("fast_inference"):
         training |= {"use_vllm": True, "vllm_mode": "colocate", "vllm_gpu_memory_utilization": share}
@@ -199,7 +199,7 @@ def _generation(settings: Settings, training: dict[str, Any], about: Mapping[str
 def _adapter(
     parts: Mapping[str, Any], about: Mapping[str, Any], settings: Settings, *, unsloth: bool
 ) -> dict[str, Any] | None:
-    """The adapters in the words of an adapter_config.json."""
+    """The adapter settings under the names of adapter_config.json."""
     given = {key: value for key, value in parts.get("adapter", {}).items() if key != "_target_"}
     if not about.get("adapter"):
         return None
@@ -214,7 +214,7 @@ def _adapter(
 
 
 def _quantization(parts: Mapping[str, Any], training: dict[str, Any], notes: Notes) -> None:
-    """bitsandbytes' configuration, in the words of training arguments."""
+    """Put bitsandbytes' configuration into `training`, under the names of training arguments."""
     bits = Settings(parts.get("quantization", {}), notes, "bitsandbytes")
     if bits.switch("load_in_4bit"):
         training |= {"load_in_4bit": True, "use_bnb_nested_quant": bits.switch("bnb_4bit_use_double_quant")}
@@ -230,7 +230,7 @@ def _mapping(value: Any) -> Mapping[str, Any]:
 
 
 def _base_name(name: str) -> str:
-    """The network's own name: Unsloth's uploads in 4 bits have the same."""
+    """The name of the original network, without the suffix of Unsloth's 4-bit uploads."""
     return re.sub(r"(-unsloth)?-bnb-4bit$", "", name)
 
 

@@ -194,8 +194,8 @@ HUGGING_FACE_PARTS = ("hf_config", "peft", "deepspeed", "accelerate", "training"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """What comes with a configuration: other files (by path, or as texts), the number of GPUs, another model, its dialect,
-    if forced, and the versions of packages."""
+    """What the question gives in addition to a configuration: other files (paths or texts), the number of GPUs, another
+    model, the dialect (if the user names it), and package versions."""
 
     files: tuple[str | Path | Document, ...] = ()
     num_gpus: int | None = None
@@ -204,7 +204,7 @@ class Beside:
     versions: AskedVersions = NO_VERSIONS
 
     def __bool__(self) -> bool:
-        """Whether anything is given that only a configuration can have; versions are possible for any job."""
+        """Whether anything is given that only makes sense with a configuration; versions can be given for any job."""
         return bool(self.files or self.num_gpus is not None or self.model is not None or self.dialect is not None)
 
 

@@ -122,7 +122,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
 
 
 def _checkpointing(settings: Settings) -> ActivationCheckpointing:
-    """Every layer; by `ac_mode`, each n-th layer, or operators by torchtitan's policy (torchtune
+    """Checkpointing of every layer or, by `ac_mode`, of each n-th layer, or of operators by torchtitan's policy (torchtune
     training/activations.py)."""
     mode, option = settings.text("ac_mode"), settings.text("ac_option")
     if settings.switch("enable_activation_checkpointing") or mode == "full":

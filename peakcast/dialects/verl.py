@@ -1,9 +1,9 @@
-"""verl's configurations and command lines: supervised fine-tuning, and the actor's update of its reinforcement learning.
+"""verl's configurations and command lines: supervised fine-tuning, and the actor's update in reinforcement learning.
 
 Source: volcengine/verl verl/trainer/config (sft_trainer.yaml 005a83db, sft_trainer_engine.yaml 0611191e,
-actor/dp_actor.yaml
-0978b9dc, engine/fsdp.yaml and model/hf_model.yaml 17aa18cb), workers/fsdp_workers.py: float32 weights under FSDP's mixed
-precision, the reference's weights in host memory, log-probabilities of the reference and the old policy made beforehand.
+actor/dp_actor.yaml 0978b9dc, engine/fsdp.yaml and model/hf_model.yaml 17aa18cb), workers/fsdp_workers.py: float32 weights
+under FSDP's mixed precision, the reference's weights in host memory, log-probabilities of the reference and the old policy
+computed before the update.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16
 
 
 def from_verl(pasted: Pasted) -> Translation:
-    """The job of such a configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
+    """The job of a verl configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     values = {str(key).lstrip("+"): value for key, value in flat(pasted.values).items()}
     settings = Settings(values, notes, "verl")
@@ -73,7 +73,7 @@ def from_verl(pasted: Pasted) -> Translation:
 
 
 def _megatron(settings: Settings, inside: str, pasted: Pasted) -> str:
-    """The section of Megatron's settings, "" where FSDP shards. Raises: SpecError where another engine does."""
+    """The name of the section with Megatron's settings; "" for FSDP. Raises: SpecError for any other engine."""
     strategy = settings.text(f"{inside}strategy", settings.text("engine.strategy", settings.text("model.strategy")))
     for key in (f"{inside}strategy", "engine.strategy", "model.strategy"):
         settings.given(key)
@@ -93,7 +93,7 @@ def _megatron(settings: Settings, inside: str, pasted: Pasted) -> str:
 def _megatron_job(
     settings: Settings, section: str, name: Any, pasted: Pasted, num_gpus: int, training: dict[str, Any]
 ) -> TrainingJob:
-    """The job of an actor under Megatron, with what of verl's step it does not say."""
+    """The job of an actor under Megatron, with notes about the parts of verl's step that it does not contain."""
     settings.notes.unsupported.append(
         "The loss over log-probabilities of Megatron's vocabulary-parallel logits is not modelled; the cross entropy's "
         "is taken.",
@@ -118,7 +118,7 @@ def _gpus(settings: Settings, pasted: Pasted) -> int:
 
 
 def _training(settings: Settings, inside: str, model: str, num_gpus: int, generation: Generation | None) -> dict[str, Any]:
-    """The step in the words of transformers' training arguments."""
+    """The training settings under the names of transformers' TrainingArguments."""
     notes = settings.notes
     own = f"{inside}ppo_" if inside else "data."
     dynamic = settings.switch(f"{inside}use_dynamic_bsz" if inside else "data.use_dynamic_bsz")
@@ -177,9 +177,8 @@ def _training(settings: Settings, inside: str, model: str, num_gpus: int, genera
 
 
 def _fsdp(settings: Settings, inside: str, training: dict[str, Any]) -> dict[str, Any]:
-    """FSDP's settings as accelerate has them. `param_offload` and `optimizer_offload` move states between the phases:
-    during
-    the update they are on the GPU."""
+    """FSDP's settings under accelerate's names. `param_offload` and `optimizer_offload` move states to the host only
+    between phases: during the update they are on the GPU."""
     notes = settings.notes
     strategy = settings.text(f"{inside}strategy", settings.text("engine.strategy", settings.text("model.strategy", "fsdp")))
     sections = (f"{inside}fsdp_config.", "engine.", "model.fsdp_config.")
@@ -229,7 +228,7 @@ def _sequence_parallelism(settings: Settings, inside: str) -> None:
 
 
 def _generation(settings: Settings) -> Generation:
-    """The actor's update: prompts with completions, and what else is on its GPUs while it runs."""
+    """The actor's update: the length of prompts with completions, and what else is on its GPUs while it runs."""
     notes = settings.notes
     prompt, answer = (
         settings.size("data.max_prompt_length", 512, assume=True),

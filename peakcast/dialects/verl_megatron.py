@@ -1,4 +1,4 @@
-"""verl's actor under Megatron: Megatron's settings in `actor.megatron` (or `engine` of its SFT trainer) around a network of
+"""verl's actor under Megatron: Megatron's settings in `actor.megatron` (or in `engine` of the SFT trainer) for a network of
 the hub.
 
 Source: volcengine/verl verl/trainer/config/engine/megatron.yaml (9b30d863), actor/megatron_actor.yaml (f471e0b9): bfloat16,
@@ -34,7 +34,7 @@ DETAILS = re.compile(
 def megatron_job(
     settings: Settings, section: str, named: Any, pasted: Pasted, num_gpus: int, step: dict[str, Any]
 ) -> TrainingJob:
-    """The job of an actor whose Megatron settings are in `section`, for micro-batches as `step` says them.
+    """The job of an actor whose Megatron settings are in `section`. `step`: the training settings of its micro-batches.
 
     Raises: SpecError naming the key, its value, the rule and the way out.
     """

@@ -1,4 +1,4 @@
-"""A network with fewer layers, which are the first layers of the original."""
+"""Shortens a network to its first layers."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ def with_layers(architecture: Architecture, layers: int) -> Architecture:
 
 
 def _shortened(config: Mapping[str, Any], before: int, layers: int) -> dict[str, Any]:
-    """Every count of `before` layers, every list of as many entries, and what single layers are told, shortened, at any
-    depth."""
+    """`config` for `layers` instead of `before` layers: every count of layers, every list with an entry per layer and every
+    mapping with settings per layer is shortened, at any depth."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if _is_by_layer(value):
@@ -48,6 +48,6 @@ def _shortened(config: Mapping[str, Any], before: int, layers: int) -> dict[str,
 
 
 def _is_by_layer(value: Any) -> bool:
-    """Whether `value` has settings under the numbers of layers (`per_layer_config`, as Gemma 4 has for its wider heads)."""
+    """Whether the keys of `value` are numbers of layers (such as Gemma 4's `per_layer_config`, for its wider heads)."""
     numbered = isinstance(value, Mapping) and bool(value) and all(str(key).isdecimal() for key in value)
     return numbered and all(isinstance(told, Mapping) for told in value.values())

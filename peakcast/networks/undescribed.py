@@ -23,9 +23,10 @@ _SIZES = {
     "intermediate_size": ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim"),
     "vocab_size": ("vocab_size",),
 }
-"""What is shown of such a network, and its usual spellings; nothing is computed from it."""
+"""Size that is shown to the user for such a network -> its usual keys; nothing is computed from it."""
 _FLOAT = "__float__"
-"""The key under which transformers writes numbers that JSON has not (5.17 `configuration_utils.py` `_FLOAT_TAG_KEY`)."""
+"""The key under which transformers writes numbers that JSON cannot express (5.17 `configuration_utils.py`
+`_FLOAT_TAG_KEY`)."""
 _TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config")
 """Where configurations of vision-language models have their language model."""
 
@@ -46,18 +47,19 @@ def is_traced() -> bool:
 
 
 def kept_configuration(config: Mapping[str, Any]) -> str:
-    """What transformers builds the network of `config` from."""
+    """The part of `config` from which transformers builds the network, as JSON."""
     return canonical_json(_tagged({key: value for key, value in config.items() if key not in _LEFT_OUT}))
 
 
 def configuration_of(architecture: Architecture) -> dict[str, Any]:
-    """The configuration that `architecture` keeps, as transformers' classes take it; empty where it keeps none."""
+    """The configuration that `architecture` contains, in the form that transformers' classes accept; empty if it contains
+    none."""
     found: dict[str, Any] = _untagged(json.loads(architecture.configuration or "{}"))
     return found
 
 
 def _tagged(value: Any) -> Any:
-    """`value` as JSON can hold it: an infinite bound (Mamba's `time_step_limit`) is written as transformers writes it."""
+    """`value` as JSON values: an infinite number (in Mamba's `time_step_limit`) is written as by transformers."""
     if isinstance(value, Mapping):
         return {key: _tagged(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):

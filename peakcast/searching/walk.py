@@ -183,7 +183,7 @@ def _costs(question: Question, members: Series) -> list[tuple[int, Cost]]:
 
 
 def _peaks(question: Question, members: Series) -> list[int]:
-    """The peaks in bytes of `members`, in order, up to and including the first that does not fit."""
+    """The peaks in bytes of `members`, in order, without the first that does not fit and all after it."""
     every, device, room = question.every, question.device, question.room_bytes
     least = least_of(every[members[0]])
     if no_less(least, device) > room * LEAST:

@@ -116,7 +116,8 @@ def _experts(job: TrainingJob, settings: Settings) -> TrainingJob:
 
 
 def _generation(settings: Settings) -> Generation:
-    """GRPO's settings: `trl` has them under trl's names, and `vllm` those of a server (`axolotl vllm-serve`)."""
+    """GRPO's settings: section `trl` has them under trl's names, and section `vllm` has those of a server (`axolotl
+    vllm-serve`)."""
     given = settings.raw("trl")
     values = {key: value for key, value in (given if isinstance(given, Mapping) else {}).items() if value is not None}
     values.setdefault("beta", settings.number("rl_beta", 0.0))
@@ -126,7 +127,7 @@ def _generation(settings: Settings) -> Generation:
 
 
 def _packing(settings: Settings, training: dict[str, Any]) -> None:
-    """Join the micro-batch into one row if attention is flash attention; otherwise each sequence has its row
+    """Join the micro-batch into one row if flash attention is used; otherwise each sequence has its own row
     (`multipack_real_batches`)."""
     flash = training.get("attn_implementation") == "flash_attention_2"
     if not flash or settings.switch("multipack_real_batches"):

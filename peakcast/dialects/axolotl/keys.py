@@ -1,5 +1,4 @@
-"""Axolotl's keys as data: the names of their equivalents, keys that a job cannot express, and keys without effect on
-memory.
+"""Axolotl's keys as tables: the equivalent names, keys that a job cannot express, and keys without effect on memory.
 
 Source: axolotl 0.4-0.13 src/axolotl/utils/schemas/config.py.
 """
@@ -37,7 +36,7 @@ NOT_LINEAR = ("lm_head", "embed_tokens", "wte", "embed_out")
 PLUGINS = (
     "LigerPlugin", "CutCrossEntropyPlugin", "ExpertParallelPlugin", "GrokfastPlugin", "LMEvalPlugin", "KernelsPlugin",
 )  # fmt: skip
-"""Plugins whose settings have keys of their own (axolotl 0.13 integrations/), which are read or listed."""
+"""Plugins whose settings are separate keys (axolotl 0.13 integrations/); these keys are read, or listed here."""
 OPTIMIZERS = {
     "muon": "adamw_torch", "optimi_adamw": "adamw_hf", "ao_adamw_4bit": "adamw_torch_4bit",
     "ao_adamw_8bit": "adamw_torch_8bit", "adopt_adamw": "adamw_torch", "came_pytorch": "adafactor",
@@ -80,7 +79,7 @@ KERNELS = {
     "model_quantization_config": "a checkpoint that is loaded quantized",
     "quantize_moe_experts": "dequantizing experts that were quantized at load",
 }  # fmt: skip
-"""Keys that a job cannot express -> name of what they switch on."""
+"""Keys that a job cannot express -> the name of the feature that they switch on."""
 LESS = {
     "tiled_mlp": "The MLP in tiles (tiled_mlp)",
     "unfrozen_parameters": "Training some parameters only (unfrozen_parameters)",

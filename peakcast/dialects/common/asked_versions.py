@@ -23,8 +23,9 @@ class AskedVersions:
     """Whether the versions installed here are used for all other packages."""
 
     def of(self, framework: str, own: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """`own`, the versions that a configuration or its dialect has, overridden by those that were asked for. Of the
-        packages installed here, those of `framework` are added; of the stacks, the one in `own`."""
+        """The versions of a job: `own`, those of its configuration or dialect, overridden by those that the question gives.
+        If `here`, the installed versions of the packages of `framework` are added; that of a stack only if `own` names the
+        stack."""
         own = own or {}
         known = packages_of(framework)
         if any(stack in own for stack in OWN_NETWORKS):
@@ -59,7 +60,8 @@ def asked_versions(versions: object = None, container: str | None = None, here: 
 
 
 def with_versions(translation: Translation, asked: AskedVersions) -> Translation:
-    """`translation` with the versions that were asked for, and a sentence about those that were found here."""
+    """`translation` with the versions that the question gives, and a sentence about those that were found installed
+    here."""
     if not asked:
         return translation
     versions = asked.of(translation.job.framework, translation.job.versions)

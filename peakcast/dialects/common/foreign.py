@@ -1,4 +1,4 @@
-"""Projects whose configurations are not read here: how they are recognised, and what the user can give instead."""
+"""Projects whose configurations peakcast cannot read: how they are recognised, and what the user can give instead."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def foreign(keys: Iterable[str], values: Mapping[str, Any], program: str) -> str
     not known."""
     known = set(keys)
     places = [place for place in (values, values.get("model")) if isinstance(place, Mapping)]
-    run = {"ddp", "train", "model"} <= known  # what a run of Megatron-Bridge saves
+    run = {"ddp", "train", "model"} <= known  # keys of the file that a run of Megatron-Bridge saves
     named = [program, *(str(place.get(key, "")) for place in places for key in ("_target_", "recipe") if not run)]
     for each in FOREIGN:
         calls = bool(each.words) and any(name.startswith(each.words) for name in named)

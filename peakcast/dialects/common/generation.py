@@ -1,4 +1,5 @@
-"""GRPO's completions: the length of its step's sequences, whether it has a reference, and what generation holds on the GPU.
+"""Completions of GRPO: the length of sequences in its training step, whether there is a reference model, and the memory
+that generation holds on the GPU.
 
 Source: trl 1.16.0 `trainer/grpo_config.py`, 0.14-0.24 for `max_prompt_length`; axolotl 0.19 `utils/schemas/trl.py`.
 """
@@ -27,24 +28,24 @@ SAMPLING = re.compile(
     r"|transformers_continuous_batching_config|entropy_.*|use_adaptive_entropy|use_vllm|max_(prompt|completion)_length|beta"
     r"|ds3_gather_for_generation|chat_template_kwargs|top_entropy_quantile|normalize_advantages"
 )
-"""Settings of GRPO that are read here or that do not affect its optimisation step."""
+"""Settings of GRPO that are read here or that do not affect the memory of its optimisation step."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generation:
-    """What generation means for GRPO's step."""
+    """What generation changes in GRPO's training step."""
 
     sequence_length: int
     """Tokens of the longest prompt plus the longest completion."""
     refers: bool
-    """Whether it has a reference, i.e. beta is not 0."""
+    """Whether there is a reference model, i.e. beta is not 0."""
     other_memory_fraction: float
     """Fraction of the GPU's memory that generation holds during the step."""
 
 
 def generation_of(settings: Settings, batch: str) -> Generation:
-    """Read a GRPO run from `settings`, which have trl's names; adds notes. `batch`: the name of its micro-batch where it
-    was written."""
+    """Read the generation of a GRPO run from `settings`, which have trl's names; adds notes. `batch`: the key of the
+    micro-batch size in the user's configuration, for messages."""
     notes = settings.notes
     lengths = [settings.integer(f"max_{part}_length") for part in ("prompt", "completion")]
     defaults = (PROMPT, COMPLETION)
@@ -65,7 +66,7 @@ def _beside_the_step(settings: Settings) -> tuple[float, str]:
     """(fraction of the GPU that generation holds during the optimisation step, a sentence about it)."""
     if not settings.switch("use_vllm"):
         return 0.0, "transformers generates before it (use_vllm: false), whose cache and logits are not in the number"
-    if settings.given("vllm_device"):  # trl 0.14 to 0.15, GRPOConfig: "auto" is the GPU after those that train
+    if settings.given("vllm_device"):  # trl 0.14 to 0.15, GRPOConfig: "auto" is the first GPU that does not train
         return 0.0, "vLLM generates on a GPU of its own (vllm_device), which is not in the number"
     if settings.text("vllm_mode", "colocate") != "colocate":
         return 0.0, "vLLM generates in a server of its own (vllm_mode: server), whose GPUs are not in the number"

@@ -1,5 +1,5 @@
-"""The config.json of a network on the Hugging Face hub: from the local cache, else from the hub by one plain GET, and where
-that is refused by a second one with the user's token."""
+"""The config.json of a network on the Hugging Face hub: from the local cache, else from the hub by one GET request without
+a token and, if that is refused, by a second one with the user's token."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def config_of(hub_id: str) -> dict[str, Any]:
     """The config.json of `hub_id`, from the cache that Hugging Face's libraries share, else from the hub.
 
     `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` hold as in huggingface_hub. The user's token is sent only
-    where the hub refuses a request without one, huggingface_hub is installed, and the question is the user's own.
-    Raises: CatalogError saying which of the two failed and what to do instead.
+    if the hub refuses a request without one, huggingface_hub is installed, and the question is the user's own (not one from
+    another person, see `text.no_files`). Raises: CatalogError saying which of the two failed and what to do instead.
     """
     cached = _cached(hub_id)
     if cached is not None:
@@ -56,9 +56,9 @@ def config_of(hub_id: str) -> dict[str, Any]:
 
 
 def _token(page: str) -> tuple[str, str]:
-    """The user's token, "" for none, and how a gated model whose page is `page` is opened."""
+    """(the user's token or "", a sentence on how to get access to the gated model whose page is `page`)."""
     accept = f"Accept its licence on {page}"
-    if not files_are_read():  # somebody else may ask
+    if not files_are_read():  # the question may come from another person
         return "", f"{accept} and give its config.json"
     try:
         from huggingface_hub import get_token
@@ -83,7 +83,7 @@ def _cached(hub_id: str) -> Path | None:
 
 @functools.lru_cache(maxsize=256)
 def _fetched(url: str, token: str = "") -> tuple[str, str]:
-    """The text at `url`, or "" and why there is none; each URL is asked for once, failures included."""
+    """(the text at `url` or "", the reason if there is none). Each URL is requested only once, failures included."""
     import http.client
     import urllib.error
     import urllib.request
@@ -92,7 +92,7 @@ def _fetched(url: str, token: str = "") -> tuple[str, str]:
         return "", "HF_ENDPOINT is no web address"
     request = urllib.request.Request(url, headers={"User-Agent": "peakcast", "Accept": "application/json"})
     if token:
-        request.add_unredirected_header("Authorization", f"Bearer {token}")  # to this host alone
+        request.add_unredirected_header("Authorization", f"Bearer {token}")  # not sent to other hosts on a redirect
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS) as answer:
             body, end = b"", time.monotonic() + 3 * TIMEOUT_SECONDS

@@ -57,7 +57,7 @@ def _shorter_default(values: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _checkpointing_as_released(job: TrainingJob, values: Mapping[str, Any]) -> TrainingJob:
-    """`job` with reentrant checkpoints or not, as by default in its release, if the job does not say."""
+    """`job` with reentrant or non-reentrant checkpointing, by the default of its release, if the job does not give it."""
     said = values.get("activation_checkpointing")
     if job.activation_checkpointing.mode == "none" or (isinstance(said, Mapping) and "use_reentrant" in said):
         return job
@@ -66,8 +66,8 @@ def _checkpointing_as_released(job: TrainingJob, values: Mapping[str, Any]) -> T
 
 
 def _as_the_stack_has_it(job: TrainingJob) -> TrainingJob:
-    """`job` with the network of a stack that has its own: one matrix for queries, keys and values, of whose parts adapters
-    name each (the convention `networks_fuse_qkv`)."""
+    """`job` with the network as its stack implements it: with one matrix for queries, keys and values, whose parts get
+    separate adapters (the convention `networks_fuse_qkv`)."""
     network = job.architecture
     if network.kind != "decoder" or network.mla is not None or job.finetuning.method != "full":
         return job
@@ -98,7 +98,7 @@ def _with_stage_layers(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def from_job(pasted: Pasted) -> Translation:
-    """The job of a job file, in the form of other dialects' readers. Raises: SpecError."""
+    """The job of a job file, with the same signature as the readers of other dialects. Raises: SpecError."""
     changed = {} if pasted.model is None else {"architecture": pasted.model}
     read = read_job({**pasted.values, **changed})
     job = read.job
@@ -141,7 +141,7 @@ def note_network(value: object, notes: Notes) -> None:
     config = read_mapping(path) if path is not None else value
     if not isinstance(config, Mapping) or "norm_placement" in config:
         return
-    if is_unknown(config):  # the answer says what was assumed for it
+    if is_unknown(config):  # the answer says what was assumed for this network
         return
     left = left_out_of(config)
     if left.keys:

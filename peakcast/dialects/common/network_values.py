@@ -12,7 +12,7 @@ from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import TrainingJob, canonical_json, job_to_mapping
 
 NETWORK = "network."
-"""Prefix for values of a network's configuration; other names are fields of a job (`finetuning.rank`)."""
+"""Prefix of the names of values of a network's configuration; other names are fields of a job (`finetuning.rank`)."""
 
 
 def network_values(architecture: Architecture) -> dict[str, Any]:

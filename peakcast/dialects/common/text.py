@@ -1,4 +1,4 @@
-"""Configuration files and texts: the kind of each, and its plain values. `bounded` has the limits; nothing is run."""
+"""Configuration files and texts: the format of each, and its values. `bounded` has the limits; nothing is run."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENDINGS = {
     ".json": "JSON", ".yaml": "YAML", ".yml": "YAML", ".toml": "TOML",
     ".sh": "shell", ".bash": "shell", ".slurm": "shell", ".sbatch": "shell", ".py": "Python", ".ipynb": "JSON",
 }  # fmt: skip
-"""What a file is by its ending."""
+"""Ending of a file's name -> its format."""
 _COMMAND = re.compile(
     r"^#!.*\b(?:ba|z)?sh\b"
     r"|^[ \t]*(?:export[ \t]+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s"
@@ -31,11 +31,11 @@ _COMMAND = re.compile(
     re.MULTILINE,
 )
 _PROGRAM = re.compile(r"(?:from\s+[\w.]+\s+import\s|import\s+[\w.]+(?:\s+as\s+\w+)?\s*(?:[,;#]|$))|(?:!|%)pip\s")
-"""A first line that a Python program or a notebook's code has."""
+"""A line with which only Python programs and the code of notebooks begin."""
 _TABLE = re.compile(r"\s*(?:\[[\w.\"-]+\]|[\w.]+\s*=\s*\S)")
-"""A first line that TOML has and YAML has not."""
+"""A line with which only TOML begins, not YAML."""
 _NO_JSON = re.compile(r",\s*[}\]]|^\s*#", re.MULTILINE)
-"""A comma before a bracket that closes, or a comment: YAML has them and JSON has not."""
+"""A comma before a closing bracket, or a comment: allowed in YAML, not in JSON."""
 
 
 _FILES_ARE_READ: ContextVar[bool] = ContextVar("files_are_read", default=True)
@@ -43,7 +43,7 @@ _FILES_ARE_READ: ContextVar[bool] = ContextVar("files_are_read", default=True)
 
 @contextmanager
 def no_files() -> Iterator[None]:
-    """A context in which no file is read that a question names: the person who asks may not own these files."""
+    """A context in which files named by a question are not read, because the person who asks may not own them."""
     token = _FILES_ARE_READ.set(False)
     try:
         yield
@@ -52,7 +52,7 @@ def no_files() -> Iterator[None]:
 
 
 def files_are_read() -> bool:
-    """Whether the question is one of the user whose files and token are here: false inside `no_files`."""
+    """Whether the question comes from the user whose files and token are on this machine: false inside `no_files`."""
     return _FILES_ARE_READ.get()
 
 
@@ -61,7 +61,8 @@ PICKLES = tuple(b"\x80" + bytes([protocol]) for protocol in range(2, 6))
 
 
 def read_text(path: Path, *, named: bool = True) -> str:
-    """The text of a file; `named`: the question names it. Raises: SpecError when it is missing, too large or not UTF-8."""
+    """The text of a file; `named`: whether its path comes from the question. Raises: SpecError when the file is missing,
+    too large or not UTF-8."""
     if named and not _FILES_ARE_READ.get():
         raise SpecError(f"{str(path)!r} is a path, and no files are read here; paste what the file holds.", value=str(path))
     try:

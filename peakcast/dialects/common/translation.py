@@ -1,5 +1,5 @@
-"""The result of a dialect, and how it reads settings: by name, with types, and with a note for every key that is not
-read."""
+"""The result of a dialect's reader, and how readers get settings: by name, with types, and with a note for every key that
+is not read."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from peakcast.jobs.spec import MOST_RANKS, TrainingJob
 
 TRUE = frozenset(("true", "yes", "on", "1"))
 MOST = 2**40
-"""A larger whole number in a setting is a mistake, refused before anything is built from it."""
+"""A larger whole number in a setting is a mistake; it is refused before anything is built from it."""
 FALSE = frozenset(("false", "no", "off", "0", ""))
 FEWER_STATES = (
     "lion",
@@ -33,7 +33,7 @@ FEWER_STATES = (
     "apollo",
     "mini",
 )
-"""Words in the names of optimizers that keep one state, or narrower ones."""
+"""Words in the names of optimizers that keep one state per parameter, or states of fewer bits."""
 MORE_STATES = ("ademamix", "grokadamw")
 """Words in the names of optimizers that keep three states."""
 NOT_MODELLED, UNKNOWN = "setting_not_modelled", "setting_unknown"
@@ -47,7 +47,7 @@ class Reading(NamedTuple):
     """Whose configuration it would be, such as "TRL's arguments"."""
     job: TrainingJob
     way_out: str
-    """How the user can say that this is meant, or that it is not."""
+    """How the user can confirm or exclude this reading."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -253,16 +253,16 @@ def gpu_count(number: object) -> int:
 
 
 def states_direction(optimizer: str) -> Direction:
-    """Which way the peak moves where AdamW stands in for `optimizer`: down for those known to keep less than two states of
-    four bytes for each parameter, up for those with a third."""
+    """Which way the real peak differs if AdamW is predicted instead of `optimizer`: down for those known to keep less than
+    two states of four bytes per parameter, up for those with three states."""
     if any(word in optimizer.lower() for word in MORE_STATES):
         return "more"
     return "less" if any(word in optimizer.lower() for word in FEWER_STATES) else "either"
 
 
 def refuse_teacher(settings: Settings, *names: str) -> None:
-    """Refuse a run that distils from a teacher: that is another whole network on the GPU, so an answer without it would be
-    far too low. Raises: SpecError."""
+    """Refuse a run that distils from a teacher: the teacher is another whole network on the GPU, so an answer without it
+    would be far too low. Raises: SpecError."""
     for key in names:
         if settings.raw(key):
             raise settings.refuse(

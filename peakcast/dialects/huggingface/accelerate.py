@@ -50,7 +50,7 @@ class Launcher:
     """The content of `parallelism_config`."""
 
     def gpus(self, pasted: Pasted, notes: Notes) -> int:
-        """The number of GPUs that was asked for, else the launcher's, else 1 with an assumption."""
+        """The number of GPUs that the question gives, else the launcher's, else 1 with an assumption."""
         if pasted.num_gpus is None and self.num_gpus is not None:
             return self.num_gpus
         return pasted.gpus(notes)
@@ -72,7 +72,7 @@ def launcher_of(values: Mapping[str, Any], pasted: Pasted, notes: Notes) -> Laun
     if kind == "FSDP" and not isinstance(fsdp, Mapping):
         raise settings.refuse("fsdp_config", "must be a mapping of FSDP's settings, since distributed_type is FSDP")
     reshards = str((fsdp or {}).get("fsdp_reshard_after_forward", "")) if isinstance(fsdp, Mapping) else ""
-    if reshards.lower() in SHARDING and isinstance(fsdp, Mapping):  # FSDP1's strategy under its newer name
+    if reshards.lower() in SHARDING and isinstance(fsdp, Mapping):  # FSDP1's sharding strategy under its newer key
         fsdp = {"fsdp_sharding_strategy": reshards, **fsdp}
     mesh = settings.raw("parallelism_config") or {}
     if not isinstance(mesh, Mapping):
@@ -106,7 +106,7 @@ def launcher_beside(pasted: Pasted, notes: Notes) -> Launcher:
 
 
 def of_flags(flags: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of `accelerate launch`, in the form of the mapping in its configuration file."""
+    """The flags of `accelerate launch` as the mapping that its configuration file would contain."""
     out: dict[str, Any] = {key: flags[key] for key in ("num_processes", "mixed_precision") if key in flags}
     engine = {
         key: flags[key] for key in (*_DEEPSPEED, "deepspeed_config_file", "gradient_accumulation_steps") if key in flags
@@ -148,6 +148,6 @@ def _deepspeed(settings: Settings, pasted: Pasted, notes: Notes) -> Mapping[str,
 
 
 def refuse_twice(first: object, second: object, what: str, where: str) -> None:
-    """Refuse settings that are in two files. Raises: SpecError."""
+    """Refuse settings that are given in two files. Raises: SpecError."""
     if first is not None and second is not None:
         raise SpecError(f"{what} is given twice, in {where} and beside it; keep one.", parameter=what)

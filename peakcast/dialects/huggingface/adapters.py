@@ -27,13 +27,13 @@ UNSUPPORTED: Mapping[str, str] = {
     "alora_invocation_tokens": "activated LoRA",
     "exclude_modules": "modules left without adapters",
 }
-"""Keys of any method for something that no job can express."""
+"""Keys of any method for features that no job can express."""
 FEWER = ("exclude_modules", "layers_to_transform")
-"""Those of them with which some layers get no adapter."""
+"""Those of `UNSUPPORTED` with which some layers get no adapter."""
 RANK_KEYS = {"adalora": "init_r"}
 """Method -> its name for the initial rank, if that is not `r`."""
 MICA = "mica"
-"""A way to initialise LoRA with which only lora_A is trained."""
+"""A value of `init_lora_weights` with which only lora_A is trained."""
 
 
 def adapter_of(
@@ -98,7 +98,7 @@ def _rank(method: FinetuningMethod, adapter: Settings) -> int | None:
 
 
 def _settings(method: FinetuningMethod, adapter: Settings) -> FrozenMapping:
-    """The settings in the method's table that the configuration gives."""
+    """The settings of the method's table that the configuration contains."""
     known = SETTINGS.get(method, {})
     given = {key: adapter.raw(key) for key in known if adapter.raw(key) is not None}
     if method == "trainable_tokens":

@@ -29,8 +29,8 @@ def sequence_length(training: Settings, notes: Notes) -> int:
 
 
 def batch_of(training: Settings, attention: str, versions: Mapping[str, object], notes: Notes) -> Batch:
-    """The form of the batches. If packing has no strategy and trl's version is not known, it is one row per sequence, which
-    has as many tokens and, with flash attention, as many bytes."""
+    """The form of the batches. If no packing strategy is given and trl's version is not known, each sequence gets its own
+    row: the number of tokens is the same and, with flash attention, the number of bytes is too."""
     packing, free = training.switch("packing"), training.switch("padding_free")
     strategy = training.one_of("packing_strategy", "", ("", *STRATEGIES))
     if training.switch("neat_packing"):

@@ -1,4 +1,5 @@
-"""Values that a DeepSpeed configuration and TrainingArguments both have and that must agree, and DeepSpeed's own optimizer.
+"""Checks values that a DeepSpeed configuration and TrainingArguments both contain and that must agree; reads DeepSpeed's
+own optimizer.
 
 Source: transformers 5.17 integrations/deepspeed.py, HfTrainerDeepSpeedConfig.trainer_config_process and
 deepspeed_optim_sched; DeepSpeed 0.19 runtime/engine.py `_configure_basic_optimizer`.

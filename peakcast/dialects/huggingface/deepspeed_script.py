@@ -22,7 +22,8 @@ IGNORED = re.compile(
 
 
 def from_deepspeed_script(pasted: Pasted) -> Translation:
-    """The job of such a script. Raises: SpecError naming the key, its value, the rule and the way out."""
+    """The job of a script that trains with DeepSpeed's engine. Raises: SpecError naming the key, its value, the rule and
+    the way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "the script")
     engine = pasted.file(settings.raw("deepspeed_config"), "deepspeed", "deepspeed_config")

@@ -1,5 +1,5 @@
 """Hugging Face training configurations, translated into a `TrainingJob`: config.json, TrainingArguments and TRL's
-SFTConfig, peft LoraConfig, DeepSpeed JSON and FSDP settings. The keys' meanings are `keys.py`'s tables."""
+SFTConfig, peft LoraConfig, DeepSpeed JSON and FSDP settings. The meanings of keys are tables in `keys.py`."""
 
 from __future__ import annotations
 
@@ -62,11 +62,12 @@ def from_huggingface(
 ) -> Translation:
     """The job of a Trainer (or SFTTrainer) run on `num_gpus` GPUs.
 
-    `config` is a config.json mapping, its path or a catalog name; `training_arguments` has the keys of TrainingArguments
-    and SFTConfig, and how the model is loaded (`torch_dtype`, `attn_implementation`, `quantization_config`); the others
-    have the keys of their libraries. `versions` names package versions (`transformers: "4.48.1"`), whose defaults hold.
-    `spell` gives the key that the user wrote, for messages, where another project's configuration was taken apart first.
-    Raises: SpecError or CatalogError naming the key, its value, the rule and the way out.
+    `config` is the mapping of a config.json, its path or a catalog name; `training_arguments` has the keys of
+    TrainingArguments and SFTConfig, and how the model is loaded (`torch_dtype`, `attn_implementation`,
+    `quantization_config`); the others have the keys of their libraries. `versions`: package versions (`transformers:
+    "4.48.1"`), whose defaults are used. `spell` turns a key into the key that the user wrote, for messages, if the
+    arguments were made from another project's configuration. Raises: SpecError or CatalogError naming the key, its value,
+    the rule and the way out.
     """
     num_gpus = gpu_count(num_gpus)
     notes = Notes()
@@ -161,7 +162,7 @@ def _finetuning(
     options: dict[str, Any],
     widens: bool,
 ) -> Finetuning:
-    """`widens`: whether peft makes adapters in float32 by default, as it does since 0.12."""
+    """Which parameters train. `widens`: whether peft makes adapters in float32 by default, as it does since 0.12."""
     kind: Literal["nf4", "gptq", "int8"] | None = None
     if quantization.get("load_in_8bit"):
         kind = "int8"
@@ -216,10 +217,10 @@ def _widened(finetuning: Finetuning, half: Dtype | None, shards: Settings | None
 
 
 def _half(training: Settings, engine: Settings | None, shards: Settings | None, notes: Notes) -> Dtype | None:
-    """The 16-bit dtype that is asked for; None if there is none."""
+    """The 16-bit dtype of mixed precision; None if no setting asks for one."""
     mixed = shards.text("mixed_precision", "no") if shards else "no"
     bf16, fp16 = (
-        any([training.switch(key), mixed == key, _enabled(engine, key)])  # a list: each is read, and refused if it is odd
+        any([training.switch(key), mixed == key, _enabled(engine, key)])  # a list: each is read, and refused if invalid
         for key in ("bf16", "fp16")
     )
     if bf16 and fp16:
@@ -249,7 +250,7 @@ def _precision(
     trained: Dtype = weights
     if finetuning.method != "full" and weights != "float32" and finetuning.adapter_dtype in (None, "float32"):
         trained = "float32"  # peft's autocast_adapter_dtype
-    options["autocast"] = half is not None  # even with 16-bit weights: its fp32 list has norms and losses
+    options["autocast"] = half is not None  # also with 16-bit weights: it runs norms and losses in fp32
     compute = half if options.get("autocast") and half else weights
     return Precision(parameters=weights, compute=compute, gradients=trained, optimizer_states=trained)
 
@@ -340,7 +341,7 @@ def _checkpointing(training: Settings, shards: Settings | None, modern: bool) ->
 
 
 def _liger(training: Settings, options: dict[str, Any]) -> bool:
-    if training.switch("liger_kernels"):  # other projects' configurations ask for the kernels or the loss alone
+    if training.switch("liger_kernels"):  # from other projects, which can ask for the kernels alone or the loss alone
         options["liger_kernels"] = True
     if training.switch("fused_linear_cross_entropy"):
         return True

@@ -1,4 +1,4 @@
-"""Hugging Face's training settings as data: optimizers, quantization, and the keys that cannot matter to memory.
+"""Hugging Face's training settings as tables: optimizers, quantization, and the keys that do not affect memory.
 
 Sources: transformers 4.48 and 5.17 training_args.py, peft 0.21 LoraConfig, trl 0.13-0.24 SFTConfig, DeepSpeed 0.19 runtime
 config, accelerate 1.15 FullyShardedDataParallelPlugin.
@@ -21,7 +21,7 @@ class OptimizerChoice(NamedTuple):
     name: OptimizerName
     implementation: Literal["fused", "foreach", "loop"] = "foreach"
     library: str = ""
-    """The library of its class, if that is not the framework's convention."""
+    """The library that implements it, if it is not the framework's usual one."""
 
 
 OPTIMIZERS: dict[str, OptimizerChoice] = {
@@ -117,7 +117,7 @@ UNLESS: dict[str, tuple[tuple[str, ...], str]] = {
     "fp16_backend": (("auto", "amp", "cuda_amp"), "Mixed precision by apex"),
     "half_precision_backend": (("auto", "amp", "cuda_amp"), "Mixed precision by apex"),
 }
-"""Training arguments that change what is computed -> (values with which they do not, what other values ask for)."""
+"""Training arguments that change what is computed -> (values that change nothing, what other values ask for)."""
 IGNORED_PEFT = _words("""
     alpha_pattern arrow_config auto_mapping base_model_name_or_path corda_config ensure_weight_tying eva_config
     fan_in_fan_out inference_mode init_lora_weights kasa_config layers_pattern loftq_config

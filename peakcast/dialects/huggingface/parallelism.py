@@ -27,7 +27,7 @@ PLAIN: dict[str, Any] = {
 
 
 def fsdp_settings(fsdp: Mapping[str, Any] | str | None, training: Settings, notes: Notes) -> Settings | None:
-    """FSDP's settings from `fsdp`, or from TrainingArguments' fsdp and fsdp_config; None without FSDP."""
+    """FSDP's settings from `fsdp`, or from fsdp and fsdp_config of TrainingArguments; None without FSDP."""
     words = [word.lower() for word in training.words("fsdp") if word.lower() != "false"]
     inside = training.raw("fsdp_config")
     if isinstance(inside, str):
@@ -55,7 +55,7 @@ def fsdp_settings(fsdp: Mapping[str, Any] | str | None, training: Settings, note
 
 
 def fsdp_version(shards: Settings) -> int:
-    """1 or 2, as for accelerate."""
+    """The version of FSDP, 1 or 2, by accelerate's rule."""
     return shards.integer("fsdp_version", shards.integer("version", 1)) or 1
 
 
@@ -135,7 +135,7 @@ def _zero(
         if zero.given(key) and zero.raw(key) not in (None, "auto"):
             options[key] = zero.switch(key)
     if stage == 3 and zero.raw("overlap_comm") not in (None, "auto") and not zero.switch("overlap_comm"):
-        options["overlap_comm"] = False  # else its default
+        options["overlap_comm"] = False  # otherwise DeepSpeed's default holds
     moved = _zero_offload(zero, notes, options)
     _note_left_of_zero(zero, notes, options)
     offload = Offload(

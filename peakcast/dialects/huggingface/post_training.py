@@ -1,5 +1,5 @@
-"""Training methods with another loss than plain next-token loss (DPO and similar ones): what they change about a job, or
-why they are refused.
+"""Training methods with a loss other than the next-token loss (DPO and similar ones): what they change in a job, or why
+they are refused.
 
 Sources: trl 1.16.0 trainer/dpo_trainer.py and reward_trainer.py, trl 0.13-0.24 dpo_trainer.py `concatenated_forward`
 (chosen and rejected sequences in one batch); orpo_trainer.py, cpo_trainer.py (the same batch, no reference).
@@ -62,10 +62,9 @@ def with_method(
     generation: Generation | None = None,
     whole_logits: str = "",
 ) -> TrainingJob:
-    """`job` as the training method `name` runs it. `precomputed`: the reference's log-probabilities are made beforehand.
-    `generation`: that of GRPO and its kin. `whole_logits`: who computes log-probabilities of whole logits, as trl did
-    before 1.15;
-    "": nobody.
+    """`job` as the training method `name` runs it. `precomputed`: whether the reference's log-probabilities are computed
+    before training. `generation`: the generation of GRPO and similar methods. `whole_logits`: the name of the project if it
+    computes log-probabilities from the logits of all tokens at once, as trl did before 1.15; else "".
 
     Raises: SpecError for methods that are not modelled, with what can be asked instead.
     """

@@ -1,5 +1,5 @@
 """Hugging Face runs from their files: TrainingArguments or TRL YAML, config.json, adapter_config.json, DeepSpeed JSON,
-accelerate YAML. Any of them may be the main file; the others accompany it."""
+accelerate YAML. Any of them may be the main file; the others are given in addition."""
 
 from __future__ import annotations
 
@@ -47,7 +47,8 @@ _SCRIPT = re.compile(
     r"|use_weighting|use_logits_to_keep|precompute_ref_batch_size|ref_.*|base_model_attribute_name|force_use_ref_model"
     r"|benchmarks|callbacks|hub_model_revision|wandb_.*|overwrite_hub_revision|push_to_hub_revision|num_completions_to_print"
 )
-"""trl's ScriptArguments, the rest of ModelConfig, DPOConfig's loss: data, and what else cannot matter."""
+"""Keys of trl's ScriptArguments, of the rest of ModelConfig and of DPOConfig's loss: data, and other keys without effect on
+memory."""
 _TRL_DEFAULTS = {"gradient_checkpointing": True, "bf16": True}
 """Defaults of trl's configurations that differ from TrainingArguments: trl 0.24.0 and 1.16.0, SFTConfig and DPOConfig."""
 _INIT = ("dtype", "torch_dtype", "attn_implementation")
@@ -110,8 +111,8 @@ def from_fsdp(pasted: Pasted) -> Translation:
 
 
 def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Translation:
-    """The job of a Hugging Face run whose part `role` is `pasted`. If nothing decides which program the arguments are for,
-    the translation also has the other possible job; `whose` is given if it is known. Raises: SpecError saying which part is
+    """The job of a Hugging Face run. `pasted` is its part `role`. `whose`: which program the arguments are for, if that is
+    known; if nothing decides it, the translation also has the other possible job. Raises: SpecError saying which part is
     missing."""
     parts = {name: values for name, values in pasted.companions.items() if name in PARTS}
     if role in parts:
@@ -164,7 +165,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
         training[launcher.mixed_precision] = True
     processes = Settings({"num_processes": training.pop("num_processes", None)}, notes, "trl").integer("num_processes")
-    if launcher.num_gpus is None and processes:  # recipes have it in the same file
+    if launcher.num_gpus is None and processes:  # trl's recipes have `num_processes` in the same file
         launcher = replace(launcher, num_gpus=processes)
     num_gpus = launcher.gpus(pasted, notes)
     _drop(training, notes, lambda key: bool(_SCRIPT.fullmatch(key)))
@@ -213,8 +214,8 @@ def _drop(training: dict[str, Any], notes: Notes, chosen: Callable[[str], bool])
 
 
 def _generation(training: dict[str, Any], notes: Notes, method: str) -> Generation:
-    """What completions make of a run of GRPO or its kin; `training` says how long its sequences are, and no more of
-    them."""
+    """The generation of a run of GRPO or a similar method. Removes the settings of generation from `training`, and sets its
+    sequence length."""
     if Settings(training, notes, "trl").switch("cast_lm_head_to_fp32"):
         notes.unsupported.append(
             "The head's weight in float32 (cast_lm_head_to_fp32) is not modelled.", "cast_lm_head_to_fp32", "more"
@@ -327,7 +328,7 @@ def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Not
 
 
 def _method(program: str, training: Mapping[str, Any]) -> str:
-    """The training method: as the program is called, else as keys of one trainer say, else sft."""
+    """The training method: by the name of the program, else by keys that only one trainer has, else sft."""
     stem = re.sub(r"\W+", " ", program.lower().rsplit("/", 1)[-1]).replace("_", " ")
     for name in (*NOT_MODELLED, *METHODS):  # "online_dpo" before "dpo"
         if re.search(rf"\b{name.replace('_', ' ')}\b", stem):

@@ -24,7 +24,7 @@ OF_EXAMPLES = re.compile(
 """Keys of transformers' example scripts that TRL does not have. `do_train` is in TrainingArguments, but TRL's scripts train
 whether it is given or not."""
 OF_EITHER = re.compile(r"dataset_(name|config)|max_seq_length|lora_(r|alpha|dropout|target_modules)")
-"""Keys of TRL that scripts with transformers' Trainer have as well."""
+"""Keys of TRL that scripts with transformers' Trainer often have too."""
 EXAMPLE_SCRIPT = re.compile(r"run_\w+\.py")
 TRL_SCRIPT = re.compile(
     r"trl( .*)?|((run_)?(sft|dpo|kto|bco|grpo|orpo|cpo|tpo|rloo|gmpo|reward)|reward_modeling|sft_vlm|sft_video_llm)\.py"
@@ -36,7 +36,7 @@ class Whose(NamedTuple):
 
     trl: bool
     sure: bool
-    """Whether something decides; otherwise the other reading is equally likely."""
+    """Whether something decides it; otherwise the other program is equally likely."""
     rests_on: str
     """What decides, in words; "" if nothing does."""
 

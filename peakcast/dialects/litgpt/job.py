@@ -70,7 +70,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
         notes.unsupported.append(
             "LitGPT's pretraining shards within a node (HYBRID_SHARD); sharding over all is taken.", "strategy", "more"
         )
-    if finetuning.method == "full":  # one matrix for queries, keys and values, of whose parts LoRA names each
+    if finetuning.method == "full":  # one matrix for queries, keys, values; LoRA names its parts separately
         architecture = replace(architecture, fused_qkv=True)
     precision = _precision(settings)
     mixed = precision.parameters != precision.compute

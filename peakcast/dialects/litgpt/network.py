@@ -18,7 +18,7 @@ from peakcast.dialects.common.translation import Settings
 from peakcast.jobs.architecture import Architecture
 
 SECTIONS = ("model_config", "model")
-"""Names of the section; the second is from configurations of 2024."""
+"""Names of the network's section; the second is from configurations of 2024."""
 DEFAULTS: dict[str, Any] = {
     "block_size": 4096, "n_layer": 16, "n_embd": 4096, "vocab_size": 50254, "padding_multiple": 512, "n_head": 32,
     "norm_class_name": "LayerNorm", "mlp_class_name": "GptNeoxMLP", "parallel_residual": True, "bias": True,
@@ -28,7 +28,7 @@ DEMANDS = {
     "llama": {"norm_class_name": "RMSNorm", "parallel_residual": False, "bias": False},
     "gpt_neox": {"norm_class_name": "LayerNorm", "parallel_residual": True, "bias": True, "n_query_groups": None},
 }
-"""Values that a family's config.json cannot express differently; None: as many as heads."""
+"""Values of `Config` that a family requires, because its config.json cannot express others; None: as many as heads."""
 FAMILIES = {"LLaMAMLP": "llama", "LLaMAMoE": "llama", "GptNeoxMLP": "gpt_neox"}
 
 

@@ -155,7 +155,7 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     if settings.switch("use_muon"):
         muon = Optimizer(name="muon", implementation="loop")
         translation = translation.changed(lambda job: job.replace(optimizer=muon))
-    if stage == "rm":  # train/rm/trainer.py: a value head beside the lm_head, and every layer's hidden states
+    if stage == "rm":  # train/rm/trainer.py: adds a value head; keeps every layer's hidden states
         raise settings.refuse(
             "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
         )
@@ -187,7 +187,8 @@ def _sharded(deepspeed: Any) -> bool:
 
 
 def _precision(settings: Settings, training: dict[str, Any], *, upcast: bool) -> None:
-    """Trained parameters are cast to float32 unless with pure_bf16, ZeRO-3 or FSDP (model/adapter.py, `init_adapter`)."""
+    """Set the dtypes. Trained parameters are cast to float32, except with pure_bf16, ZeRO-3 or FSDP (model/adapter.py,
+    `init_adapter`)."""
     pure = settings.switch("pure_bf16")
     bf16, fp16 = settings.switch("bf16"), settings.switch("fp16")
     half = "bfloat16" if bf16 or pure else "float16" if fp16 else None
@@ -261,7 +262,8 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
 
 
 def _note_optimizer(settings: Settings, training: dict[str, Any], key: str, name: str) -> None:
-    """Say what of an optimizer's switch is not modelled, and keep the rank to which gradients are projected."""
+    """Note what is not modelled of the optimizer `name`, which `key` switches on, and keep the rank to which its gradients
+    are projected."""
     project = key.removeprefix("use_")
     if project in ("galore", "apollo"):
         training["optim_args"] = f"rank={settings.size(f'{project}_rank', 16, assume=True)}"

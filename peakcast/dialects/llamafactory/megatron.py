@@ -31,7 +31,7 @@ SWITCHES = {
     "ddp_average_in_collective": "ddp_average_in_collective", "calculate_per_token_loss": "calculate_per_token_loss",
     "moe_layer_recompute": "moe_layer_recompute",
 }  # fmt: skip
-"""Option of the framework -> the key that switches it on; all are off by default, fusions included."""
+"""Framework option -> the key that switches it on; all are off by default, fusions included."""
 TEXTS = {"moe_token_dispatcher_type": "allgather", "moe_router_dtype": "", "transformer_impl": "transformer_engine"}
 NUMBERS = {"ddp_bucket_size": 0, "moe_aux_loss_coeff": 0}
 UNSUPPORTED = {
@@ -49,7 +49,8 @@ COUNTED = {"mtp_num_layers": "Multi-token prediction", "moe_expert_capacity_fact
 
 
 def from_llamafactory_megatron(pasted: Pasted) -> Translation:
-    """The job of such a configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
+    """The job of a LLaMA-Factory configuration for Megatron. Raises: SpecError naming the key, its value, the rule and the
+    way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "LLaMA-Factory")
     architecture = resolve_architecture(pasted.model or settings.text("model_name_or_path"))
@@ -121,7 +122,7 @@ def _layout(settings: Settings, architecture: Architecture, pasted: Pasted) -> P
 
 
 def _precision(settings: Settings) -> Precision:
-    """With bf16, gradients are added up in float32 (training_args.py TrainingArguments.__post_init__)."""
+    """The dtypes; with bf16, gradients are accumulated in float32 (training_args.py TrainingArguments.__post_init__)."""
     bf16, fp16 = settings.switch("bf16"), settings.switch("fp16")
     settings.given("pure_bf16")
     in_fp32 = bf16 or settings.switch("accumulate_allreduce_grads_in_fp32")
@@ -146,7 +147,7 @@ def _recomputation(settings: Settings) -> ActivationCheckpointing:
         return ActivationCheckpointing()
     if granularity == "selective":
         return ActivationCheckpointing(mode="selective", modules=tuple(modules if modules != ("core_attn",) else ()))
-    # without a method every layer runs again by itself ("all layers will do recomputation")
+    # without a method every layer is checkpointed by itself ("all layers will do recomputation")
     return ActivationCheckpointing(
         mode="full", use_reentrant=True, method="uniform" if method == "uniform" else "block", num_layers=num_layers or 1
     )

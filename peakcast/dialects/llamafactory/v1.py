@@ -1,4 +1,4 @@
-"""LLaMA-Factory's v1 configurations: a loop of its own around transformers' networks, with plug-ins for what is sharded.
+"""LLaMA-Factory's v1 configurations: its own training loop around networks of transformers, with plug-ins for sharding.
 
 Source: LLaMA-Factory 0.9.5 src/llamafactory/v1 (config/training_args.py, config/model_args.py, core/base_trainer.py
 `compute_log_probs`, core/model_engine.py dtype="auto", plugins/trainer_plugins/distributed/fsdp2.py), examples/v1.
@@ -17,7 +17,7 @@ from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.jobs.spec import Optimizer
 
 OPTIMIZERS = ("muon",)
-"""Names of `optim_config` that a job has; without one it is torch's AdamW."""
+"""Names of `optim_config` that a job can express; without a name it is torch's AdamW."""
 IGNORED = re.compile(
     r"model_class|template|trust_remote_code|init_config|train_dataset|eval_dataset|output_dir|learning_rate|num_train_epochs"
     r"|max_steps|max_grad_norm|batching_workers|lr_scheduler_config|seed|full_determinism|resume_from_checkpoint|save_\w+"
@@ -33,7 +33,7 @@ DIST_DETAILS = ("dcp_path", "pin_memory", "name", "mixed_precision")
 
 
 def from_llamafactory_v1(pasted: Pasted) -> Translation:
-    """The job of such a configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
+    """The job of a v1 configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "LLaMA-Factory v1")
     model = pasted.model or settings.text("model", settings.text("model_name_or_path"))
@@ -65,7 +65,7 @@ def from_llamafactory_v1(pasted: Pasted) -> Translation:
 
 
 def _method(settings: Settings, program: str) -> str:
-    """What the command runs: sft, dpo or rm; a file alone does not say."""
+    """The training method, from the command: sft, dpo or rm. The configuration file does not contain it."""
     verb = program.rpartition(" ")[2]
     if verb in ("sft", "dpo", "rm"):
         return verb
@@ -80,7 +80,7 @@ def _method(settings: Settings, program: str) -> str:
 
 
 def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
-    """The step in the words of transformers' training arguments."""
+    """The training settings under the names of transformers' TrainingArguments."""
     micro = settings.size("micro_batch_size", 1, assume=True)
     total = settings.integer("global_batch_size")
     strategy = settings.text("batching_strategy", "normal")
@@ -111,7 +111,7 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
 
 
 def _inside(settings: Settings, key: str) -> Settings:
-    """The plug-in at `key`, empty where there is none. Raises: SpecError."""
+    """The settings of the plug-in at `key`; empty if there is none. Raises: SpecError."""
     value = settings.raw(key)
     if value is not None and not isinstance(value, Mapping):
         raise settings.refuse(key, "must be a mapping with the plug-in's name")
@@ -148,7 +148,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
 
 
 def _distribution(settings: Settings, pasted: Pasted) -> tuple[Mapping[str, Any] | None, Mapping[str, Any] | None]:
-    """FSDP's settings, and DeepSpeed's; neither is plain data parallelism."""
+    """(FSDP's settings or None, DeepSpeed's settings or None); both None: plain data parallelism."""
     dist = _inside(settings, "dist_config")
     name = dist.text("name", "ddp")
     for key in ("cp_size", "ep_size", "tp_size"):

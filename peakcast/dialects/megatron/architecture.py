@@ -138,7 +138,7 @@ def _vocabulary(settings: Settings, tensor: int, kind: str) -> int:
         if known is None and tokenizer:
             settings.notes.warnings.append(f"{named} does not settle the vocabulary; give vocab-size to be sure.")
     elif tokenizer in flags.COUNT_ONE_MORE:
-        size += 1  # their end-of-document token
+        size += 1  # the end-of-document token that they add
     return round_up(size, settings.size("make_vocab_size_divisible_by", 128) * tensor)
 
 

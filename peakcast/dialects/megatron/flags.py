@@ -1,8 +1,9 @@
-"""Megatron-LM's flags as data: the meaning of each. Names are the flags' with underscores and without the dashes.
+"""The meaning of each of Megatron-LM's flags, as tables. Names are those of the flags with underscores, without the leading
+dashes.
 
 Source of names and defaults: NVIDIA/Megatron-LM megatron/training/arguments.py and
-megatron/core/transformer/transformer_config.py (core 0.14 to 0.18). A flag is read by `megatron.py` and the modules beside
-it, or is in one of these tables, or is reported as unknown.
+megatron/core/transformer/transformer_config.py (core 0.14 to 0.18). A flag is read by the modules of this package, or is in
+one of these tables, or is reported as unknown.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SWITCHES = _words("""
     use_flash_attn use_fused_weighted_squared_relu use_legacy_models use_megatron_fsdp use_precision_aware_optimizer
     use_tp_pp_dp_mapping use_transformer_engine_op_fuser
 """)
-"""Switches that become a framework option of the same name, off by default."""
+"""Switches that become a framework option of the same name; off by default."""
 
 NUMBERS: dict[str, float] = {
     "ddp_bucket_size": 0,
@@ -58,7 +59,7 @@ TEXTS: dict[str, str] = {
     "moe_flex_dispatcher_backend": "deepep",
     "moe_router_dtype": "",
     "moe_router_score_function": "softmax",
-    "moe_routing": "balanced",  # no flag of Megatron's: what the ledger assumes of the router, or worst_case
+    "moe_routing": "balanced",  # not a flag of Megatron: what the ledger assumes about the router; or worst_case
     "moe_token_dispatcher_type": "allgather",
     "transformer_impl": "transformer_engine",
 }
@@ -178,8 +179,8 @@ UNSUPPORTED: dict[str, tuple[str, Direction]] = {
 """Flags for something that a TrainingJob or the ledgers cannot express -> (its name, how it changes the peak)."""
 
 MUON: dict[str, str] = {"muon_tp_mode": "blockwise", "muon_scalar_optimizer": "adam"}
-"""Flags of Muon that affect memory, with Megatron's default, the only value that the ledger knows: whether ranks gather
-whole matrices to orthogonalize them, and which optimizer updates parameters that are no matrices."""
+"""Flags of Muon that affect memory, with Megatron's default, which is the only value that the ledger knows: whether ranks
+gather whole matrices to orthogonalize them, and which optimizer updates parameters that are not matrices."""
 
 DETAILS = (
     "fp4_", "cuda_graph_", "rl_", "grpo_", "mamba_", "inference_", "mtp_", "muon_", "megatron_fsdp_", "export_",
@@ -262,7 +263,7 @@ one."""
 
 
 def option_defaults() -> dict[str, object]:
-    """Every framework option of Megatron with its default: the conventions of the stanza in `catalog/frameworks.toml`."""
+    """Every framework option of Megatron with its default, for Megatron's section of `catalog/frameworks.toml`."""
     return {
         **dict.fromkeys(sorted(SWITCHES), False),
         **NUMBERS,

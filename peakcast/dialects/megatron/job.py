@@ -1,4 +1,4 @@
-"""Megatron-LM command-line arguments, translated into a `TrainingJob`. The flags' meanings are tables in `megatron_flags`.
+"""Megatron-LM command-line arguments, translated into a `TrainingJob`. The meanings of flags are tables in `flags.py`.
 
 Source: NVIDIA/Megatron-LM megatron/training/arguments.py (`validate_args`, `core_transformer_config_from_args`), core
 0.14 to 0.18.
@@ -36,10 +36,10 @@ def from_megatron(
     versions: Mapping[str, Any] | None = None,
     network: Architecture | None = None,
 ) -> Translation:
-    """The job of a Megatron-LM command line: `arguments` by flag name (dashes or underscores, with or without the leading
-    ones; values may be texts), on `num_gpus` GPUs in all, with the environment variables `env` and the package `versions`
-    (`megatron_core: "0.14"`, or `ngc_pytorch: "26.04"`), whose defaults hold. `network`: what is trained, where other
-    projects that speak of Megatron's flags take it from elsewhere.
+    """The job of a Megatron-LM command line on `num_gpus` GPUs in all. `arguments`: flag -> value (with dashes or
+    underscores, with or without the leading dashes; values may be texts). `env`: environment variables. `versions`: package
+    versions (`megatron_core: "0.14"`, or `ngc_pytorch: "26.04"`), whose defaults are used. `network`: the network, if it
+    does not come from the flags, as in other projects that use Megatron's flags.
 
     Raises: SpecError naming the flag, its value, the rule and the way out.
     """
@@ -237,8 +237,9 @@ def _recomputation(settings: Settings) -> ActivationCheckpointing:
 
 
 def _full_recomputation(settings: Settings, method: str, num_layers: int | None) -> ActivationCheckpointing:
-    """Source: megatron-core 0.16.1 `transformer/transformer_config.py` refuses full recomputation without a method or a
-    number of layers; `transformer_block.py` `_checkpointed_forward`: method block recomputes the first `num_layers`."""
+    """Recomputation of whole layers. Source: megatron-core 0.16.1 `transformer/transformer_config.py` refuses it without a
+    method or a number of layers; `transformer_block.py` `_checkpointed_forward`: method block recomputes the first
+    `num_layers`."""
     if not method:
         raise settings.refuse("recompute_method", "must be uniform or block with recompute-granularity=full")
     if num_layers is None:
@@ -286,7 +287,7 @@ def _options(settings: Settings, env: Mapping[str, Any]) -> dict[str, Any]:
                 "Distillation from a teacher (DISTILL_CONFIG) is not modelled.", "DISTILL_CONFIG", "more"
             )
         elif name in flags.ALLOCATOR_ENVIRONMENT:
-            pass  # read where the allocator is
+            pass  # read with the allocator's settings
         else:
             (settings.notes.ignored if name in flags.IGNORED_ENVIRONMENT else settings.notes.unknown).append(name)
     defaults = flags.option_defaults()
@@ -294,8 +295,9 @@ def _options(settings: Settings, env: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _router_losses(settings: Settings) -> dict[str, Any]:
-    """The router's balancing losses, of which there may be several, each with a coefficient (megatron-core 0.16.1
-    `transformer/moe/router.py` `get_aux_loss_coeff`): those whose coefficient is not 0, and the largest coefficient."""
+    """The kinds of the router's balancing losses whose coefficient is not 0, and the largest coefficient. There may be
+    several losses, each with its own coefficient (megatron-core 0.16.1 `transformer/moe/router.py`
+    `get_aux_loss_coeff`)."""
     types = settings.words("moe_router_load_balancing_type") or ("aux_loss",)
     texts = settings.words("moe_aux_loss_coeff") or ("0",)
     try:

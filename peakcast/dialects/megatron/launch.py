@@ -1,5 +1,5 @@
-"""Megatron-LM in the forms that users have: the flags of a launch script or command line, and the experimental --yaml-cfg
-file.
+"""Reads Megatron-LM runs in the forms that users have: the flags of a launch script or command line, and the experimental
+--yaml-cfg file.
 
 Source: NVIDIA/Megatron-LM megatron/training/yaml_arguments.py (`load_yaml`, `core_transformer_config_from_yaml`),
 examples/gpt3/gpt_config.yaml.
@@ -41,7 +41,7 @@ NO_FLAG = words("""
     pipeline_model_parallel_split_rank _cpu_offloading_context cpu_offloading_weights cpu_offloading_activations
     barrier_with_l1_time deallocate_pipeline_outputs layernorm_epsilon bert_binary_head
 """)
-"""Fields of the sections on which no memory depends, or that only refine something that is off."""
+"""Fields of the sections that do not affect memory, or that only refine a feature that is off."""
 ACTIVATIONS = ("gelu", "swiglu", "squared_relu")
 """Values of `activation_func`."""
 GPU_VARIABLES = ("NCCL_", "NVTE_", "CUDA_", "CUBLAS_", "CUDNN_", "TORCH_", "PYTORCH_", "NVSHMEM_", "USE_MNNVL")
@@ -69,7 +69,8 @@ def from_megatron_yaml(pasted: Pasted) -> Translation:
 
 
 def flags_of_yaml(values: Mapping[str, Any], notes: Notes) -> dict[str, Any]:
-    """A --yaml-cfg mapping as flags: the fields of its sections by their flags' names, without those that are off or null.
+    """A --yaml-cfg mapping as flags: the fields of its sections under the names of their flags, without those that are
+    false or null.
 
     Raises: SpecError.
     """

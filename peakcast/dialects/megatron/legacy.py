@@ -19,7 +19,7 @@ LAST_LEGACY_RELEASE = "0.7"
 
 
 def is_legacy(settings: Settings, versions: Mapping[str, Any]) -> bool:
-    """Whether the layers are legacy ones: the flag is set, or the release uses megatron-core's only on request."""
+    """Whether the layers are legacy ones: the flag is set, or the release uses megatron-core's layers only on request."""
     asked, core = settings.switch("use_legacy_models"), settings.switch("use_mcore_models")
     number = release(versions.get("megatron_core", ""))
     return asked or (not core and bool(number) and number < FIRST_CORE_DEFAULT)

@@ -22,7 +22,8 @@ def megatron_precision(settings: Settings) -> Precision:
             )
         return Precision(parameters="float32", compute="float32", gradients="float32", optimizer_states="float32")
     dtype: Literal["bfloat16", "float16"] = "bfloat16" if bf16 else "float16"
-    # fp16's are narrow unless asked for; bf16's where the optimizer is told so (megatron/training/arguments.py)
+    # gradients are 16-bit with fp16 unless the flag asks for fp32, and with bf16 if main_grads_dtype says so
+    # (megatron/training/arguments.py)
     narrow = not in_fp32 and (fp16 or settings.text("main_grads_dtype", "fp32") != "fp32")
     return Precision(
         parameters=dtype,

@@ -1,7 +1,7 @@
 """nanotron's YAML.
 
 Source: nanotron (2024-2025) src/nanotron/config/config.py, parallelism_config.py, models/llama.py (FlashAttention 2, padded
-vocabulary), optim/gradient_accumulator.py (FP32GradientAccumulator: float32 copies of gradients and weights).
+vocabulary), optim/gradient_accumulator.py (FP32GradientAccumulator: float32 copies of weights and gradients).
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Python programs as text: their calls and the values of their arguments; nothing is run."""
+"""Reads Python programs as text: their calls and the values of the arguments. Nothing is run."""

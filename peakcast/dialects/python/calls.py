@@ -1,7 +1,7 @@
-"""The calls that a Python program makes, with the values of their arguments as far as the text gives them; nothing is run.
+"""The calls of a Python program, with the values of their arguments as far as they follow from the text; nothing is run.
 
-Names stand for what they were last assigned, fields of parsed arguments for their defaults, `torch.bfloat16` for
-"bfloat16".
+A name has the value that it was last assigned, a field of parsed command line arguments its default, and `torch.bfloat16`
+is "bfloat16".
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from peakcast.core.errors import SpecError
 from peakcast.dialects.common.text import MAX_SLOW_CHARACTERS
 
 MOST_NESTED = 60
-"""Expressions inside one another that are followed."""
+"""Depth up to which nested expressions are evaluated."""
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
 _HALF = ("is_bfloat16_supported", "is_bf16_supported")
-"""Functions that tell whether the GPU has bfloat16, as every one since Ampere has."""
+"""Functions that return whether the GPU supports bfloat16, as all GPUs since Ampere do."""
 
 
 class NotGiven(NamedTuple):
-    """A value that only running the program gives."""
+    """A value that is only known when the program runs."""
 
     source: str
 
 
 class Call(NamedTuple):
-    """One call: the dotted name of what is called, its positional arguments, and those by name."""
+    """One call: the dotted name of the function, its positional arguments, and its keyword arguments."""
 
     name: str
     arguments: tuple[Any, ...]
@@ -43,14 +43,14 @@ class Call(NamedTuple):
 
 @dataclass(slots=True)
 class Expressions:
-    """What expressions stand for. `keeps_calls`: a call that cannot be followed is a mapping of its arguments by name,
-    with its
-    name as `_target_`, the others as `_arguments_`, and a call whose result's method it is as `_of_`."""
+    """Evaluates expressions. `keeps_calls`: a call that cannot be evaluated becomes a mapping of its keyword arguments,
+    with its name as `_target_` and its positional arguments as `_arguments_`; for a method of the result of another call,
+    that call is `_of_`."""
 
     keeps_calls: bool = False
     names: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
-    """Defaults of command line arguments and of dataclasses, by name."""
+    """Name -> default, of command line arguments and of fields of dataclasses."""
     depth: int = 0
 
     def call(self, node: ast.Call) -> Call:
@@ -64,7 +64,7 @@ class Expressions:
         return Call(call_name(node.func), tuple(self.value(each) for each in node.args), keywords)
 
     def value(self, node: ast.expr) -> Any:
-        """What an expression stands for; `NotGiven` where only running it would tell."""
+        """The value of an expression; `NotGiven` if only running the program would give it."""
         self.depth += 1
         try:
             found = self._value(node) if self.depth < MOST_NESTED else _not_given(node)
@@ -109,8 +109,8 @@ class Expressions:
         return _not_given(node)
 
     def _returned(self, node: ast.Call) -> Any:
-        """What a call gives: an object with the arguments by name that make it, the default of a variable that is not
-        set."""
+        """The value of a call: the keyword arguments for the construction of an object, or the default for an environment
+        variable that is not set."""
         call = self.call(node)
         last = call.name.rpartition(".")[2]
         if last in _HALF:
@@ -129,14 +129,14 @@ class Expressions:
 
 
 class _Reader(ast.NodeVisitor):
-    """Walks a program in the order of its text."""
+    """Visits the statements of a program in the order of its text."""
 
     def __init__(self) -> None:
         self.calls: list[Call] = []
         self.known = Expressions()
 
     def visit_If(self, node: ast.If) -> None:
-        """Leave out what stands under `if False:`, as notebooks have what is not meant to run."""
+        """Leave out the statements under `if False:`, with which notebooks disable cells."""
         taken = self.known.value(node.test)
         for statement in [] if taken is False else node.body:
             self.visit(statement)
@@ -144,14 +144,14 @@ class _Reader(ast.NodeVisitor):
             self.visit(statement)
 
     def visit_Assign(self, node: ast.Assign) -> None:
-        """Keep what a name is given."""
+        """Keep the value that a name is assigned."""
         self.visit(node.value)
         for target in node.targets:
             if isinstance(target, ast.Name):
                 self.known.names[target.id] = self.known.value(node.value)
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        """Keep the default of a dataclass's field, and of any other annotated name."""
+        """Keep the value of an annotated name, such as the default of a dataclass's field."""
         given: ast.expr | None = node.value
         if isinstance(given, ast.Call) and call_name(given.func).endswith("field"):
             given = next((keyword.value for keyword in given.keywords if keyword.arg == "default"), None)
@@ -159,7 +159,7 @@ class _Reader(ast.NodeVisitor):
             self.known.fields[node.target.id] = self.known.names[node.target.id] = self.known.value(given)
 
     def visit_Call(self, node: ast.Call) -> None:
-        """Keep the call, after those in its arguments."""
+        """Keep the call, after the calls in its arguments."""
         self.generic_visit(node)
         call = self.known.call(node)
         if call.name.endswith("add_argument") and call.arguments and "default" in call.keywords:
@@ -169,21 +169,22 @@ class _Reader(ast.NodeVisitor):
 
 
 def parsed(source: str, where: str) -> ast.Module:
-    """The tree of a Python program. Raises: SpecError where it is none, or too long to be one that configures a run."""
+    """The syntax tree of a Python program. Raises: SpecError if it is not valid Python, or too long for a program that
+    configures a run."""
     if len(source) > MAX_SLOW_CHARACTERS:
         raise SpecError(f"{where} has {len(source):,} characters; a training script is not that long.")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of odd literals and escapes in somebody's program
+            warnings.simplefilter("ignore")  # about literals and escapes in the user's program
             return ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         raise SpecError(f"{where} is not valid Python: {' '.join(str(error).split())}.") from error
 
 
 def calls_of(source: str, where: str) -> list[Call]:
-    """The calls of a Python program in the order of its text; of a notebook's cells, without the lines of its shell.
+    """The calls of a Python program, or of a notebook's cells without their shell lines, in the order of the text.
 
-    Raises: SpecError where it is no Python.
+    Raises: SpecError if it is not valid Python.
     """
     lines = ("" if line.lstrip()[:1] in ("!", "%") else line for line in source.split("\n"))
     tree = parsed("\n".join(lines), where)
@@ -196,7 +197,7 @@ def calls_of(source: str, where: str) -> list[Call]:
 
 
 def plain_value(value: Any) -> Any:
-    """`value` as a configuration has it: what only running would give is left out, here and inside."""
+    """`value` as the value of a configuration: `NotGiven` values are left out, at every depth."""
     if isinstance(value, Mapping):
         return {str(key): plain_value(each) for key, each in value.items() if not isinstance(each, NotGiven)}
     if isinstance(value, (list, tuple)):
@@ -205,7 +206,7 @@ def plain_value(value: Any) -> Any:
 
 
 def call_name(node: ast.expr) -> str:
-    """The dotted name of what is called; `` of what has none."""
+    """The dotted name of the called function; "" if it has none."""
     if isinstance(node, ast.Attribute):
         return f"{call_name(node.value)}.{node.attr}".lstrip(".")
     return node.id if isinstance(node, ast.Name) else ""

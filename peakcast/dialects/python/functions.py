@@ -1,6 +1,5 @@
-"""Python functions that make a configuration, followed statement by statement and never run: those of torchtitan's
-registries
-and of Megatron-Bridge's recipes."""
+"""Evaluates Python functions that make a configuration, statement by statement, without running them: those of torchtitan's
+registries and of Megatron-Bridge's recipes."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from peakcast.core.errors import SpecError, near_misses
 from peakcast.dialects.python.calls import Expressions, NotGiven, call_name, parsed, plain_value
 
 MOST_CALLS = 20
-"""Functions that may call one another."""
+"""Depth up to which calls between these functions are followed."""
 
 
 class Functions:
@@ -23,18 +22,19 @@ class Functions:
         self.where, self._makes = where, makes
         self.functions: dict[str, ast.FunctionDef] = {}
         self.notes: list[str] = []
-        """Statements that only running would follow, as sentences."""
+        """Sentences about statements that could not be evaluated without running them."""
         self._depth = 0
         for source in sources:
             body = parsed(source, where).body
             self.functions |= {each.name: each for each in body if isinstance(each, ast.FunctionDef)}
 
     def names(self) -> list[str]:
-        """The functions that say that they give a configuration."""
+        """The functions whose annotation says that they return a configuration."""
         return [name for name, each in self.functions.items() if each.returns and "Config" in ast.unparse(each.returns)]
 
     def config(self, name: str) -> dict[str, Any]:
-        """The configuration that a function gives, its classes as mappings with `_target_`. Raises: SpecError."""
+        """The configuration that a function returns; objects become mappings whose `_target_` is the name of the class.
+        Raises: SpecError."""
         if name not in self.functions:
             near = near_misses(name, self.names())
             raise SpecError(f"config={name!r} is no function of {self.where}{near}".rstrip("?") + ".", parameter="config")
@@ -60,8 +60,8 @@ class Functions:
     def _followed(
         self, statements: Iterable[ast.stmt], known: Expressions, made: dict[str, dict[str, Any]]
     ) -> dict[str, Any] | None:
-        """What the first `return` among the statements gives, None where there is none; `made` has the configurations that
-        names stand for."""
+        """The value of the first `return` among the statements, None if there is none. `made`: name -> the configuration
+        assigned to it."""
         for statement in statements:
             if isinstance(statement, ast.Return) and statement.value is not None:
                 named = statement.value.id if isinstance(statement.value, ast.Name) else ""
@@ -101,7 +101,8 @@ class Functions:
         self.notes.append(f"The statement {shown!r} of {self.where} is not followed; what it changes is left out.")
 
     def _made(self, node: ast.expr, known: Expressions) -> dict[str, Any] | None:
-        """The configuration that an expression makes: of a class of configurations, or by another of the functions."""
+        """The configuration that an expression makes, by the constructor of a configuration class or by a call of another
+        of the functions."""
         called = call_name(node.func) if isinstance(node, ast.Call) else ""
         if called in self.functions and "Config" in ast.unparse(self.functions[called].returns or ast.Name("")):
             return self._made_by(called)
@@ -112,14 +113,14 @@ class Functions:
 
 
 def without_targets(value: Any) -> Any:
-    """`value` without the names of the classes that its mappings were."""
+    """`value` without the `_target_` of its mappings."""
     if isinstance(value, dict):
         return {key: without_targets(each) for key, each in value.items() if key not in ("_target_", "_arguments_", "_of_")}
     return [without_targets(each) for each in value] if isinstance(value, list) else value
 
 
 def _path(node: ast.expr) -> list[str]:
-    """`config.training.steps` as its names; empty for any other target."""
+    """The names of an attribute such as `config.training.steps`, in order; empty for any other target."""
     if isinstance(node, ast.Attribute):
         inner = _path(node.value)
         return [*inner, node.attr] if inner else []

@@ -1,5 +1,5 @@
-"""What a launch command starts: the program, its arguments, and the number of processes that torchrun or a similar launcher
-starts."""
+"""Reads a launch command: the program that it starts, the program's arguments, and the number of processes that torchrun or
+a similar launcher starts."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CLIS = ("llamafactory-cli", "axolotl", "tune", "litgpt", "trl", "nemo", "automo
 _FILE = re.compile(r".+\.(ya?ml|json|toml)")
 _PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
 _OF_VERL = re.compile(r"(ppo|sft)(_megatron|_veomni)?_trainer(_engine)?(\.ya?ml)?")
-"""verl's own configurations, whose values are its defaults."""
+"""verl's own configuration files, which contain its defaults."""
 _BEFORE = re.compile(r"(.*/)?(srun|mpirun|mpiexec|nohup|numactl|time|env|sudo|nsys|ncu|exec|uv|poetry|run|conda|stdbuf)")
 
 
@@ -133,13 +133,13 @@ def _launch(command: Command) -> Launch | None:
                 num_gpus = _processes("torchrun", own) if own else 1
                 return _program([f"tune run {rest[0]}" if rest else "tune run"], rest[1:], num_gpus, launcher, env)
             return _program([" ".join([name, *words[1:2]])], words[2:], num_gpus, launcher, env)
-        elif name == "run_train.sh":  # torchtitan's, which takes its file and its width from the environment
+        elif name == "run_train.sh":  # torchtitan's; reads its file and number of GPUs from the environment
             gpus = env.get("NGPU", "8")
             found = _program([name], words[1:], int(gpus) if re.fullmatch(r"[1-9]\d{0,5}", gpus) else None, launcher, env)
             named = tuple(env[key] for key in ("CONFIG_FILE", "CONFIG") if key in env)
             return replace(found, files=(*named, *found.files))
         elif name.endswith(".py") and (begins := _after_dashes(words)):
-            words = begins  # a program that starts another elsewhere: mason.py ... -- accelerate launch ...
+            words = begins  # a program that starts another on other machines: mason.py ... -- accelerate launch ...
         elif name.endswith(".py") or (launcher and not name.startswith("-")):
             return replace(_program([name], words[1:], num_gpus, launcher, env), launched_by=by)
         else:
@@ -148,13 +148,13 @@ def _launch(command: Command) -> Launch | None:
 
 
 def _after_dashes(words: list[str]) -> list[str]:
-    """The command behind `--`, where one of the launchers or Python stands there; empty for any other."""
+    """The words after `--` if they begin with a launcher or Python; else empty."""
     rest = words[words.index("--") + 1 :] if "--" in words else []
     return rest if rest and (rest[0] in SIZES or re.fullmatch(r"python[\d.]*", rest[0])) else []
 
 
 def _after_python(words: list[str]) -> list[str]:
-    """The words that Python runs; a launcher run as a module gets its command's name."""
+    """The script that Python runs, with its arguments; a launcher that is run with `-m` becomes the name of its command."""
     while words and words[0].startswith("-") and words[0] != "-m":
         words = words[1:]
     if words[:2] in (["-m", "torch.distributed.run"], ["-m", "torch.distributed.launch"]):

@@ -1,5 +1,5 @@
-"""A launch script's commands, read and never run. tree-sitter's grammar of bash says what is a command, a condition or a
-loop; what bash would need to run something for (`$(...)`, the status of a command) is left out and said.
+"""Reads the commands of a launch script without running any. tree-sitter parses it into commands, conditions and loops.
+What only running could give (`$(...)`, the exit status of a command) is left out, with a sentence for the user.
 
 Source of the rules: the Bash manual, "Shell Commands", "Shell Parameters", "Bash Conditional Expressions".
 """
@@ -18,9 +18,9 @@ from peakcast.dialects.shell.shell_tree import Node, command_nodes, descendants,
 from peakcast.dialects.shell.values import is_whole, tested
 
 MOST_STEPS = 20_000
-"""Statements that a script may have run, those of its loops and functions included."""
+"""Most statements that are followed, including repetitions in loops and functions."""
 MOST_BLOCKS = 40
-"""Blocks, functions and conditions inside one another."""
+"""Depth up to which nested blocks, functions and conditions are followed."""
 _WITHOUT_EFFECT = (
     ":",
     "echo",
@@ -53,14 +53,15 @@ class Script:
     commands: list[Command] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
-    """Files that it writes from here-documents: by the name that it gives them."""
+    """Name of a file that the script writes from a here-document -> its text."""
 
 
 def read_script(
     text: str, arguments: Sequence[str] = (), sourced: Callable[[str], str | None] = lambda name: None
 ) -> Script:
-    """The commands that `text` would run with `arguments`, as far as they can be known without running any. `sourced` gives
-    the text of a file that the script takes in by `source`, None where it is not at hand. Raises: SpecError."""
+    """The commands that `text` would run with `arguments`, as far as they can be known without running any. `sourced`
+    returns the text of a file that the script reads with `source`, or None if the file is not available. Raises:
+    SpecError."""
     if len(text) > MAX_CHARACTERS:
         raise SpecError(f"the script has {len(text):,} characters; a launch script is not that long.")
     reader = _Reader(sourced)
@@ -70,11 +71,11 @@ def read_script(
 
 
 class _LoopLeftError(Exception):
-    """`break` or `continue` of a loop."""
+    """Raised by `break` and `continue`, to leave a turn of a loop."""
 
 
 class _Reader:
-    """Walks a script's tree and keeps its variables and functions."""
+    """Visits a script's tree, and keeps its variables and functions."""
 
     def __init__(self, sourced: Callable[[str], str | None]) -> None:
         self.script = Script()
@@ -95,7 +96,7 @@ class _Reader:
     # -- statements ---------------------------------------------------------------------------------------------------
 
     def _follow(self, nodes: Iterable[Node]) -> None:
-        """Follow statements that stand one after another."""
+        """Follow a sequence of statements."""
         self._blocks += 1
         if self._blocks > MOST_BLOCKS:
             raise SpecError(f"the script has more than {MOST_BLOCKS} blocks inside one another; a launch script has not.")
@@ -123,7 +124,7 @@ class _Reader:
             self._inside(node)
 
     def _list(self, node: Node) -> None:
-        """`a && b`, `a || b`: a command is taken to succeed."""
+        """Follow `a && b` or `a || b`, assuming that every command succeeds."""
         left, right = named(node)[0], named(node)[-1]
         if left.type in ("test_command", "negated_command"):
             holds = self._holds(left)
@@ -172,7 +173,7 @@ class _Reader:
             self._steps += 1
 
     def _turn(self, body: Node) -> bool:
-        """Follow one turn of a loop; whether another may come."""
+        """Follow one turn of a loop. Returns whether another turn may follow."""
         blocks, before = self._blocks, self._steps
         try:
             self._follow([body])
@@ -204,7 +205,7 @@ class _Reader:
         self._inside(node)
 
     def _assigned(self, node: Node) -> tuple[str, str | list[str]]:
-        """The variable that an assignment names, and what it has after it."""
+        """(name of the variable in an assignment, its value afterwards)."""
         name, *values = named(node)
         appends = any(child.type == "+=" for child in node.children)
         key = source_of(name)
@@ -234,7 +235,8 @@ class _Reader:
     # -- commands -----------------------------------------------------------------------------------------------------
 
     def _redirected_statement(self, node: Node) -> None:
-        """A command with what it reads from a here-document, which `cat` writes to a file and `read` puts in a variable."""
+        """Follow a command with redirections. The text of a here-document is written to a file by `cat`, or to a variable
+        by `read`."""
         body, *others = named(node)
         document = next((other for other in others if other.type == "heredoc_redirect"), None)
         text = None if document is None else self._document(document)
@@ -250,7 +252,7 @@ class _Reader:
             self._follow([body])
 
     def _document(self, node: Node) -> str:
-        """What a here-document holds, with its variables put in unless its end is quoted."""
+        """The text of a here-document; its variables are expanded unless the delimiter is quoted."""
         start = next((source_of(child) for child in node.children if child.type == "heredoc_start"), "")
         text = "".join(source_of(child) for child in node.children if child.type == "heredoc_body")
         if start[:1] in ("'", '"', "\\"):
@@ -262,7 +264,7 @@ class _Reader:
         self._run(self._words(command_nodes(node)), {key: _as_text(value) for key, value in prefix.items()})
 
     def _run(self, words: list[str], prefix: dict[str, str]) -> None:
-        """A command that the script starts, with the variables set before it."""
+        """Follow a command that the script starts, with the variable assignments before it."""
         if not words:
             self.variables.variables.update(prefix)
         elif words[0] in ("break", "continue"):
@@ -301,7 +303,8 @@ class _Reader:
     # -- conditions ---------------------------------------------------------------------------------------------------
 
     def _holds(self, node: Node) -> bool:
-        """Whether a condition holds: comparisons of texts and numbers, joined; anything else counts as no, and is said."""
+        """Whether a condition holds. Comparisons of texts and numbers, and combinations of these, are evaluated; anything
+        else counts as false, with a sentence for the user."""
         inner = [child for child in node.children if child.type not in ("[", "[[", "]", "]]", "(", ")")]
         kinds = [child.type for child in inner]
         if node.type in ("test_command", "parenthesized_expression") and len(inner) == 1:
@@ -324,14 +327,15 @@ class _Reader:
     # -- words --------------------------------------------------------------------------------------------------------
 
     def _words(self, nodes: Iterable[Node]) -> list[str]:
-        """The words that nodes stand for; nodes that touch are one word."""
+        """The words that nodes expand to; adjacent nodes without a space are one word."""
         return [word for written in joined(nodes) for word in self.variables.expand(written)]
 
     def _text(self, node: Node) -> str:
         return " ".join(self.variables.expand(source_of(node), split=False))
 
     def _substituted(self, text: str) -> str | None:
-        """What `$(...)` gives of a command that only prints: `cat` with a here-document, `echo`; None for all others."""
+        """The output of `$(...)` for commands that only print: `echo`, and `cat` with a here-document; None for all
+        others."""
         nodes = named(tree_of(text))
         if len(nodes) != 1:
             return None
@@ -348,7 +352,8 @@ def _as_text(value: str | list[str]) -> str:
 
 
 def _text_to_run(words: list[str]) -> str | None:
-    """The text that a command has a shell run: `eval ...`, `bash -c "..."`, also behind `srun` and the like."""
+    """The text that a command passes to a shell: `eval ...` or `bash -c "..."`, also after `srun` and similar programs;
+    else None."""
     if words[0] == "eval":
         return " ".join(words[1:])
     for index, word in enumerate(words[:-1]):

@@ -1,4 +1,4 @@
-"""What the words of a shell script stand for: quotes, variables, arrays, defaults, whole-number arithmetic; nothing is run.
+"""Expands the words of a shell script: quotes, variables, arrays, defaults, whole-number arithmetic; nothing is run.
 
 Source of the rules: the Bash manual, "Shell Expansions".
 """
@@ -13,17 +13,17 @@ from peakcast.dialects.shell.values import calculated
 
 MAX_CHARACTERS = 2**18
 MOST_WORDS = 20_000
-"""Words that the expansions of a script may give."""
+"""Most words that the expansions of one script may produce."""
 MOST_NESTED = 8
-"""Texts that a script has run inside one another, and defaults of variables inside one another."""
+"""Depth up to which nested shell texts (`bash -c`), and nested defaults of variables, are followed."""
 NAME = r"[A-Za-z_]\w*"
 _PARAMETER = re.compile(rf"(#?)({NAME}|[0-9]+|[@*])(?:\[([^\]]*)\])?(?:(:?[-=+?])(.*)|([#%/,^:].*))?", re.DOTALL)
 
 
 class Variables:
-    """A script's variables and arrays, and what words that name them stand for.
+    """A script's variables and arrays, and the expansion of words that name them.
 
-    `substituted` gives the output of the command in `$(...)` where that is known without running it, else None.
+    `substituted` returns the output of the command in `$(...)` if that is known without running it, else None.
     """
 
     def __init__(self, notes: list[str], substituted: Callable[[str], str | None]) -> None:
@@ -33,14 +33,14 @@ class Variables:
         self.defaults_open = 0
 
     def give(self, arguments: Sequence[str]) -> None:
-        """These are `$1`, `$2` and so on from now on."""
+        """Set `$1`, `$2` and so on."""
         for name in [name for name in self.variables if name.isdecimal()]:
             del self.variables[name]
         self.variables.update({str(number): word for number, word in enumerate(arguments, 1)})
         self.variables |= {"@": list(arguments), "*": list(arguments), "#": str(len(arguments))}
 
     def items(self, name: str) -> list[str]:
-        """The items of an array; a text is an array of one, and what is not set one of none."""
+        """The items of an array; [text] for a variable with a text, and [] for a variable that is not set."""
         value = self.variables.get(name, [])
         return value if isinstance(value, list) else [value]
 
@@ -49,7 +49,8 @@ class Variables:
         return value if isinstance(value, str) else (value[0] if value else "")
 
     def expand(self, word: str, *, split: bool = True) -> list[str]:
-        """The words that `word` stands for: quotes removed, variables put in, unquoted ones split at spaces."""
+        """The words that `word` expands to: quotes removed, variables replaced by their values, unquoted values split at
+        spaces."""
         out: list[str] = []
         current: str | None = None
         position, quoted, nothing = 0, False, False
@@ -87,7 +88,7 @@ class Variables:
         return out
 
     def _expansion(self, word: str, start: int) -> tuple[list[str], bool, int]:
-        """What the expansion at `start` gives, whether it is a whole array, and where it ends."""
+        """(values of the expansion at `start`, whether it is a whole array, the position where it ends)."""
         if word.startswith("$((", start):
             end = word.find("))", start)
             end = len(word) if end < 0 else end
@@ -110,7 +111,8 @@ class Variables:
         return [self.value(match[1])], False, match.end()
 
     def _parameter(self, inside: str) -> tuple[list[str], bool]:
-        """`${...}`: a variable, an array's items, their number, or a default."""
+        """(values of `${...}`, whether it is a whole array): a variable, the items of an array, their number, or a
+        default."""
         match = _PARAMETER.fullmatch(inside)
         if match is None:
             self.notes.append(f"The script's '${{{inside[:40]}}}' is not followed.")
@@ -139,7 +141,7 @@ class Variables:
         return [text], False
 
     def _default(self, words: str) -> str:
-        """What stands in a variable's place."""
+        """The expansion of a variable's default."""
         self.defaults_open += 1
         if self.defaults_open > MOST_NESTED:
             raise SpecError(f"the script has more than {MOST_NESTED} defaults of variables inside one another.")
@@ -148,7 +150,7 @@ class Variables:
         return text
 
     def _arithmetic(self, expression: str) -> str:
-        """The whole number that `$((...))` gives, "" where it is not plain arithmetic."""
+        """The value of `$((...))` as text; "" if it is not whole-number arithmetic."""
         names = re.compile(rf"\$?\{{?({NAME})\}}?")
         plain = names.sub(lambda match: self.value(match[1]) or "0", expression)
         value = calculated(plain)
@@ -158,7 +160,7 @@ class Variables:
 
 
 def closing(text: str, start: int, opening: str, closing: str) -> int:
-    """Where the bracket that was opened before `start` closes; the end of `text` where it never does."""
+    """Position of the bracket that closes the one opened before `start`; the end of `text` if there is none."""
     depth, position = 1, start
     while position < len(text):
         if text[position] == closing:
@@ -172,7 +174,7 @@ def closing(text: str, start: int, opening: str, closing: str) -> int:
 
 
 def _pieces(values: list[str], *, several: bool, quoted: bool, split: bool) -> list[str]:
-    """The parts of words that an expansion gives."""
+    """The parts of words that an expansion with `values` produces."""
     if several and quoted and split:  # "${array[@]}": each item a word of its own
         return values
     return [" ".join(values)] if quoted or not split else " ".join(values).split()

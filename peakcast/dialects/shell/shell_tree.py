@@ -1,4 +1,4 @@
-"""The tree that tree-sitter's grammar of bash makes of a script, and what its nodes stand for in the text."""
+"""The syntax tree of a script by tree-sitter's grammar of bash, and the texts of its nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Node = Any
 
 
 def tree_of(text: str) -> Node:
-    """The tree of a script. Raises: SpecError where the packages that make it are not installed."""
+    """The syntax tree of a script. Raises: SpecError if the packages that parse it are not installed."""
     try:
         import tree_sitter
         import tree_sitter_bash
@@ -26,17 +26,17 @@ def tree_of(text: str) -> Node:
 
 
 def source_of(node: Node) -> str:
-    """A node's text as it is written."""
+    """A node's text as written in the script."""
     return bytes(node.text).decode(errors="replace")
 
 
 def named(node: Node) -> list[Node]:
-    """The parts of a node that the grammar has names for, without comments."""
+    """The named children of a node, without comments."""
     return [child for child in node.named_children if child.type != "comment"]
 
 
 def joined(nodes: Iterable[Node]) -> Iterator[str]:
-    """The texts of `nodes`, those that touch joined."""
+    """The texts of `nodes`; those of adjacent nodes without a space are joined."""
     text, end = "", -1
     for node in nodes:
         if text and node.start_byte != end:
@@ -54,7 +54,7 @@ def command_nodes(node: Node) -> list[Node]:
 
 
 def descendants(node: Node, kind: str) -> list[Node]:
-    """The nodes of a kind inside a node, not those inside one another."""
+    """The outermost nodes of type `kind` inside a node."""
     return [
         found for child in node.named_children for found in ([child] if child.type == kind else descendants(child, kind))
     ]

@@ -1,8 +1,8 @@
-"""ms-swift's command lines and YAML (`swift pt`, `swift sft`, `swift rlhf`): a Hugging Face Trainer run with defaults of
-its own.
+"""ms-swift's command lines and YAML (`swift pt`, `swift sft`, `swift rlhf`): a Hugging Face Trainer run with other
+defaults.
 
 Source: modelscope/ms-swift 3.0 to 4 docs/source_en/Instruction/Command-line-parameters.md, swift/arguments (sft_args.py,
-rlhf_args.py), swift/config/zero*.json and fsdp2.json, which the words "zero2" and "fsdp2" stand for.
+rlhf_args.py), swift/config/zero*.json and fsdp2.json, to which values such as "zero2" and "fsdp2" refer.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ADAPTERS: Mapping[str, Mapping[str, str]] = {
     "fourierft": {"fourier_n_frequency": "n_frequency", "modules_to_save": "modules_to_save"},
     "bone": {"modules_to_save": "modules_to_save"},
 }  # fmt: skip
-"""Of each tuner that peft has: ms-swift's keys and peft's."""
+"""Tuner that peft has -> (ms-swift's key -> peft's key)."""
 ADAPTER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "lora": {"lora_dropout": 0.05}, "adalora": {"init_r": 12, "target_r": 8}, "vera": {"r": 256},
     "boft": {"boft_block_size": 4}, "fourierft": {"n_frequency": 2000},
@@ -71,13 +71,13 @@ OWN = re.compile(
     r"|enable_thinking|preserve_thinking|ref_(model|adapter_name)|max_completion_length|reference_free|mrl_dims|extra_eval_args"
     r"|ds3_gather_for_generation|adapter_(act|length)|rlhf_type|tuner_backend|quant_method|experts_\w+"
 )
-"""Keys that a step's memory does not hang on."""
+"""Keys that do not affect a step's memory."""
 COUNTED = {"rpo_alpha": "RPO's likelihood term", "router_aux_loss_coef": "The router's auxiliary loss"}
-"""What is asked for by any number but 0."""
+"""Settings that any number except 0 switches on -> the feature."""
 
 
 def from_swift(pasted: Pasted) -> Translation:
-    """The job of such a command or file. Raises: SpecError naming the key, its value, the rule and the way out."""
+    """The job of an ms-swift command or file. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(_values(pasted), notes, "ms-swift")
     model = pasted.model or settings.text("model")
@@ -100,7 +100,7 @@ def from_swift(pasted: Pasted) -> Translation:
     if settings.text("task_type", "causal_lm") != "causal_lm":
         notes.unsupported.append(f"task_type={settings.text('task_type')} is not modelled; causal_lm is.", "task_type")
     _say_logits(settings, method)
-    for key in settings.left():  # the rest is the Trainer's, which says what of it is not known
+    for key in settings.left():  # the Trainer's keys; its reader notes unknown ones
         if OWN.fullmatch(key):
             notes.ignored.append(key)
         else:
@@ -120,7 +120,8 @@ def from_swift(pasted: Pasted) -> Translation:
 
 
 def _values(pasted: Pasted) -> dict[str, Any]:
-    """Its keys with underscores; texts that hold JSON as what they hold; `ENV` of newer files left to the environment."""
+    """The settings: keys with underscores, texts in JSON parsed, and without `ENV` (of newer files), which is part of the
+    environment."""
     values = {str(key).replace("-", "_"): value for key, value in pasted.values.items() if key != "ENV"}
     return {key: _unpacked(value) for key, value in values.items()}
 
@@ -135,13 +136,14 @@ def _unpacked(value: Any) -> Any:
 
 
 def _method(settings: Settings, program: str) -> str:
-    """What runs: as the command says, else rlhf where a file names its kind."""
+    """The subcommand: from the command, else rlhf if the file has a `rlhf_type`."""
     kind = settings.text("rlhf_type", "dpo" if program.endswith("rlhf") else "sft")
     return "sft" if program.endswith((" sft", " pt")) else kind
 
 
 def _gpus(settings: Settings, pasted: Pasted) -> int:
-    """The processes that the launcher starts: `NPROC_PER_NODE` × `NNODES`; without the first, one for all GPUs seen."""
+    """Number of processes that the launcher starts: `NPROC_PER_NODE` × `NNODES`; without the first, a single process uses
+    all visible GPUs."""
     env = {**pasted.env, **{key: str(value) for key, value in (pasted.values.get("ENV") or {}).items()}}
     seen = len(env.get("CUDA_VISIBLE_DEVICES", "0").split(","))
     if pasted.num_gpus is not None:
@@ -161,7 +163,7 @@ def _gpus(settings: Settings, pasted: Pasted) -> int:
 
 
 def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, Any]:
-    """The step in the words of transformers' training arguments."""
+    """The training settings under the names of transformers' TrainingArguments."""
     notes = settings.notes
     batch = settings.size("per_device_train_batch_size", settings.integer("batch_size", 1), assume=True)
     steps = settings.integer("gradient_accumulation_steps", settings.integer("gradient_accumulation_steps", None))
@@ -210,7 +212,7 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, An
 
 
 def engine_of(name: Any, pasted: Pasted) -> Mapping[str, Any]:
-    """The DeepSpeed configuration that a word such as zero2_offload stands for, else that of the file."""
+    """The DeepSpeed configuration to which a name such as zero2_offload refers, else that in the file `name`."""
     match = re.fullmatch(r"(?:default-)?zero([0-3])(_offload)?", str(name))
     if match is None:
         return pasted.file(name, "deepspeed", "deepspeed")
@@ -233,7 +235,8 @@ def engine_of(name: Any, pasted: Pasted) -> Mapping[str, Any]:
 
 
 def _fsdp(settings: Settings, training: dict[str, Any], pasted: Pasted) -> None:
-    """`fsdp: fsdp2` checkpoints activations by itself (swift/config/fsdp2.json); another word is a file."""
+    """Put FSDP's settings into `training`. `fsdp: fsdp2` also checkpoints activations (swift/config/fsdp2.json); any other
+    value is the name of a file."""
     name = settings.raw("fsdp")
     if not name:
         return
@@ -250,7 +253,7 @@ def _fsdp(settings: Settings, training: dict[str, Any], pasted: Pasted) -> None:
 
 
 def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | None:
-    """The adapters in peft's words, None for full training."""
+    """The adapter settings under peft's names; None for full training."""
     tuner = settings.one_of("train_type", settings.text("tuner_type", settings.text("sft_type", "lora")), TUNERS)
     rank, alpha = settings.integer("lora_rank", 8), settings.number("lora_alpha", 32)
     targets = settings.words("target_modules") or ("all-linear",)
@@ -311,7 +314,8 @@ def _refuse_bits(settings: Settings) -> None:
 
 
 def _generation(settings: Settings) -> dict[str, Any]:
-    """GRPO's settings under trl's names: max_length is that of the prompt, and beta 0.04 by default."""
+    """GRPO's settings under trl's names. ms-swift's max_length is the length of the prompt, and its default of beta is
+    0.04."""
     names = ("max_completion_length", "num_generations", "use_vllm", "vllm_mode", "vllm_tensor_parallel_size")
     given = {name: settings.raw(name) for name in names if settings.raw(name) is not None}
     share = settings.number("vllm_gpu_memory_utilization", settings.number("gpu_memory_utilization", 0.9))

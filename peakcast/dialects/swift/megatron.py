@@ -1,6 +1,5 @@
-"""ms-swift's command lines and YAML for Megatron (`megatron pt`, `megatron sft`): Megatron-LM's flags around a network of
-the
-hub, with defaults of ms-swift's own.
+"""ms-swift's command lines and YAML for Megatron (`megatron pt`, `megatron sft`): Megatron-LM's flags for a network of the
+hub, with ms-swift's own defaults.
 
 Source: modelscope/ms-swift 3.9 docs/source_en/Megatron-SWIFT/Command-line-parameters.md.
 """
@@ -23,9 +22,10 @@ DEFAULTS: dict[str, Any] = {
     "expert_tensor_parallel_size": 1, "moe_token_dispatcher_type": "alltoall", "moe_router_dtype": "fp32",
     "calculate_per_token_loss": True,
 }  # fmt: skip
-"""Where ms-swift's defaults are not Megatron-LM's."""
+"""ms-swift's defaults that differ from Megatron-LM's."""
 SINCE_4 = {"cross_entropy_loss_fusion": True, "moe_grouped_gemm": True, "apply_rope_fusion": False}
-"""Where those of ms-swift 4 are not those of 3, told by `tuner_type`, which was `train_type`."""
+"""Defaults of ms-swift 4 that differ from those of ms-swift 3. Version 4 is recognised by the key `tuner_type`, which was
+`train_type` before."""
 UNSUPPORTED = {
     "freeze_parameters": "frozen weights", "freeze_parameters_regex": "frozen weights",
     "freeze_parameters_ratio": "frozen weights",
@@ -54,11 +54,12 @@ OWN = re.compile(
     r"|create_checkpoint_symlink|load_args|language_model_only|dsa_\w+|csa_\w+|model_author|perform_initialization"
     r"|deterministic_mode|bridge_\w+|ckpt_format|async_save|use_flash_ckpt|ignore_args_error|local_repo_path|init_strategy"
 )
-"""Keys that no flag of Megatron's stands for, and on which a step's memory does not hang or which are read here."""
+"""Keys that are not flags of Megatron, and that do not affect a step's memory or are read here."""
 
 
 def from_swift_megatron(pasted: Pasted) -> Translation:
-    """The job of such a command or file. Raises: SpecError naming the key, its value, the rule and the way out."""
+    """The job of an ms-swift command or file for Megatron. Raises: SpecError naming the key, its value, the rule and the
+    way out."""
     notes = Notes()
     values = {str(key).replace("-", "_"): _plain(value) for key, value in pasted.values.items()}
     given = values.get("ENV")
@@ -105,7 +106,7 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
 
 
 def _gpus(pasted: Pasted, environment: dict[str, Any]) -> int | None:
-    """The processes that the launcher starts: `NPROC_PER_NODE` × `NNODES`."""
+    """Number of processes that the launcher starts: `NPROC_PER_NODE` × `NNODES`; None if it is not given."""
     env = {**pasted.env, **{key: str(value) for key, value in environment.items()}}
     each, nodes = env.get("NPROC_PER_NODE", ""), env.get("NNODES", "1")
     if pasted.num_gpus is not None or not each.isdecimal():
@@ -114,6 +115,6 @@ def _gpus(pasted: Pasted, environment: dict[str, Any]) -> int | None:
 
 
 def _plain(value: Any) -> Any:
-    """A switch as a truth: ms-swift writes `--sequence_parallel true`."""
+    """"true" and "false" as booleans, because ms-swift writes `--sequence_parallel true`; other values unchanged."""
     word = str(value).lower()
     return word == "true" if word in (TRUE | FALSE) - {"0", "1", ""} and isinstance(value, str) else value

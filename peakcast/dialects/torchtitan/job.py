@@ -156,7 +156,7 @@ def _precision(settings: Settings) -> Precision:
         settings.notes.assumptions.append(f"{MIXED} is not given; the default of torchtitan is bfloat16.")
     converters = settings.words("model.converters")
     eight = any("float8" in word or "mx" in word for word in converters) or settings.given("model_converters.converters")
-    if eight and not all("float8" in word for word in converters or ("",)):  # the scope says what of float8 is covered
+    if eight and not all("float8" in word for word in converters or ("",)):  # the scope reports which float8 recipes are covered
         settings.notes.unsupported.append(
             f"FP8 training (model.converters={' '.join(converters)}) is not modelled.", "model.converters"
         )
@@ -169,11 +169,11 @@ def _precision(settings: Settings) -> Precision:
 
 
 def _optimizer(settings: Settings) -> Optimizer:
-    groups = settings.raw("optimizer.param_groups")  # torchtitan 0.3: an optimizer for every pattern of names
+    groups = settings.raw("optimizer.param_groups")  # torchtitan 0.3: one optimizer per pattern of names
     groups = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
     named = [str(group["optimizer_name"]) for group in groups if group.get("optimizer_name")]
     names = list(dict.fromkeys(named)) or [settings.text("optimizer.name", "AdamW")]
-    name = next((name for name in names if "muon" in name.lower()), names[0])  # torch's Muon: the rest is AdamW's
+    name = next((name for name in names if "muon" in name.lower()), names[0])  # torch's Muon; AdamW updates the rest
     for other in names:
         if other.lower() not in OPTIMIZERS:
             settings.notes.unsupported.append(
@@ -185,7 +185,7 @@ def _optimizer(settings: Settings) -> Optimizer:
             settings.notes.unsupported.append(
                 f"{other} for some of the weights is not modelled; {name} is taken for all.", "optimizer"
             )
-    if settings.given("optimizer.fused"):  # before `implementation` came, in 2025
+    if settings.given("optimizer.fused"):  # the key before `implementation` was added in 2025
         implementation: Literal["fused", "foreach", "loop"] = "fused" if settings.switch("optimizer.fused") else "foreach"
         settings.raw("optimizer.implementation")
     else:
@@ -209,11 +209,11 @@ def _loss_chunks(settings: Settings, layout: Parallelism) -> int:
             "less",
         )
         return 0
-    return chunks  # the scope says that no trace has confirmed it
+    return chunks  # the scope reports that no trace has confirmed it
 
 
 def _checkpointing_mode(settings: Settings, pasted: Pasted) -> str:
-    """`mode`, or that of torchtitan 0.3's configuration class, which is recognised by its keys."""
+    """The value of `mode`, or the mode of torchtitan 0.3's configuration class, which is recognised by its keys."""
     section = "activation_checkpoint"
     if section in pasted.values and pasted.values[section] is None:
         return "none"

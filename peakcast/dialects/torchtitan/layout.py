@@ -1,4 +1,4 @@
-"""torchtitan's degrees, schedules and stages.
+"""torchtitan's layouts: degrees of parallelism, pipeline schedules and stages.
 
 Source: torchtitan (mid-2025 to 2026) distributed/parallel_dims.py, distributed/pipeline_parallel.py.
 """

@@ -87,7 +87,8 @@ def _at(value: Any, *keys: str) -> Any:
 
 
 def _config(model: Mapping[str, Any], name: str) -> dict[str, Any] | None:
-    """`model` as a config.json; None if it is none, or its family cannot be read here."""
+    """`model` as the mapping of a config.json; None if it does not describe a network, or its family cannot be read
+    here."""
     layers = [layer for layer in model.get("layers", ()) if isinstance(layer, Mapping)]
     if not layers or name not in ("llama3", "qwen3", "deepseek_v3", "gpt_oss"):
         return None

@@ -1,4 +1,4 @@
-"""torchtitan's Python configurations: a function of a `config_registry.py` as the mapping of its sections.
+"""torchtitan's Python configurations: reads a function of a `config_registry.py` as the mapping of torchtitan's sections.
 
 Source: torchtitan 0.3.0 config/manager.py (`--module`, `--config`), models/*/config_registry.py, components/loss.py
 (`ChunkedLossWrapper.Config`: 8 chunks), models/*/__init__.py `model_registry` (`attn_backend`: flex, varlen for gpt_oss).
@@ -23,16 +23,16 @@ CHUNKS = 8
 
 
 class Registered(NamedTuple):
-    """A configuration of Python functions: its values, and sentences on what was not followed."""
+    """A configuration read from Python functions: its values, and sentences about statements that could not be
+    evaluated."""
 
     values: dict[str, Any]
     remarks: tuple[str, ...] = ()
 
 
 def registered(program: str, module: str, files: Sequence[str], folder: Path | None) -> Registered | None:
-    """What a torchtitan command with `--module` and `--config` (one of `files`) trains with before its other flags change
-    it;
-    None for any other command. Raises: SpecError."""
+    """The configuration of a torchtitan command with `--module` and `--config` (one of `files`), before its other flags
+    override values; None for any other command. Raises: SpecError."""
     names = [file for file in files if "." not in file.rsplit("/", 1)[-1]]
     if not program.startswith(("torchtitan", "run_train")) or not names:
         return None
@@ -41,9 +41,9 @@ def registered(program: str, module: str, files: Sequence[str], folder: Path | N
 
 
 def only_one(source: str, where: str) -> Registered | None:
-    """The values of a pasted registry with one function that makes a configuration; None where `source` is no registry.
+    """The values of a pasted registry with one function that makes a configuration; None if `source` is no registry.
 
-    Raises: SpecError naming the functions where there are several.
+    Raises: SpecError naming the functions if there are several.
     """
     if "Trainer.Config(" not in source or "torchtitan" not in source:
         return None
@@ -61,14 +61,15 @@ def only_one(source: str, where: str) -> Registered | None:
 
 
 def _family(name: str) -> str:
-    """The module that a configuration is of, by its name: deepseek_v3_671b, llama3_8b_mxfp8."""
+    """The module to which a configuration belongs, from its name, such as deepseek_v3_671b or llama3_8b_mxfp8."""
     return re.split(r"_(?:debugmodel|\d)", name)[0]
 
 
 def _registry(module: str, folder: Path | None) -> str:
-    """The text of a module's registry: of a checkout around `folder`, else of the torchtitan that is installed here.
+    """The text of a module's registry: from a checkout of torchtitan that contains `folder`, else from the installed
+    torchtitan.
 
-    Raises: SpecError where there is neither, with what to give instead.
+    Raises: SpecError if there is neither, with what to give instead.
     """
     inside = Path("torchtitan", "models", module, "config_registry.py")
     places = [] if folder is None else [folder, *folder.absolute().parents][:6]
@@ -93,7 +94,7 @@ def _of(functions: Functions, name: str, module: str) -> Registered:
 
 
 def _sections(config: Mapping[str, Any], module: str) -> dict[str, Any]:
-    """A configuration's classes in the words of torchtitan's sections."""
+    """The objects of a configuration as the mapping of torchtitan's sections."""
     sections = {key: value for key, value in config.items() if key != "_target_"}
     spec = sections.get("model_spec")
     spec = spec if isinstance(spec, Mapping) else {}
