@@ -1,4 +1,4 @@
-"""tiktoken's encodings, which it fetches: where they cannot be, ones stand in that make a token of each byte."""
+"""Replaces encodings that tiktoken cannot download by encodings that make one token of each byte."""
 
 from __future__ import annotations
 
@@ -9,15 +9,16 @@ from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.noted import Notes
 
 TEXT_ENDS = {"cl100k_base": (100257, 100277), "o200k_base": (199999, 200019), "o200k_harmony": (199999, 201088)}
-"""Number of the token that ends a text, and of all tokens. Source: tiktoken 0.14 tiktoken_ext/openai_public.py."""
+"""Encoding -> (id of the token that ends a text, number of all tokens). Source: tiktoken 0.14
+tiktoken_ext/openai_public.py."""
 GPT2 = (50256, 50257)
-"""The same of gpt2 and r50k_base; p50k_base has 24 more, of blanks."""
+"""The same for gpt2 and r50k_base. p50k_base has 24 more tokens, for blanks."""
 MODELS = {"gpt-4o": "o200k_base", "gpt-4": "cl100k_base", "gpt-3.5": "cl100k_base"}
-"""Encodings by the beginning of a model's name; of others, GPT-2's."""
+"""Beginning of a model's name -> its encoding; all other models get GPT-2's."""
 
 
 def install(notes: Notes) -> None:
-    """For what the script will import; `notes` is told."""
+    """Change tiktoken when the script imports it; each replacement is reported to `notes`."""
     when_imported("tiktoken", functools.partial(_in_tiktoken, notes=notes))
 
 

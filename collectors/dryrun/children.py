@@ -17,7 +17,7 @@ from peakcast.collectors.dryrun.command import Command, is_python, read_command
 from peakcast.core.errors import SpecError
 
 ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched", "accelerate")
-"""Fields of a command that its process gets."""
+"""Fields of a command that are passed to the process that runs it."""
 TOOLS = ("pip", "ensurepip", "venv", "compileall", "multiprocessing", "torch._inductor", "torch.utils", "peakcast")
 """Modules that do not train and are run normally."""
 
@@ -70,7 +70,7 @@ class Children:
             return None
         question = {**self._question, **{field: getattr(command, field) for field in ASKED}, "is_child": True}
         question.pop("function", None)
-        if self._question["world_size"] > 1:  # it was given
+        if self._question["world_size"] > 1:  # a launcher has given it
             question |= {name: self._question[name] for name in ("world_size", "ranks_per_node", "launched")}
         question["rank"] = self._question["rank"] % question["world_size"]
         os.environ.update(dict(variable.split("=", 1) for variable in command.environment))

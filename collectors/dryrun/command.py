@@ -1,4 +1,4 @@
-"""Reads a command line that trains: which script, its arguments, how many ranks, and with which Python."""
+"""Reads a training command: the script, its arguments, the number of ranks, and the Python interpreter."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ AT_ONCE: dict[str, dict[str, str]] = {
     "mpirun": {"total": "-n|-np|--np|-c"},
     "mpiexec": {"total": "-n|-np|--np"},
 }
-"""Programs that start a script in as many processes, and their flags."""
+"""Program that starts a script in several processes -> its flags for their number."""
 RUNNERS = ("pdm", "pipenv", "hatch", "rye")
-"""Programs in Python that run another one, which counts."""
+"""Python programs that run another command, which is the one that counts."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,8 +77,8 @@ def read_command(command: Sequence[str]) -> Command:
 
 
 def _after_others(words: list[str]) -> list[str]:
-    """Without programs that run the rest of it in some way of their own (nice, timeout, pdm run): where the first word is
-    nothing that can be followed, `words` from the first one on that is Python, a launcher or a Python file."""
+    """`words` without programs that run the rest of the command (nice, timeout, pdm run): if the first word is unknown, the
+    words from the first one that is Python, a launcher or a Python file."""
     first = words[0] if words else ""
     if os.path.basename(first) not in RUNNERS and (_begins(first) or _is_shell(first) or is_file(first) or _tool(first)):
         return words
@@ -92,7 +92,8 @@ def _begins(word: str) -> bool:
 
 
 def _started_at_once(words: Sequence[str]) -> int | None:
-    """Processes that srun or mpirun, among the `words` before a script, starts of it; None where neither says so."""
+    """Number of processes of the script that srun or mpirun starts, from the `words` before the script; None if neither
+    gives one."""
     launcher = next((os.path.basename(word) for word in words if os.path.basename(word) in AT_ONCE), None)
     if launcher is None:
         return None
@@ -129,7 +130,7 @@ def _read(words: list[str]) -> Command:
 
 
 def _is_shell(word: str) -> bool:
-    """Whether it is a shell, or a script of one."""
+    """Whether `word` is a shell or a shell script."""
     if os.path.basename(word) in SHELLS or not is_file(word):
         return os.path.basename(word) in SHELLS
     start = first_bytes(Path(word), 200).split(b"\n")[0]
@@ -137,12 +138,12 @@ def _is_shell(word: str) -> bool:
 
 
 def _shell(words: Sequence[str]) -> Command:
-    """The last training command among those of a shell; they are read and not run."""
+    """The last training command in a shell's script, which is read and not run."""
     words = list(words)
     while words and words[0].startswith("-") and words[0] not in ("-c", "-lc", "-xc", "-ec"):
         words = words[1:]
     if words[:1] and words[0].startswith("-"):
-        text, name, arguments = " ".join(words[1:2]), "the shell's command", words[3:]  # after them comes its $0
+        text, name, arguments = " ".join(words[1:2]), "the shell's command", words[3:]  # words[2] is its $0
     elif words and is_file(words[0]):
         name, arguments = words[0], words[1:]
         text = file_bytes(Path(name), 4 * MAX_CHARACTERS).decode(errors="replace")
@@ -203,7 +204,7 @@ def _script(words: Sequence[str]) -> Command:
 
 
 def _tool(word: str) -> str:
-    """The file of a console script of a package; "" where `word` is none."""
+    """The file of a package's console script; "" if `word` is none."""
     tool = shutil.which(word) if word else None
     first = first_bytes(Path(tool), 200).split(b"\n")[0] if tool is not None else b""
     return tool if tool is not None and first.startswith(b"#!") and b"python" in first else ""
@@ -232,7 +233,7 @@ def _launched(launcher: str, words: list[str]) -> Command:
         command = Command(script=words[0], arguments=tuple(words[1:]), as_module=True)
     else:
         command = _script(words)
-    if command.arguments[:1] == ("--",):  # argparse, by which launchers read their words, takes it to be their own
+    if command.arguments[:1] == ("--",):  # launchers use argparse, which removes it
         command = replace(command, arguments=command.arguments[1:])
     world_size, per_node = _ranks(launcher, flags)
     settings = whole if launcher == "accelerate" else ()

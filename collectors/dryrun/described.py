@@ -1,4 +1,4 @@
-"""Describes the job that a script turned out to run, as far as error bars and findings need it."""
+"""Describes the job that a script ran, as far as error bars and findings need it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ OPTIMIZERS = {
 """Prefix of an optimizer's class name -> the name in jobs; if one prefix begins with another, the longer comes first."""
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "torchao", "bitsandbytes")
 IMPORTED_BY_OTHERS = ("torchao", "bitsandbytes")
-"""Of these, those that other packages import where they are there: they count where a network or optimizer is of them."""
+"""Those of the packages that other packages import whenever they are installed: they only count if a network or an
+optimizer comes from them."""
 
 
 @dataclass(frozen=True)
@@ -155,7 +156,8 @@ def _framework(networks: list[torch.nn.Module], config: Any) -> str:
 
 
 def _versions(steps: ScriptSteps, framework: str) -> dict[str, str]:
-    """Of the packages that the script has loaded; of a network of its own, those that it may be made of."""
+    """Versions of the packages that the script has loaded; for the script's own networks, of the packages from which these
+    may be built."""
     parts = [part for network in steps.networks for part in network.modules()]
     used = {type(one).__module__.partition(".")[0] for one in (*parts, *map(_unwrapped, steps.optimizers))}
     found = {}
@@ -166,7 +168,7 @@ def _versions(steps: ScriptSteps, framework: str) -> dict[str, str]:
 
 
 def _unwrapped(optimizer: Any) -> Any:
-    """What accelerate and the like put around an optimizer taken off."""
+    """`optimizer` without the wrappers of accelerate and similar libraries."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
@@ -182,7 +184,8 @@ def _optimizer(optimizers: list[Any]) -> dict[str, Any]:
 
 
 def _of_bitsandbytes(name: str, optimizer: Any) -> str:
-    """What jobs call an optimizer of bitsandbytes with states of 8 bits or in managed memory; "" for others."""
+    """The name in jobs of a bitsandbytes optimizer with 8-bit states or states in managed memory; "" for other
+    optimizers."""
     bits = getattr(getattr(optimizer, "args", None), "optim_bits", 32)
     if getattr(optimizer, "is_paged", False):
         return f"paged_{name}_{bits}bit"
@@ -207,7 +210,7 @@ def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
 
 
 def _quantization(network: torch.nn.Module) -> dict[str, Any]:
-    """Of the base under adapters, where bitsandbytes has packed it."""
+    """The quantization of the base model under adapters, if bitsandbytes has packed its weights."""
     states = (part.quant_state for part in network.modules() if hasattr(part, "quant_state"))
     if (state := next(states, None)) is not None:
         return {"method": "qlora", "quantization": "nf4", "double_quantization": bool(state.nested)}
@@ -260,7 +263,7 @@ def _parallelism(networks: Sequence[torch.nn.Module]) -> dict[str, Any]:
 
 
 def _told(job: dict[str, Any]) -> dict[str, Any]:
-    """`job`; if a job cannot divide the network as the script does, with all its ranks alike."""
+    """`job`; if a `TrainingJob` cannot express the script's layout, with all ranks data-parallel."""
     from peakcast.core.errors import PeakcastError
     from peakcast.dialects.common.job_file import job_from_mapping
 

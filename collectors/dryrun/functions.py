@@ -41,7 +41,8 @@ def unpack(path: Path) -> Callable[[], object]:
 
 
 def _file_of(function: Callable[[], object]) -> str:
-    """Where it is written, which cloudpickle leaves out from 3.1.3 on; "" for what has no code of its own."""
+    """The file in which the function is written, which cloudpickle does not store since 3.1.3; "" for a function without
+    Python code."""
     code = getattr(function, "__code__", None)
     return code.co_filename if code is not None else ""
 

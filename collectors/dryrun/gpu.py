@@ -132,7 +132,7 @@ def name_of(device: Device) -> str:
 
 
 def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:
-    """Answer `torch.accelerator`, which newer scripts use instead."""
+    """Answer calls of `torch.accelerator`, which newer scripts use instead of `torch.cuda`."""
     accelerator: Any = torch.accelerator
     for question, answer in {
         "is_available": True,
@@ -147,7 +147,7 @@ def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:
     ours: Any = torch._C
     known = ours._get_accelerator
 
-    def accelerator_of_asker(*given: Any) -> Any:  # FSDP's default mesh is of it; the rest of a CPU-only build has none
+    def accelerator_of_asker(*given: Any) -> Any:  # for FSDP's default mesh; other torch code gets the CPU build's answer
         return torch.device("cuda") if _asker().startswith("torch.distributed.") else known(*given)
 
     ours._get_accelerator = accelerator_of_asker

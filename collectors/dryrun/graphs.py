@@ -1,4 +1,4 @@
-"""CUDA graphs: the captured part runs normally, and a replay makes no tensor, as on a GPU."""
+"""Replaces CUDA graphs: the captured part runs normally, and a replay makes no tensors, as on a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from peakcast.collectors.dryrun.noted import Notes, where
 
 
 def install(notes: Notes) -> None:
-    """Install them in this process."""
+    """Replace CUDA graphs in this process."""
 
     class Graph:
         """Replaces `torch.cuda.CUDAGraph`."""

@@ -1,8 +1,8 @@
-"""Packages of GPU kernels that a script imports and this machine lacks: some whose kernels do nothing stand in, and it is
-said.
+"""Replaces packages of GPU kernels that a script imports and this machine lacks: by stubs whose kernels do nothing, with a
+note for the user.
 
-Such packages cannot be installed where no GPU is, and scripts that find them absent take another way, which needs other
-memory. Packages that are there stay what they are.
+Such packages cannot be installed without a GPU, and scripts that do not find them take another code path, which needs
+another amount of memory. Installed packages are not replaced.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ PACKAGES = (*FLASH_ATTENTION, "kernels", "triton")
 
 
 class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds `PACKAGES` for the script's own code, after all others have looked."""
+    """Finds stubs of `PACKAGES` for the script's own code, after all other finders have failed."""
 
     def __init__(self, notes: Notes) -> None:
         self._notes = notes
         self._asked: set[str] = set()
         self._stood_in = False
-        """Whether transformers has the stand-in of flash attention."""
+        """Whether transformers uses the stub of flash attention."""
 
     def install(self) -> None:
-        """For what the script will import."""
+        """Install the finder, for later imports of the script."""
         sys.meta_path.append(self)
         when_imported("transformers.modeling_utils", self._in_modeling)
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
-        """Where a package's stand-in is made, once the script itself has asked for the package."""
+        """The specification of a package's stub, if the script itself has asked for the package."""
         package = fullname.partition(".")[0]
         if package not in PACKAGES or (package not in self._asked and asker(DIRECTLY) is None):
             return None
@@ -47,13 +47,13 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             self._asked.add(package)
             self._say(f"{package} is not installed here: kernels that do nothing stood in for those of it.")
         if package == "triton":
-            inductor.load()  # before a stub seems to be it
+            inductor.load()  # before a stub could be taken for the real package
             triton_stub.find_stubs("triton")
             return importlib.machinery.ModuleSpec(fullname, triton_stub.Finder(("triton",)), is_package=True)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: Any) -> types.ModuleType:
-        """The stand-in."""
+        """The stub."""
         module = types.ModuleType(spec.name)
         if spec.name == "kernels":
             vars(module).update(get_kernel=self._kernel, has_kernel=lambda *_, **__: True)
@@ -62,10 +62,10 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return module
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing is left to be done."""
+        """Does nothing: `create_module` has filled the stub."""
 
     def _kernel(self, name: str, *_: Any, **__: Any) -> Any:
-        """`kernels.get_kernel`, of the hub."""
+        """Replaces `kernels.get_kernel`, which loads kernels from the hub."""
         if not _is_flash(name):
             raise ImportError(
                 f"{name} is a kernel of the hub that cannot stand in on fake tensors; dry-run the script without it, or "
@@ -75,7 +75,8 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         return types.SimpleNamespace(**functions, flash_attn_interface=types.SimpleNamespace(**functions))
 
     def _in_modeling(self, module: Any) -> None:
-        """A network of transformers that asks for flash attention has it, from the package or the hub's kernels."""
+        """Give flash attention to networks of transformers that ask for it, whether from the package or from the hub's
+        kernels."""
         check = getattr(module.PreTrainedModel, "_check_and_adjust_attn_implementation", None)
         if check is None:
             return
@@ -89,17 +90,17 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         module.PreTrainedModel._check_and_adjust_attn_implementation = checked
 
     def _stands_in(self) -> bool:
-        """Whether flash attention is one of ours, or will be."""
+        """Whether flash attention is a stub, or would be if it were imported."""
         return self._stood_in or importlib.util.find_spec(FLASH_ATTENTION[0]) is None
 
     def _install_flash_attention(self) -> str:
-        """The name by which transformers has it from now on."""
+        """Install the stub of flash attention. Returns the name under which transformers finds it."""
         import transformers.modeling_flash_attention_utils as utils
 
         from peakcast.collectors.tracing import flash_attention_stub
 
         self._stood_in = True
-        is_packed = utils._is_packed_sequence  # of positions whose values are known
+        is_packed = utils._is_packed_sequence  # for positions whose values are known
         flash_attention_stub.install(packed=False)
         utils._is_packed_sequence = is_packed
         return "flash_attention_2"

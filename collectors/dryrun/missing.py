@@ -1,4 +1,4 @@
-"""What a script lacked when it failed, and the way out: a package, a variable, input, or the least of a file."""
+"""What a script lacked when it failed, and the way out: a package, an environment variable, input, or a minimal file."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ERROR = re.compile(
 ROWS = "64 rows as long as those that it trains on, with the columns that it reads"
 LINES = '64 lines as long as those that it trains on, such as {"text": "word word"}, with the keys that it reads'
 TABLE = "pandas.DataFrame({'text': ['word ' * 2048] * 64})"
-"""Whose writer is put in the place of WRITTEN."""
+"""Code for a small table; the method that writes it is put in place of WRITTEN."""
 WEIGHTS = "weights are read as shapes where from_pretrained reads them; here put a file that torch.save has written of them"
 BY_SUFFIX = {
     ".jsonl": LINES,
@@ -52,7 +52,8 @@ PIP_NAMES = {
 
 
 def hint(lines: Sequence[str]) -> str:
-    """What the last of the `lines` that a failing script printed asks for; "" where nothing is known to be missing."""
+    """What is missing according to the last `lines` that a failed script printed, and the way out; "" if that is not
+    known."""
     return _of_environment(lines) or _of_files(lines)
 
 

@@ -38,7 +38,7 @@ class Notes:
             self.findings.append(Finding(code, parameter, direction, sentence))
 
     def value(self, asked: str, answer: object) -> None:
-        """Note that the script read a value that only a run with data has."""
+        """Note that the script read a value that is only known in a run with data."""
         place = where()
         if ("value", place) not in self._places:
             self._places.add(("value", place))
@@ -62,14 +62,15 @@ def where() -> str:
 
 
 ITS_MEANS = frozenset({"peakcast", "numpy", "torch", *sys.stdlib_module_names} - {"__main__"})
-"""Packages by which a script reads its files."""
+"""Packages through which a script reads its files."""
 DIRECTLY = frozenset({"peakcast", "importlib", "os", "pathlib"})
-"""Those that lead from a line of the script to a hook of ours, where it imports a module or lists a folder itself."""
+"""Packages between a line of the script and a hook of the dry run, if the script itself imports a module or lists a
+folder."""
 
 
 def asker(means: frozenset[str] = ITS_MEANS) -> str | None:
-    """The file of the script whose code asks for something, itself or by the packages of `means`; None where a library
-    does."""
+    """The file of the script that made the current call, directly or through the packages of `means`; None if a library
+    made it."""
     for frame in _frames():
         if frame.f_globals.get("__name__", "").partition(".")[0] not in means:
             return frame.f_code.co_filename if is_own(frame.f_code.co_filename) else None

@@ -114,14 +114,15 @@ def install(notes: Notes) -> None:
 
 
 def _generate_to_the_end(module: Any) -> None:
-    """Which sequence ends by itself only a run knows: each is generated to the most tokens that it may have."""
+    """Generate each sequence up to its largest number of tokens, because only a real run knows where a sequence ends
+    earlier."""
     module.EosTokenCriteria.__call__ = lambda self, input_ids, scores, **_: torch.zeros(
         input_ids.shape[0], dtype=torch.bool, device=input_ids.device
     )
 
 
 def _metrics_in(module: Any) -> None:
-    """Metrics are programs on the hub; one that cannot be downloaded is replaced by one without results."""
+    """Replace a metric that cannot be downloaded by one without results; metrics are programs on the hub."""
     fetch = module.load
 
     def load(*arguments: Any, **keywords: Any) -> Any:

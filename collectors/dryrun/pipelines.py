@@ -1,7 +1,7 @@
 """One stage of a pipeline (`torch.distributed.pipelining`) by itself: it needs the shapes that the other stages would send.
 
-To learn what the previous stage sends, the script is run again as a rank that has that stage, until it tells the shapes;
-that run asks the stage before it in the same way. The answers are kept in the dry run's folder for later runs.
+To learn what the previous stage sends, the script is run again as a rank that has that stage, until that run knows the
+shapes; it asks the stage before it in the same way. The answers are kept in the dry run's folder for later runs.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from peakcast.core.errors import CollectorError
 
 
 class Stages:
-    """Shapes that stages tell each other. `question` is the dry run's; if it has "sends", the run only tells what that
-    stage sends."""
+    """Shapes that stages exchange. `question` is the dry run's; if it has "sends", the run only reports what that stage
+    sends."""
 
     def __init__(self, question: Mapping[str, Any]) -> None:
         self._question = question
@@ -39,8 +39,8 @@ class Stages:
             stage._send_meta = lambda stage, meta, target: self._sent(stage, meta, target)
 
     def _received(self, stage: Any, source: int) -> Any:
-        """What a stage receives: gradients have the shapes of the outputs to which they belong; outputs of the previous
-        stage are asked of its rank."""
+        """What a stage receives: gradients have the shapes of the outputs to which they belong; the outputs of the previous
+        stage come from a run of its rank."""
         from torch.distributed.pipelining import _utils
 
         if source < stage.stage_index:

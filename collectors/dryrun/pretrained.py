@@ -116,7 +116,7 @@ class Stand:
         def from_pretrained(cls: Any, /, name: Any, *arguments: Any, **keywords: Any) -> Any:
             with contextlib.suppress(OSError, ValueError):
                 fetched = fetch(cls, name, *arguments, **keywords)
-                # transformers 5 makes one of no words where the family is known and no file is there
+                # if it knows the family but has no file, transformers 5 makes a tokenizer without words
                 if Path(str(name)).is_dir() or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
                     return fetched
             self._say(f"the tokenizer of {name} is not in the cache here: one stood in that made a token of each word.")

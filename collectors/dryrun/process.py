@@ -29,9 +29,9 @@ from peakcast.timelines.timeline import Timeline
 CRASHED, NEVER_STEPPED, INTERRUPTED = 10, 11, 130
 """Exit codes of the process (`collectors/dryrun/session.py`): the script raised, no optimizer stepped, Ctrl-C."""
 MOST_LINES = 12
-"""Of what the script printed last, when it failed."""
+"""Number of last lines of the script's output that are shown when it failed."""
 LAST_BYTES = 2**16
-"""Of a log, in which those lines are."""
+"""Number of last bytes of the log in which these lines are searched."""
 POLL_SECONDS = 0.05
 LOG, ANSWER = "output.txt", "answer.json"
 """Files in a dry run's folder: the script's output, and the result."""
@@ -204,7 +204,7 @@ def _answer(code: int | None, folder: Path, command: Command, limits: Limits, se
 
 
 def _last_lines(log: Path) -> list[str]:
-    """Of what the script has printed, which may be much."""
+    """The last lines of the script's output; only the end of the log is read, because it may be long."""
     with log.open("rb") as printed:
         printed.seek(max(0, log.stat().st_size - LAST_BYTES))
         return printed.read().decode(errors="replace").rstrip().splitlines()

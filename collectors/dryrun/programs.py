@@ -1,4 +1,4 @@
-"""Replaces `nvidia-smi`, which scripts start to ask about the GPUs, by a program that is found first."""
+"""Replaces `nvidia-smi`, which scripts start to ask about the GPUs, by a program in a folder at the beginning of PATH."""
 
 from __future__ import annotations
 

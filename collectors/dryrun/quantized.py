@@ -1,4 +1,5 @@
-"""Networks that scripts load with `quantization_config`: layers are those of the library, weights their packed shapes."""
+"""Networks that scripts load with `quantization_config`: the layers are the library's own, and the weights have their
+packed shapes."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ BITSANDBYTES = "bitsandbytes"
 
 
 def quantizer_of(name: str, config: Any, keywords: dict[str, Any]) -> Any:
-    """What transformers quantises the network called `name` with, from the keywords of `from_pretrained` and from `config`,
-    which has it where the checkpoint is quantised; None where weights stay, or become again, what they are without it.
+    """The quantizer of transformers for the network called `name`, from the keywords of `from_pretrained` and, if the
+    checkpoint is quantised, from `config`; None if weights are not quantised, or are dequantised on loading.
 
     Raises: NotImplementedError for methods whose layers fake tensors cannot run.
     """
@@ -26,7 +27,7 @@ def quantizer_of(name: str, config: Any, keywords: dict[str, Any]) -> Any:
     from transformers import BitsAndBytesConfig
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    if asked is None and checkpoint is None:  # the keywords that transformers had before
+    if asked is None and checkpoint is None:  # the keywords of older releases
         asked = BitsAndBytesConfig(**{key: True for key in ("load_in_4bit", "load_in_8bit") if keywords.get(key)})
     if checkpoint is not None:
         del config.quantization_config
@@ -46,8 +47,8 @@ def quantizer_of(name: str, config: Any, keywords: dict[str, Any]) -> Any:
 
 
 def quantize(network: Any, quantizer: Any, notes: Notes) -> None:
-    """Put `network` (on the CPU) on the GPU, with the layers that `quantizer` chooses as they are after loading: one after
-    the other is moved, and packed there."""
+    """Move `network` from the CPU to the GPU. The layers that `quantizer` chooses become as they are after loading: each
+    one is moved and then packed on the GPU, one after the other."""
     from transformers.pytorch_utils import Conv1D
 
     before = dict(network.named_modules())

@@ -1,5 +1,5 @@
-"""One rank of a run of many, by itself: its environment, a process group whose collectives do nothing, and its part of the
-rest."""
+"""Runs one rank of a distributed run by itself: sets its environment, and makes process groups whose collectives do
+nothing."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STARTED_AT_ONCE = {
     "SLURM_NTASKS": ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID"),
     "OMPI_COMM_WORLD_SIZE": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_NODE_RANK"),
 }
-"""What srun and mpirun set: by the variable that says how many processes there are, those of one process."""
+"""Variable in which srun or mpirun gives the number of processes -> the variables that it sets for each process."""
 
 
 def set_environment(rank: int, world_size: int, ranks_per_node: int, *, launched: bool) -> None:

@@ -1,8 +1,8 @@
 """Changes the size of a script's batches: tensors that it makes or puts on the GPU outside of its networks are resized.
 
-The script itself runs on: its networks, losses and loop get a batch with another number of sequences or length, as if its
-data had them. Only code that computes with the script's own numbers, such as `view(batch_size, -1)`, does not adapt, and
-fails.
+The script runs unchanged: its networks, losses and loop get a batch with another number of sequences or another length, as
+if its data had that size. Only code that computes with the script's own numbers, such as `view(batch_size, -1)`, does not
+adapt, and fails.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Batch:
 
 
 class Resizing:
-    """Changes batches of size `own` to another one while `outside()` of networks; `ask` gives that size when the first
-    batch comes."""
+    """Changes batches of size `own` to another size, only while `outside()` is true, i.e. no network runs; `ask` returns
+    the other size when the first batch comes."""
 
     def __init__(self, own: Batch, ask: Callable[[], Batch], outside: Callable[[], bool]) -> None:
         self._own, self._ask, self._outside = own, ask, outside

@@ -14,7 +14,7 @@ PREFERENCE = ("dpo", "reward", "kto", "orpo", "cpo")
 PROMPTS = ("grpo", "rloo", "online_dpo")
 """Trainers of TRL that generate what they learn from."""
 OWN = ("text", "prompt", "chosen", "rejected")
-"""Columns that rows have from the beginning."""
+"""Columns that all rows have."""
 NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index")
 """Columns with numbers, which are 0 in every row; others have text."""
 AROUND = 1
@@ -52,7 +52,7 @@ class Rows:
         return [" ".join(["word"] * length) for length in lengths]
 
     def _with(self, rows: Any, columns: Iterable[str]) -> Any:
-        """`rows` with `columns`; if one was missing, without the columns that were never asked for."""
+        """`rows` with `columns` added; if one was missing, columns that the script never asked for are removed."""
         asked = list(columns)
         missing = [column for column in asked if column not in rows.column_names]
         unasked = [column for column in OWN if column in rows.column_names and column not in asked]

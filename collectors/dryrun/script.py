@@ -59,7 +59,7 @@ def _run_script(question: Mapping[str, Any]) -> None:
 
 
 def _of_notebook(script: str) -> dict[str, Any]:
-    """What a script that was exported from a notebook calls for its `%` and `!` lines, which then do nothing."""
+    """The functions that a script exported from a notebook calls for its `%` and `!` lines; they do nothing."""
     text = Path(script).read_text(encoding="utf-8", errors="replace")
     if "get_ipython()." not in text or "IPython" in text:
         return {}

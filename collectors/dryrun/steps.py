@@ -38,7 +38,7 @@ class ScriptSteps:
         self.tokens: tuple[int, ...] = ()
         """Shape of the largest batch of tokens that an embedding got."""
         self.inputs: tuple[int, ...] = ()
-        """The same for the input of a network whose embedding was not seen."""
+        """Shape of the largest input of a network whose embedding was not seen."""
         self.autocast: torch.dtype | None = None
         """The dtype of autocast, if a network ran under it."""
         self._enough = enough
@@ -119,7 +119,7 @@ class ScriptSteps:
                 self.tracer.phase = Phase.FORWARD
         if self.autocast is None and torch.is_autocast_enabled("cuda"):
             self.autocast = torch.get_autocast_dtype("cuda")
-        trains = torch.is_grad_enabled()  # an evaluation's batch is another one
+        trains = torch.is_grad_enabled()  # batches of an evaluation do not count
         if trains and isinstance(part, torch.nn.Embedding) and inputs and isinstance(inputs[0], torch.Tensor):
             self.tokens = max(self.tokens, tuple(inputs[0].shape), key=math.prod) if self.tokens else tuple(inputs[0].shape)
             self.lengths.saw(inputs[0].shape[-1] if inputs[0].ndim else 1)

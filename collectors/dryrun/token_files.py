@@ -1,8 +1,10 @@
-"""Files of tokens or text that a script reads and that are not there: some are made in the temporary folder, which is said.
+"""Makes files of tokens or text that a script reads and that do not exist, in the temporary folder, with a note for the
+user.
 
-Their form is the one that the script expects: after the header of 256 numbers that llm.c and its descendants begin with,
-where the script names its first one; else tokens alone, as nanoGPT has them, or a numpy array, or words, as the name
-says. In a folder that the script lists and that is not there are files for training, validation and tests.
+They have the format that the script expects. If the script contains the first number of llm.c's header, a file begins with
+this header of 256 numbers, as in llm.c and its descendants; else it has only tokens, as in nanoGPT, or a numpy array, or
+words, depending on the file's name. If the script lists a folder that does not exist, files for training, validation and
+tests are made in it.
 """
 
 from __future__ import annotations
@@ -25,13 +27,13 @@ from peakcast.collectors.dryrun.noted import DIRECTLY, ITS_MEANS, Notes, asker
 
 SUFFIXES = (".bin", ".npy", ".txt")
 LISTED = {".npy": (".npy", "np.load"), ".bin": (".bin", "memmap", "fromfile")}
-"""Suffixes of files in a folder that is not there, and what scripts say that read such."""
+"""Suffix of files in a folder that does not exist -> words in the text of scripts that read such files."""
 SPLITS = ("train", "val", "test")
 NUM_WORDS = 2**20
 NUM_FILES, NUM_TOKENS = 4, 2**24
-"""Of each pattern of names; and tokens of each file."""
+"""Number of files made for each pattern of names, and number of tokens in each file."""
 BY_ITSELF = frozenset({"peakcast", "io", "codecs", "pathlib"})
-"""Packages by which a script opens a text of its own; others read files of packages that are rightly not there."""
+"""Packages through which a script opens its own texts. Other packages look for optional files, which must stay missing."""
 HEADER_LENGTH = 256
 HEADERS: dict[int, tuple[int, type[np.generic]]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
 """First number of a header -> (second number, dtype of tokens). Source: llm.c, dev/data/data_common.py."""
@@ -83,7 +85,8 @@ class TokenFiles:
         return opened
 
     def _globbed(self, found: list[Any], pattern: Any) -> Iterator[Any]:
-        """The files that a pattern has found; if it is for token files and finds none, files that are made now."""
+        """The files that a pattern has found; if it is a pattern for token files and has found none, files that are made
+        now."""
         name = os.fsdecode(pattern)
         if not found and asker() is not None and name.endswith(SUFFIXES) and "*" in name:
             found = [name.replace("*", f"{number:06d}") for number in range(NUM_FILES)]
@@ -92,7 +95,7 @@ class TokenFiles:
         return iter(found)
 
     def _make_folder_if_asked(self, folder: Any) -> None:
-        """A folder that the script lists and that is not there has files from now on, where it is known of which form."""
+        """Make files in a folder that the script lists and that does not exist, if their format is known."""
         whose = asker(DIRECTLY)
         if whose is None or not isinstance(folder, (str, os.PathLike)) or os.path.exists(folder):
             return
@@ -102,7 +105,7 @@ class TokenFiles:
             self._make_if_asked(os.path.join(folder, f"{split}_{0:06d}{suffix}"))
 
     def _make_if_asked(self, path: Any) -> bool:
-        """Whether `path` is a token file of the script's, which is there from now on."""
+        """Make `path` if the script reads it as a token file. Returns whether the file was made."""
         whose = asker(BY_ITSELF if str(path).endswith(".txt") else ITS_MEANS)
         if whose is None or not isinstance(path, (str, os.PathLike)) or not os.fspath(path).endswith(SUFFIXES):
             return False
@@ -120,7 +123,7 @@ _iglob, _path_glob = glob.iglob, pathlib.Path.glob
 
 
 def _text(file: str) -> str:
-    """The script's; "" of code that is in no file."""
+    """The text of the script's `file`; "" for code that is in no file."""
     with contextlib.suppress(OSError):
         return Path(file).read_text(encoding="utf-8", errors="replace")
     return ""
@@ -128,7 +131,7 @@ def _text(file: str) -> str:
 
 def _write(path: Path, script: str) -> None:
     if path.suffix == ".txt":
-        alphabet = "".join(map(chr, range(33, 127)))  # scripts that read letters count how many kinds there are
+        alphabet = "".join(map(chr, range(33, 127)))  # scripts that read letters count the different ones
         path.write_text(f"{alphabet}\n" + "word text " * (NUM_WORDS // 2), encoding="utf-8")
         return
     tokens = np.arange(NUM_TOKENS, dtype=np.uint32) % DOCUMENT_LENGTH

@@ -42,7 +42,7 @@ class ScriptMode(KnownValuesMode):
         self.device = device
         """This rank's GPU. Any GPU that a script names means this one, as a single rank sees no other."""
         self.resizing: Resizing | None = None
-        """What changes the size of the script's batches, if it is to be changed."""
+        """Changes the size of the script's batches; None: they keep their size."""
         self._sizes = FakeTensorMode()
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -163,7 +163,7 @@ def install(mode: ScriptMode) -> None:
     for name in ("tolist", "numpy", "__array__"):
         setattr(torch.Tensor, name, _numbers(name, getattr(torch.Tensor, name)))
     make_of_numbers = torch.tensor
-    torch.tensor = functools.wraps(make_of_numbers)(  # pins in C++, where no mode sees it
+    torch.tensor = functools.wraps(make_of_numbers)(  # it pins memory in C++, where no mode sees it
         lambda data, pin_memory=False, **keywords: make_of_numbers(data, **keywords)
     )
     # as torch.Tensor does for its own class alone

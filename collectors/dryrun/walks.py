@@ -17,8 +17,8 @@ from peakcast.collectors.dryrun.process import LOG, Limits, Process, started
 from peakcast.core.errors import CollectorError
 
 Walk = Callable[[int | None, int, int], dict[str, Any]]
-"""(number of the network's layers (None: all), number of sequences, their length) -> the walk of such a step, in the form
-of `collectors/tracing/walks.py`."""
+"""Function of (number of the network's layers or None for all, number of sequences, their length); returns the walk of such
+a step, in the form of `collectors/tracing/walks.py`."""
 POLL_SECONDS = 0.01
 
 

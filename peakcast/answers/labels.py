@@ -1,4 +1,4 @@
-"""The words in which every command and page names the same things: verdicts, quantities, phases, kinds of tensors."""
+"""The words that all commands and pages use for verdicts, quantities, phases and kinds of tensors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VERDICTS: dict[Fits, str] = {"yes": "fits", "no": "does not fit", "uncertain": "
 SHORT_VERDICTS: dict[Fits, str] = {"yes": "fits", "no": "too big", "uncertain": "may fit"}
 """The same for tables."""
 WOULD_FAIL = "would fail"
-"""Verdict about a job that a library refuses to run, whatever memory there is."""
+"""Verdict about a job that a library refuses to run, however much memory there is."""
 RESTS_ON: dict[RestsOn, str] = {"measurements": "runs like it", "relatives": "related runs", "judgement": "judgement"}
 """`Interval.rests_on` -> what a bar rests on."""
 OF_LIMIT = {
@@ -18,7 +18,7 @@ OF_LIMIT = {
     "peak_reserved_bytes": " for PyTorch's allocator",
     "peak_host_bytes": " of host memory",
 }
-"""What a limit is of, after its size."""
+"""Quantity -> words after the size of its limit that say what the limit applies to."""
 METHODS = {"full": "full training", "lora": "LoRA", "qlora": "QLoRA"}
 """`finetuning.method` -> what is trained."""
 PHASE_NAMES = {
@@ -30,7 +30,7 @@ PHASE_NAMES = {
     Phase.OPTIMIZER_STEP: "the optimizer step",
 }
 GENERATION = {"prefill": "prefill", "decode": "decoding"}
-"""Parts of a generation, all of it forward: the prompt at once, then token by token."""
+"""Parts of a generation: the prompt in one forward, then one forward per token."""
 CATEGORY_NAMES = {
     Category.PARAMETERS: "weights",
     Category.MAIN_PARAMETERS: "main weights",
@@ -70,5 +70,5 @@ def category_name(category: str) -> str:
 
 
 def sentence_start(words: str) -> str:
-    """`words` as a sentence begins."""
+    """`words` with a capital first letter."""
     return words[:1].upper() + words[1:]

@@ -1,8 +1,8 @@
-"""A Model Context Protocol server over standard input and output: the doors of `peakcast.api` as tools of an assistant.
+"""A Model Context Protocol server over standard input and output: the functions of `peakcast.api` as tools of an assistant.
 
-Each tool answers as the command of its name does. None of them measures, or writes a file (but for the user's own cache of
-recipes). Source of the protocol:
-modelcontextprotocol.io, spoken by the `mcp` package, which is imported here and nowhere else.
+Each tool gives the same answer as the command with its name. No tool measures anything or writes a file, except the user's
+cache of recipes. Source of the protocol: modelcontextprotocol.io. The package `mcp` implements it, and is imported only
+here.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def serve() -> None:
 
 
 def _explained(tool: Callable[..., Any]) -> Callable[..., Any]:
-    """`tool`, whose errors reach the assistant as the sentence that a user would read."""
+    """`tool` with its errors turned into the sentence that a user of the command would read."""
 
     @functools.wraps(tool)
     def answered(*args: Any, **kwargs: Any) -> Any:

@@ -138,7 +138,7 @@ def _doubts(history: History, replay: HistoryReplay) -> list[str]:
         for before, now in zip([Phase.INIT, *found], found, strict=False)
     )
     doubts = []
-    if steps < 2:  # the first step ends before the optimizer states exist beside gradients
+    if steps < 2:  # in the first step, optimizer states do not exist during backward
         number = "no optimizer step is" if steps == 0 else "one optimizer step is"
         doubts.append(f"{number} seen in the recording; the peak of a run comes in the second step or later.")
     if not replay.agrees:

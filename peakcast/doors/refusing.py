@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 Say = Callable[[str], None]
 Mode = Literal["refuse", "warn", "off"]
 VARIABLE = "PEAKCAST_PREFLIGHT"
-"""The environment variable that decides about a run that surely does not fit, if the script does not."""
+"""The environment variable that decides whether a run that surely does not fit is refused, if the script does not."""
 MODES: dict[str, Mode] = {"refuse": "refuse", "warn": "warn", "off": "off"}
 
 
@@ -38,11 +38,11 @@ def preflight(
 
     `job`: all that `peakcast.predict` takes. In a mapping of the form `{"huggingface": {...}}` the values may be objects of
     the script itself: a config of transformers, TrainingArguments, a config of peft; `num_gpus` is then WORLD_SIZE, unless
-    it is given. `gpu`: a GPU type (None: the one at hand). `refuse`: whether to raise; None asks the environment variable
-    PEAKCAST_PREFLIGHT, `refuse` (which holds without it), `warn` or `off`. `say` gets the line; without it the first rank
-    prints it. A run that may or may not fit is never refused.
-    Returns: the prediction, None where PEAKCAST_PREFLIGHT=off.
-    Raises: DoesNotFitError, whose `prediction` says why; SpecError or CatalogError for a question that cannot be asked.
+    it is given. `gpu`: a GPU type (None: that of this machine). `refuse`: whether to raise an error; if it is None, the
+    environment variable PEAKCAST_PREFLIGHT decides: `refuse` (the default), `warn` or `off`. `say` is called with the line;
+    without it the first rank prints the line. A run that may or may not fit is never refused. Returns: the prediction, or
+    None if PEAKCAST_PREFLIGHT=off. Raises: DoesNotFitError, whose `prediction` says why; SpecError or CatalogError for a
+    job that cannot be predicted.
     """
     chosen = mode_of(refuse, "refuse")
     if chosen == "off":
@@ -57,8 +57,8 @@ def preflight(
 
 
 def mode_of(refuse: bool | None, otherwise: Mode) -> Mode:
-    """What to do about such a run: as the script's `refuse` says, else as PEAKCAST_PREFLIGHT says, else `otherwise`.
-    Raises: SpecError."""
+    """What to do about a run that surely does not fit: decided by the script's `refuse`, else by PEAKCAST_PREFLIGHT, else
+    `otherwise`. Raises: SpecError."""
     if refuse is not None:
         return "refuse" if refuse else "warn"
     value = os.environ.get(VARIABLE, otherwise)
@@ -104,12 +104,12 @@ def print_on_first_rank(line: str) -> None:
 
 
 def in_plain_values(job: object) -> object:
-    """`job`, in whose `huggingface` form objects are replaced by their mappings."""
+    """`job` with all objects in its `huggingface` mapping replaced by their own mappings."""
     if not isinstance(job, Mapping) or not isinstance(job.get("huggingface"), Mapping):
         return job
     form = {key: _plain(value) for key, value in job["huggingface"].items()}
     engine = getattr(job["huggingface"].get("training_arguments"), "hf_deepspeed_config", None)
-    if engine is not None:  # the mapping has a path, the object what is in the file
+    if engine is not None:  # the mapping has the path of a file, the object its content
         form.setdefault("deepspeed", dict(engine.config))
         form["training_arguments"].pop("deepspeed", None)
     form.setdefault("num_gpus", int(os.environ.get("WORLD_SIZE", "1")))

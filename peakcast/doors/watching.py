@@ -1,11 +1,11 @@
-"""The door inside a training script: predict before the first step, compare with what the run really took at its end.
+"""For use inside a training script: predicts before the first step, and compares with the measured peaks when the run ends.
 
     with peakcast.watch(job, "H100-80GB", append_to="mine.shard.jsonl"):
         train()
 
     trainer = Trainer(..., callbacks=[peakcast.trainer_callback(append_to="mine.shard.jsonl")])
 
-Nothing is sent anywhere. A row of the run is kept only where `append_to` names a file for it.
+Nothing is sent anywhere. A row of the run is stored only if `append_to` names a file for it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMPARED = (
     ("allocated", "peak_allocated_bytes", "allocated"),
     ("reserved", "peak_reserved_bytes", "reserved"),
 )
-"""(name that is shown, field of a prediction, reading of an observation)."""
+"""(name shown to the user, field of a prediction, reading of an observation)."""
 
 
 class Watch:
@@ -59,7 +59,7 @@ class Watch:
         self.question: Question | None = None
         self.prediction: Prediction | None = None
         self.measured: dict[str, int] = {}
-        """Peaks by name (`allocated`, `reserved`), in bytes, after the run has ended."""
+        """Name (`allocated`, `reserved`) -> measured peak in bytes; filled when the run has ended."""
         if job is not None:
             self.ask(job)
 
@@ -85,7 +85,8 @@ class Watch:
         self.finish(complete=kind is None)
 
     def finish(self, num_steps: int | None = None, *, complete: bool = True) -> None:
-        """Compare, in a line for each quantity, and store the row if that was asked for and the run is `complete`."""
+        """Compare prediction and measurement, in one line per quantity, and store the row if `append_to` is given and the
+        run is `complete`."""
         if not self._measures or self.question is None or self.prediction is None:
             self.say("peakcast: nothing to compare; the run used no GPU that can be read")
             return
@@ -106,7 +107,7 @@ class Watch:
 
 class _Listener:
     """Passes a Trainer's reports to a watch. Its own errors are printed and never stop a training run; only a refusal that
-    was asked for does."""
+    the user asked for does."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
@@ -142,7 +143,7 @@ class _Listener:
 
 
 class _LightningListener:
-    """The same for Lightning, where the script gives the job."""
+    """The same as `_Listener` for Lightning; the script gives the job."""
 
     def __init__(self, watch: Watch, job: object) -> None:
         self._watch = watch
@@ -170,14 +171,14 @@ def watch(
     refuse: bool | None = None,
     say: Say = print,
 ) -> Watch:
-    """A context manager around a training run of `job`: predicts it, then compares with the real peaks.
+    """A context manager around a training run of `job`: predicts the run, then compares with the measured peaks.
 
-    `gpu`: a GPU type (None: the one at hand). `append_to`: a JSON-lines file that a row of the run is added to, which
-    `peakcast fit` and `peakcast evaluate --against` read. `snapshot`: a file that the allocator's history of the run is
-    written to, for `peakcast watch` and `peakcast replay`; recording it slows the run down. `refuse`: whether a run that
-    surely does not fit is stopped with a DoesNotFitError; None asks the environment variable PEAKCAST_PREFLIGHT, without
-    which it is only said. `say` gets each line.
-    Raises: DoesNotFitError; SpecError or CatalogError naming the parameter, the value, the rule and the way out.
+    `gpu`: a GPU type (None: that of this machine). `append_to`: a JSON-lines file to which a row of the run is added, for
+    `peakcast fit` and `peakcast evaluate --against`. `snapshot`: a file to which the allocator's history of the run is
+    written, for `peakcast watch` and `peakcast replay`; recording it slows the run down. `refuse`: whether a run that
+    surely does not fit is stopped with a DoesNotFitError; if it is None, the environment variable PEAKCAST_PREFLIGHT
+    decides, and without that variable the user is only told. `say` is called with each line. Raises: DoesNotFitError;
+    SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
     return Watch(job, gpu, append_to=append_to, snapshot=snapshot, refuse=refuse, say=say)
 
@@ -189,9 +190,10 @@ def trainer_callback(
     refuse: bool | None = None,
     say: Say = print,
 ) -> Any:
-    """A callback for transformers' Trainer that predicts when the first batch is seen, before its step, and compares at
-    the end. It reads the model's config, the TrainingArguments and the adapter by itself; a fault of its own is said and
-    never stops the run. Weights are loaded by then: `peakcast.preflight` refuses before. Parameters as `watch`."""
+    """A callback for transformers' Trainer that predicts when the first batch is seen, before its step, and compares at the
+    end. It reads the model's config, the TrainingArguments and the adapter by itself; its own errors are printed and never
+    stop the run. The weights are already loaded at that time; to refuse a run before that, use `peakcast.preflight`.
+    Parameters as for `watch`."""
     from peakcast.collectors.stacks.callback import TellingCallback
 
     return TellingCallback(_Listener(Watch(None, gpu, append_to=append_to, refuse=refuse, say=say)))

@@ -1,4 +1,4 @@
-"""How answers are printed: plain text with GiB for people, strict JSON for programs, rich only for wide tables."""
+"""Prints answers: plain text with GiB for people, strict JSON for programs; `rich` is only used for wide tables."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _wrapped(text: str) -> str:
 def job_text(job: object, *, as_json: bool) -> str:
     """The job in the form of a job file with every default; the architecture by its name if the catalog has it.
 
-    As YAML, comments at the top say what was assumed and ignored in reading it.
+    In YAML, comments at the top say what was assumed and ignored when the job was read.
     """
     from peakcast import catalog
     from peakcast.core.errors import CatalogError
@@ -224,7 +224,8 @@ def constants_text(read: Reading) -> str:
 
 @contextmanager
 def working() -> Iterator[Callable[[str], None]]:
-    """A context whose value shows on standard error what is being done; it prints nothing if that is no terminal."""
+    """A context that gives a function for messages of progress, which go to standard error, and only if that is a
+    terminal."""
     if not sys.stderr.isatty():
         yield lambda message: None
         return

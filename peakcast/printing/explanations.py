@@ -69,7 +69,7 @@ def _section(title: str, lines: Iterable[str]) -> str:
 
 
 def _modules(title: str, rows: Sequence[ModuleRow], every: bool) -> str:
-    """A line per module, or per run of equal layers; the totals are each column's largest sum in the step."""
+    """One line per module, or per sequence of equal layers; the totals are the largest sum of each column in the step."""
     names = [*COLUMNS, "at peak"]
     lines = [f"  {'':<20}{'parameters':>16}" + "".join(f"{_heading(name):>10}" for name in names)]
     for name, count, row in _runs(rows, every):
@@ -91,7 +91,7 @@ def _cells(row: ModuleRow, count: int) -> str:
 
 
 def _runs(rows: Sequence[ModuleRow], every: bool) -> list[tuple[str, int, ModuleRow]]:
-    """(name, number, one of them): neighbouring layers with the same numbers as one entry."""
+    """(name, number of layers, row of one of them) for each sequence of neighbouring layers with the same numbers."""
     if every:
         return [(_module_name(row.module), 1, row) for row in rows]
     runs = []

@@ -29,7 +29,7 @@ NAMES = {
 
 
 def search_text(found: Found | Largest | Offers, *, whole: bool = False) -> str:
-    """The answer, and a line for each warning; `whole`: for every one."""
+    """The answer, and a line for each warning up to a limit; `whole`: for all warnings."""
     if isinstance(found, Offers):
         answer = offers_text(found)
     else:
@@ -40,7 +40,7 @@ def search_text(found: Found | Largest | Offers, *, whole: bool = False) -> str:
 
 
 def offers_text(found: Offers) -> str:
-    """Which GPU type to take: a line for each."""
+    """The comparison of GPU types: one line for each."""
     order = "the cheapest first" if found.has_prices else "the fewest GPUs first"
     head = f"GPU types on which the job surely fits, {order}; speed is estimated from data sheets:"
     columns = f"{'':>3} {'GPU type':<16} {'GPUs':>5} {'layout':<33} {'':<7} {'GiB':>6} {'at most':>7} {'tokens/s':>9}"
@@ -62,7 +62,7 @@ def offers_text(found: Offers) -> str:
 
 
 def found_text(found: Found) -> str:
-    """The counts, then the plans in their order."""
+    """The numbers of candidates, then the plans in order."""
     sure = sum(plan.fits == "yes" for plan in found.plans)
     head = (
         f"{found.num_gpus} × {found.gpu}, {found.global_batch_size} sequences per step: {found.num_candidates:,} "
@@ -86,7 +86,7 @@ HEAD = (
 
 
 def plan_line(number: int, plan: Plan) -> str:
-    """One plan."""
+    """The line of one plan."""
     job, bar, cost = plan.job, plan.peak_device_bytes, plan.cost
     shares = (cost.recompute, cost.bubble, cost.sending, cost.total)
     again, idle, sending, longer = (f"{share * 100:.0f} %" for share in shares)

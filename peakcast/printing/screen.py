@@ -78,7 +78,7 @@ def _verdict(p: Prediction) -> str:
 
 
 def _asked(job: TrainingJob) -> str:
-    """The job in a line, so that users see what the answer is about and what was assumed."""
+    """The job in one line, so that users see for what the answer holds and what was assumed."""
     what = "inference" if job.task == "inference" else METHODS[job.finetuning.method]
     if job.finetuning.frozen:
         what += f" ({', '.join(job.finetuning.frozen)} frozen)"

@@ -29,7 +29,7 @@ class Functions:
             self.functions |= {each.name: each for each in body if isinstance(each, ast.FunctionDef)}
 
     def names(self) -> list[str]:
-        """The functions whose annotation says that they return a configuration."""
+        """The functions whose return annotation names a configuration class."""
         return [name for name, each in self.functions.items() if each.returns and "Config" in ast.unparse(each.returns)]
 
     def config(self, name: str) -> dict[str, Any]:

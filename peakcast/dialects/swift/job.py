@@ -136,7 +136,7 @@ def _unpacked(value: Any) -> Any:
 
 
 def _method(settings: Settings, program: str) -> str:
-    """The subcommand: from the command, else rlhf if the file has a `rlhf_type`."""
+    """The training method: sft for the commands `pt` and `sft`; else `rlhf_type`, by default dpo for the command `rlhf`."""
     kind = settings.text("rlhf_type", "dpo" if program.endswith("rlhf") else "sft")
     return "sft" if program.endswith((" sft", " pt")) else kind
 

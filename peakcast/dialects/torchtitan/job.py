@@ -156,7 +156,7 @@ def _precision(settings: Settings) -> Precision:
         settings.notes.assumptions.append(f"{MIXED} is not given; the default of torchtitan is bfloat16.")
     converters = settings.words("model.converters")
     eight = any("float8" in word or "mx" in word for word in converters) or settings.given("model_converters.converters")
-    if eight and not all("float8" in word for word in converters or ("",)):  # the scope reports which float8 recipes are covered
+    if eight and not all("float8" in word for word in converters or ("",)):  # the scope reports what is covered
         settings.notes.unsupported.append(
             f"FP8 training (model.converters={' '.join(converters)}) is not modelled.", "model.converters"
         )
