@@ -1,6 +1,7 @@
 """Parts of a network whose weights do not train (`finetuning.frozen`): a vision tower, a projector, or modules by name.
 
-Which modules are the vision tower's is told by the configuration that they were made from: no table of families is needed.
+The modules of the vision tower are recognised by the configuration from which they were made, so no table of families is
+needed.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from peakcast.jobs.spec import TrainingJob
 
 VISION, LANGUAGE, PROJECTOR = "vision", "language", "projector"
 _CONFIGURATIONS = {VISION: "vision_config", LANGUAGE: "text_config"}
-"""Part of a vision-language model -> the part of its configuration that its modules are made from."""
+"""Part of a vision-language model -> the part of its configuration from which its modules are made."""
 
 
 def freeze(model: Any, job: TrainingJob) -> None:
-    """Let the weights of `job.finetuning.frozen` have no gradient. Raises: CollectorError for a name of no module."""
+    """Freeze the weights of `job.finetuning.frozen` (no gradients). Raises: CollectorError for a name that is no
+    module's."""
     frozen = frozen_weights(model, job)
     for name, weight in model.named_parameters():
         if name in frozen:
@@ -35,7 +37,7 @@ def frozen_weights(model: Any, job: TrainingJob) -> set[str]:
 
 
 def _weights_of(asked: str, weights: list[str], model: Any) -> list[str]:
-    if asked == PROJECTOR and (tower := _roots(model, VISION)):  # what is of neither side; some towers contain it
+    if asked == PROJECTOR and (tower := _roots(model, VISION)):  # modules of neither part; some towers contain it
         return [weight for weight in weights if not weight.startswith((*tower, *_roots(model, LANGUAGE)))]
     if asked in _CONFIGURATIONS:
         found = [weight for weight in weights if weight.startswith(_roots(model, asked))]
@@ -53,7 +55,7 @@ def _weights_of(asked: str, weights: list[str], model: Any) -> list[str]:
 
 
 def _roots(model: Any, part: str) -> tuple[str, ...]:
-    """How the names of the weights of a part begin."""
+    """Prefixes of the names of a part's weights."""
     configuration = getattr(model.config, _CONFIGURATIONS[part], None)
     if configuration is None:
         return ()

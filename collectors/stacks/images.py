@@ -18,7 +18,7 @@ from peakcast.core.errors import CollectorError
 from peakcast.jobs.spec import TrainingJob
 
 PLACEHOLDERS = ("image_token_id", "image_token_index")
-"""Names that configurations use for the token that stands for a part of an image."""
+"""Keys of configurations for the id of the token that represents a part of an image."""
 ALIKE = {
     "patch_size": "patch_size",
     "merge_size": "spatial_merge_size",
@@ -27,7 +27,8 @@ ALIKE = {
 }
 """Sizes of image processors -> the names that configurations use for them."""
 IDEFICS_TILES = 4
-"""Along the longer side of an image that Idefics3 and SmolVLM cut into tiles (`size` over `max_image_size`)."""
+"""Number of tiles along the longer side of an image, into which Idefics3 and SmolVLM cut it (`size` over
+`max_image_size`)."""
 SIZED_BY_CHECKPOINT = "timm_wrapper"
 """The `model_type` of towers whose image processor takes its sizes from a checkpoint and has none by itself."""
 TOKEN_TYPES = ("mm_token_type_ids", "token_type_ids")
@@ -83,7 +84,7 @@ def check_fit(job: TrainingJob, tokens: int) -> None:
 
 
 def inputs_of(job: TrainingJob, model: Any) -> dict[str, np.ndarray[Any, Any]]:
-    """The network's arguments for the images of one sequence, by name. Raises: CollectorError."""
+    """Name -> value of the network's arguments for the images of one sequence. Raises: CollectorError."""
     processor = image_processor_of(model.config)
     blank = np.zeros((*job.images.size, 3), dtype=np.uint8)
     with _disable_current_modes():
@@ -121,8 +122,8 @@ def image_processor_of(config: Any) -> Any:
 
 
 def _processor_classes(config: Any) -> list[Any]:
-    """Those that need the least first: Pillow's before torchvision's. A vision tower that has an image processor of its own
-    is given that one's images (Pixtral's, which is a tower of Llava)."""
+    """Classes of image processors for `config`, those with fewest dependencies first: Pillow's before torchvision's. If a
+    vision tower has its own image processor, that one is used (Pixtral's, as a tower of Llava)."""
     from transformers.models.auto.image_processing_auto import IMAGE_PROCESSOR_MAPPING
 
     parts = [part for part in (getattr(config, "vision_config", None), config) if part is not None]
@@ -137,7 +138,8 @@ def _processor_classes(config: Any) -> list[Any]:
 
 
 def _with_the_same_processor(config: Any) -> list[type]:
-    """The configurations of families whose inputs the same class prepares: Qwen3-VL's for its mixture of experts."""
+    """Configuration classes of families whose inputs the same processor prepares, such as Qwen3-VL's for its mixture of
+    experts."""
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES as PROCESSORS
 
@@ -147,8 +149,8 @@ def _with_the_same_processor(config: Any) -> list[type]:
 
 
 def _own_module_has(named: Any) -> Any:
-    """The class from the family's own module. The library exports another under its name if torchvision is missing, which
-    only the family's videos need (5.17: SmolVLM)."""
+    """The class with the name of `named` from the family's own module. If torchvision is missing, the library exports a
+    placeholder under this name, although only videos of the family need torchvision (5.17: SmolVLM)."""
     if not getattr(named, "is_dummy", False):
         return None
     family = named.__name__.partition("ImageProcessor")[0].lower()
@@ -207,8 +209,8 @@ def tokens_of_image(job: TrainingJob, batch: Mapping[str, torch.Tensor], config:
 
 
 def _features_of_image(job: TrainingJob, model: Any, seen: Mapping[str, np.ndarray[Any, Any]], device: str) -> int:
-    """Number of placeholder tokens that stand for one image: as many as features that the network makes of it. Networks
-    that read images by cross attention have one."""
+    """Number of placeholder tokens for one image: as many as the features that the network makes of it. Networks that read
+    images by cross attention have one."""
     features_of = getattr(model, "get_image_features", None)
     if features_of is None:
         return 1

@@ -1,9 +1,10 @@
-"""A `flash_attn` whose kernels do nothing, for tracing `attention: flash_attention_2` and scripts that call it: what its
-functions keep and make around the kernels is seen, and where a GPU is given what the backward kernel takes inside itself.
+"""A stub of `flash_attn` whose kernels do nothing, for tracing `attention: flash_attention_2` and scripts that call it. A
+trace sees the tensors that its functions save and make and, if a GPU is given, what the backward kernel allocates for
+itself.
 
 Source: flash-attention 2.8 flash_attn/flash_attn_interface.py (`FlashAttnFunc`, `FlashAttnVarlenFunc`) and the rules for
-fake tensors there: query, key, value and output are saved, an fp32 statistic for each query of each head, and the state of
-the random numbers; head widths are padded to multiples of 8.
+fake tensors there: saved tensors are query, key, value, output, an fp32 statistic for each query of each head, and the
+state of the random numbers; head widths are padded to multiples of 8.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ WIDTH = 8
 def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What the forward kernel makes. Shapes: [batch, sequence, heads, width], or of `sequences` of any length one after the
-    other (0: all are equally long) [tokens, heads, width]."""
+    """The tensors that the forward kernel makes. Shapes: [batch, sequence, heads, width] if `sequences` is 0 (equal
+    lengths); else [tokens, heads, width] for `sequences` sequences of any length, one after the other."""
     *outer, tokens, heads, _ = query.shape
     statistics = query.new_empty((*outer, heads, tokens), dtype=torch.float32)
     output = query.new_empty((*query.shape[:-1], value.shape[-1]))
@@ -63,7 +64,8 @@ def _backward_takes(arguments: Any, result: Any, device: Any) -> list[Taken]:
 
 
 def _define() -> None:
-    """The two operators: to compiled code they are kernels whose results are there, which nothing else writes."""
+    """Define forward and backward as two operators, so that compiled code treats them as opaque kernels without side
+    effects."""
     given, made = "Tensor q, Tensor k, Tensor v, int sequences", "(Tensor, Tensor, Tensor)"
     operators = (("forward", given, _attention), ("backward", f"Tensor gradient, {given}", _attention_backward))
     for name, arguments, function in operators:
@@ -80,7 +82,7 @@ _define()
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sequences: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The output and its statistics."""
+    """(output, its statistics)."""
     width = value.shape[-1]
     padding = (0, -width % WIDTH)
     if padding[1]:
@@ -94,7 +96,8 @@ OPTIONS = ("dropout_p", "softmax_scale", "causal", "window_size", "softcap", "al
 
 
 def _function(*tensors_and_lengths: str) -> Callable[..., Any]:
-    """Attention with these arguments and OPTIONS in its signature, from which transformers reads what it may pass."""
+    """An attention function with these arguments and OPTIONS in its signature, from which transformers reads what it may
+    pass."""
 
     def attend(
         q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, cu_seqlens_q: torch.Tensor | None = None, *_: Any, **more: Any
@@ -110,13 +113,13 @@ def _function(*tensors_and_lengths: str) -> Callable[..., Any]:
 
 
 flash_attn_func = _function("q", "k", "v")
-"""For rows of equal lengths."""
+"""Attention for rows of equal length."""
 flash_attn_varlen_func = _function("q", "k", "v", "cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-"""For sequences of any length, joined in one row."""
+"""Attention for sequences of any length, joined in one row."""
 
 
 def _packed(attend: Callable[..., Any]) -> Callable[..., Any]:
-    """Attention that is given queries, keys and values as one tensor, whose gradient is one as well."""
+    """`attend` with queries, keys and values as one tensor, whose gradient is one tensor as well."""
 
     def attend_packed(qkv: torch.Tensor, *arguments: Any, **keywords: Any) -> Any:
         return attend(*qkv.unbind(-3), *arguments, **keywords)
@@ -125,7 +128,7 @@ def _packed(attend: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _attend_cached(q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    """Of a generation: without a graph, and keys and values are written into the cache."""
+    """Attention of a generation: without a graph, and keys and values are written into the cache in place."""
     return torch.empty_like(q)
 
 
@@ -135,19 +138,19 @@ MORE_FUNCTIONS = {
     "flash_attn_varlen_qkvpacked_func": _packed(flash_attn_varlen_func),
     "flash_attn_with_kvcache": _attend_cached,
 }
-"""Others that scripts call themselves."""
+"""Other functions of `flash_attn` that scripts call."""
 
 
 def _mask(*, kv_length: int, attention_mask: torch.Tensor | None, **_: Any) -> torch.Tensor | None:
-    """transformers' `flash_attention_mask` for batches without padding, which fake tensors cannot show: a mask is only kept
-    if a static cache is longer."""
+    """transformers' `flash_attention_mask` for batches without padding, which fake tensors cannot show: the mask is only
+    used if a static cache is longer than it."""
     sliced = None if attention_mask is None else attention_mask[:, -kv_length:]
     return None if sliced is None or sliced.shape[1] == kv_length else sliced
 
 
 def install(*, packed: bool, padded: bool = True) -> None:
-    """Install it in place of the package, in this process. `packed`: a row of the batch has several sequences; `padded`:
-    the batch's mask has padding, which fake tensors cannot show."""
+    """Install the stub in place of the package, in this process. `packed`: whether a row of the batch has several
+    sequences; `padded`: whether the batch's mask has padding, which fake tensors cannot show."""
     import transformers.modeling_flash_attention_utils as utils
     from transformers import PreTrainedModel
 

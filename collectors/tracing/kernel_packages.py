@@ -1,7 +1,7 @@
-"""Packages whose kernels transformers calls where they are installed: linear attention's, state spaces'.
+"""Packages whose kernels transformers calls if they are installed: for linear attention and state spaces.
 
-Kernels of flash-linear-attention are Triton's, and do nothing in a trace; what its Python code allocates is seen. Where a
-package is missing, transformers runs code of its own instead, which takes more memory and loops over the sequence.
+Kernels of flash-linear-attention are written in Triton and do nothing in a trace; what their Python code allocates is seen.
+If a package is missing, transformers runs its own code instead, which takes more memory and loops over the sequence.
 """
 
 from __future__ import annotations
@@ -13,16 +13,17 @@ from typing import Any
 from peakcast.collectors.tracing import triton_stub
 
 TRITON_KERNELS = ("fla",)
-"""Modules whose kernels are Triton's alone."""
+"""Modules with Triton kernels only."""
 _FALLS_BACK = re.compile(r"`(?P<function>\w+)` is falling back .*`(?P<package>[\w-]+)` is not installed")
-"""What transformers says of it (5.17 integrations/hub_kernels.py, `use_kernel_func_from_hub_with_fallback`)."""
+"""The message of transformers about a missing package (5.17 integrations/hub_kernels.py,
+`use_kernel_func_from_hub_with_fallback`)."""
 
 replaced: dict[str, str] = {}
-"""Functions that ran as transformers' own code in this process, and the packages that have kernels of them."""
+"""Function that ran as transformers' own code in this process -> the package that has a kernel for it."""
 
 
 def install() -> None:
-    """Let kernels of installed packages do nothing, and notice which are missing; in this process, for good."""
+    """Make kernels of installed packages do nothing, and record which packages are missing, permanently in this process."""
     if any(importlib.util.find_spec(module) for module in TRITON_KERNELS):
         triton_stub.load_others()
         triton_stub.install()

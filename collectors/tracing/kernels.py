@@ -19,7 +19,7 @@ RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 
 @dataclass(frozen=True, slots=True)
 class Taken:
-    """Bytes that a kernel allocates: while it runs, or, if `kept`, from then on by its library."""
+    """Bytes that a kernel allocates: freed when it has run or, if `kept`, kept by its library from then on."""
 
     name: str
     num_bytes: int
@@ -66,7 +66,7 @@ def reduction_of(source: torch.Tensor, dims: Any, device: Device, accumulator_by
 
 
 def _index_put(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
-    """With `accumulate`, indices are sorted first: four copies of them (torch 2.11 `Indexing.cu`,
+    """With `accumulate`, indices are sorted first, which takes four copies of them (torch 2.11 `Indexing.cu`,
     `index_put_with_sort_kernel`; a fifth is freed by then), and the sort's own memory."""
     target, indices, _, *rest = arguments
     if not (rest and rest[0]):
@@ -95,8 +95,8 @@ def _addmm(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]
 
 
 def flash_backward_taken(query: torch.Tensor, rows: int, heads: int, width: int, *, grouped: bool) -> list[Taken]:
-    """What a backward of flash attention takes for `rows` queries (filled up to blocks) of so many `heads`, and where heads
-    share keys (`grouped`) for the gradients of keys and values at all heads."""
+    """What the backward kernel of flash attention allocates for `rows` queries (rounded up to whole blocks) and `heads`
+    heads. If heads share keys (`grouped`), this includes gradients of keys and values for all heads."""
     accumulator, sums = kernel_workspaces.flash_backward(rows, heads, width)
     found = [Taken("flash.dq_accum", accumulator), Taken("flash.row_sums", sums)]
     whole = query.numel() * query.element_size()
@@ -112,7 +112,8 @@ def _flash_backward(arguments: Sequence[Any], result: Any, device: Device) -> li
 
 
 def _efficient_backward(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
-    """The row sums "delta" (attention_backward.cu). Shapes: [batch, heads, sequence, width]."""
+    """The row sums "delta" of memory-efficient attention's backward (attention_backward.cu). Shapes: [batch, heads,
+    sequence, width]."""
     batch, heads, tokens, _ = arguments[1].shape
     return [Taken("attention.row_sums", 4 * batch * heads * tokens)]
 
@@ -139,4 +140,4 @@ RULES: dict[Any, Callable[[Sequence[Any], Any, Device], list[Taken]]] = {
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
-"""Operators whose workspaces were recorded (`datasets/published/histories`), or are read in their source."""
+"""Operator -> rule for its workspace, from recordings (`datasets/published/histories`) or from its source."""

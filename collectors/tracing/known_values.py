@@ -1,7 +1,8 @@
 """Fake tensors whose values are known: token ids, grids of patches, and what is computed from them.
 
-A fake tensor has a shape and no values. If values decide shapes (how many tokens stand for images, where a window of
-patches ends), small tensors that follow from known ones are also computed for real, on the CPU, invisible to any tracer.
+A fake tensor has a shape and no values. If shapes depend on values (the number of image tokens, the end of a window of
+patches), small tensors that are computed from known ones are also computed with real values, on the CPU, without being
+traced.
 """
 
 from __future__ import annotations
@@ -20,12 +21,13 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
 MOST_ELEMENTS = 2**21
-"""Of a tensor whose values are kept: more than the tokens of the largest batch that is recorded."""
+"""Most elements of a tensor whose values are kept; more than the tokens of the largest batch that is recorded."""
 _WITHOUT_VALUES = (
     *("aten.empty", "aten.new_empty", "aten.rand.", "aten.rand_like", "aten.randn", "aten.native_dropout"),
     "aten.as_strided",
 )
-"""How operators begin whose results are memory that nobody has written yet, noise, or what a storage holds elsewhere."""
+"""Prefixes of the names of operators whose results have no known values: uninitialised memory, random numbers, or another
+view of a storage."""
 
 
 label = functools.cache(str)
@@ -33,9 +35,9 @@ label = functools.cache(str)
 
 
 def install() -> None:
-    """Let `torch.tensor` take numbers that are fake tensors, which it reads where no mode sees it, let `tolist` read all
-    values at once, and let a number be written into a text (the name of an expert, of Switch); in this process, for good.
-    """
+    """Change this process permanently: `torch.tensor` accepts numbers that are fake tensors, which it reads where no mode
+    sees it; `tolist` reads all values at once; and a number can be formatted into a text (the name of an expert in
+    Switch)."""
     if hasattr(torch.tensor, "__wrapped__"):
         return
     make, to_list = torch.tensor, FakeTensor.tolist
@@ -62,14 +64,14 @@ def install() -> None:
 
 
 class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
-    """Makes fake tensors; small ones have values if everything from which they follow has."""
+    """Makes fake tensors; small ones have values if everything from which they are computed has values."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The fake result, with the real values if they are known. If they are not, it raises what FakeTensorMode
         raises."""
         kwargs = kwargs or {}
         known = self._follows(func, args, kwargs)
-        values = _on_the_cpu(args, kwargs) if known else ((), {})  # now: what runs inside may forget them
+        values = _on_the_cpu(args, kwargs) if known else ((), {})  # now, because code inside may forget them
         try:
             result = super().dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
@@ -115,12 +117,12 @@ _LARGEST: dict[Any, tuple[int, int | None]] = {
     torch.ops.aten.max.dim: (1, None),
     torch.ops.aten.argmax.default: (1, None),
 }
-"""Operators that say which numbers along a dimension are the largest: that dimension's place among the arguments, and its
-default (None: over all dimensions)."""
+"""Operators that find the largest numbers along a dimension -> (position of the dimension among the arguments, its default;
+None: all dimensions)."""
 
 
 def _largest(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[torch.Tensor, int] | None:
-    """The positions that `func` has found along a dimension, and how many there are to choose from."""
+    """(indices that `func` has found along a dimension, size of that dimension); None for other operators."""
     if func not in _LARGEST:
         return None
     place, default = _LARGEST[func]
@@ -131,7 +133,8 @@ def _largest(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[torch.Tens
 
 
 def _in_turn(chosen: torch.Tensor, choices: int) -> torch.Tensor:
-    """The largest of unknown numbers: every index equally often, as a balanced router would spread tokens."""
+    """Indices of the largest of unknown numbers: every index equally often, as a balanced router would distribute
+    tokens."""
     with _disable_current_modes():
         return (torch.arange(chosen.numel()) % choices).reshape(chosen.shape)
 
@@ -144,7 +147,7 @@ def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _plain(data: Any) -> Any:
-    """`data` in which fake tensors of a list are replaced by their numbers."""
+    """`data` with the fake tensors of a list replaced by their numbers."""
     if isinstance(data, (list, tuple)):
         return [_plain(one) for one in data]
     return data.item() if isinstance(data, FakeTensor) and data.ndim == 0 else data
@@ -169,7 +172,7 @@ def _really(func: Any, args: Any, kwargs: Any) -> Any:
     with _disable_current_modes(), torch.no_grad():
         try:
             return func(*args, **kwargs)
-        except NotImplementedError:  # the CPU has it for fractions alone: histc, which counts the tokens of each expert
+        except NotImplementedError:  # on the CPU only for floats: histc, which counts the tokens of each expert
             dtype = next(one.dtype for one in tree_iter(args) if isinstance(one, torch.Tensor))
             made = func(*tree_map_only(torch.Tensor, torch.Tensor.double, args), **kwargs)
             return tree_map_only(torch.Tensor, lambda one: one.to(dtype), made)
@@ -182,8 +185,7 @@ def _on_cpu(leaf: Any) -> Any:
 
 
 def _positions(indices: Any) -> list[Any] | None:
-    """`indices` in which masks are replaced by the positions that they select; None if the values of a mask are not
-    known."""
+    """`indices` with masks replaced by the positions that they select; None if the values of a mask are not known."""
     found: list[Any] = []
     for index in indices:
         if index is None or index.dtype not in (torch.bool, torch.uint8):

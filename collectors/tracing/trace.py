@@ -1,4 +1,4 @@
-"""Traces a job: the same stack and the same phases as a measurement, on fake tensors, in a process of its own."""
+"""Traces a job: runs the same stack and phases as a measurement, on fake tensors, in a separate process."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from peakcast.timelines.files import timeline_to_mapping as timeline_to_mapping
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
 NUM_STEPS = 2
-"""The first step makes the optimizer states; the second is steady."""
+"""Number of steps: the first makes the optimizer states; the second is like all later ones."""
 
 
 def trace_job(

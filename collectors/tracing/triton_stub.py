@@ -1,4 +1,5 @@
-"""A `triton` whose kernels do nothing, for tracing code that launches them: the tensors that such code allocates are seen.
+"""A stub of `triton` whose kernels do nothing, for tracing code that launches kernels: a trace sees the tensors that this
+code allocates.
 
 Only for the process that traces, and only if the real package is missing or there is no GPU on which to launch.
 """
@@ -20,7 +21,8 @@ import torch
 from peakcast.collectors.tracing.fake_cuda import COMPUTE_CAPABILITY
 
 SHARED_MEMORY_BYTES = 163 * 1024
-"""Of a multiprocessor of that capability, for one block of threads (CUDA C++ programming guide, table of capabilities)."""
+"""Shared memory of a multiprocessor of that compute capability, for one block of threads (CUDA C++ programming guide, table
+of capabilities)."""
 
 
 class _Anything:
@@ -46,7 +48,7 @@ class _Anything:
 
 
 class _Number(_Anything):
-    """A dtype of Triton, whose size Inductor asks for when it splits a scan."""
+    """Replaces a dtype of Triton, whose size Inductor reads when it splits a scan."""
 
     def __init__(self, num_bits: int) -> None:
         super().__init__()
@@ -67,7 +69,7 @@ class _Module(types.ModuleType):
 
 
 def _driver() -> Any:
-    """What code asks about the GPU that its kernels are compiled for: the one that a trace stands for."""
+    """Triton's driver, which code asks about the GPU for which kernels are compiled; answers for the GPU of the trace."""
     target = types.SimpleNamespace(backend="cuda", arch=10 * COMPUTE_CAPABILITY[0] + COMPUTE_CAPABILITY[1], warp_size=32)
     properties = {"multiprocessor_count": 1, "max_shared_mem": SHARED_MEMORY_BYTES}
     utilities = types.SimpleNamespace(get_device_properties=lambda device: properties)
@@ -75,7 +77,7 @@ def _driver() -> Any:
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Makes the stub of `packages` and whatever is in them."""
+    """Makes stubs of `packages` and of all modules in them."""
 
     def __init__(self, packages: Sequence[str]) -> None:
         self.packages = packages
@@ -99,8 +101,9 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def install(*packages: str) -> None:
-    """Make `import triton` (and of `packages`) give the stub in this process, and answer what code asks about a GPU before
-    a launch: a current device, one multiprocessor (so that partial sums, one row for each, are negligible)."""
+    """Make `import triton` (and imports of `packages`) give the stub in this process, and answer what code asks about a GPU
+    before a launch: a current device, and one multiprocessor (partial sums have one row per multiprocessor, and so are
+    negligible)."""
     find_stubs(*packages or ("triton",))
     torch.cuda.device = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch.cuda.get_device_properties = lambda device=None: types.SimpleNamespace(multi_processor_count=1)  # type: ignore[assignment]
@@ -108,14 +111,15 @@ def install(*packages: str) -> None:
 
 
 def load_others() -> None:
-    """Import what looks for Triton as well, and must not find the stub: torch's own modules."""
+    """Import torch's own modules that look for Triton, before they could find the stub."""
     for name in ("torch._inductor.compile_fx", "torch.utils.flop_counter"):
         importlib.import_module(name)
 
 
 @contextlib.contextmanager
 def while_importing(*packages: str) -> Iterator[None]:
-    """Give the stub to what is imported meanwhile, and to nobody after: kernels that are imported and not launched."""
+    """A context in which imports get the stub, for code that imports kernels and never launches them; afterwards nothing
+    gets it."""
     finder = Finder(packages)
     sys.meta_path.insert(0, finder)
     try:

@@ -75,7 +75,7 @@ class Walker:
             found = self._walked(asked, steps)
         except PeakcastError:
             raise
-        except Exception:  # where the library reads values: how many tokens a router gives each expert, say
+        except Exception:  # if the library reads values, such as the tokens that a router gives each expert
             if self._knows_values:
                 raise
             self._knows_values = True
@@ -324,11 +324,11 @@ _WAYS = {
     "scalar type": "it mixes dtypes: try float32 weights (precision.parameters), or ask with your script",
     "dtype": "its dtypes do not fit: try float32 weights (precision.parameters), or ask with your script",
 }
-"""What a message of a library says -> what to do."""
+"""Words in an error message of a library -> what the user can do."""
 
 
 def refusal(error: Exception) -> str:
-    """What `error` of a library says, the line of the library's own code that raised it, and what to do."""
+    """A sentence with the message of a library's `error`, the line of the library's code that raised it, and what to do."""
     said = " ".join(f"{type(error).__name__}: {error}".split())[:300]
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "transformers" in Path(frame.filename).parts]
     where = f" in {frames[-1].name} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
@@ -380,7 +380,7 @@ def serve(job_line: str) -> None:
             found = {"refused": str(error)}
         except ImportError as error:
             found = {"refused": f"recording needs {error.name}; install it with: pip install 'peakcast[collect]'"}
-        except Exception as error:  # the library's code may raise anything for a configuration that it does not like
+        except Exception as error:  # library code may raise any error for a configuration that it does not support
             found = {"refused": refusal(error)}
         print(json.dumps(found), flush=True)
         line = sys.stdin.readline()

@@ -1,4 +1,4 @@
-"""Jobs whose experts all take equal shares of the tokens, which is what the simulated allocator replays."""
+"""Makes jobs whose experts all take equal shares of the tokens, for replays in the simulated allocator."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
 LOAD = "fullest_expert_load"
-"""The convention that says how many equal shares the fullest expert takes."""
+"""The convention for the load of the fullest expert, as a multiple of an equal share."""
 
 
 def evenly_routed(job: TrainingJob) -> TrainingJob:
-    """`job` with an equal share of the tokens for each expert; `job` itself where the load of an expert changes nothing:
-    without experts, or where they run in grouped products."""
+    """`job` with an equal share of the tokens for each expert; `job` unchanged if the load does not matter: without
+    experts, or if they run in grouped matrix products."""
     if job.architecture.moe is None:
         return job
     known = conventions(job)
@@ -22,7 +22,7 @@ def evenly_routed(job: TrainingJob) -> TrainingJob:
 
 
 def fullest_expert(job: TrainingJob) -> str:
-    """What is assumed of the load of experts that run one after the other; "" where it changes nothing."""
+    """A sentence on the assumed load of experts that run one after the other; "" if the load does not matter."""
     if evenly_routed(job) == job:
         return ""
     return (

@@ -1,4 +1,4 @@
-"""What of Megatron-LM's optimizers is not covered, and what Megatron-LM itself refuses of them."""
+"""Which settings of Megatron-LM's optimizers the ledger does not cover, and which ones Megatron-LM itself refuses."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def optimizer_checks(job: TrainingJob) -> list[Check]:
 
 
 def _muon_checks(job: TrainingJob) -> list[Check]:
-    """What of Muon is not covered, and what its optimizers refuse (megatron-core 0.16.1 `optimizer/muon.py`; main's
-    `optimizer/layer_wise_optimizer.py`)."""
+    """Settings of Muon that are not covered, or that its optimizers refuse (megatron-core 0.16.1 `optimizer/muon.py`;
+    main's `optimizer/layer_wise_optimizer.py`)."""
     muon, convention = job.optimizer.name == "muon", conventions(job)
     sharded = muon and job.parallelism.zero_stage > 0
     return [
@@ -47,8 +47,8 @@ def _muon_checks(job: TrainingJob) -> list[Check]:
 
 
 def _precision_aware_checks(job: TrainingJob) -> list[Check]:
-    """What Megatron-LM refuses of Adam in narrow dtypes (megatron-core 0.16.1 `optimizer/optimizer_config.py`
-    `__post_init__`), and what of it and of the optimizer on the host is not covered."""
+    """Settings of Adam in narrow dtypes that Megatron-LM refuses (megatron-core 0.16.1 `optimizer/optimizer_config.py`
+    `__post_init__`), and settings of it and of the optimizer on the host that are not covered."""
     convention, asked = conventions(job), bool(conventions(job).get("use_precision_aware_optimizer"))
     narrow = [name for name in ("main_grads_dtype", "main_params_dtype") if convention.get(name, "fp32") != "fp32"]
     adam, offloads = job.optimizer.name in ("adam", "adamw"), job.offload.optimizer

@@ -1,5 +1,5 @@
-"""What Megatron-LM's optimizers keep for an element that they own: a main parameter, states, and in which dtypes; and which
-of it is on the host.
+"""What Megatron-LM's optimizers keep for each element that a rank owns: the main parameter and the states, in which dtypes,
+and how much of it on the host.
 
 Source: megatron-core 0.16.1 `optimizer/__init__.py` (`_get_megatron_optimizer_based_on_param_groups`),
 `optimizer/optimizer_config.py` (`use_precision_aware_optimizer_no_fp8_or_ds_fp8`), `optimizer/distrib_optimizer.py`
@@ -19,7 +19,7 @@ FP32 = 4
 REMAINDER = 2
 """Bytes of the low half of an fp32 main parameter, whose high half is the bf16 parameter (`store_param_remainders`)."""
 FLAG_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}
-"""Of the dtypes that `--exp-avg-dtype` and its like name."""
+"""Value of `--exp-avg-dtype` and similar flags -> bytes per element."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +27,15 @@ class MainParameters:
     """The copies of the parameters that the optimizer updates."""
 
     width: int
-    """Bytes of an element; 0 where the optimizer updates the parameters themselves."""
+    """Bytes per element; 0 if the optimizer updates the parameters themselves."""
     made_by_step: bool
-    """Whether Transformer Engine's Adam makes them in its first step, where else they are there before."""
+    """Whether Transformer Engine's Adam makes them in its first step; otherwise they exist before it."""
     reads_gradients_in_place: bool
-    """Whether Adam reads the gradient buffer in its own dtype (`decoupled_grad`); else it gets fp32."""
+    """Whether Adam reads gradients in the buffer's dtype (`decoupled_grad`); otherwise it gets fp32 copies."""
 
 
 def main_parameters(share: RankShare) -> MainParameters:
-    """Those of this job."""
+    """The main parameters of this job."""
     convention, precision = share.convention, share.job.precision
     weight = int(DTYPE_BYTES[precision.parameters])
     if not convention.get("use_precision_aware_optimizer"):
@@ -44,15 +44,15 @@ def main_parameters(share: RankShare) -> MainParameters:
     offloads = share.job.offload.optimizer
     if asked == FP32 and convention.get("fp8_recipe") != "delayed" and not offloads:
         return MainParameters(0 if weight == FP32 else FP32, False, False)
-    if weight == FP32 or offloads:  # the hybrid optimizer updates the parameters by way of copies of its own
+    if weight == FP32 or offloads:  # the hybrid optimizer has its own copies of the parameters
         return MainParameters(0, False, True)
     halved = asked == FP32 and precision.parameters == "bfloat16" and convention["adam_stores_remainders"]
     return MainParameters(REMAINDER if halved else asked, True, True)
 
 
 def state_widths(share: RankShare, parameter: Parameter) -> dict[str, int]:
-    """Bytes of an element of each state of `parameter`: one momentum of a matrix under Muon and of all under SGD, else
-    Adam's two."""
+    """State -> bytes per element, for `parameter`: one momentum for a matrix under Muon and for all parameters under SGD,
+    else Adam's two states."""
     optimizer, convention = share.job.optimizer, share.convention
     width = int(DTYPE_BYTES[share.job.precision.optimizer_states])
     if optimizer.name == "sgd":
@@ -66,7 +66,7 @@ def state_widths(share: RankShare, parameter: Parameter) -> dict[str, int]:
 
 
 def offloaded_elements(share: RankShare, total: int) -> int:
-    """Of `total` elements of an optimizer, after how many the rest stays on the GPU (`optimizer-offload-fraction`)."""
+    """How many of an optimizer's `total` elements are on the host: the first ones, by `optimizer-offload-fraction`."""
     if not share.job.offload.optimizer:
         return 0
     return int(total * float(share.convention.get("optimizer_offload_fraction", 1.0)))

@@ -1,9 +1,9 @@
-"""Activations that go to the host group by group: what the operations of one group keep is copied when the group has run
-forward, and comes back while the group after it runs backward.
+"""Offloads saved tensors to the host group by group: the saved tensors of a group's operations are copied to the host when
+the group has run forward, and copied back when the next group begins backward.
 
 Source: megatron-core 0.16.1 `pipeline_parallel/fine_grained_activation_offload.py` (`on_group_commit_forward`,
-`on_group_start_backward`). Copies take no time here: a tensor is gone when its last reader has run, and there again when
-the next group's backward begins.
+`on_group_start_backward`). Copies take no time here: a tensor is freed when the last operation that reads it in forward has
+run, and allocated again when the next group's backward begins.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from peakcast.models.ledger.tape.operations import Operation, Storage
 
 @dataclass(frozen=True, slots=True)
 class Offload:
-    """`groups`: of operations by name. Smaller tensors than `least_bytes` stay."""
+    """What is offloaded. `groups`: operation -> its group. Tensors smaller than `least_bytes` stay on the GPU."""
 
     groups: Mapping[str, str] = field(default_factory=dict)
     least_bytes: int = 0
@@ -24,8 +24,9 @@ class Offload:
     def let_go(
         self, operations: Sequence[Operation], storages: Sequence[Storage], savers: Mapping[int, Sequence[int]]
     ) -> None:
-        """Mark what is kept by operations of a group alone to be made again in the backward of the next group, or of the
-        last operation where there is none. `savers`: of storages (by id), the places of the operations that keep them."""
+        """Mark the storages that only operations of groups save: they are freed after forward and made again in the
+        backward of the next group or, if there is none, of the last operation. `savers`: `id` of a storage -> the indices
+        of the operations that save it."""
         if not self.groups:
             return
         group_of = [self.groups.get(one.name, "") if one.has_backward else "" for one in operations]

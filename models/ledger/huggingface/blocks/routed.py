@@ -176,7 +176,7 @@ def _masked(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
 
 
 def _masked_in_place(build: BlockBuilder, x: Tensor) -> Tensor:
-    """`masked_fill_` of the taken rows."""
+    """`masked_fill_` of the rows that experts take."""
     return build.tape.operation("mlp.experts.mask_taken", [x], x.num_bytes, view_of=x)
 
 
@@ -201,7 +201,7 @@ def rows_of_groups(tokens: int, moe: MixtureOfExperts, groups: int, fullest_load
     experts, routed = moe.num_experts, tokens * moe.num_experts_per_tok
     share = routed // experts
     fullest = min(fullest_load * share, tokens)
-    ahead = (fullest - share) * experts // max(experts - 1, 1)  # of any other
+    ahead = (fullest - share) * experts // max(experts - 1, 1)  # more than any other expert
     equal = (routed - ahead) // groups
     return [equal] * (groups - 1) + [equal + ahead]
 
