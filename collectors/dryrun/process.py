@@ -1,4 +1,4 @@
-"""Runs a command's script in a process of its own, within limits, and reads the result."""
+"""Runs a command's script in a separate process, within limits of time and memory, and reads the result."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class WalkedSession(Session):
 
 
 class WalkedSteps(ScriptSteps):
-    """`ScriptSteps` whose tracer is told of micro-batches and, from the first optimizer step on, of blocks."""
+    """`ScriptSteps` that reports micro-batches and, from the first optimizer step on, blocks to its tracer."""
 
     tracer: StretchTracer
 

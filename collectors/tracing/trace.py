@@ -281,9 +281,9 @@ class Steps:
         name_states(self.training, self.tracer.name)
 
     def step_ends(self) -> None:
-        """The step ends here, with an instant of its own, because not every `zero_grad` runs an operation after it has
-        released the gradients. Objects that compiling leaves in reference cycles (with graph breaks also tensors of the
-        step) are freed; in a real run, Python's next collection frees them."""
+        """The step ends here, with an additional instant, because not every `zero_grad` runs an operation after it has
+        freed the gradients. Objects that compiling leaves in reference cycles (with graph breaks also tensors of the step)
+        are freed; in a real run, Python's next collection frees them."""
         if compiles(self.training.job):
             gc.collect()
         self.tracer.launched("step ends", ())

@@ -43,7 +43,7 @@ USES = {
     "web": "the web page",
     "mcp": "the server for assistants",
 }
-"""Extra -> what it is for, in the words of `peakcast doctor`."""
+"""Extra -> its use, as shown by `peakcast doctor`."""
 
 
 def is_installed(module: str) -> bool:

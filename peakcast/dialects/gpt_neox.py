@@ -162,7 +162,7 @@ def _network(settings: Settings, tensor: int) -> Architecture:
 
 
 def _precision(settings: Settings, engine: dict[str, Any]) -> str:
-    """"bf16", "fp16", or "" for float32: from the key `precision`, or from the section of the engine that is enabled."""
+    """bf16, fp16, or "" for float32: from the key `precision`, or from the section of the engine that is enabled."""
     word = settings.text("precision")
     on = {key for key in ("bf16", "fp16") if str((engine.get(key) or {}).get("enabled", False)).lower() == "true"}
     half = {"bfloat16": "bf16", "fp16": "fp16", "fp32": ""}.get(word, next(iter(sorted(on)), ""))

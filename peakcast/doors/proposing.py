@@ -62,7 +62,7 @@ class Proposed:
         return {"file": self.file, **compared, "row": to_row(self.row), "appended_to": self.appended_to}
 
     def text(self) -> str:
-        """A line of comparison for each quantity, doubts about the row, and where the row is stored."""
+        """One line of comparison per quantity, reasons to doubt the row, and the file in which it is stored."""
         lines = [
             compared_text(quantity.split("_")[1], getattr(self.row, quantity), getattr(self.prediction, quantity))
             for quantity in COMPARED

@@ -40,9 +40,10 @@ def preflight(
     the script itself: a config of transformers, TrainingArguments, a config of peft; `num_gpus` is then WORLD_SIZE, unless
     it is given. `gpu`: a GPU type (None: that of this machine). `refuse`: whether to raise an error; if it is None, the
     environment variable PEAKCAST_PREFLIGHT decides: `refuse` (the default), `warn` or `off`. `say` is called with the line;
-    without it the first rank prints the line. A run that may or may not fit is never refused. Returns: the prediction, or
-    None if PEAKCAST_PREFLIGHT=off. Raises: DoesNotFitError, whose `prediction` says why; SpecError or CatalogError for a
-    job that cannot be predicted.
+    without it the first rank prints the line. A run that may or may not fit is never refused.
+
+    Returns: the prediction, or None if PEAKCAST_PREFLIGHT=off. Raises: DoesNotFitError, whose `prediction` says why;
+    SpecError or CatalogError for a job that cannot be predicted.
     """
     chosen = mode_of(refuse, "refuse")
     if chosen == "off":

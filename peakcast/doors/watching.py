@@ -177,8 +177,9 @@ def watch(
     `peakcast fit` and `peakcast evaluate --against`. `snapshot`: a file to which the allocator's history of the run is
     written, for `peakcast watch` and `peakcast replay`; recording it slows the run down. `refuse`: whether a run that
     surely does not fit is stopped with a DoesNotFitError; if it is None, the environment variable PEAKCAST_PREFLIGHT
-    decides, and without that variable the user is only told. `say` is called with each line. Raises: DoesNotFitError;
-    SpecError or CatalogError naming the parameter, the value, the rule and the way out.
+    decides, and without that variable the user is only told. `say` is called with each line.
+
+    Raises: DoesNotFitError; SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
     return Watch(job, gpu, append_to=append_to, snapshot=snapshot, refuse=refuse, say=say)
 
@@ -212,4 +213,3 @@ def lightning_callback(
     from peakcast.collectors.stacks.lightning_callback import telling_callback
 
     return telling_callback(_LightningListener(Watch(None, gpu, append_to=append_to, refuse=refuse, say=say), job))
-

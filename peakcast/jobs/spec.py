@@ -271,7 +271,7 @@ def job_to_mapping(job: TrainingJob) -> dict[str, Any]:
 
 
 def job_in_words(job: TrainingJob) -> str:
-    """The architecture's name, then everything that differs from the defaults, in the words of a job file (without
+    """The architecture's name, then everything that differs from the defaults, under the keys of a job file (without
     versions)."""
     plain = job_to_mapping(TrainingJob(architecture=job.architecture))
     asked = job_to_mapping(job)

@@ -66,7 +66,8 @@ def state_widths(share: RankShare, parameter: Parameter) -> dict[str, int]:
 
 
 def offloaded_elements(share: RankShare, total: int) -> int:
-    """How many of an optimizer's `total` elements are on the host: the first ones, by `optimizer-offload-fraction`."""
+    """How many of an optimizer's `total` elements must be on the host before the states of further parameters stay on the
+    GPU (`optimizer-offload-fraction`)."""
     if not share.job.offload.optimizer:
         return 0
     return int(total * float(share.convention.get("optimizer_offload_fraction", 1.0)))

@@ -90,8 +90,8 @@ class Pasted:
         )
 
     def beside(self, name: str = "") -> str:
-        """How the user can give another file (called `name`), in the words of a message; text is not given on a command
-        line."""
+        """Words for a message that say how the user can give another file (called `name`), on the command line or with a
+        text."""
         if self.where != THE_TEXT:
             return f"by --with {name or 'FILE'}"
         return f"below, after a line of --- {name}".rstrip()

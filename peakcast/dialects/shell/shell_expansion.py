@@ -175,6 +175,6 @@ def closing(text: str, start: int, opening: str, closing: str) -> int:
 
 def _pieces(values: list[str], *, several: bool, quoted: bool, split: bool) -> list[str]:
     """The parts of words that an expansion with `values` produces."""
-    if several and quoted and split:  # "${array[@]}": each item a word of its own
+    if several and quoted and split:  # "${array[@]}": each item becomes a separate word
         return values
     return [" ".join(values)] if quoted or not split else " ".join(values).split()

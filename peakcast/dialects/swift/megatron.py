@@ -115,6 +115,6 @@ def _gpus(pasted: Pasted, environment: dict[str, Any]) -> int | None:
 
 
 def _plain(value: Any) -> Any:
-    """"true" and "false" as booleans, because ms-swift writes `--sequence_parallel true`; other values unchanged."""
+    """The texts "true" and "false" as booleans, as in `--sequence_parallel true`; other values unchanged."""
     word = str(value).lower()
     return word == "true" if word in (TRUE | FALSE) - {"0", "1", ""} and isinstance(value, str) else value

@@ -120,8 +120,7 @@ def _attention(settings: Settings) -> Literal["sdpa", "flex", "flash_attention_2
 
 def _release(pasted: Pasted, notes: Notes) -> str:
     """The release that has these keys: 0.3 has Python configurations instead of TOML; 0.2 moved `training.compile` to a
-    section of its own; 0.1 did so with the degrees of parallelism, and renamed `training.batch_size` to
-    local_batch_size."""
+    separate section; 0.1 moved the degrees of parallelism to one, and renamed `training.batch_size` to local_batch_size."""
     sections = {key: value for key, value in pasted.values.items() if isinstance(value, Mapping)}
     training = sections.get("training", {})
     if "model_spec" in sections:

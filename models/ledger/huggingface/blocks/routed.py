@@ -113,9 +113,7 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     return total
 
 
-def _bias(
-    build: BlockBuilder, ids: Tensor, moe: MixtureOfExperts, rows: int, width: int, name: str
-) -> list[Tensor]:
+def _bias(build: BlockBuilder, ids: Tensor, moe: MixtureOfExperts, rows: int, width: int, name: str) -> list[Tensor]:
     """The bias of each row's expert; empty if experts have no bias."""
     if not moe.expert_bias:
         return []
