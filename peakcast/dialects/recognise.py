@@ -194,8 +194,7 @@ HUGGING_FACE_PARTS = ("hf_config", "peft", "deepspeed", "accelerate", "training"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Beside:
-    """What the question gives in addition to a configuration: other files (paths or texts), the number of GPUs, another
-    model, the dialect (if the user names it), and package versions."""
+    """What the question gives with a configuration: other files, number of GPUs, another model, the dialect, versions."""
 
     files: tuple[str | Path | Document, ...] = ()
     num_gpus: int | None = None
@@ -265,10 +264,7 @@ def _keys(values: Mapping[str, Any]) -> set[str]:
 
 
 def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
-    """The job of an `opened` configuration, read together with `beside`.
-
-    Raises: SpecError or CatalogError naming the file or key, the rule and the way out.
-    """
+    """The job of an `opened` configuration and `beside`. Raises: SpecError or CatalogError naming the file or the key."""
     notes = Notes()
     notes.assumptions += pasted.remarks
     pasted = replace(

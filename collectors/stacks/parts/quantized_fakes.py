@@ -1,10 +1,10 @@
-"""bitsandbytes on fake tensors: layers of packed weights, whose weight is an ordinary parameter of packed bytes, since a
-subclass of a fake tensor cannot be made; its operators, taken apart as they run on a GPU; and the paged states of its
-optimizers, which lie in managed memory.
+"""bitsandbytes on fake tensors. The weight of a quantised layer is an ordinary parameter of packed bytes, because fake
+tensors cannot be of bitsandbytes' parameter classes. Operators are replaced by the steps that they run on a GPU. Paged
+optimizer states are in managed memory, which the allocator does not see.
 
 Source: bitsandbytes 0.50.2 `nn/modules.py` (Params4bit, Int8Params), `backends/cuda/ops.py` (_dequant_linear_fallback,
-which is run for more than some 1,500 tokens and which releases before 0.50 have in `autograd/_functions.py`, and operators
-whose names begin with int8), `functional.py` (get_paged).
+which is run for more than about 1,500 tokens, and which is in `autograd/_functions.py` before 0.50; and operators whose
+names begin with int8), `functional.py` (get_paged).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def packed(weight: torch.Tensor, device: str, made: Any, **options: Any) -> torc
 
 
 def packed_int8(weight: torch.Tensor, device: str) -> torch.nn.Parameter:
-    """What stands for the 8-bit weight of a layer: a byte an element, and a scale for each row."""
+    """The parameter that represents the 8-bit weight of a layer: one byte per element, and a scale for each row."""
     whole = weight.contiguous().to(device=device, dtype=torch.float16)
     data = torch.empty_like(whole, dtype=torch.int8)
     parameter: Any = torch.nn.Parameter(data, requires_grad=False)
@@ -42,7 +42,7 @@ def packed_int8(weight: torch.Tensor, device: str) -> torch.nn.Parameter:
 
 
 def install() -> None:
-    """Take the operators apart, and keep paged states out of the allocator, in this process."""
+    """Replace the operators by their steps, and keep paged states out of the allocator, in this process."""
     imported("bitsandbytes", "bitsandbytes", parameter="finetuning.quantization", value="nf4")
     functional = imported("bitsandbytes.functional", "bitsandbytes", parameter="optimizer.name", value="paged")
     for name, function in OPERATORS.items():
@@ -54,13 +54,14 @@ def install() -> None:
 
 
 def _state_from_layer(layer: Any) -> None:
-    """A weight that FSDP has gathered has the state that its layer keeps; the library would make it a subclass."""
+    """Give a weight that FSDP has gathered the quantization state that its layer keeps; the library would also change its
+    class, which fake tensors do not allow."""
     if getattr(layer.weight, "quant_state", None) is None:
         layer.weight.quant_state = layer.quant_state
 
 
 class _Operator:
-    """Stands for an operator and its only overload."""
+    """Replaces an operator and its only overload."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -87,13 +88,14 @@ def _product_4bit(
 ) -> torch.Tensor:
     if absmax_8bit is not None:
         absmax = torch.empty_like(absmax_8bit, dtype=torch.float32) + absmax_offset
-    assert absmax is not None  # it lives until the product is there
+    assert absmax is not None  # it lives until the product is computed
     whole = torch.empty(tuple(shape), dtype=given.dtype, device=given.device)
     return torch.nn.functional.linear(given, whole, bias)
 
 
 def _quantized_rows(given: torch.Tensor, threshold: float = 0.0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Rows of bytes, their scales, and the columns that are too large for bytes: none, as far as shapes tell."""
+    """(rows of bytes, their scales, the columns with outliers). There are no outliers here, because values are not
+    known."""
     scales = torch.empty(given.numel() // given.shape[-1], dtype=torch.float32, device=given.device)
     rows = torch.empty(given.shape, dtype=torch.int8, device=given.device)
     if not threshold:
@@ -140,7 +142,7 @@ OPERATORS: dict[str, Callable[..., Any]] = {
 
 
 def _paged(*shape: int, dtype: torch.dtype = torch.float32, device: Any = None) -> torch.Tensor:
-    """Managed memory, which the driver moves between host and GPU and the allocator never sees."""
+    """A tensor in managed memory, which the driver moves between host and GPU and the allocator never sees."""
     made: Any = torch.empty(shape, dtype=dtype, device="meta")
     made.is_paged, made.page_deviceid = True, getattr(device, "index", 0)
     state: torch.Tensor = made
