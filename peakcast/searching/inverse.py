@@ -19,8 +19,9 @@ from peakcast.searching.search import Record, planned, search
 
 MOST = {"micro_batch_size": 65_536, "sequence_length": 2**24}
 STEP = {"micro_batch_size": 1, "sequence_length": 128}
-"""Step of the search. For lengths it is multiplied by the number that the layout requires as a divisor of the sequence
-length; if the network's table of positions is short, the step is that divisor alone."""
+"""Step of the search, in sequences or in tokens. The layout requires sequence lengths that are multiples of some number;
+lengths are tried in steps of 128 times that number or, if the network's table of positions is short, in steps of that
+number."""
 FEW = 64
 
 

@@ -35,7 +35,9 @@ def config_of(hub_id: str) -> dict[str, Any]:
 
     `HF_HOME`, `HF_HUB_CACHE`, `HF_ENDPOINT` and `HF_HUB_OFFLINE` hold as in huggingface_hub. The user's token is sent only
     if the hub refuses a request without one, huggingface_hub is installed, and the question is the user's own (not one from
-    another person, see `text.no_files`). Raises: CatalogError saying which of the two failed and what to do instead.
+    another person, see `text.no_files`).
+
+    Raises: CatalogError saying which of the two failed and what to do instead.
     """
     cached = _cached(hub_id)
     if cached is not None:

@@ -66,8 +66,9 @@ def from_huggingface(
     TrainingArguments and SFTConfig, and how the model is loaded (`torch_dtype`, `attn_implementation`,
     `quantization_config`); the others have the keys of their libraries. `versions`: package versions (`transformers:
     "4.48.1"`), whose defaults are used. `spell` turns a key into the key that the user wrote, for messages, if the
-    arguments were made from another project's configuration. Raises: SpecError or CatalogError naming the key, its value,
-    the rule and the way out.
+    arguments were made from another project's configuration.
+
+    Raises: SpecError or CatalogError naming the key, its value, the rule and the way out.
     """
     num_gpus = gpu_count(num_gpus)
     notes = Notes()
