@@ -65,8 +65,7 @@ def from_huggingface(
     `config` is the mapping of a config.json, its path or a catalog name; `training_arguments` has the keys of
     TrainingArguments and SFTConfig, and how the model is loaded (`torch_dtype`, `attn_implementation`,
     `quantization_config`); the others have the keys of their libraries. `versions`: package versions (`transformers:
-    "4.48.1"`), whose defaults are used. `spell` turns a key into the key that the user wrote, for messages, if the
-    arguments were made from another project's configuration.
+    "4.48.1"`), whose defaults are used. `spell` turns a key into the one that the user wrote, for messages.
 
     Raises: SpecError or CatalogError naming the key, its value, the rule and the way out.
     """
