@@ -55,6 +55,7 @@ class Walker:
         """Number of blocks that the layer count does not include, such as a vision tower's; known from the walk of the
         whole network."""
         self._knows_values = False
+        self._has_walked = False
         prepare(self._job, None)
 
     def defaults(self) -> dict[str, Any]:
@@ -76,11 +77,12 @@ class Walker:
         except PeakcastError:
             raise
         except Exception:  # if the library reads values, such as the tokens that a router gives each expert
-            if self._knows_values:
+            if self._knows_values or self._has_walked:  # it has read none before: these numbers make no network
                 raise
             self._knows_values = True
             known_values.install()
             found = self._walked(asked, steps)
+        self._has_walked = True
         if layers is None:
             self._beside = max(0, found["num_places"] // 2 - asked.architecture.num_layers)
         return found
