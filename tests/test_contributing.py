@@ -85,8 +85,13 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
+LONGEST = ("Add a model family", "Add a published source")
+"""The first traces networks, the second imports every table again."""
+TITLES = [pytest.param(title, marks=[pytest.mark.whole] * (title in LONGEST)) for title in EXAMPLES]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("title", EXAMPLES)
+@pytest.mark.parametrize("title", TITLES)
 def test_an_example_does_what_the_guide_says(title: str, checkout: Path) -> None:
     section = EXAMPLES[title]
     written = list(changes(section))

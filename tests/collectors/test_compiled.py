@@ -151,7 +151,7 @@ def test_layers_compiled_one_by_one_are_one_graph_and_keep_what_is_counted_by_ha
     agree(ledger(cell, step="steady"), steady)
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_the_ledger_of_a_network_compiled_whole_is_its_trace(traced):
     """Two sequences: transformers builds a mask for each, since it cannot look at values inside what is compiled."""
     llama = {"name": "llama-3.1-8b", "num_hidden_layers": 2}
