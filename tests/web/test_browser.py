@@ -67,7 +67,7 @@ def test_a_configuration_is_answered_and_a_knob_moves_the_number(page):
     page.fill("#text textarea", '{"architecture": "gpt2", "sequence_length": 1024, "micro_batch_size": 8}')
     assert page.input_value("#checkpointing input") == "as given"  # no knob of the first question holds for this one
     page.click("#predict")
-    answered(page, "gpt2 on a ")
+    answered(page, "gpt2 on ")
     page.wait_for_function("document.querySelector('#answer').getBoundingClientRect().top < innerHeight")  # in sight
     before = page.inner_text("#answer table.bars tbody tr:first-child td")
     assert page.locator("#timeline svg").count() == 1
@@ -83,11 +83,11 @@ def test_a_configuration_is_answered_and_a_knob_moves_the_number(page):
 def test_the_link_reproduces_the_question(page, browser):
     page.fill("#text textarea", "qwen3-0.6b")
     page.click("#predict")
-    answered(page, "qwen3-0.6b on a ")
+    answered(page, "qwen3-0.6b on ")
     numbers = "#answer table.bars tbody td strong"
     again = browser.new_page(viewport=SIZES["desktop"])
     again.goto(page.evaluate("document.querySelector('#link a').href"))
-    answered(again, "qwen3-0.6b on a ")
+    answered(again, "qwen3-0.6b on ")
     assert again.input_value("#text textarea") == "qwen3-0.6b"
     assert again.locator(numbers).all_inner_texts() == page.locator(numbers).all_inner_texts()
     again.close()
@@ -100,7 +100,7 @@ def test_it_works_with_the_keyboard_alone(page):
     page.keyboard.press("Tab")
     assert page.evaluate("document.activeElement.id") == "predict"
     page.keyboard.press("Enter")
-    answered(page, "opt-125m on a ")
+    answered(page, "opt-125m on ")
 
 
 @pytest.mark.parametrize(

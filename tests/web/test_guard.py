@@ -136,7 +136,7 @@ def test_a_hostile_question_is_answered_with_a_sentence_and_the_next_one_as_ever
     assert not any(others)
     assert "this is a bug" not in answer
     assert "<script" not in answer
-    assert "gpt2 on a " in question(port, "gpt2")[0]
+    assert "gpt2 on " in question(port, "gpt2")[0]
 
 
 def test_a_question_has_a_budget():
