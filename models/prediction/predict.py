@@ -25,8 +25,7 @@ from peakcast.models.calibration.calibration import Calibration, calibration_for
 from peakcast.models.calibration.features import features, kinds, of_quantity, sizes
 from peakcast.models.calibration.grouping import bar_groups, residual_group
 from peakcast.models.ledger.recorded.covering import recorded_with
-from peakcast.models.ledger.scope.adapter import targets_taken
-from peakcast.models.ledger.scope.kernel import kernels_taken
+from peakcast.models.ledger.scope.assumptions import kernels_taken, targets_taken
 from peakcast.models.prediction.device_scope import device_findings
 from peakcast.models.prediction.outside_findings import outside_estimated
 from peakcast.models.prediction.reserved_findings import reserved_findings

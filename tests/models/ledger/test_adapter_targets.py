@@ -5,7 +5,7 @@ import pytest
 from peakcast.catalog import architecture
 from peakcast.jobs.spec import Finetuning, TrainingJob
 from peakcast.models.ledger.parameters.adapter_targets import DEFAULT_TARGETS
-from peakcast.models.ledger.scope.adapter import targets_taken
+from peakcast.models.ledger.scope.assumptions import targets_taken
 
 LORA = Finetuning(method="lora", rank=8)
 
