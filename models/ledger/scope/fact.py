@@ -27,6 +27,8 @@ class Fact:
         return bool(self.holds(job))
 
     def __and__(self, other: Fact) -> Fact:
+        if self is always or other is always:
+            return other if self is always else self
         one, two = self.holds, other.holds
         return Fact(lambda job: one(job) and two(job), f"{self._within('|')} & {other._within('|')}")
 

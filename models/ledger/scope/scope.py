@@ -3,9 +3,10 @@ inside."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cache
+from itertools import chain
 
-from peakcast.core.findings import Finding, sentences
+from peakcast.core.findings import FAILS, UNKNOWN, Finding, sentences
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.covering import recipe_findings
 from peakcast.models.ledger.scope.kernels import ATTENTION, COMPILED, FUSED_KERNELS
@@ -33,6 +34,7 @@ PYTORCH = (
 """The sections for Hugging Face, plain PyTorch and DeepSpeed."""
 
 
+@cache
 def sections(framework: str) -> tuple[Section, ...]:
     """The sections of the table for jobs of `framework`, in the order of their findings."""
     if framework != "megatron":
@@ -58,7 +60,8 @@ def out_of_scope(job: TrainingJob) -> str:
     return " ".join(sentences(scope_findings(job)))
 
 
-def limits(job: TrainingJob) -> Iterator[Limit]:
-    """All rows of the table that hold of `job`, also those that a finding of the same section stands before."""
-    for section in sections(job.framework):
-        yield from section.holding(job)
+def not_covered(job: TrainingJob) -> frozenset[Limit]:
+    """All rows of the table that hold of `job` and say that a library refuses it, or that nothing is known: also those that
+    a finding of the same section stands before."""
+    rows = chain.from_iterable(section.holding(job) for section in sections(job.framework))
+    return frozenset(row for row in rows if row.effect in (FAILS, UNKNOWN))

@@ -8,7 +8,8 @@ holds. A section may stand in place of a row: it then shares its condition, and 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 from peakcast.core.findings import FAILS, LESS, MORE, NEARLY, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Effect, Finding, found
@@ -35,9 +36,11 @@ class Limit:
     parameter: str
     when: Fact
     sentence: str
+    feature: str = ""
+    """The feature that its section is about."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Section:
     """The rows about `feature`, in the order in which they are asked; `when`: of which jobs any of them can hold."""
 
@@ -47,22 +50,30 @@ class Section:
     start: str = ""
     end: str = ""
 
-    def holding(self, job: TrainingJob) -> Iterator[Limit]:
-        """The rows that hold of `job`, in order, each with its whole sentence."""
-        if not self.when(job):
-            return
+    @cached_property
+    def parts(self) -> tuple[tuple[Fact, tuple[Limit, ...]], ...]:
+        """The rows in order, those together that share a condition, after that condition. Their sentences are whole."""
+        parts: list[tuple[Fact, tuple[Limit, ...]]] = []
         for row in self.rows:
             if isinstance(row, Section):
-                yield from map(self._said, row.holding(job))
-            elif row.when(job):
-                yield self._said(row)
+                parts += ((self.when & when, tuple(map(self._said, rows))) for when, rows in row.parts)
+            elif parts and parts[-1][0] is self.when:
+                parts[-1] = (self.when, (*parts[-1][1], self._said(row)))
+            else:
+                parts.append((self.when, (self._said(row),)))
+        return tuple(parts)
 
-    def every(self) -> Iterator[Limit]:
-        """All rows, each with its whole condition and sentence."""
-        for row in self.rows:
-            for limit in row.every() if isinstance(row, Section) else (row,):
-                when = limit.when if self.when is always else self.when & limit.when
-                yield self._said(Limit(limit.effect, limit.parameter, when, limit.sentence))
+    def holding(self, job: TrainingJob) -> Iterator[Limit]:
+        """The rows that hold of `job`, in order."""
+        for when, rows in self.parts:
+            if when.holds(job):
+                for row in rows:
+                    if row.when.holds(job):
+                        yield row
+
+    def every(self) -> tuple[Limit, ...]:
+        """All rows, in order."""
+        return tuple(row for _, rows in self.parts for row in rows)
 
     def finding(self, job: TrainingJob) -> Finding | None:
         """A finding for the first row that holds of `job`; None if none does."""
@@ -72,7 +83,7 @@ class Section:
         return found(limit.sentence.format_map(_Values(job)), limit.parameter, effect=limit.effect)
 
     def _said(self, row: Limit) -> Limit:
-        return Limit(row.effect, row.parameter, row.when, self.start + row.sentence + self.end)
+        return replace(row, sentence=self.start + row.sentence + self.end, feature=row.feature or self.feature)
 
 
 class _Values(dict[str, Any]):
