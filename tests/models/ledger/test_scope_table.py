@@ -29,7 +29,7 @@ def test_facts_combine_as_conditions_do():
         assert (FLEX & COMPILED)(job) == (is_flex and is_compiled)
         assert (FLEX | COMPILED)(job) == (is_flex or is_compiled)
         assert (~FLEX)(job) != is_flex
-    assert repr(~(FLEX | COMPILED) & above("micro_batch_size", 1)) == "(not (attention=flex | compile)) & micro_batch_size>1"
+    assert repr(~(FLEX | COMPILED) & above("sequence_length", 1)) == "(not (attention=flex | compile)) & sequence_length>1"
 
 
 def test_an_option_is_what_the_release_or_the_job_says():
