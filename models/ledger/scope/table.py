@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from peakcast.core.findings import FAILS, LESS, MORE, NEARLY, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Effect, Finding, found
@@ -97,39 +97,16 @@ class _Values(dict[str, Any]):
         return WORDS[name](self.job) if name in WORDS else getattr(self.job, name)
 
 
-# -- rows by their status ------------------------------------------------------------------------------------------------
+# -- rows by their status: parameter, condition, sentence ----------------------------------------------------------------
 
-
-def fails(parameter: str, when: Fact, sentence: str) -> Limit:
-    """A library refuses such a job."""
-    return Limit(FAILS, parameter, when, sentence)
-
-
-def unknown(parameter: str, when: Fact, sentence: str) -> Limit:
-    """Not counted, or compared with nothing; whether it needs more or less is not known."""
-    return Limit(UNKNOWN, parameter, when, sentence)
-
-
-def more(parameter: str, when: Fact, sentence: str) -> Limit:
-    """Something is not counted that needs more memory."""
-    return Limit(MORE, parameter, when, sentence)
-
-
-def less(parameter: str, when: Fact, sentence: str) -> Limit:
-    """Something is not counted that saves memory."""
-    return Limit(LESS, parameter, when, sentence)
-
-
-def nearly(parameter: str, when: Fact, sentence: str) -> Limit:
-    """Its trace differs by the share that the sentence says."""
-    return Limit(NEARLY, parameter, when, sentence)
-
-
-def nearly_more(parameter: str, when: Fact, sentence: str) -> Limit:
-    """Its trace has more, by the share that the sentence says."""
-    return Limit(NEARLY_MORE, parameter, when, sentence)
-
-
-def nearly_less(parameter: str, when: Fact, sentence: str) -> Limit:
-    """Its trace has less, by the share that the sentence says."""
-    return Limit(NEARLY_LESS, parameter, when, sentence)
+fails = partial(Limit, FAILS)
+"""A library refuses such a job."""
+unknown = partial(Limit, UNKNOWN)
+"""Not counted, or compared with nothing; whether it needs more or less is not known."""
+more = partial(Limit, MORE)
+"""Something is not counted that needs more memory; `less`: that saves memory."""
+less = partial(Limit, LESS)
+nearly = partial(Limit, NEARLY)
+"""Its trace differs by the share that the sentence says; `nearly_more`, `nearly_less`: is above, below."""
+nearly_more = partial(Limit, NEARLY_MORE)
+nearly_less = partial(Limit, NEARLY_LESS)
