@@ -17,7 +17,7 @@ from peakcast.core.errors import CatalogError, SpecError, near_misses
 from peakcast.core.fields import build
 from peakcast.jobs.architecture import Architecture
 from peakcast.networks.family import Family, Libraries, Traces
-from peakcast.networks.rules import config_rules
+from peakcast.networks.rules import GROUPS, config_rules
 
 NOT_ALIKE = ("libraries", "traces")
 _KNOWN_TO_NONE = Libraries(
@@ -90,7 +90,7 @@ def read_family(model_type: str, stated: Mapping[str, Any]) -> Family:
     wrong type."""
     try:
         whole = _complete(model_type, stated)
-        rules = {group: whole.pop(group) for group in list(whole) if group.startswith("config")}
+        rules = {group: whole.pop(group) for group in GROUPS if group in whole}
         about = {"model_type": model_type, "alike": whole.pop("as", ""), "config": config_rules(rules)}
         return build(Family, about | whole)
     except SpecError as error:

@@ -69,8 +69,12 @@ class ConfigRules:
     """Computes the keys of the configuration that `adjust` reads, from the architecture."""
 
 
+GROUPS = ("config", "config_experts", "config_latent_attention", "config_demands")
+"""The groups of a family's file that are rules."""
+
+
 def config_rules(groups: Mapping[str, Mapping[str, Any]]) -> ConfigRules:
-    """The rules of the groups of a family's file whose names begin with "config". Raises: SpecError naming the key."""
+    """The rules that these groups of a family's file are. Raises: SpecError naming the key."""
     rules = dict(groups.get("config", {}))
     adjust, restore = _function(rules, "adjust"), _function(rules, "restore")
     moe, mla = groups.get("config_experts"), groups.get("config_latent_attention")
@@ -119,5 +123,10 @@ def _function(rules: Row, name: str) -> Any:
     named = rules.pop(name, None)
     if named is None:
         return None
-    module, _, function = named.partition(":")
-    return getattr(import_module(f"peakcast.networks.{module}"), function)
+    module, _, function = str(named).partition(":")
+    if module not in ("several_keys", "state_space"):
+        raise SpecError(f"config.{name}={named!r} must be 'several_keys:...' or 'state_space:...'.", parameter=name)
+    found = getattr(import_module(f"peakcast.networks.{module}"), function, None)
+    if found is None:
+        raise SpecError(f"config.{name}={named!r} names no function of peakcast/networks/{module}.py.", parameter=name)
+    return found
