@@ -1,7 +1,4 @@
-"""What a Hugging Face family's code does that its shapes do not show: one row per `model_type`, read line by line.
-
-Source of every row: transformers 5.17 `models/<model_type>/modeling_<model_type>.py`, unless stated otherwise.
-"""
+"""What follows from a family's traits and a network's shape together: masks, windows, rotation, heads of the kernel."""
 
 from __future__ import annotations
 
