@@ -1,8 +1,8 @@
 """The decoder layer as Hugging Face transformers runs it, written on the tape.
 
 One mechanism for all families: the differences between Llama, GPT-2, GPT-NeoX, Gemma, ... are fields of `Architecture` and
-traits of its `Family`. Read line by line from transformers 4.48-5.17 `modeling_*.py`; the saved tensors are those of the table in
-where-memory-goes F1.
+traits of its `Family`. Read line by line from transformers 4.48-5.17 `modeling_*.py`; the saved tensors are those of the
+table in where-memory-goes F1.
 """
 
 from __future__ import annotations
