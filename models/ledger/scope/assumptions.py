@@ -8,6 +8,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK
 from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets, has_default_targets
 from peakcast.models.ledger.scope.adapter_targets import ENDS, EXPERTS, projections, shared_expert_projections
+from peakcast.networks.families import family_of
 
 LAYER_KERNELS = ("norm_kernel", "rotary_kernel", "gated_activation_kernel")
 
@@ -46,7 +47,8 @@ def kernels_taken(job: TrainingJob) -> str:
             "Liger's fused loss is taken alone, without its kernels inside layers, which use_liger_kernel brings too: set "
             "framework_options.liger_kernels=true, or name versions.liger_kernel, if they run."
         )
-    if chosen.get("liger_kernels") and not fuses_loss(job) and job.architecture.model_type != "granite":
+    whole = family_of(job.architecture).libraries.liger != "layers"
+    if chosen.get("liger_kernels") and not fuses_loss(job) and whole:
         return (
             "Liger's kernels inside layers are taken alone, with all logits there: set "
             "loss.fused_linear_cross_entropy=true if use_liger_kernel is what runs."

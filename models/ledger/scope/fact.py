@@ -1,7 +1,7 @@
 """`Fact`: what holds of a job or does not, under a name. Facts combine to the conditions of the tables of this folder.
 
 `asked & other`: both hold; `asked | other`: at least one does; `~asked`: it does not. Most facts are a setting with one of
-some values, which `setting` and `option` make; what needs more than that is a function in `facts.py`.
+some values, which `setting`, `option` and `trait` make; what needs more than that is a function in `facts.py`.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
+from peakcast.networks.families import family_of
 
 
 class Fact:
@@ -63,6 +64,18 @@ def option(name: str, *values: object) -> Fact:
     """Whether the convention `name`, which a framework's release or `framework_options` decides, is one of `values`;
     without values, whether it is set. A convention that the framework does not have is nothing."""
     return _of(lambda job: conventions(job).get(name), name, values)
+
+
+def trait(path: str, *values: object) -> Fact:
+    """Whether the trait at `path` of the network's family (`"attention.flash"`, `catalog/families/`) is one of `values`;
+    without values, whether it has it."""
+    value = attrgetter(path)
+    return _of(lambda job: value(family_of(job.architecture)), path, values)
+
+
+def differs(where: str) -> Fact:
+    """Whether traces of the family are known to differ from the ledger there (`Traces.differ`)."""
+    return Fact(lambda job: where in family_of(job.architecture).traces.differ, where)
 
 
 def above(path: str, most: int) -> Fact:

@@ -1,7 +1,7 @@
 """The facts of a job that the tables of this folder speak of, by name.
 
-A setting with one of some values needs no function (`setting`, `option`, `above`). The constants name families or packages;
-each says where that is known from.
+A setting with one of some values needs no function (`setting`, `option`, `above`), nor what a family's code does or what a
+library knows of it (`trait`; `catalog/families/`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from peakcast.jobs.loss import PAIRS
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.spec import ActivationCheckpointing, Offload, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
-from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, slides_anywhere, traits
-from peakcast.models.ledger.layouts import LEAVES, expert_ranks, gathered_dtype
+from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, slides_anywhere
+from peakcast.models.ledger.layouts import expert_ranks, gathered_dtype
 from peakcast.models.ledger.layouts.pipeline import SPLIT_BACKWARD
 from peakcast.models.ledger.parameters.inventory import layer_parameters
 from peakcast.models.ledger.scope import adapter_targets
-from peakcast.models.ledger.scope.fact import Fact, above, fact, option, setting
-from peakcast.networks.families import FAMILIES
+from peakcast.models.ledger.scope.fact import Fact, above, fact, option, setting, trait
+from peakcast.networks.families import family, family_of
 
 # -- stack and task ------------------------------------------------------------------------------------------------------
 
@@ -50,40 +50,8 @@ norms_after_layers = setting("architecture.norm_placement", "post")
 predicts_further_tokens = above("architecture.num_nextn_predict_layers", 0)
 
 
-def family(*model_types: str) -> Fact:
-    """Whether the network is of one of these families."""
-    return setting("architecture.model_type", *model_types)
-
-
-known_family = family(*FAMILIES)
-grouped_leaves = family(*LEAVES)
-no_flash_attention = family("bloom", "codegen", "mpt")
-"""transformers 5.17 models/*/modeling_*.py: `_supports_flash_attn` is not set."""
-no_flex_attention = family(
-    "bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "olmoe", "stablelm"
-)
-"""Families whose classes do not set `_supports_flex_attn` either."""
-own_position_tables = family("codegen", "gptj")
-TENSOR_PARALLEL_FAMILIES = (
-    *("cohere", "gemma", "gemma2", "gemma3_text", "glm", "gpt_neox"),
-    *("granite", "olmo", "olmo2", "phi", "phi3", "starcoder2"),
-)
-"""Families whose layers differ from Llama's and whose `base_model_tp_plan` of transformers 5.17 was traced."""
-liger_family = family(
-    *("deepseek_v2", "deepseek_v3", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "glm4", "gpt_oss", "granite"),
-    *("llama", "ministral", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe"),
-    "smollm3",
-)
-"""The families of the ledger for which liger_kernel 0.8.5 patches modules (transformers/monkey_patch.py)."""
-fms_family = family("gpt_bigcode", "granite", "granitemoe", "llama", "mistral", "mixtral")
-"""The families for which fms-acceleration has kernels (framework_plugin_fast_kernels.py restricted_model_archs)."""
-unsloth_family = family("cohere", "gemma", "gemma2", "granite", "llama", "mistral", "qwen2", "qwen3")
-"""Dense families with a file of their own in unsloth 2025.11.4 `models/`; it compiles other families' own code."""
-stacked_experts_adapted = family(
-    "deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen3_moe"
-)
-"""Families of which peft takes these names, and all-linear, for their stacked experts and the router too (peft 0.21
-utils/transformers_weight_conversion.py _convert_peft_config_moe, transformers 5.17 conversion_mapping.py)."""
+known_family = Fact(lambda job: family(job.architecture.model_type) is not None, "a known family")
+unmodelled_family = trait("traces.unmodelled")
 
 
 @fact
@@ -95,14 +63,14 @@ def like_llama(job: TrainingJob) -> bool:
     separate = architecture.gated_mlp and not (architecture.fused_qkv or architecture.fused_gate_up)
     usual = architecture.normalization == "rmsnorm" and architecture.norm_placement == "pre"
     whole = architecture.qk_norm in ("none", "head") and not architecture.parallel_block
-    return plain and separate and usual and whole and not traits(architecture).scaled_embedding
+    return plain and separate and usual and whole and not family_of(architecture).ends.scales_embedding
 
 
 @fact
-def narrow_mpt(job: TrainingJob) -> bool:
-    """An MPT whose feed-forward is not as wide as transformers makes it."""
+def otherwise_than_four_hidden(job: TrainingJob) -> bool:
+    """Whether the feed-forward is not as wide as transformers makes it, whatever is asked for."""
     network = job.architecture
-    return network.model_type == "mpt" and network.intermediate_size != 4 * network.hidden_size
+    return family_of(network).layer.four_hidden and network.intermediate_size != 4 * network.hidden_size
 
 
 windows_in_some_layers = Fact(lambda job: kinds_of_layers(job.architecture) > 1, "windows in some layers")
@@ -142,7 +110,7 @@ def adapts_gathered_outputs(job: TrainingJob) -> bool:
         return False
     matrices = (tensor.name.removesuffix(".weight") for tensor in layer_parameters(job.architecture, 0))
     adapted = {name for name in matrices if is_adapter_target(name, job.finetuning, job.architecture)}
-    return any(name.partition(".")[0] in traits(job.architecture).whole_parts for name in adapted)
+    return any(name.partition(".")[0] in family_of(job.architecture).modules.gathered_parts for name in adapted)
 
 
 names_ends = Fact(adapter_targets.ends_named, "adapters on the token table or the head")
@@ -187,7 +155,7 @@ def tokens(job: TrainingJob) -> int:
 
 
 plain_float8 = (
-    trains & ~adapts & (huggingface | plain_torch) & used_in("bfloat16") & ~autocast & ~family("gpt2", "gpt_bigcode")
+    trains & ~adapts & (huggingface | plain_torch) & used_in("bfloat16") & ~autocast & trait("libraries.torchao_float8")
 )
 """Float8 as torchao has it over weights that blocks use in bf16; FSDP's mixed precision gathers wider weights so. GPT-2's
 Conv1D is not an nn.Linear and is not converted."""

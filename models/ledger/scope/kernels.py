@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
-from peakcast.models.ledger.scope.fact import above, option, setting
+from peakcast.models.ledger.scope.fact import Fact, above, differs, option, setting, trait
 from peakcast.models.ledger.scope.table import Section, fails, less, more, nearly, unknown
+from peakcast.networks.families import family_of
 
 # fmt: off
 ATTENTION = Section("attention kernels", (
-    fails("attention", job.flash & job.no_flash_attention,
+    fails("attention", job.flash & ~trait("attention.flash"),
           "model_type={architecture.model_type!r} has no flash_attention_2 in transformers; use eager."),
-    fails("attention", job.flex & job.no_flex_attention,
+    fails("attention", job.flex & ~trait("attention.flex"),
           "model_type={architecture.model_type!r} has no flex_attention in transformers; use sdpa."),
     more("attention", job.flex & setting("architecture.attention_sinks") & job.autocast,
          "attention sinks beside flex_attention under autocast: what they widen is not all counted; use eager."),
@@ -18,26 +19,27 @@ ATTENTION = Section("attention kernels", (
           "flex_attention has no dropout: transformers refuses attention_dropout={architecture.attention_dropout}."),
     fails("attention", job.flash & setting("precision.parameters", "float32") & ~(job.autocast | job.mixed_precision),
           "flash_attention_2 has no kernel for float32; use autocast or half precision."),
-    more("attention", job.flash & job.family("falcon"),
+    more("attention", job.flash & differs("flash attention"),
          "flash_attention_2 of Falcon, whose key heads are copied for it, is not modelled; use sdpa."),
-    nearly("offload.activations", job.offloads_activations & job.family("falcon") & (job.eager | job.autocast),
+    nearly("offload.activations", differs("activations offloaded from eager attention or under autocast")
+           & job.offloads_activations & (job.eager | job.autocast),
            "Falcon's offloaded activations with eager attention or under autocast are up to 1.2 % off their trace."),
-    unknown("attention", job.flash & setting("batch.form", "padding_free") & job.family("gpt_bigcode", "gpt_neo", "opt"),
+    unknown("attention", job.flash & setting("batch.form", "padding_free") & ~trait("attention.passes_positions"),
             "model_type={architecture.model_type!r} tells attention no positions, so that flash_attention_2 without "
             "padding is not modelled there."),
-    nearly("attention", job.flash & job.family("opt"),
+    nearly("attention", job.flash & trait("attention.makes_padding_mask"),
            "OPT makes a padding mask of its own, by which flash_attention_2 takes rows apart in its trace: up to 1 %."),
 ))
 
 FUSED_KERNELS = Section("fused kernels", (
-    more("framework_options.liger_kernels", (job.liger | job.ligers_loss) & ~job.liger_family,
+    more("framework_options.liger_kernels", (job.liger | job.ligers_loss) & trait("libraries.liger", "none"),
          "Liger has no kernels for model_type={architecture.model_type!r}, which runs without them."),
-    fails("loss.fused_linear_cross_entropy", job.ligers_loss & job.family("granite"),
+    fails("loss.fused_linear_cross_entropy", job.ligers_loss & trait("libraries.liger", "layers"),
           "Liger has no fused loss for Granite and raises an error; set loss.fused_linear_cross_entropy=false."),
     less("framework_options.liger_kernels", job.liger & job.experts, "Liger's kernels for experts are not modelled."),
-    more("framework_options.fused_kernels", option("fused_kernels") & ~job.fms_family,
+    more("framework_options.fused_kernels", option("fused_kernels") & ~trait("libraries.fms_acceleration"),
          "fms-acceleration has no kernels for model_type={architecture.model_type!r}, which runs without them."),
-    less("versions.unsloth", job.unsloth & ~job.unsloth_family,
+    less("versions.unsloth", job.unsloth & ~trait("libraries.unsloth"),
          "Unsloth compiles model_type={architecture.model_type!r} as transformers has it, which is not modelled."),
     more("framework_options.loss_kernel",
          option("loss_kernel", "in_place", "chunked") & (job.divides_model | job.compiles | job.preference),
@@ -49,27 +51,28 @@ FUSED_KERNELS = Section("fused kernels", (
 
 # -- torch.compile: what `peakcast verify agreement` has compiled --------------------------------------------------------
 
-_PLAIN = ("llama", "mistral", "qwen2")
-_COMPILED = job.family("gemma", "gemma2", "gemma3_text", "gpt2", *_PLAIN, "phi3", "qwen3")
 _ONE = ~job.many_ranks
 _IN_SHARDS = job.shards_layers_alone & option("compiled_regions", "layers")
 _WHOLE = option("compiled_regions", "network")
 _CAST = job.autocast & _ONE
 """Weights are cast; FSDP2 gathers them narrow already."""
 _CHANGED_GRAPHS = (
-    ("autocast of a whole network", _CAST & _WHOLE, job.family(*_PLAIN, "gemma2", "phi3", "qwen3")),
-    ("autocast of layers", _CAST & ~_WHOLE, job.family(*_PLAIN, "gemma2", "gpt2", "qwen3")),
-    ("checkpointing of a whole network", _WHOLE & job.checkpoints, job.family(*_PLAIN, "gemma", "phi3")),
-    ("full checkpointing of layers", ~_WHOLE & job.full_checkpointing,
-     job.family(*_PLAIN, "gemma", "gemma2", "phi3", "qwen3")),
-    ("selective checkpointing of layers", ~_WHOLE & job.selective, job.family(*_PLAIN, "gemma", "gemma2", "qwen3")),
-    ("adapters", job.adapts, job.family(*_PLAIN, "gemma", "qwen3")),
-    ("layers in shards", _IN_SHARDS, job.family(*_PLAIN, "gemma", "gemma2", "gemma3_text", "gpt2", "phi3", "qwen3")),
-    ("layers in shards with accelerate", _IN_SHARDS & job.huggingface,
-     job.family(*_PLAIN, "gemma", "gemma2", "phi3", "qwen3")),
+    ("autocast of a whole network", _CAST & _WHOLE),
+    ("autocast of layers", _CAST & ~_WHOLE),
+    ("checkpointing of a whole network", _WHOLE & job.checkpoints),
+    ("full checkpointing of layers", ~_WHOLE & job.full_checkpointing),
+    ("selective checkpointing of layers", ~_WHOLE & job.selective),
+    ("adapters", job.adapts),
+    ("layers in shards", _IN_SHARDS),
+    ("layers in shards with accelerate", _IN_SHARDS & job.huggingface),
 )
-"""What changes a family's graphs, when, and the families whose graphs were compared with it. Without such a change all
-compiled families were."""
+"""What changes a family's graphs, and when."""
+
+
+def _compared(change: str) -> Fact:
+    """Whether the family's graphs with that change, or "alone", were compared with a trace (`Traces.compiled`)."""
+    return Fact(lambda job: change in family_of(job.architecture).traces.compiled, change)
+
 
 COMPILED = Section(
     "torch.compile", when=job.compiles, start="compile=true ",
@@ -88,7 +91,7 @@ COMPILED = Section(
                 "with adapters other than plain ones without dropout"),
         unknown("compile", job.adapts & (job.autocast | ~job.adapters_stored_in("float32")),
                 "with adapters that are not float32, or under autocast,"),
-        unknown("compile", ~_COMPILED | job.experts, "of {architecture.name!r}"),
+        unknown("compile", ~_compared("alone") | job.experts, "of {architecture.name!r}"),
         unknown("compile", _WHOLE & (job.selective | job.some_layers),
                 "of a whole network with checkpointing of some layers, or of some operations,"),
         unknown("compile", job.checkpoints & job.reentrant, "with reentrant checkpointing"),
@@ -100,8 +103,8 @@ COMPILED = Section(
         unknown("compile", ~job.computes_bfloat16, "of products in other than bfloat16"),
         unknown("compile", job.autocast & ~(job.huggingface | (_WHOLE & _CAST)),
                 "under autocast, in shards or layer by layer, without accelerate,"),
-        *(unknown("compile", asked & ~traced, f"with {change} of {{architecture.name!r}}")
-          for change, asked, traced in _CHANGED_GRAPHS),
+        *(unknown("compile", asked & ~_compared(change), f"with {change} of {{architecture.name!r}}")
+          for change, asked in _CHANGED_GRAPHS),
         unknown("compile", job.selective & job.huggingface & _IN_SHARDS,
                 "with selective checkpointing around layers that are compiled in place"),
         unknown("compile", ~job.default_batch | job.offloads, "with padding, packing or offloading"),

@@ -4,7 +4,7 @@ pipeline parallelism, as `peakcast verify agreement` has traced them; DeepSpeed'
 from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
-from peakcast.models.ledger.scope.fact import above, option, setting
+from peakcast.models.ledger.scope.fact import above, differs, option, setting, trait
 from peakcast.models.ledger.scope.table import Section, fails, less, more, nearly_less, nearly_more, unknown
 
 # fmt: off
@@ -51,7 +51,7 @@ _DATA_PARALLEL = Section("data parallelism", when=job.replicated, rows=(
 
 _SIZE = "parallelism.tensor_parallel_size"
 _TENSOR_PARALLEL = Section("tensor parallelism", when=job.tensor_parallel, rows=(
-    unknown(_SIZE, ~(job.like_llama | (job.huggingface & job.family(*job.TENSOR_PARALLEL_FAMILIES))),
+    unknown(_SIZE, ~(job.like_llama | (job.huggingface & trait("traces.tensor_parallel"))),
             "tensor parallelism of {architecture.model_type!r} under framework={framework!r} is not modelled: that of "
             "layers like Llama's is, and with framework='huggingface' that of {tensor_parallel_families}."),
     unknown(_SIZE, ~(job.huggingface | job.plain_torch), "tensor parallelism is not modelled for framework={framework!r}."),
@@ -155,7 +155,7 @@ _PIPELINES = Section("pipeline parallelism", when=job.pipeline_parallel, rows=(
     unknown(_STAGES, ~job.plain_torch,
             "pipeline parallelism is modelled for framework='megatron' and 'torch', not {framework!r}."),
     # SmolLM3's every fourth layer has no rotation: a stage with only such layers frees the tables
-    unknown(_STAGES, ~job.like_llama | job.family("smollm3"),
+    unknown(_STAGES, ~job.like_llama | trait("rotary.skipped_every"),
             "pipeline parallelism of {architecture.model_type!r} is not modelled: that of layers like Llama's is."),
     unknown(_STAGES, ~job.trains, "pipeline parallelism is modelled in training only."),
     unknown("finetuning.method", job.adapts,
@@ -246,14 +246,14 @@ ZERO = Section(
             "computed in the dtype of the weights only, not {precision.parameters!r} in {precision.compute!r}."),
     more("framework_options.overlap_comm", ~job.zero3 & job.overlaps_reduction & job.offloads_optimizer,
          "without overlap_comm beside an optimizer on the host only: gradients larger than a bucket then stay longer."),
-    more("finetuning.method", job.zero3 & job.family("gpt_neo") & job.adapts,
+    more("finetuning.method", job.zero3 & differs("adapters under ZeRO-3") & job.adapts,
          "without adapters on GPT-Neo only, whose frozen weights stay gathered longer in backward."),
     unknown(_STAGE, job.zero3 & job.experts & job.some_layers,
             "with experts only where every layer is checkpointed, or none."),
     unknown(_STAGE, job.experts & ~setting("precision.parameters", "bfloat16"),
             "with experts in bfloat16 only: grouped products of other dtypes cannot be traced."),
     unknown(_STAGE, job.experts & job.quantized, "with whole experts only, not quantised ones."),
-    unknown(_STAGE, job.experts & job.zero3 & ~job.grouped_leaves,
+    unknown(_STAGE, job.experts & job.zero3 & ~trait("libraries.deepspeed_leaf"),
             "with experts of {families_of_leaves} only, whose feed-forwards are modules without parts."),
     unknown("optimizer.name", ~job.optimizer("adamw", "adam"),
             "with torch's AdamW only, not optimizer.name={optimizer.name!r}."),

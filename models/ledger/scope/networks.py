@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
-from peakcast.models.ledger.scope.fact import setting
+from peakcast.models.ledger.scope.fact import setting, trait
 from peakcast.models.ledger.scope.table import Section, fails, more, unknown
 
 # fmt: off
 NETWORKS = Section("networks", (
-    unknown("architecture", job.encoder & ~job.family("bert"),
+    unknown("architecture", job.unmodelled_family, "{architecture.name!r}: {unmodelled}"),
+    unknown("architecture", job.encoder & ~trait("layer.norm_after_residual"),
             "{architecture.name!r}: of encoders only BERT is modelled, not model_type={architecture.model_type!r}."),
     # of state-space layers the ledger has what the kernels save, but not their temporaries
     more("architecture", job.hybrid,
@@ -22,12 +23,9 @@ NETWORKS = Section("networks", (
     unknown("architecture", ~job.known_family,
             "model_type={architecture.model_type!r} is not known to the ledger, which takes it for Llama by its keys; "
             "trace it (`peakcast explain --trace`)."),
-    unknown("architecture", job.family("dbrx"),
-            "{architecture.name!r}: DBRX clips its projections and runs its experts one by one, which is counted as other "
-            "families do; parameters, gradients and optimizer states are exact."),
-    unknown("architecture", job.narrow_mpt,
+    unknown("architecture", job.otherwise_than_four_hidden,
             "{architecture.name!r} has intermediate_size={architecture.intermediate_size}, and transformers makes MPT's "
-            "feed-forward 4 * hidden_size wide, whatever is asked for; use {width_of_mpt}."),
+            "feed-forward 4 * hidden_size wide, whatever is asked for; use {four_hidden}."),
 ))
 
 ENCODER_DECODERS = Section(

@@ -4,7 +4,7 @@ under all: batches, preference losses, adapters, optimizers, precision, and mixt
 from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
-from peakcast.models.ledger.scope.fact import above, option, setting
+from peakcast.models.ledger.scope.fact import above, differs, option, setting, trait
 from peakcast.models.ledger.scope.table import Section, fails, less, more, nearly, nearly_less, nearly_more, unknown
 
 # fmt: off
@@ -87,17 +87,18 @@ ADAPTERS = Section("adapters", when=job.adapts, rows=(
          "adapters on the shared experts of {architecture.name!r} ({shared_expert_projections}) are not counted."),
     more("finetuning.targets",
          job.trains & job.experts & job.names_experts
-         & (job.stacked_experts_adapted | option("experts_implementation", "loop") | option("quantized_experts")),
+         & (trait("libraries.peft_adapts_experts") | option("experts_implementation", "loop")
+            | option("quantized_experts")),
          "adapters on the experts of {architecture.name!r} are not counted."),
 ))
 
 SETTINGS = Section("settings of one rank", (
     unknown("task", job.generates & job.encoder,
             "{architecture.name!r} is an encoder, which generates nothing: task='inference' is not modelled for it."),
-    nearly_more("task", job.generates & (job.own_position_tables | job.family("mpt")),
+    nearly_more("task", job.generates & differs("generation"),
                 "generation with model_type={architecture.model_type!r}, whose attention has tables of its own, is up to 5 "
                 "% below its trace."),
-    nearly_more("task", job.generates & job.family("bloom") & job.computes_float32,
+    nearly_more("task", job.generates & differs("generation in float32") & job.computes_float32,
                 "generation with BLOOM in float32: scores that its attention names until it has added its output are not "
                 "all counted; up to 0.7 % below its trace."),
     more("framework_options.autocast", job.latent_attention & job.autocast,
@@ -105,7 +106,7 @@ SETTINGS = Section("settings of one rank", (
     unknown("versions.transformers", job.generates & job.latent_attention & option("latent_cache", False),
             "generation with multi-latent attention before transformers 5.17, which cached expanded keys and values, is "
             "counted by its source; no trace has confirmed it."),
-    unknown("optimizer.name", job.optimizer("galore") & job.family("gpt2"),
+    unknown("optimizer.name", job.optimizer("galore") & trait("linear.conv1d"),
             "optimizer.name='galore' projects nn.Linear alone, and GPT-2 has Conv1D: it is not modelled there."),
     unknown("offload", (job.offloads_parameters | job.offloads_optimizer) & ~(job.offloads_by_fsdp | job.zero),
             "offload of parameters or optimizer states is modelled for FSDP's and ZeRO's only."),
@@ -131,9 +132,10 @@ SETTINGS = Section("settings of one rank", (
 MIXTURES = Section("mixtures that differ from their traces", when=job.trains, rows=(
     unknown("activation_checkpointing", job.offloads_activations & job.flex,
             "offloaded activations are compared with traces of sdpa, eager and flash attention, not of flex."),
-    more("framework_options.autocast", job.autocast & (job.own_position_tables | job.family("bloom")),
+    more("framework_options.autocast", job.autocast & differs("autocast"),
          "model_type={architecture.model_type!r} under autocast: what its own attention widens is not all counted."),
-    nearly_more("framework_options.autocast", job.autocast & job.adapts & job.checkpoints & job.family("cohere", "cohere2"),
+    nearly_more("framework_options.autocast",
+                differs("autocast with adapters and checkpointing") & job.autocast & job.adapts & job.checkpoints,
                 "model_type={architecture.model_type!r} under autocast, with adapters and checkpointing: backward is up to "
                 "1.6 % below its trace."),
     nearly_less("framework_options.autocast", job.autocast & job.inputs_are_leaves,
@@ -141,7 +143,8 @@ MIXTURES = Section("mixtures that differ from their traces", when=job.trains, ro
                 "layers are leaves, which autocast casts once for all projections; up to 2.5 % too much is counted."),
     nearly_less("optimizer.name", job.optimizer("lomo") & job.autocast & job.checkpoints,
                 "lomo under autocast with checkpointing: backward is up to 0.4 % above its trace."),
-    more("activation_checkpointing", (job.checkpoints | job.offloads_activations) & job.own_position_tables,
+    more("activation_checkpointing",
+         differs("checkpointing or offloaded activations") & (job.checkpoints | job.offloads_activations),
          "model_type={architecture.model_type!r} with checkpointing or offloaded activations: position tables and rotated "
          "parts that its attention names are not counted where no graph keeps them."),
 ))
