@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.compiled.forward import LayerForward, products
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.ops import FP32, NARROWED, op
+from peakcast.models.ledger.compiled.ops import NARROWED, op
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import flash_backward_bytes
 from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.tape.template import HANDED_IN

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-from peakcast.core.units import round_up
+from peakcast.core.units import FP32, INT64, round_up
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.ops import FP32, INPUT, INT64, MASK, OUTPUT, SEEDS, op
+from peakcast.models.ledger.compiled.ops import INPUT, MASK, OUTPUT, SEEDS, op
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.parameters.inventory import leaf_names

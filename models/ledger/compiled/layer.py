@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from peakcast.core.units import INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
 from peakcast.models.ledger.compiled.graphs_in_turn import both_graphs
 from peakcast.models.ledger.compiled.inductor_graph import InductorGraph
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.ops import INPUT, INT64, NARROWED, OUTPUT, PRODUCTS, SEEDS, op, recomputed
+from peakcast.models.ledger.compiled.ops import INPUT, NARROWED, OUTPUT, PRODUCTS, SEEDS, op, recomputed
 from peakcast.models.ledger.compiled.template import Given, compiled_template
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention_kernel
 from peakcast.models.ledger.huggingface.blocks.context import HFContext

@@ -9,22 +9,12 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.layer import FAMILIES, kept_of
-from peakcast.models.ledger.compiled.ops import (
-    FP32,
-    INPUT,
-    INT64,
-    MASK,
-    OF_HANDED_IN,
-    OUTPUT,
-    SEEDS,
-    named,
-    op,
-    recomputed,
-)
+from peakcast.models.ledger.compiled.ops import INPUT, MASK, OF_HANDED_IN, OUTPUT, SEEDS, named, op, recomputed
 from peakcast.models.ledger.compiled.template import Given, compiled_template
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from peakcast.core.units import INT64
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -29,8 +30,6 @@ from peakcast.models.ledger.huggingface.model import hold_cast_weights
 from peakcast.models.ledger.parameters.t5 import CROSS
 from peakcast.models.ledger.tape.step import FOREVER, Run, Step
 from peakcast.timelines.timeline import Category
-
-INT64 = 8
 
 
 @dataclass

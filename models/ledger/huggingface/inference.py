@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from peakcast.catalog import Device
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -27,8 +28,6 @@ from peakcast.models.ledger.tape.template import Template
 from peakcast.models.ledger.tape.workspaces import FORWARD_THREAD, training_workspaces
 from peakcast.timelines.timeline import Category, Timeline
 
-FP32 = 4
-INT64 = 8
 MAX_DECODE_FORWARDS = 64
 """How many decoding forwards are on the timeline: all if there are fewer, else evenly spread ones and always the last two,
 since the next to last makes a cache while the one before still exists. Each forward is like its neighbour with a longer

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from peakcast.core.units import DTYPE_BYTES
+from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import DRIVEN_BY, adapter_dtype, conventions, makes_whole_logits, mixes_precision
 from peakcast.jobs.spec import TrainingJob
@@ -30,7 +30,6 @@ from peakcast.models.ledger.parameters.inventory import leaf_names
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.models.ledger.tape.template import Template
 
-FP32 = 4
 COMPILED: dict[tuple[str, str], frozenset[str]] = {
     ("network", "huggingface"): frozenset({"layers", "ends", "loss", "mask"}),
     ("network", "torch"): frozenset({"layers", "ends", "loss", "mask"}),

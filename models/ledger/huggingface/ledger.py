@@ -12,6 +12,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from peakcast.catalog import Device
+from peakcast.core.units import INT64
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import Optimizer, TrainingJob
@@ -60,9 +61,6 @@ from peakcast.timelines.timeline import Category, Phase, Timeline
 
 if TYPE_CHECKING:
     from peakcast.models.ledger.layouts.zero_host import HostMemory
-
-FP32 = 4
-INT64 = 8
 
 
 def huggingface_ledger(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from peakcast.core.units import DTYPE_BYTES
+from peakcast.core.units import DTYPE_BYTES, FP32, INT64
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
@@ -22,9 +22,6 @@ from peakcast.models.ledger.tape.step import FOREVER, Run, Step
 from peakcast.networks.rotary import rotated_width
 from peakcast.networks.windows import attends_to_everything
 from peakcast.timelines.timeline import Category
-
-FP32 = 4
-INT64 = 8
 
 
 def hold_buffers(timeline: Step, job: TrainingJob) -> None:

@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext, autocast_copy_bytes, is_cast_by_autocast
 from peakcast.models.ledger.huggingface.blocks.ends import embedding_variables, head
-from peakcast.models.ledger.huggingface.blocks.preference_heads import FP32, INT64, scored_rows, vocabulary_part_bytes
+from peakcast.models.ledger.huggingface.blocks.preference_heads import scored_rows, vocabulary_part_bytes
 from peakcast.models.ledger.huggingface.layers import Blocks, block_context
 from peakcast.models.ledger.huggingface.model import hold_masks, hold_rotary_tables, model_ends
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters

@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from peakcast.catalog import Device
+from peakcast.core.units import INT64
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import head, logits_bytes_kept_by_outputs
@@ -52,8 +53,6 @@ from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.models.ledger.tape.template import HANDED_IN, INPUTS_DONE, Template, Waiting
 from peakcast.models.ledger.tape.workspaces import kernels_of, training_workspaces
 from peakcast.timelines.timeline import Category, Phase, Timeline
-
-INT64 = 8
 
 
 def pipeline_ledger(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tensor
-
-FP32 = 4
 
 
 def activation(build: BlockBuilder, x: Tensor) -> Tensor:

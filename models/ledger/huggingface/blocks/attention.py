@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention, attention_kernel
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.eager_attention import repeat_key_value
@@ -16,8 +17,6 @@ from peakcast.models.ledger.parameters.inventory import leaf_names
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tape, Tensor
 from peakcast.networks.rotary import rotated_width
-
-FP32 = 4
 
 
 def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from peakcast.catalog.kernel_workspaces import flash_backward
-from peakcast.core.units import round_up
+from peakcast.core.units import FP32, INT64, round_up
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -20,8 +20,6 @@ from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
 
-FP32 = 4
-INT64 = 8
 Kernel = Callable[[BlockBuilder, Tensor, Tensor, Tensor], Tensor]
 
 

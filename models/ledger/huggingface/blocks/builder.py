@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from peakcast.core.units import FP32
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import Finetuning
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -24,7 +25,6 @@ from peakcast.models.ledger.parameters.adapter_targets import default_adapter_ta
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
 
-FP32 = 4
 NOT_ADAPTED = ("lm_head", "mlp.gate")
 """What "all-linear" leaves out: the head, and a router, which is not an nn.Linear in transformers 5."""
 CAST = ".weight_cast"

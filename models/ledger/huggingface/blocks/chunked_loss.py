@@ -8,11 +8,10 @@ each chunk's cross entropy. litgpt 0.5.13 utils.py chunked_cross_entropy: chunks
 
 from __future__ import annotations
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape.tape import Tape, Tensor
 from peakcast.timelines.timeline import Category
-
-FP32 = 4
 
 
 def chunked_cross_entropy(tape: Tape, logits: Tensor, context: HFContext) -> None:

@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from peakcast.core.units import FP32
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.loss import LossKind
 from peakcast.jobs.spec import Finetuning
 from peakcast.models.ledger.huggingface.blocks.ring_attention import ALONE, Ring
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE, TensorParallel
-
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

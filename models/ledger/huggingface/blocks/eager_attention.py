@@ -5,14 +5,12 @@ Source: transformers 5.17 `models/<model_type>/modeling_<model_type>.py`, `eager
 
 from __future__ import annotations
 
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads, joins_heads, traits
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
-
-FP32 = 4
-INT64 = 8
 
 
 def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.huggingface.blocks.adapter_tensors import network_tensors
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.chunked_loss import chunked_cross_entropy
@@ -25,9 +26,6 @@ from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category
-
-FP32 = 4
-INT64 = 8
 
 
 @lru_cache(maxsize=256)

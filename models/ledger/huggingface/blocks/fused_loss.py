@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from peakcast.core.units import power_of_two
+from peakcast.core.units import FP32, INT64, power_of_two
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.tape.local_variables import Locals
 from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
 from peakcast.timelines.timeline import Category
-
-FP32 = 4
-INT64 = 8
 
 
 def fused_loss(build: BlockBuilder, hidden: Tensor) -> None:

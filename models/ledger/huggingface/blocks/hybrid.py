@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from peakcast.core.units import FP32
 from peakcast.jobs.architecture import StateSpace
 from peakcast.models.ledger.huggingface.blocks.attention import self_attention
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
@@ -19,7 +20,6 @@ from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 
-FP32 = 4
 SCAN_CHUNK = 2048
 """Tokens between two states that Mamba's scan saves (mamba_ssm csrc/selective_scan/selective_scan.cpp, kMaxChunkSize)."""
 

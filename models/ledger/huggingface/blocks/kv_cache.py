@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads
 from peakcast.models.ledger.tape.tape import Tensor
 
 CACHES = ("key_cache", "value_cache")
-FP32 = 4
-INT64 = 8
 
 
 class CacheTurn(NamedTuple):

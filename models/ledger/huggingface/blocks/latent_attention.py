@@ -5,14 +5,13 @@ Source: transformers 5.17 `models/deepseek_v3/modeling_deepseek_v3.py` DeepseekV
 
 from __future__ import annotations
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
 from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tape, Tensor
-
-FP32 = 4
 
 
 def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:

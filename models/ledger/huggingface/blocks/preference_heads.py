@@ -10,15 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from peakcast.core.units import FP32, INT32, INT64
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
 from peakcast.timelines.timeline import Category
 
-FP32 = 4
-INT32 = 4
-INT64 = 8
 TOKEN_CHUNK = 4096
 """TOKEN_CHUNK_SIZE of chunked_logprob.py."""
 VOCABULARY_CHUNK = 32768

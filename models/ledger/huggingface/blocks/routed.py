@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+from peakcast.core.units import FP32, INT32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
@@ -21,9 +22,6 @@ from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
 
 MOST_GROUPS = 16
-FP32 = 4
-INT32 = 4
-INT64 = 8
 
 
 def routed_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:

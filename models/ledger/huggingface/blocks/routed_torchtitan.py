@@ -8,13 +8,11 @@ token_dispatcher.py (LocalTokenDispatcher), ops/scatter_add.py. Its selective ch
 
 from __future__ import annotations
 
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
-
-FP32 = 4
-INT64 = 8
 
 
 def torchtitan_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:

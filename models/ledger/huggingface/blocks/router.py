@@ -5,15 +5,13 @@ Source: transformers 5.17 `models/<model_type>/modeling_<model_type>.py`, the cl
 
 from __future__ import annotations
 
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.eager_attention import softmax
 from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
-
-FP32 = 4
-INT64 = 8
 
 
 def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor, list[Tensor]]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from peakcast.core.units import round_up
+from peakcast.core.units import FP32, INT64, round_up
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -21,8 +21,6 @@ from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 
-FP32 = 4
-INT64 = 8
 RELATIVE = f"{SELF}.relative_attention_bias"
 POSITION_BIAS, CROSS_POSITION_BIAS, ENCODER_STATES = "position_bias", "cross_position_bias", "encoder_states"
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from peakcast.core.units import BOOL, FP8, FP32
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
-
-FP32 = 4
-FP8 = 1
-BOOL = 1
 
 
 def norm_statistics(context: MegatronContext, rows: int) -> list[int]:
