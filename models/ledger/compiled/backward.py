@@ -201,12 +201,12 @@ class LayerOps(LayerForward):
         if not self.trains:
             return [op(result, gradient, size)]
         elements = self._weight(name) if elements is None else elements
-        weight = elements * self.context.weight_bytes
+        weight = elements * self.context.precision.weight_bytes
         if not self.casts:
             both = [op(f"{name}.weight.grad", reads, weight, is_result=True), op(result, gradient, size)]
             return both[::-1] if self.context.architecture.model_type in CONV1D else both
         return [
-            op(f"{name}.grad", reads, elements * self.context.compute_bytes),
+            op(f"{name}.grad", reads, elements * self.context.precision.compute_bytes),
             op(result, f"{gradient} {name}.cast", size),
             op(f"{name}.weight.grad", f"{name}.grad", weight, wide=True, is_result=True),
         ]
@@ -215,14 +215,14 @@ class LayerOps(LayerForward):
         """The backward of a product's adapter, which read a copy of `read`."""
         if name not in self.adapted:
             return []
-        context, row = self.context, self.rank * self.context.adapter_bytes
-        inputs = size // (context.rows * context.compute_bytes)
+        context, row = self.context, self.rank * self.context.adapters.weight_bytes
+        inputs = size // (context.rows * context.precision.compute_bytes)
         outputs, inner = self._weight(name) // inputs, f"d_{name}.lora_A"
         return [
             op(f"{name}.lora_B.weight.grad", f"{gradient} {name}.lora_A", outputs * row, wide=True, is_result=True),
             op(inner, gradient, context.rows * row, wide=True),
             op(f"{name}.lora_A.weight.grad", f"{inner} {read}.wide", inputs * row, wide=True, is_result=True),
-            op(result, inner, size // context.compute_bytes * context.adapter_bytes, wide=True),
+            op(result, inner, size // context.precision.compute_bytes * context.adapters.weight_bytes, wide=True),
         ]
 
     def stream_gradient(
@@ -233,15 +233,15 @@ class LayerOps(LayerForward):
         output before its weight, if that is a buffer."""
         read_by = "o" if name == "d_middle" else "down"
         apart = name == "d_middle" and self.normed_apart
-        writes = {name: self.hidden * FP32 // self.context.compute_bytes if apart else self.stream}
+        writes = {name: self.hidden * FP32 // self.context.precision.compute_bytes if apart else self.stream}
         if name == "d_middle" and self.changes_sums:
             writes["d_o.narrow"] = self.hidden
         if normed:
-            writes[normed] = self.hidden * FP32 // self.context.compute_bytes
+            writes[normed] = self.hidden * FP32 // self.context.precision.compute_bytes
         if self.casts:
             writes[f"{name}.narrow"] = self.hidden
         if read_by in self.adapted:
-            wide = self.hidden // self.context.compute_bytes * self.context.adapter_bytes
+            wide = self.hidden // self.context.precision.compute_bytes * self.context.adapters.weight_bytes
             writes |= {f"{name}.wide": wide, f"{name}.copy": self.hidden}
         return op(name, reads, writes=writes, wide=self.casts or apart, replaces=replaces, is_result=is_result)
 
@@ -256,7 +256,7 @@ class LayerOps(LayerForward):
         return [
             replace(first, writes={**first.writes, bias: first.writes[f"{name}.partial"]}),
             second,
-            op(f"{name}.bias.grad", bias, width * self.context.weight_bytes, wide=self.casts, is_result=True),
+            op(f"{name}.bias.grad", bias, width * self.context.precision.weight_bytes, wide=self.casts, is_result=True),
         ]
 
     def _bias(self, name: str, reads: str, has: bool) -> list[Op]:
@@ -271,7 +271,7 @@ class LayerOps(LayerForward):
         size = -(-self.context.rows // ROWS_SUMMED) * width * FP32
         return [
             op(partial, reads, size, wide=True, fuses=fuses),
-            op(f"{name}.grad", partial, width * self.context.weight_bytes, wide=self.casts, is_result=True),
+            op(f"{name}.grad", partial, width * self.context.precision.weight_bytes, wide=self.casts, is_result=True),
         ]
 
     def _rotated_back(self, name: str, size: int) -> list[Op]:
@@ -281,14 +281,14 @@ class LayerOps(LayerForward):
         by_head = self.context.architecture.qk_norm != "none"
         widens = self.casts or traits(self.context.architecture).norm_weight_in_float32
         wide = widens and by_head  # a norm's weight widens what it multiplies, and so what is rotated
-        through = size // self.context.compute_bytes * FP32 if wide else size
+        through = size // self.context.precision.compute_bytes * FP32 if wide else size
         if self.grouped and name == "k":  # summed over the query heads of each key head, for both halves of the rotation
             ops, given = [op("d_k_of_sines", "d_k_expanded", through, wide=wide)], "d_k_of_sines d_k_expanded"
         if not by_head:
             result = f"d_{name}_by_head" if self.lays_out else f"d_{name}"
             return [*ops, op(result, given, size), *self._widened(f"d_{name}", given, size, name)]
-        head, weight = self.context.architecture.head_dim, self.context.weight_bytes
-        partial = size // (self.context.compute_bytes * ROWS_SUMMED) * FP32
+        head, weight = self.context.architecture.head_dim, self.context.precision.weight_bytes
+        partial = size // (self.context.precision.compute_bytes * ROWS_SUMMED) * FP32
         return [
             *ops,
             op(f"d_{name}_normed", given, through, wide=wide, fuses=f"d_{name}"),

@@ -34,17 +34,17 @@ HIDDEN_TANGENT = "hidden_states.tangent"
 def is_compiled_whole(context: HFContext) -> bool:
     """Whether this module describes the graphs of the context's network."""
     dense = context.architecture.model_type in FAMILIES and context.architecture.moe is None
-    plain = _trains_as_traced(context) and context.group == WHOLE and not context.saves_on_cpu
-    whole_loss = context.loss == "cross_entropy" and not context.fused_loss
+    plain = _trains_as_traced(context) and context.group == WHOLE and not context.backward.saves_on_cpu
+    whole_loss = context.loss.kind == "cross_entropy" and not context.kernels.fused_loss
     return context.compiled == WHOLE_NETWORK and dense and plain and whole_loss
 
 
 def _trains_as_traced(context: HFContext) -> bool:
     """Whether everything trains, or fp32 adapters alone, as in the traces."""
     tuning = context.finetuning
-    plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout or context.autocast)
+    plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout or context.precision.autocast)
     plain = plain and not (context.architecture.fused_qkv or context.architecture.fused_gate_up)
-    return context.trainable or (plain and context.adapter_bytes == FP32)
+    return context.trainable or (plain and context.adapters.weight_bytes == FP32)
 
 
 @lru_cache(maxsize=64)
@@ -69,7 +69,7 @@ def _module_of(name: str) -> tuple[str, str]:
 
 def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Graph, Graph]:
     """The forward and backward graphs of a network with these `layers`."""
-    one, size = layers[0], layers[0].compute_bytes
+    one, size = layers[0], layers[0].precision.compute_bytes
     embedded, reads = _embedded(one, len(layers))
     made = traits(one.architecture).scaled_embedding or len(reads.split()) > 1  # computed, so it can be recomputed
     looked_up = one.trainable and not made  # rows of a frozen table are looked up again instead
@@ -154,7 +154,7 @@ def _wanted(ops: list[Op]) -> list[Op]:
 def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:
     """The backward of the layer that is recomputed first. Its attention gets a mask that is written out for every head. The
     final norm reads the same recomputed buffers, so the sums over rows of both norms are one kernel."""
-    size = context.batch * context.architecture.num_attention_heads * context.sequence**2 * context.compute_bytes
+    size = context.batch * context.architecture.num_attention_heads * context.sequence**2 * context.precision.compute_bytes
     found = []
     for one in backward:
         if one.name == "d_attention":
@@ -173,7 +173,7 @@ def _embedded(context: HFContext, layers: int) -> tuple[list[Op], str]:
     if not context.trainable:
         return [], "embedding"
     stream = rows * architecture.hidden_size * context.stream_bytes
-    embedded = op("embedding", "", stream, wide=context.stream_bytes > context.compute_bytes)
+    embedded = op("embedding", "", stream, wide=context.stream_bytes > context.precision.compute_bytes)
     if architecture.position_embedding != "learned":
         return [embedded], "embedding"
     ops = [
@@ -191,9 +191,9 @@ def _embedded(context: HFContext, layers: int) -> tuple[list[Op], str]:
 def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tuple[list[Op], list[Op]]:
     """The final norm and the lm_head, forward and backward. `given_again`: what backward reads as the norm's input."""
     architecture = context.architecture
-    logits = context.rows * architecture.vocab_size * context.compute_bytes
+    logits = context.rows * architecture.vocab_size * context.precision.compute_bytes
     weight = architecture.vocab_size * architecture.hidden_size
-    cast = [op("lm_head.cast", "", weight * context.compute_bytes)] if ops.casts else []
+    cast = [op("lm_head.cast", "", weight * context.precision.compute_bytes)] if ops.casts else []
     capped = architecture.final_logit_softcapping is not None
     product = "lm_head" if capped else "logits"
     through = ops.back("lm_head", "d_logits norm_final", "d_norm_final_of_logits", "d_logits", ops.hidden, weight)
@@ -214,7 +214,7 @@ def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tu
 def _loss(context: HFContext) -> tuple[list[Op], list[Op]]:
     """Cross entropy, forward and backward."""
     architecture, rows = context.architecture, context.rows
-    logits = rows * architecture.vocab_size * context.compute_bytes
+    logits = rows * architecture.vocab_size * context.precision.compute_bytes
     capped = architecture.final_logit_softcapping is not None
     forward = [
         op("labels", "", context.batch * (context.sequence + 1) * INT64),
@@ -240,13 +240,13 @@ def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
     architecture, learned = context.architecture, context.architecture.position_embedding == "learned"
     last = backward[at] if learned else backward.pop(at)
     elements = architecture.vocab_size * architecture.hidden_size
-    name, wide = "embed_tokens.weight.grad", context.weight_bytes == FP32
+    name, wide = "embed_tokens.weight.grad", context.precision.weight_bytes == FP32
     tied = architecture.tie_word_embeddings
     table = name if wide and not tied else "embed_tokens.table"
     made = op(table, "", elements * FP32, wide=True, is_result=table == name)
     reads = "0.d_input embedding.dropped" if learned else " ".join(last.reads)
     ops = [made, op("embed_tokens.rows", f"{reads} {table}", 0, fuses="0.d_input", is_result=True)]  # in place
-    size = elements * context.weight_bytes
+    size = elements * context.precision.weight_bytes
     if learned:
         ops += _positions_back(context)
     if tied and wide:
@@ -264,5 +264,5 @@ def _positions_back(context: HFContext) -> list[Op]:
     return [
         op(table, "", elements * FP32, wide=True),
         op("embed_positions.rows", f"0.d_input positions {table}", 0),
-        op(name, f"{table} embed_positions.rows", elements * context.weight_bytes, is_result=True),
+        op(name, f"{table} embed_positions.rows", elements * context.precision.weight_bytes, is_result=True),
     ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from peakcast.catalog import Device
 from peakcast.core.units import FP32, INT64
@@ -85,7 +85,7 @@ def inference_ledger(
         embedded = first_ends = timeline.now
         returned = 0
         runs = {
-            (window, routed, turned): _layer_turn(replace(seen[window], routed=routed, rotates=turned), turns[window].kept)
+            (window, routed, turned): _layer_turn(_like(seen[window], routed=routed, rotates=turned), turns[window].kept)
             for window, routed, turned in dict.fromkeys(kinds)
         }
         for layer in layers:
@@ -134,10 +134,10 @@ def _layer_turn(context: HFContext, length: int) -> LayerTurn:
     """A layer's forward, after which its cache keeps `length` tokens. A dynamic cache is concatenated, so its old and new
     keys exist together; a static one is made once."""
     template = decoder_layer(context)
-    label, grows = template.forward_labels.index, context.cache in ("grows", "slides")
+    label, grows = template.forward_labels.index, context.cache.does in ("grows", "slides")
     sizes = layer_cache_bytes(context, length)
     made = tuple((name, label(name if grows else CACHES[0]), size) for name, size in zip(CACHES, sizes, strict=True))
-    replaced = tuple(now if context.cache == "grows" else label(CACHES[-1]) for _, now, _ in made) if grows else ()
+    replaced = tuple(now if context.cache.does == "grows" else label(CACHES[-1]) for _, now, _ in made) if grows else ()
     return LayerTurn(template, made, replaced, attention_weights_bytes(context))
 
 
@@ -165,9 +165,15 @@ def _with_cache(context: HFContext, window: int | None, turn: CacheTurn, past: i
     """
     always = traits(context.architecture).always_masked
     masked = always or follows or (window is not None and turn.length >= window)
-    part = {"sdpa": not masked, "flash_attention_2": True}.get(context.attention, False)
+    part = {"sdpa": not masked, "flash_attention_2": True}.get(context.attention.implementation, False)
     keys = min(past + context.sequence, turn.length) if part and turn.does == "stores" else turn.length
-    return replace(context, cache=turn.does, cache_length=turn.length, key_length=keys, masked=masked)
+    cache = replace(context.cache, does=turn.does, length=turn.length, key_length=keys)
+    return _like(replace(context, cache=cache), masked=masked)
+
+
+def _like(context: HFContext, **changes: Any) -> HFContext:
+    """`context` with these changes to its `layer`."""
+    return replace(context, layer=replace(context.layer, **changes))
 
 
 def _hold_inputs_of_the_model(timeline: Step, seen: Mapping[int | None, HFContext], start: int, ends: int) -> None:
@@ -177,9 +183,10 @@ def _hold_inputs_of_the_model(timeline: Step, seen: Mapping[int | None, HFContex
     architecture = one.architecture
     kinds = [seen[None], seen.get(architecture.sliding_window, one)][-kinds_of_masks(architecture) :]
     if traits(architecture).masks_for_both_kinds:  # the second has a window of 0, which every length exceeds
-        kinds[-1] = replace(kinds[-1], masked=True)
+        kinds[-1] = _like(kinds[-1], masked=True)
     for kind in kinds:
-        size = kind.compute_bytes if kind.attention == "eager" else int(kind.attention == "sdpa" and kind.masked)
-        timeline.hold("causal_mask", Category.TEMPORARIES, kind.rows * kind.cache_length * size, start, ends)
-    tables = rotary_tables(architecture, one.sequence, one.weight_bytes)
+        bools = int(kind.attention.implementation == "sdpa" and kind.layer.masked)
+        size = kind.precision.compute_bytes if kind.attention.implementation == "eager" else bools
+        timeline.hold("causal_mask", Category.TEMPORARIES, kind.rows * kind.cache.length * size, start, ends)
+    tables = rotary_tables(architecture, one.sequence, one.precision.weight_bytes)
     timeline.hold_all([*tables, ("position_ids", "", one.sequence * INT64)], Category.TEMPORARIES, start, ends)

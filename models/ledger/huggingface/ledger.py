@@ -21,7 +21,8 @@ from peakcast.models.ledger.huggingface.blocks.ends import head, logits_bytes_ke
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.blocks.kv_cache import returned_cache_bytes
 from peakcast.models.ledger.huggingface.blocks.traits import traits
-from peakcast.models.ledger.huggingface.layers import Blocks, block_context, first_context, target_context
+from peakcast.models.ledger.huggingface.contexts import block_context, first_context, target_context
+from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import (
     arguments_of_layers,
     attends_without_graph,
@@ -253,10 +254,10 @@ def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_
     loss = timeline.run_forward(head(context), "head", keeps_gradients=keeps_gradients)
     checkpointed = {index: run for index, run in runs.items() if blocks.checkpointed[index]}
     returned = returned_cache_bytes(context) if conventions(job).get("caches_while_checkpointing") else 0
-    if context.autocast:
+    if context.precision.autocast:
         hold_cast_weights(timeline, checkpointed.values(), owned=False)
         others = [run for index, run in runs.items() if index not in checkpointed]
-        hold_cast_weights(timeline, [*others, loss], owned=not context.saves_on_cpu)
+        hold_cast_weights(timeline, [*others, loss], owned=not context.backward.saves_on_cpu)
     for run in checkpointed.values() if returned else ():  # the model's outputs refer to the cache
         born = run.forward_start + run.template.num_forward
         timeline.hold("past_key_values", Category.ACTIVATIONS, returned, born, timeline.now, run.module)

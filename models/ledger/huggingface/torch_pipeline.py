@@ -26,7 +26,8 @@ from peakcast.core.units import INT64
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import head, logits_bytes_kept_by_outputs
-from peakcast.models.ledger.huggingface.layers import Blocks, block_context
+from peakcast.models.ledger.huggingface.contexts import block_context
+from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import (
     hold_embeddings,
     hold_masks,
@@ -146,7 +147,8 @@ class _Turns:
         self.step = step
         self.context = context
         self.blocks = Blocks(job, self.context)
-        self.split_blocks = Blocks(job, replace(self.context, splits_backward=True))
+        split = replace(self.context, backward=replace(self.context.backward, in_two_parts=True))
+        self.split_blocks = Blocks(job, split)
         self.split: frozenset[tuple[int, int]] = frozenset()
         """(micro-batch, chunk) of every backward that is split in two."""
         self.several = _takes_several(job)

@@ -18,9 +18,9 @@ def chunked_cross_entropy(tape: Tape, logits: Tensor, context: HFContext) -> Non
     """Append the loss. Backward runs through all chunks' losses before the lm_head, so a chunk's gradient takes the place
     of its saved tensor. Eager, all log-softmax are saved in fp32 and a chunk's two gradients are temporaries; compiled, the
     logits are saved as they are."""
-    chunks, narrow = context.logits_chunks, logits.num_bytes
-    widens = context.autocast or context.logits_upcast != "none"
-    wide = narrow // context.compute_bytes * FP32 if widens else narrow
+    chunks, narrow = context.loss.logits_chunks, logits.num_bytes
+    widens = context.precision.autocast or context.loss.logits_upcast != "none"
+    wide = narrow // context.precision.compute_bytes * FP32 if widens else narrow
     tape.begin_loss()
     parts = tape.operation(
         "logits.chunks", [logits], narrow, view_of=logits, gradients=[(logits, narrow)], category=Category.LOGITS

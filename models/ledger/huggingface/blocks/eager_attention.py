@@ -16,7 +16,7 @@ from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
 def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`eager_attention_forward`: scores, softmax (in most families in fp32 and converted back), times v."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
-    heads, size = architecture.num_attention_heads, context.compute_bytes
+    heads, size = architecture.num_attention_heads, context.precision.compute_bytes
     family = traits(architecture)
     elements = context.batch * heads * context.sequence * context.keys
     query_bytes = q.num_bytes // (context.rows * _query_width(architecture))
@@ -24,12 +24,12 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     # not a single head that is expanded, nor what multi-latent attention expands of its cache
     key_heads = attention_key_heads(architecture)
     single = key_heads == 1 < heads
-    cached = context.cache not in ("", "passes") and not ((architecture.mla and context.latent_cache) or single)
+    cached = context.cache.does not in ("", "passes") and not ((architecture.mla and context.cache.latent) or single)
     laid_out = key_heads not in (1, heads) or cached
     k, v = repeat_key_value(build, q, k, v)
     if family.scores_in_float32 and size != FP32:
         q, k = to_float32(build, q, "q"), to_float32(build, k, "k")
-        size = size if context.autocast else FP32
+        size = size if context.precision.autocast else FP32
     if family.joins_heads_first:
         v = _joined(build, v, "v", by_head=cached)
     joined = joins_heads(architecture)
@@ -58,8 +58,8 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     if family.scores_scaled_in_place:
         tape.hold(scaled)
     weights = returned = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
-    if weights.num_bytes != elements * context.compute_bytes:
-        weights = ops.cast(tape, weights, elements * context.compute_bytes, "self_attn.weights_cast")
+    if weights.num_bytes != elements * context.precision.compute_bytes:
+        weights = ops.cast(tape, weights, elements * context.precision.compute_bytes, "self_attn.weights_cast")
     v_used = v if family.joins_heads_first else _joined(build, v, "v", by_head=laid_out)
     summed = v.num_bytes // context.keys * context.sequence
     output = ops.matmul(tape, weights, v_used, summed, "self_attn.weighted_sum")
@@ -79,8 +79,8 @@ def _softmax(build: BlockBuilder, scores: Tensor, elements: int, query_bytes: in
     families, converted to the queries' dtype; the scores' variable is reassigned only after that."""
     context, tape = build.context, build.tape
     wide, family = elements * FP32, traits(context.architecture)
-    narrow = elements * (query_bytes if family.eager_softmax == "float32" else context.compute_bytes)
-    widened = scores.num_bytes < wide and (family.eager_softmax == "float32" or context.autocast)
+    narrow = elements * (query_bytes if family.eager_softmax == "float32" else context.precision.compute_bytes)
+    widened = scores.num_bytes < wide and (family.eager_softmax == "float32" or context.precision.autocast)
     weights = softmax(build, scores, wide if widened else scores.num_bytes, "self_attn.softmax")
     tape.hold(scores)
     if weights.num_bytes != narrow and family.eager_softmax != "wide":
@@ -92,14 +92,14 @@ def _softmax(build: BlockBuilder, scores: Tensor, elements: int, query_bytes: in
 
 def softmax(build: BlockBuilder, x: Tensor, num_bytes: int, name: str) -> Tensor:
     """A softmax whose output has `num_bytes`. For a wider dtype its input is converted first, except float16."""
-    if x.num_bytes != num_bytes and not build.context.float16:
+    if x.num_bytes != num_bytes and not build.context.precision.float16:
         x = ops.cast(build.tape, x, num_bytes, f"{name}.to_float32")
     return build.tape.operation(name, [x], num_bytes, saves_output=True)
 
 
 def _add_mask(build: BlockBuilder, scores: Tensor, elements: int) -> Tensor:
     """Scores plus the mask, which has the embeddings' dtype: under autocast a wide mask widens the scores."""
-    size = max(scores.num_bytes, elements * build.context.weight_bytes)
+    size = max(scores.num_bytes, elements * build.context.precision.weight_bytes)
     passed_on = None if size == scores.num_bytes else scores.num_bytes
     return build.tape.operation("self_attn.add_mask", [scores], size, gradients=[(scores, passed_on)])
 
@@ -111,9 +111,10 @@ def _softmax_with_sinks(
     the extra column is cut off. Returns as `_softmax`."""
     context, tape = build.context, build.tape
     heads, rows = context.architecture.num_attention_heads, context.rows * context.architecture.num_attention_heads
-    element = max(context.weight_bytes, context.compute_bytes)  # concatenated with the parameters, in the wider dtype
+    # concatenated with the parameters, in the wider dtype
+    element = max(context.precision.weight_bytes, context.precision.compute_bytes)
     whole = (elements + rows) * element
-    sinks = [WeightGradient("self_attn.sinks.grad", heads * context.weight_bytes)] if context.trainable else []
+    sinks = [WeightGradient("self_attn.sinks.grad", heads * context.precision.weight_bytes)] if context.trainable else []
     argument = scores
     if scores.num_bytes != elements * element:
         argument = ops.cast(tape, scores, elements * element, "self_attn.sinks.to_float32")
@@ -130,8 +131,8 @@ def _softmax_with_sinks(
     )
     probabilities = ops.unary_of_result(tape, shifted, "self_attn.softmax")
     weights = tape.operation("self_attn.sinks.cut", [probabilities], elements * element, view_of=probabilities)
-    if element != context.compute_bytes:
-        weights = ops.cast(tape, weights, elements * context.compute_bytes, "self_attn.softmax.to_narrow")
+    if element != context.precision.compute_bytes:
+        weights = ops.cast(tape, weights, elements * context.precision.compute_bytes, "self_attn.softmax.to_narrow")
     tape.hold(scores)
     return weights, [shifted, probabilities]
 
@@ -172,5 +173,5 @@ def repeat_key_value(
 
 def to_float32(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
     """x in fp32."""
-    size = build.context.compute_bytes
+    size = build.context.precision.compute_bytes
     return ops.cast(build.tape, x, x.num_bytes // size * FP32, f"self_attn.math.{name}32") if size != FP32 else x

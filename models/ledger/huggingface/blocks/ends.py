@@ -32,13 +32,13 @@ from peakcast.timelines.timeline import Category
 def embedding(context: HFContext) -> Template:
     """The template of the token (and learned position) embedding: ids in, [micro_batch_size, sequence_length, hidden_size]
     out."""
-    architecture, tape = context.architecture, Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
+    architecture, tape = context.architecture, Tape(gpu=context.gpu, saves_on_cpu=context.backward.saves_on_cpu)
     build = BlockBuilder(tape, context)
     rows, width = context.rows, architecture.hidden_size
-    size = context.end_weight_bytes
+    size = context.precision.end_weight_bytes
     trains, group = context.trainable, context.group
-    weight = architecture.vocab_size * width * context.end_weight_bytes  # its gradient is whole on every rank
-    part = group.part(architecture.vocab_size) * width * context.end_weight_bytes
+    weight = architecture.vocab_size * width * context.precision.end_weight_bytes  # its gradient is whole on every rank
+    part = group.part(architecture.vocab_size) * width * context.precision.end_weight_bytes
     tied = trains and architecture.tie_word_embeddings
     summed_last: list[tuple[Tensor, int | None]] = []
     if tied_in_graph(context):  # backward ends with the lm_head's product, which adds the embedding's gradient
@@ -72,9 +72,9 @@ def embedding(context: HFContext) -> Template:
     if group.table:
         hidden = leave_rows(tape, hidden, group, "embed_tokens")
     if made := [one for one in network_tensors(architecture, context.finetuning) if one.trains]:
-        taught = [WeightGradient(f"{one.name}.grad", one.numel * context.adapter_bytes) for one in made]
+        taught = [WeightGradient(f"{one.name}.grad", one.numel * context.adapters.weight_bytes) for one in made]
         hidden = tape.operation("adapters", [hidden], hidden.num_bytes, weight_gradients=taught)
-    elif context.input_requires_grad and not trains and not hands_on_itself(context):
+    elif context.layer.input_requires_grad and not trains and not hands_on_itself(context):
         hidden.requires_grad = True  # enable_input_require_grads(): a leaf, which its own node keeps
         tape.keep(hidden)
     if context.neftune:  # transformers integrations/neftune.py: output + torch.zeros_like(output).uniform_(...)
@@ -86,14 +86,14 @@ def embedding(context: HFContext) -> Template:
     if traits(architecture).scaled_embedding:
         hidden = ops.scale(tape, hidden, "embedding_multiplier")
     hidden = build.dropout(hidden, architecture.embedding_dropout, rows * width, "embedding_dropout")
-    hidden.requires_grad = context.input_requires_grad
+    hidden.requires_grad = context.layer.input_requires_grad
     return tape.finish(hidden)
 
 
 def _with_positions(build: BlockBuilder, hidden: Tensor) -> Tensor:
     """`hidden` plus learned positions and token types, if the network has them."""
     context, tape, trains = build.context, build.tape, build.context.trainable
-    architecture, rows, size = context.architecture, context.rows, context.end_weight_bytes
+    architecture, rows, size = context.architecture, context.rows, context.precision.end_weight_bytes
     width = architecture.hidden_size
     if architecture.position_embedding == "learned":
         num_positions = architecture.max_position_embeddings + architecture.position_embedding_offset
@@ -115,7 +115,8 @@ def tied_in_graph(context: HFContext) -> bool:
     sum with the embedding's gradient into one `addmm` (torch 2.13 `_inductor/fx_passes/post_grad.py` addmm). So it runs
     last, and the logits' gradient and the final norm's output live until then."""
     tied = context.trainable and context.architecture.tie_word_embeddings
-    whole = context.loss == "cross_entropy" and not context.fused_loss  # else no product of its own makes the logits
+    # else no product of its own makes the logits
+    whole = context.loss.kind == "cross_entropy" and not context.kernels.fused_loss
     return tied and whole and context.compiled.issuperset(("ends", "loss"))
 
 
@@ -132,7 +133,7 @@ def embedding_variables(context: HFContext) -> tuple[bool, list[int]]:
     """(whether it is the first layer's input, bytes of each) of the tensors to which variables of the model's forward refer
     while its layers run."""
     architecture = context.architecture
-    tokens = context.stream_rows * architecture.hidden_size * context.end_weight_bytes
+    tokens = context.stream_rows * architecture.hidden_size * context.precision.end_weight_bytes
     if architecture.position_embedding == "learned" and architecture.kind == "decoder":
         once = tokens if traits(architecture).positions_per_sequence else tokens // context.batch
         return False, [tokens, once]
@@ -151,16 +152,16 @@ def embedding_backward_bytes(rows: int, width: int, vocabulary: int) -> int:
 @lru_cache(maxsize=256)
 def head(context: HFContext) -> Template:
     """The template of the final norm, the lm_head and the loss over all positions."""
-    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.backward.saves_on_cpu, splits_backward=context.backward.in_two_parts)
     build = BlockBuilder(tape, context)
     final, sequence_output = _final_states(build)
-    if context.loss == "reward":
+    if context.loss.kind == "reward":
         tape.begin_loss()
         score(build, final)
-    elif context.loss != "cross_entropy":
+    elif context.loss.kind != "cross_entropy":
         tape.begin_loss()
         token_log_probabilities(tape, final, context)
-    elif context.fused_loss:
+    elif context.kernels.fused_loss:
         fused_loss(build, final)
     else:
         logits = _logits(build, final)
@@ -186,8 +187,8 @@ def _final_states(build: BlockBuilder) -> tuple[Tensor, Tensor]:
         hidden = ops.unary(tape, hidden, "lm_head.act")
     final = build.norm(hidden, width, "final_norm", context.stream_rows)
     tape.hold(hidden)  # the model's variable refers to it while the last norm runs
-    if context.narrows_final_norm and final.num_bytes > rows * width * context.weight_bytes:
-        final = ops.cast(tape, final, rows * width * context.weight_bytes, "final_norm.output_cast")
+    if context.precision.narrows_final_norm and final.num_bytes > rows * width * context.precision.weight_bytes:
+        final = ops.cast(tape, final, rows * width * context.precision.weight_bytes, "final_norm.output_cast")
     if architecture.kind == "encoder_decoder":
         normed, final = final, build.dropout(final, architecture.hidden_dropout, rows * width, "final_dropout")
         sequence_output = final
@@ -208,12 +209,12 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
     architecture, rows, width = context.architecture, context.rows, context.architecture.hidden_size
     inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
     trains = context.trainable and not tied_in_graph(context)
-    apart, bias = _is_chunked(context) and context.logits_chunks_apart, architecture.lm_head_bias
-    part, size = group.part(architecture.vocab_size), context.end_weight_bytes
+    apart, bias = _is_chunked(context) and context.loss.logits_chunks_apart, architecture.lm_head_bias
+    part, size = group.part(architecture.vocab_size), context.precision.end_weight_bytes
     logits = build.linear(inputs, width, part, "lm_head", bias, trains, size, sums_weight_gradients=apart)
     logits.storage.category = Category.LOGITS
     if group.ranks > 1 and not group.loss:
-        logits = gather_columns(tape, logits, rows * architecture.vocab_size * context.compute_bytes, "lm_head")
+        logits = gather_columns(tape, logits, rows * architecture.vocab_size * context.precision.compute_bytes, "lm_head")
         logits.storage.category = Category.LOGITS
         tape.hold(inputs)  # the argument of the module whose hook gathers
     if traits(architecture).scaled_logits:
@@ -231,7 +232,7 @@ def _loss_of_whole_logits(build: BlockBuilder, logits: Tensor, final: Tensor, se
     whole = group.ranks > 1 and not group.loss
     vocabulary = context.architecture.vocab_size if whole else group.part(context.architecture.vocab_size)
     wide = context.rows * vocabulary * FP32
-    narrow, upcast = logits, context.logits_upcast
+    narrow, upcast = logits, context.loss.logits_upcast
     logits, kept, labels = _widened_and_shifted(tape, logits, context, wide, sequence_output)
     if group.loss:
         _loss_over_parts(tape, logits)
@@ -240,14 +241,14 @@ def _loss_of_whole_logits(build: BlockBuilder, logits: Tensor, final: Tensor, se
     else:
         name, size = "log_softmax", logits.num_bytes
         result = tape.operation(name, [logits], size, saves_output=True, category=Category.LOGITS, output_name=name)
-        if upcast == "none" and context.autocast and size != wide:
+        if upcast == "none" and context.precision.autocast and size != wide:
             result = _logits_op(tape, result, wide, "nll_loss.to_float32")  # autocast's fp32 list
         tape.operation("nll_loss", [result, *labels[-1:]], FP32, saves=[result, *labels[-1:]])
     # variables of the model's and the loss's forward; an encoder's head reassigns one from its states to the logits
-    unnamed = context.in_stages or context.architecture.kind == "encoder"
+    unnamed = context.loss.in_stages or context.architecture.kind == "encoder"
     for tensor in (*kept, *build.variables, *([] if unnamed else [final])):
         tape.hold(tensor)
-    if context.kernels.loss == "in_place" and upcast != "model" and context.autocast and narrow.num_bytes < wide:
+    if context.kernels.loss == "in_place" and upcast != "model" and context.precision.autocast and narrow.num_bytes < wide:
         # accelerate's convert_outputs_to_fp32; with other losses, their own temporaries were larger
         tape.operation("outputs.to_float32", [narrow], wide, gradients=[], category=Category.LOGITS)
 
@@ -257,7 +258,7 @@ def _widened_and_shifted(
 ) -> tuple[Tensor, list[Tensor], list[Tensor]]:
     """(logits that the loss reads, tensors that variables refer to meanwhile, shifted labels if any). `wide`: bytes in
     fp32."""
-    narrow, upcast, shifted_rows = logits, context.logits_upcast, context.batch * (context.sequence - 1)
+    narrow, upcast, shifted_rows = logits, context.loss.logits_upcast, context.batch * (context.sequence - 1)
     if upcast == "model":
         wide_logits = _logits_op(tape, logits, wide, "logits.to_float32")
         tape.begin_loss()
@@ -268,19 +269,19 @@ def _widened_and_shifted(
     if upcast == "none_shifted":
         logits = _shift(tape, logits, shifted_rows, context)
         kept = [narrow, logits]
-        eager = context.kernels.loss == "eager"
-        if eager and context.autocast and context.compute_bytes != FP32:  # cross_entropy is on autocast's fp32 list
-            logits = _logits_op(tape, logits, logits.num_bytes // context.compute_bytes * FP32, "logits.to_float32")
+        eager, element = context.kernels.loss == "eager", context.precision.compute_bytes
+        if eager and context.precision.autocast and element != FP32:  # cross_entropy is on autocast's fp32 list
+            logits = _logits_op(tape, logits, logits.num_bytes // element * FP32, "logits.to_float32")
         return logits, kept, []
     kept, labels = [narrow], list[Tensor]()
-    if context.compute_bytes != FP32 or upcast == "loss_shifted":
+    if context.precision.compute_bytes != FP32 or upcast == "loss_shifted":
         logits = _logits_op(tape, logits, wide, "logits.to_float32") if logits.num_bytes != wide else logits
         kept.append(logits)
     if upcast == "loss_shifted":
         logits = _shift(tape, logits, shifted_rows, context)
     elif context.ring.ranks == 1:  # else the labels were shifted before the sequence was divided
         labels = _shifted_labels(tape, context)
-        kept += [] if context.in_stages else labels
+        kept += [] if context.loss.in_stages else labels
     return logits, kept, labels
 
 
@@ -353,7 +354,7 @@ def _shift(tape: Tape, x: Tensor, shifted_rows: int, context: HFContext) -> Tens
     """logits[..., :-1, :].contiguous(): a copy. Backward scatters its gradient into one of full size; if slicing the whole
     last dimension counts as a slice too, first into another of the slice's size."""
     size = x.num_bytes // context.rows * shifted_rows
-    if not context.slices_whole_dimensions:
+    if not context.loss.slices_whole_dimensions:
         return _logits_op(tape, x, size, "shift_logits")
     part = tape.operation("shift_logits.rows", [x], size, view_of=x)
     whole = tape.operation("shift_logits.vocabulary", [part], size, view_of=part)
@@ -363,9 +364,10 @@ def _shift(tape: Tape, x: Tensor, shifted_rows: int, context: HFContext) -> Tens
 def logits_bytes_kept_by_outputs(context: HFContext, *, widened: bool) -> int:
     """Bytes of the logits in the model's outputs, which the caller may keep; 0 with a fused loss. `widened`: accelerate's
     `convert_outputs_to_fp32` has made them fp32 under autocast."""
-    if context.fused_loss or context.loss != "cross_entropy":
+    if context.kernels.fused_loss or context.loss.kind != "cross_entropy":
         return 0
-    element = FP32 if context.logits_upcast == "model" or (widened and context.autocast) else context.compute_bytes
+    wide = context.loss.logits_upcast == "model" or (widened and context.precision.autocast)
+    element = FP32 if wide else context.precision.compute_bytes
     size = context.architecture.vocab_size
     return context.rows * (context.group.part(size) if context.group.loss else size) * element
 
@@ -382,7 +384,8 @@ def next_token_head(context: HFContext, kept: str) -> Template:
     build = BlockBuilder(tape, context, rows if kept == "all" else context.batch)
     last = tape.operation("last_position", [final], 0, view_of=final)
     last.num_bytes = build.rows * width * context.stream_bytes
-    logits = build.linear(last, width, vocabulary, "lm_head", architecture.lm_head_bias, False, context.weight_bytes)
+    bias, size = architecture.lm_head_bias, context.precision.weight_bytes
+    logits = build.linear(last, width, vocabulary, "lm_head", bias, False, size)
     logits.storage.category = Category.LOGITS
     if architecture.final_logit_softcapping is not None:
         for name in ("softcap.divide", "softcap.tanh", "softcap.multiply"):

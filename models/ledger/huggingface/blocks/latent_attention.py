@@ -19,7 +19,7 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     context, architecture, tape = build.context, build.context.architecture, build.tape
     mla = architecture.mla
     assert mla is not None
-    rows, size = context.rows, context.compute_bytes
+    rows, size = context.rows, context.precision.compute_bytes
     width, heads = architecture.hidden_size, architecture.num_attention_heads
     plain, rotated, value = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
     bias = architecture.attention_bias
@@ -39,9 +39,9 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     else:
         q_rot, k_rot = _rotate_pairs(tape, q_rot, "self_attn.rotary_q"), _rotate_pairs(tape, k_rot, "self_attn.rotary_k")
     tokens, expand = rows, build
-    if context.cache and context.latent_cache:  # the cache is compressed: earlier tokens are expanded again with the new
+    if context.cache.does and context.cache.latent:  # compressed: earlier tokens are expanded again with the new
         latent, k_rot = update_cache(build, latent, k_rot)
-        tokens = context.batch * context.cache_length
+        tokens = context.batch * context.cache.length
         expand = build.for_rows(tokens, 1)
     queries = tape.operation(
         "self_attn.join_q", [q_pass, q_rot], rows * query * size, gradients=[(q_pass, None), (q_rot, None)]
@@ -56,7 +56,7 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
         gradients=[(k_pass, k_pass.num_bytes), (k_rot, k_rot.num_bytes)],
         backward_temporary_bytes=rows * query * size,
     )
-    if context.cache and not context.latent_cache:
+    if context.cache.does and not context.cache.latent:
         keys, values = update_cache(build, keys, values)
     output = attention(build, queries, keys, values)
     output = build.projection(output, heads * value, width, "self_attn.o_proj", bias)

@@ -33,12 +33,12 @@ def token_log_probabilities(tape: Tape, hidden: Tensor, context: HFContext) -> N
     element, trains = context.stream_bytes, context.trainable
     shifted = tape.operation("lm_head.shift", [hidden], hidden.num_bytes, view_of=hidden)
     copied = tape.operation("lm_head.scored", [shifted], scored * width * element)
-    tile = min(scored, TOKEN_CHUNK) * VOCABULARY_CHUNK * context.compute_bytes
-    cast = context.compute_bytes if context.compute_bytes != element else 0
+    tile = min(scored, TOKEN_CHUNK) * VOCABULARY_CHUNK * context.precision.compute_bytes
+    cast = context.precision.compute_bytes if context.precision.compute_bytes != element else 0
     passing = 0 if element == FP32 else FP32 * width * (scored + (vocabulary if trains else 0))
-    weights = [WeightGradient("lm_head.weight.grad", vocabulary * width * context.weight_bytes)] if trains else []
+    weights = [WeightGradient("lm_head.weight.grad", vocabulary * width * context.precision.weight_bytes)] if trains else []
     if trains and architecture.lm_head_bias:
-        weights.append(WeightGradient("lm_head.bias.grad", vocabulary * context.weight_bytes))
+        weights.append(WeightGradient("lm_head.bias.grad", vocabulary * context.precision.weight_bytes))
     tape.operation(
         "lm_head.log_probabilities",
         [copied],
@@ -58,9 +58,9 @@ def score(build: BlockBuilder, hidden: Tensor) -> None:
     only."""
     context, tape = build.context, build.tape
     rows, width = context.rows, context.architecture.hidden_size
-    scores = build.linear(hidden, width, 1, "lm_head.score", False, True, context.weight_bytes)
+    scores = build.linear(hidden, width, 1, "lm_head.score", False, True, context.precision.weight_bytes)
     tape.operation("lm_head.last_position", [], rows * INT32, gradients=[], forward_temporary_bytes=2 * rows * INT32)
-    pooled = tape.operation("lm_head.pooled", [scores], context.batch * context.compute_bytes)
+    pooled = tape.operation("lm_head.pooled", [scores], context.batch * context.precision.compute_bytes)
     tape.operation("loss", [pooled], FP32, extra_saved_bytes=[FP32])
 
 
