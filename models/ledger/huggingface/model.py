@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from peakcast.core.units import DTYPE_BYTES, FP32, INT64
+from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
@@ -18,7 +18,7 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import embedding_variables, hands_on_itself
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, kinds_of_masks, traits
-from peakcast.models.ledger.tape.step import FOREVER, Run, Step
+from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.networks.rotary import rotated_width
 from peakcast.networks.windows import attends_to_everything
 from peakcast.timelines.timeline import Category
@@ -38,23 +38,6 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
         names = ("rotary_emb.cos_cached", "rotary_emb.sin_cached")
         buffers += [(name, layer, size) for layer in layers for name in names]
     timeline.hold_all(buffers, Category.PARAMETERS, 0)
-
-
-def hold_shared_inputs(timeline: Step, job: TrainingJob) -> None:
-    """Hold what is made of the inputs before context parallelism splits them. They stay whole, because a part is a view."""
-    tokens, ranks = job.micro_batch_size * job.sequence_length, job.parallelism.context_parallel_size
-    if ranks > 1:
-        timeline.hold("shift_labels", Category.INPUTS, tokens * INT64, 0)
-        timeline.hold("position_ids", Category.INPUTS, max(job.sequence_length, tokens // ranks) * INT64, 0)
-
-
-def hold_parts_of_inputs(timeline: Step, job: TrainingJob, start: int) -> None:
-    """Hold copies of this rank's parts of the inputs, two of the last one, while `context_parallel` (torch 2.13) is
-    entered."""
-    ranks, kinds = job.parallelism.context_parallel_size, 4 + bool(conventions(job).get("trainer"))
-    if ranks > 1:
-        size = job.micro_batch_size * job.sequence_length // ranks * INT64
-        timeline.hold_all((("context_parallel.shard", "", size),) * (kinds + 1), Category.INPUTS, start, timeline.now)
 
 
 def hold_embeddings(
@@ -115,13 +98,6 @@ def hold_for_tied_product(timeline: Step, loss: Run, context: HFContext) -> None
     if loss.backward_start is not None:
         born = loss.backward_start + 1 + loss.template.in_backward["lm_head"]
         timeline.hold("logits.gradient", Category.LOGITS, token * architecture.vocab_size, born, ends)
-
-
-def hold_logits_of_compiling(timeline: Step, context: HFContext, logits: int, loss_made: int) -> None:
-    """Hold the first forward's logits if the loss is outside a network that is compiled whole: a reference cycle keeps
-    them."""
-    if traits(context.architecture).loss_apart and "mask" in context.compiled:
-        timeline.hold("logits", Category.LOGITS, logits, loss_made + 1, FOREVER, "head")
 
 
 def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None = None) -> list[int]:

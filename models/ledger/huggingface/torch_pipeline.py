@@ -27,13 +27,12 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import head, logits_bytes_kept_by_outputs
 from peakcast.models.ledger.huggingface.contexts import block_context
+from peakcast.models.ledger.huggingface.inputs import hold_parts_of_inputs, hold_shared_inputs
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import (
     hold_embeddings,
     hold_masks,
-    hold_parts_of_inputs,
     hold_rotary_tables,
-    hold_shared_inputs,
     model_ends,
 )
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
