@@ -23,16 +23,14 @@ from peakcast.models.ledger.huggingface.blocks.attention_kernels import attentio
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE
 from peakcast.models.ledger.tape.template import HANDED_IN, Template
+from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
-
-FAMILIES = ("gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
-"""Families whose graphs were compared with the trace."""
 
 
 def is_compiled_alone(context: HFContext) -> bool:
     """Whether this module describes the graphs of the context's layer."""
-    dense = context.architecture.model_type in FAMILIES and not (context.layer.routed or context.packing.num_sequences)
-    plain = dense and context.trainable and not context.layer.masked
+    dense = "alone" in family_of(context.architecture).traces.compiled and not context.layer.routed
+    plain = dense and context.trainable and not (context.layer.masked or context.packing.num_sequences)
     whole = context.group == WHOLE and not (context.backward.in_two_parts or context.backward.saves_on_cpu)
     return "layers" in context.compiled and plain and whole and attention_kernel(context) == "flash"
 

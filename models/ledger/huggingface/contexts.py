@@ -29,7 +29,7 @@ from peakcast.models.ledger.huggingface.blocks.context import (
 )
 from peakcast.models.ledger.huggingface.blocks.ring_attention import ring_of
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
-from peakcast.models.ledger.huggingface.blocks.traits import rotates, slides, traits
+from peakcast.models.ledger.huggingface.blocks.traits import rotates, slides
 from peakcast.models.ledger.layouts import (
     adapters_are_units,
     adapters_are_whole,
@@ -39,7 +39,7 @@ from peakcast.models.ledger.layouts import (
     reduced_bytes,
 )
 from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK, virtual_tokens
-from peakcast.models.ledger.parameters.inventory import leaf_names
+from peakcast.networks.families import family_of
 
 COMPILED: dict[tuple[str, str], frozenset[str]] = {
     ("network", "huggingface"): frozenset({"layers", "ends", "loss", "mask"}),
@@ -253,7 +253,7 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         rotates=rotates(architecture, index),
         masked=context.packing.mask_of_batch
         or "mask" in context.compiled
-        or traits(architecture).always_masked
+        or family_of(architecture).masks.always
         or slides(architecture, index, context.sequence),
         routed=architecture.is_moe_layer(index),
         parts=architecture.layer_types[index] if architecture.layer_types else "",
@@ -264,5 +264,5 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
 
 def _first_linear(architecture: Architecture) -> str:
     """The name of the first projection of attention."""
-    names = leaf_names(architecture)
+    names = family_of(architecture).names
     return names.qkv if architecture.fused_qkv else names.q

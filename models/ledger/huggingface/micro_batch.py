@@ -15,7 +15,6 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import head, tied_in_graph
 from peakcast.models.ledger.huggingface.blocks.kv_cache import returned_cache_bytes
-from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import (
     attends_without_graph,
@@ -35,6 +34,7 @@ from peakcast.models.ledger.huggingface.outputs import hold_outputs
 from peakcast.models.ledger.huggingface.preference import forward_beforehand, hold_whole_head, reference_forward
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.models.ledger.tape.template import Template
+from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
 
 
@@ -158,7 +158,7 @@ class _BlockByBlock:
         reentrant, offloads = job.activation_checkpointing.use_reentrant, job.offload.activations
         masks = self._last_readers_of_masks()
         tables = last_rotations(contexts, self.runs, None if self.checkpointed else model_ends(self.loss))
-        by_position = traits(job.architecture).mask_by_position
+        by_position = family_of(job.architecture).masks.by_position
         if by_position and offloads:  # the checkpoint saves the mask as a tensor, so it goes to the host
             masks = []
             hold_masks_from_host(timeline, contexts, self.checkpointed.values(), reentrant)
@@ -171,7 +171,7 @@ class _BlockByBlock:
         """For each kind of layer, the instant from which no layer refers to its mask; empty if only the model's forward
         does. No graph saves a mask that is added to scores, but a checkpoint keeps it as an argument."""
         job, checkpointed, runs = self.job, self.checkpointed, self.runs
-        in_graph = traits(job.architecture).scores_biased_and_filled and not job.offload.activations
+        in_graph = family_of(job.architecture).eager_attention.adds_and_fills and not job.offload.activations
         if not (checkpointed or "mask" in self.context.compiled or in_graph):
             return []
         some = checkpointed and (job.attention == "eager" or len(checkpointed) < len(runs))

@@ -10,11 +10,11 @@ from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import logits_bytes_kept_by_outputs
-from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.huggingface.contexts import target_context
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import arguments_of_layers
 from peakcast.models.ledger.tape.step import FOREVER, Run, Step
+from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
 
 
@@ -41,7 +41,7 @@ def hold_outputs_of_before(
     target = target_context(context, job)
     if first:
         # the loss is outside a network that is compiled whole: a reference cycle keeps the logits of the first forward
-        if traits(job.architecture).loss_apart and "mask" in context.compiled:
+        if family_of(job.architecture).ends.loss_apart and "mask" in context.compiled:
             logits = logits_bytes_kept_by_outputs(target, widened=False)
             timeline.hold("logits", Category.LOGITS, logits, loss_made + 1, FOREVER, "head")
     elif not conventions(job).get("outputs_dropped") and not conventions(job).get("trainer"):
