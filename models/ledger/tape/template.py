@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from peakcast.core.texts import Texts
-from peakcast.timelines.timeline import Phase
+from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
+from peakcast.timelines.timeline import Category, Phase
 
 HANDED_IN = "gradient"
 """The name of the gradient that a block receives for its output from the block after it."""
@@ -18,8 +21,7 @@ HANDED_IN = "gradient"
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """How a block uses a tensor that another block owns, in backward instants of this block. None means that it does not.
-    """
+    """How a block uses a tensor that another block owns, in backward instants of this block. None: it does not."""
 
     kept_until: int | None
     """The instant before which autograd frees what this block saved of it."""
@@ -56,6 +58,68 @@ class Later:
 
     weights: tuple[Template, ...]
     waiting: tuple[Waiting, ...]
+
+
+@dataclass(slots=True)
+class Row:
+    """One tensor of a template, before rows become columns. Fields mean what the columns of the same names mean in
+    `Template`."""
+
+    name: str
+    category: int
+    num_bytes: int
+    """Bytes as asked for; columns are rounded as the allocator does."""
+    born: int
+    dies: int
+    born_backward: bool = False
+    dies_backward: bool = False
+    dies_without_graph: int = 0
+    weight_gradient: bool = False
+    cached: bool = False
+    stream: int = 0
+
+
+TEMPORARIES, GRADIENTS = int(Category.TEMPORARIES), int(Category.GRADIENTS)
+
+
+def backward_row(name: str, num_bytes: int, born: int, dies: int, stream: int = 0, category: int = TEMPORARIES) -> Row:
+    """The row of a tensor that lives from the backward instant `born` until before the backward instant `dies`."""
+    return Row(name, category, num_bytes, born, dies, True, True, dies, stream=stream)
+
+
+class Columns(TypedDict):
+    """The columns of a template."""
+
+    names: list[str]
+    categories: npt.NDArray[np.int8]
+    num_bytes: npt.NDArray[np.int64]
+    born: npt.NDArray[np.int64]
+    dies: npt.NDArray[np.int64]
+    born_backward: npt.NDArray[np.bool_]
+    dies_backward: npt.NDArray[np.bool_]
+    dies_without_graph: npt.NDArray[np.int64]
+    weight_gradient: npt.NDArray[np.bool_]
+    cached: npt.NDArray[np.bool_]
+    streams: npt.NDArray[np.int64] | None
+
+
+def columns_of(rows: Sequence[Row]) -> Columns:
+    """The rows as columns, their bytes rounded up to the allocator's unit."""
+    sizes = np.array([row.num_bytes for row in rows], dtype=np.int64)
+    streams = [row.stream for row in rows]
+    return Columns(
+        names=[row.name for row in rows],
+        categories=np.array([row.category for row in rows], dtype=np.int8),
+        num_bytes=-(-sizes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES,
+        born=np.array([row.born for row in rows], dtype=np.int64),
+        dies=np.array([row.dies for row in rows], dtype=np.int64),
+        born_backward=np.array([row.born_backward for row in rows], dtype=bool),
+        dies_backward=np.array([row.dies_backward for row in rows], dtype=bool),
+        dies_without_graph=np.array([row.dies_without_graph for row in rows], dtype=np.int64),
+        weight_gradient=np.array([row.weight_gradient for row in rows], dtype=bool),
+        cached=np.array([row.cached for row in rows], dtype=bool),
+        streams=np.array(streams, dtype=np.int64) if any(streams) else None,
+    )
 
 
 @dataclass(frozen=True)

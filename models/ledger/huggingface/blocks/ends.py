@@ -22,7 +22,7 @@ from peakcast.models.ledger.huggingface.blocks.tensor_parallel import (
 )
 from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category
 
@@ -241,7 +241,7 @@ def _loss_of_whole_logits(build: BlockBuilder, logits: Tensor, final: Tensor, se
         _loss_in_place(tape, logits, context)
     else:
         name, size = "log_softmax", logits.num_bytes
-        result = tape.operation(name, [logits], size, saves_output=True, category=Category.LOGITS, output_name=name)
+        result = tape.operation(name, [logits], Output(size, category=Category.LOGITS), saves=Saved(output=True))
         if upcast == "none" and context.autocast and size != wide:
             result = _logits_op(tape, result, wide, "nll_loss.to_float32")  # autocast's fp32 list
         tape.operation("nll_loss", [result, *labels[-1:]], FP32, saves=[result, *labels[-1:]])
@@ -251,7 +251,7 @@ def _loss_of_whole_logits(build: BlockBuilder, logits: Tensor, final: Tensor, se
         tape.hold(tensor)
     if context.kernels.loss == "in_place" and upcast != "model" and context.autocast and narrow.num_bytes < wide:
         # accelerate's convert_outputs_to_fp32; with other losses, their own temporaries were larger
-        tape.operation("outputs.to_float32", [narrow], wide, gradients=[], category=Category.LOGITS)
+        tape.operation("outputs.to_float32", [narrow], Output(wide, category=Category.LOGITS), gradients=[])
 
 
 def _widened_and_shifted(
@@ -288,10 +288,12 @@ def _widened_and_shifted(
 
 def _shifted_labels(tape: Tape, context: HFContext) -> list[Tensor]:
     """The padded labels, and the labels without each row's first, a copy unless there is one row."""
-    padded = tape.operation("pad_labels", [], context.batch * (context.sequence + 1) * INT64, category=Category.INPUTS)
+    padded = tape.operation(
+        "pad_labels", [], Output(context.batch * (context.sequence + 1) * INT64, category=Category.INPUTS)
+    )
     shared = padded if context.batch == 1 else None
     size = context.rows * INT64
-    return [padded, tape.operation("shift_labels", [padded], size, view_of=shared, category=Category.INPUTS)]
+    return [padded, tape.operation("shift_labels", [padded], Output(size, view_of=shared, category=Category.INPUTS))]
 
 
 def _compiled_loss(tape: Tape, logits: Tensor, context: HFContext) -> Template:
@@ -304,8 +306,7 @@ def _compiled_loss(tape: Tape, logits: Tensor, context: HFContext) -> Template:
         "cross_entropy",
         [logits],
         FP32,
-        saves=[logits],
-        extra_saved_bytes=[context.rows * FP32] * 2,
+        saves=Saved([logits], extra_bytes=[context.rows * FP32] * 2),
         backward_temporary_bytes=logits.num_bytes if whole else 0,
     )
     return tape.finish()
@@ -317,12 +318,8 @@ def _loss_in_place(tape: Tape, logits: Tensor, context: HFContext) -> None:
     losses = tape.operation(
         "cross_entropy",
         [logits],
-        context.rows * FP32,
-        saves=[logits],
-        extra_saved_bytes=[context.rows * FP32],
-        gradients_in_place=True,
-        category=Category.LOGITS,
-        is_function=True,
+        Output(context.rows * FP32, category=Category.LOGITS),
+        saves=Saved([logits], extra_bytes=[context.rows * FP32], by_function=True, become_gradients=True),
     )
     tape.operation("cross_entropy.sum", [losses], FP32)
 
@@ -331,16 +328,11 @@ def _loss_over_parts(tape: Tape, logits: Tensor) -> None:
     """torch's loss parallel over this rank's part of the vocabulary (torch 2.13 `distributed/tensor/parallel/loss.py`
     _log_softmax, _nll_loss_and_log_softmax_backward): shifted logits, their exponentials as a temporary, and the output."""
     shifted = tape.operation(
-        "log_softmax.shift", [logits], logits.num_bytes, gradients=[(logits, None)], category=Category.LOGITS
+        "log_softmax.shift", [logits], Output(logits.num_bytes, category=Category.LOGITS), gradients=[(logits, None)]
     )
     tape.operation("log_softmax.exp", [shifted], 0, gradients=[], forward_temporary_bytes=logits.num_bytes)
     result = tape.operation(
-        "log_softmax",
-        [shifted],
-        logits.num_bytes,
-        gradients=[(shifted, None)],
-        category=Category.LOGITS,
-        output_name="log_softmax",
+        "log_softmax", [shifted], Output(logits.num_bytes, category=Category.LOGITS), gradients=[(shifted, None)]
     )
     tape.operation(  # (grad_input + torch.exp(x)) * grad_output
         "nll_loss", [result], FP32, saves=[result], backward_temporary_bytes=2 * logits.num_bytes
@@ -348,7 +340,7 @@ def _loss_over_parts(tape: Tape, logits: Tensor) -> None:
 
 
 def _logits_op(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
-    return tape.operation(name, [x], num_bytes, category=Category.LOGITS, output_name=name)
+    return tape.operation(name, [x], Output(num_bytes, category=Category.LOGITS))
 
 
 def _shift(tape: Tape, x: Tensor, shifted_rows: int, context: HFContext) -> Tensor:
@@ -357,9 +349,9 @@ def _shift(tape: Tape, x: Tensor, shifted_rows: int, context: HFContext) -> Tens
     size = x.num_bytes // context.rows * shifted_rows
     if not context.slices_whole_dimensions:
         return _logits_op(tape, x, size, "shift_logits")
-    part = tape.operation("shift_logits.rows", [x], size, view_of=x)
-    whole = tape.operation("shift_logits.vocabulary", [part], size, view_of=part)
-    return tape.operation("shift_logits", [whole], size, gradients=[(whole, None)], category=Category.LOGITS)
+    part = tape.operation("shift_logits.rows", [x], Output(size, view_of=x))
+    whole = tape.operation("shift_logits.vocabulary", [part], Output(size, view_of=part))
+    return tape.operation("shift_logits", [whole], Output(size, category=Category.LOGITS), gradients=[(whole, None)])
 
 
 def logits_bytes_kept_by_outputs(context: HFContext, *, widened: bool) -> int:
@@ -382,7 +374,7 @@ def next_token_head(context: HFContext, kept: str) -> Template:
     hidden = tape.input(rows * width * context.stream_bytes)
     final = BlockBuilder(tape, context).norm(hidden, width, "final_norm")
     build = BlockBuilder(tape, context, rows if kept == "all" else context.batch)
-    last = tape.operation("last_position", [final], 0, view_of=final)
+    last = tape.operation("last_position", [final], Output(0, view_of=final))
     last.num_bytes = build.rows * width * context.stream_bytes
     logits = build.linear(last, width, vocabulary, "lm_head", architecture.lm_head_bias, False, context.weight_bytes)
     logits.storage.category = Category.LOGITS
@@ -391,7 +383,7 @@ def next_token_head(context: HFContext, kept: str) -> Template:
             logits = _logits_op(tape, logits, logits.num_bytes, name)
     if kept == "all":
         logits = _logits_op(tape, logits, build.rows * vocabulary * FP32, "logits.to_float32")
-        chosen = tape.operation("next_token_logits", [logits], 0, view_of=logits)
+        chosen = tape.operation("next_token_logits", [logits], Output(0, view_of=logits))
     else:
         chosen = _logits_op(tape, logits, context.batch * vocabulary * FP32, "next_token_logits")
     tape.operation("argmax", [chosen], context.batch * INT64)

@@ -22,7 +22,7 @@ from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_seq
 from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.parameters.inventory import leaf_names
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 from peakcast.models.ledger.tape.template import Template
 
 
@@ -90,11 +90,7 @@ def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
         build.tape.hold(variable)
     view = fed if traits(architecture).parallel_sum_in_place else None
     both = build.tape.operation(
-        "parallel_add",
-        [fed, attention],
-        fed.num_bytes,
-        gradients=[(fed, None), (attention, None)],
-        view_of=view,
+        "parallel_add", [fed, attention], Output(fed.num_bytes, view_of=view), gradients=[(fed, None), (attention, None)]
     )
     output = ops.add(build.tape, both, x, "residual_add")
     build.variables.extend([fed, attention])
@@ -142,4 +138,4 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
 
 def _swiglu(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
     """Liger's silu(gate)·up, whose backward writes into gate and up (liger_kernel 0.8 ops/swiglu.py)."""
-    return tape.operation("mlp.swiglu", [gate, up], up.num_bytes, saves=[gate, up], gradients_in_place=True)
+    return tape.operation("mlp.swiglu", [gate, up], up.num_bytes, saves=Saved([gate, up], become_gradients=True))

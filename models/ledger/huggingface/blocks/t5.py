@@ -18,7 +18,7 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import embedding_backward_bytes
 from peakcast.models.ledger.parameters.t5 import CROSS, FEED_FORWARD, SELF, up_projections
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 
 FP32 = 4
@@ -186,7 +186,7 @@ def _efficient(
     mask = bias
     if masked:
         kept = [context.sequence * key_length] if bias.requires_grad else []  # where() keeps its bool condition
-        mask = tape.operation(f"{name}.position_bias_mask", [bias], bias.num_bytes, extra_saved_bytes=kept)
+        mask = tape.operation(f"{name}.position_bias_mask", [bias], bias.num_bytes, saves=Saved(extra_bytes=kept))
     wide, narrow = mask, context.sequence * key_length * heads * context.compute_bytes
     if mask.num_bytes > narrow:  # autocast casts every floating-point argument of attention
         mask = ops.cast(tape, mask, narrow, f"{name}.mask_cast")
@@ -196,12 +196,13 @@ def _efficient(
     output = tape.operation(
         f"{name}.efficient_attention",
         [q, k, v, mask],
-        q.num_bytes,
-        saves=[q, k, v, mask],
-        saves_output=True,
-        extra_saved_bytes=[FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64],
+        Output(q.num_bytes, kind="attention"),
+        saves=Saved(
+            [q, k, v, mask],
+            output=True,
+            extra_bytes=[FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64],
+        ),
         backward_temporary_bytes=summed + inside,
-        kind="attention",
     )
     tape.hold(wide)
     return output

@@ -23,7 +23,7 @@ from peakcast.models.ledger.megatron.blocks.primitives import (
 )
 from peakcast.models.ledger.megatron.blocks.recompute import checkpointed, made_again
 from peakcast.models.ledger.megatron.blocks.router import router
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
 
 MOST_EXPERTS_IN_A_ROW = 16
 """If more local experts than this run one after the other, they are written as this many groups of equal experts."""
@@ -129,8 +129,7 @@ def _expert_linear(
         name,
         [x],
         output,
-        saves=saves if again_bytes is None else [],
-        extra_saved_bytes=kept,
+        saves=Saved(saves if again_bytes is None else [], extra_bytes=kept),
         weight_gradients=gradients * count,
         forward_temporary_bytes=other_layout_bytes(context, rows * in_features),
         backward_temporary_bytes=(again_bytes or 0) + quantized,
@@ -214,8 +213,7 @@ def _shared_expert(tape: Tape, x: Tensor, context: MegatronContext, experts: Exp
         "shared_experts.gate",
         [x],
         context.stream_rows * context.element_bytes,
-        saves=[x],
-        saves_output=True,
+        saves=Saved([x], output=True),
         weight_gradients=[WeightGradient("shared_experts.gate_weight.grad", context.hidden * context.element_bytes)],
     )
     return tape.operation("shared_experts.gated", [output, score], output.num_bytes, saves=[output, score])
