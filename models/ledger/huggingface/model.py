@@ -18,6 +18,7 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import embedding_variables, hands_on_itself
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, kinds_of_masks, traits
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, Run, Step
 from peakcast.networks.rotary import rotated_width
 from peakcast.networks.windows import attends_to_everything
@@ -93,9 +94,7 @@ def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
 def model_ends(loss: Run) -> int:
     """The instant of the lm_head, or of a loss that includes it. The model's last norm is done then, and the variables of
     its forward are freed."""
-    labels = loss.template.forward_labels
-    head = next(index for index, label in enumerate(labels) if label.startswith("lm_head"))
-    return loss.forward_start + min(head, loss.template.loss_from)
+    return loss.forward_start + min(loss.template.forward_marks[Mark.LM_HEAD][0], loss.template.loss_from)
 
 
 def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
@@ -115,7 +114,7 @@ def hold_for_tied_product(timeline: Step, loss: Run, context: HFContext) -> None
     token, architecture, ends = context.rows * context.compute_bytes, context.architecture, timeline.now
     timeline.hold("final_norm", Category.ACTIVATIONS, token * architecture.hidden_size, model_ends(loss) + 1, ends)
     if loss.backward_start is not None:
-        born = loss.backward_start + 1 + loss.template.in_backward["lm_head"]
+        born = loss.backward_start + 1 + loss.template.backward_marks[Mark.LM_HEAD][0]
         timeline.hold("logits.gradient", Category.LOGITS, token * architecture.vocab_size, born, ends)
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 from peakcast.core.units import round_up
 from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
 from peakcast.models.ledger.tape.autograd import weights_backward
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.operations import Operation
 from peakcast.models.ledger.tape.storages import Block
 from peakcast.models.ledger.tape.template import HANDED_IN, Elsewhere, Later, Row, Template, Waiting, columns_of
@@ -31,16 +32,23 @@ def block_template(
         num_backward=len(backward),
         forward_labels=[operation.name for operation in block.operations],
         backward_labels=[operation.name for operation in backward],
-        input_bytes=block.input.num_bytes if block.input is not None else 0,
+        input_bytes=_input_bytes(block),
         keeps_input=block.input is not None and block.input.storage.last_saver is not None,
         asks_late_bytes=_asks_late_bytes(block, rows),
         saved_bytes=[size for operation in backward for size in operation.saved_bytes if size],
         loss_from=block.loss_from,
         added_to_handed_in=len(backward) if added_to_handed_in is None else added_to_handed_in,
+        forward_marks={mark: sorted(marked) for mark, marked in block.marks.items()},
+        backward_marks=_backward_marks(block),
         beside_bytes=beside_bytes,
         elsewhere=dict(elsewhere),
         later=later,
     )
+
+
+def _input_bytes(block: Block) -> int:
+    """Bytes of the block's input."""
+    return 0 if block.input is None else block.input.num_bytes
 
 
 def _recomputed(block: Block) -> int:
@@ -48,6 +56,15 @@ def _recomputed(block: Block) -> int:
     operation runs; its output, and what it makes beside that, after (torch tools/autograd/gen_variable_type.py)."""
     last = max((index for index in block.order if any(block.operations[index].saved_bytes)), default=-1)
     return last + (last >= 0 and block.operations[last].keeps_results)
+
+
+def _backward_marks(block: Block) -> dict[Mark, list[int]]:
+    """The backward instants of marked operations."""
+    instants = {index: instant for instant, index in enumerate(block.order)} if block.marks else {}
+    marks = (
+        (mark, sorted(instants[index] for index in marked if index in instants)) for mark, marked in block.marks.items()
+    )
+    return {mark: found for mark, found in marks if found}
 
 
 def _asks_late_bytes(block: Block, rows: Sequence[Row]) -> int:
@@ -60,11 +77,11 @@ def _asks_late_bytes(block: Block, rows: Sequence[Row]) -> int:
 def second_half(block: Block, waiting: Sequence[Waiting]) -> Later:
     """The second half of a split backward: a template for each operation with weights, of an instant in which it makes
     their gradients; and the tensors that wait for it."""
-    weights = tuple(_weights_template(block.operations[index]) for index in block.turns)
+    weights = tuple(_weights_template(block, block.operations[index]) for index in block.turns)
     return Later(weights, tuple(replace(one, num_bytes=round_up(one.num_bytes, MIN_BLOCK_BYTES)) for one in waiting))
 
 
-def _weights_template(operation: Operation) -> Template:
+def _weights_template(block: Block, operation: Operation) -> Template:
     """The template of an instant in which `operation` makes the gradients of its weights, and nothing else."""
     return Template(
         **columns_of(weights_backward(operation, 0, 0)),
@@ -73,7 +90,7 @@ def _weights_template(operation: Operation) -> Template:
         num_backward=1,
         forward_labels=[],
         backward_labels=[operation.name],
-        input_bytes=0,
+        input_bytes=_input_bytes(block),
         keeps_input=False,
         asks_late_bytes=0,
         saved_bytes=[],

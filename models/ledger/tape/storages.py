@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.operations import Operation, Storage, Tensor
 from peakcast.models.ledger.tape.split_backward import waits_until
 from peakcast.models.ledger.tape.template import TEMPORARIES, Row, Waiting, backward_row
@@ -27,6 +28,8 @@ class Block:
     """Tensors that other blocks own."""
     loss_from: int
     """The first operation of the loss."""
+    marks: Mapping[Mark, Sequence[int]]
+    """The operations that are marked."""
     saves_on_cpu: bool
     splits_backward: bool
 

@@ -13,11 +13,13 @@ Autograd's rules, as in torch 2.x (torch/csrc/autograd/engine.cpp):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from peakcast.catalog.kernel_workspaces import reduction
 from peakcast.models.ledger.tape.autograd import Backward
 from peakcast.models.ledger.tape.block_template import block_template, second_half
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.offloading import NO_OFFLOAD, Offload
 from peakcast.models.ledger.tape.operations import (
     NO_SIDE_STREAM,
@@ -64,6 +66,7 @@ class Tape:
         self._input: Tensor | None = None
         self._elsewhere: dict[str, Tensor] = {}
         self._loss_from: int | None = None
+        self._marks: dict[Mark, list[int]] = {}
 
     def summed(self, name: str, columns: int, rows: int, num_bytes: int) -> WeightGradient:
         """The gradient of a vector of `columns` elements, summed over `rows`; with a `gpu`, its kernel's workspaces too."""
@@ -224,6 +227,13 @@ class Tape:
         """A node of the graph has `tensor` as an attribute: it is freed with the graph."""
         tensor.storage.of_graph = True
 
+    @contextmanager
+    def marked(self, mark: Mark) -> Iterator[None]:
+        """Operations appended in this context are what `mark` says."""
+        begin = len(self._operations)
+        yield
+        self._marks.setdefault(mark, []).extend(range(begin, len(self._operations)))
+
     def begin_loss(self) -> None:
         """Operations appended from here on belong to the loss."""
         self._loss_from = len(self._operations)
@@ -272,6 +282,7 @@ class Tape:
             input=self._input,
             elsewhere=self._elsewhere,
             loss_from=len(self._operations) if self._loss_from is None else self._loss_from,
+            marks=self._marks,
             saves_on_cpu=self._saves_on_cpu,
             splits_backward=self._splits_backward,
         )

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypedDict
@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from peakcast.core.texts import Texts
 from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.timelines.timeline import Category, Phase
 
 HANDED_IN = "gradient"
@@ -164,6 +165,10 @@ class Template:
     """Bytes of a second tensor that the block returns to a reentrant checkpoint. `CheckpointFunction.backward` keeps it,
     together with the gradient of zeros that autograd makes for it (torch `csrc/autograd/python_function.cpp`
     materialize_grads)."""
+    forward_marks: Mapping[Mark, Sequence[int]] = field(default_factory=dict)
+    """The forward instants of marked operations, ascending."""
+    backward_marks: Mapping[Mark, Sequence[int]] = field(default_factory=dict)
+    """The backward instants of marked operations that have a backward, ascending."""
     elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
     """How the block uses tensors that other blocks own, by their names."""
     streams: npt.NDArray[np.int64] | None = None

@@ -22,6 +22,7 @@ from peakcast.models.ledger.huggingface.blocks.tensor_parallel import (
 )
 from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category
@@ -49,7 +50,8 @@ def embedding(context: HFContext) -> Template:
         summed_last = [(product, weight)]
     elif tied:  # the lm_head's gradient exists; it and this one (or this rank's part of it) are summed into a third
         summed = 2 * weight if group.ranks == 1 else weight + 2 * part
-        tape.operation("tied_weight", [], 0, gradients=[], backward_temporary_bytes=summed).requires_grad = True
+        with tape.marked(Mark.TIED_TABLE):
+            tape.operation("tied_weight", [], 0, gradients=[], backward_temporary_bytes=summed).requires_grad = True
     elif trains and group.table_reduced:
         rows_taken = WeightGradient("embed_tokens.weight.grad", part)
         tape.operation("embed_tokens.rows", [], 0, weight_gradients=[rows_taken], backward_temporary_bytes=weight)
@@ -161,7 +163,8 @@ def head(context: HFContext) -> Template:
         score(build, final)
     elif context.loss != "cross_entropy":
         tape.begin_loss()
-        token_log_probabilities(tape, final, context)
+        with tape.marked(Mark.LM_HEAD):
+            token_log_probabilities(tape, final, context)
     elif context.fused_loss:
         fused_loss(build, final)
     else:
@@ -184,8 +187,9 @@ def _final_states(build: BlockBuilder) -> tuple[Tensor, Tensor]:
     hidden = tape.input(context.stream_rows * width * context.stream_bytes)
     sequence_output = hidden
     if architecture.kind == "encoder":  # the masked-token head's own projection
-        hidden = build.projection(hidden, width, width, "lm_head.dense", True)
-        hidden = ops.unary(tape, hidden, "lm_head.act")
+        with tape.marked(Mark.LM_HEAD):
+            hidden = build.projection(hidden, width, width, "lm_head.dense", True)
+            hidden = ops.unary(tape, hidden, "lm_head.act")
     final = build.norm(hidden, width, "final_norm", context.stream_rows)
     tape.hold(hidden)  # the model's variable refers to it while the last norm runs
     if context.narrows_final_norm and final.num_bytes > rows * width * context.weight_bytes:
@@ -195,7 +199,8 @@ def _final_states(build: BlockBuilder) -> tuple[Tensor, Tensor]:
         sequence_output = final
         tape.hold(normed)
         if architecture.scale_decoder_outputs:
-            final = ops.scale(tape, final, "decoder_output_scaling")
+            with tape.marked(Mark.OUTPUT_SCALING):
+                final = ops.scale(tape, final, "decoder_output_scaling")
     return final, sequence_output
 
 
@@ -208,16 +213,17 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
     """The lm_head's product, whole or this rank's part of the vocabulary, scaled as the network does."""
     context, tape, group = build.context, build.tape, build.context.group
     architecture, rows, width = context.architecture, context.rows, context.architecture.hidden_size
-    inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
     trains = context.trainable and not tied_in_graph(context)
     apart, bias = _is_chunked(context) and context.logits_chunks_apart, architecture.lm_head_bias
     part, size = group.part(architecture.vocab_size), context.end_weight_bytes
-    logits = build.linear(inputs, width, part, "lm_head", bias, trains, size, sums_weight_gradients=apart)
-    logits.storage.category = Category.LOGITS
-    if group.ranks > 1 and not group.loss:
-        logits = gather_columns(tape, logits, rows * architecture.vocab_size * context.compute_bytes, "lm_head")
+    with tape.marked(Mark.LM_HEAD):
+        inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
+        logits = build.linear(inputs, width, part, "lm_head", bias, trains, size, sums_weight_gradients=apart)
         logits.storage.category = Category.LOGITS
-        tape.hold(inputs)  # the argument of the module whose hook gathers
+        if group.ranks > 1 and not group.loss:
+            logits = gather_columns(tape, logits, rows * architecture.vocab_size * context.compute_bytes, "lm_head")
+            logits.storage.category = Category.LOGITS
+            tape.hold(inputs)  # the argument of the module whose hook gathers
     if traits(architecture).scaled_logits:
         logits = ops.scale(tape, logits, "logits_scaling")
     if architecture.final_logit_softcapping is not None:
@@ -374,7 +380,8 @@ def next_token_head(context: HFContext, kept: str) -> Template:
     hidden = tape.input(rows * width * context.stream_bytes)
     final = BlockBuilder(tape, context).norm(hidden, width, "final_norm")
     build = BlockBuilder(tape, context, rows if kept == "all" else context.batch)
-    last = tape.operation("last_position", [final], Output(0, view_of=final))
+    with tape.marked(Mark.LAST_POSITION):
+        last = tape.operation("last_position", [final], Output(0, view_of=final))
     last.num_bytes = build.rows * width * context.stream_bytes
     logits = build.linear(last, width, vocabulary, "lm_head", architecture.lm_head_bias, False, context.weight_bytes)
     logits.storage.category = Category.LOGITS
@@ -383,9 +390,11 @@ def next_token_head(context: HFContext, kept: str) -> Template:
             logits = _logits_op(tape, logits, logits.num_bytes, name)
     if kept == "all":
         logits = _logits_op(tape, logits, build.rows * vocabulary * FP32, "logits.to_float32")
-        chosen = tape.operation("next_token_logits", [logits], Output(0, view_of=logits))
-    else:
-        chosen = _logits_op(tape, logits, context.batch * vocabulary * FP32, "next_token_logits")
+    with tape.marked(Mark.NEXT_TOKEN_LOGITS):
+        if kept == "all":
+            chosen = tape.operation("next_token_logits", [logits], Output(0, view_of=logits))
+        else:
+            chosen = _logits_op(tape, logits, context.batch * vocabulary * FP32, "next_token_logits")
     tape.operation("argmax", [chosen], context.batch * INT64)
     for tensor in (logits, final):
         tape.hold(tensor)

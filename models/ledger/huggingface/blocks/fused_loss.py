@@ -7,6 +7,7 @@ from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.tape.local_variables import Locals
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.timelines.timeline import Category
 
@@ -39,14 +40,15 @@ def chunked_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
     gradient = tokens * width * (hidden.num_bytes // (rows * width)) + weight  # of a chunk, before it is stored or added
     tape.begin_loss()
     labels = tape.operation("shift_labels", [], Output(rows * INT64, category=Category.INPUTS), gradients=[])
-    tape.operation(
-        "lm_head.chunked_cross_entropy",
-        [hidden],
-        Output(FP32, category=Category.LOGITS),
-        saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if weight else [])], become_gradients=True),
-        weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if weight else [],
-        forward_temporary_bytes=tokens * vocabulary * context.compute_bytes + gradient,
-    )
+    with tape.marked(Mark.LM_HEAD):
+        tape.operation(
+            "lm_head.chunked_cross_entropy",
+            [hidden],
+            Output(FP32, category=Category.LOGITS),
+            saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if weight else [])], become_gradients=True),
+            weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if weight else [],
+            forward_temporary_bytes=tokens * vocabulary * context.compute_bytes + gradient,
+        )
     tape.hold(labels)
 
 
@@ -61,14 +63,15 @@ def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
     weight = vocabulary * width * context.weight_bytes
     tape.begin_loss()
     labels = tape.operation("pad_labels", [], Output(2 * rows * INT64, category=Category.INPUTS), gradients=[])
-    tape.operation(
-        "lm_head.fused_linear_cross_entropy",
-        [hidden],
-        Output(FP32, category=Category.LOGITS),
-        saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])], become_gradients=True),
-        weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
-        forward_temporary_bytes=passing_bytes(context, width, vocabulary, hidden.num_bytes) + rows * (FP32 + 1),
-    )
+    with tape.marked(Mark.LM_HEAD):
+        tape.operation(
+            "lm_head.fused_linear_cross_entropy",
+            [hidden],
+            Output(FP32, category=Category.LOGITS),
+            saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])], become_gradients=True),
+            weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
+            forward_temporary_bytes=passing_bytes(context, width, vocabulary, hidden.num_bytes) + rows * (FP32 + 1),
+        )
     tape.hold(labels)  # variables of transformers and Liger refer to them until the kernel returns
 
 
@@ -119,14 +122,15 @@ def loss_in_chunks(build: BlockBuilder, hidden: Tensor) -> None:
     in_product = logits * 2 * context.compute_bytes + (weight if context.trainable else 0)
     widened = vocabulary * width * max(context.reduced_bytes - context.weight_bytes, 0) if context.trainable else 0
     tape.begin_loss()
-    tape.operation(
-        "lm_head.loss_in_chunks",
-        [hidden],
-        Output(FP32, category=Category.LOGITS),
-        saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])], become_gradients=True),
-        weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
-        forward_temporary_bytes=max(in_loss, in_product) + rows * width * FP32 + widened,
-    )
+    with tape.marked(Mark.LM_HEAD):
+        tape.operation(
+            "lm_head.loss_in_chunks",
+            [hidden],
+            Output(FP32, category=Category.LOGITS),
+            saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])], become_gradients=True),
+            weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
+            forward_temporary_bytes=max(in_loss, in_product) + rows * width * FP32 + widened,
+        )
 
 
 def fused_loss_chunk(rows: int, width: int, vocabulary: int) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.timelines.timeline import Category
 
@@ -41,15 +42,16 @@ def token_log_probabilities(tape: Tape, hidden: Tensor, context: HFContext) -> N
     weights = [WeightGradient("lm_head.weight.grad", vocabulary * width * context.weight_bytes)] if trains else []
     if trains and architecture.lm_head_bias:
         weights.append(WeightGradient("lm_head.bias.grad", vocabulary * context.weight_bytes))
-    tape.operation(
-        "lm_head.log_probabilities",
-        [copied],
-        Output(scored * FP32, category=Category.LOGITS),
-        saves=Saved([copied], extra_bytes=[scored * INT64, scored * FP32, scored * FP32]),
-        weight_gradients=weights,
-        forward_temporary_bytes=STATISTICS * scored * FP32 + tile + cast * width * _cast(scored, vocabulary),
-        backward_temporary_bytes=passing + tile + cast * width * _cast(scored, vocabulary, keeps_weight=True),
-    )
+    with tape.marked(Mark.LOG_PROBABILITIES):
+        tape.operation(
+            "lm_head.log_probabilities",
+            [copied],
+            Output(scored * FP32, category=Category.LOGITS),
+            saves=Saved([copied], extra_bytes=[scored * INT64, scored * FP32, scored * FP32]),
+            weight_gradients=weights,
+            forward_temporary_bytes=STATISTICS * scored * FP32 + tile + cast * width * _cast(scored, vocabulary),
+            backward_temporary_bytes=passing + tile + cast * width * _cast(scored, vocabulary, keeps_weight=True),
+        )
 
 
 def score(build: BlockBuilder, hidden: Tensor) -> None:
@@ -58,9 +60,10 @@ def score(build: BlockBuilder, hidden: Tensor) -> None:
     only."""
     context, tape = build.context, build.tape
     rows, width = context.rows, context.architecture.hidden_size
-    scores = build.linear(hidden, width, 1, "lm_head.score", False, True, context.weight_bytes)
-    tape.operation("lm_head.last_position", [], rows * INT32, gradients=[], forward_temporary_bytes=2 * rows * INT32)
-    pooled = tape.operation("lm_head.pooled", [scores], context.batch * context.compute_bytes)
+    with tape.marked(Mark.LM_HEAD):
+        scores = build.linear(hidden, width, 1, "lm_head.score", False, True, context.weight_bytes)
+        tape.operation("lm_head.last_position", [], rows * INT32, gradients=[], forward_temporary_bytes=2 * rows * INT32)
+        pooled = tape.operation("lm_head.pooled", [scores], context.batch * context.compute_bytes)
     tape.operation("loss", [pooled], FP32, saves=Saved(extra_bytes=[FP32]))
 
 

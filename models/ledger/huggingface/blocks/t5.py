@@ -18,6 +18,7 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import embedding_backward_bytes
 from peakcast.models.ledger.parameters.t5 import CROSS, FEED_FORWARD, SELF, up_projections
 from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 
@@ -157,15 +158,16 @@ def _relative_positions(build: BlockBuilder, bias: Tensor, *, bidirectional: boo
     if context.gpu:  # and a contiguous copy of the gradient, which comes with its heads first
         inside = bias.num_bytes + embedding_backward_bytes(pairs, heads, architecture.relative_attention_num_buckets)
     trains = [WeightGradient(f"{RELATIVE}.weight.grad", table)] if context.trainable else []
-    build.tape.operation(
-        RELATIVE,
-        [buckets],
-        0,
-        saves=[buckets],
-        gradients=[],
-        weight_gradients=trains,
-        backward_temporary_bytes=inside,
-    )
+    with build.tape.marked(Mark.RELATIVE_POSITIONS):
+        build.tape.operation(
+            RELATIVE,
+            [buckets],
+            0,
+            saves=[buckets],
+            gradients=[],
+            weight_gradients=trains,
+            backward_temporary_bytes=inside,
+        )
     build.tape.hold(distances)
 
 

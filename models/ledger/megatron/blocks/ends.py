@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.primitives import BOOL, FP32, column_linear
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category
@@ -63,7 +64,8 @@ def embed(tape: Tape, context: MegatronContext) -> Tensor:
 
 def output_layer(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     """The logits [rows, vocabulary] for [stream_rows, hidden]."""
-    logits = column_linear(tape, x, context, context.vocabulary, "output_layer", context.output_bias)
+    with tape.marked(Mark.LM_HEAD):
+        logits = column_linear(tape, x, context, context.vocabulary, "output_layer", context.output_bias)
     logits.storage.category = Category.LOGITS
     return logits
 

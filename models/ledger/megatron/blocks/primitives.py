@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
 
 FP32 = 4
@@ -266,15 +267,16 @@ def bias_dropout_add(tape: Tape, x: Tensor, residual: Tensor, context: MegatronC
     inside = context.without_graph and context.bias_dropout_fusion and not context.linear_bias
     bias = [WeightGradient(f"{name}.bias.grad", context.hidden * context.element_bytes)] if context.linear_bias else []
     unfused = 0 if context.bias_dropout_fusion else context.stream_bytes * (int(context.linear_bias) + int(drops))
-    return tape.operation(
-        name,
-        [x, residual],
-        context.stream_bytes,
-        saves=Saved(extra_bytes=[dropout_mask_bytes(context)] if drops and not inside else []),
-        gradients=[(x, context.stream_bytes if drops else None), (residual, None)],
-        weight_gradients=bias,
-        forward_temporary_bytes=unfused,
-    )
+    with tape.marked(Mark.RESIDUAL_ADD):
+        return tape.operation(
+            name,
+            [x, residual],
+            context.stream_bytes,
+            saves=Saved(extra_bytes=[dropout_mask_bytes(context)] if drops and not inside else []),
+            gradients=[(x, context.stream_bytes if drops else None), (residual, None)],
+            weight_gradients=bias,
+            forward_temporary_bytes=unfused,
+        )
 
 
 def gated_activation(tape: Tape, gate: Tensor, up: Tensor, context: MegatronContext, names: tuple[str, str]) -> Tensor:
