@@ -39,6 +39,25 @@ def products(architecture: Architecture) -> dict[str, tuple[int, int]]:
     return {**projections, "o": (q, hidden), **inside, "down": (inner, hidden)}
 
 
+@cache
+def modules_of(architecture: Architecture) -> dict[str, str]:
+    """By name of an operation with parameters, the module that it is."""
+    leaves, sandwiched = leaf_names(architecture), architecture.norm_placement == "pre_and_post"
+    inside = {name: f"mlp.{getattr(leaves, name)}" for name in ("gate_up", "gate", "up", "down")}
+    return {
+        **{name: f"self_attn.{getattr(leaves, name)}" for name in ("qkv", "q", "k", "v")},
+        "o": f"self_attn.{leaves.out}",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        **inside,
+        "norm_1": "input_layernorm",
+        "norm_2": "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm",
+        "post_1": "post_attention_layernorm",
+        "post_2": "post_feedforward_layernorm",
+        "norm_final": "norm",
+    }
+
+
 def adapted(context: HFContext) -> frozenset[str]:
     """Names of the products that have adapters."""
     if context.trainable:
@@ -132,9 +151,7 @@ class LayerForward:
             return [op(f"post_{number}.rstd", name, self.context.rows * FP32, wide=True)]
         return [op(f"{name}.dropped", SEEDS, self.hidden // self.context.compute_bytes)] if self.drops else []
 
-    def norm(
-        self, name: str, stream: str, fuses: str, fuses_result: str, of: str = "", kept: str = ""
-    ) -> list[Op]:
+    def norm(self, name: str, stream: str, fuses: str, fuses_result: str, of: str = "", kept: str = "") -> list[Op]:
         """A norm of `stream`; its factors and, for LayerNorm, its means are saved. `of`: the products that read the output.
         `kept`: the name of the fp32 tensor before the weight, if that is a buffer."""
         made = dict.fromkeys(self.statistics(name).split(), self.context.rows * FP32)

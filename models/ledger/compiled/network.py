@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from peakcast.models.ledger.compiled.backward import LayerOps
+from peakcast.models.ledger.compiled.forward import modules_of
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.layer import FAMILIES, kept_of
@@ -66,7 +67,8 @@ def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], agai
         given = Given(HIDDEN_TANGENT, Category.TEMPORARIES, first.size_of("norm_final"), True, born=1)
     else:
         given = Given(TANGENT, Category.LOGITS, first.size_of("logits"), True)
-    return compiled_template(first, second, [given], module_of=_module_of)
+    modules = modules_of(kinds[0].architecture)
+    return compiled_template(first, second, [given], modules=modules, module_of=_module_of)
 
 
 def _module_of(name: str) -> tuple[str, str]:
@@ -136,9 +138,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
 
 
 @lru_cache(maxsize=64)
-def _layer(
-    context: HFContext, sums_again: bool, recomputes: bool, given: str
-) -> tuple[LayerOps, list[Op], list[Op]]:
+def _layer(context: HFContext, sums_again: bool, recomputes: bool, given: str) -> tuple[LayerOps, list[Op], list[Op]]:
     """The operations of one kind of layer, forward and backward; cached, because a network has many layers of a kind."""
     ops = LayerOps(context, sums_again=sums_again, recomputes=recomputes, given=given)
     return ops, ops.forward(), ops.backward(is_result=False)

@@ -114,7 +114,7 @@ def hold_for_tied_product(timeline: Step, loss: Run, context: HFContext) -> None
     token, architecture, ends = context.rows * context.compute_bytes, context.architecture, timeline.now
     timeline.hold("final_norm", Category.ACTIVATIONS, token * architecture.hidden_size, model_ends(loss) + 1, ends)
     if loss.backward_start is not None:
-        born = loss.backward_start + 1 + loss.template.backward_marks[Mark.LM_HEAD][0]
+        born = loss.backward_start + 1 + loss.template.in_backward["lm_head"]
         timeline.hold("logits.gradient", Category.LOGITS, token * architecture.vocab_size, born, ends)
 
 

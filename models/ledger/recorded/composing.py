@@ -177,6 +177,7 @@ class _Network:
             born_backward=lives[BORN_STRETCH] == backward,
             dies_backward=(lives[DIES_STRETCH] == backward) | gradients,
             weight_gradient=gradients,
+            parameters=[name.removesuffix(".grad") for name, trained in zip(names, gradients, strict=True) if trained],
             dies_without_graph=dies,
             cached=np.zeros(len(own), dtype=bool),
             num_forward=len(phases),

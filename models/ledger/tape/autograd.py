@@ -18,9 +18,9 @@ def weights_backward(operation: Operation, made_at: int, instant: int) -> list[R
     after, rows = instant + 1, list[Row]()
     for weight in operation.weight_gradients:
         if weight.num_bytes > 0:
-            gradient = backward_row(weight.name, weight.num_bytes, made_at, after, category=GRADIENTS)
-            gradient.weight_gradient = True
-            rows.append(gradient)
+            rows.append(
+                backward_row(weight.name, weight.num_bytes, made_at, after, category=GRADIENTS, parameter=weight.of)
+            )
             of_kernel = f"{weight.name}.workspace"
             rows += [backward_row(of_kernel, size, instant, after, category=WORKSPACES) for size in weight.workspaces]
     passing = f"{operation.name}.temporary"

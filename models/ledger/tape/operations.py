@@ -60,11 +60,18 @@ InputGradient = tuple[Tensor, int | None]
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
     """A parameter's gradient that an operation's backward makes. `workspaces`: bytes of each block of memory that the
-    kernel which sums it allocates for itself."""
+    kernel which sums it allocates for itself. `parameter`: the parameter's name in its module, as it is stored; by default
+    that of the gradient without ".grad"."""
 
     name: str
     num_bytes: int
     workspaces: tuple[int, ...] = ()
+    parameter: str = ""
+
+    @property
+    def of(self) -> str:
+        """The parameter's name."""
+        return self.parameter or self.name.removesuffix(".grad")
 
 
 @dataclass(frozen=True, slots=True)

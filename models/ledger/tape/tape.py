@@ -13,8 +13,9 @@ Autograd's rules, as in torch 2.x (torch/csrc/autograd/engine.cpp):
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 from peakcast.catalog.kernel_workspaces import reduction
 from peakcast.models.ledger.tape.autograd import Backward
@@ -49,6 +50,7 @@ class Tape:
     (`torch.autograd.graph.save_on_cpu`, which copies parameters too). `splits_backward`: the weights' gradients come after
     the inputs' (`split_backward.py`), and hooks keep what they need. `gpu`: (multiprocessors, threads of each), or None to
     leave out what kernels allocate for themselves. `offload`: saved tensors that go to the host group by group.
+    `modules`: by name of an operation, the module whose parameters it uses, where that has another name.
     """
 
     def __init__(
@@ -58,8 +60,9 @@ class Tape:
         splits_backward: bool = False,
         gpu: tuple[int, int] | None = None,
         offload: Offload = NO_OFFLOAD,
+        modules: Mapping[str, str] | None = None,
     ) -> None:
-        self._gpu, self._offload = gpu, offload
+        self._gpu, self._offload, self._modules = gpu, offload, modules or {}
         self._saves_on_cpu, self._splits_backward = saves_on_cpu, splits_backward
         self._savers: dict[int, list[int]] = {}
         self._operations, self._storages = list[Operation](), list[Storage]()
@@ -139,7 +142,7 @@ class Tape:
                 name,
                 [result],
                 needed,
-                weight_gradients,
+                self._named(weight_gradients),
                 temporaries(forward_temporary_bytes, side.forward_temporaries),
                 temporaries(backward_temporary_bytes, side.backward_temporaries),
                 gradients_in_place=saved.become_gradients,
@@ -149,6 +152,17 @@ class Tape:
             )
         )
         return result
+
+    def _named(self, weights: Sequence[WeightGradient]) -> Sequence[WeightGradient]:
+        """`weights` with the names of their parameters where the operation has another name than their module."""
+        modules = [weight.of.rpartition(".")[0] for weight in weights] if self._modules else []
+        if self._modules.keys().isdisjoint(modules):
+            return weights
+        stored = [self._modules.get(module, module) for module in modules]
+        names = (weight.of.removeprefix(module) for weight, module in zip(weights, modules, strict=True))
+        return [
+            replace(weight, parameter=module + name) for weight, module, name in zip(weights, stored, names, strict=True)
+        ]
 
     def _save(self, name: str, saved: Saved, made: Output, aside: Sequence[int]) -> None:
         """Note the inputs that the next operation saves, and make what it saves beside them, `aside` on the side stream."""

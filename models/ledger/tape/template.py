@@ -75,7 +75,8 @@ class Row:
     born_backward: bool = False
     dies_backward: bool = False
     dies_without_graph: int = 0
-    weight_gradient: bool = False
+    parameter: str = ""
+    """If it is a parameter's gradient: the parameter's name."""
     cached: bool = False
     stream: int = 0
 
@@ -83,9 +84,11 @@ class Row:
 TEMPORARIES, GRADIENTS = int(Category.TEMPORARIES), int(Category.GRADIENTS)
 
 
-def backward_row(name: str, num_bytes: int, born: int, dies: int, stream: int = 0, category: int = TEMPORARIES) -> Row:
+def backward_row(
+    name: str, num_bytes: int, born: int, dies: int, stream: int = 0, category: int = TEMPORARIES, parameter: str = ""
+) -> Row:
     """The row of a tensor that lives from the backward instant `born` until before the backward instant `dies`."""
-    return Row(name, category, num_bytes, born, dies, True, True, dies, stream=stream)
+    return Row(name, category, num_bytes, born, dies, True, True, dies, parameter, stream=stream)
 
 
 class Columns(TypedDict):
@@ -100,6 +103,7 @@ class Columns(TypedDict):
     dies_backward: npt.NDArray[np.bool_]
     dies_without_graph: npt.NDArray[np.int64]
     weight_gradient: npt.NDArray[np.bool_]
+    parameters: list[str]
     cached: npt.NDArray[np.bool_]
     streams: npt.NDArray[np.int64] | None
 
@@ -117,7 +121,8 @@ def columns_of(rows: Sequence[Row]) -> Columns:
         born_backward=np.array([row.born_backward for row in rows], dtype=bool),
         dies_backward=np.array([row.dies_backward for row in rows], dtype=bool),
         dies_without_graph=np.array([row.dies_without_graph for row in rows], dtype=np.int64),
-        weight_gradient=np.array([row.weight_gradient for row in rows], dtype=bool),
+        weight_gradient=np.array([bool(row.parameter) for row in rows], dtype=bool),
+        parameters=[row.parameter for row in rows if row.parameter],
         cached=np.array([row.cached for row in rows], dtype=bool),
         streams=np.array(streams, dtype=np.int64) if any(streams) else None,
     )
@@ -138,6 +143,8 @@ class Template:
     dies_backward: npt.NDArray[np.bool_]
     weight_gradient: npt.NDArray[np.bool_]
     """Whether the entry is a parameter's gradient: it outlives the block, or it is added to one that exists."""
+    parameters: list[str]
+    """The names of those parameters as they are stored, one for each such entry."""
     dies_without_graph: npt.NDArray[np.int64]
     """`dies` when the block runs under no_grad and nothing is saved, counted from the first forward instant."""
     cached: npt.NDArray[np.bool_]
@@ -194,6 +201,11 @@ class Template:
     def gradient_columns(self) -> npt.NDArray[np.int64]:
         """Indices of the entries that are a parameter's gradient."""
         return np.flatnonzero(self.weight_gradient)
+
+    @cached_property
+    def parameter_numbers(self) -> npt.NDArray[np.int64]:
+        """`parameters` as the numbers of `Texts`."""
+        return Texts.of(self.parameters).numbers
 
     @cached_property
     def gradients_of(self) -> dict[str, npt.NDArray[np.int64]]:

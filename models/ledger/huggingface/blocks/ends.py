@@ -155,7 +155,12 @@ def embedding_backward_bytes(rows: int, width: int, vocabulary: int) -> int:
 @lru_cache(maxsize=256)
 def head(context: HFContext) -> Template:
     """The template of the final norm, the lm_head and the loss over all positions."""
-    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
+    tape = Tape(
+        gpu=context.gpu,
+        saves_on_cpu=context.saves_on_cpu,
+        splits_backward=context.splits_backward,
+        modules={"final_norm": "norm"},
+    )
     build = BlockBuilder(tape, context)
     final, sequence_output = _final_states(build)
     if context.loss == "reward":

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.attention import self_attention
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
@@ -30,7 +31,12 @@ from peakcast.models.ledger.tape.template import Template
 def decoder_layer(context: HFContext) -> Template:
     """The template of one decoder layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     architecture = context.architecture
-    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
+    tape = Tape(
+        gpu=context.gpu,
+        saves_on_cpu=context.saves_on_cpu,
+        splits_backward=context.splits_backward,
+        modules=called(architecture),
+    )
     build = BlockBuilder(tape, context)
     hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
     if architecture.parallel_block:
@@ -44,6 +50,12 @@ def decoder_layer(context: HFContext) -> Template:
     handed_on = context.checkpointed and context.reentrant and traits(architecture).returns_attention_weights
     beside = build.attention_weights if handed_on else None
     return tape.finish(output, cached_matmuls=context.cached_matmuls, cached_kinds=context.cached_kinds, beside=beside)
+
+
+def called(architecture: Architecture) -> dict[str, str]:
+    """By name of an operation, the module that runs it, where that has another name: with one norm for each sub-layer,
+    the second is called after what it follows."""
+    return {"pre_feedforward_layernorm": "post_attention_layernorm"} if architecture.norm_placement == "pre" else {}
 
 
 def _sublayer(
