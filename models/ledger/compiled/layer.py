@@ -50,7 +50,7 @@ def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, Inducto
     ops = LayerOps(context, recomputes=recomputes)
     forward, backward = ops.forward(), ops.backward()
     if ops.drops:
-        forward.insert(0, op(SEEDS, "", 2 * INT64))
+        forward.insert(0, op(SEEDS, (), 2 * INT64))
     if ops.casts:
         backward = [op(NARROWED, HANDED_IN, ops.hidden), *backward]
     kept = kept_of(context, forward, recomputes)
