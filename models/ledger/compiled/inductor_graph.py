@@ -115,8 +115,7 @@ class InductorGraph:
             if name not in self.inputs and name not in self.results:
                 released.setdefault(end - 1, []).append(name)
         replaced, inside = set[str](), self._fused_names()
-        written = ((name, op.wide) for kernel in self.kernels for op in kernel.ops for name in op.writes)
-        wide = {name for name, of_op in written if name.endswith(".wide") or (of_op and not name.endswith(".narrow"))}
+        wide = frozenset().union(*(op.wide for kernel in self.kernels for op in kernel.ops))
         pool = _Pool(self._levels)
         for instant, kernel in enumerate(self.order):
             for op in kernel.ops:

@@ -14,6 +14,7 @@ from functools import lru_cache
 
 from peakcast.core.units import INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
+from peakcast.models.ledger.compiled.forward import modules_of
 from peakcast.models.ledger.compiled.graphs_in_turn import both_graphs
 from peakcast.models.ledger.compiled.inductor_graph import InductorGraph
 from peakcast.models.ledger.compiled.inductor_kernels import Op
@@ -48,7 +49,7 @@ def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, Inducto
     ops = LayerOps(context, recomputes=recomputes)
     forward, backward = ops.forward(), ops.backward()
     if ops.drops:
-        forward.insert(0, op(SEEDS, "", 2 * INT64))
+        forward.insert(0, op(SEEDS, (), 2 * INT64))
     if ops.casts:
         backward = [op(NARROWED, HANDED_IN, ops.hidden), *backward]
     kept = kept_of(context, forward, recomputes)
@@ -70,4 +71,5 @@ def _template(context: HFContext, first: InductorGraph, second: InductorGraph) -
     """Both graphs as one block. Parameter gradients leave the backward graph when it ends."""
     hidden, owned = context.input_bytes, 0 if context.backward.checkpointed else context.input_bytes
     given = Given(INPUT, Category.ACTIVATIONS, owned, False), Given(HANDED_IN, Category.TEMPORARIES, hidden, True)
-    return compiled_template(first, second, given, input_bytes=hidden)
+    modules = modules_of(context.architecture)
+    return compiled_template(first, second, given, modules=modules, input_bytes=hidden)

@@ -17,7 +17,6 @@ from peakcast.models.ledger.huggingface.blocks.t5 import (
     CROSS_POSITION_BIAS,
     ENCODER_STATES,
     POSITION_BIAS,
-    RELATIVE,
     T5Layer,
     cross_position_bias_bytes,
     encoder_end,
@@ -28,6 +27,7 @@ from peakcast.models.ledger.huggingface.checkpoint import recompute
 from peakcast.models.ledger.huggingface.contexts import found_again, target_context
 from peakcast.models.ledger.huggingface.model import hold_cast_weights
 from peakcast.models.ledger.parameters.t5 import CROSS
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, Run, Step
 from peakcast.timelines.timeline import Category
 
@@ -71,16 +71,10 @@ class _Stack:
                 self.timeline.run_backward(run)
                 self.backward[place] = run
 
-    def at(self, place: int, label: str) -> int:
-        """The instant of operation `label` in the forward of the layer at `place`."""
+    def at(self, place: int, module: str) -> int:
+        """The instant of the operation of `module` in the forward of the layer at `place`."""
         run = self.forward[place]
-        return run.forward_start + run.template.forward_labels.index(label)
-
-    def backward_at(self, place: int, label: str) -> int:
-        """The instant of operation `label` in the backward of the layer at `place`."""
-        run = self.backward[place]
-        assert run.backward_start is not None
-        return run.backward_start + run.template.in_backward[label]
+        return run.forward_start + run.template.in_forward[module]
 
     def kept_until(self, name: str) -> int:
         """The instant from which no layer keeps the shared tensor `name`; 0 if none ever does. Autograd saves it for
@@ -184,10 +178,8 @@ def _forward_ends(run: Run) -> int:
 
 def _decoder_returns(loss: Run) -> int:
     """The instant after the decoder's last norm and dropout."""
-    labels = loss.template.forward_labels
-    return loss.forward_start + next(
-        i for i, label in enumerate(labels) if label.startswith(("lm_head", "decoder_output_scaling"))
-    )
+    marks = loss.template.forward_marks
+    return loss.forward_start + marks.get(Mark.OUTPUT_SCALING, marks[Mark.LM_HEAD])[0]
 
 
 def _hold_embeddings(timeline: Step, context: HFContext, embedded: Run, returned: int, leaf: bool) -> None:
@@ -211,18 +203,21 @@ def _hold_positions(timeline: Step, stack: _Stack, context: HFContext, returned:
     """Hold the bias of relative positions that the first layer makes, and its gradient until the table's gradient has been
     computed from it."""
     size, module = position_bias_bytes(context), stack.forward[0].module
-    made = stack.at(0, RELATIVE)
+    first = stack.forward[0]
+    made = first.forward_start + first.template.forward_marks[Mark.RELATIVE_POSITIONS][0]
     kept = stack.kept_until(POSITION_BIAS)
     timeline.hold(POSITION_BIAS, Category.ACTIVATIONS, size, made, max(returned, kept), module)
     if stack.checkpointed:  # the first layer's recomputation makes another
         again = stack.backward[0]
-        born = again.forward_start + again.template.forward_labels.index(RELATIVE)
+        born = again.forward_start + again.template.forward_marks[Mark.RELATIVE_POSITIONS][0]
         until = again.template.elsewhere[POSITION_BIAS].kept_until
         ends = again.forward_start + again.template.num_forward if until is None else (again.backward_start or 0) + until
         timeline.hold(POSITION_BIAS, Category.ACTIVATIONS, size, born, ends, module)
     gradient = stack.gradient_from(POSITION_BIAS)
     if gradient is not None:
-        dies = stack.backward_at(0, RELATIVE) + 1
+        last = stack.backward[0]
+        assert last.backward_start is not None
+        dies = last.backward_start + last.template.backward_marks[Mark.RELATIVE_POSITIONS][0] + 1
         timeline.hold(f"{POSITION_BIAS}.grad", Category.TEMPORARIES, size, gradient, dies, module)
 
 
@@ -243,7 +238,7 @@ def _hold_cross_positions(timeline: Step, decoder: _Stack, target: HFContext, re
     timeline.hold(CROSS_POSITION_BIAS, Category.ACTIVATIONS, size, made, max(returned, kept), module)
     if decoder.checkpointed:
         again = decoder.backward[0]
-        born = again.forward_start + again.template.forward_labels.index(f"{CROSS}.v") + 1
+        born = again.forward_start + again.template.in_forward[f"{CROSS}.v"] + 1
         until = again.template.elsewhere[CROSS_POSITION_BIAS].kept_until
         ends = again.forward_start + again.template.num_forward if until is None else (again.backward_start or 0) + until
         timeline.hold(CROSS_POSITION_BIAS, Category.ACTIVATIONS, size, born, ends, module)

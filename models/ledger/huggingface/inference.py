@@ -23,6 +23,7 @@ from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_masks, rot
 from peakcast.models.ledger.huggingface.model import attention_weights_bytes, hold_buffers, rotary_tables
 from peakcast.models.ledger.huggingface.stored_parameters import quantised_shapes
 from peakcast.models.ledger.parameters.quantization import scratch_bytes
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.models.ledger.tape.workspaces import FORWARD_THREAD, training_workspaces
@@ -97,7 +98,7 @@ def inference_ledger(
             first_ends = timeline.now if layer == 0 else first_ends
         head = next_token_head(forward, logits_kept)
         begins = timeline.run_without_graph(head, "head").forward_start
-        ends = begins + head.forward_labels.index("last_position")
+        ends = begins + head.forward_marks[Mark.LAST_POSITION][0]
         is_input, sizes = embedding_variables(forward)  # if it is the first layer's input, that layer holds it meanwhile
         for size in sizes:
             timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, first_ends if is_input else embedded, ends)
@@ -105,7 +106,7 @@ def inference_ledger(
             turn = turns[windows[0]]
             seen[None] = _with_cache(forward, None, turn, past, follows=static and past > 0)
         _hold_inputs_of_the_model(timeline, seen, start, ends)
-        named = begins + head.forward_labels.index("next_token_logits") + 1
+        named = begins + head.forward_marks[Mark.NEXT_TOKEN_LOGITS][0] + 1
         timeline.hold("next_token_logits", Category.LOGITS, logits_before, start, named, "head")
         rows = forward.rows if logits_kept == "all" else job.micro_batch_size
         logits_before = rows * job.architecture.vocab_size * FP32
@@ -135,10 +136,11 @@ def _layer_turn(context: HFContext, length: int) -> LayerTurn:
     """A layer's forward, after which its cache keeps `length` tokens. A dynamic cache is concatenated, so its old and new
     keys exist together; a static one is made once."""
     template = decoder_layer(context)
-    label, grows = template.forward_labels.index, context.cache.does in ("grows", "slides")
-    sizes = layer_cache_bytes(context, length)
-    made = tuple((name, label(name if grows else CACHES[0]), size) for name, size in zip(CACHES, sizes, strict=True))
-    replaced = tuple(now if context.cache.does == "grows" else label(CACHES[-1]) for _, now, _ in made) if grows else ()
+    keys, values = (template.forward_marks[mark][0] for mark in CACHES.values())
+    grows, sizes = context.cache.does in ("grows", "slides"), layer_cache_bytes(context, length)
+    updated = (keys, values) if grows else (keys, keys)
+    made = tuple(zip(CACHES, updated, sizes, strict=True))
+    replaced = (updated if context.cache.does == "grows" else (values, values)) if grows else ()
     return LayerTurn(template, made, replaced, attention_weights_bytes(context))
 
 

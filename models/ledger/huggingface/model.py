@@ -18,6 +18,7 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import embedding_variables, hands_on_itself
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, kinds_of_masks
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.networks.families import family_of
 from peakcast.networks.rotary import rotated_width
@@ -75,9 +76,7 @@ def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
 def model_ends(loss: Run) -> int:
     """The instant of the lm_head, or of a loss that includes it. The model's last norm is done then, and the variables of
     its forward are freed."""
-    labels = loss.template.forward_labels
-    head = next(index for index, label in enumerate(labels) if label.startswith("lm_head"))
-    return loss.forward_start + min(head, loss.template.loss_from)
+    return loss.forward_start + min(loss.template.forward_marks[Mark.LM_HEAD][0], loss.template.loss_from)
 
 
 def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:

@@ -24,6 +24,7 @@ from peakcast.models.ledger.layouts import gathers_head_itself, layout_of
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.layouts.zero3 import Zero3
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.timelines.timeline import Category, Phase
 
@@ -164,13 +165,13 @@ def hold_whole_head(timeline: Step, job: TrainingJob, head: Run) -> None:
     size = sum(t.numel * t.element_bytes for t in weights)
     timeline.hold("gathered", Category.COMMUNICATION_BUFFERS, size, model_ends(head), timeline.now, "head")
     if any(t.element_bytes != t.gathered_bytes for t in weights):  # gathered in its stored dtype, then narrowed in parts
-        parts = {head.forward_start: 1, head.backward_start or -1: 2}  # in backward a variable refers to the last part
-        for begins, num_parts in parts.items():
-            labels = timeline.labels[max(begins, 0) : timeline.now]
-            if begins < 0 or (label := "lm_head.log_probabilities") not in labels:
-                continue
-            at, part = begins + labels.index(label), vocabulary_part_bytes(job.architecture, weights[0].gathered_bytes)
-            timeline.hold("lm_head.weight.part", Category.TEMPORARIES, num_parts * part, at, at + 1, "head")
+        part = vocabulary_part_bytes(job.architecture, weights[0].gathered_bytes)
+        forward, backward = head.template.forward_marks, head.template.backward_marks
+        made = [(head.forward_start + at, part) for at in forward.get(Mark.LOG_PROBABILITIES, ())]
+        if head.backward_start is not None and head.backward_start >= 0:  # there a variable refers to the last part
+            made += [(head.backward_start + at, 2 * part) for at in backward.get(Mark.LOG_PROBABILITIES, ())]
+        for now, num_bytes in made:
+            timeline.hold("lm_head.weight.part", Category.TEMPORARIES, num_bytes, now, now + 1, "head")
 
 
 def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list[Run], prefix: str) -> None:

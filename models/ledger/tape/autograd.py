@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from peakcast.models.ledger.tape.operations import Operation, Tensor, WeightGradient
-from peakcast.models.ledger.tape.template import HANDED_IN, Waiting
+from peakcast.models.ledger.tape.operations import Operation, Tensor
+from peakcast.models.ledger.tape.storages import Block
+from peakcast.models.ledger.tape.template import GRADIENTS, HANDED_IN, TEMPORARIES, Row, Waiting, backward_row
 from peakcast.timelines.timeline import Category
 
-Row = tuple[str, int, int, int, bool, int, bool, bool, int, bool, int]
-"""Name, category, bytes, born, whether `born` counts in backward, dies, whether `dies` counts in backward, whether it is a
-parameter's gradient, dies without a graph, whether selective checkpointing keeps it, stream."""
-TEMPORARY, GRADIENT = int(Category.TEMPORARIES), int(Category.GRADIENTS)
+WORKSPACES = int(Category.WORKSPACES)
 
 
-def workspace_rows(weight: WeightGradient, instant: int) -> list[Row]:
-    """Rows of the workspaces that the kernel which sums a parameter's gradient allocates at backward instant `instant`."""
-    name, kind = f"{weight.name}.workspace", int(Category.WORKSPACES)
-    after = instant + 1
-    return [(name, kind, size, instant, True, after, True, False, after, False, 0) for size in weight.workspaces]
+def weights_backward(operation: Operation, made_at: int, instant: int) -> list[Row]:
+    """Rows of the gradients of an operation's weights, which exist from backward instant `made_at` on, and of what its
+    backward at `instant` allocates for itself: the workspaces of the kernels that sum them, and temporaries."""
+    after, rows = instant + 1, list[Row]()
+    for weight in operation.weight_gradients:
+        if weight.num_bytes > 0:
+            rows.append(
+                backward_row(weight.name, weight.num_bytes, made_at, after, category=GRADIENTS, parameter=weight.of)
+            )
+            of_kernel = f"{weight.name}.workspace"
+            rows += [backward_row(of_kernel, size, instant, after, category=WORKSPACES) for size in weight.workspaces]
+    passing = f"{operation.name}.temporary"
+    return rows + [backward_row(passing, size, instant, after, stream) for size, stream in operation.backward_temporaries]
 
 
 class _Gradient:
@@ -32,56 +38,48 @@ class _Gradient:
 
 
 class Backward:
-    """One run of `operations` backward, in `order`; `rows` are the tensors that it makes.
+    """One run of a block's operations backward; `rows` are the tensors that it makes.
 
-    `shared`: ids of tensors that another block owns; a gradient of one is added at once to the gradient there, and
-    `gradient_from` says from which instant. `turns`: for operations whose weights get their gradients later, their position
-    in that order; the gradients that wait for it are in `waiting`. `saves_on_cpu`: saved tensors are copied back from the
-    host for each operation. `beside`: a second output, whose gradient comes from outside too and lives to the end.
-    `released`: by operation, the bytes of saved tensors that its backward frees.
+    A gradient of a tensor that another block owns is added at once to the gradient there, and `gradient_from` says from
+    which instant. If backward is split, weights get their gradients later, and `waiting` are the gradients that wait for
+    that. `output`: the tensor whose gradient comes from outside. `beside`: a second one, whose gradient comes from outside
+    too and lives to the end. `released`: by operation, the bytes of saved tensors that its backward frees.
     """
 
     def __init__(
-        self,
-        operations: Sequence[Operation],
-        order: Sequence[int],
-        output: Tensor | None,
-        beside: Tensor | None = None,
-        *,
-        shared: frozenset[int],
-        turns: Mapping[int, int],
-        saves_on_cpu: bool,
-        released: Mapping[int, int],
+        self, block: Block, output: Tensor | None, beside: Tensor | None = None, *, released: Mapping[int, int]
     ) -> None:
         self.rows: list[Row] = []
         self.gradient_from: dict[int, int] = {}
         self.added_to_handed_in: int | None = None
         """As `Template.added_to_handed_in`; None: this backward reads the gradient to its end."""
-        self._shared, self._turns, self._saves_on_cpu, self._released = shared, turns, saves_on_cpu, released
+        self._turns, self._saves_on_cpu, self._released = block.turns, block.saves_on_cpu, released
+        self._shared = frozenset(map(id, block.elsewhere.values()))
         self._held: dict[int, _Gradient] = {}
         self._hooked: dict[_Gradient, int] = {}
+        end = len(block.order)
         if output is not None and output.requires_grad:
             self._held[id(output)] = _Gradient(output.num_bytes, 0, holders=1)
         if beside is not None:
             self._held[id(beside)] = _Gradient(beside.num_bytes, 0, f"{HANDED_IN}_beside", holders=2)
-            self._live(f"{HANDED_IN}_beside", beside.num_bytes, 0, len(order))
-        for instant, index in enumerate(order):
-            self._run(operations[index], index, instant)
+            self._live(f"{HANDED_IN}_beside", beside.num_bytes, 0, end)
+        for instant, index in enumerate(block.order):
+            self._run(block.operations[index], index, instant)
         for gradient in dict.fromkeys(self._held.values()):  # the input's gradient, which goes to the block before
             if gradient not in self._hooked:
-                self._live(gradient.name, gradient.num_bytes, gradient.born, len(order), gradient.stream)
+                self._live(gradient.name, gradient.num_bytes, gradient.born, end, gradient.stream)
         self.waiting = [
-            Waiting(one.name, TEMPORARY, one.num_bytes, one.born, True, until, until) for one, until in self._hooked.items()
+            Waiting(one.name, TEMPORARIES, one.num_bytes, one.born, born_backward=True, until=until, until_on_top=until)
+            for one, until in self._hooked.items()
         ]
 
     def _live(self, name: str, num_bytes: int, born: int, dies: int, stream: int = 0) -> None:
         """Add a row for a temporary of backward that lives from `born` until before `dies`; none if it has no bytes."""
         if num_bytes > 0:
-            self.rows.append((name, TEMPORARY, num_bytes, born, True, dies, True, False, dies, False, stream))
+            self.rows.append(backward_row(name, num_bytes, born, dies, stream))
 
     def _run(self, operation: Operation, index: int, instant: int) -> None:
-        """Run one operation backward: use its incoming gradients, make those of its inputs and weights, free what is left.
-        """
+        """Run one operation backward: use its incoming gradients, make those of its inputs and weights, free the rest."""
         later, after = index in self._turns, instant + 1
         incoming = [self._held.pop(id(output)) for output in operation.outputs if id(output) in self._held]
         touched = incoming.copy()
@@ -96,13 +94,11 @@ class Backward:
                 gradient = incoming[0]
             else:
                 num_bytes = tensor.num_bytes if size is None else size
-                gradient = _Gradient(
-                    num_bytes, made_at, f"{operation.name}.gradient", stream=operation.gradients_stream
-                )
+                gradient = _Gradient(num_bytes, made_at, f"{operation.name}.gradient", stream=operation.gradients_stream)
                 touched.append(gradient)
             largest_sum = max(largest_sum, self._hold(tensor, gradient, f"{operation.name}.gradient", instant))
         if not later:
-            self._weights_backward(operation, instant, made_at)
+            self.rows += weights_backward(operation, made_at, instant)
         if self._saves_on_cpu:
             for size in operation.saved_bytes:
                 self._live(f"{operation.name}.from_cpu", size, instant, after)
@@ -139,14 +135,3 @@ class Backward:
         elif existing.name == HANDED_IN and self.added_to_handed_in is None:
             self.added_to_handed_in = instant
         return 0
-
-    def _weights_backward(self, operation: Operation, instant: int, made_at: int) -> None:
-        """Add the gradients of an operation's weights and the temporaries of its backward."""
-        after = instant + 1
-        for weight in operation.weight_gradients:
-            if weight.num_bytes > 0:
-                row = (weight.name, GRADIENT, weight.num_bytes, made_at, True, after, True, True, after, False, 0)
-                self.rows.append(row)
-                self.rows += workspace_rows(weight, instant)
-        for size, stream in operation.backward_temporaries:
-            self._live(f"{operation.name}.temporary", size, instant, after, stream)

@@ -2,7 +2,7 @@
 
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.step import Step
-from peakcast.models.ledger.tape.tape import Tape, WeightGradient
+from peakcast.models.ledger.tape.tape import Saved, Tape, WeightGradient
 from peakcast.timelines.timeline import Category, Phase
 
 KIB = 1024
@@ -72,11 +72,10 @@ def test_a_template_says_when_the_gradient_that_was_handed_in_is_added_to():
 
 def test_a_recomputation_stops_before_what_keeps_its_inputs_and_after_what_keeps_its_result():
     """Inputs are kept before an operation runs."""
-    for keeps, runs in (({"saves_output": True}, 2), ({"extra_saved_bytes": [KIB]}, 2), ({"saves": True}, 1)):
+    for saves, runs in ((Saved(output=True), 2), (Saved(extra_bytes=[KIB]), 2), (None, 1)):
         tape = Tape()
         x = tape.operation("a", [tape.input(KIB)], KIB)
-        kept = {"saves": [x]} if "saves" in keeps else keeps
-        template = tape.finish(tape.operation("c", [tape.operation("b", [x], KIB, **kept)], KIB))
+        template = tape.finish(tape.operation("c", [tape.operation("b", [x], KIB, saves=saves or [x])], KIB))
         assert template.num_recomputed == runs
 
 
@@ -141,7 +140,9 @@ def test_without_a_graph_only_what_is_held_outlives_the_block():
 def test_a_kernel_makes_its_temporaries_and_what_it_keeps_before_its_result():
     """ATen's dropout: the mask, then the result; a projection that contains a norm: the normed input, then its product."""
     tape = Tape()
-    output = tape.operation("dropout", [tape.input(4096)], 4096, extra_saved_bytes=[2048], forward_temporary_bytes=1024)
+    output = tape.operation(
+        "dropout", [tape.input(4096)], 4096, saves=Saved(extra_bytes=[2048]), forward_temporary_bytes=1024
+    )
     template = tape.finish(output)
     made = [name for name, born, later in zip(template.names, template.born, template.born_backward, strict=True)
             if name != "hidden_states" and born == 0 and not later]  # fmt: skip

@@ -13,7 +13,7 @@ from peakcast.models.ledger.huggingface.blocks.fused_lora import fused_projectio
 from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.models.ledger.tape.tape import Output, Tape, Tensor
 from peakcast.networks.families import family_of
 from peakcast.networks.rotary import rotated_width
 
@@ -131,8 +131,8 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
         tables, turned, width = _tables_of_layer(build), [], rotated_width(architecture)
         for x, name, whole in zip((q, k), "qk", promoted, strict=True):
             size = x.num_bytes * width // architecture.head_dim
-            part = tape.operation(f"self_attn.rotary_{name}.part", [x], size, view_of=x)
-            rest = tape.operation(f"self_attn.rotary_{name}.rest", [x], x.num_bytes - size, view_of=x)
+            part = tape.operation(f"self_attn.rotary_{name}.part", [x], Output(size, view_of=x))
+            rest = tape.operation(f"self_attn.rotary_{name}.rest", [x], Output(x.num_bytes - size, view_of=x))
             size = whole * width // architecture.head_dim
             turned.append((rotate(tape, part, size, f"self_attn.rotary_{name}", tables), rest, whole))
         q, k = (_join(tape, *each) for each in turned)

@@ -18,7 +18,7 @@ from peakcast.models.ledger.huggingface.blocks.eager_attention import eager_atte
 from peakcast.models.ledger.huggingface.blocks.ring_attention import RingTensors, backward_bytes, forward_bytes
 from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads, joins_heads
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
 Kernel = Callable[[BlockBuilder, Tensor, Tensor, Tensor], Tensor]
@@ -31,7 +31,9 @@ def attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context = build.context
     if context.cache.length > context.keys:
         k, v = (
-            build.tape.operation("self_attn.filled", [x], x.num_bytes // context.cache.length * context.keys, view_of=x)
+            build.tape.operation(
+                "self_attn.filled", [x], Output(x.num_bytes // context.cache.length * context.keys, view_of=x)
+            )
             for x in (k, v)
         )
     return KERNELS[attention_kernel(context)](build, q, k, v)
@@ -83,12 +85,11 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     output = build.tape.operation(
         "self_attn.flash_attention",
         [q, k, v],
-        q.num_bytes,
-        saves=[q, k, v],
-        saves_output=True,
-        extra_saved_bytes=[log_sum_exp, INT64, INT64],  # softmax statistics, random seed and offset
+        # the package's is on no list of what checkpointing keeps
+        Output(q.num_bytes, kind="" if implementation == "flash_attention_2" else "attention"),
+        # softmax statistics, random seed and offset
+        saves=Saved([q, k, v], output=True, extra_bytes=[log_sum_exp, INT64, INT64]),
         backward_temporary_bytes=flash_backward_bytes(context) if context.gpu else 0,
-        kind="" if implementation == "flash_attention_2" else "attention",  # the package's is on no list of what is kept
     )
     if unpadded:
         output = build.tape.operation("self_attn.pad", [output], whole)
@@ -143,15 +144,12 @@ def _ring(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     output = build.tape.operation(
         "self_attn.ring_attention",
         [q, k, v],
-        q.num_bytes,
-        saves=[q, k, v],
-        saves_output=True,
-        extra_saved_bytes=[statistics, INT64, INT64],
+        Output(q.num_bytes, kind="attention"),
+        saves=Saved([q, k, v], output=True, extra_bytes=[statistics, INT64, INT64]),
         forward_temporary_bytes=forward_bytes(context.ring, tensors) - q.num_bytes - statistics,
         backward_temporary_bytes=backward_bytes(context.ring, tensors)
         - gradients
         + (flash_backward_bytes(context) if context.gpu else 0),
-        kind="attention",
     )
     return ops.copy(build.tape, output, "self_attn.contiguous") if context.ring.copies_output else output
 
@@ -195,21 +193,19 @@ def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     output = tape.operation(
         "self_attn.flex_attention",
         [q, k, v],
-        v.num_bytes if repeats else v.num_bytes * heads // key_heads,
-        saves=[q, k, v],
-        extra_saved_bytes=[statistics],
+        # compiled by itself: only checkpointing policies that name it keep its output
+        Output(v.num_bytes if repeats else v.num_bytes * heads // key_heads, kind="flex"),
+        saves=Saved([q, k, v], extra_bytes=[statistics]),
         backward_temporary_bytes=statistics,
-        kind="flex",  # compiled by itself: only checkpointing policies that name it keep its output
     )
     # its gradient must have its layout: backward copies unless that is token by token (torch runtime_wrappers.py
     # coerce_tangent_and_suggest_memory_format)
     output = tape.operation(
         "self_attn.flex_attention.delta",
         [output],
-        output.num_bytes,
+        Output.view(output),
         saves=[output],
         gradients=[(output, None)],
-        view_of=output,
         backward_temporary_bytes=2 * statistics + (output.num_bytes if by_head else 0),
     )
     narrow = returned
@@ -234,8 +230,8 @@ def _scaled_for_sinks(build: BlockBuilder, output: Tensor, row_bytes: int) -> Te
         "self_attn.sinks.factor",
         [output],
         row_bytes,
-        saves_output=True,
-        extra_saved_bytes=[2 * row_bytes, row_bytes],  # statistic and sink side by side; their logsumexp
+        # statistic and sink side by side; their logsumexp
+        saves=Saved(output=True, extra_bytes=[2 * row_bytes, row_bytes]),
         gradients=[],
         weight_gradients=[sinks] if context.trainable else [],
         forward_temporary_bytes=row_bytes,  # the difference
@@ -297,13 +293,11 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     output = tape.operation(
         "self_attn.efficient_attention",
         [q, k, v, *bias],
-        v.num_bytes // context.keys * context.sequence,
-        saves=[q, k, v, *bias],
-        saves_output=True,
-        extra_saved_bytes=[] if context.cache.does else kept,  # without a graph the kernel makes no statistics
+        Output(v.num_bytes // context.keys * context.sequence, kind="attention"),
+        # without a graph the kernel makes no statistics
+        saves=Saved([q, k, v, *bias], output=True, extra_bytes=[] if context.cache.does else kept),
         # the row sums "delta" of the backward (attention_backward.cu)
         backward_temporary_bytes=FP32 * context.rows * heads if context.gpu else 0,
-        kind="attention",
     )
     for variable in repeated:  # variables of transformers' `sdpa_attention_forward` refer to them
         tape.hold(variable)
@@ -335,7 +329,7 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # inside one operator, _safe_softmax also makes a bool for every score and selects into a new tensor
     hidden = 5 * elements if context.gpu else 0
     weights = tape.operation(
-        "self_attn.math.softmax", [scores], scores.num_bytes, saves_output=True, forward_temporary_bytes=hidden
+        "self_attn.math.softmax", [scores], scores.num_bytes, saves=Saved(output=True), forward_temporary_bytes=hidden
     )
     weights = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.math.dropout")
     if context.precision.compute_bytes != FP32:  # the second output, which nothing uses
@@ -358,7 +352,7 @@ def _broadcast_heads(build: BlockBuilder, q: Tensor, x: Tensor) -> Tensor:
     if x.num_bytes == size:
         return x
     view = x if build.context.batch == 1 else None
-    return build.tape.operation("self_attn.math.expand", [x], size, view_of=view)
+    return build.tape.operation("self_attn.math.expand", [x], Output(size, view_of=view))
 
 
 def _to_compute_dtype(

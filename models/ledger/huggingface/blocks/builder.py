@@ -23,7 +23,7 @@ from peakcast.models.ledger.huggingface.blocks.traits import multiplies_itself
 from peakcast.models.ledger.parameters.adapter_methods import METHODS, ON_NETWORK, matrix_of
 from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
 NOT_ADAPTED = ("lm_head", "mlp.gate")
@@ -170,8 +170,10 @@ class BlockBuilder:
             f"{name}.adapter",
             [x, result],
             result.num_bytes,
-            saves=[x] * kept.inputs + [result] * kept.result,
-            extra_saved_bytes=[*(size * wide for size in kept.wide), *(size * narrow for size in kept.narrow)],
+            saves=Saved(
+                [x] * kept.inputs + [result] * kept.result,
+                extra_bytes=[*(size * wide for size in kept.wide), *(size * narrow for size in kept.narrow)],
+            ),
             gradients=[(x, x.num_bytes), (result, None)],
             weight_gradients=[WeightGradient(f"{name}.{one.name}.grad", one.numel * wide) for one in made],
             forward_temporary_bytes=rows * (in_features + out_features) * wide,
@@ -190,10 +192,9 @@ class BlockBuilder:
         result = tape.operation(
             name,
             [x],
-            rows * out_features * compute,
+            Output(rows * out_features * compute, kind="matmul"),
             forward_temporary_bytes=matrix,
             backward_temporary_bytes=matrix,
-            kind="matmul",
         )
         if context.linears.quantized_keep_input:
             tape.keep_with_graph(x)
@@ -259,12 +260,11 @@ class BlockBuilder:
         result = tape.operation(
             name,
             [narrow, weight],
-            rows * out_features * compute,
+            Output(rows * out_features * compute, kind="matmul"),
             saves=([narrow] if trainable else []) + ([weight] if narrow.requires_grad else []),
             weight_gradients=[tape.summed(f"{name}.bias.grad", out_features, rows, out_features * weight_bytes)]
             if bias and trainable
             else [],
-            kind="matmul",
         )
         tape.hold(x)  # the module's argument, until it returns
         return result

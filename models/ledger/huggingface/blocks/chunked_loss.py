@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from peakcast.core.units import FP32
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 from peakcast.timelines.timeline import Category
 
 
@@ -23,18 +23,16 @@ def chunked_cross_entropy(tape: Tape, logits: Tensor, context: HFContext) -> Non
     wide = narrow // context.precision.compute_bytes * FP32 if widens else narrow
     tape.begin_loss()
     parts = tape.operation(
-        "logits.chunks", [logits], narrow, view_of=logits, gradients=[(logits, narrow)], category=Category.LOGITS
+        "logits.chunks", [logits], Output(narrow, view_of=logits, category=Category.LOGITS), gradients=[(logits, narrow)]
     )
     compiled = "loss" in context.compiled
     tape.operation(
         "cross_entropy",
         [parts],
-        FP32,
-        saves=[parts] if compiled else [],
-        extra_saved_bytes=[context.rows * FP32] * 2 if compiled else [wide],
+        Output(FP32, category=Category.LOGITS),
+        saves=Saved([parts], extra_bytes=[context.rows * FP32] * 2) if compiled else Saved(extra_bytes=[wide]),
         gradients=[(parts, 0)],  # in the place of the saved tensors
         forward_temporary_bytes=wide // chunks if widens and not compiled else 0,  # a chunk widened
         backward_temporary_bytes=narrow // chunks if compiled else 2 * wide // chunks,
-        category=Category.LOGITS,
     )
     tape.hold(logits)

@@ -10,7 +10,7 @@ from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads, joins_heads
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
 
@@ -95,7 +95,7 @@ def softmax(build: BlockBuilder, x: Tensor, num_bytes: int, name: str) -> Tensor
     """A softmax whose output has `num_bytes`. For a wider dtype its input is converted first, except float16."""
     if x.num_bytes != num_bytes and not build.context.precision.float16:
         x = ops.cast(build.tape, x, num_bytes, f"{name}.to_float32")
-    return build.tape.operation(name, [x], num_bytes, saves_output=True)
+    return build.tape.operation(name, [x], num_bytes, saves=Saved(output=True))
 
 
 def _add_mask(build: BlockBuilder, scores: Tensor, elements: int) -> Tensor:
@@ -119,10 +119,8 @@ def _softmax_with_sinks(
     argument = scores
     if scores.num_bytes != elements * element:
         argument = ops.cast(tape, scores, elements * element, "self_attn.sinks.to_float32")
-    combined = tape.operation(
-        "self_attn.sinks", [argument], whole, weight_gradients=sinks, gradients=[(argument, None)]
-    )
-    largest = tape.operation("self_attn.sinks.max", [combined], rows * element, extra_saved_bytes=[rows * INT64])
+    combined = tape.operation("self_attn.sinks", [argument], whole, weight_gradients=sinks, gradients=[(argument, None)])
+    largest = tape.operation("self_attn.sinks.max", [combined], rows * element, saves=Saved(extra_bytes=[rows * INT64]))
     shifted = tape.operation(
         "self_attn.sinks.subtract",
         [combined, largest],
@@ -131,7 +129,7 @@ def _softmax_with_sinks(
         backward_temporary_bytes=whole,
     )
     probabilities = ops.unary_of_result(tape, shifted, "self_attn.softmax")
-    weights = tape.operation("self_attn.sinks.cut", [probabilities], elements * element, view_of=probabilities)
+    weights = tape.operation("self_attn.sinks.cut", [probabilities], Output(elements * element, view_of=probabilities))
     if element != context.precision.compute_bytes:
         weights = ops.cast(tape, weights, elements * context.precision.compute_bytes, "self_attn.softmax.to_narrow")
     tape.hold(scores)
@@ -168,8 +166,8 @@ def repeat_key_value(
         return k, v
     single = key_heads == 1 and not interleaved  # one head is expanded as a view
     copies = build.context.architecture.num_attention_heads // key_heads
-    repeated = tape.operation("self_attn.repeat_k", [k], k.num_bytes * copies, view_of=k if single else None)
-    return repeated, tape.operation("self_attn.repeat_v", [v], v.num_bytes * copies, view_of=v if single else None)
+    repeated = tape.operation("self_attn.repeat_k", [k], Output(k.num_bytes * copies, view_of=k if single else None))
+    return repeated, tape.operation("self_attn.repeat_v", [v], Output(v.num_bytes * copies, view_of=v if single else None))
 
 
 def to_float32(build: BlockBuilder, x: Tensor, name: str) -> Tensor:

@@ -22,7 +22,8 @@ from peakcast.models.ledger.huggingface.blocks.tensor_parallel import (
     leave_rows,
 )
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
@@ -47,7 +48,8 @@ def embedding(context: HFContext) -> Template:
         summed_last = [(product, weight)]
     elif tied:  # the lm_head's gradient exists; it and this one (or this rank's part of it) are summed into a third
         summed = 2 * weight if group.ranks == 1 else weight + 2 * part
-        tape.operation("tied_weight", [], 0, gradients=[], backward_temporary_bytes=summed).requires_grad = True
+        with tape.marked(Mark.TIED_TABLE):
+            tape.operation("tied_weight", [], 0, gradients=[], backward_temporary_bytes=summed).requires_grad = True
     elif trains and group.table_reduced:
         rows_taken = WeightGradient("embed_tokens.weight.grad", part)
         tape.operation("embed_tokens.rows", [], 0, weight_gradients=[rows_taken], backward_temporary_bytes=weight)
@@ -153,7 +155,12 @@ def embedding_backward_bytes(rows: int, width: int, vocabulary: int) -> int:
 @lru_cache(maxsize=256)
 def head(context: HFContext) -> Template:
     """The template of the final norm, the lm_head and the loss over all positions."""
-    tape = Tape(gpu=context.gpu, saves_on_cpu=context.backward.saves_on_cpu, splits_backward=context.backward.in_two_parts)
+    tape = Tape(
+        gpu=context.gpu,
+        saves_on_cpu=context.backward.saves_on_cpu,
+        splits_backward=context.backward.in_two_parts,
+        modules={"final_norm": "norm"},
+    )
     build = BlockBuilder(tape, context)
     final, sequence_output = _final_states(build)
     if context.loss.kind == "reward":
@@ -161,7 +168,8 @@ def head(context: HFContext) -> Template:
         score(build, final)
     elif context.loss.kind != "cross_entropy":
         tape.begin_loss()
-        token_log_probabilities(tape, final, context)
+        with tape.marked(Mark.LM_HEAD):
+            token_log_probabilities(tape, final, context)
     elif context.kernels.fused_loss:
         fused_loss(build, final)
     else:
@@ -184,8 +192,9 @@ def _final_states(build: BlockBuilder) -> tuple[Tensor, Tensor]:
     hidden = tape.input(context.stream_rows * width * context.stream_bytes)
     sequence_output = hidden
     if architecture.kind == "encoder":  # the masked-token head's own projection
-        hidden = build.projection(hidden, width, width, "lm_head.dense", True)
-        hidden = ops.unary(tape, hidden, "lm_head.act")
+        with tape.marked(Mark.LM_HEAD):
+            hidden = build.projection(hidden, width, width, "lm_head.dense", True)
+            hidden = ops.unary(tape, hidden, "lm_head.act")
     final = build.norm(hidden, width, "final_norm", context.stream_rows)
     tape.hold(hidden)  # the model's variable refers to it while the last norm runs
     if context.precision.narrows_final_norm and final.num_bytes > rows * width * context.precision.weight_bytes:
@@ -195,7 +204,8 @@ def _final_states(build: BlockBuilder) -> tuple[Tensor, Tensor]:
         sequence_output = final
         tape.hold(normed)
         if architecture.scale_decoder_outputs:
-            final = ops.scale(tape, final, "decoder_output_scaling")
+            with tape.marked(Mark.OUTPUT_SCALING):
+                final = ops.scale(tape, final, "decoder_output_scaling")
     return final, sequence_output
 
 
@@ -208,16 +218,18 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
     """The lm_head's product, whole or this rank's part of the vocabulary, scaled as the network does."""
     context, tape, group = build.context, build.tape, build.context.group
     architecture, rows, width = context.architecture, context.rows, context.architecture.hidden_size
-    inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
     trains = context.trainable and not tied_in_graph(context)
     apart, bias = _is_chunked(context) and context.loss.logits_chunks_apart, architecture.lm_head_bias
     part, size = group.part(architecture.vocab_size), context.precision.end_weight_bytes
-    logits = build.linear(inputs, width, part, "lm_head", bias, trains, size, sums_weight_gradients=apart)
-    logits.storage.category = Category.LOGITS
-    if group.ranks > 1 and not group.loss:
-        logits = gather_columns(tape, logits, rows * architecture.vocab_size * context.precision.compute_bytes, "lm_head")
+    with tape.marked(Mark.LM_HEAD):
+        inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
+        logits = build.linear(inputs, width, part, "lm_head", bias, trains, size, sums_weight_gradients=apart)
         logits.storage.category = Category.LOGITS
-        tape.hold(inputs)  # the argument of the module whose hook gathers
+        if group.ranks > 1 and not group.loss:
+            whole = rows * architecture.vocab_size * context.precision.compute_bytes
+            logits = gather_columns(tape, logits, whole, "lm_head")
+            logits.storage.category = Category.LOGITS
+            tape.hold(inputs)  # the argument of the module whose hook gathers
     if family_of(architecture).ends.scales_logits:
         logits = ops.scale(tape, logits, "logits_scaling")
     if architecture.final_logit_softcapping is not None:
@@ -241,7 +253,7 @@ def _loss_of_whole_logits(build: BlockBuilder, logits: Tensor, final: Tensor, se
         _loss_in_place(tape, logits, context)
     else:
         name, size = "log_softmax", logits.num_bytes
-        result = tape.operation(name, [logits], size, saves_output=True, category=Category.LOGITS, output_name=name)
+        result = tape.operation(name, [logits], Output(size, category=Category.LOGITS), saves=Saved(output=True))
         if upcast == "none" and context.precision.autocast and size != wide:
             result = _logits_op(tape, result, wide, "nll_loss.to_float32")  # autocast's fp32 list
         tape.operation("nll_loss", [result, *labels[-1:]], FP32, saves=[result, *labels[-1:]])
@@ -251,7 +263,7 @@ def _loss_of_whole_logits(build: BlockBuilder, logits: Tensor, final: Tensor, se
         tape.hold(tensor)
     if context.kernels.loss == "in_place" and upcast != "model" and context.precision.autocast and narrow.num_bytes < wide:
         # accelerate's convert_outputs_to_fp32; with other losses, their own temporaries were larger
-        tape.operation("outputs.to_float32", [narrow], wide, gradients=[], category=Category.LOGITS)
+        tape.operation("outputs.to_float32", [narrow], Output(wide, category=Category.LOGITS), gradients=[])
 
 
 def _widened_and_shifted(
@@ -288,10 +300,12 @@ def _widened_and_shifted(
 
 def _shifted_labels(tape: Tape, context: HFContext) -> list[Tensor]:
     """The padded labels, and the labels without each row's first, a copy unless there is one row."""
-    padded = tape.operation("pad_labels", [], context.batch * (context.sequence + 1) * INT64, category=Category.INPUTS)
+    padded = tape.operation(
+        "pad_labels", [], Output(context.batch * (context.sequence + 1) * INT64, category=Category.INPUTS)
+    )
     shared = padded if context.batch == 1 else None
     size = context.rows * INT64
-    return [padded, tape.operation("shift_labels", [padded], size, view_of=shared, category=Category.INPUTS)]
+    return [padded, tape.operation("shift_labels", [padded], Output(size, view_of=shared, category=Category.INPUTS))]
 
 
 def _compiled_loss(tape: Tape, logits: Tensor, context: HFContext) -> Template:
@@ -304,8 +318,7 @@ def _compiled_loss(tape: Tape, logits: Tensor, context: HFContext) -> Template:
         "cross_entropy",
         [logits],
         FP32,
-        saves=[logits],
-        extra_saved_bytes=[context.rows * FP32] * 2,
+        saves=Saved([logits], extra_bytes=[context.rows * FP32] * 2),
         backward_temporary_bytes=logits.num_bytes if whole else 0,
     )
     return tape.finish()
@@ -317,12 +330,8 @@ def _loss_in_place(tape: Tape, logits: Tensor, context: HFContext) -> None:
     losses = tape.operation(
         "cross_entropy",
         [logits],
-        context.rows * FP32,
-        saves=[logits],
-        extra_saved_bytes=[context.rows * FP32],
-        gradients_in_place=True,
-        category=Category.LOGITS,
-        is_function=True,
+        Output(context.rows * FP32, category=Category.LOGITS),
+        saves=Saved([logits], extra_bytes=[context.rows * FP32], by_function=True, become_gradients=True),
     )
     tape.operation("cross_entropy.sum", [losses], FP32)
 
@@ -331,16 +340,11 @@ def _loss_over_parts(tape: Tape, logits: Tensor) -> None:
     """torch's loss parallel over this rank's part of the vocabulary (torch 2.13 `distributed/tensor/parallel/loss.py`
     _log_softmax, _nll_loss_and_log_softmax_backward): shifted logits, their exponentials as a temporary, and the output."""
     shifted = tape.operation(
-        "log_softmax.shift", [logits], logits.num_bytes, gradients=[(logits, None)], category=Category.LOGITS
+        "log_softmax.shift", [logits], Output(logits.num_bytes, category=Category.LOGITS), gradients=[(logits, None)]
     )
     tape.operation("log_softmax.exp", [shifted], 0, gradients=[], forward_temporary_bytes=logits.num_bytes)
     result = tape.operation(
-        "log_softmax",
-        [shifted],
-        logits.num_bytes,
-        gradients=[(shifted, None)],
-        category=Category.LOGITS,
-        output_name="log_softmax",
+        "log_softmax", [shifted], Output(logits.num_bytes, category=Category.LOGITS), gradients=[(shifted, None)]
     )
     tape.operation(  # (grad_input + torch.exp(x)) * grad_output
         "nll_loss", [result], FP32, saves=[result], backward_temporary_bytes=2 * logits.num_bytes
@@ -348,7 +352,7 @@ def _loss_over_parts(tape: Tape, logits: Tensor) -> None:
 
 
 def _logits_op(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
-    return tape.operation(name, [x], num_bytes, category=Category.LOGITS, output_name=name)
+    return tape.operation(name, [x], Output(num_bytes, category=Category.LOGITS))
 
 
 def _shift(tape: Tape, x: Tensor, shifted_rows: int, context: HFContext) -> Tensor:
@@ -357,9 +361,9 @@ def _shift(tape: Tape, x: Tensor, shifted_rows: int, context: HFContext) -> Tens
     size = x.num_bytes // context.rows * shifted_rows
     if not context.loss.slices_whole_dimensions:
         return _logits_op(tape, x, size, "shift_logits")
-    part = tape.operation("shift_logits.rows", [x], size, view_of=x)
-    whole = tape.operation("shift_logits.vocabulary", [part], size, view_of=part)
-    return tape.operation("shift_logits", [whole], size, gradients=[(whole, None)], category=Category.LOGITS)
+    part = tape.operation("shift_logits.rows", [x], Output(size, view_of=x))
+    whole = tape.operation("shift_logits.vocabulary", [part], Output(size, view_of=part))
+    return tape.operation("shift_logits", [whole], Output(size, category=Category.LOGITS), gradients=[(whole, None)])
 
 
 def logits_bytes_kept_by_outputs(context: HFContext, *, widened: bool) -> int:
@@ -383,7 +387,8 @@ def next_token_head(context: HFContext, kept: str) -> Template:
     hidden = tape.input(rows * width * context.stream_bytes)
     final = BlockBuilder(tape, context).norm(hidden, width, "final_norm")
     build = BlockBuilder(tape, context, rows if kept == "all" else context.batch)
-    last = tape.operation("last_position", [final], 0, view_of=final)
+    with tape.marked(Mark.LAST_POSITION):
+        last = tape.operation("last_position", [final], Output(0, view_of=final))
     last.num_bytes = build.rows * width * context.stream_bytes
     bias, size = architecture.lm_head_bias, context.precision.weight_bytes
     logits = build.linear(last, width, vocabulary, "lm_head", bias, False, size)
@@ -393,9 +398,11 @@ def next_token_head(context: HFContext, kept: str) -> Template:
             logits = _logits_op(tape, logits, logits.num_bytes, name)
     if kept == "all":
         logits = _logits_op(tape, logits, build.rows * vocabulary * FP32, "logits.to_float32")
-        chosen = tape.operation("next_token_logits", [logits], 0, view_of=logits)
-    else:
-        chosen = _logits_op(tape, logits, context.batch * vocabulary * FP32, "next_token_logits")
+    with tape.marked(Mark.NEXT_TOKEN_LOGITS):
+        if kept == "all":
+            chosen = tape.operation("next_token_logits", [logits], Output(0, view_of=logits))
+        else:
+            chosen = _logits_op(tape, logits, context.batch * vocabulary * FP32, "next_token_logits")
     tape.operation("argmax", [chosen], context.batch * INT64)
     for tensor in (logits, final):
         tape.hold(tensor)

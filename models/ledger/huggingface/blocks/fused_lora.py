@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder, is_adapter_target
-from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Saved, Tensor, WeightGradient
 
 
 def is_fused(build: BlockBuilder, names: Sequence[str], bias: bool) -> bool:
@@ -44,10 +44,9 @@ def fused_projections(build: BlockBuilder, x: Tensor, in_features: int, outputs:
         ".lora_".join((outputs[0][0], "function")),
         made,
         [x],
-        saves=kept,
+        saves=Saved(kept, by_function=True, become_gradients=in_place),
         weight_gradients=gradients,
         backward_temporary_bytes=max(matrix + product, _masked_bytes(build, x.num_bytes, in_features)),
-        gradients_in_place=in_place,
     )
     build.tape.hold(x)  # the module's argument, until it returns
     return results
@@ -68,10 +67,13 @@ def fused_feed_forward(build: BlockBuilder, x: Tensor, width: int, inner: int, n
         "mlp.lora_function",
         [down],
         [x],
-        saves=[x, gate, up, *dropped_gate, *dropped_up, *dropped_down],
+        saves=Saved(
+            [x, gate, up, *dropped_gate, *dropped_up, *dropped_down],
+            by_function=True,
+            become_gradients=build.context.finetuning.quantization != "gptq",
+        ),
         weight_gradients=gradients,
         backward_temporary_bytes=up.num_bytes + passing,
-        gradients_in_place=build.context.finetuning.quantization != "gptq",
     )
     tape.hold(x)  # the module's argument, until it returns
     return result

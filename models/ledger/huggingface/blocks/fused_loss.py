@@ -6,7 +6,8 @@ from peakcast.core.units import FP32, INT64, power_of_two
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape.local_variables import Locals
-from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
 
@@ -35,17 +36,16 @@ def chunked_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
     tokens = -(-rows // max(context.loss.fused_chunks, 1))
     gradient = tokens * width * (hidden.num_bytes // (rows * width)) + weight  # of a chunk, before it is stored or added
     tape.begin_loss()
-    labels = tape.operation("shift_labels", [], rows * INT64, gradients=[], category=Category.INPUTS)
-    tape.operation(
-        "lm_head.chunked_cross_entropy",
-        [hidden],
-        FP32,
-        extra_saved_bytes=[hidden.num_bytes, *([weight] if weight else [])],
-        gradients_in_place=True,
-        weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if weight else [],
-        forward_temporary_bytes=tokens * vocabulary * context.precision.compute_bytes + gradient,
-        category=Category.LOGITS,
-    )
+    labels = tape.operation("shift_labels", [], Output(rows * INT64, category=Category.INPUTS), gradients=[])
+    with tape.marked(Mark.LM_HEAD):
+        tape.operation(
+            "lm_head.chunked_cross_entropy",
+            [hidden],
+            Output(FP32, category=Category.LOGITS),
+            saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if weight else [])], become_gradients=True),
+            weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if weight else [],
+            forward_temporary_bytes=tokens * vocabulary * context.precision.compute_bytes + gradient,
+        )
     tape.hold(labels)
 
 
@@ -59,17 +59,16 @@ def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
     width, vocabulary = context.architecture.hidden_size, context.architecture.vocab_size
     weight = vocabulary * width * context.precision.weight_bytes
     tape.begin_loss()
-    labels = tape.operation("pad_labels", [], 2 * rows * INT64, gradients=[], category=Category.INPUTS)
-    tape.operation(
-        "lm_head.fused_linear_cross_entropy",
-        [hidden],
-        FP32,
-        extra_saved_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])],
-        gradients_in_place=True,
-        weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
-        forward_temporary_bytes=passing_bytes(context, width, vocabulary, hidden.num_bytes) + rows * (FP32 + 1),
-        category=Category.LOGITS,
-    )
+    labels = tape.operation("pad_labels", [], Output(2 * rows * INT64, category=Category.INPUTS), gradients=[])
+    with tape.marked(Mark.LM_HEAD):
+        tape.operation(
+            "lm_head.fused_linear_cross_entropy",
+            [hidden],
+            Output(FP32, category=Category.LOGITS),
+            saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])], become_gradients=True),
+            weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
+            forward_temporary_bytes=passing_bytes(context, width, vocabulary, hidden.num_bytes) + rows * (FP32 + 1),
+        )
     tape.hold(labels)  # variables of transformers and Liger refer to them until the kernel returns
 
 
@@ -121,16 +120,15 @@ def loss_in_chunks(build: BlockBuilder, hidden: Tensor) -> None:
     wider = max(context.loss.reduced_bytes - context.precision.weight_bytes, 0) if context.trainable else 0
     widened = vocabulary * width * wider
     tape.begin_loss()
-    tape.operation(
-        "lm_head.loss_in_chunks",
-        [hidden],
-        FP32,
-        extra_saved_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])],
-        gradients_in_place=True,
-        weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
-        forward_temporary_bytes=max(in_loss, in_product) + rows * width * FP32 + widened,
-        category=Category.LOGITS,
-    )
+    with tape.marked(Mark.LM_HEAD):
+        tape.operation(
+            "lm_head.loss_in_chunks",
+            [hidden],
+            Output(FP32, category=Category.LOGITS),
+            saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])], become_gradients=True),
+            weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
+            forward_temporary_bytes=max(in_loss, in_product) + rows * width * FP32 + widened,
+        )
 
 
 def fused_loss_chunk(rows: int, width: int, vocabulary: int) -> int:

@@ -17,7 +17,7 @@ from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.layer import decoder_layer, feed_forward
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 
 SCAN_CHUNK = 2048
@@ -76,8 +76,7 @@ def _mixer(build: BlockBuilder, x: Tensor, ssm: StateSpace) -> Tensor:
         "mamba.scan",
         [projected],
         rows * ssm.inner_size * size,
-        saves=[projected],
-        extra_saved_bytes=kept,
+        saves=Saved([projected], extra_bytes=kept),
         weight_gradients=_gradients(ssm, context) if context.trainable else [],
     )
     return build.projection(scanned, ssm.inner_size, width, "mamba.out_proj", ssm.projection_bias)

@@ -12,9 +12,11 @@ from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Tensor
 
-CACHES = ("key_cache", "value_cache")
+CACHES = {"key_cache": Mark.KEY_CACHE, "value_cache": Mark.VALUE_CACHE}
+"""Names of a layer's caches, and of the operations that update them."""
 
 
 class CacheTurn(NamedTuple):
@@ -65,15 +67,17 @@ def update_cache(build: BlockBuilder, k: Tensor, v: Tensor) -> tuple[Tensor, Ten
     context, tape, cached = build.context, build.tape, []
     sizes = layer_cache_bytes(context, context.cache.length)
     if context.cache.does == "passes":
-        for name in CACHES:
-            tape.operation(name, [k, v], 0)
+        for name, mark in CACHES.items():
+            with tape.marked(mark):
+                tape.operation(name, [k, v], 0)
         return k, v
     rolled = []
     if context.cache.does == "rolls":
         rolled = [tape.operation(f"{name}.rolled", [k, v], size) for name, size in zip(CACHES, sizes, strict=True)]
     positions = 2 * context.sequence * INT64 if context.cache.does == "stores" else 0  # index_copy_ at cache_position
-    for name, size in zip(CACHES, sizes, strict=True):
-        stored = tape.operation(name, [k, v, *rolled], 0, forward_temporary_bytes=positions)
+    for (name, mark), size in zip(CACHES.items(), sizes, strict=True):
+        with tape.marked(mark):
+            stored = tape.operation(name, [k, v, *rolled], 0, forward_temporary_bytes=positions)
         stored.num_bytes = size
         cached.append(stored)
     return cached[0], cached[1]

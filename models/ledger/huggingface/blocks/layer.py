@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.attention import self_attention
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
@@ -20,7 +21,7 @@ from peakcast.models.ledger.huggingface.blocks.routed import routed_feed_forward
 from peakcast.models.ledger.huggingface.blocks.routed_torchtitan import torchtitan_feed_forward
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 from peakcast.models.ledger.tape.template import Template
 from peakcast.networks.families import family_of
 
@@ -29,7 +30,12 @@ from peakcast.networks.families import family_of
 def decoder_layer(context: HFContext) -> Template:
     """The template of one decoder layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     architecture, backward = context.architecture, context.backward
-    tape = Tape(gpu=context.gpu, saves_on_cpu=backward.saves_on_cpu, splits_backward=backward.in_two_parts)
+    tape = Tape(
+        gpu=context.gpu,
+        saves_on_cpu=backward.saves_on_cpu,
+        splits_backward=backward.in_two_parts,
+        modules=called(architecture),
+    )
     build = BlockBuilder(tape, context)
     owned = not backward.checkpointed
     hidden = tape.input(context.input_bytes, requires_grad=context.layer.input_requires_grad, owned=owned)
@@ -46,6 +52,12 @@ def decoder_layer(context: HFContext) -> Template:
     return tape.finish(
         output, cached_matmuls=backward.cached_matmuls, cached_kinds=backward.cached_kinds, beside=beside
     )
+
+
+def called(architecture: Architecture) -> dict[str, str]:
+    """By name of an operation, the module that runs it, where that has another name: with one norm for each sub-layer,
+    the second is called after what it follows."""
+    return {"pre_feedforward_layernorm": "post_attention_layernorm"} if architecture.norm_placement == "pre" else {}
 
 
 def _sublayer(
@@ -93,11 +105,7 @@ def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
         build.tape.hold(variable)
     view = fed if family_of(architecture).layer.adds_in_place else None
     both = build.tape.operation(
-        "parallel_add",
-        [fed, attention],
-        fed.num_bytes,
-        gradients=[(fed, None), (attention, None)],
-        view_of=view,
+        "parallel_add", [fed, attention], Output(fed.num_bytes, view_of=view), gradients=[(fed, None), (attention, None)]
     )
     output = ops.add(build.tape, both, x, "residual_add")
     build.variables.extend([fed, attention])
@@ -146,4 +154,4 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
 
 def _swiglu(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
     """Liger's silu(gate)·up, whose backward writes into gate and up (liger_kernel 0.8 ops/swiglu.py)."""
-    return tape.operation("mlp.swiglu", [gate, up], up.num_bytes, saves=[gate, up], gradients_in_place=True)
+    return tape.operation("mlp.swiglu", [gate, up], up.num_bytes, saves=Saved([gate, up], become_gradients=True))

@@ -18,7 +18,7 @@ from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.router import route
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
 MOST_GROUPS = 16
@@ -96,7 +96,7 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     summed = pairs * width * FP32 if context.precision.autocast else wide  # sum is on autocast's fp32 list
     restored = tape.operation("mlp.experts.restore", [weighted, order], wide, saves=[order])
     by_token = tape.operation(  # its backward copies the expanded gradient, before a checkpoint recomputes
-        "mlp.experts.by_token", [restored], wide, view_of=restored, gradients=[(restored, wide)]
+        "mlp.experts.by_token", [restored], Output(wide, view_of=restored), gradients=[(restored, wide)]
     )
     total = tape.operation(  # its backward is a view of the gradient if the dtype is the same
         "mlp.experts.sum",
@@ -125,7 +125,7 @@ def _bias(build: BlockBuilder, ids: Tensor, moe: MixtureOfExperts, rows: int, wi
 def _clamped_product(build: BlockBuilder, both: Tensor, elements: int) -> Tensor:
     """gpt-oss's `_apply_gate`: (up + 1) · gate · sigmoid(alpha · gate), with gate and up clamped."""
     tape, half = build.tape, both.num_bytes // 2
-    gate, up = (tape.operation(f"mlp.experts.{part}", [both], half, view_of=both) for part in ("gate", "up"))
+    gate, up = (tape.operation(f"mlp.experts.{part}", [both], Output(half, view_of=both)) for part in ("gate", "up"))
     gate = ops.unary(tape, gate, "mlp.experts.clamp_gate", backward_temporary_bytes=elements)
     up = ops.unary(tape, up, "mlp.experts.clamp_up", backward_temporary_bytes=2 * elements)
     scaled = ops.scale(tape, gate, "mlp.experts.alpha")
@@ -154,14 +154,13 @@ def _grouped_linear(
         name,
         [x],
         rows * out_features * context.precision.weight_bytes,
-        saves=[x] if context.trainable else [],
+        saves=Saved([x] if context.trainable else [], parameter_bytes=weight),
         weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.trainable else [],
-        saved_parameter_bytes=weight,
     )
     for rows_of_bias in bias:
         gradients = [(product, None), (rows_of_bias, None)]
         product = build.tape.operation(
-            f"{name}.add_bias", [product, rows_of_bias], product.num_bytes, gradients=gradients, view_of=product
+            f"{name}.add_bias", [product, rows_of_bias], Output.view(product), gradients=gradients
         )
     return product
 
@@ -173,7 +172,7 @@ def _masked(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
 
 def _masked_in_place(build: BlockBuilder, x: Tensor) -> Tensor:
     """`masked_fill_` of the rows that experts take."""
-    return build.tape.operation("mlp.experts.mask_taken", [x], x.num_bytes, view_of=x)
+    return build.tape.operation("mlp.experts.mask_taken", [x], Output.view(x))
 
 
 def _looped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: MixtureOfExperts) -> Tensor:
@@ -216,8 +215,7 @@ def _expert(experts: BlockBuilder, x: Tensor, weights: Tensor, output: Tensor, i
     return tape.operation(
         "mlp.experts.index_add",
         [output, weighted],
-        output.num_bytes,
-        view_of=output,
+        Output.view(output),
         gradients=[(output, None), (weighted, weighted.num_bytes)],
     )
 

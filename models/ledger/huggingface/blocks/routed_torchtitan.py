@@ -12,7 +12,7 @@ from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 
 
 def torchtitan_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
@@ -51,15 +51,13 @@ def _router(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tens
         logits = tape.operation("mlp.router.logits", [x], wide, saves=saves, weight_gradients=made)
     scores = ops.unary_of_result(tape, logits, "mlp.router.scores")
     biased = tape.operation("mlp.router.add_bias", [scores], wide, gradients=[])
-    tape.operation("mlp.router.topk.values", [biased], rows * top_k * FP32, gradients=[], kind="topk")
-    chosen = tape.operation("mlp.router.topk", [biased], rows * top_k * INT64, gradients=[], kind="topk")
+    tape.operation("mlp.router.topk.values", [biased], Output(rows * top_k * FP32, kind="topk"), gradients=[])
+    chosen = tape.operation("mlp.router.topk", [biased], Output(rows * top_k * INT64, kind="topk"), gradients=[])
     chosen.requires_grad = False
     weights = tape.operation("mlp.router.gather", [scores, chosen], rows * top_k * FP32, saves=[chosen])
     total = tape.operation("mlp.router.sum", [weights], rows * FP32)
     total = tape.operation("mlp.router.sum.add", [total], rows * FP32, gradients=[(total, None)])
-    weights = tape.operation(
-        "mlp.router.normalise", [weights, total], rows * top_k * FP32, saves=[weights, total]
-    )
+    weights = tape.operation("mlp.router.normalise", [weights, total], rows * top_k * FP32, saves=[weights, total])
     return scores, chosen, ops.scale(tape, weights, "mlp.router.scale")
 
 
@@ -111,7 +109,7 @@ def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, mo
 def _send(tape: Tape, taken: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
     """AllToAllTokenDispatcher.dispatch: the rows that all ranks send to this one's experts, sorted by expert, and where
     each belongs. Assumes: routing is balanced, so as many rows arrive as leave."""
-    sent = tape.operation("mlp.experts.send", [taken], taken.num_bytes, kind="all_to_all")
+    sent = tape.operation("mlp.experts.send", [taken], Output(taken.num_bytes, kind="all_to_all"))
     segments = tape.operation("mlp.experts.segments", [], pairs * INT64)
     places = tape.operation("mlp.experts.places", [segments], pairs * INT64, forward_temporary_bytes=2 * pairs * INT64)
     sorted_by_expert = tape.operation("mlp.experts.permute", [sent, places], taken.num_bytes, saves=[places])
@@ -123,7 +121,7 @@ def _send(tape: Tape, taken: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
 def _return_rows(tape: Tape, down: Tensor, places: Tensor) -> Tensor:
     """AllToAllTokenDispatcher.combine up to the weighting: the experts' outputs, back on the rank that sent the rows."""
     unsorted = tape.operation("mlp.experts.unpermute", [down, places], down.num_bytes, saves=[places])
-    return tape.operation("mlp.experts.return", [unsorted], down.num_bytes, kind="all_to_all")
+    return tape.operation("mlp.experts.return", [unsorted], Output(down.num_bytes, kind="all_to_all"))
 
 
 def _grouped(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts, inputs: int, outputs: int, name: str) -> Tensor:
@@ -135,9 +133,8 @@ def _grouped(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts, inputs: int,
         name,
         [x],
         pairs * outputs * context.precision.weight_bytes,
-        saves=[x] if context.trainable else [],
+        saves=Saved([x] if context.trainable else [], parameter_bytes=weight),
         weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.trainable else [],
-        saved_parameter_bytes=weight,
     )
 
 

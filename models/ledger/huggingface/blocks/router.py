@@ -10,7 +10,7 @@ from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.eager_attention import softmax
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
 
@@ -37,10 +37,8 @@ def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor
         weights = tape.operation(
             "mlp.router.normalise",
             [weights, total],
-            chosen_bytes,
-            saves=[total],
-            extra_saved_bytes=[chosen_bytes],
-            view_of=weights,
+            Output(chosen_bytes, view_of=weights),
+            saves=Saved([total], extra_bytes=[chosen_bytes]),
             backward_temporary_bytes=2 * chosen_bytes,
         )
     if code.router_in_float32:  # DeepSeek's routers scale the weights

@@ -18,7 +18,8 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import embedding_backward_bytes
 from peakcast.models.ledger.parameters.t5 import CROSS, FEED_FORWARD, SELF, up_projections
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 
 RELATIVE = f"{SELF}.relative_attention_bias"
@@ -156,15 +157,16 @@ def _relative_positions(build: BlockBuilder, bias: Tensor, *, bidirectional: boo
     if context.gpu:  # and a contiguous copy of the gradient, which comes with its heads first
         inside = bias.num_bytes + embedding_backward_bytes(pairs, heads, architecture.relative_attention_num_buckets)
     trains = [WeightGradient(f"{RELATIVE}.weight.grad", table)] if context.trainable else []
-    build.tape.operation(
-        RELATIVE,
-        [buckets],
-        0,
-        saves=[buckets],
-        gradients=[],
-        weight_gradients=trains,
-        backward_temporary_bytes=inside,
-    )
+    with build.tape.marked(Mark.RELATIVE_POSITIONS):
+        build.tape.operation(
+            RELATIVE,
+            [buckets],
+            0,
+            saves=[buckets],
+            gradients=[],
+            weight_gradients=trains,
+            backward_temporary_bytes=inside,
+        )
     build.tape.hold(distances)
 
 
@@ -185,7 +187,7 @@ def _efficient(
     mask = bias
     if masked:
         kept = [context.sequence * key_length] if bias.requires_grad else []  # where() keeps its bool condition
-        mask = tape.operation(f"{name}.position_bias_mask", [bias], bias.num_bytes, extra_saved_bytes=kept)
+        mask = tape.operation(f"{name}.position_bias_mask", [bias], bias.num_bytes, saves=Saved(extra_bytes=kept))
     wide, narrow = mask, context.sequence * key_length * heads * context.precision.compute_bytes
     if mask.num_bytes > narrow:  # autocast casts every floating-point argument of attention
         mask = ops.cast(tape, mask, narrow, f"{name}.mask_cast")
@@ -195,12 +197,13 @@ def _efficient(
     output = tape.operation(
         f"{name}.efficient_attention",
         [q, k, v, mask],
-        q.num_bytes,
-        saves=[q, k, v, mask],
-        saves_output=True,
-        extra_saved_bytes=[FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64],
+        Output(q.num_bytes, kind="attention"),
+        saves=Saved(
+            [q, k, v, mask],
+            output=True,
+            extra_bytes=[FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64],
+        ),
         backward_temporary_bytes=summed + inside,
-        kind="attention",
     )
     tape.hold(wide)
     return output
