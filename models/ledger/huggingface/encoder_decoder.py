@@ -12,7 +12,8 @@ from peakcast.core.units import INT64
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import embedding, head
+from peakcast.models.ledger.huggingface.blocks.embedding import embedding
+from peakcast.models.ledger.huggingface.blocks.head import head
 from peakcast.models.ledger.huggingface.blocks.t5 import (
     CROSS_POSITION_BIAS,
     ENCODER_STATES,

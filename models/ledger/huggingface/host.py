@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.huggingface.blocks.ends import head
+from peakcast.models.ledger.huggingface.blocks.head import head
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.contexts import block_context
 from peakcast.models.ledger.huggingface.layers import Blocks

@@ -16,7 +16,8 @@ from peakcast.core.units import FP32, INT64
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import embedding, embedding_variables, next_token_head
+from peakcast.models.ledger.huggingface.blocks.embedding import embedding, embedding_variables
+from peakcast.models.ledger.huggingface.blocks.head import next_token_head
 from peakcast.models.ledger.huggingface.blocks.kv_cache import CACHES, CacheTurn, cache_turn, layer_cache_bytes
 from peakcast.models.ledger.huggingface.blocks.layer import decoder_layer
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_masks, rotates, window_of

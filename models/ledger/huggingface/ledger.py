@@ -13,7 +13,7 @@ from peakcast.catalog import Device
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.spec import Optimizer, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import logits_bytes_kept_by_outputs
+from peakcast.models.ledger.huggingface.blocks.head import logits_bytes_kept_by_outputs
 from peakcast.models.ledger.huggingface.contexts import block_context, first_context, target_context
 from peakcast.models.ledger.huggingface.inputs import hold_inputs, hold_parts_of_inputs
 from peakcast.models.ledger.huggingface.micro_batch import run_micro_batch

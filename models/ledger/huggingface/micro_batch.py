@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import head, tied_in_graph
+from peakcast.models.ledger.huggingface.blocks.head import head
 from peakcast.models.ledger.huggingface.blocks.kv_cache import returned_cache_bytes
+from peakcast.models.ledger.huggingface.blocks.token_table import tied_in_graph
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import (
     attends_without_graph,

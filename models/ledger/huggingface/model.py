@@ -15,7 +15,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import flex_block_mask_bytes
 from peakcast.models.ledger.huggingface.blocks.builder import CAST
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import embedding_variables, hands_on_itself
+from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables, hands_on_itself
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, kinds_of_masks
 from peakcast.models.ledger.tape.marks import Mark

@@ -9,7 +9,7 @@ from __future__ import annotations
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import logits_bytes_kept_by_outputs
+from peakcast.models.ledger.huggingface.blocks.head import logits_bytes_kept_by_outputs
 from peakcast.models.ledger.huggingface.contexts import target_context
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import arguments_of_layers

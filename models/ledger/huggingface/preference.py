@@ -14,7 +14,8 @@ from dataclasses import replace
 from peakcast.core.units import FP32, INT64
 from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext, autocast_copy_bytes, is_cast_by_autocast
-from peakcast.models.ledger.huggingface.blocks.ends import embedding_variables, head
+from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables
+from peakcast.models.ledger.huggingface.blocks.head import head
 from peakcast.models.ledger.huggingface.blocks.preference_heads import scored_rows, vocabulary_part_bytes
 from peakcast.models.ledger.huggingface.contexts import block_context
 from peakcast.models.ledger.huggingface.layers import Blocks

@@ -25,7 +25,7 @@ from peakcast.catalog import Device
 from peakcast.core.units import INT64
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import head, logits_bytes_kept_by_outputs
+from peakcast.models.ledger.huggingface.blocks.head import head, logits_bytes_kept_by_outputs
 from peakcast.models.ledger.huggingface.contexts import block_context
 from peakcast.models.ledger.huggingface.inputs import hold_parts_of_inputs, hold_shared_inputs
 from peakcast.models.ledger.huggingface.layers import Blocks

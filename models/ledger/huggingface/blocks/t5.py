@@ -15,7 +15,7 @@ from peakcast.core.units import FP32, INT64, round_up
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import embedding_backward_bytes
+from peakcast.models.ledger.huggingface.blocks.token_table import lookup_backward_bytes
 from peakcast.models.ledger.parameters.t5 import CROSS, FEED_FORWARD, SELF, up_projections
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.marks import Mark
@@ -155,7 +155,7 @@ def _relative_positions(build: BlockBuilder, bias: Tensor, *, bidirectional: boo
     )
     inside = 0
     if context.gpu:  # and a contiguous copy of the gradient, which comes with its heads first
-        inside = bias.num_bytes + embedding_backward_bytes(pairs, heads, architecture.relative_attention_num_buckets)
+        inside = bias.num_bytes + lookup_backward_bytes(pairs, heads, architecture.relative_attention_num_buckets)
     trains = [WeightGradient(f"{RELATIVE}.weight.grad", table)] if context.trainable else []
     with build.tape.marked(Mark.RELATIVE_POSITIONS):
         build.tape.operation(
