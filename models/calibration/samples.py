@@ -40,11 +40,6 @@ whose run was reconstructed from what its authors wrote. Only the ratio matters,
 judgement."""
 
 
-RETRIED = 0.1
-"""Factor on the weight of a row whose replay reached the GPU's end: what the allocator then keeps depends to the byte on
-the free memory, which nobody reports, and a fit of few rows must not depend on it. A judgement."""
-
-
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Sample:
     """A measured row, the baseline of its rank, and the names it is grouped by."""
@@ -82,8 +77,8 @@ class Sample:
 
     @property
     def trust(self) -> float:
-        """The row's weight among others in a fit (`TRUST`, `RETRIED`)."""
-        return TRUST[self.row.provenance] * (RETRIED if self.baseline.num_retries else 1.0)
+        """The row's weight among others in a fit (`TRUST`)."""
+        return TRUST[self.row.provenance]
 
     @property
     def configuration(self) -> tuple[str, str, int | None, str]:
