@@ -8,7 +8,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -113,28 +113,36 @@ def prepare(
     device_of = device_of or _catalog_device
     scope_of = scope_of or _ledger_scope
     compute = functools.partial(_computed, device_of, baseline_of or baseline)
-    rows = sorted(rows, key=_order)  # so that the order of rows in files does not change the fit
-    why = [_reason(row, scope_of) for row in rows]
-    counted = [row for row, reason in zip(rows, why, strict=True) if not reason or reason == OUT_OF_MEMORY]
+    # sorted, so that the order of rows in files does not change the fit
+    judged = [(row, _reason(row, scope_of)) for row in sorted(rows, key=_order)]
+    counted = [row for row, reason in judged if reason in ("", OUT_OF_MEMORY)]
     baselines = _baselines({asked: None for row in counted for asked in _baselines_needed(row)}, compute)
     kept: list[Sample] = []
     censored: list[Sample] = []
     reasons: Counter[str] = Counter()
-    for row, reason in zip(rows, why, strict=True):
-        if not reason or reason == OUT_OF_MEMORY:
-            try:
-                base, *others = (_baseline_or_raise(baselines[asked]) for asked in _baselines_needed(row))
-                if others:
-                    base = _mean_device(base, others, row.job)
-                sample = _sample(row, device_of(row.gpu), base)
-                (censored if reason else kept).append(sample)
-            except CatalogError:
-                reason = reason or f"GPU {row.gpu} is not in the catalog"
-            except (PeakcastError, NotImplementedError, ImportError) as error:
-                reason = reason or f"the ledger cannot: {error}"
+    for row, reason in judged:
+        if reason in ("", OUT_OF_MEMORY):
+            found = _sample_or_reason(row, baselines, device_of)
+            if isinstance(found, Sample):
+                (censored if reason else kept).append(found)
+            else:
+                reason = reason or found
         if reason:
             reasons[_kind(reason)] += 1
     return Samples(samples=tuple(kept), left_out=dict(sorted(reasons.items())), censored=tuple(censored))
+
+
+def _sample_or_reason(
+    row: Measurement, baselines: Mapping[Asked, Baseline | Exception], device_of: DeviceOf
+) -> Sample | str:
+    """The row's sample, or why it has none."""
+    try:
+        base, *others = (_baseline_or_raise(baselines[asked]) for asked in _baselines_needed(row))
+        return _sample(row, device_of(row.gpu), _mean_device(base, others, row.job))
+    except CatalogError:
+        return f"GPU {row.gpu} is not in the catalog"
+    except (PeakcastError, NotImplementedError, ImportError) as error:
+        return f"the ledger cannot: {error}"
 
 
 def _baselines_needed(row: Measurement) -> list[Asked]:
