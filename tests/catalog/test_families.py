@@ -41,7 +41,8 @@ def test_every_file_is_read_and_says_where_it_was_read(model_type: str) -> None:
     assert found is not None
     assert found.model_type == model_type
     assert found.alike == stated(model_type).get("as", "")
-    assert f"models/{'gemma3' if model_type == 'gemma3_text' else model_type}/" in found.source or "remote code" in found.source
+    folder = "gemma3" if model_type == "gemma3_text" else model_type
+    assert f"models/{folder}/" in found.source or "remote code" in found.source
 
 
 def test_llamas_file_states_every_trait() -> None:
