@@ -17,7 +17,7 @@ from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.ops import FP32, INPUT, INT64, MASK, OUTPUT, SEEDS, Names, names, op
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.parameters.inventory import leaf_names
+from peakcast.networks.families import family_of
 
 
 @cache
@@ -42,7 +42,7 @@ def products(architecture: Architecture) -> dict[str, tuple[int, int]]:
 @cache
 def modules_of(architecture: Architecture) -> dict[str, str]:
     """By name of an operation with parameters, the module that it is."""
-    leaves, sandwiched = leaf_names(architecture), architecture.norm_placement == "pre_and_post"
+    leaves, sandwiched = family_of(architecture).names, architecture.norm_placement == "pre_and_post"
     inside = {name: f"mlp.{getattr(leaves, name)}" for name in ("gate_up", "gate", "up", "down")}
     return {
         **{name: f"self_attn.{getattr(leaves, name)}" for name in ("qkv", "q", "k", "v")},
@@ -62,7 +62,7 @@ def adapted(context: HFContext) -> frozenset[str]:
     """Names of the products that have adapters."""
     if context.trainable:
         return frozenset()
-    leaves = leaf_names(context.architecture)
+    leaves = family_of(context.architecture).names
     targets = {name: getattr(leaves, "out" if name == "o" else name) for name in products(context.architecture)}
     return frozenset(
         name for name, leaf in targets.items() if is_adapter_target(leaf, context.finetuning, context.architecture)
