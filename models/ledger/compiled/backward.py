@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from peakcast.core.units import FP32
-from peakcast.models.ledger.compiled.forward import LayerForward, products
+from peakcast.models.ledger.compiled.forward import LayerForward, modules_of, products
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.ops import NARROWED, Names, names, op
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import flash_backward_bytes
@@ -206,14 +206,20 @@ class LayerOps(LayerForward):
         elements = self._weight(name) if elements is None else elements
         weight = elements * self.context.precision.weight_bytes
         if not self.casts:
-            both = [op(f"{name}.weight.grad", reads, weight, is_result=True), op(result, gradient, size)]
+            both = [self._gradient(f"{name}.weight", reads, weight), op(result, gradient, size)]
             # of a transposed weight, whose product is `addmm`, the gradient is computed after the input's
             return both[::-1] if family_of(self.context.architecture).linear.conv1d else both
         return [
             op(f"{name}.grad", reads, elements * self.context.precision.compute_bytes),
             op(result, (gradient, f"{name}.cast"), size),
-            op(f"{name}.weight.grad", f"{name}.grad", weight, wide=True, is_result=True),
+            self._gradient(f"{name}.weight", f"{name}.grad", weight, wide=True),
         ]
+
+    def _gradient(self, name: str, reads: str | Names, size: int, *, wide: bool = False) -> Op:
+        """The gradient of a parameter, `name`: the operation that uses it and which of its parameters it is."""
+        operation, dot, which = name.partition(".")
+        parameter = modules_of(self.context.architecture).get(operation, operation) + dot + which
+        return op(f"{name}.grad", reads, size, wide=wide, is_result=True, parameter=parameter)
 
     def _adapter_back(self, name: str, gradient: str, read: str, result: str, size: int) -> list[Op]:
         """The backward of a product's adapter, which read a copy of `read`."""
@@ -223,9 +229,9 @@ class LayerOps(LayerForward):
         inputs = size // (context.rows * context.precision.compute_bytes)
         outputs, inner = self._weight(name) // inputs, f"d_{name}.lora_A"
         return [
-            op(f"{name}.lora_B.weight.grad", (gradient, f"{name}.lora_A"), outputs * row, wide=True, is_result=True),
+            self._gradient(f"{name}.lora_B.weight", (gradient, f"{name}.lora_A"), outputs * row, wide=True),
             op(inner, gradient, context.rows * row, wide=True),
-            op(f"{name}.lora_A.weight.grad", (inner, f"{read}.wide"), inputs * row, wide=True, is_result=True),
+            self._gradient(f"{name}.lora_A.weight", (inner, f"{read}.wide"), inputs * row, wide=True),
             op(result, inner, size // context.precision.compute_bytes * context.adapters.weight_bytes, wide=True),
         ]
 
@@ -261,7 +267,7 @@ class LayerOps(LayerForward):
         return [
             replace(first, writes={**first.writes, bias: first.writes[f"{name}.partial"]}, wide=first.wide | {bias}),
             second,
-            op(f"{name}.bias.grad", bias, width * self.context.precision.weight_bytes, wide=self.casts, is_result=True),
+            self._gradient(f"{name}.bias", bias, width * self.context.precision.weight_bytes, wide=self.casts),
         ]
 
     def _bias(self, name: str, reads: str, has: bool) -> list[Op]:
@@ -276,7 +282,7 @@ class LayerOps(LayerForward):
         size = -(-self.context.rows // ROWS_SUMMED) * width * FP32
         return [
             op(partial, reads, size, wide=True, fuses=fuses),
-            op(f"{name}.grad", partial, width * self.context.precision.weight_bytes, wide=self.casts, is_result=True),
+            self._gradient(name, partial, width * self.context.precision.weight_bytes, wide=self.casts),
         ]
 
     def _rotated_back(self, name: str, size: int) -> list[Op]:
@@ -298,6 +304,6 @@ class LayerOps(LayerForward):
             *ops,
             op(f"d_{name}_normed", given, through, wide=wide, fuses=f"d_{name}"),
             op(f"{name}_norm.partial", (f"d_{name}_normed", name, f"{name}_rstd"), partial, wide=True),
-            op(f"{name}_norm.weight.grad", f"{name}_norm.partial", head * weight, wide=self.casts, is_result=True),
+            self._gradient(f"{name}_norm.weight", f"{name}_norm.partial", head * weight, wide=self.casts),
             op(f"d_{name}", (f"d_{name}_normed", name, f"{name}_rstd"), size, replaces=f"d_{name}_normed"),
         ]

@@ -60,6 +60,8 @@ class InductorGraph:
 
     def __init__(self, ops: Sequence[Op], inputs: Mapping[str, int], results: Iterable[str] = ()) -> None:
         self.inputs = dict(inputs)
+        self.parameters = {name: op.parameter for op in ops if op.parameter for name in op.writes}
+        """By name of a parameter's gradient, the parameter's name in its module."""
         self.results = {name for op in ops if op.is_result for name in op.writes} | set(results)
         used = self.results.union(*(op.reads for op in ops))
         self._unused = {one.name: {k: v for k, v in one.writes.items() if k not in used} for one in ops if one.parts}

@@ -27,6 +27,8 @@ class Op:
     """Whether what it writes leaves the graph."""
     wide: frozenset[str] = frozenset()
     """Those of its results that have wider elements than most."""
+    parameter: str = ""
+    """If it makes a parameter's gradient: the parameter's name in its module."""
 
 
 @dataclass(eq=False, slots=True)

@@ -14,7 +14,6 @@ from functools import lru_cache
 
 from peakcast.core.units import INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
-from peakcast.models.ledger.compiled.forward import modules_of
 from peakcast.models.ledger.compiled.graphs_in_turn import both_graphs
 from peakcast.models.ledger.compiled.inductor_graph import InductorGraph
 from peakcast.models.ledger.compiled.inductor_kernels import Op
@@ -71,5 +70,4 @@ def _template(context: HFContext, first: InductorGraph, second: InductorGraph) -
     """Both graphs as one block. Parameter gradients leave the backward graph when it ends."""
     hidden, owned = context.input_bytes, 0 if context.backward.checkpointed else context.input_bytes
     given = Given(INPUT, Category.ACTIVATIONS, owned, False), Given(HANDED_IN, Category.TEMPORARIES, hidden, True)
-    modules = modules_of(context.architecture)
-    return compiled_template(first, second, given, modules=modules, input_bytes=hidden)
+    return compiled_template(first, second, given, input_bytes=hidden)

@@ -11,7 +11,6 @@ from functools import lru_cache
 
 from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
-from peakcast.models.ledger.compiled.forward import modules_of
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.layer import kept_of
@@ -68,8 +67,7 @@ def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], agai
         given = Given(HIDDEN_TANGENT, Category.TEMPORARIES, first.size_of("norm_final"), True, born=1)
     else:
         given = Given(TANGENT, Category.LOGITS, first.size_of("logits"), True)
-    modules = modules_of(kinds[0].architecture)
-    return compiled_template(first, second, [given], modules=modules, module_of=_module_of)
+    return compiled_template(first, second, [given], module_of=_module_of)
 
 
 def _module_of(name: str) -> tuple[str, str]:
@@ -252,29 +250,34 @@ def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
     architecture, learned = context.architecture, context.architecture.position_embedding == "learned"
     last = backward[at] if learned else backward.pop(at)
     elements = architecture.vocab_size * architecture.hidden_size
-    name, wide = "embed_tokens.weight.grad", context.precision.weight_bytes == FP32
-    tied = architecture.tie_word_embeddings
-    table = name if wide and not tied else "embed_tokens.table"
-    made = op(table, (), elements * FP32, wide=True, is_result=table == name)
-    reads = ("0.d_input", "embedding.dropped") if learned else last.reads
+    of, wide = "embed_tokens.weight", context.precision.weight_bytes == FP32
+    tied, name, reads = architecture.tie_word_embeddings, f"{of}.grad", last.reads
+    if learned:
+        reads = ("0.d_input", "embedding.dropped")
+    in_fp32 = wide and not tied  # then the table of sums is the gradient itself
+    table = name if in_fp32 else "embed_tokens.table"
+    made = op(table, (), elements * FP32, wide=True, is_result=in_fp32, parameter=of if in_fp32 else "")
     ops = [made, op("embed_tokens.rows", (*reads, table), 0, fuses="0.d_input", is_result=True)]  # in place
-    size, filled = elements * context.precision.weight_bytes, (table, "embed_tokens.rows")
+    size = elements * context.precision.weight_bytes
+    filled: Names = (table, "embed_tokens.rows")
     if learned:
         ops += _positions_back(context)
+    if in_fp32:
+        return ops
     if tied and wide:
-        return [*ops, op(name, (*filled, "lm_head.grad"), size, wide=True, is_result=True)]
+        return [*ops, op(name, (*filled, "lm_head.grad"), size, wide=True, is_result=True, parameter=of)]
     if tied:  # the lm_head's product and the sum are one operation (`_inductor/fx_passes/post_grad.py` addmm)
-        narrow = op("embed_tokens.narrow", filled, size)
-        return [*ops, narrow, op(name, ("embed_tokens.narrow", "d_logits", "norm_final"), size, is_result=True)]
-    return ops if wide else [*ops, op(name, filled, size, is_result=True)]
+        ops.append(op("embed_tokens.narrow", filled, size))
+        filled = ("embed_tokens.narrow", "d_logits", "norm_final")
+    return [*ops, op(name, filled, size, is_result=True, parameter=of)]
 
 
 def _positions_back(context: HFContext) -> list[Op]:
     """The gradient of learned positions, computed like the embedding's."""
     elements = context.architecture.max_position_embeddings * context.architecture.hidden_size
-    name, table = "embed_positions.weight.grad", "embed_positions.table"
+    of, table, size = "embed_positions.weight", "embed_positions.table", elements * context.precision.weight_bytes
     return [
         op(table, (), elements * FP32, wide=True),
         op("embed_positions.rows", ("0.d_input", "positions", table), 0),
-        op(name, (table, "embed_positions.rows"), elements * context.precision.weight_bytes, is_result=True),
+        op(f"{of}.grad", (table, "embed_positions.rows"), size, is_result=True, parameter=of),
     ]

@@ -28,6 +28,7 @@ def op(
     parts: bool = False,
     is_result: bool = False,
     wide: bool | Collection[str] = False,
+    parameter: str = "",
 ) -> Op:
     """An operation. By default it writes one buffer of `size` bytes, which has its name. Of names, a single one may stand
     for itself. `wide`: whether all its results are wide, or which of them."""
@@ -41,6 +42,7 @@ def op(
         parts=parts,
         is_result=is_result,
         wide=frozenset((made if wide else ()) if isinstance(wide, bool) else wide),
+        parameter=parameter,
     )
 
 
@@ -74,6 +76,7 @@ def named(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]
             parts=one.parts,
             is_result=one.is_result,
             wide=frozenset([found[name] for name in one.wide]),
+            parameter=one.parameter,
         )
         for one in ops
     ]

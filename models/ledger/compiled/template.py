@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph
-from peakcast.models.ledger.tape.template import Row, Template, backward_row, columns_of
+from peakcast.models.ledger.tape.template import GRADIENTS, TEMPORARIES, Row, Template, backward_row, columns_of
 from peakcast.timelines.timeline import Category
 
 
@@ -29,11 +29,10 @@ def compiled_template(
     given: Iterable[Given],
     *,
     input_bytes: int = 0,
-    modules: Mapping[str, str],
     module_of: Callable[[str], tuple[str, str]] | None = None,
 ) -> Template:
-    """The template of `first` as forward and `second` as backward. `modules`: by name of an operation, the module that it
-    is. `module_of`: splits the name of a network's operation into (block, own name)."""
+    """The template of `first` as forward and `second` as backward. `module_of`: splits the name of a network's operation
+    into (module, own name)."""
     lives, _ = first.lives()
     backward, kept_until = second.lives()
     rows = [
@@ -47,27 +46,21 @@ def compiled_template(
     for life in lives:
         kept = life.name in kept_until
         until = kept_until[life.name] if kept else life.dies
-        category = Category.LOGITS if life.name == "logits" else Category.ACTIVATIONS
-        rows.append(Row(life.name, int(category), life.num_bytes, life.born, until, dies_backward=kept))
+        category = int(Category.LOGITS if life.name == "logits" else Category.ACTIVATIONS)
+        rows.append(Row(life.name, category, life.num_bytes, life.born, until, dies_backward=kept))
     for life in backward:
-        trained = life.name.endswith((".weight.grad", ".bias.grad"))
-        row = backward_row(life.name, life.num_bytes, life.born, life.dies)
-        if trained:
-            row.category = int(Category.GRADIENTS)
-            row.parameter = life.name.removesuffix(".grad")
-        rows.append(row)
-    blocks = []
+        parameter = second.parameters.get(life.name, "")
+        category = GRADIENTS if parameter else TEMPORARIES
+        rows.append(backward_row(life.name, life.num_bytes, life.born, life.dies, category=category, parameter=parameter))
+    modules = []
     for row in rows:
         row.dies_without_graph = len(first.order) if row.dies_backward else row.dies
         if module_of is not None:
-            block, row.name = module_of(row.name)
-            blocks.append(block)
-        if row.parameter:
-            operation, dot, rest = row.name.removesuffix(".grad").partition(".")
-            row.parameter = modules.get(operation, operation) + dot + rest
+            module, row.name = module_of(row.name)
+            modules.append(module)
     return Template(
         **columns_of(rows),
-        modules=blocks,
+        modules=modules,
         num_forward=len(first.order),
         num_recomputed=len(first.order),
         num_backward=len(second.order),

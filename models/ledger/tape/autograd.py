@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.operations import Operation, Tensor
 from peakcast.models.ledger.tape.storages import Block
 from peakcast.models.ledger.tape.template import GRADIENTS, HANDED_IN, TEMPORARIES, Row, Waiting, backward_row
@@ -31,10 +32,11 @@ class _Gradient:
     """A gradient that some operation has yet to read. `holders`: how many references to it exist, one for each tensor that
     it is the gradient of and whose operation has not yet run backward."""
 
-    __slots__ = ("born", "holders", "name", "num_bytes", "stream")
+    __slots__ = ("born", "holders", "name", "num_bytes", "stream", "through_view")
 
     def __init__(self, num_bytes: int, born: int, name: str = HANDED_IN, holders: int = 0, stream: int = 0) -> None:
         self.num_bytes, self.born, self.name, self.holders, self.stream = num_bytes, born, name, holders, stream
+        self.through_view = False
 
 
 class Backward:
@@ -54,6 +56,7 @@ class Backward:
         self.added_to_handed_in: int | None = None
         """As `Template.added_to_handed_in`; None: this backward reads the gradient to its end."""
         self._turns, self._saves_on_cpu, self._released = block.turns, block.saves_on_cpu, released
+        self._norms = frozenset(block.marks.get(Mark.NORM, ()))
         self._shared = frozenset(map(id, block.elsewhere.values()))
         self._held: dict[int, _Gradient] = {}
         self._hooked: dict[_Gradient, int] = {}
@@ -67,7 +70,7 @@ class Backward:
             self._run(block.operations[index], index, instant)
         for gradient in dict.fromkeys(self._held.values()):  # the input's gradient, which goes to the block before
             if gradient not in self._hooked:
-                self._live(gradient.name, gradient.num_bytes, gradient.born, end, gradient.stream)
+                self._free(gradient, end)
         self.waiting = [
             Waiting(one.name, TEMPORARIES, one.num_bytes, one.born, born_backward=True, until=until, until_on_top=until)
             for one, until in self._hooked.items()
@@ -77,6 +80,13 @@ class Backward:
         """Add a row for a temporary of backward that lives from `born` until before `dies`; none if it has no bytes."""
         if num_bytes > 0:
             self.rows.append(backward_row(name, num_bytes, born, dies, stream))
+
+    def _free(self, gradient: _Gradient, dies: int) -> None:
+        """Free a gradient at the instant `dies`."""
+        if gradient.num_bytes > 0:
+            row = backward_row(gradient.name, gradient.num_bytes, gradient.born, dies, gradient.stream)
+            row.through_view = gradient.through_view and dies == gradient.born + 1
+            self.rows.append(row)
 
     def _run(self, operation: Operation, index: int, instant: int) -> None:
         """Run one operation backward: use its incoming gradients, make those of its inputs and weights, free the rest."""
@@ -88,15 +98,18 @@ class Backward:
                 gradient.holders += gradient not in self._hooked
                 self._hooked[gradient] = max(self._turns[index], self._hooked.get(gradient, 0))
         made_at = after if operation.gradients_in_place else instant
-        largest_sum = 0
+        largest_sum, name, through_view = 0, f"{operation.name}.gradient", index not in self._norms
         for tensor, size in operation.gradients:
             if size is None and incoming:
                 gradient = incoming[0]
             else:
                 num_bytes = tensor.num_bytes if size is None else size
-                gradient = _Gradient(num_bytes, made_at, f"{operation.name}.gradient", stream=operation.gradients_stream)
+                gradient = _Gradient(num_bytes, made_at, name, stream=operation.gradients_stream)
+                gradient.through_view = through_view
                 touched.append(gradient)
-            largest_sum = max(largest_sum, self._hold(tensor, gradient, f"{operation.name}.gradient", instant))
+            if summed := self._hold(tensor, gradient, instant):
+                summed.name, summed.through_view = name, through_view
+                largest_sum = max(largest_sum, summed.num_bytes)
         if not later:
             self.rows += weights_backward(operation, made_at, instant)
         if self._saves_on_cpu:
@@ -106,7 +119,9 @@ class Backward:
             gradient.holders -= 1
         if largest_sum:  # made after incoming gradients and saved tensors are freed (engine.cpp evaluate_function)
             gone = self._released.get(index, 0) + sum(one.num_bytes for one in set(incoming) if one.holders <= 0)
-            self._live(f"{operation.name}.gradient", largest_sum - gone, instant, after)
+            excess = _Gradient(largest_sum - gone, instant, name)
+            excess.through_view = through_view
+            self._free(excess, after)
         self._release(touched if len(incoming) < 2 else dict.fromkeys(touched), after)
 
     def _release(self, gradients: Iterable[_Gradient], after: int) -> None:
@@ -115,23 +130,23 @@ class Backward:
             if gradient.holders <= 0:
                 if gradient.name == HANDED_IN and self.added_to_handed_in is None:
                     self.added_to_handed_in = after
-                self._live(gradient.name, gradient.num_bytes, gradient.born, after, gradient.stream)
+                self._free(gradient, after)
 
-    def _hold(self, tensor: Tensor, gradient: _Gradient, name: str, instant: int) -> int:
+    def _hold(self, tensor: Tensor, gradient: _Gradient, instant: int) -> _Gradient | None:
         """Keep `gradient` until the operation that made `tensor` runs backward, or add it to the gradient already kept.
-        Returns the bytes of the sum if that is a new tensor, else 0."""
+        Returns the sum if that is a new tensor."""
         key, after = id(tensor), instant + 1
         if key in self._shared:
             self.gradient_from.setdefault(key, after)
-            return 0
+            return None
         existing = self._held.get(key)
         if existing is None:
             gradient.holders += 1
             self._held[key] = gradient
         elif existing.holders > 1:  # another operation still reads the first one, so the sum is a new tensor
             existing.holders -= 1
-            self._held[key] = _Gradient(tensor.num_bytes, after, name, 1)
-            return tensor.num_bytes
+            self._held[key] = summed = _Gradient(tensor.num_bytes, after, holders=1)
+            return summed
         elif existing.name == HANDED_IN and self.added_to_handed_in is None:
             self.added_to_handed_in = instant
-        return 0
+        return None

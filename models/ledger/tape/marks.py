@@ -29,6 +29,8 @@ class Mark(Enum):
     """A layer updates its cache."""
     RELATIVE_POSITIONS = auto()
     """A stack's first layer looks up the bias of relative positions."""
+    NORM = auto()
+    """A norm of a Hugging Face network, whose input is the stream itself; a projection's is a view of it."""
     ATTENTION_ADD = auto()
     """A Megatron-LM layer adds attention's output to the residual stream."""
     RESIDUAL_ADD = auto()

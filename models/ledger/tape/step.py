@@ -365,5 +365,6 @@ class Step:
         entries = np.concatenate([none[0], *(first + runs.gradients for first, runs in zip(firsts, placed, strict=True))])
         names = np.concatenate([none[0], *(runs.parameters for runs in placed)])
         made = timeline.born[entries] < n
-        gradients = Gradients.of(timeline, entries[made], Texts(names[made]))
+        views = np.concatenate([none[0], *(first + runs.through_view for first, runs in zip(firsts, placed, strict=True))])
+        gradients = Gradients.of(timeline, entries[made], Texts(names[made]), views)
         return updated_in_backward(timeline, gradients, self._backward_ends, self.update_in_backward)

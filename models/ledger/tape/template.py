@@ -79,6 +79,7 @@ class Row:
     """If it is a parameter's gradient: the parameter's name."""
     cached: bool = False
     stream: int = 0
+    through_view: bool = False
 
 
 TEMPORARIES, GRADIENTS = int(Category.TEMPORARIES), int(Category.GRADIENTS)
@@ -106,6 +107,7 @@ class Columns(TypedDict):
     parameters: list[str]
     cached: npt.NDArray[np.bool_]
     streams: npt.NDArray[np.int64] | None
+    through_view: npt.NDArray[np.int64]
 
 
 def columns_of(rows: Sequence[Row]) -> Columns:
@@ -125,6 +127,7 @@ def columns_of(rows: Sequence[Row]) -> Columns:
         parameters=[row.parameter for row in rows if row.parameter],
         cached=np.array([row.cached for row in rows], dtype=bool),
         streams=np.array(streams, dtype=np.int64) if any(streams) else None,
+        through_view=np.flatnonzero([row.through_view for row in rows]),
     )
 
 
@@ -180,6 +183,9 @@ class Template:
     """How the block uses tensors that other blocks own, by their names."""
     streams: npt.NDArray[np.int64] | None = None
     """The stream on which each entry is allocated; None: all on the computing stream."""
+    through_view: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Indices of the gradients that exist for one instant, since they are added to another or read at once, and that no
+    norm makes: they pass through the backward of a view first."""
     modules: list[str] = field(default_factory=list)
     """The module of each entry, if the block covers several modules; empty: all belong to the module under which the block
     runs."""

@@ -35,16 +35,20 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Gradients:
-    """The entries of a timeline that are a parameter's gradient, and their parameters. Shapes: [num_gradients]."""
+    """The gradients among the entries of a timeline."""
 
     entries: Ints
+    """Indices of the entries that are a parameter's gradient, [num_gradients]."""
     parameters: Sequence[Parameter]
+    """Their parameters, [num_gradients]."""
+    through_view: Ints
+    """Indices of the entries that are a gradient as in `Template.through_view`."""
 
     @classmethod
-    def of(cls, timeline: Timeline, entries: Ints, names: Sequence[str]) -> Gradients:
+    def of(cls, timeline: Timeline, entries: Ints, names: Sequence[str], through_view: Ints) -> Gradients:
         """Gradients of parameters of these names, in the modules that the entries belong to."""
         modules = (timeline.modules[index] for index in entries.tolist())
-        return cls(entries, [Parameter(*both) for both in zip(modules, names, strict=True)])
+        return cls(entries, [Parameter(*both) for both in zip(modules, names, strict=True)], through_view)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,11 +100,18 @@ def updated_in_backward(
     born = np.where(handed_in, shifted(timeline.born - 1) + 1, shifted(timeline.born))
     # a projection's input is a view, whose backward adds its gradient to another. If an update applies the gradient before,
     # that view's backward runs after it (traced: OLMoE's); if each gradient is applied at once, it has run already
-    added = np.array([name.endswith(".gradient") and "norm" not in name for name in timeline.names], dtype=bool)
-    added &= (timeline.dies == timeline.born + 1) & (not update.alone)
-    dies = np.maximum(np.where(added, shifted(timeline.dies), shifted(timeline.dies - 1) + 1), born)
+    dies = shifted(timeline.dies - 1) + 1
+    if not update.alone:
+        dies[gradients.through_view] = shifted(timeline.dies[gradients.through_view])
+    dies = np.maximum(dies, born)
     dies[entries] = applied + bool(update.alone)
-    made = _update_allocations(timeline, Gradients(entries, parameters), applied, update, len(timeline.phases) + len(after))
+    made = _update_allocations(
+        timeline,
+        replace(gradients, entries=entries, parameters=parameters),
+        applied,
+        update,
+        len(timeline.phases) + len(after),
+    )
     labels = np.insert(np.array(timeline.labels, dtype=object), after + 1, "update")
     return replace(
         timeline,

@@ -1,6 +1,9 @@
 """The tape's rules of life, counted by hand."""
 
+from contextlib import nullcontext
+
 from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Step
 from peakcast.models.ledger.tape.tape import Saved, Tape, WeightGradient
 from peakcast.timelines.timeline import Category, Phase
@@ -147,3 +150,26 @@ def test_a_kernel_makes_its_temporaries_and_what_it_keeps_before_its_result():
     made = [name for name, born, later in zip(template.names, template.born, template.born_backward, strict=True)
             if name != "hidden_states" and born == 0 and not later]  # fmt: skip
     assert made == ["dropout.temporary", "dropout.saved", "dropout"]
+
+
+def test_a_gradient_that_is_added_at_once_passes_through_a_view_unless_a_norm_makes_it():
+    """Two operations read x; the second to run backward adds to the gradient of the first, and its own ends there."""
+    for in_norm in (True, False):
+        tape = Tape()
+        x = tape.operation("x", [tape.input(KIB)], KIB)
+        with tape.marked(Mark.NORM) if in_norm else nullcontext():
+            first = tape.operation("first", [x], KIB)
+        template = tape.finish(ops.multiply(tape, first, tape.operation("second", [x], KIB), "product"))
+        made = [template.names[index] for index in template.through_view]
+        assert ("first.gradient" in made) is not in_norm
+
+
+def test_marked_operations_are_found_in_both_passes():
+    tape = Tape()
+    x = tape.operation("a", [tape.input(KIB)], KIB)
+    with tape.marked(Mark.LM_HEAD):
+        x = tape.operation("c", [tape.operation("b", [x], KIB)], KIB)
+        tape.operation("index", [], KIB)
+    template = tape.finish(x)
+    assert template.forward_marks == {Mark.LM_HEAD: [1, 2, 3]}
+    assert template.backward_marks == {Mark.LM_HEAD: [0, 1]}  # "index" has no backward

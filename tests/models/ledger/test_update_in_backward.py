@@ -24,15 +24,16 @@ ENDS = [3]
 """One forward, two operations of backward, its end, the optimizer's step."""
 
 
-def updated(*entries, tied=None):
+def updated(*entries, tied=None, through_view=()):
     timeline = Timeline.from_entries([Entry(*entry) for entry in entries], PHASES, ["", "second", "first", "ends", ""])
     gradients = [index for index, entry in enumerate(entries) if entry[1] == G]
-    return updated_in_backward(timeline, gradients_of(timeline, gradients), ENDS, UpdateInBackward(4, tied or {}))
+    update = UpdateInBackward(4, tied or {})
+    return updated_in_backward(timeline, gradients_of(timeline, gradients, through_view), ENDS, update)
 
 
-def gradients_of(timeline, entries):
+def gradients_of(timeline, entries, through_view=()):
     names = [timeline.names[index].removesuffix(".grad") for index in entries]
-    return Gradients.of(timeline, np.array(entries), names)
+    return Gradients.of(timeline, np.array(entries), names, np.array(through_view, dtype=np.int64))
 
 
 def test_a_gradient_is_used_up_after_the_operation_that_makes_the_next_one():
@@ -69,7 +70,8 @@ def test_what_a_block_hands_on_and_a_gradient_that_is_added_to_another_are_there
         ("second.weight.grad", G, 10, 1, 5),
         ("gradient", T, 1000, 3, 4),
         ("first.gradient", T, 100, 2, 3),
-        ("first_norm.gradient", T, 7, 2, 3),
+        ("norm.gradient", T, 7, 2, 3),
+        through_view=[3],
     )
     assert timeline.totals[3] == 1000 + 100 + 10 + 4 * 10
 

@@ -23,6 +23,7 @@ from peakcast.models.ledger.huggingface.blocks.traits import multiplies_itself
 from peakcast.models.ledger.parameters.adapter_methods import METHODS, ON_NETWORK, matrix_of
 from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets
 from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
@@ -283,7 +284,8 @@ class BlockBuilder:
 
     def norm(self, x: Tensor, width: int, name: str, rows: int | None = None, *, fused: bool = True) -> Tensor:
         """The architecture's norm over the last `width` elements. `fused`: by a fused kernel if the job has one."""
-        output = self._norm(x, width, name, self.rows if rows is None else rows, fused=fused)
+        with self.tape.marked(Mark.NORM):
+            output = self._norm(x, width, name, self.rows if rows is None else rows, fused=fused)
         self.tape.hold(x)  # the module's argument, until it returns
         return output
 
