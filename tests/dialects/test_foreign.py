@@ -26,6 +26,10 @@ FOUND = {
     "a NeMo 2 recipe": [NEMO_2, REFUSED / "nemo_llm.sh"],
     "an LLM Foundry configuration": [FOUNDRY],
     "an ms-swift command that trains nothing": [SWIFT],
+    "an inference server": [
+        "vllm serve meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 2 --gpu-memory-utilization 0.9\n",
+        REFUSED / "sglang.sh",
+    ],
     "a nanoGPT run": [NANO_GPT],
     "a nanochat run": [REFUSED / "nanochat.sh", '{"model_config": {"sequence_len": 2048, "n_layer": 20, "n_kv_head": 10}}'],
     "a MaxText configuration": [

@@ -35,7 +35,7 @@ def tensor_reason(job: TrainingJob) -> Finding | None:
             job.framework not in ("huggingface", "torch"),
             f"tensor parallelism is not modelled for framework={job.framework!r}.",
         ),
-        (job.task != "train", "tensor parallelism is modelled in training only."),
+        (job.task != "train" and not library, "tensor parallelism under torch is modelled in training only."),
         (
             bool(left := _adapters_left_out(job)),
             f"finetuning.method={job.finetuning.method!r} under torch's tensor parallelism is compared with traces {left}",

@@ -12,6 +12,11 @@ XLA = "give it to MaxText's own train_compile, which prints what XLA plans: peak
 DRYRUN = (
     "run it on fake tensors instead, which needs no GPU: peakcast dryrun --gpu H100-80GB -- COMMAND, with its own command"
 )
+SERVED = (
+    "give what it serves as generation: --model, --set task=inference --set inference.prompt_length=2048 --set "
+    "inference.new_tokens=256, --micro-batch-size for sequences at once, --tensor-parallel-size; the answer says how many "
+    "tokens of cache a server has room for"
+)
 FLAGS = "give model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...), named as its fields are"
 
 SWIFT = ("infer", "deploy", "rollout", "eval", "export", "sample", "app", "web-ui")
@@ -47,6 +52,12 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign("an ms-swift command that trains nothing", JOB, (), tuple(f"swift {verb}" for verb in SWIFT)),
     Foreign(
+        "an inference server",
+        SERVED,
+        ("gpu-memory-utilization|max-model-len",),
+        ("vllm", "sglang", "text-generation-launcher"),
+    ),
+    Foreign(
         "a nanochat run",
         DRYRUN,
         (
@@ -75,7 +86,8 @@ FOREIGN: tuple[Foreign, ...] = (
 
 _PROGRAM = re.compile(
     r"^[ \t]*(?:python[\d.]*[ \t]+-m[ \t]+)?"
-    r"((?:openrlhf|verl|swift|nemo_run|nemo_automodel|automodel|composer|MaxText)[.\w]*|(?:megatron|nemo) \w+)",
+    r"((?:openrlhf|verl|swift|nemo_run|nemo_automodel|automodel|composer|MaxText|vllm\.|sglang|text-generation-launcher)[.\w]*"
+    r"|(?:megatron|nemo|vllm) \w+)",
     re.MULTILINE,
 )
 _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+([A-Za-z_][\w.]*)", re.MULTILINE)
