@@ -160,7 +160,7 @@ def read_job(mapping: Mapping[str, Any]) -> Translation:
     if "sequence_length" in mapping or job.sequence_length == DEFAULT_LENGTH:
         return read
     sentence = (
-        f"sequence_length is not given, and {job.sequence_length} is taken instead of {DEFAULT_LENGTH}: "
+        f"sequence_length is not given, and {job.sequence_length} is assumed instead of {DEFAULT_LENGTH}: "
         f"{job.architecture.name!r} has no more positions."
     )
     return replace(read, findings=(*read.findings, Finding("default_changed", "sequence_length", "either", sentence)))
