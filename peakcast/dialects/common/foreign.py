@@ -18,6 +18,13 @@ SERVED = (
     "tokens of cache a server has room for"
 )
 FLAGS = "give model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...), named as its fields are"
+NEMO = (
+    "its recipes are Python functions around Megatron-LM, so give their fields as flags: peakcast megatron --num-layers "
+    "... (shapes of the model's config), --tensor-model-parallel-size and its kin (of MegatronStrategy), "
+    "--micro-batch-size, --global-batch-size, --seq-length (of data), --bf16 --use-distributed-optimizer (of optim), and "
+    "--num-gpus (num_nodes × devices)"
+)
+"""Source: NVIDIA/NeMo nemo/collections/llm/recipes/llama3_8b.py, recipes/optim/adam.py (2.x)."""
 
 SWIFT = ("infer", "deploy", "rollout", "eval", "export", "sample", "app", "web-ui")
 
@@ -43,7 +50,7 @@ FOREIGN: tuple[Foreign, ...] = (
         ("megatron.bridge",),
         r"setup_experiment\.py",
     ),
-    Foreign("a NeMo 2 recipe", FLAGS, (), ("nemo.", "nemo_run", "nemo llm", "nemo vlm")),
+    Foreign("a NeMo 2 recipe", NEMO, (), ("nemo.", "nemo_run", "nemo llm", "nemo vlm")),
     Foreign(
         "an LLM Foundry configuration",
         JOB,
