@@ -9,6 +9,7 @@ from peakcast.answers.labels import phase_title
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.explaining.generation import cache_bytes_per_token
 from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.printing.screen import prediction_text
 from peakcast.timelines.timeline import Category
 
@@ -52,6 +53,12 @@ def test_ranks_of_tensor_parallelism_share_the_heads_and_each_keeps_its_part_of_
     cache, server = api.predict(shared, "L4").remarks
     assert "16 KiB for each token on each of 2 GPUs" in cache
     assert "of each GPU" in server
+
+
+def test_what_only_training_needs_is_no_reason_against_generation_under_tensor_parallelism() -> None:
+    shared = {"parallelism": {"tensor_parallel_size": 2}, "optimizer": {"name": "muon"}}
+    assert out_of_scope(generation(**shared)) == ""
+    assert "modelled in training only" in out_of_scope(generation(framework="torch", **shared))
 
 
 def test_the_share_that_a_server_needs_holds_weights_activations_and_the_cache_of_all_tokens() -> None:
