@@ -55,7 +55,7 @@ _TENSOR_PARALLEL = Section("tensor parallelism", when=job.tensor_parallel, rows=
             "tensor parallelism of {architecture.model_type!r} under framework={framework!r} is not modelled: that of "
             "layers like Llama's is, and with framework='huggingface' that of {tensor_parallel_families}."),
     unknown(_SIZE, ~(job.huggingface | job.plain_torch), "tensor parallelism is not modelled for framework={framework!r}."),
-    unknown(_SIZE, ~job.trains, "tensor parallelism is modelled in training only."),
+    unknown(_SIZE, ~job.huggingface & ~job.trains, "tensor parallelism under torch is modelled in training only."),
     Section(
         "tensor parallelism", when=job.adapts & job.plain_torch,
         start="finetuning.method={finetuning.method!r} under torch's tensor parallelism is compared with traces ", rows=(
@@ -81,7 +81,7 @@ _TENSOR_PARALLEL = Section("tensor parallelism", when=job.tensor_parallel, rows=
             "class that it no longer has (ReplicateParallel)."),
     unknown(_SIZE, job.huggingface & job.sequence_parallel,
             "sequence_parallel is not part of transformers' tensor-parallel plan for this architecture."),
-    fails("optimizer.name", job.huggingface & ~job.optimizer("adamw"),
+    fails("optimizer.name", job.huggingface & job.trains & ~job.optimizer("adamw"),
           "optimizer.name={optimizer.name!r} cannot step over the mixture of tensors that tensor parallelism leaves to the "
           "Trainer; adamw can."),
     unknown(_SIZE, job.replicated & ~(job.asks_ddp | job.asks_fsdp2),
@@ -90,12 +90,13 @@ _TENSOR_PARALLEL = Section("tensor parallelism", when=job.tensor_parallel, rows=
     unknown("parallelism.sharding", job.replicated & job.asks_ddp & job.ties_embeddings,
             "{architecture.name!r} shares its token table with the head, of which torch's DDP over tensor parallelism "
             "makes plain tensors at one end only: torch 2.13 fails, and how others hold it is not modelled; fsdp2 is."),
-    unknown("loss.fused_linear_cross_entropy", job.fused_loss, "a fused loss under tensor parallelism is not modelled."),
+    unknown("loss.fused_linear_cross_entropy", job.trains & job.fused_loss,
+            "a fused loss under tensor parallelism is not modelled."),
     fails("framework_options.liger_kernels", job.plain_torch & job.liger,
           "Liger's kernels under torch's tensor parallelism fail: they give whole tensors where the plan has parts."),
     fails("attention", job.sequence_parallel & job.eager,
           "attention='eager' under sequence_parallel fails: transformers makes the mask for a rank's part; use sdpa."),
-    fails("precision.compute", job.huggingface & job.autocast & job.computes_float16,
+    fails("precision.compute", job.huggingface & job.trains & job.autocast & job.computes_float16,
           "fp16 under transformers' tensor parallelism fails: GradScaler takes no mixture of tensors; use bf16."),
     unknown("attention", job.flex, "flex attention under tensor parallelism is not modelled."),
     unknown("precision.compute", job.float8, "float8 under tensor parallelism is not modelled."),
