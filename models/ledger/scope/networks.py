@@ -8,7 +8,6 @@ from peakcast.models.ledger.scope.table import Section, fails, more, unknown
 
 # fmt: off
 NETWORKS = Section("networks", (
-    unknown("architecture", job.unmodelled_family, "{architecture.name!r}: {unmodelled}"),
     unknown("architecture", job.encoder & ~trait("layer.norm_after_residual"),
             "{architecture.name!r}: of encoders only BERT is modelled, not model_type={architecture.model_type!r}."),
     # of state-space layers the ledger has what the kernels save, but not their temporaries
@@ -23,6 +22,7 @@ NETWORKS = Section("networks", (
     unknown("architecture", ~job.known_family,
             "model_type={architecture.model_type!r} is not known to the ledger, which takes it for Llama by its keys; "
             "trace it (`peakcast explain --trace`)."),
+    unknown("architecture", job.unmodelled_family, "{architecture.name!r}: {unmodelled}"),
     unknown("architecture", job.otherwise_than_four_hidden,
             "{architecture.name!r} has intermediate_size={architecture.intermediate_size}, and transformers makes MPT's "
             "feed-forward 4 * hidden_size wide, whatever is asked for; use {four_hidden}."),
