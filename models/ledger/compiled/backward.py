@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.compiled.forward import LayerForward, modules_of, products
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.ops import FP32, NARROWED, Names, names, op
+from peakcast.models.ledger.compiled.ops import NARROWED, Names, names, op
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import flash_backward_bytes
 from peakcast.models.ledger.tape.template import HANDED_IN
 from peakcast.networks.families import family_of
@@ -203,13 +204,13 @@ class LayerOps(LayerForward):
         if not self.trains:
             return [op(result, gradient, size)]
         elements = self._weight(name) if elements is None else elements
-        weight = elements * self.context.weight_bytes
+        weight = elements * self.context.precision.weight_bytes
         if not self.casts:
             both = [self._gradient(f"{name}.weight", reads, weight), op(result, gradient, size)]
             # of a transposed weight, whose product is `addmm`, the gradient is computed after the input's
             return both[::-1] if family_of(self.context.architecture).linear.conv1d else both
         return [
-            op(f"{name}.grad", reads, elements * self.context.compute_bytes),
+            op(f"{name}.grad", reads, elements * self.context.precision.compute_bytes),
             op(result, (gradient, f"{name}.cast"), size),
             self._gradient(f"{name}.weight", f"{name}.grad", weight, wide=True),
         ]
@@ -224,14 +225,14 @@ class LayerOps(LayerForward):
         """The backward of a product's adapter, which read a copy of `read`."""
         if name not in self.adapted:
             return []
-        context, row = self.context, self.rank * self.context.adapter_bytes
-        inputs = size // (context.rows * context.compute_bytes)
+        context, row = self.context, self.rank * self.context.adapters.weight_bytes
+        inputs = size // (context.rows * context.precision.compute_bytes)
         outputs, inner = self._weight(name) // inputs, f"d_{name}.lora_A"
         return [
             self._gradient(f"{name}.lora_B.weight", (gradient, f"{name}.lora_A"), outputs * row, wide=True),
             op(inner, gradient, context.rows * row, wide=True),
             self._gradient(f"{name}.lora_A.weight", (inner, f"{read}.wide"), inputs * row, wide=True),
-            op(result, inner, size // context.compute_bytes * context.adapter_bytes, wide=True),
+            op(result, inner, size // context.precision.compute_bytes * context.adapters.weight_bytes, wide=True),
         ]
 
     def stream_gradient(self, name: str, reads: Names, replaces: Names, *, is_result: bool = False, normed: str = "") -> Op:
@@ -240,16 +241,16 @@ class LayerOps(LayerForward):
         output before its weight, if that is a buffer."""
         read_by = "o" if name == "d_middle" else "down"
         apart = name == "d_middle" and self.normed_apart
-        writes = {name: self.hidden * FP32 // self.context.compute_bytes if apart else self.stream}
+        writes = {name: self.hidden * FP32 // self.context.precision.compute_bytes if apart else self.stream}
         narrow, wide = f"{name}.narrow", f"{name}.wide"
         if name == "d_middle" and self.changes_sums:
             writes["d_o.narrow"] = self.hidden
         if normed:
-            writes[normed] = self.hidden * FP32 // self.context.compute_bytes
+            writes[normed] = self.hidden * FP32 // self.context.precision.compute_bytes
         if self.casts:
             writes[narrow] = self.hidden
         if read_by in self.adapted:
-            writes[wide] = self.hidden // self.context.compute_bytes * self.context.adapter_bytes
+            writes[wide] = self.hidden // self.context.precision.compute_bytes * self.context.adapters.weight_bytes
             writes[f"{name}.copy"] = self.hidden
         always = {wide, normed} & writes.keys()
         widened = writes.keys() - {narrow, "d_o.narrow"} if self.casts or apart else always
@@ -266,7 +267,7 @@ class LayerOps(LayerForward):
         return [
             replace(first, writes={**first.writes, bias: first.writes[f"{name}.partial"]}, wide=first.wide | {bias}),
             second,
-            self._gradient(f"{name}.bias", bias, width * self.context.weight_bytes, wide=self.casts),
+            self._gradient(f"{name}.bias", bias, width * self.context.precision.weight_bytes, wide=self.casts),
         ]
 
     def _bias(self, name: str, reads: str, has: bool) -> list[Op]:
@@ -281,7 +282,7 @@ class LayerOps(LayerForward):
         size = -(-self.context.rows // ROWS_SUMMED) * width * FP32
         return [
             op(partial, reads, size, wide=True, fuses=fuses),
-            self._gradient(name, partial, width * self.context.weight_bytes, wide=self.casts),
+            self._gradient(name, partial, width * self.context.precision.weight_bytes, wide=self.casts),
         ]
 
     def _rotated_back(self, name: str, size: int) -> list[Op]:
@@ -291,14 +292,14 @@ class LayerOps(LayerForward):
         by_head = self.context.architecture.qk_norm != "none"
         widens = self.casts or family_of(self.context.architecture).norm.weight_in_float32
         wide = widens and by_head  # a norm's weight widens what it multiplies, and so what is rotated
-        through = size // self.context.compute_bytes * FP32 if wide else size
+        through = size // self.context.precision.compute_bytes * FP32 if wide else size
         if self.grouped and name == "k":  # summed over the query heads of each key head, for both halves of the rotation
             ops, given = [op("d_k_of_sines", "d_k_expanded", through, wide=wide)], ("d_k_of_sines", "d_k_expanded")
         if not by_head:
             result = f"d_{name}_by_head" if self.lays_out else f"d_{name}"
             return [*ops, op(result, given, size), *self._widened(f"d_{name}", given, size, (name,))]
-        head, weight = self.context.architecture.head_dim, self.context.weight_bytes
-        partial = size // (self.context.compute_bytes * ROWS_SUMMED) * FP32
+        head, weight = self.context.architecture.head_dim, self.context.precision.weight_bytes
+        partial = size // (self.context.precision.compute_bytes * ROWS_SUMMED) * FP32
         return [
             *ops,
             op(f"d_{name}_normed", given, through, wide=wide, fuses=f"d_{name}"),

@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-from peakcast.core.units import round_up
+from peakcast.core.units import FP32, INT64, round_up
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.ops import FP32, INPUT, INT64, MASK, OUTPUT, SEEDS, Names, names, op
+from peakcast.models.ledger.compiled.ops import INPUT, MASK, OUTPUT, SEEDS, Names, names, op
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.networks.families import family_of
@@ -78,14 +78,14 @@ class LayerForward:
     def __init__(
         self, context: HFContext, *, sums_again: bool = True, recomputes: bool = False, given: Names = (INPUT,)
     ) -> None:
-        architecture, rows, size = context.architecture, context.rows, context.compute_bytes
+        architecture, rows, size = context.architecture, context.rows, context.precision.compute_bytes
         self.context = context
         self.sums_again = sums_again
         self.recomputes = recomputes
         self.given = given
         """The layer's input, or the buffers from which its readers compute it."""
         self.trains = context.trainable
-        self.casts = context.autocast and context.weight_bytes > size
+        self.casts = context.precision.autocast and context.precision.weight_bytes > size
         """Whether weights are wider than products: each is converted before its product, and its gradient after."""
         self.hidden, self.inner = rows * architecture.hidden_size * size, rows * architecture.intermediate_size * size
         self.stream = rows * architecture.hidden_size * context.stream_bytes
@@ -149,7 +149,7 @@ class LayerForward:
         """The operations that make those factors or that mask."""
         if self.sandwiched:
             return [op(f"post_{number}.rstd", name, self.context.rows * FP32, wide=True)]
-        return [op(f"{name}.dropped", SEEDS, self.hidden // self.context.compute_bytes)] if self.drops else []
+        return [op(f"{name}.dropped", SEEDS, self.hidden // self.context.precision.compute_bytes)] if self.drops else []
 
     def norm(self, name: str, stream: Names, fuses: Names, fuses_result: Names, of: Names = (), kept: str = "") -> list[Op]:
         """A norm of `stream`; its factors and, for LayerNorm, its means are saved. `of`: the products that read the output.
@@ -157,7 +157,7 @@ class LayerForward:
         made = dict.fromkeys(self.statistics(name), self.context.rows * FP32)
         reads, results = (*stream, *self.statistics(name)), {f"norm_{name}": self.hidden}
         if kept:
-            results[kept] = self.hidden // self.context.compute_bytes * FP32
+            results[kept] = self.hidden // self.context.precision.compute_bytes * FP32
         return [
             op(f"rstd_{name}", stream, writes=made, wide=True, fuses=fuses),
             op(f"norm_{name}", reads, writes=results, fuses=fuses_result, wide=(kept,) if kept else ()),
@@ -219,16 +219,16 @@ class LayerForward:
     def _projected(self, name: str, reads: str, size: int, widened: Sequence[Op] = ()) -> list[Op]:
         """A matrix product with its cast weight or its adapter."""
         if name in self.adapted:
-            rows, wide = self.context.rows, self.context.adapter_bytes
+            rows, wide = self.context.rows, self.context.adapters.weight_bytes
             return [
                 op(name, reads, size),
                 *widened,
                 op(f"{name}.lora_A", f"{reads}.wide", rows * self.rank * wide, wide=True),
-                op(f"{name}.lora_B", f"{name}.lora_A", size // self.context.compute_bytes * wide, wide=True),
+                op(f"{name}.lora_B", f"{name}.lora_A", size // self.context.precision.compute_bytes * wide, wide=True),
             ]
         if not self.casts:
             return [op(name, reads, size)]
-        cast = op(f"{name}.cast", (), self._weight(name) * self.context.compute_bytes)
+        cast = op(f"{name}.cast", (), self._weight(name) * self.context.precision.compute_bytes)
         return [cast, op(name, (reads, f"{name}.cast"), size)]
 
     def _result(self, name: str) -> Names:
@@ -241,7 +241,7 @@ class LayerForward:
 
     def _widened(self, name: str, reads: str | Names, size: int, of: Iterable[str]) -> list[Op]:
         """The fp32 copy of `name` that the adapters of products `of` read; the same kernel makes it."""
-        wide = size // self.context.compute_bytes * self.context.adapter_bytes
+        wide = size // self.context.precision.compute_bytes * self.context.adapters.weight_bytes
         return [op(f"{name}.wide", reads, wide, wide=True, fuses=name)] if self.adapted.intersection(of) else []
 
     @property
@@ -262,7 +262,7 @@ class LayerForward:
         """The norm of each head and the rotation, which are one kernel."""
         if self.context.architecture.qk_norm == "none":
             return []
-        rows = size // (self.context.architecture.head_dim * self.context.compute_bytes)
+        rows = size // (self.context.architecture.head_dim * self.context.precision.compute_bytes)
         size = self.q if self.expands else size
         return [op(f"{name}_rotary", name, writes={f"{name}_rstd": rows * FP32, f"{name}_rotary": size})]
 
@@ -279,7 +279,7 @@ class LayerForward:
     @property
     def attended(self) -> str:
         """What the output projection reads: attention's result, token by token."""
-        return "attended_by_token" if self.context.cudnn_attention and not self.masked else "attended"
+        return "attended_by_token" if self.context.attention.cudnn and not self.masked else "attended"
 
     @property
     def _value(self) -> str:

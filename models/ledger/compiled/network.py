@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.layer import kept_of
 from peakcast.models.ledger.compiled.ops import (
-    FP32,
     INPUT,
-    INT64,
     MASK,
     OF_HANDED_IN,
     OUTPUT,
@@ -46,17 +45,17 @@ HIDDEN_TANGENT = "hidden_states.tangent"
 def is_compiled_whole(context: HFContext) -> bool:
     """Whether this module describes the graphs of the context's network."""
     dense = "alone" in family_of(context.architecture).traces.compiled and context.architecture.moe is None
-    plain = _trains_as_traced(context) and context.group == WHOLE and not context.saves_on_cpu
-    whole_loss = context.loss == "cross_entropy" and not context.fused_loss
+    plain = _trains_as_traced(context) and context.group == WHOLE and not context.backward.saves_on_cpu
+    whole_loss = context.loss.kind == "cross_entropy" and not context.kernels.fused_loss
     return context.compiled == WHOLE_NETWORK and dense and plain and whole_loss
 
 
 def _trains_as_traced(context: HFContext) -> bool:
     """Whether everything trains, or fp32 adapters alone, as in the traces."""
     tuning = context.finetuning
-    plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout or context.autocast)
+    plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout or context.precision.autocast)
     plain = plain and not (context.architecture.fused_qkv or context.architecture.fused_gate_up)
-    return context.trainable or (plain and context.adapter_bytes == FP32)
+    return context.trainable or (plain and context.adapters.weight_bytes == FP32)
 
 
 @lru_cache(maxsize=64)
@@ -81,7 +80,7 @@ def _module_of(name: str) -> tuple[str, str]:
 
 def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Graph, Graph]:
     """The forward and backward graphs of a network with these `layers`."""
-    one, size = layers[0], layers[0].compute_bytes
+    one, size = layers[0], layers[0].precision.compute_bytes
     embedded, reads = _embedded(one, len(layers))
     made = family_of(one.architecture).ends.scales_embedding or len(reads) > 1  # computed, so it can be recomputed
     looked_up = one.trainable and not made  # rows of a frozen table are looked up again instead
@@ -164,7 +163,7 @@ def _wanted(ops: list[Op]) -> list[Op]:
 def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:
     """The backward of the layer that is recomputed first. Its attention gets a mask that is written out for every head. The
     final norm reads the same recomputed buffers, so the sums over rows of both norms are one kernel."""
-    size = context.batch * context.architecture.num_attention_heads * context.sequence**2 * context.compute_bytes
+    size = context.batch * context.architecture.num_attention_heads * context.sequence**2 * context.precision.compute_bytes
     found = []
     for one in backward:
         if one.name == "d_attention":
@@ -183,7 +182,7 @@ def _embedded(context: HFContext, layers: int) -> tuple[list[Op], Names]:
     if not context.trainable:
         return [], ("embedding",)
     stream = rows * architecture.hidden_size * context.stream_bytes
-    embedded = op("embedding", (), stream, wide=context.stream_bytes > context.compute_bytes)
+    embedded = op("embedding", (), stream, wide=context.stream_bytes > context.precision.compute_bytes)
     if architecture.position_embedding != "learned":
         return [embedded], ("embedding",)
     ops = [
@@ -201,9 +200,9 @@ def _embedded(context: HFContext, layers: int) -> tuple[list[Op], Names]:
 def _head(context: HFContext, ops: LayerOps, given: str, given_again: Names) -> tuple[list[Op], list[Op]]:
     """The final norm and the lm_head, forward and backward. `given_again`: what backward reads as the norm's input."""
     architecture = context.architecture
-    logits = context.rows * architecture.vocab_size * context.compute_bytes
+    logits = context.rows * architecture.vocab_size * context.precision.compute_bytes
     weight = architecture.vocab_size * architecture.hidden_size
-    cast = [op("lm_head.cast", (), weight * context.compute_bytes)] if ops.casts else []
+    cast = [op("lm_head.cast", (), weight * context.precision.compute_bytes)] if ops.casts else []
     capped = architecture.final_logit_softcapping is not None
     product = "lm_head" if capped else "logits"
     through = ops.back("lm_head", ("d_logits", "norm_final"), "d_norm_final_of_logits", "d_logits", ops.hidden, weight)
@@ -224,7 +223,7 @@ def _head(context: HFContext, ops: LayerOps, given: str, given_again: Names) -> 
 def _loss(context: HFContext) -> tuple[list[Op], list[Op]]:
     """Cross entropy, forward and backward."""
     architecture, rows = context.architecture, context.rows
-    logits = rows * architecture.vocab_size * context.compute_bytes
+    logits = rows * architecture.vocab_size * context.precision.compute_bytes
     capped = architecture.final_logit_softcapping is not None
     of_loss = ("logits", "loss.max", "loss.log", "labels")
     forward = [
@@ -251,7 +250,7 @@ def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
     architecture, learned = context.architecture, context.architecture.position_embedding == "learned"
     last = backward[at] if learned else backward.pop(at)
     elements = architecture.vocab_size * architecture.hidden_size
-    of, wide = "embed_tokens.weight", context.weight_bytes == FP32
+    of, wide = "embed_tokens.weight", context.precision.weight_bytes == FP32
     tied, name, reads = architecture.tie_word_embeddings, f"{of}.grad", last.reads
     if learned:
         reads = ("0.d_input", "embedding.dropped")
@@ -259,7 +258,7 @@ def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
     table = name if in_fp32 else "embed_tokens.table"
     made = op(table, (), elements * FP32, wide=True, is_result=in_fp32, parameter=of if in_fp32 else "")
     ops = [made, op("embed_tokens.rows", (*reads, table), 0, fuses="0.d_input", is_result=True)]  # in place
-    size = elements * context.weight_bytes
+    size = elements * context.precision.weight_bytes
     filled: Names = (table, "embed_tokens.rows")
     if learned:
         ops += _positions_back(context)
@@ -276,7 +275,7 @@ def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
 def _positions_back(context: HFContext) -> list[Op]:
     """The gradient of learned positions, computed like the embedding's."""
     elements = context.architecture.max_position_embeddings * context.architecture.hidden_size
-    of, table, size = "embed_positions.weight", "embed_positions.table", elements * context.weight_bytes
+    of, table, size = "embed_positions.weight", "embed_positions.table", elements * context.precision.weight_bytes
     return [
         op(table, (), elements * FP32, wide=True),
         op("embed_positions.rows", ("0.d_input", "positions", table), 0),

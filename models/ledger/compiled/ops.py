@@ -7,8 +7,6 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.tape.template import HANDED_IN
 
-FP32 = 4
-INT64 = 8
 INPUT, OUTPUT = "hidden_states", "output"
 MASK, SEEDS, NARROWED = "attention_mask", "seeds", f"{HANDED_IN}.narrow"
 OF_HANDED_IN = (HANDED_IN, NARROWED, f"{HANDED_IN}.wide", f"{HANDED_IN}.copy")

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from peakcast.core.units import INT64
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import embedding, head
+from peakcast.models.ledger.huggingface.blocks.embedding import embedding
+from peakcast.models.ledger.huggingface.blocks.head import head
 from peakcast.models.ledger.huggingface.blocks.t5 import (
     CROSS_POSITION_BIAS,
     ENCODER_STATES,
@@ -23,14 +25,12 @@ from peakcast.models.ledger.huggingface.blocks.t5 import (
     t5_layer,
 )
 from peakcast.models.ledger.huggingface.checkpoint import recompute
-from peakcast.models.ledger.huggingface.layers import found_again, target_context
+from peakcast.models.ledger.huggingface.contexts import found_again, target_context
 from peakcast.models.ledger.huggingface.model import hold_cast_weights
 from peakcast.models.ledger.parameters.t5 import CROSS
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, Run, Step
 from peakcast.timelines.timeline import Category
-
-INT64 = 8
 
 
 @dataclass
@@ -65,8 +65,8 @@ class _Stack:
             run = self.forward[place]
             if self.checkpointed:
                 context = self.contexts[place]
-                size = context.rows * context.architecture.hidden_size * context.compute_bytes
-                narrowed = size if context.compute_bytes < context.stream_bytes else 0
+                size = context.rows * context.architecture.hidden_size * context.precision.compute_bytes
+                narrowed = size if context.precision.compute_bytes < context.stream_bytes else 0
                 self.backward[place] = recompute(self.timeline, run, self.job, keeps_gradients, narrowed)
             else:
                 self.timeline.run_backward(run)
@@ -124,7 +124,7 @@ def encoder_decoder_micro_batch(
     targets = timeline.run_forward(embedding(_embedding_context(decoder)), "embedding", keeps_gradients=keeps_gradients)
     decoder.run_forward(keeps_gradients)
     loss = timeline.run_forward(head(target), "head", keeps_gradients=keeps_gradients)
-    if context.autocast:
+    if context.precision.autocast:
         hold_cast_weights(timeline, (*encoder.forward, *decoder.forward), owned=not decoder.checkpointed)
     decoded, returned = _decoder_returns(loss), timeline.now
     _hold_embeddings(timeline, target, targets, decoded, leaf)
@@ -147,7 +147,7 @@ def encoder_decoder_micro_batch(
     timeline.run_backward(read)
     timeline.end_backward()
     if leaf:
-        size = target.rows * architecture.hidden_size * target.weight_bytes
+        size = target.rows * architecture.hidden_size * target.precision.weight_bytes
         for name in ("inputs_embeds", "inputs_embeds.grad"):
             timeline.hold(name, Category.ACTIVATIONS, size, bare, timeline.now, "embedding")
     _hold_cross_positions(timeline, decoder, target, decoded)
@@ -159,14 +159,17 @@ def _contexts(context: HFContext, job: TrainingJob, num_layers: int) -> list[HFC
     """The contexts of a stack's layers. With adapters and without checkpointing, nothing before the first adapter is
     saved."""
     checkpointed = job.activation_checkpointing.mode != "none"
-    layer = replace(found_again(job, context), checkpointed=True) if checkpointed else context
+    if checkpointed:
+        context = replace(found_again(job, context), backward=replace(context.backward, checkpointed=True))
     bare = job.finetuning.method != "full" and not checkpointed
-    return [replace(layer, input_requires_grad=place > 0 or not bare) for place in range(num_layers)]
+    first = replace(context, layer=replace(context.layer, input_requires_grad=not bare))
+    return [first, *[context] * (num_layers - 1)]
 
 
 def _embedding_context(stack: _Stack) -> HFContext:
     """The context of a stack's embedding."""
-    return replace(stack.contexts[0], checkpointed=False)
+    context = stack.contexts[0]
+    return replace(context, backward=replace(context.backward, checkpointed=False))
 
 
 def _forward_ends(run: Run) -> int:
@@ -184,7 +187,7 @@ def _hold_embeddings(timeline: Step, context: HFContext, embedded: Run, returned
     """Hold the embeddings that a stack's variable refers to. Without dropout they are its first layer's input, and a leaf
     is kept anyway."""
     if context.architecture.embedding_dropout and not leaf:
-        size = context.rows * context.architecture.hidden_size * context.weight_bytes
+        size = context.rows * context.architecture.hidden_size * context.precision.weight_bytes
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, _forward_ends(embedded), returned, "embedding")
 
 
@@ -221,8 +224,8 @@ def _hold_positions(timeline: Step, stack: _Stack, context: HFContext, returned:
 
 def _hold_causal_mask(timeline: Step, decoder: _Stack, target: HFContext, born: int, returned: int) -> None:
     """Hold eager attention's additive mask of the decoder [batch, 1, sequence, sequence]; sdpa makes one in each layer."""
-    if target.attention == "eager":
-        size = target.batch * target.sequence**2 * target.weight_bytes
+    if target.attention.implementation == "eager":
+        size = target.batch * target.sequence**2 * target.precision.weight_bytes
         dies = timeline.now if decoder.checkpointed else returned
         timeline.hold("attention_mask", Category.INPUTS, size, born, dies)
 
@@ -256,11 +259,11 @@ def outputs_of(job: TrainingJob, context: HFContext) -> list[tuple[str, str, int
     if job.activation_checkpointing.mode != "none":
         zeros, module = cross_position_bias_bytes(target, context.sequence), f"layers.{decoder[0]}"
         held = [states, (CROSS_POSITION_BIAS, module, zeros), (f"{CROSS_POSITION_BIAS}.grad", module, zeros)]
-        leaf = context.rows * architecture.hidden_size * context.weight_bytes
+        leaf = context.rows * architecture.hidden_size * context.precision.weight_bytes
         adapters = job.finetuning.method != "full"
         return held + [(name, module, leaf) for name in ("inputs_embeds", "inputs_embeds.grad")] * adapters
     tokens = 2 * target.batch * (target.sequence + context.sequence)
-    size = tokens * architecture.key_value_size * target.compute_bytes
+    size = tokens * architecture.key_value_size * target.precision.compute_bytes
     return [states, *(("past_key_values", f"layers.{layer}", size) for layer in decoder)]
 
 

@@ -9,13 +9,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from peakcast.catalog import Device
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import embedding, embedding_variables, next_token_head
+from peakcast.models.ledger.huggingface.blocks.embedding import embedding, embedding_variables
+from peakcast.models.ledger.huggingface.blocks.head import next_token_head
 from peakcast.models.ledger.huggingface.blocks.kv_cache import CACHES, CacheTurn, cache_turn, layer_cache_bytes
 from peakcast.models.ledger.huggingface.blocks.layer import decoder_layer
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_masks, rotates, window_of
@@ -29,8 +31,6 @@ from peakcast.models.ledger.tape.workspaces import FORWARD_THREAD, training_work
 from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category, Timeline
 
-FP32 = 4
-INT64 = 8
 MAX_DECODE_FORWARDS = 64
 """How many decoding forwards are on the timeline: all if there are fewer, else evenly spread ones and always the last two,
 since the next to last makes a cache while the one before still exists. Each forward is like its neighbour with a longer
@@ -88,7 +88,7 @@ def inference_ledger(
         embedded = first_ends = timeline.now
         returned = 0
         runs = {
-            (window, routed, turned): _layer_turn(replace(seen[window], routed=routed, rotates=turned), turns[window].kept)
+            (window, routed, turned): _layer_turn(_like(seen[window], routed=routed, rotates=turned), turns[window].kept)
             for window, routed, turned in dict.fromkeys(kinds)
         }
         for layer in layers:
@@ -138,10 +138,10 @@ def _layer_turn(context: HFContext, length: int) -> LayerTurn:
     keys exist together; a static one is made once."""
     template = decoder_layer(context)
     keys, values = (template.forward_marks[mark][0] for mark in CACHES.values())
-    grows, sizes = context.cache in ("grows", "slides"), layer_cache_bytes(context, length)
+    grows, sizes = context.cache.does in ("grows", "slides"), layer_cache_bytes(context, length)
     updated = (keys, values) if grows else (keys, keys)
     made = tuple(zip(CACHES, updated, sizes, strict=True))
-    replaced = (updated if context.cache == "grows" else (values, values)) if grows else ()
+    replaced = (updated if context.cache.does == "grows" else (values, values)) if grows else ()
     return LayerTurn(template, made, replaced, attention_weights_bytes(context))
 
 
@@ -169,9 +169,15 @@ def _with_cache(context: HFContext, window: int | None, turn: CacheTurn, past: i
     """
     always = family_of(context.architecture).masks.always
     masked = always or follows or (window is not None and turn.length >= window)
-    part = {"sdpa": not masked, "flash_attention_2": True}.get(context.attention, False)
+    part = {"sdpa": not masked, "flash_attention_2": True}.get(context.attention.implementation, False)
     keys = min(past + context.sequence, turn.length) if part and turn.does == "stores" else turn.length
-    return replace(context, cache=turn.does, cache_length=turn.length, key_length=keys, masked=masked)
+    cache = replace(context.cache, does=turn.does, length=turn.length, key_length=keys)
+    return _like(replace(context, cache=cache), masked=masked)
+
+
+def _like(context: HFContext, **changes: Any) -> HFContext:
+    """`context` with these changes to its `layer`."""
+    return replace(context, layer=replace(context.layer, **changes))
 
 
 def _hold_inputs_of_the_model(timeline: Step, seen: Mapping[int | None, HFContext], start: int, ends: int) -> None:
@@ -181,9 +187,10 @@ def _hold_inputs_of_the_model(timeline: Step, seen: Mapping[int | None, HFContex
     architecture = one.architecture
     kinds = [seen[None], seen.get(architecture.sliding_window, one)][-kinds_of_masks(architecture) :]
     if family_of(architecture).masks.for_both_kinds:  # the second has a window of 0, which every length exceeds
-        kinds[-1] = replace(kinds[-1], masked=True)
+        kinds[-1] = _like(kinds[-1], masked=True)
     for kind in kinds:
-        size = kind.compute_bytes if kind.attention == "eager" else int(kind.attention == "sdpa" and kind.masked)
-        timeline.hold("causal_mask", Category.TEMPORARIES, kind.rows * kind.cache_length * size, start, ends)
-    tables = rotary_tables(architecture, one.sequence, one.weight_bytes)
+        bools = int(kind.attention.implementation == "sdpa" and kind.layer.masked)
+        size = kind.precision.compute_bytes if kind.attention.implementation == "eager" else bools
+        timeline.hold("causal_mask", Category.TEMPORARIES, kind.rows * kind.cache.length * size, start, ends)
+    tables = rotary_tables(architecture, one.sequence, one.precision.weight_bytes)
     timeline.hold_all([*tables, ("position_ids", "", one.sequence * INT64)], Category.TEMPORARIES, start, ends)

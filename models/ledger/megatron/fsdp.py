@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 
-from peakcast.core.units import DTYPE_BYTES, round_up
+from peakcast.core.units import DTYPE_BYTES, FP32, round_up
 from peakcast.models.ledger.megatron.distributed_optimizer import bucket_size
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import RankShare
@@ -23,7 +23,6 @@ from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Hooks, Run, Step
 from peakcast.timelines.timeline import Category
 
-FP32 = 4
 ENDS = ("embedding", "head")
 LEAST_IN_FLIGHT = 10**9
 """In elements, unless two layers have more: `suggested_communication_unit_size`, which is called a cap there. Pull request

@@ -7,9 +7,8 @@ dimension. Every rule follows torch's own derivative formula (tools/autograd/der
 
 from __future__ import annotations
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
-
-FP32 = 4
 
 
 def linear(

@@ -8,20 +8,19 @@ each chunk's cross entropy. litgpt 0.5.13 utils.py chunked_cross_entropy: chunks
 
 from __future__ import annotations
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 from peakcast.timelines.timeline import Category
-
-FP32 = 4
 
 
 def chunked_cross_entropy(tape: Tape, logits: Tensor, context: HFContext) -> None:
     """Append the loss. Backward runs through all chunks' losses before the lm_head, so a chunk's gradient takes the place
     of its saved tensor. Eager, all log-softmax are saved in fp32 and a chunk's two gradients are temporaries; compiled, the
     logits are saved as they are."""
-    chunks, narrow = context.logits_chunks, logits.num_bytes
-    widens = context.autocast or context.logits_upcast != "none"
-    wide = narrow // context.compute_bytes * FP32 if widens else narrow
+    chunks, narrow = context.loss.logits_chunks, logits.num_bytes
+    widens = context.precision.autocast or context.loss.logits_upcast != "none"
+    wide = narrow // context.precision.compute_bytes * FP32 if widens else narrow
     tape.begin_loss()
     parts = tape.operation(
         "logits.chunks", [logits], Output(narrow, view_of=logits, category=Category.LOGITS), gradients=[(logits, narrow)]

@@ -83,7 +83,7 @@ def _projected(
     build: BlockBuilder, x: Tensor, in_features: int, out_features: int, name: str
 ) -> tuple[Tensor, list[Tensor]]:
     """One projection with its adapter, outside any graph, and the copy of x after dropout, if there is dropout."""
-    tape, tuning, compute = build.tape, build.context.finetuning, build.context.compute_bytes
+    tape, tuning, compute = build.tape, build.context.finetuning, build.context.precision.compute_bytes
     x = _without_graph(x)
     matrix = _matrix_bytes(build, in_features, out_features)
     y = tape.operation(name, [x], build.rows * out_features * compute, forward_temporary_bytes=matrix)
@@ -104,7 +104,7 @@ def _without_graph(x: Tensor) -> Tensor:
 def _matrix_bytes(build: BlockBuilder, in_features: int, out_features: int) -> int:
     """Bytes of a dequantised weight; 0 if the weight is not quantised."""
     quantized = build.context.finetuning.quantization is not None
-    return in_features * out_features * build.context.compute_bytes if quantized else 0
+    return in_features * out_features * build.context.precision.compute_bytes if quantized else 0
 
 
 def _masked_bytes(build: BlockBuilder, input_bytes: int, in_features: int) -> int:
@@ -116,7 +116,7 @@ def _masked_bytes(build: BlockBuilder, input_bytes: int, in_features: int) -> in
 
 def _adapter_gradients(build: BlockBuilder, in_features: int, out_features: int, name: str) -> list[WeightGradient]:
     """The gradients of an adapter's two matrices."""
-    rank, size = build.context.finetuning.rank or 0, build.context.adapter_bytes
+    rank, size = build.context.finetuning.rank or 0, build.context.adapters.weight_bytes
     return [
         WeightGradient(f"{name}.lora_A.weight.grad", rank * in_features * size),
         WeightGradient(f"{name}.lora_B.weight.grad", out_features * rank * size),

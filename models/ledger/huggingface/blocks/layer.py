@@ -29,15 +29,16 @@ from peakcast.networks.families import family_of
 @lru_cache(maxsize=256)
 def decoder_layer(context: HFContext) -> Template:
     """The template of one decoder layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
-    architecture = context.architecture
+    architecture, backward = context.architecture, context.backward
     tape = Tape(
         gpu=context.gpu,
-        saves_on_cpu=context.saves_on_cpu,
-        splits_backward=context.splits_backward,
+        saves_on_cpu=backward.saves_on_cpu,
+        splits_backward=backward.in_two_parts,
         modules=called(architecture),
     )
     build = BlockBuilder(tape, context)
-    hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
+    owned = not backward.checkpointed
+    hidden = tape.input(context.input_bytes, requires_grad=context.layer.input_requires_grad, owned=owned)
     if architecture.parallel_block:
         output = _parallel_block(build, hidden)
     else:
@@ -46,9 +47,11 @@ def decoder_layer(context: HFContext) -> Template:
         output = _sublayer(build, output, feed_forward, "pre_feedforward_layernorm", "post_feedforward_layernorm")
     for variable in (hidden, *build.variables):  # the model's loop variable refers to the layer's input until it returns
         tape.hold(variable)
-    handed_on = context.checkpointed and context.reentrant and family_of(architecture).attention.returns_weights
+    handed_on = backward.checkpointed and backward.reentrant and family_of(architecture).attention.returns_weights
     beside = build.attention_weights if handed_on else None
-    return tape.finish(output, cached_matmuls=context.cached_matmuls, cached_kinds=context.cached_kinds, beside=beside)
+    return tape.finish(
+        output, cached_matmuls=backward.cached_matmuls, cached_kinds=backward.cached_kinds, beside=beside
+    )
 
 
 def called(architecture: Architecture) -> dict[str, str]:
@@ -111,12 +114,13 @@ def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
 
 def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     """The feed-forward of a layer, dense or routed: [micro_batch_size · sequence_length, hidden_size] in and out."""
-    if build.context.routed:
-        return (torchtitan_feed_forward if build.context.experts == "torchtitan" else routed_feed_forward)(build, x)
+    if build.context.layer.routed:
+        torchtitan = build.context.experts.implementation == "torchtitan"
+        return (torchtitan_feed_forward if torchtitan else routed_feed_forward)(build, x)
     architecture, tape = build.context.architecture, build.tape
     width, inner = architecture.hidden_size, architecture.intermediate_size
     bias, names = architecture.mlp_bias, family_of(architecture).names
-    rows, size = build.context.rows, build.context.compute_bytes
+    rows, size = build.context.rows, build.context.precision.compute_bytes
     x = arguments = gather_sequence(tape, x, build.context.group, "mlp")
     if architecture.gated_mlp and architecture.fused_gate_up:  # one matrix; the halves are views
         fused = build.columns(x, width, 2 * inner, f"mlp.{names.gate_up}", bias)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 
+from peakcast.core.units import FP32, INT32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
@@ -21,9 +22,6 @@ from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradie
 from peakcast.networks.families import family_of
 
 MOST_GROUPS = 16
-FP32 = 4
-INT32 = 4
-INT64 = 8
 
 
 def routed_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
@@ -32,7 +30,7 @@ def routed_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     assert moe is not None
     gated = _shared_expert(build, x, moe) if moe.shared_expert_gate else None
     weights, variables = route(build, x, moe)
-    experts = _looped_experts if build.context.experts == "loop" else _grouped_experts
+    experts = _looped_experts if build.context.experts.implementation == "loop" else _grouped_experts
     output = experts(build, x, weights, moe)
     if gated is not None:
         gate = build.projection(x, build.context.architecture.hidden_size, 1, "mlp.shared_expert_gate", False)
@@ -85,7 +83,7 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     down = _grouped_linear(build, product, moe, pairs, inner, width, "mlp.experts.down_proj", down_bias)
     down = _masked(build, down, "mlp.experts.mask_down")
     wide = pairs * width * max(size, weight_rows)
-    gone = down.num_bytes if context.lets_go else 0
+    gone = down.num_bytes if context.backward.frees_recomputed else 0
     weighted = tape.operation(
         "mlp.experts.weighted",
         [down, sorted_weights],
@@ -95,7 +93,7 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
         # both products, before they are narrowed
         backward_temporary_bytes=2 * wide - gone if wide > down.num_bytes else wide,
     )
-    summed = pairs * width * FP32 if context.autocast else wide  # sum is on autocast's fp32 list
+    summed = pairs * width * FP32 if context.precision.autocast else wide  # sum is on autocast's fp32 list
     restored = tape.operation("mlp.experts.restore", [weighted, order], wide, saves=[order])
     by_token = tape.operation(  # its backward copies the expanded gradient, before a checkpoint recomputes
         "mlp.experts.by_token", [restored], Output(wide, view_of=restored), gradients=[(restored, wide)]
@@ -117,10 +115,10 @@ def _bias(build: BlockBuilder, ids: Tensor, moe: MixtureOfExperts, rows: int, wi
     """The bias of each row's expert; empty if experts have no bias."""
     if not moe.expert_bias:
         return []
-    context = build.context
-    weight = WeightGradient(f"{name}.grad", moe.num_experts // context.expert_ranks * width * context.weight_bytes)
+    context, element = build.context, build.context.precision.weight_bytes
+    weight = WeightGradient(f"{name}.grad", moe.num_experts // context.experts.ranks * width * element)
     weights = [weight] if context.trainable else []
-    size = rows * width * context.weight_bytes
+    size = rows * width * element
     return [build.tape.operation(name, [ids], size, saves=[ids] if weights else [], weight_gradients=weights)]
 
 
@@ -151,11 +149,11 @@ def _grouped_linear(
 ) -> Tensor:
     """A grouped matrix product of rows sorted by expert, and its bias."""
     context = build.context
-    weight = moe.num_experts // context.expert_ranks * in_features * out_features * context.weight_bytes
+    weight = moe.num_experts // context.experts.ranks * in_features * out_features * context.precision.weight_bytes
     product = build.tape.operation(
         name,
         [x],
-        rows * out_features * context.weight_bytes,
+        rows * out_features * context.precision.weight_bytes,
         saves=Saved([x] if context.trainable else [], parameter_bytes=weight),
         weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.trainable else [],
     )
@@ -185,7 +183,7 @@ def _looped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtur
     tape.operation("mlp.router.done", [mask], 0)
     output = tape.operation("mlp.final_hidden_states", [], x.num_bytes)
     groups = math.gcd(moe.num_experts, MOST_GROUPS) if moe.num_experts > MOST_GROUPS else moe.num_experts
-    for taken in rows_of_groups(rows, moe, groups, build.context.fullest_expert_load):
+    for taken in rows_of_groups(rows, moe, groups, build.context.experts.fullest_load):
         experts = build.for_rows(taken, moe.num_experts // groups)
         output = _expert(experts, x, weights, output, moe.moe_intermediate_size)
     return output

@@ -8,13 +8,11 @@ token_dispatcher.py (LocalTokenDispatcher), ops/scatter_add.py. Its selective ch
 
 from __future__ import annotations
 
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
-
-FP32 = 4
-INT64 = 8
 
 
 def torchtitan_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
@@ -37,9 +35,9 @@ def _router(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tens
     context, tape, rows = build.context, build.tape, build.context.rows
     width, num, top_k = context.architecture.hidden_size, moe.num_experts, moe.num_experts_per_tok
     wide = rows * num * FP32
-    if context.weight_bytes < FP32:
+    if context.precision.weight_bytes < FP32:
         x = ops.cast(tape, x, rows * width * FP32, "mlp.router.input_to_float32")
-        gradient = WeightGradient("mlp.gate.weight.grad", num * width * context.weight_bytes)
+        gradient = WeightGradient("mlp.gate.weight.grad", num * width * context.precision.weight_bytes)
         weight = tape.operation(
             "mlp.router.weight_to_float32",
             [],
@@ -75,7 +73,7 @@ def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, mo
     token = tape.operation("mlp.experts.token", [order], pairs * INT64, gradients=[])
     taken = tape.operation("mlp.experts.take", [x, token], pairs * width * size, saves=[token])
     places: Tensor | None = None
-    if context.expert_ranks > 1:
+    if context.experts.ranks > 1:
         taken, places = _send(tape, taken, pairs)
     gate = _grouped(build, taken, moe, width, inner, "mlp.experts.w1")
     activated = ops.unary(tape, gate, "mlp.experts.act")
@@ -130,11 +128,11 @@ def _grouped(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts, inputs: int,
     """A grouped matrix product of rows sorted by expert."""
     context = build.context
     pairs = context.rows * moe.num_experts_per_tok
-    weight = moe.num_experts // context.expert_ranks * inputs * outputs * context.weight_bytes
+    weight = moe.num_experts // context.experts.ranks * inputs * outputs * context.precision.weight_bytes
     return build.tape.operation(
         name,
         [x],
-        pairs * outputs * context.weight_bytes,
+        pairs * outputs * context.precision.weight_bytes,
         saves=Saved([x] if context.trainable else [], parameter_bytes=weight),
         weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.trainable else [],
     )

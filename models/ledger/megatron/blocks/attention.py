@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from peakcast.core.units import round_up
+from peakcast.core.units import BOOL, FP32, round_up
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.exchange import exchanged_attention
-from peakcast.models.ledger.megatron.blocks.primitives import BOOL, FP32, norm
+from peakcast.models.ledger.megatron.blocks.primitives import norm
 from peakcast.models.ledger.megatron.blocks.recompute import checkpointed_together
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 from peakcast.timelines.timeline import Category

@@ -6,12 +6,10 @@ Source: megatron-core 0.16.1 `transformer/moe/token_dispatcher.py`, `fused_a2a.p
 
 from __future__ import annotations
 
+from peakcast.core.units import BOOL, INT32, INT64
 from peakcast.models.ledger.megatron.blocks.context import ExpertContext, MegatronContext
-from peakcast.models.ledger.megatron.blocks.primitives import BOOL
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 
-INT64 = 8
-INT32 = 4
 FLOAT32 = 4
 
 

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from peakcast.core.units import BOOL, FP32, INT64
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
-from peakcast.models.ledger.megatron.blocks.primitives import BOOL, FP32, column_linear
+from peakcast.models.ledger.megatron.blocks.primitives import column_linear
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category
-
-INT64 = 8
 
 
 @lru_cache(maxsize=256)

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.ends import cross_entropy, embed, output_layer
 from peakcast.models.ledger.megatron.blocks.layer import layer_operations
-from peakcast.models.ledger.megatron.blocks.primitives import FP32, column_linear, norm
+from peakcast.models.ledger.megatron.blocks.primitives import column_linear, norm
 from peakcast.models.ledger.tape.tape import Output, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 

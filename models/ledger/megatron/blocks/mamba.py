@@ -10,14 +10,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.megatron.blocks.context import MambaContext, MegatronContext
-from peakcast.models.ledger.megatron.blocks.primitives import (
-    FP32,
-    bias_dropout_add,
-    column_linear_of_norm,
-    own_norm,
-    row_linear,
-)
+from peakcast.models.ledger.megatron.blocks.primitives import bias_dropout_add, column_linear_of_norm, own_norm, row_linear
 from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
 
 CHUNK = 128

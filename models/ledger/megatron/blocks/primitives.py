@@ -9,13 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from peakcast.core.units import BOOL, FP8, FP32
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
-
-FP32 = 4
-FP8 = 1
-BOOL = 1
 
 
 def norm_statistics(context: MegatronContext, rows: int) -> list[int]:

@@ -6,12 +6,9 @@ probabilities are fp32. All tensors are [tokens, num_experts] or [tokens, top_k]
 
 from __future__ import annotations
 
+from peakcast.core.units import BOOL, FP32, INT32, INT64
 from peakcast.models.ledger.megatron.blocks.context import ExpertContext, MegatronContext
-from peakcast.models.ledger.megatron.blocks.primitives import BOOL, FP32
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
-
-INT64 = 8
-INT32 = 4
 
 
 def router(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
