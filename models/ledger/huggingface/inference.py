@@ -1,4 +1,5 @@
-"""The ledger of generation with Hugging Face transformers on one GPU: weights, prefill, the growing cache, decoding.
+"""The ledger of generation with Hugging Face transformers, on one GPU or on a rank of tensor parallelism: weights, prefill,
+the growing cache, decoding.
 
 All of it is phase FORWARD; the labels say "prefill" and "decode". Source: transformers 5.17 generation/utils.py `_prefill`
 and `_sample`, cache_utils.py. There is no graph, so a tensor is freed after its last reader.
@@ -55,7 +56,7 @@ class LayerTurn(NamedTuple):
 def inference_ledger(
     job: TrainingJob, context: HFContext, weights: tuple[tuple[str, str, int], ...], device: Device | None
 ) -> Timeline:
-    """Every tensor of a generation of `job` on one GPU: a prompt of `inference.prompt_length` tokens (null:
+    """Every tensor of a generation of `job` on one rank: a prompt of `inference.prompt_length` tokens (null:
     sequence_length) and `inference.new_tokens` more (null: 1, prefill alone). `weights`: (name, module, bytes)."""
     still = replace(context.architecture, attention_dropout=0.0, hidden_dropout=0.0, embedding_dropout=0.0)  # model.eval()
     context = replace(context, architecture=still)
