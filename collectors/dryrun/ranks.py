@@ -81,6 +81,7 @@ def install(rank: int, world_size: int, name: Named) -> None:
     _install_ddp(name)
     _install_meshes()
     os.environ["DS_ACCELERATOR"] = "cuda"
+    when_imported("accelerate.data_loader", _read_on_every_rank)
     when_imported("deepspeed", lambda module: deepspeed_fakes.install())
 
 
@@ -182,6 +183,30 @@ def _install_objects() -> None:
         for module in (dist, dist.distributed_c10d):
             setattr(module, name, fake)
     torch.distributed.send_object_list = lambda *_, **__: None  # type: ignore[attr-defined]
+
+
+def _read_on_every_rank(module: Any) -> None:
+    """accelerate's loader of iterable data sets reads on rank 0, which sends the other ranks their part; here each rank
+    reads, and takes the first part."""
+
+    class Dispatcher(module.DataLoaderDispatcher):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            self.state = _FirstRank(self.state)
+
+    module.DataLoaderDispatcher = Dispatcher
+
+
+class _FirstRank:
+    """A process's state as accelerate has it, with rank 0."""
+
+    process_index = 0
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
 
 
 def _install_ddp(name: Named) -> None:
