@@ -192,7 +192,7 @@ def _read_on_every_rank(module: Any) -> None:
     class Dispatcher(module.DataLoaderDispatcher):  # type: ignore[misc]
         def __init__(self, *arguments: Any, **keywords: Any) -> None:
             super().__init__(*arguments, **keywords)
-            self.state = _FirstRank(self.state)
+            self.state: Any = _FirstRank(self.state)
 
     module.DataLoaderDispatcher = Dispatcher
 
