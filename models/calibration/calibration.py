@@ -1,7 +1,8 @@
 """`Calibration`: what was learned from measurements on one GPU type, as plain JSON. Loading one runs no code.
 
 Schema history: 1 (first); 2 (bars are of jobs inside the domain, severities, groups by size, the `published` feature, the
-errors on unseen architectures); 3 (a spread and a domain for each quantity; bars are multiples of the spread).
+errors on unseen architectures); 3 (a spread and a domain for each quantity; bars are multiples of the spread); 4 (of few
+rows the narrower of a quantile and a Student t bound); 5 (domains have no range of vocabularies).
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from peakcast.models.calibration.strict import WAY_OUT, number, read, text
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MAX_FILE_BYTES = 16 * 2**20
 """A calibration has some hundred kB; a larger file is refused before it is parsed."""
 
@@ -58,6 +59,10 @@ class Calibration:
     """SHA-256 of the rows' keys and values."""
     quantities: dict[str, QuantityCalibration] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+
+    def has_rows_of(self, gpu: str) -> bool:
+        """Whether any quantity was learned from rows of the GPU type `gpu`, among others."""
+        return any(gpu in quantity.rows_by_gpu for quantity in self.quantities.values())
 
     def to_mapping(self) -> dict[str, Any]:
         """JSON-able form."""

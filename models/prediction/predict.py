@@ -22,6 +22,7 @@ from peakcast.models.baseline.evenly_routed import fullest_expert
 from peakcast.models.baseline.measured_constants import outside, rests_on_readings
 from peakcast.models.calibration.bars import bar_of
 from peakcast.models.calibration.calibration import Calibration, calibration_for
+from peakcast.models.calibration.domain import severity
 from peakcast.models.calibration.features import features, kinds, of_quantity, sizes
 from peakcast.models.calibration.grouping import bar_groups, residual_group
 from peakcast.models.ledger.recorded.covering import recorded_with
@@ -77,7 +78,7 @@ def predict(
         first_step_peak_bytes=base.first_step_peak_bytes,
         largest=base.largest,
         composition=base.composition,
-        inside_calibrated_domain=intervals["peak_allocated_bytes"].rests_on == "measurements",
+        inside_calibrated_domain=calibration.has_rows_of(device.name) and not severity(reasons),
         calibration=calibration.gpu,
         assumptions=tuple(_assumptions(job, device, base, rank)),
         findings=ordered(finding for finding in noticed if finding),
