@@ -36,7 +36,7 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
         reasons += [architecture_reason(job.architecture), encoder_decoder_reason(job), parallel_reason(job)]
         reasons += [_huggingface_reason(job), mixture_reason(job), adapter_reason(job), kernels_reason(job)]
         reasons += [fused_kernels_reason(job)]
-        reasons += [zero_reason(job), compile_reason(job), _in_backward_reason(job)]
+        reasons += [zero_reason(job), compile_reason(job), _in_backward_reason(job), _adam_mini_reason(job)]
     return tuple(reason for reason in reasons if reason)
 
 
@@ -120,6 +120,27 @@ def _in_backward_reason(job: TrainingJob) -> Finding | None:
         ),
     ]
     return first(checks, "optimizer.name", start=f"{name} ")
+
+
+def _adam_mini_reason(job: TrainingJob) -> Finding | None:
+    """Where adam-mini 1.1.1 cannot split queries and keys into heads of hidden_size² / num_attention_heads elements, and
+    where no trace has confirmed its rule."""
+    if job.optimizer.name != "adam_mini":
+        return None
+    network, layout = job.architecture, job.parallelism
+    uneven = network.num_attention_heads * network.num_key_value_heads * network.head_dim % network.hidden_size
+    checks: list[Check] = [
+        (job.finetuning.method != "full", "finds no heads in adapters of queries and keys; use adamw.", FAILS),
+        (bool(uneven), f"finds no whole number of heads in the keys of {network.name!r}; use adamw.", FAILS),
+        (
+            network.kind != "decoder" or network.model_type in ("bloom", "gpt_neox", "opt", "phi"),
+            f"takes norms of {network.name!r} for matrices, by names such as final_layer_norm, and fails; use adamw.",
+            FAILS,
+        ),
+        (network.moe is not None, "has no rule for experts that one parameter holds; use adamw.", FAILS),
+        (layout.sharding != "none" or layout.zero_stage > 0, "is modelled on one GPU and under DDP only."),
+    ]
+    return first(checks, "optimizer.name", start="optimizer.name='adam_mini' ")
 
 
 def _under_fsdp2(job: TrainingJob) -> bool:
