@@ -11,7 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -59,6 +59,18 @@ class Calibration:
     """SHA-256 of the rows' keys and values."""
     quantities: dict[str, QuantityCalibration] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def domain(self) -> Domain:
+        """What the rows of allocated memory, which are the most, have in common; of releases, those of any quantity's
+        rows."""
+        learned = self.quantities.get("peak_allocated_bytes")
+        versions: dict[str, set[str]] = {}
+        for quantity in self.quantities.values():
+            for package, releases in quantity.domain.versions.items():
+                versions.setdefault(package, set()).update(releases)
+        known = {package: tuple(sorted(releases)) for package, releases in versions.items()}
+        return replace(learned.domain, versions=known) if learned else Domain()
 
     def has_rows_of(self, gpu: str) -> bool:
         """Whether any quantity was learned from rows of the GPU type `gpu`, among others."""

@@ -92,11 +92,9 @@ def reasons_outside(
     calibration: Calibration,
     known: Iterable[Finding] = (),
 ) -> list[Finding]:
-    """Why `job` on `device` is outside what is modelled, and outside the rows of allocated memory, which has the most rows.
-    (`Interval.rests_on` says the same of each other quantity.) `known`: what the ledger does not cover, and what reading
-    the question found."""
-    learned = calibration.quantities.get("peak_allocated_bytes")
-    reasons = [*known, *(learned.domain.outside(job, row) if learned else ())]
+    """Why `job` on `device` is outside what is modelled, and outside the domain of `calibration`. (`Interval.rests_on` says
+    the same of each quantity.) `known`: what the ledger does not cover, and what reading the question found."""
+    reasons = [*known, *calibration.domain.outside(job, row)]
     if calibration.gpu == "none":
         sentence = "no measurements stand behind the bars; run `peakcast collect` and `peakcast fit` to have some."
         reasons.append(Finding("not_calibrated", "gpu", "either", sentence))
