@@ -44,7 +44,7 @@ def test_a_storage_emptied_in_place_frees_its_bytes_and_refilled_takes_them_agai
 
 
 def test_the_backward_of_a_maximum_scatters_into_its_zeros_in_place():
-    """As recorded on GPUs: one tensor of the input's shape. While a mode is on PyTorch scatters out of place, into another."""
+    """As recorded on GPUs: one tensor of the input's shape. While a mode is on PyTorch scatters into another."""
     rows = torch.randn(256, 512, requires_grad=True)
     with Tracer("cpu") as tracer:
         best = rows.max(dim=-1).values
