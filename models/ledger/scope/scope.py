@@ -134,8 +134,8 @@ def _adam_mini_reason(job: TrainingJob) -> Finding | None:
         (job.finetuning.method != "full", "finds no heads in adapters of queries and keys; use adamw.", FAILS),
         (bool(uneven), f"finds no whole number of heads in the keys of {network.name!r}; use adamw.", FAILS),
         (
-            network.normalization == "layernorm",
-            "takes a LayerNorm called final_layer_norm, as OPT's and Pythia's, for a matrix and fails; use adamw there.",
+            network.kind != "decoder" or network.normalization == "layernorm",
+            "takes a norm called final_layer_norm, as OPT's and T5's, for a matrix and fails; use adamw there.",
         ),
         (network.moe is not None, "has no rule for experts that one parameter holds; use adamw.", FAILS),
         (layout.sharding != "none" or layout.zero_stage > 0, "is modelled on one GPU and under DDP only."),
