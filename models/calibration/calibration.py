@@ -65,12 +65,16 @@ class Calibration:
         """What the rows of allocated memory, which are the most, have in common; of releases, those of any quantity's
         rows."""
         learned = self.quantities.get("peak_allocated_bytes")
-        versions: dict[str, set[str]] = {}
-        for quantity in self.quantities.values():
-            for package, releases in quantity.domain.versions.items():
-                versions.setdefault(package, set()).update(releases)
-        known = {package: tuple(sorted(releases)) for package, releases in versions.items()}
-        return replace(learned.domain, versions=known) if learned else Domain()
+        if learned is None:
+            return Domain()
+        domains = [quantity.domain.versions for quantity in self.quantities.values()]
+        return replace(
+            learned.domain,
+            versions={
+                package: tuple(sorted({release for versions in domains for release in versions.get(package, ())}))
+                for package in learned.domain.versions
+            },
+        )
 
     def has_rows_of(self, gpu: str) -> bool:
         """Whether any quantity was learned from rows of the GPU type `gpu`, among others."""
