@@ -75,7 +75,7 @@ def from_lmflow(pasted: Pasted) -> Translation:
     note_unsupported(settings, UNSUPPORTED)
     if settings.switch("use_lisa"):
         notes.unsupported.append(
-            "LISA (use_lisa) trains a few layers at a time, which is not modelled; full training is taken.",
+            "LISA (use_lisa) trains a few layers at a time, which is not modelled; full training is assumed.",
             "use_lisa",
             "less",
         )

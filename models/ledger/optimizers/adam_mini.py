@@ -5,7 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peakcast.models.ledger.optimizers.rule import FP32, OptimizerRule, Options, Sized, TrainedTensor
+from peakcast.core.units import FP32
+from peakcast.models.ledger.optimizers.rule import OptimizerRule, Options, Sized, TrainedTensor
 from peakcast.models.ledger.tape.local_variables import Locals
 
 BY_HEAD = ("k_proj", "q_proj", "wq", "wk", "query", "key")
