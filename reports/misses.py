@@ -17,6 +17,8 @@ MISS_COLUMNS = ("of", "figure", "is", "asked", "rows behind it", "what is missin
 GOAL_COLUMNS = ("of", "rows", "figure", "is", "asked", "")
 CAUSE_COLUMNS = ("cause", "rows", "errors", "what is missing", "how that is known")
 UNKNOWN = "not known"
+MOST_NAMED = 6
+"""Of the rows that nothing explains a table names this many, those that are off most; `rows.csv` has all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,10 +103,16 @@ def cause_lines(cells: Iterable[Scored]) -> list[list[str]]:
     for finding, explained in causes(cells):
         errors = sorted(cell.error for cell in explained)
         ends = " to ".join(dict.fromkeys(signed(error) for error in (errors[0], errors[-1])))
-        named = ", ".join(sorted({cell.case for cell in explained})) if finding is None else ""
-        texts = (finding.missing, finding.evidence) if finding else (named, "–")
+        texts = (finding.missing, finding.evidence) if finding else (_worst_named(explained), "–")
         lines.append([finding.name if finding else UNKNOWN, str(len(explained)), ends, *texts])
     return lines
+
+
+def _worst_named(cells: Iterable[Scored]) -> str:
+    """The cases of `cells`, the worst first."""
+    names = list(dict.fromkeys(cell.case for cell in sorted(cells, key=lambda cell: -abs(cell.error))))
+    more = [f"{len(names) - MOST_NAMED} more in rows.csv"] if len(names) > MOST_NAMED else []
+    return ", ".join([*names[:MOST_NAMED], *more])
 
 
 def miss_tables(found: Sequence[Miss], named: Iterable[Scored] = ()) -> Iterator[Table]:

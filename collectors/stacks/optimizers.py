@@ -154,6 +154,19 @@ def _galore(job: TrainingJob, model: Any, groups: Groups) -> Any:
     return kind([{"params": others}, target], lr=LEARNING_RATE, no_deprecation_warning=True)
 
 
+def _adam_mini(job: TrainingJob, model: Any, groups: Groups) -> Any:
+    """Adam-mini as LLaMA-Factory makes it (train/trainer_utils.py `_create_adam_mini_optimizer`), over all parameters."""
+    network = job.architecture
+    return _imported("adam_mini", "adam-mini", job).Adam_mini(
+        model.named_parameters(),
+        lr=LEARNING_RATE,
+        dim=network.hidden_size,
+        n_heads=network.num_attention_heads,
+        n_kv_heads=network.num_key_value_heads,
+        verbose=False,
+    )
+
+
 def _lomo(kind: str) -> Builder:
     def build(job: TrainingJob, model: Any, groups: Groups) -> Any:
         return getattr(_imported("lomo_optim", "lomo-optim", job), kind)(model, lr=LEARNING_RATE)
@@ -192,6 +205,7 @@ BUILDERS: dict[tuple[str, str], Builder] = {
     ("adamw_4bit", ""): _from_package("torchao.optim", "AdamW4bit", "torchao"),
     ("adamw_fp8", ""): _from_package("torchao.optim", "AdamWFp8", "torchao"),
     ("galore", ""): _galore,
+    ("adam_mini", ""): _adam_mini,
     ("lomo", ""): _lomo("Lomo"),
     ("adalomo", ""): _lomo("AdaLomo"),
 }

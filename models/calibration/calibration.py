@@ -1,7 +1,8 @@
 """`Calibration`: what was learned from measurements on one GPU type, as plain JSON. Loading one runs no code.
 
 Schema history: 1 (first); 2 (bars are of jobs inside the domain, severities, groups by size, the `published` feature, the
-errors on unseen architectures); 3 (a spread and a domain for each quantity; bars are multiples of the spread).
+errors on unseen architectures); 3 (a spread and a domain for each quantity; bars are multiples of the spread); 4 (of few
+rows the narrower of a quantile and a Student t bound); 5 (domains have no range of vocabularies).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -27,7 +28,7 @@ from peakcast.models.calibration.strict import WAY_OUT, number, read, text
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 MAX_FILE_BYTES = 16 * 2**20
 """A calibration has some hundred kB; a larger file is refused before it is parsed."""
 
@@ -58,6 +59,26 @@ class Calibration:
     """SHA-256 of the rows' keys and values."""
     quantities: dict[str, QuantityCalibration] = field(default_factory=dict)
     schema_version: int = SCHEMA_VERSION
+
+    @property
+    def domain(self) -> Domain:
+        """What the rows of allocated memory, which are the most, have in common; of releases, those of any quantity's
+        rows."""
+        learned = self.quantities.get("peak_allocated_bytes")
+        if learned is None:
+            return Domain()
+        domains = [quantity.domain.versions for quantity in self.quantities.values()]
+        return replace(
+            learned.domain,
+            versions={
+                package: tuple(sorted({release for versions in domains for release in versions.get(package, ())}))
+                for package in learned.domain.versions
+            },
+        )
+
+    def has_rows_of(self, gpu: str) -> bool:
+        """Whether any quantity was learned from rows of the GPU type `gpu`, among others."""
+        return any(gpu in quantity.rows_by_gpu for quantity in self.quantities.values())
 
     def to_mapping(self) -> dict[str, Any]:
         """JSON-able form."""

@@ -15,6 +15,7 @@ from peakcast.models.baseline.device_memory import communicator_bytes, context_b
 from peakcast.models.baseline.measured_constants import outside
 from peakcast.models.calibration.bars import bar_of
 from peakcast.models.calibration.calibration import Calibration, calibration_for
+from peakcast.models.calibration.domain import severity
 from peakcast.models.calibration.features import features, kinds, sizes
 from peakcast.models.calibration.grouping import bar_groups
 from peakcast.models.prediction.assumptions import assumptions
@@ -65,7 +66,7 @@ def predict(
         first_step_peak_bytes=base.first_step_peak_bytes,
         largest=base.largest,
         composition=base.composition,
-        inside_calibrated_domain=intervals["peak_allocated_bytes"].rests_on == "measurements",
+        inside_calibrated_domain=calibration.has_rows_of(device.name) and not severity(reasons),
         calibration=calibration.gpu,
         assumptions=assumptions(job, device, base, rank),
         findings=ordered(finding for finding in noticed if finding),
@@ -79,11 +80,9 @@ def reasons_outside(
     calibration: Calibration,
     known: Iterable[Finding] = (),
 ) -> list[Finding]:
-    """Why `job` on `device` is outside what is modelled, and outside the rows of allocated memory, which has the most rows.
-    (`Interval.rests_on` says the same of each other quantity.) `known`: what the ledger does not cover, and what reading
-    the question found."""
-    learned = calibration.quantities.get("peak_allocated_bytes")
-    reasons = [*known, *(learned.domain.outside(job, row) if learned else ())]
+    """Why `job` on `device` is outside what is modelled, and outside the domain of `calibration`. (`Interval.rests_on` says
+    the same of each quantity.) `known`: what the ledger does not cover, and what reading the question found."""
+    reasons = [*known, *calibration.domain.outside(job, row)]
     if calibration.gpu == "none":
         sentence = "no measurements stand behind the bars; run `peakcast collect` and `peakcast fit` to have some."
         reasons.append(Finding("not_calibrated", "gpu", "either", sentence))

@@ -111,6 +111,8 @@ class Prediction:
     """(name, category, bytes, number of tensors) of the biggest groups alive at the peak."""
     composition: dict[str, int] = field(default_factory=dict)
     inside_calibrated_domain: bool = False
+    """Whether the job is like rows of allocated memory, and rows of any quantity have its releases and its GPU type. Each
+    interval's `rests_on` says the same of its own quantity."""
     calibration: str = "none"
     assumptions: tuple[str, ...] = ()
     findings: tuple[Finding, ...] = ()

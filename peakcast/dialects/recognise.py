@@ -42,6 +42,15 @@ DIALECTS: dict[str, Dialect] = {
         ("base_model micro_batch_size|sequence_len|adapter|datasets|sample_packing",),
         "axolotl.job:from_axolotl",
     ),
+    "lmflow": Dialect(
+        "an LMFlow command",
+        (
+            "model_name_or_path conversation_template|disable_group_texts|group_texts_batch_size|save_aggregated_lora"
+            "|lora_model_path|use_lisa|lisa_activated_layers|use_customized_optim",
+        ),
+        "lmflow:from_lmflow",
+        ("model_name_or_path dataset_path block_size",),
+    ),
     "open_instruct": Dialect(
         "an open-instruct configuration",
         (

@@ -19,6 +19,8 @@ from peakcast.timelines.timeline import Category, Phase, Timeline
 
 UNIT_BYTES = 512
 NUM_NAMES = 3
+UNKNOWN_PHASE = "phase unknown"
+"""What people read where a recording does not tell the phase, as without Python stacks."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +54,7 @@ class Moment:
     """Number of allocations made until then."""
     recorded_bytes: int
     predicted_peak_bytes: int
-    """The prediction's largest sum in that phase; 0 if it does not have the phase."""
+    """The prediction's largest sum in that phase; in the whole step if it does not have the phase."""
     predicted_bytes: int
     """The prediction's bytes at the compared moment."""
     as_predicted_bytes: int
@@ -125,7 +127,7 @@ def _moment(recorded: Timeline, predicted: Timeline, phase: Phase, at: int, allo
         phase=phase.name.lower(),
         recorded_instant=at,
         recorded_bytes=allocated,
-        predicted_peak_bytes=predicted.peak(phase).num_bytes,
+        predicted_peak_bytes=predicted.peak(phase if (predicted.phases == phase).any() else None).num_bytes,
         predicted_bytes=sum(size * count for size, count in want.items()),
         as_predicted_bytes=sum(size * count for size, count in matched.items()),
         missing_bytes=sum(size * (count - matched.get(size, 0)) for size, count in want.items()),

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from peakcast.answers.labels import phase_title
 from peakcast.core.drawing import INK, STYLE
 from peakcast.core.units import GIB
-from peakcast.explaining.beside import Beside, shares
+from peakcast.explaining.beside import UNKNOWN_PHASE, Beside, shares
 from peakcast.explaining.picture import DIM, RED, SHADES, check_picture_path
 from peakcast.explaining.stack import sampled, spans
 from peakcast.timelines.timeline import Phase, Timeline
@@ -48,8 +48,9 @@ def draw(found: Beside, title: str) -> Any:
         )  # fmt: skip
         base = upper
     line = _predicted(found.recorded, found.predicted, instants) / GIB
-    axes.step(edges, np.append(line, line[-1]), where="post", color=INK, linewidth=1.2, label="predicted", zorder=4)
-    top = max(float(base.max()), float(line.max()))
+    if not np.isnan(line).all():
+        axes.step(edges, np.append(line, line[-1]), where="post", color=INK, linewidth=1.2, label="predicted", zorder=4)
+    top = max(float(base.max()), float(np.nan_to_num(line).max()))
     _shade(axes, found.recorded, instants, top)
     where = int(np.argmax(base))
     axes.annotate(
@@ -75,7 +76,7 @@ def _predicted(recorded: Timeline, predicted: Timeline, instants: npt.NDArray[np
         course = predicted.totals[predicted.phases == phase]
         if len(course):
             line[start:stop] = course[np.arange(stop - start) * len(course) // (stop - start)]
-    return np.nan_to_num(line[instants]) if np.isnan(line).all() else line[instants]
+    return line[instants]
 
 
 def _shade(axes: Any, recorded: Timeline, instants: npt.NDArray[np.int64], top: float) -> None:
@@ -89,6 +90,7 @@ def _shade(axes: Any, recorded: Timeline, instants: npt.NDArray[np.int64], top: 
         if stop - start > widest.get(phase, (0, 0))[1] - widest.get(phase, (0, 0))[0]:
             widest[phase] = (start, stop)
     for phase, (start, stop) in widest.items():
-        name = "not recorded" if phase is Phase.INIT else phase_title(phase.name.lower())
+        name = UNKNOWN_PHASE if phase is Phase.INIT else phase_title(phase.name.lower())
         if stop - start > 0.02 * COLUMNS:
-            axes.text((start + stop) / 2, top * 1.2, name, ha="center", va="top", fontsize=8, color=DIM)
+            middle = min((start + stop) / 2, (1 - 0.0042 * len(name)) * COLUMNS)  # the last one ends within the picture
+            axes.text(middle, top * 1.2, name, ha="center", va="top", fontsize=8, color=DIM)

@@ -52,6 +52,7 @@ OptimizerName = Literal[
     "paged_lion_32bit",
     "paged_lion_8bit",
     "adalomo",
+    "adam_mini",
 ]
 
 

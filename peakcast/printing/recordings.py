@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from peakcast.answers.labels import phase_title
 from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.doors.replaying import Replayed
-from peakcast.explaining.beside import Beside, Moment, SizeRow
+from peakcast.explaining.beside import UNKNOWN_PHASE, Beside, Moment, SizeRow
 from peakcast.models.allocator.history_replay import HistoryReplay
 from peakcast.printing.steps import WIDTH
 from peakcast.timelines.timeline import Phase
@@ -67,7 +67,7 @@ def _numbers(m: Moment) -> str:
 
 def _phase(moment: Moment) -> str:
     phase = Phase[moment.phase.upper()]
-    return "not recorded" if phase is Phase.INIT else phase_title(moment.phase)
+    return UNKNOWN_PHASE if phase is Phase.INIT else phase_title(moment.phase)
 
 
 def _sizes(moment: Moment) -> Iterator[str]:

@@ -12,6 +12,7 @@ CUT = {"name": "llama-3.2-1b", "num_hidden_layers": 2}
 SMALL_ENDS = {**CUT, "vocab_size": 1024}
 """So that the peaks lie inside the layers."""
 FALCON = {"name": "falcon-7b", "num_hidden_layers": 2, "vocab_size": 512, "hidden_size": 512, "num_attention_heads": 8}
+BIASED_QWEN = {**FALCON, "name": "qwen2.5-7b"}
 BIASED = {"expert_bias": True, "router_bias": True}
 ROUTED = {"num_experts": 8, "num_experts_per_tok": 4, "moe_intermediate_size": 512, **BIASED}
 GPT_OSS = {**FALCON, "name": "gpt-oss-20b", "num_key_value_heads": 2, "intermediate_size": 512, "moe": ROUTED}
@@ -63,6 +64,8 @@ PACKAGES = {
     "fused_loss_fp32": ("liger_kernel", {**SINGLE, "architecture": SMALL_ENDS, **FUSED}),
     "lion": ("lion_pytorch", {"optimizer": {"name": "lion"}, "framework": "torch"}),
     "galore": ("galore_torch", {"optimizer": {"name": "galore"}}),
+    "adam_mini": ("adam_mini", {"optimizer": {"name": "adam_mini"}}),
+    "adam_mini_biased": ("adam_mini", {"optimizer": {"name": "adam_mini"}, "architecture": BIASED_QWEN}),
     "lomo": ("lomo_optim", {"optimizer": {"name": "lomo"}}),
     "adalomo": ("lomo_optim", {"optimizer": {"name": "adalomo"}}),
     "lomo_biased": ("lomo_optim", {"optimizer": {"name": "lomo"}, "architecture": {**GPT_OSS, "num_hidden_layers": 1}}),

@@ -43,6 +43,18 @@ def test_a_storage_emptied_in_place_frees_its_bytes_and_refilled_takes_them_agai
     assert timeline(tracer).totals.tolist() == [4096, 4096 + 512, 4096 + 512, 512, 4096 + 512]
 
 
+def test_the_backward_of_a_maximum_scatters_into_its_zeros_in_place():
+    """As recorded on GPUs: one tensor of the input's shape. While a mode is on PyTorch scatters into another."""
+    rows = torch.randn(256, 512, requires_grad=True)
+    with Tracer("cpu") as tracer:
+        best = rows.max(dim=-1).values
+        tracer.phase = Phase.BACKWARD
+        best.backward(torch.ones(256))
+    large = timeline(tracer).num_bytes == rows.numel() * 4
+    assert int(large.sum()) == 1
+    assert timeline(tracer).totals.max() < 2 * rows.numel() * 4
+
+
 def test_a_fake_storage_emptied_in_place_is_one_of_ours_although_it_says_meta():
     """FSDP frees what it gathered so; overlooked, every gathered weight would stay for ever."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -28,7 +28,10 @@ EXPECTED: dict[str, dict[str, Any]] = {
     for name, expected in yaml.safe_load(file.read_text(encoding="utf-8")).items()
 }
 PRECISION = ("parameters", "compute", "gradients", "optimizer_states", "main_parameters")
-PARTS = {"llamafactory/ds_z3_config.json", "axolotl/zero3_bf16.json", "accelerate/fsdp_offload.yaml"}
+PARTS = {
+    "llamafactory/ds_z3_config.json", "lmflow/ds_config_zero2.json", "axolotl/zero3_bf16.json",
+    "accelerate/fsdp_offload.yaml",
+}  # fmt: skip
 """What says too little by itself (test_recorded_parts.py), or stands beside another."""
 
 

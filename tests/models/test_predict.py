@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from peakcast import catalog
+from peakcast import api, catalog
 from peakcast.answers.prediction import QUANTITIES, Interval, Limit
 from peakcast.core.errors import SpecError
 from peakcast.core.findings import CAUSES, FAILS, KINDS, LESS, MORE, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Finding, found
@@ -73,6 +73,26 @@ def test_another_layout_or_gpu_type_widens_the_bars_with_a_reason(fakes, calibra
     assert any("not on H200" in warning for warning in relative.warnings)
     assert not layout.inside_calibrated_domain
     assert [finding.code for finding in relative.findings if finding.severity] == ["gpu_not_measured"]
+
+
+@pytest.mark.parametrize(("architecture", "method"), [("llama-3.1-8b", "full"), ("qwen2.5-7b", "lora")])
+def test_a_large_vocabulary_is_no_reason_to_be_outside(architecture, method):
+    """Rows of A100 have up to 50,304 words; what more of them take is counted exactly."""
+    finetuning = {"method": method, **({"rank": 16} if method == "lora" else {})}
+    answer = api.predict({"architecture": architecture, "finetuning": finetuning}, "A100-80GB")
+    assert answer.inside_calibrated_domain
+    assert answer.peak_allocated_bytes.rests_on == "measurements"
+
+
+def test_rows_of_another_quantity_are_rows_of_the_gpu_type_and_of_the_release():
+    """Of L40S reserved memory was published, with transformers 4.52 to 5.15; of H200 nothing."""
+    finetuning = {"method": "lora", "rank": 32}
+    job = {"architecture": "llama-3.2-3b", "finetuning": finetuning, "versions": {"transformers": "4.57"}}
+    answer = api.predict(job, "L40S")
+    assert answer.inside_calibrated_domain
+    assert answer.peak_allocated_bytes.rests_on == "relatives"
+    assert answer.peak_reserved_bytes.rests_on == "measurements"
+    assert not api.predict(job, "H200").inside_calibrated_domain
 
 
 def test_an_unmodelled_job_is_answered_with_wide_bars(fakes, calibration, monkeypatch):

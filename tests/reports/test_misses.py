@@ -90,6 +90,9 @@ def test_rows_that_nothing_explains_are_named_as_such(evaluation: Evaluation) ->
     assert (cause, rows, errors) == ("not known", "2", "−20.0 % to +1.0 %")
     assert missing.startswith("<script>")
     assert missing.endswith("case 2")
+    many = [replace(cells[0], case=f"case {n}", measured=100, point=100 + n) for n in range(30)]
+    ((*_, missing, _),) = cause_lines(many)
+    assert missing == "case 29, case 28, case 27, case 26, case 25, case 24, 24 more in rows.csv"
 
 
 def test_the_goals_are_of_the_parts_that_have_rows(evaluation: Evaluation) -> None:

@@ -8,7 +8,7 @@ from functools import lru_cache
 from peakcast.core.errors import SpecError, near_misses
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.optimizers import low_bit, others, pytorch
+from peakcast.models.ledger.optimizers import adam_mini, low_bit, others, pytorch
 from peakcast.models.ledger.optimizers.rule import OptimizerRule, Options
 from peakcast.models.ledger.parameters.inventory import head_parameters, layer_parameters
 
@@ -17,6 +17,7 @@ RULES: dict[tuple[str, str, str], OptimizerRule] = {
     **{(name, "bitsandbytes", implementation): rule for (name, implementation), rule in low_bit.BITSANDBYTES.items()},
     **{(name, "torchao", implementation): rule for (name, implementation), rule in low_bit.TORCHAO.items()},
     **others.RULES,
+    **adam_mini.RULES,
 }
 """(name, library, implementation) -> rule; implementation "" if a library has only one. If several libraries have the
 optimizer, the first is used unless the framework has a convention `<name>_library`."""
@@ -66,6 +67,7 @@ def optimizer_options(job: TrainingJob, step: str) -> Options:
     return Options(
         momentum=job.optimizer.momentum,
         rank=int(conventions(job).get("galore_rank", Options().rank)),
+        head_elements=job.architecture.hidden_size**2 // job.architecture.num_attention_heads,
         first_step=step == "first",
         trainer=bool(conventions(job).get("trainer")),
     )

@@ -60,6 +60,8 @@ class Options:
 
     momentum: float = 0.0
     rank: int = 128
+    head_elements: int = 1
+    """Elements of the weights of one attention head, hidden_size² / num_attention_heads."""
     first_step: bool = False
     trainer: bool = True
     """Whether transformers' Trainer, or a framework that does the same, makes the optimizer."""

@@ -73,6 +73,13 @@ def otherwise_than_four_hidden(job: TrainingJob) -> bool:
     return family_of(network).layer.four_hidden and network.intermediate_size != 4 * network.hidden_size
 
 
+@fact
+def uneven_adam_mini_heads(job: TrainingJob) -> bool:
+    """Whether adam-mini 1.1.1 cannot split the keys' weights into heads of hidden_size² / num_attention_heads elements."""
+    network = job.architecture
+    return network.num_attention_heads * network.num_key_value_heads * network.head_dim % network.hidden_size != 0
+
+
 windows_in_some_layers = Fact(lambda job: kinds_of_layers(job.architecture) > 1, "windows in some layers")
 beyond_window = Fact(lambda job: slides_anywhere(job.architecture, job.sequence_length), "beyond the sliding window")
 

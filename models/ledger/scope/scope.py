@@ -14,6 +14,7 @@ from peakcast.models.ledger.scope.layouts import LAYOUTS, ZERO
 from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS
 from peakcast.models.ledger.scope.table import Limit, Section
 from peakcast.models.ledger.scope.training import (
+    ADAM_MINI,
     ADAPTERS,
     BATCHES,
     FROZEN,
@@ -29,7 +30,7 @@ from peakcast.models.recipes.shelf import wants_recipe
 EVERY_STACK = (BATCHES, PREFERENCES, LENGTHS, FROZEN)
 PYTORCH = (
     *(NETWORKS, ENCODER_DECODERS, LAYOUTS, SETTINGS, MIXTURES, ADAPTERS, ATTENTION, FUSED_KERNELS),
-    *(ZERO, COMPILED, UPDATES_IN_BACKWARD),
+    *(ZERO, COMPILED, UPDATES_IN_BACKWARD, ADAM_MINI),
 )
 """The sections for Hugging Face, plain PyTorch and DeepSpeed."""
 

@@ -150,6 +150,17 @@ MIXTURES = Section("mixtures that differ from their traces", when=job.trains, ro
 ))
 
 _OPTIMIZER = "optimizer.name"
+ADAM_MINI = Section(
+    "Adam-mini", when=job.optimizer("adam_mini"), start="optimizer.name='adam_mini' ", rows=(
+    fails(_OPTIMIZER, job.adapts, "finds no heads in adapters of queries and keys; use adamw."),
+    fails(_OPTIMIZER, job.uneven_adam_mini_heads,
+          "finds no whole number of heads in the keys of {architecture.name!r}; use adamw."),
+    unknown(_OPTIMIZER, ~job.decoder | setting("architecture.normalization", "layernorm"),
+            "takes a norm called final_layer_norm, as OPT's and T5's, for a matrix and fails; use adamw there."),
+    fails(_OPTIMIZER, job.experts, "has no rule for experts that one parameter holds; use adamw."),
+    unknown(_OPTIMIZER, ~job.asks_ddp | job.zero, "is modelled on one GPU and under DDP only."),
+))
+
 UPDATES_IN_BACKWARD = Section(
     "optimizers that update in backward", when=job.optimizer("lomo", "adalomo") | job.optimizer_in_backward,
     start="optimizer.name={optimizer.name!r} updates in backward, which ", rows=(

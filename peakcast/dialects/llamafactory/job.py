@@ -7,6 +7,7 @@ Source: LLaMA-Factory 0.9 src/llamafactory/hparams (model_args, data_args, finet
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from peakcast.dialects.common.pasted import Pasted
@@ -17,14 +18,13 @@ from peakcast.dialects.common.translation import (
     note_unsupported,
     renamed,
     speller,
-    states_direction,
     words,
 )
 from peakcast.dialects.huggingface.accelerate import launcher_beside, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.jobs.images import sees_images
-from peakcast.jobs.spec import Optimizer
+from peakcast.jobs.spec import Optimizer, TrainingJob
 
 TRAINING = {
     "per_device_train_batch_size": "per_device_train_batch_size",
@@ -48,6 +48,11 @@ OPTIMIZERS = {
     "use_galore": "galore_adamw", "use_apollo": "apollo_adamw", "use_adam_mini": "adamw_torch", "use_muon": "adamw_torch",
 }  # fmt: skip
 """Switches for optimizers -> the most similar optimizer of transformers."""
+OWN_OPTIMIZERS = {
+    "use_muon": Optimizer(name="muon", implementation="loop"),
+    "use_adam_mini": Optimizer(name="adam_mini", implementation="loop"),
+}
+"""Switches for optimizers that transformers does not have (train/trainer_utils.py `create_custom_optimizer`)."""
 UNSUPPORTED = {
     "use_unsloth": "Unsloth", "use_unsloth_gc": "Unsloth's checkpointing", "use_llama_pro": "LLaMA Pro",
     "use_v1_kernels": "LLaMA-Factory's own kernels", "mixture_of_depths": "mixture of depths",
@@ -152,9 +157,9 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         spell=speller(TRAINING, ADAPTER),
     )
     translation = _freezing(settings, translation)
-    if settings.switch("use_muon"):
-        muon = Optimizer(name="muon", implementation="loop")
-        translation = translation.changed(lambda job: job.replace(optimizer=muon))
+    for key, optimizer in OWN_OPTIMIZERS.items():
+        if settings.switch(key):
+            translation = translation.changed(partial(TrainingJob.replace, optimizer=optimizer))
     if stage == "rm":  # train/rm/trainer.py: adds a value head; keeps every layer's hidden states
         raise settings.refuse(
             "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
@@ -258,12 +263,12 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     for key, name in OPTIMIZERS.items():
         if settings.switch(key):
             training["optim"] = name
-            _note_optimizer(settings, training, key, name)
+            _note_optimizer(settings, training, key)
 
 
-def _note_optimizer(settings: Settings, training: dict[str, Any], key: str, name: str) -> None:
-    """Note what is not modelled of the optimizer `name`, which `key` switches on, and keep the rank to which its gradients
-    are projected."""
+def _note_optimizer(settings: Settings, training: dict[str, Any], key: str) -> None:
+    """Note what is not modelled of the optimizer that `key` switches on, and keep the rank to which its gradients are
+    projected."""
     project = key.removeprefix("use_")
     if project in ("galore", "apollo"):
         training["optim_args"] = f"rank={settings.size(f'{project}_rank', 16, assume=True)}"
@@ -278,8 +283,6 @@ def _note_optimizer(settings: Settings, training: dict[str, Any], key: str, name
             )
     if project == "muon":
         settings.notes.unsupported.append("LLaMA-Factory's own Muon is not modelled; torch's is assumed.", key)
-    elif project == "adam_mini":
-        settings.notes.unsupported.append(f"{key} is not modelled; {name} is assumed instead.", key, states_direction(key))
 
 
 def _rest(settings: Settings) -> None:

@@ -5,12 +5,14 @@ import pytest
 from peakcast import catalog
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import Optimizer, Precision, TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.host import paged_state_bytes
 from peakcast.models.ledger.optimizers.choice import RULES
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.local_variables import Locals
 from peakcast.timelines.timeline import Category, Phase
 
@@ -116,6 +118,30 @@ def test_muon_updates_matrices_and_adamw_the_rest():
     assert states(job("muon")) == 2 * (EMBEDDING + LINEARS) + 4 * NORMS
     # the update, the matrix before and after a round, two Gram matrices of the shorter side
     assert temporaries(job("muon")) == 3 * 2 * V * H + 2 * 2 * H * H
+
+
+def test_adam_mini_keeps_one_second_moment_for_a_head_or_a_row():
+    ends, wide, rest = 2 * 2 * V, LAYERS * 2 * 2 * F, LAYERS * 7 + 1  # the rest: blocks of 512 bytes
+    assert states(job("adam_mini")) == 2 * PARAMETERS + ends + wide + 512 * rest
+    # of the head, the last matrix: its update and the negative of that, and its step size, h and mean square
+    assert temporaries(job("adam_mini")) == 2 * 2 * V * H + 3 * 2 * V
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"finetuning": {"method": "lora", "rank": 8}}, "finds no heads in adapters"),
+        ({"architecture": "gemma-2-2b"}, "no whole number of heads"),
+        ({"architecture": "opt-125m"}, "called final_layer_norm"),
+        ({"architecture": "qwen3-30b-a3b"}, "no rule for experts"),
+        ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp2"}}, "on one GPU and under DDP only"),
+        ({"parallelism": {"data_parallel_size": 2}}, ""),
+    ],
+)
+def test_where_adam_mini_is_not_modelled(changes, said):
+    found = out_of_scope(job_from_mapping({"architecture": "llama-3.2-1b", "optimizer": {"name": "adam_mini"}, **changes}))
+    assert said in found
+    assert bool(found) == bool(said)
 
 
 def test_galore_keeps_a_projector_and_projected_moments():

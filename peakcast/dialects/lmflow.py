@@ -1,0 +1,123 @@
+"""LMFlow's launch commands for `examples/finetune.py`: transformers' Trainer with LMFlow's own arguments of the model.
+
+Source: OptimalScale/LMFlow at commit 003f9e8c: src/lmflow/args.py (ModelArguments, DatasetArguments, FinetunerArguments),
+models/hf_model_mixin.py, pipeline/finetuner.py.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from peakcast.dialects.common.pasted import Pasted
+from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, renamed, speller
+from peakcast.dialects.huggingface.accelerate import launcher_beside, refuse_twice
+from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.huggingface.keys import IGNORED_TRAINING
+
+ADAPTER = {"lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_dora": "use_dora"}
+TRAINING = {
+    key: key
+    for key in (
+        "per_device_train_batch_size", "gradient_accumulation_steps", "gradient_checkpointing", "optim", "optim_args",
+        "gradient_checkpointing_kwargs", "bf16", "fp16", "torch_compile", "fsdp", "fsdp_config", "use_liger_kernel",
+        "neftune_noise_alpha", "ddp_bucket_cap_mb", "auto_find_batch_size", "label_smoothing_factor",
+    )
+} | {"block_size": "max_length"}  # fmt: skip
+"""LMFlow's key -> the key of transformers' training arguments."""
+UNSUPPORTED = {
+    "use_customized_optim": "LMFlow's own optimizer",
+    "do_rope_scaling": "LMFlow's own rotary embedding",
+    "lora_model_path": "an adapter that is loaded, whose rank is not read",
+}
+IGNORED = re.compile(
+    r"dataset_.*|conversation_template|train_on_prompt|validation_.*|eval_.*|max_(train|eval)_samples|streaming|train_file"
+    r"|overwrite_cache|preprocessing_num_workers|group_texts_batch_size|keep_linebreaks|test_file|is_custom_dataset"
+    r"|customized_.*|save_aggregated_lora|lisa_.*|optim_\w*beta\d|optim_(momentum|weight_decay)|rope_.*|model_revision"
+    r"|tokenizer_name|use_fast_tokenizer|cache_dir|truncat.*|padding_side|eos_padding|ignore_bias_buffers|trust_remote_code"
+    r"|use_ram_optimized_load|use_int8|load_in_4bit|finetune_part|save_language_projection|arch_type"
+)
+
+
+def from_lmflow(pasted: Pasted) -> Translation:
+    """The job of such a command. Raises: SpecError naming the key, its value, the rule and the way out."""
+    notes = Notes()
+    settings = Settings(pasted.values, notes, "LMFlow")
+    model = pasted.model or settings.text("model_name_or_path")
+    if not model:
+        raise settings.refuse("model_name_or_path", "is required: the model's hub id, its folder, or its config.json", None)
+    settings.given("model_name_or_path")
+    settings.one_of("arch_type", "decoder_only", ("decoder_only",))
+    quantised = settings.switch("use_qlora")
+    adapters = any([settings.switch("use_lora"), settings.switch("use_dora"), quantised])
+    training = _training(settings, quantised=quantised)
+    engine = settings.raw("deepspeed")
+    deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
+    launcher = launcher_beside(pasted, notes)
+    refuse_twice(deepspeed, launcher.deepspeed, "deepspeed", pasted.where)
+    deepspeed = deepspeed if deepspeed is not None else launcher.deepspeed
+    if "optim" not in training and "optimizer" not in (deepspeed or {}):
+        training["optim"] = "adamw_torch"
+        notes.assumptions.append("optim is not given; the default of transformers 4, which LMFlow needs, is adamw_torch.")
+    if isinstance(training.get("fsdp_config"), str):
+        training["fsdp_config"] = pasted.file(training["fsdp_config"], "fsdp", "fsdp_config")
+    translation = from_huggingface(
+        model,
+        training,
+        _adapter(settings) if adapters else None,
+        deepspeed,
+        launcher.fsdp,
+        launcher.gpus(pasted, notes),
+        versions=pasted.versions.of("huggingface"),
+        spell=speller(TRAINING, {"lora_r": "r", "lora_target_modules": "target_modules"}),
+    )
+    job = notes.include(translation)
+    note_unsupported(settings, UNSUPPORTED)
+    if settings.switch("use_lisa"):
+        notes.unsupported.append(
+            "LISA (use_lisa) trains a few layers at a time, which is not modelled; full training is assumed.",
+            "use_lisa",
+            "less",
+        )
+    for key in settings.left():
+        known = IGNORED.fullmatch(key) or key in IGNORED_TRAINING
+        (notes.ignored if known else notes.unknown).append(key)
+    return notes.finish(job)
+
+
+def _adapter(settings: Settings) -> dict[str, Any]:
+    """peft's LoraConfig (`__prepare_peft_config`); without targets, peft's own for the network."""
+    adapter = renamed(settings, ADAPTER)
+    adapter["r"] = settings.size("lora_r", 8, assume=True)
+    adapter.setdefault("lora_dropout", 0.1)
+    if targets := settings.words("lora_target_modules"):
+        adapter["target_modules"] = list(targets)
+    return adapter
+
+
+def _training(settings: Settings, *, quantised: bool) -> dict[str, Any]:
+    """The step in the words of transformers' training arguments."""
+    training = renamed(settings, TRAINING)
+    if "max_length" not in training:
+        training["max_length"] = settings.size("block_size", 1024, assume=True)
+    training["packing"] = not settings.switch("disable_group_texts", True)
+    training["torch_dtype"] = settings.text("torch_dtype", "float16" if quantised else "float32")
+    if not settings.given("torch_dtype"):
+        settings.notes.assumptions.append(f"torch_dtype is not given; LMFlow loads weights in {training['torch_dtype']}.")
+    training.setdefault("gradient_checkpointing_kwargs", {"use_reentrant": True})  # the default of transformers 4
+    if settings.switch("use_flash_attention"):
+        training["attn_implementation"] = "flash_attention_2"
+    if quantised:
+        bits = settings.integer("bits", 4)
+        four = {"load_in_4bit": True, "bnb_4bit_quant_type": settings.one_of("quant_type", "nf4", ("nf4", "fp4"))}
+        four["bnb_4bit_use_double_quant"] = settings.switch("double_quant", True)
+        training["quantization_config"] = {"load_in_8bit": True} if bits == 8 else four
+        training |= {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+        settings.notes.assumptions.append("LMFlow prepares quantised weights by peft, which checkpoints every layer.")
+        settings.notes.unsupported.append(
+            "peft's prepare_model_for_kbit_training widens the embedding and the head to float32, which is not modelled: 2 "
+            "bytes more for each of their parameters.",
+            "use_qlora",
+            "more",
+        )
+    return training

@@ -1,0 +1,21 @@
+#!/bin/bash
+python examples/finetune.py \
+    --model_name_or_path meta-llama/Llama-2-7b-hf \
+    --dataset_path data/alpaca/train_conversation \
+    --output_dir output_models/finetune_lisa --overwrite_output_dir \
+    --conversation_template llama2 \
+    --num_train_epochs 1 \
+    --learning_rate 1e-5 \
+    --disable_group_texts 1 \
+    --block_size 256 \
+    --per_device_train_batch_size 1 \
+    --bf16 \
+    --torch_dtype bfloat16 \
+    --optim paged_adamw_32bit \
+    --do_train \
+    --gradient_checkpointing True \
+    --use_flash_attention 0 \
+    --gradient_accumulation_steps 1 \
+    --use_lisa 1 \
+    --lisa_activated_layers 1 \
+    --lisa_interval_steps 20
