@@ -18,7 +18,8 @@ from peakcast.models.ledger.layouts.zero3_order import Order
 from peakcast.models.ledger.layouts.zero3_passing import Instants
 from peakcast.models.ledger.layouts.zero3_visits import Module, Pass, Turn
 from peakcast.models.ledger.layouts.zero3_weights import Engine
-from peakcast.models.ledger.layouts.zero12 import Arrival, Zero12
+from peakcast.models.ledger.layouts.zero12_bucket import Bucket
+from peakcast.models.ledger.layouts.zero12_division import Division
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category, Phase
@@ -75,10 +76,9 @@ def test_zero2_copies_parts_of_different_ranks_together_until_they_make_a_bucket
     tensor = StoredTensor("w.weight", "layers.0", (96,), 2, 2, trains=True)
     copied = []
     for bucket in (20, 24, 47, 60, 96):
-        sizes = Buckets(reduce=bucket, num_reduce=1, prefetch=0, persistence=0, reuse=0, live=0, sub_group=1)
-        layout = Zero12([tensor], stage=2, ranks=4, element_bytes=2, buckets=sizes)
-        layout._waiting.append(Arrival(tensor, 0))
-        copied.append(layout._copied())
+        waiting = Bucket(bucket, Division([([tensor], 24)], ranks=4, rank=0, round_robin=False))
+        waiting.add(tensor, born=0)
+        copied.append(waiting.copied_elements())
     assert copied == [0, 48, 48, 72, 96]
 
 
