@@ -1,5 +1,4 @@
-"""Who still needs a weight that a module releases under ZeRO-3: modules that have not ended, recomputations, and autograd.
-"""
+"""Who still needs a weight that a ZeRO-3 module releases: modules that have not ended, recomputations, autograd."""
 
 from __future__ import annotations
 

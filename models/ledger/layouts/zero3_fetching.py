@@ -102,9 +102,7 @@ class Coordinator:
             return [t for t in turn.module.tensors if t not in self._unread]
         return list(turn.module.tensors)
 
-    def _release(
-        self, index: int, turn: Turn, mine: list[StoredTensor], claims: Claims, instants: Instants
-    ) -> None:
+    def _release(self, index: int, turn: Turn, mine: list[StoredTensor], claims: Claims, instants: Instants) -> None:
         """`release_sub_module`: release what the module need not leave for others."""
         asked = self._to_release(turn, mine)
         claims.note(turn, mine)

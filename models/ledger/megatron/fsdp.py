@@ -185,9 +185,7 @@ class WholeBuckets(Hooks):
         for number in self._numbers(module):
             if number not in self._gradients:
                 size = self.buckets[number].elements * self.gradient_bytes
-                self._gradients[number] = step.allocate(
-                    "whole_gradients", Category.GRADIENTS, [size], module, born=born
-                )
+                self._gradients[number] = step.allocate("whole_gradients", Category.GRADIENTS, [size], module, born=born)
 
     def _release(self, step: Step, module: str) -> None:
         """Free the buckets of `module`, if they are a layer's."""
@@ -205,6 +203,6 @@ def whole_buckets(share: RankShare, parameters: Sequence[Parameter]) -> WholeBuc
         found,
         int(DTYPE_BYTES[precision.parameters]),
         int(DTYPE_BYTES[precision.gradients]),
-        share.context.gradient_accumulation_fusion,
+        share.context.weight_gradients.fused,
         max(two_layers, LEAST_IN_FLIGHT),
     )

@@ -58,7 +58,7 @@ def _hold_deferred(step: Step, turns: Turns, first: bool) -> None:
     `drain_embedding_wgrad_compute` (buffers "mpu_0" and "mpu_1").
     """
     context = turns.share.context
-    logits, stream = context.rows * context.vocabulary * context.element_bytes, context.stream_bytes
+    logits, stream = context.rows * context.ends.vocabulary * context.element_bytes, context.stream_bytes
     for number, count in turns.deferred.items():
         start = turns.spans[number].start
         ran = start + turns.head.in_backward["output_layer"] + 1  # until then the head's template has both
@@ -70,7 +70,7 @@ def _hold_deferred(step: Step, turns: Turns, first: bool) -> None:
         ):
             step.hold(name, category, size, born, step.now, "head")
             step.hold(name, category, (count - 1) * size, start, step.now, "head")  # those of earlier micro-batches
-    if turns.deferred and context.sequence_parallel:
+    if turns.deferred and context.groups.sequence_parallel:
         for _ in range(2):
             born, size = step.now if first else 0, context.gathered_bytes
             step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, size, born, module="mpu")

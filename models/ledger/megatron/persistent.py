@@ -35,7 +35,7 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
     for number, chunk in enumerate(share.chunks):  # every RotaryEmbedding caches its table: one per model or latent layer
         predicted = share.job.architecture.num_nextn_predict_layers if chunk.is_last else 0
         for _ in range(len(chunk.layers) + predicted if context.latent is not None else 1):
-            width = context.rotary_dim if context.latent is None else context.latent.rotary_dim
+            width = context.attention.rotary_dim if context.latent is None else context.latent.rotary_dim
             step.hold("rotary_table", Category.OTHER, context.sequence * width * FP32, 0, module=f"chunk.{number}")
     step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, memory_buffer_bytes(share), 0, module="mpu")
     for (rows, columns), labels in sorted(placeholder_shapes(weights_share(share)).items()):
@@ -44,12 +44,16 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
         born, first = min(ran, default=(first_product, ""))
         if context.transformer_engine and first in CONTAINS_NORM:
             norm = CONTAINS_NORM[first] and not context.fp8_recipe  # in FP8 other tensors exist until the norm is done
-            gone = context.stream_bytes * norm + context.gathered_bytes * context.sequence_parallel
+            gone = context.stream_bytes * norm + context.gathered_bytes * context.groups.sequence_parallel
             if size > gone:
                 step.hold("placeholder_weight_gradient", Category.OTHER, size - gone, born, born + 1)
             born += 1
         step.hold("placeholder_weight_gradient", Category.OTHER, size, born, module="transformer_engine")
-    if context.transformer_engine and context.attention == "unfused" and not (context.fused_softmax or context.padding):
+    if (
+        context.transformer_engine
+        and context.attention.core == "unfused"
+        and not (context.attention.fused_softmax or context.padding)
+    ):
         step.hold("causal_mask", Category.OTHER, context.sequence**2, 0, module="softmax")  # `_get_default_causal_mask`
     if share.device is not None:
         _hold_library_workspaces(step, share, share.device, first_product)
@@ -62,7 +66,7 @@ def _hold_library_workspaces(step: Step, share: RankShare, device: Device, first
     routes = experts is not None and bool(share.convention.get("moe_router_uses_transformer_engine", True))
     if context.transformer_engine or routes:
         step.hold("transformer_engine_workspace", Category.WORKSPACES, size, 0)
-    if context.transformer_engine and context.tensor_parallel_size > 1 and share.convention.get("tp_comm_overlap"):
+    if context.transformer_engine and context.groups.tensor_parallel_size > 1 and share.convention.get("tp_comm_overlap"):
         streams = int(share.convention.get("overlap_workspaces", 0))
         step.hold("userbuffers_workspace", Category.WORKSPACES, streams * size, 0, module="transformer_engine")
     legacy = bool(share.convention.get("moe_use_legacy_grouped_gemm"))
@@ -122,7 +126,7 @@ def _with_columns_at_once(share: RankShare) -> tuple[str, ...]:
 def _uses_torch_products(share: RankShare) -> bool:
     """Whether torch's own matrix products run: for the output layer and unfused attention. Transformer Engine's projections
     have a workspace of their own."""
-    unfused = share.context.attention in ("unfused", "local")
+    unfused = share.context.attention.core in ("unfused", "local")
     return not share.context.transformer_engine or unfused or share.has_head
 
 
@@ -130,8 +134,8 @@ def memory_buffer_bytes(share: RankShare) -> int:
     """Bytes of `GlobalMemoryBuffer`'s "mpu" tensor, which is as large as its largest user: gathered inputs of
     megatron-core's own projections under sequence parallelism, or the local attention's scores."""
     context = share.context
-    gathers = context.sequence_parallel and (not context.transformer_engine or share.has_head)
-    own = context.attention == "local"  # it writes its scores there
+    gathers = context.groups.sequence_parallel and (not context.transformer_engine or share.has_head)
+    own = context.attention.core == "local"  # it writes its scores there
     scores = context.score_elements * context.element_bytes if own else 0
     experts = context.experts
     dispatched = 0
@@ -148,9 +152,13 @@ def placeholder_shapes(share: RankShare) -> dict[tuple[int, int], set[str]]:
     with the labels of the projections of that shape. The first of them to run backward makes it."""
     context = share.context
     shapes: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
-    if not context.gradient_accumulation_fusion:
+    if not context.weight_gradients.fused:
         return shapes
-    cached = context.cached_placeholders if context.transformer_engine else context.cached_output_placeholder
+    cached = (
+        context.weight_gradients.cached_placeholders
+        if context.transformer_engine
+        else context.weight_gradients.cached_output_placeholder
+    )
     if cached and any(chunk.layers for chunk in share.chunks):
         parameters = (p for layer in share.layer_contexts for p in layer_parameters(layer))
         anew = context.experts is not None and context.experts.placeholders_anew
@@ -160,9 +168,9 @@ def placeholder_shapes(share: RankShare) -> dict[tuple[int, int], set[str]]:
                 label = p.name.removesuffix(".weight").removeprefix("self_attention.").removeprefix("mlp.")
                 shapes[p.shape[-2], p.shape[-1]] |= {label, label.replace("experts.linear", "expert.linear")}
         if share.has_head and share.job.architecture.num_nextn_predict_layers:
-            shapes[context.hidden // context.tensor_parallel_size, 2 * context.hidden].add("mtp.eh_proj")
-    if context.cached_output_placeholder and share.has_head:
-        shapes[context.vocabulary, context.hidden].add("output_layer")
+            shapes[context.hidden // context.groups.tensor_parallel_size, 2 * context.hidden].add("mtp.eh_proj")
+    if context.weight_gradients.cached_output_placeholder and share.has_head:
+        shapes[context.ends.vocabulary, context.hidden].add("output_layer")
     return shapes
 
 

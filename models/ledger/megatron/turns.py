@@ -8,7 +8,7 @@ from functools import cached_property, lru_cache
 from itertools import groupby
 
 from peakcast.models.ledger.layouts.pipeline import Chunk, Turn, representative_micro_batches, schedule
-from peakcast.models.ledger.megatron.blocks.context import MegatronContext
+from peakcast.models.ledger.megatron.blocks.context import LayerRun, MegatronContext
 from peakcast.models.ledger.megatron.blocks.ends import embedding
 from peakcast.models.ledger.megatron.blocks.head import encoder_end, head
 from peakcast.models.ledger.megatron.blocks.layer import ENCODER_STATES, decoder_layer
@@ -35,9 +35,9 @@ projection that comes after the part's peak, which in FP8 is that of its first p
 
 
 @lru_cache(maxsize=1024)
-def layer_template(context: MegatronContext, input_held: bool, makes_mask: bool, without_graph: bool) -> Template:
-    """The template of a layer that owns its input or, with `input_held`, of one whose input other code holds."""
-    return decoder_layer(replace(context, checkpointed=input_held, makes_mask=makes_mask, without_graph=without_graph))
+def layer_template(context: MegatronContext, runs: LayerRun) -> Template:
+    """The template of a layer in these surroundings."""
+    return decoder_layer(replace(context, runs=runs))
 
 
 @dataclass(slots=True)
@@ -70,7 +70,8 @@ class Turns:
         self.step = Step(hooks=self.fully_sharded) if self.fully_sharded is not None else Step()
         self.templates: dict[tuple[int, bool, bool], Template] = {}
         """Templates by layer, whether other code holds the layer's input, and whether it runs without a graph."""
-        self.kinds: dict[tuple[int, bool, bool, bool], Template] = {}
+        self.kinds: dict[tuple[int, LayerRun], Template] = {}
+        """Templates by id of their context."""
         self.unmasked = {layer for chunk in share.chunks if not reads_mask(share, chunk) for layer in chunk.layers}
         self.alike: dict[range, list[tuple[Template, list[str], bool]]] = {}
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
@@ -195,16 +196,18 @@ class Turns:
         template = self.templates.get(place)
         if template is None:
             context = self.share.layer_context(layer)
-            kind = id(context), input_held, layer in self.unmasked, without_graph
+            makes_mask = layer in self.unmasked
+            kind = id(context), LayerRun(input_held=input_held, makes_mask=makes_mask, without_graph=without_graph)
             if kind not in self.kinds:
-                self.kinds[kind] = layer_template(context, *kind[1:])
+                self.kinds[kind] = layer_template(context, kind[1])
             template = self.templates[place] = self.kinds[kind]
         return template
 
     @cached_property
     def head(self) -> Template:
         """The template of the head."""
-        context = replace(self.share.layer_context(self._last_layer()), checkpointed=not self.share.chunks[-1].layers)
+        runs = LayerRun(input_held=not self.share.chunks[-1].layers)
+        context = replace(self.share.layer_context(self._last_layer()), runs=runs)
         return head(context, self.share.job.architecture.num_nextn_predict_layers)
 
     def _groups(self, layers: range) -> list[tuple[range, bool]]:
@@ -291,8 +294,8 @@ class Turns:
         it in place. A cached placeholder, to which other code refers, cannot be added to in place, so the sum is a new
         tensor."""
         context, step = self.share.context, self.step
-        size = context.vocabulary * context.hidden * context.element_bytes
-        cached = context.gradient_accumulation_fusion and context.cached_output_placeholder
+        size = context.ends.vocabulary * context.hidden * context.element_bytes
+        cached = context.weight_gradients.fused and context.weight_gradients.cached_output_placeholder
         born = step.now - 1 if cached else started + self.head.in_backward["output_layer"] + 1
         step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
 
@@ -344,7 +347,7 @@ class Turns:
             step.hold("gradient", Category.TEMPORARIES, size, summed, step.now, "checkpoint")
         lives = [(size, checkpoint.begin, step.now)]
         if self.share.convention.get("distribute_saved_activations"):  # it is whole only while the group's layers run
-            part = size // self.share.context.tensor_parallel_size
+            part = size // self.share.context.groups.tensor_parallel_size
             lives = [(size, checkpoint.begin, checkpoint.end), (part, checkpoint.end, start), (size, start, step.now)]
         for held, born, dies in () if checkpoint.received else lives:
             step.hold("checkpoint", Category.ACTIVATIONS, held, born, dies, "checkpoint")
