@@ -16,23 +16,34 @@ GRADIENT = ".grad"
 
 def tensors_of_gradients(
     template: Template, gradients: Iterable[int], tensors: Sequence[StoredTensor], element_bytes: int
-) -> dict[int, StoredTensor]:
-    """By index of a gradient in `template`: the tensor of `tensors`, those of the block, that it is the gradient of. A
-    gradient of something else, such as a table that the embedding has, or of only a part of a tensor, is left out.
-    `gradients`: their indices in the order in which backward makes them."""
-    modules, left = ParameterModules(tensors, template.backward_labels), {tensor.name: tensor for tensor in tensors}
-    found: dict[int, StoredTensor] = {}
+) -> dict[int, int]:
+    """By index of a gradient in `template`: which of `tensors`, those of the block, it is the gradient of. A gradient of
+    something else, such as a table that the embedding has, or of only a part of a tensor, is left out. `gradients`: their
+    indices in the order in which backward makes them."""
+    modules, left = ParameterModules(tensors, template.backward_labels), list(enumerate(tensors))
+    found: dict[int, int] = {}
     for index in gradients:
-        name, size = template.names[index].removesuffix(GRADIENT), int(template.num_bytes[index])
-        path = module_of(name)
-        fitting = [t for t in left.values() if round_up(t.numel * element_bytes, MIN_BLOCK_BYTES) == size]
-        of_module = (t for t in fitting if t in modules.tensors(path) and _last(t.name) == _last(name))
-        tensor = left.get(name) or next(of_module, None)
-        if tensor is None and path not in modules:  # compiled graphs have names of their own, and keep the order
-            tensor = fitting[-1] if fitting else None
-        if tensor is not None:
-            found[index] = left.pop(tensor.name)
+        name = template.names[index].removesuffix(GRADIENT)
+        one = next((one for one in left if one[1].name == name), None)
+        if one is None:
+            size = int(template.num_bytes[index])
+            fitting = [one for one in left if round_up(one[1].numel * element_bytes, MIN_BLOCK_BYTES) == size]
+            one = _named_otherwise(name, modules, fitting)
+        if one is not None:
+            found[index] = one[0]
+            left.remove(one)
     return found
+
+
+def _named_otherwise(
+    name: str, modules: ParameterModules, fitting: Sequence[tuple[int, StoredTensor]]
+) -> tuple[int, StoredTensor] | None:
+    """Which of the tensors that are as large as a gradient it belongs to, if no tensor has its name: one of its module or,
+    in compiled graphs, which have names of their own, the last of the order that they keep."""
+    path = module_of(name)
+    if path in modules:
+        return next((one for one in fitting if one[1] in modules.tensors(path) and _last(one[1].name) == _last(name)), None)
+    return fitting[-1] if fitting else None
 
 
 def _last(name: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.gradients import tensors_of_gradients
 from peakcast.models.ledger.layouts.module_tree import LM_HEAD, Block, block_of
-from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Buckets, Partitions, ended_bytes, made_at
+from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Buckets, Partitions, made_at
 from peakcast.models.ledger.layouts.zero12_bucket import Arrival, Bucket
 from peakcast.models.ledger.layouts.zero12_division import Division
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
@@ -93,8 +93,12 @@ class Zero12(Partitions):
         self._unreduced: dict[str, Run] = {}
         """Stage 1: by block, the first micro-batch's run, whose gradients those of later ones are added to."""
         self._last = True
-        self._tensors_of_gradients: dict[tuple[str, int], dict[int, StoredTensor]] = {}
-        """By block and id of its template: the tensor of each gradient."""
+        self._trained_of: dict[str, list[StoredTensor]] = {}
+        """The tensors of each block that train."""
+        for tensor in self.trained:
+            self._trained_of.setdefault(tensor.module, []).append(tensor)
+        self._places: dict[tuple[int, tuple[str, ...]], dict[int, int]] = {}
+        """By id of a template, and the names of its block's tensors: which of them each gradient belongs to."""
 
     def hold_resident(self, step: Step) -> None:
         frozen = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if not t.trains)
@@ -149,7 +153,7 @@ class Zero12(Partitions):
         sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
         made = made_at(run.template, weights[0])
         now = (run.backward_start or 0) + made
-        step.hold("ipg_bucket", BUFFERS, sum(sizes) - ended_bytes(run, made), now, now + 1)
+        step.hold("ipg_bucket", BUFFERS, sum(sizes) - self.ended_bytes(run, made), now, now + 1)
         self._until_reduced = step.allocate("ipg_bucket", BUFFERS, sizes, born=now + 1)
 
     def _collect(self, step: Step, run: Run) -> None:
@@ -170,21 +174,20 @@ class Zero12(Partitions):
             if earlier is not None and self._bucket.has_room_for(tensor):
                 step.hold("gradient", Category.GRADIENTS, size, begin, begin + at + 1, run.module)
             born = begin + at if earlier is None else begin - 1
-            self._arrive(step, tensor, begin + at, ended_bytes(run, at), born)
+            self._arrive(step, tensor, begin + at, self.ended_bytes(run, at), born)
         if self._table.is_summed_by(run):
             step.free(self._table.half)
             (table,) = (t for t in self.trained if t.is_token_table)
             at = template.backward_labels.index("tied_weight")
-            self._arrive(step, table, begin + at, ended_bytes(run, at), begin + at)
+            self._arrive(step, table, begin + at, self.ended_bytes(run, at), begin + at)
 
     def _tensors_of(self, module: str, template: Template) -> dict[int, StoredTensor]:
         """By index of a gradient in `template`, the tensor that it belongs to."""
-        key = module, id(template)
-        if key not in self._tensors_of_gradients:
-            of_block = [t for t in self.trained if t.module == module]
-            indices = self.in_order(template)
-            self._tensors_of_gradients[key] = tensors_of_gradients(template, indices, of_block, self.element_bytes)
-        return self._tensors_of_gradients[key]
+        of_block = self._trained_of.get(module, [])
+        key = id(template), tuple(tensor.name for tensor in of_block)
+        if key not in self._places:
+            self._places[key] = tensors_of_gradients(template, self.in_order(template), of_block, self.element_bytes)
+        return {index: of_block[place] for index, place in self._places[key].items()}
 
     def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int, born: int) -> None:
         """A gradient goes into the bucket, which is reduced first if the gradient would overfill it. One larger than the

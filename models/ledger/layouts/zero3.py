@@ -13,7 +13,6 @@ from peakcast.models.ledger.layouts.zero import (
     REDUCING,
     Buckets,
     Partitions,
-    ended_bytes,
     made_at,
 )
 from peakcast.models.ledger.layouts.zero3_bucket import Bucket, Gradient
@@ -240,7 +239,7 @@ class Zero3(Partitions):
         now = (run.backward_start or 0) + at
         self._bucket.begin_instant(now)
         if self._bucket.overflows_with(gradient):
-            self._reduce(step, now, ended_bytes(run, at))
+            self._reduce(step, now, self.ended_bytes(run, at))
         if self._bucket.add(gradient) and gradient.born < now:
             size = gradient.elements * self.gradient_bytes
             step.hold("gradient", Category.GRADIENTS, size, gradient.born + 1, now + 1, run.module)
