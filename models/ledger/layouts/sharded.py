@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
+from peakcast.models.ledger.layouts.module_tree import Block, ModulePath, path_of
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.models.ledger.tape.template import Template
@@ -43,7 +44,7 @@ class ShardedLayout(Layout):
     def by_module(self) -> list[Unit]:
         """The units in the order of their modules (`_state_ctx.all_states`): the one with the token table comes first."""
         *others, last = self.units
-        return [last, *others] if "embedding" in last.modules else self.units
+        return [last, *others] if Block.EMBEDDING.value in last.modules else self.units
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self.last = last
@@ -66,19 +67,26 @@ class ShardedLayout(Layout):
                 self.gather(step, unit)
             if unit in self._fetched_for:
                 continue
-            if self.prefetches and not unit.hook and unit.modules[-1] == module and (following := self.unit_before(unit)):
+            if (
+                self.prefetches
+                and unit.hook is None
+                and unit.modules[-1] == module
+                and (following := self.unit_before(unit))
+            ):
                 self.prefetch(step, following)
                 self._fetched_for.add(unit)
 
     def after_backward(self, step: Step, run: Run) -> None:
         added = self.has_gradient(run.module, run.template, begun=False)
         for unit in self._of_module.get(run.module, []):
-            following = self.unit_before(unit) if self.prefetches and unit.hook else None
-            if following is not None and unit.modules[-1] == run.module and run.module not in following.modules:
-                labels = run.template.backward_labels  # in a fused loss no lm_head runs backward: its first operation
-                hooked = next((index for index, label in enumerate(labels) if label.startswith(unit.hook)), 0)
-                at = (run.backward_start or 0) + hooked
-                self.prefetch(step, following, born=at)
+            following = self.unit_before(unit) if self.prefetches else None
+            if (
+                following is not None
+                and unit.hook is not None
+                and unit.modules[-1] == run.module
+                and run.module not in following.modules
+            ):
+                self.prefetch(step, following, born=_hooked(run, unit.hook))
             if len(run.template.gradient_columns) and not added:
                 unit.runs.append(run)  # else added in place to the existing gradients
             if run.template.num_forward and not unit.reduces_at_end:  # the weights' half of a split backward runs no hook
@@ -181,3 +189,9 @@ class ShardedLayout(Layout):
         """The unit whose backward comes next: the one before it in forward; None for the first."""
         index = self.units.index(unit)
         return self.units[index - 1] if index else None
+
+
+def _hooked(run: Run, module: ModulePath) -> int:
+    """The instant at which a module begins to run backward or, if it does not, as in a fused loss, its block does."""
+    labels = run.template.backward_labels
+    return (run.backward_start or 0) + next((at for at, label in enumerate(labels) if path_of(label).is_inside(module)), 0)

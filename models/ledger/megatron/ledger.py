@@ -9,6 +9,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.pipeline import warmup_turns
 from peakcast.models.ledger.megatron.blocks.dispatch import held_by_dispatcher
 from peakcast.models.ledger.megatron.buffers import parameters_held
+from peakcast.models.ledger.megatron.first_runs import FirstRuns
 from peakcast.models.ledger.megatron.inputs import hold_saved_batches
 from peakcast.models.ledger.megatron.optimizer import hold_previous_gradients, optimizer_stepped, widens_gradients
 from peakcast.models.ledger.megatron.persistent import hold_fp8_weights, hold_workspaces
@@ -32,8 +33,9 @@ def megatron_ledger(
     weights, turns = weights_share(share), _turns_run(activations_share(share))
     done = turns.step.fork(parameters_held(weights))
     _hold_deferred(done, turns, first)
-    hold_workspaces(done, share, *((turns.first_product, turns.first_backward) if first else (0, {})))
-    hold_fp8_weights(done, share, turns.first_recomputed if first else {})
+    made = turns.first if first else FirstRuns(turns.first.float8)
+    hold_workspaces(done, share, made)
+    hold_fp8_weights(done, share, made)
     done.run_again(optimizer_stepped(weights, first))
     _hold_exchanged(done, turns)
     _hold_dispatchers(done, turns)

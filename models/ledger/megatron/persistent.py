@@ -4,11 +4,11 @@ weights."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from functools import lru_cache
 
 from peakcast.catalog import Device
 from peakcast.models.ledger.megatron.buffers import MXFP8_BLOCK, is_fp8_parameter, shares_gradient_buffer
+from peakcast.models.ledger.megatron.first_runs import FirstRuns
 from peakcast.models.ledger.megatron.parameters import layer_parameters
 from peakcast.models.ledger.megatron.share import RankShare, weights_share
 from peakcast.models.ledger.megatron.states import FP32
@@ -27,10 +27,9 @@ GROUPED_PRODUCT_STREAMS = 4
 `multi_stream.cpp`)."""
 
 
-def hold_workspaces(step: Step, share: RankShare, first_product: int, first_backward: Mapping[str, int]) -> None:
-    """Hold the global memory buffer, placeholder gradients, and the workspaces of both threads. `first_product`: the
-    instant of the backward thread's first matrix product; `first_backward`: by label, when each operation first runs
-    backward. In a steady step they are 0 and empty."""
+def hold_workspaces(step: Step, share: RankShare, first: FirstRuns) -> None:
+    """Hold the global memory buffer, placeholder gradients, and the workspaces of both threads. In a steady step nothing
+    runs for the first time."""
     context = share.context
     for number, chunk in enumerate(share.chunks):  # every RotaryEmbedding caches its table: one per model or latent layer
         predicted = share.job.architecture.num_nextn_predict_layers if chunk.is_last else 0
@@ -40,10 +39,10 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
     step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, memory_buffer_bytes(share), 0, module="mpu")
     for (rows, columns), labels in sorted(placeholder_shapes(weights_share(share)).items()):
         size = rows * columns * context.element_bytes
-        ran = [(first_backward[label], label) for label in labels if label in first_backward]
-        born, first = min(ran, default=(first_product, ""))
-        if context.transformer_engine and first in CONTAINS_NORM:
-            norm = CONTAINS_NORM[first] and not context.fp8_recipe  # in FP8 other tensors exist until the norm is done
+        ran = [(first.backward[label], label) for label in labels if label in first.backward]
+        born, made_by = min(ran, default=(first.product, ""))
+        if context.transformer_engine and made_by in CONTAINS_NORM:
+            norm = CONTAINS_NORM[made_by] and not context.fp8_recipe  # in FP8 other tensors exist until the norm is done
             gone = context.stream_bytes * norm + context.gathered_bytes * context.groups.sequence_parallel
             if size > gone:
                 step.hold("placeholder_weight_gradient", Category.OTHER, size - gone, born, born + 1)
@@ -56,7 +55,7 @@ def hold_workspaces(step: Step, share: RankShare, first_product: int, first_back
     ):
         step.hold("causal_mask", Category.OTHER, context.sequence**2, 0, module="softmax")  # `_get_default_causal_mask`
     if share.device is not None:
-        _hold_library_workspaces(step, share, share.device, first_product)
+        _hold_library_workspaces(step, share, share.device, first.product)
 
 
 def _hold_library_workspaces(step: Step, share: RankShare, device: Device, first_product: int) -> None:
@@ -80,12 +79,11 @@ def _hold_library_workspaces(step: Step, share: RankShare, device: Device, first
         step.hold("cublas_workspace", Category.WORKSPACES, size, first_product, module="autograd thread")
 
 
-def hold_fp8_weights(step: Step, share: RankShare, first_recomputed: Mapping[int, int]) -> None:
+def hold_fp8_weights(step: Step, share: RankShare, first: FirstRuns) -> None:
     """Hold the FP8 copies of projections' weights, by rows and by columns, which Transformer Engine makes in a step's first
     micro-batch and keeps. Blackwell can multiply either layout of a tensor with a single scale. With delayed scaling, also
     scales and histories of maxima, forward and backward, of every projection. Copies by columns are for the backward: in a
-    first step, those of a checkpointed layer or feed-forward are made when it is recomputed, at the instant in
-    `first_recomputed`.
+    first step, those of a checkpointed layer or feed-forward are made when it is first recomputed.
 
     Source: Transformer Engine 2.8 `pytorch/module/base.py` `get_weight_workspace`, `pytorch/csrc/quantizer.cpp`
     `Float8Quantizer::create_tensor`, `pytorch/tensor/mxfp8_tensor.py` `make_empty`.
@@ -102,7 +100,7 @@ def hold_fp8_weights(step: Step, share: RankShare, first_recomputed: Mapping[int
                     continue  # which has both layouts itself
                 if ".linear_" in p.name and len(p.shape) > 1:
                     module = f"layers.{layer}"
-                    again = 0 if p.name.endswith(at_once) else first_recomputed.get(layer, 0)
+                    again = 0 if p.name.endswith(at_once) else first.recomputed.get(layer, 0)
                     copies = (0,) if either else (0, again)  # by rows and by columns, or in a layout that serves both
                     for born in copies[1:] if is_fp8_parameter(share, p) else copies:
                         step.hold(f"{p.name}.fp8", Category.OTHER, p.numel, born, module=module)

@@ -14,6 +14,7 @@ from peakcast.models.ledger.megatron.blocks.head import encoder_end, head
 from peakcast.models.ledger.megatron.blocks.layer import ENCODER_STATES, decoder_layer
 from peakcast.models.ledger.megatron.blocks.primitives import dropout_mask_bytes
 from peakcast.models.ledger.megatron.buffers import owned_parameters
+from peakcast.models.ledger.megatron.first_runs import FirstRuns
 from peakcast.models.ledger.megatron.fsdp import is_fully_sharded, whole_buckets
 from peakcast.models.ledger.megatron.inputs import hold_inputs, reads_mask
 from peakcast.models.ledger.megatron.leaves import Leaves
@@ -26,12 +27,6 @@ from peakcast.timelines.timeline import Category, Phase
 
 RECOMPUTED_EXPERTS = "moe"
 """The label of the operation that represents a whole recomputed mixture of experts (`routed_feed_forward`)."""
-RECOMPUTED_PROJECTIONS = {
-    "mlp": {"linear_fc2": 0, "linear_fc1": 1},
-    "shared_experts": {"shared_experts.linear_fc2": 0, "shared_experts.linear_fc1": 1},
-}
-"""Projections in recomputed parts of a layer, by part; each part is one operation of the template. The number is 1 for a
-projection that comes after the part's peak, which in FP8 is that of its first projection."""
 
 
 @lru_cache(maxsize=1024)
@@ -76,15 +71,11 @@ class Turns:
         self.alike: dict[range, list[tuple[Template, list[str], bool]]] = {}
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
         self.spans: list[Span] = []
-        self.first_product = 0
+        self.first = FirstRuns(float8=bool(share.context.fp8_recipe))
         self.deferred: dict[int, int] = {}
         """By the number of their backward's span: how many micro-batches' output-layer weight gradients wait for the
         end."""
         self.is_first_backward = False
-        self.first_backward: dict[str, int] = {}
-        """By label, the instant at which an operation first runs backward."""
-        self.first_recomputed: dict[int, int] = {}
-        """By layer, the instant at which a checkpointed layer, or its feed-forward, is recomputed for the first time."""
         self.recomputed: dict[int, list[tuple[int, int]]] = {}
         """By checkpointed layer, (begin, end) of each recomputation and backward of its group."""
         self.leaves = Leaves(share.context.stream_bytes)
@@ -227,8 +218,8 @@ class Turns:
         share = self.share
         chunk, context, started = share.chunks[turn.chunk], share.context, step.now
         self.is_first_backward = turn.micro_batch == 0
-        if not self.first_product:  # the loss has no matrix products, so the output layer's is the first
-            self.first_product = started + (self.head.in_backward["output_layer"] if chunk.is_last else 0)
+        # the loss has no matrix products, so the output layer's is the first
+        self.first.note_product(started + (self.head.in_backward["output_layer"] if chunk.is_last else 0))
         if not chunk.is_last:
             step.moment("receive_backward", Phase.BACKWARD)
             step.hold("output_tensor_gradient", Category.TEMPORARIES, context.stream_bytes, started, started + 1)
@@ -264,12 +255,8 @@ class Turns:
         if RECOMPUTED_EXPERTS in instants or "mlp" in instants:
             for run in reversed(runs):
                 self._note_recomputed_parts(run, run.backward_start or 0)
-        if self.is_first_backward and instants.keys() - self.first_backward:
-            ran = {label: start + at for label, at in instants.items()}
-            for part, labels in RECOMPUTED_PROJECTIONS.items():
-                after = 0 if self.share.context.fp8_recipe else 1
-                ran |= {label: ran[part] + late * after for label, late in labels.items()} if part in ran else {}
-            self.first_backward = ran | self.first_backward
+        if self.is_first_backward:
+            self.first.note_backward(instants, start)
 
     def _note_recomputed_parts(self, run: Run, start: int) -> None:
         """Note the recomputed parts of a layer whose backward began at `start`."""
@@ -281,7 +268,7 @@ class Turns:
             self.leaves.named(range(layer, layer + 1), used, received=False)
             self.leaves.lower_done(used)
         if "mlp" in instants:  # a recomputed feed-forward
-            self.first_recomputed.setdefault(layer, start + instants["mlp"])
+            self.first.note_recomputed(layer, start + instants["mlp"])
 
     @staticmethod
     def _summed(run: Run) -> int:
@@ -334,7 +321,7 @@ class Turns:
         runs = []
         for i in checkpoint.layers:
             template = self._layer(i, i == checkpoint.layers[0])
-            self.first_recomputed.setdefault(i, step.now)
+            self.first.note_recomputed(i, step.now)
             runs.append(step.run_forward(template, f"layers.{i}", Phase.BACKWARD, keeps_gradients=False))
             self._dispatched(checkpoint.layers, runs[-1])
         recomputed = step.now
