@@ -309,7 +309,7 @@ class _Turns:
         hold_masks(self.step, self.blocks.contexts, state.start, state.body_ends, dies)
 
     def _hold_waiting(self, block: WeightsHalf, inputs_done: int, *, received: bool) -> None:
-        """Hold what waited for a block's weights. `inputs_done`: when its chunk's inputs' backward was done. `received`: the
+        """Hold what waited for a block's weights. `inputs_done`: when the inputs' backward was done. `received`: the
         gradient that came into the block has a buffer of its own."""
         run, ended = block.inputs, block.ended
         for one in block.waiting:

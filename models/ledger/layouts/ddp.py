@@ -92,7 +92,7 @@ class DDP(Layout):
             return
         last = self._late[-1]
         begins = (last.backward_start or 0) + last.template.num_backward - 1  # this rank's rows of the table's gradient
-        table = last.block is Block.EMBEDDING
+        table = block_of(last.module) is Block.EMBEDDING
         arrive = begins if table else step.now - 1
         for run in self._late:
             if self.views:
