@@ -11,8 +11,9 @@ from typing import Protocol
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.module_tree import ENCODER, LM_HEAD, Block, Stack, block_of, path_of
-from peakcast.models.ledger.layouts.zero3_turns import NO_ROTARY_MODULE, READS, turns_of
+from peakcast.models.ledger.layouts.zero3_turns import turns_of
 from peakcast.models.ledger.layouts.zero3_visits import Container, Course, Module, OfBlock, Pass, Passage, Turn
+from peakcast.networks.families import counted_as
 
 ENDS = (Block.EMBEDDING, Block.HEAD)
 ROOT = "root"
@@ -73,7 +74,7 @@ class Modules:
         gathered from its second forward on when the root begins (`ZeROOrderedDict`, `register_external_parameter`)."""
         if self.of_root:
             self.tensors[head] = [t for t in self.tensors[head] if t not in of_head]
-        read = {path_of(name) for name in READS.get(family, {}).values()}
+        read = {path_of(name) for name in counted_as(family).modules.reads.values()}
         self.unread = {*self.of_root, *(t for t in tensors if t.path in read)}
         """As `ModuleTurns.unread`."""
         self._embedded = 0
@@ -102,7 +103,7 @@ class Modules:
             turns = self._with_root(turns, block, passage)
         if passage.during is Pass.FORWARD and block is Block.EMBEDDING:
             turns[0] = turns[0]._replace(starts=stack is not Stack.DECODER)
-            if self._family not in NO_ROTARY_MODULE:
+            if counted_as(self._family).modules.rotary:
                 turns.append(Turn(Module("rotary_emb"), passage.ends - 1, passage.ends))
         return turns
 

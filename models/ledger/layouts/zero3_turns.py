@@ -7,8 +7,7 @@ Source: DeepSpeed 0.19.8 `runtime/zero/parameter_offload.py`, `_register_deepspe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from peakcast.models.ledger.layouts.base import StoredTensor
@@ -25,63 +24,11 @@ from peakcast.models.ledger.layouts.zero3_visits import (
     Passage,
     Turn,
 )
+from peakcast.networks.families import counted_as
+from peakcast.networks.family import Family
 
 ACTIVATIONS = ("silu", "relu", "gelu", "bloom_gelu", "act_fn", "activation")
 """Names of a feed-forward's activation, which is a module of its own."""
-_GPT2 = {"embed_positions": ("drop",), "self_attn.c_proj": ("resid_dropout",), "mlp.c_proj": ("dropout",)}
-RUN_AFTER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "bloom": {"self_attn.query_key_value": ("attention_dropout",)},
-    "codegen": {
-        "embed_tokens": ("drop",),
-        "self_attn.qkv_proj": ("attn_dropout",),
-        "self_attn.out_proj": ("resid_dropout",),
-        "mlp.fc_out": ("dropout",),
-    },
-    "gpt2": _GPT2,
-    "gpt_bigcode": _GPT2,
-    "gpt_neo": {
-        "embed_positions": ("drop",),
-        "self_attn": ("attention",),
-        "self_attn.v_proj": ("attn_dropout",),
-        "self_attn.out_proj": ("resid_dropout",),
-        "mlp.c_proj": ("dropout",),
-    },
-    "gpt_neox": {
-        "embed_tokens": ("emb_dropout",),
-        "self_attn.dense": ("post_attention_dropout",),
-        "mlp.dense_4h_to_h": ("post_mlp_dropout",),
-    },
-    "gptj": {
-        "embed_tokens": ("drop",),
-        "self_attn.v_proj": ("attn_dropout",),
-        "self_attn.out_proj": ("resid_dropout",),
-        "mlp.fc_out": ("dropout",),
-    },
-    "mpt": {"self_attn.out_proj": ("resid_attn_dropout",)},
-    "phi": {"embed_tokens": ("embed_dropout",), "self_attn.dense": ("resid_dropout",), "mlp.fc2": ("resid_dropout",)},
-    "phi3": {"self_attn.o_proj": ("resid_attn_dropout",), "mlp.down_proj": ("resid_mlp_dropout",)},
-    "t5": {
-        "embed_tokens": ("dropout",),
-        "self_attn.o": ("dropout",),
-        "cross_attn.o": ("dropout",),
-        "mlp.wi": ("inner_dropout",),
-        "mlp.wi_1": ("inner_dropout",),
-        "mlp.wo": ("dropout",),
-        "encoder.final_layer_norm": ("dropout",),
-        "final_norm": ("dropout",),
-    },
-}
-"""By `model_type`, the modules without weights that run after another module (transformers 5.17 models/*/modeling_*.py).
-Most are nn.Dropout, also with probability 0. Other families have none, or call the function instead."""
-INLINE = ("opt",)
-"""Families whose feed-forward has no module of its own: its layers run the parts."""
-NO_ROTARY_MODULE = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt", "t5")
-"""Families without a module that makes rotary tables."""
-SUBLAYERS: Mapping[str, tuple[str, ...]] = {"t5": ("layer_norm", "dropout", "residual_add")}
-"""By `model_type`: operations in the outer module around attention or feed-forward that are outside the inner module."""
-READS: Mapping[str, Mapping[str, str]] = {"t5": {"mlp.inner": "mlp.wo"}}
-"""By `model_type`: modules that read a weight of a module inside them (T5's reads the dtype of its last projection), and so
-hold it from their begin to their end."""
 FUNCTIONS = ("logits", "softcap")
 """First parts of operation names in the head that are not modules but the network's own code and the loss."""
 ADAPTED = "adapted"
@@ -89,22 +36,6 @@ ADAPTED = "adapted"
 DROPOUT = "dropout"
 LORA_A = "lora_A"
 FEED_FORWARD = "mlp"
-
-
-@dataclass(frozen=True, slots=True)
-class FamilyModules:
-    """What turns depend on of a family's modelling code: the tables above for one `model_type`."""
-
-    run_after: Mapping[str, tuple[str, ...]]
-    inline: bool
-    outside_inner: tuple[str, ...] | None
-    """As `SUBLAYERS`; None: attention and feed-forward have no inner module."""
-    reads: Mapping[str, str]
-
-    @classmethod
-    def of(cls, family: str) -> FamilyModules:
-        """Those of a `model_type`."""
-        return cls(RUN_AFTER.get(family, {}), family in INLINE, SUBLAYERS.get(family), READS.get(family, {}))
 
 
 def turns_of(
@@ -121,16 +52,16 @@ def turns_of(
 @lru_cache(maxsize=4096)
 def _from_0(passage: Passage, tensors: tuple[StoredTensor, ...], around: int, leaf: str, family: str) -> tuple[Turn, ...]:
     """`turns_of`, with the first operation at 0."""
-    return _Visits(passage, ParameterModules(tensors, passage.labels, leaf), FamilyModules.of(family)).turns(around)
+    return _Visits(passage, ParameterModules(tensors, passage.labels, leaf), counted_as(family)).turns(around)
 
 
 class _Visits:
     """Follows the operations of a passage from module to module, and notes a turn for each module that begins or ends."""
 
-    def __init__(self, passage: Passage, modules: ParameterModules, family: FamilyModules) -> None:
-        self.passage, self.modules, self.family = passage, modules, family
+    def __init__(self, passage: Passage, modules: ParameterModules, code: Family) -> None:
+        self.passage, self.modules, self.code = passage, modules, code
         self.backward = passage.during is Pass.BACKWARD
-        self.read_by = {path_of(reader): modules.tensors(path_of(read)) for reader, read in family.reads.items()}
+        self.read_by = {path_of(reader): modules.tensors(path_of(read)) for reader, read in code.modules.reads.items()}
         """By module: the weights of a module inside it that it reads."""
         self.switched_off = not any(LORA_A in path_of(label).names for label in passage.labels)
         self.found: list[Turn] = []
@@ -191,11 +122,11 @@ class _Visits:
 
     def _runs_after(self, module: ModulePath | None) -> list[ModulePath]:
         """The modules without weights that run after a module."""
-        return [path_of(name) for name in self.family.run_after.get(str(module), ())]
+        return [path_of(name) for name in self.code.modules.run_after.get(str(module), ())]
 
     def _pass_on(self, index: int, ran_in: RanIn) -> None:
         """Note the modules without weights that run after the one that is left; in backward, before the one that comes."""
-        linear = str(ran_in.linear) in self.family.run_after
+        linear = str(ran_in.linear) in self.code.modules.run_after
         left, self.inside = self.inside, ran_in.linear if linear else ran_in.owner
         if self.inside == left:
             return
@@ -221,7 +152,7 @@ class _Visits:
         holds = self.read_by.get(module, ())
         course = Course.WHOLE if not adapter or self.switched_off else Course.UNRELEASED
         self._add(index, Module(self._name(module), (*adapter, *holds)), Course.BEGINS if holds else course)
-        self._functions(index, map(module.child, self.family.run_after.get(str(module), ())))
+        self._functions(index, map(module.child, self.code.modules.run_after.get(str(module), ())))
 
     def _note_done(self, index: int, label: str) -> None:
         """Note that the operation of a module inside a leaf is done."""
@@ -237,10 +168,11 @@ class _Visits:
             yield owner
             return
         outer = path_of(ran_in.outermost)
-        inline = self.family.inline and ran_in.outermost == FEED_FORWARD
+        inline = self.code.layer.inline_feed_forward and ran_in.outermost == FEED_FORWARD
         if ran_in.outermost and outer not in self.modules and ran_in.outermost not in FUNCTIONS and not inline:
             yield outer
-            if self.family.outside_inner is not None and "".join(names[1:2]) not in self.family.outside_inner:
+            around = self.code.modules.around_inner
+            if around and "".join(names[1:2]) not in around:
                 yield outer.child("inner")
         if ran_in.linear.child(LORA_A) in self.modules:
             yield ran_in.linear.child(ADAPTED)
