@@ -37,6 +37,11 @@ def block_of(module: str) -> Block:
     return _OF_NAME.get(module) or (Block.LAYER if module.startswith(f"{Block.LAYER.value}.") else Block.OTHER)
 
 
+def layer_index(module: str) -> int:
+    """The index of the layer that runs under the name `module`."""
+    return int(module.removeprefix(f"{Block.LAYER.value}."))
+
+
 class Stack(Enum):
     """One of an encoder-decoder's two stacks."""
 

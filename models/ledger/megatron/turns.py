@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby
 
+from peakcast.models.ledger.layouts.module_tree import layer_index
 from peakcast.models.ledger.layouts.pipeline import Chunk, Turn, representative_micro_batches, schedule
 from peakcast.models.ledger.megatron.blocks.context import LayerRun, MegatronContext
 from peakcast.models.ledger.megatron.blocks.ends import embedding
@@ -124,7 +125,7 @@ class Turns:
                     if RECOMPUTED_EXPERTS in template.forward_labels:
                         at = template.forward_labels.index(RECOMPUTED_EXPERTS)
                         for run in runs:
-                            i = int(run.module.removeprefix("layers."))
+                            i = layer_index(run.module)
                             self.leaves.released(range(i, i + 1), run.forward_start + at, None)
         if chunk.is_last:
             state.runs.append([step.run_forward(self.head, "head", keeps_gradients=False)])
@@ -261,7 +262,7 @@ class Turns:
     def _note_recomputed_parts(self, run: Run, start: int) -> None:
         """Note the recomputed parts of a layer whose backward began at `start`."""
         instants = run.template.in_backward
-        layer = int(run.module.removeprefix("layers."))
+        layer = layer_index(run.module)
         if RECOMPUTED_EXPERTS in instants:  # its input is the norm's output, whose gradient the norm's backward reads
             used = start + instants["pre_mlp_layernorm"] + 1
             self.leaves.released(range(layer, layer + 1), start + instants[RECOMPUTED_EXPERTS], None)
