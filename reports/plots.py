@@ -67,7 +67,7 @@ def error_histogram(cells: Sequence[Scored]) -> Figure:
     beyond = sum(abs(cell.error) > edge for cell in cells)
     axes.set(xlabel="predicted / measured − 1" + (f" ({beyond} rows beyond the edge)" if beyond else ""))
     axes.set(ylabel="configurations")
-    axes.legend(frameon=False, fontsize=9)
+    _legend(axes)
     return figure
 
 
@@ -103,7 +103,7 @@ def error_against_size(cells: Sequence[Scored]) -> Figure:
     axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
     axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value * 100:g} %"))
-    axes.legend(frameon=False, fontsize=9)
+    _legend(axes)
     return figure
 
 
@@ -138,7 +138,7 @@ def calibration_curve(cells: Sequence[Scored]) -> Figure:
     axes.set(xlim=(0, 2), ylim=(0, 1.02), xlabel="distance from the prediction, in half-widths of the bar")
     axes.set(ylabel="share of configurations")
     axes.yaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    _legend(axes)
     return figure
 
 
@@ -183,6 +183,12 @@ def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Any]:
     axes.grid(color="#e4e7eb", linewidth=0.6)
     axes.set_axisbelow(True)
     return figure, axes
+
+
+def _legend(axes: Any) -> None:
+    """A legend above the axes, at the right of the title, where it hides no point."""
+    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+    axes.legend(frameon=False, fontsize=9, ncols=2, columnspacing=1, **place)
 
 
 def _thinned(cells: Sequence[Scored]) -> list[Scored]:

@@ -110,7 +110,7 @@ def test_the_details_have_all_of_the_first_screen(run: Run) -> None:
 def test_a_default_length_beyond_the_positions_is_shortened_and_said(run: Run) -> None:
     out = " ".join(run("predict", "--model", "gpt2", *GPU).out.split())
     assert out.startswith("Fits on H100-80GB")
-    assert "sequence_length is not given, and 1024 is taken instead of 2048" in out
+    assert "sequence_length is not given, and 1024 is assumed instead of 2048" in out
     asked = run("predict", "--model", "gpt2", "--sequence-length", "2048", *GPU)
     assert asked.out.startswith("Would fail on H100-80GB: sequence_length=2048 is beyond the 1024 positions")
     assert asked.code == FITS_EXIT_CODES["uncertain"]

@@ -54,7 +54,16 @@ PIP_NAMES = {
 def hint(lines: Sequence[str]) -> str:
     """What is missing according to the last `lines` that a failed script printed, and the way out; "" if that is not
     known."""
-    return _of_environment(lines) or _of_files(lines)
+    said = _of_environment(lines) or _of_files(lines)
+    unsloth = UNSLOTH if any(IMPORTS_UNSLOTH.search(line) for line in lines) else ""
+    return " ".join(filter(None, (said, unsloth)))
+
+
+IMPORTS_UNSLOTH = re.compile(r"\b(from|import) unsloth\b|\bunsloth/")
+UNSLOTH = (
+    "Without running it, `peakcast predict SCRIPT` reads what a script with Unsloth says: "
+    "FastLanguageModel.from_pretrained, get_peft_model and the arguments of TRL's trainer (SFTConfig)."
+)
 
 
 def _of_environment(lines: Sequence[str]) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from peakcast.collectors.stacks import scope
+from peakcast.collectors.stacks import layouts, scope
 from peakcast.collectors.stacks.batches import random_tokens
 from peakcast.collectors.stacks.huggingface_model import model_of
 from peakcast.collectors.stacks.huggingface_training import causal_model
@@ -62,7 +62,7 @@ def build_inference(job: TrainingJob, device: str) -> HuggingFaceInference:
     """A generation of `job` on `device`. Raises: CollectorError for what is not run here."""
     for parameter, value, done in (
         ("framework", job.framework, ("huggingface", "torch")),
-        ("parallelism", job.parallelism.world_size, (1,)),
+        ("parallelism", job.parallelism.world_size, (job.parallelism.tensor_parallel_size,)),
         ("compile", job.compile, (False,)),
         ("finetuning.method", job.finetuning.method, ("full",)),
         ("batch.form", job.batch.form, ("rows",)),
@@ -80,5 +80,6 @@ def build_inference(job: TrainingJob, device: str) -> HuggingFaceInference:
     with torch.device(device):
         model = model_of(job)
         ids = random_tokens(job, job.inference.prompt_length or job.sequence_length)
+        layouts.split(model, job)
     model.eval()
     return HuggingFaceInference(job, model, ids)

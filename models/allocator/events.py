@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -92,62 +91,55 @@ def _sorted_events(step: Timeline, holders: Ints, handed_over: npt.NDArray[np.bo
 
 
 def _match_survivors(step: Timeline, before: Timeline, holders: Ints) -> tuple[Ints, Ints, Ints]:
-    """Match what lives on from the step before to this step's entries. Returns the indices of the entries of this step that
-    continue a holder, those holders, and the holders that no entry continues (they are freed)."""
+    """Match what lives on from the step before to this step's entries: the same tensor, else one of the same size and
+    category. Returns the indices of the entries of this step that continue a holder, those holders, and the holders that no
+    entry continues (they are freed)."""
     end = len(before.phases)
     outlives = np.flatnonzero((before.dies >= end) & (before.born < end) & (before.num_bytes > 0))
     outlives = outlives[np.argsort(before.born[outlives], kind="stable")]
     standing = np.flatnonzero((step.born <= 0) & (step.dies > 0) & (step.num_bytes > 0))
-    ours, theirs = _digests(step, standing), _digests(before, outlives)
-    order = np.argsort(ours)
-    ours = ours[order]
-    first, last = (np.searchsorted(ours, theirs, side=side) for side in ("left", "right"))  # the range of equal digests
-    if (last - first == 1).all() and np.bincount(first, minlength=1).max() <= 1:  # each continues as exactly one entry
-        return standing[order[first]], holders[outlives], np.zeros(0, dtype=np.int64)
-    wanted = list(zip(_identities(step, standing), standing.tolist(), strict=True))
-    taken, left = _matched(wanted, list(zip(_identities(before, outlives), holders[outlives].tolist(), strict=True)))
-    found = np.array(list(taken.items()), dtype=np.int64).reshape(-1, 2)
-    return found[:, 0], found[:, 1], np.array(left, dtype=np.int64)
+    continued, taken = [], []
+    for keys in (_tensors, _sizes):
+        ours, theirs = keys(step, standing), keys(before, outlives)
+        mine, matched = _paired(ours, theirs)
+        continued.append(standing[mine])
+        taken.append(holders[outlives[matched]])
+        standing, outlives = np.delete(standing, mine), outlives[_unmatched(theirs, matched)]
+    return np.concatenate(continued), np.concatenate(taken), holders[outlives]
 
 
-_Identity = tuple[int, int, str, str]
-"""Bytes, category, name and module of an entry."""
+def _sizes(step: Timeline, which: Ints) -> npt.NDArray[np.uint64]:
+    """A number for the bytes and the category of each of the entries `which`."""
+    return (step.num_bytes[which] * len(Category) + step.categories[which]).astype(np.uint64)
 
 
-def _identities(step: Timeline, which: Ints) -> list[_Identity]:
-    """The identities of the entries `which`."""
-    entries = which.tolist()
-    texts = [step.names[entry] for entry in entries], [step.modules[entry] for entry in entries]
-    return list(zip(step.num_bytes[which].tolist(), step.categories[which].tolist(), *texts, strict=True))
-
-
-def _digests(step: Timeline, which: Ints) -> npt.NDArray[np.uint64]:
-    """Identities as 64-bit numbers: equal identities have equal numbers, others differ except with a probability of one in
-    10**12."""
-    digests = (step.num_bytes[which] * len(Category) + step.categories[which]).astype(np.uint64)
+def _tensors(step: Timeline, which: Ints) -> npt.NDArray[np.uint64]:
+    """A number for the bytes, category, name and module of each of the entries `which`. Different ones have different
+    numbers except with a probability of one in 10**12."""
+    numbers = _sizes(step, which)
     for texts, odd in ((step.names, 0x9E3779B97F4A7C15), (step.modules, 0xC2B2AE3D27D4EB4F)):
-        digests = digests * np.uint64(odd) + Texts.of(texts).numbers[which].astype(np.uint64)
-    return digests
+        numbers = numbers * np.uint64(odd) + Texts.of(texts).numbers[which].astype(np.uint64)
+    return numbers
 
 
-def _matched(
-    wanted: list[tuple[_Identity, int]], survivors: list[tuple[_Identity, int]]
-) -> tuple[dict[int, int], list[int]]:
-    """Which survivor each wanted entry continues (entry -> holder), and the holders that nothing continues."""
-    taken: dict[int, int] = {}
-    for parts in (4, 2):  # the same tensor, else one of the same size and category
-        shelf: defaultdict[tuple[object, ...], list[tuple[_Identity, int]]] = defaultdict(list)
-        for survivor in reversed(survivors):
-            shelf[survivor[0][:parts]].append(survivor)
-        unmet = []
-        for identity, entry in wanted:
-            match = shelf.get(identity[:parts])
-            if match:
-                taken[entry] = match.pop()[1]
-            else:
-                unmet.append((identity, entry))
-        wanted = unmet
-        survivors = [survivor for rest in shelf.values() for survivor in rest]
-        if not wanted or not survivors:
-            break
-    return taken, [holder for _, holder in survivors]
+def _paired(ours: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> tuple[Ints, Ints]:
+    """Indices of equal keys in pairs: of each key, the first of `ours` with the first of `theirs`, the second with the
+    second and so on."""
+    keys = np.concatenate([theirs, ours])
+    order = np.argsort(keys, kind="stable")  # among equal keys, theirs come first
+    ranked = keys[order]
+    start = np.searchsorted(ranked, ranked)  # where the key of each begins
+    is_ours = order >= len(theirs)
+    theirs_before = np.concatenate([[0], np.cumsum(~is_ours)])
+    partner = np.arange(len(keys)) - (theirs_before[:-1] - theirs_before[start])
+    found = np.flatnonzero(is_ours & ~is_ours[partner])
+    return order[found] - len(theirs), order[partner[found]]
+
+
+def _unmatched(keys: npt.NDArray[np.uint64], matched: Ints) -> Ints:
+    """The indices of `keys` without those in `matched`, last first; those of the key that comes last before others."""
+    left = np.delete(np.arange(len(keys)), matched)
+    _, kinds = np.unique(keys, return_inverse=True)
+    last = np.zeros(len(keys), dtype=np.int64)
+    np.maximum.at(last, kinds, np.arange(len(keys)))
+    return left[np.lexsort((-left, -last[kinds[left]]))]

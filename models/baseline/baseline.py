@@ -133,6 +133,7 @@ def _baseline(
     """The baseline. `before`: the timelines of what a rank does before its first step."""
     from peakcast.models.baseline.fullest_ranks import fullest_ranks
 
+    ledger = lru_cache(maxsize=None)(ledger)  # what is reserved, allocated and pinned follows from the same few timelines
     candidates = fullest_ranks(job) if rank is None else (rank,)
     steadies = [ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates]
     worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)

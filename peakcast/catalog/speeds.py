@@ -19,9 +19,14 @@ class Speed:
     source: str
 
 
+def has_data_sheet(gpu: str) -> bool:
+    """Whether the speed of the GPU type called `gpu` is known."""
+    return gpu in _speeds()
+
+
 def speed(gpu: str) -> Speed:
-    """That of the GPU type called `gpu` in the catalog; of a type without a data sheet here, an H100's, whose operations
-    and links stand in about the usual ratio."""
+    """That of the GPU type called `gpu` in the catalog. Without a data sheet (`has_data_sheet`), that of an H100, whose
+    operations and links have about the usual ratio: good for shares of a step, not for seconds."""
     return _speeds().get(gpu) or _speeds()["H100-80GB"]
 
 

@@ -47,9 +47,9 @@ def predict(
 
     if batch is not None:
         if asked.given:
-            raise SpecError("--batch asks the questions of its file; give no JOB and no job flags beside it.")
+            raise SpecError("--batch asks the questions of its file; give no JOB and no job flags with it.")
         if baseline != "auto":
-            raise SpecError("--baseline is of a single question; leave it out beside --batch.", parameter="baseline")
+            raise SpecError("--baseline is of a single question; leave it out with --batch.", parameter="baseline")
         from peakcast.doors.batch import LINE_SECONDS, batch_of
 
         for answer in api.predict_batch(*batch_of(batch, processes), timeout_seconds=timeout_seconds or LINE_SECONDS):
@@ -117,7 +117,7 @@ def explain(
     from peakcast.printing.explanations import explanation_text
 
     if module is not None and asked.given:
-        raise SpecError("--module traces your own step; give no JOB and no job flags beside it.", parameter="module")
+        raise SpecError("--module traces your own step; give no JOB and no job flags with it.", parameter="module")
     found = api.explain(
         asked.read() if module is None else None,
         gpu,

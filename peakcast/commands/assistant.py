@@ -105,10 +105,10 @@ def read(job: Job) -> str:
 
 def replay(
     file: Annotated[str, Field(description="A file that torch.cuda.memory._dump_snapshot wrote.")],
-    against: Annotated[str | dict[str, Any] | None, Field(description="A job whose prediction is laid beside it.")] = None,
+    against: Annotated[str | dict[str, Any] | None, Field(description="A job: compare with its prediction.")] = None,
     gpu: Annotated[str | None, Field(description="GPU type of that prediction.")] = None,
 ) -> str:
-    """Replay a recorded allocator history through the simulated allocator, and lay a prediction beside it, in text."""
+    """Replay a recorded allocator history through the simulated allocator, and compare it with a prediction, in text."""
     return replayed_text(api.replay(file, against, gpu))
 
 

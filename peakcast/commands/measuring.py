@@ -89,7 +89,7 @@ def verify(
     processes: Processes = None,
     json: Json = False,
 ) -> None:
-    """Trace the real training step of every cell of GRID on fake tensors, and lay the analytical ledger beside it.
+    """Trace the real training step of every cell of GRID on fake tensors, and compare the analytical ledger with it.
 
     Needs no GPU. Exits with 1 when a cell is further off than 0.1 % in some phase (0.5 % in parallel layouts).
     """

@@ -24,7 +24,7 @@ def watch(
     append_to: Annotated[Path | None, typer.Option(help="JSON-lines file that the row is added to.")] = None,
     json: Json = False,
 ) -> None:
-    """Lay the peaks of a run that was recorded beside the prediction of JOB, and propose the row that they make.
+    """Compare the peaks of a run that was recorded with the prediction of JOB, and propose the row that they make.
 
     Exits with 0 when both peaks lie inside their bars, 3 when not.
     """

@@ -87,7 +87,7 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
         notes.warnings.append(
             "The recipe does not say how long its samples are (dataset.seq_length, "
             "packed_sequence.packed_sequence_size); 2048 "
-            "tokens are taken. Give that of the longest: --sequence-length.",
+            "tokens are assumed. Give that of the longest: --sequence-length.",
             "dataset.seq_length",
             "more",
         )
@@ -96,10 +96,10 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
     fused = "FusedLinear" in target or "linear_ce" in target
     if target and not re.search(r"FusedLinear|linear_ce|Chunked|MaskedCrossEntropy|TEParallelCrossEntropy", target):
         notes.unsupported.append(
-            f"The loss {target} is not modelled; the cross entropy of whole logits is taken.", "loss_fn"
+            f"The loss {target} is not modelled; the cross entropy of whole logits is assumed.", "loss_fn"
         )
     if "Chunked" in target:
-        notes.unsupported.append("The loss in chunks (loss_fn) is not modelled; whole logits are taken.", "loss_fn", "less")
+        notes.unsupported.append("The loss in chunks (loss_fn) is not modelled; whole logits are used.", "loss_fn", "less")
     liger = settings.switch("model.use_liger_kernel")
     if not settings.given("model.use_liger_kernel"):
         notes.assumptions.append(
@@ -112,7 +112,7 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
     kind = settings.text("optimizer._target_", "torch.optim.AdamW").rpartition(".")[2]
     if kind.lower() not in OPTIMIZERS:
         notes.unsupported.append(
-            f"optimizer._target_={kind} is not modelled; AdamW is taken in its place.", "optimizer", states_direction(kind)
+            f"optimizer._target_={kind} is not modelled; AdamW is assumed instead.", "optimizer", states_direction(kind)
         )
     return {
         "per_device_train_batch_size": micro,
@@ -137,7 +137,7 @@ def _checkpoints(settings: Settings) -> bool:
     word = next((str(value).lower() for value in asked if value is not None), "false")
     if word not in ("true", "false", "full", "none"):
         settings.notes.unsupported.append(
-            f"activation_checkpointing={word} is not modelled; every layer is taken.",
+            f"activation_checkpointing={word} is not modelled; every layer is assumed.",
             "distributed.activation_checkpointing",
         )
     return word not in ("false", "none")
@@ -151,7 +151,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
     kind = settings.text("peft._target_", "PeftConfig")
     if not kind.endswith("PeftConfig"):
         settings.notes.unsupported.append(
-            f"peft._target_={kind} is not modelled; LoRA is taken in its place.", "peft._target_"
+            f"peft._target_={kind} is not modelled; LoRA is assumed instead.", "peft._target_"
         )
     targets = settings.words("peft.target_modules")
     names = [target.rpartition(".")[2] for target in targets]
@@ -194,7 +194,7 @@ def _sharding(settings: Settings) -> dict[str, Any] | None:
         raise settings.refuse("distributed.strategy", f"must be one of {', '.join(STRATEGIES)}", strategy)
     replicas = settings.text("distributed.dp_replicate_size", "1")
     if strategy == "megatron_fsdp":
-        settings.notes.unsupported.append("Megatron-FSDP is not modelled here; FSDP2 is taken.", "distributed.strategy")
+        settings.notes.unsupported.append("Megatron-FSDP is not modelled here; FSDP2 is assumed.", "distributed.strategy")
     if strategy == "ddp":
         return None
     offloads = any(

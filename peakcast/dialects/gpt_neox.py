@@ -96,7 +96,7 @@ def from_gpt_neox(pasted: Pasted) -> Translation:
     known = conventions(job)
     job = job.replace(framework_options=FrozenMapping({k: v for k, v in job.framework_options.items() if k in known}))
     notes.unsupported.append(
-        "GPT-NeoX's own layers, which fuse masks, biases and softmax, are taken as transformers' GPT-NeoX under DeepSpeed.",
+        "GPT-NeoX's own layers, which fuse masks, biases and softmax, are read as transformers' GPT-NeoX under DeepSpeed.",
         "num_layers",
     )
     settings.note_left(IGNORED)
@@ -108,13 +108,13 @@ def _network(settings: Settings, tensor: int) -> Architecture:
     hidden, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
     position = settings.one_of("pos_emb", "learned", POSITIONS)
     if position != "rotary":
-        settings.notes.unsupported.append(f"pos_emb={position} is not modelled; rotary is taken.", "pos_emb")
+        settings.notes.unsupported.append(f"pos_emb={position} is not modelled; rotary is assumed.", "pos_emb")
     activation = settings.text("activation", "gelu")
     groups, norm = settings.integer("num_kv_heads"), settings.text("norm", "layernorm")
     divisor = settings.size("make_vocab_size_divisible_by", 128) * tensor
     vocabulary = settings.integer("padded_vocab_size") or round_up(50257, divisor)
     if not settings.given("padded_vocab_size"):
-        settings.notes.assumptions.append(f"the vocabulary is taken as {vocabulary}; padded_vocab_size says another.")
+        settings.notes.assumptions.append(f"the vocabulary is treated as {vocabulary}; padded_vocab_size says another.")
     width = settings.integer("intermediate_size")
     if activation in ("swiglu", "geglu") or (groups and groups != heads):  # shapes as in Llama
         base = {
@@ -141,7 +141,7 @@ def _network(settings: Settings, tensor: int) -> Architecture:
     ):
         settings.given(key)
     if norm not in ("layernorm", "rmsnorm", "te_layernorm", "te_rmsnorm"):
-        settings.notes.unsupported.append(f"norm={norm} is not modelled; the family's is taken.", "norm")
+        settings.notes.unsupported.append(f"norm={norm} is not modelled; the family's is assumed.", "norm")
     for key in ("hidden_dropout", "attention_dropout"):
         if settings.number(key, 0):
             settings.notes.unsupported.append(f"Dropout ({key}) is not modelled.", key, "more")
@@ -188,6 +188,6 @@ def _attention(settings: Settings) -> str:
     if first == "flash":
         return "flash_attention_2"
     settings.notes.unsupported.append(
-        f"attention_config={first} is not modelled; plain attention is taken.", "attention_config"
+        f"attention_config={first} is not modelled; plain attention is assumed.", "attention_config"
     )
     return "eager"

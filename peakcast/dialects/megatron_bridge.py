@@ -107,7 +107,7 @@ def from_megatron_bridge(pasted: Pasted) -> Translation:
     num_gpus = pasted.gpus(notes, least, ", the least for this layout")
     if pasted.values.get("peft"):
         notes.unsupported.append(
-            "Adapters over Megatron's layers (peft) are not modelled; full training is taken, which needs far more.",
+            "Adapters over Megatron's layers (peft) are not modelled; full training is assumed, which needs far more.",
             "peft",
             "less",
         )
@@ -199,7 +199,7 @@ def _precision(given: Any, notes: Notes) -> dict[str, Any]:
         return found
     word = str(given or "bf16_mixed")
     if given is None:
-        notes.assumptions.append("mixed_precision is not given; bf16_mixed is taken.")
+        notes.assumptions.append("mixed_precision is not given; bf16_mixed is assumed.")
     if word.startswith("fp16"):
         return {"fp16": True}
     more = next((fields for name, fields in RECIPES if name in word), {})

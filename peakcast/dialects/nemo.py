@@ -135,7 +135,7 @@ def _network(settings: Settings) -> dict[str, Any]:
         flags["swiglu"] = True
     elif activation not in PLAIN:
         settings.notes.unsupported.append(
-            f"model.activation={activation} is not modelled; swiglu is taken in its place.", "model.activation"
+            f"model.activation={activation} is not modelled; swiglu is assumed instead.", "model.activation"
         )
         flags["swiglu"] = True
     elif PLAIN[activation]:
@@ -143,7 +143,7 @@ def _network(settings: Settings) -> dict[str, Any]:
     position = settings.text("position_embedding_type", "learned_absolute")
     if position not in ("learned_absolute", "rope"):
         settings.notes.unsupported.append(
-            f"model.position_embedding_type={position} is not modelled; none is taken.",
+            f"model.position_embedding_type={position} is not modelled; none is assumed.",
             "model.position_embedding_type",
             "more",
         )
@@ -171,7 +171,7 @@ def _training(settings: Settings, pasted: Pasted) -> dict[str, Any]:
         if not settings.switch("megatron_amp_O2"):
             settings.notes.unsupported.append(
                 "Weights in float32 under autocast (model.megatron_amp_O2=False) are not modelled; 16-bit weights with "
-                "float32 main copies are taken, as of megatron_amp_O2=True.",
+                "float32 main copies are assumed, as of megatron_amp_O2=True.",
                 "model.megatron_amp_O2",
                 "more",
             )
@@ -188,7 +188,7 @@ def _training(settings: Settings, pasted: Pasted) -> dict[str, Any]:
         flags["overlap_param_gather"] = inside.switch("overlap_param_sync")
     elif "adam" not in name:
         settings.notes.unsupported.append(
-            f"model.optim.name={name} is not modelled; Adam is taken in its place.",
+            f"model.optim.name={name} is not modelled; Adam is assumed instead.",
             "model.optim.name",
             states_direction(name),
         )

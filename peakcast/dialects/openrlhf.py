@@ -26,7 +26,7 @@ UNSUPPORTED = {
     "grad_accum_dtype": "gradients added up in another dtype", "deepcompile": "DeepCompile",
     "freezing_actor_steps": "an actor that is frozen at first",
 }  # fmt: skip
-COUNTED = {"aux_loss_coef": "The experts' balancing loss", "nll_loss_coef": "A likelihood term beside the preferences"}
+COUNTED = {"aux_loss_coef": "The experts' balancing loss", "nll_loss_coef": "A likelihood term on the preferences"}
 """Settings that any number except 0 switches on -> the feature."""
 IGNORED = re.compile(
     r"(save|ckpt|max_ckpt|load|logging|eval|wandb|use_wandb|use_tensorboard|lr|adam_betas|l2|seed|local_rank|learning_rate"
@@ -154,7 +154,7 @@ def _fsdp2(settings: Settings) -> dict[str, Any] | None:
     settings.given("fsdp2_enable_sleep")
     if not asked and not given:
         return None
-    settings.notes.assumptions.append("weights and states under OpenRLHF's FSDP2 are taken as float32.")
+    settings.notes.assumptions.append("weights and states under OpenRLHF's FSDP2 are treated as float32.")
     return {
         "fsdp_version": 2,
         "mixed_precision": "bf16",

@@ -302,7 +302,7 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
     for given in map(_read, beside.files if name not in HUGGING_FACE_PARTS else ()):
         if given.values not in used:
             notes.warnings.append(
-                f"{given.where} is given beside {pasted.where}, which does not use it; it is left out.", given.where
+                f"{given.where} is given with {pasted.where}, which does not use it; it is left out.", given.where
             )
     allocator = "".join(pasted.env.get(name, "") for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))
     read = notes.finish(job)

@@ -157,12 +157,12 @@ def _sequence_length(settings: Settings) -> int:
     packed = settings.switch("dataset.packed")
     if length is None:
         settings.notes.assumptions.append(
-            "tokenizer.max_seq_len is not given: batches are as long as their longest sample; 2048 is taken. "
+            "tokenizer.max_seq_len is not given: batches are as long as their longest sample; 2048 is assumed. "
             "--sequence-length changes it."
         )
         return 2048
     if not packed:
-        settings.notes.assumptions.append("sequences are taken as padded to tokenizer.max_seq_len; shorter ones need less.")
+        settings.notes.assumptions.append("sequences are read as padded to tokenizer.max_seq_len; shorter ones need less.")
     return length
 
 
@@ -197,7 +197,7 @@ def _optimizer(settings: Settings) -> Optimizer:
     name = settings.text("optimizer._component_", "torch.optim.AdamW")
     if name not in OPTIMIZERS:
         settings.notes.unsupported.append(
-            f"optimizer {name} is not modelled; {OPTIMIZERS.get(name, 'adamw')} is taken in its place.",
+            f"optimizer {name} is not modelled; {OPTIMIZERS.get(name, 'adamw')} is assumed instead.",
             "optimizer",
             states_direction(name),
         )
@@ -211,11 +211,11 @@ def _loss(settings: Settings) -> Loss:
     name = settings.text("loss._component_", "").rpartition(".")[2]
     if name == "LinearCrossEntropyLoss":
         settings.notes.unsupported.append(
-            "torchtune's chunked LinearCrossEntropyLoss is taken as a fused linear cross entropy.", "loss", "less"
+            "torchtune's chunked LinearCrossEntropyLoss is treated as a fused linear cross entropy.", "loss", "less"
         )
         return Loss(fused_linear_cross_entropy=True)
     if name == CHUNKED_LOSS:
         return Loss()  # see `_options`
     if name and name not in ("CrossEntropyLoss", "DPOLoss"):
-        settings.notes.unsupported.append(f"The loss {name} is not modelled; the cross entropy is taken.", "loss")
+        settings.notes.unsupported.append(f"The loss {name} is not modelled; the cross entropy is assumed.", "loss")
     return Loss()

@@ -96,7 +96,7 @@ def _megatron_job(
     """The job of an actor under Megatron, with notes about the parts of verl's step that it does not contain."""
     settings.notes.unsupported.append(
         "The loss over log-probabilities of Megatron's vocabulary-parallel logits is not modelled; the cross entropy's "
-        "is taken.",
+        "is assumed.",
         f"{section}tensor_model_parallel_size",
     )
     key = f"{ROLES}.ref.megatron.param_offload"
@@ -106,7 +106,7 @@ def _megatron_job(
             f"The reference's weights, which stay on the GPU ({key} is off), are not in the number.", key, "more"
         )
     if training["padding_free"]:
-        settings.notes.assumptions.append("micro-batches are taken as full rows of tokens without padding.")
+        settings.notes.assumptions.append("micro-batches are treated as full rows of tokens without padding.")
     return megatron_job(settings, section, name, pasted, num_gpus, training)
 
 
@@ -137,7 +137,7 @@ def _training(settings: Settings, inside: str, model: str, num_gpus: int, genera
     unpadded = settings.switch(f"{model}use_remove_padding", settings.switch("use_remove_padding", bool(dynamic)))
     checkpoints = settings.switch(f"{model}enable_gradient_checkpointing", bool(inside))
     if not settings.given(f"{model}enable_gradient_checkpointing"):
-        notes.assumptions.append(f"enable_gradient_checkpointing is not given; {checkpoints} is taken.")
+        notes.assumptions.append(f"enable_gradient_checkpointing is not given; {checkpoints} is assumed.")
     dtype = settings.text(f"{inside}fsdp_config.model_dtype", settings.text("engine.model_dtype", "fp32"))
     dtype = settings.text("model.fsdp_config.model_dtype", dtype)
     if dtype not in DTYPES:

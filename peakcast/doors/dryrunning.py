@@ -204,7 +204,7 @@ def _said(seen: Seen) -> tuple[str, ...]:
 def _few_steps(seen: Seen) -> tuple[Finding, ...]:
     if seen.steps >= 2:
         return ()
-    sentence = "the script ended after one optimizer step: the steady step is taken as the first one."
+    sentence = "the script ended after one optimizer step: the steady step is treated as the first one."
     return (Finding("script_part_skipped", "command", "either", sentence),)
 
 

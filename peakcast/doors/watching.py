@@ -96,7 +96,7 @@ class Watch:
             self.measured[name] = size = self._observation.peaks[reading]
             self.say(f"peakcast: {compared_text(name, size, bar)}")
         if self._snapshot is not None:
-            self.say(f"peakcast: snapshot written to {self._snapshot}; `peakcast replay` lays a prediction beside it")
+            self.say(f"peakcast: snapshot written to {self._snapshot}; `peakcast replay` compares it with a prediction")
         if self._append_to is not None and complete:
             from peakcast.measurements import store
 

@@ -7,7 +7,7 @@ from peakcast.catalog import Device
 from peakcast.core.units import format_gib
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.kv_cache import layer_cache_bytes
-from peakcast.models.ledger.huggingface.layers import block_context
+from peakcast.models.ledger.huggingface.contexts import block_context
 
 SERVER_SHARE = 0.9
 """Of the GPU that vLLM takes when it starts, unless `gpu_memory_utilization` says otherwise (vLLM, engine arguments)."""
@@ -22,27 +22,35 @@ def cache_bytes_per_token(job: TrainingJob) -> int:
 
 
 def cache_sentences(job: TrainingJob, device: Device, p: Prediction) -> tuple[str, ...]:
-    """What the cache of `job` is made of, and how many tokens of it a server on `device` would have room for, beside the
-    same weights and activations."""
+    """What the cache of `job` is made of, how many tokens of it a server on `device` would have room for with the same
+    weights and activations, and the share of the GPU with which it would have room for this job's."""
     each = cache_bytes_per_token(job)
     tokens = (job.inference.prompt_length or job.sequence_length) + (job.inference.new_tokens or 1) - 1
     window = job.architecture.sliding_window
+    ranks = job.parallelism.tensor_parallel_size
+    on_each = f" on each of {ranks} GPUs" if ranks > 1 else ""
     windowed = f" (in layers with a window of the last {window:,})" if window else ""
     size = format_gib(each * tokens * job.micro_batch_size)
     sentences = [
-        f"Key-value cache: {each / KIB:,.4g} KiB for each token{windowed}, "
+        f"Key-value cache: {each / KIB:,.4g} KiB for each token{windowed}{on_each}, "
         f"{job.micro_batch_size:,} × {tokens:,} tokens: {size}."
     ]
     taken = p.peak_allocated_bytes.point - p.composition.get("kv_cache", 0)
     room = SERVER_SHARE * device.cuda_memory_bytes - taken
     if room > 0:
         sentences.append(
-            f"vLLM takes {SERVER_SHARE:g} of the GPU at start (gpu_memory_utilization): beside these weights about "
-            f"{_round(room / each):,} tokens of cache."
+            f"vLLM takes {SERVER_SHARE:g} of {'each' if ranks > 1 else 'the'} GPU at start (gpu_memory_utilization): after "
+            f"these weights it has room for about {_round(room / each):,} tokens of cache. The tokens asked for alone need "
+            f"gpu_memory_utilization={_share(taken + each * tokens * job.micro_batch_size, device):.2f}."
         )
     return tuple(sentences)
 
 
+def _share(num_bytes: int, device: Device) -> float:
+    """The part of the GPU's memory that holds `num_bytes`, in hundredths, rounded up."""
+    return -(-num_bytes * 100 // device.cuda_memory_bytes) / 100
+
+
 def _round(number: float) -> int:
-    """`number` to two digits: what is beside the cache in a server is not known any better."""
+    """`number` to two digits: what a server holds besides the cache is not known any better."""
     return int(float(f"{number:.2g}"))

@@ -1,8 +1,10 @@
-"""The answer of a search as text: a line per plan, at most 110 columns."""
+"""The answer of a search as text: a line per plan, about 110 columns."""
 
 from __future__ import annotations
 
 import textwrap
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from peakcast.answers.labels import SHORT_VERDICTS, VERDICTS
 from peakcast.answers.remarks import SURE, warnings_shown
@@ -40,61 +42,121 @@ def search_text(found: Found | Largest | Offers, *, whole: bool = False) -> str:
 
 
 def offers_text(found: Offers) -> str:
-    """The comparison of GPU types: one line for each."""
+    """The comparison of GPU types: the one to take, then one line for each."""
     order = "the cheapest first" if found.has_prices else "the fewest GPUs first"
     head = f"GPU types on which the job surely fits, {order}; speed is estimated from data sheets:"
     columns = f"{'':>3} {'GPU type':<16} {'GPUs':>5} {'layout':<33} {'':<7} {'GiB':>6} {'at most':>7} {'tokens/s':>9}"
     prices = f" {'price/h':>9} {'/M tokens':>9}" if found.has_prices else ""
-    lines = [head, "", columns + prices]
+    lines = [*_offer_recommended(found), head, "", columns + prices]
     for number, offer in enumerate(found.offers, 1):
-        if offer.plan is None or offer.tokens_per_second is None:
+        if offer.plan is None:
             lines.append(f"{number:>3} {offer.gpu:<16} {'none':>5} no number of them surely holds it")
             continue
-        bar, job = offer.plan.peak_device_bytes, offer.plan.job
+        bar, speed = offer.plan.peak_device_bytes, offer.tokens_per_second
         line = (
-            f"{number:>3} {offer.gpu:<16} {offer.num_gpus:>5} {plan_words(job):<33} {SHORT_VERDICTS[offer.fits]:<7} "
-            f"{bar.point / GIB:>6.2f} {bar.upper_95 / GIB:>7.2f} {offer.tokens_per_second:>9,.0f}"
+            f"{number:>3} {offer.gpu:<16} {offer.num_gpus:>5} {plan_words(offer.plan.job):<33} "
+            f"{SHORT_VERDICTS[offer.fits]:<7} {bar.point / GIB:>6.2f} {bar.upper_95 / GIB:>7.2f} "
+            f"{'not known' if speed is None else f'{speed:,.0f}':>9}"
         )
-        each = offer.price_per_million_tokens
-        priced = f" {offer.price_per_hour:>9.2f} {each:>9.3f}" if each is not None else f" {'no price':>9}"
-        lines.append(line + (priced if found.has_prices else ""))
+        hour, each = (
+            "no price" if price is None else f"{price:.{digits}f}"
+            for price, digits in ((offer.price_per_hour, 2), (offer.price_per_million_tokens, 3))
+        )
+        lines.append(line + (f" {hour:>9} {each if speed is not None else '':>9}" if found.has_prices else ""))
     return "\n".join(lines)
 
 
+def _offer_recommended(found: Offers) -> list[str]:
+    """The line that names the GPU type to take; none if the job surely fits on no type."""
+    offer = found.recommended
+    if offer is None or offer.plan is None:
+        return []
+    price = offer.price_per_million_tokens
+    cost = f", {price:.3f} for a million tokens" if price is not None else ""
+    least = "cheapest" if price is not None else "fewest GPUs"
+    taken = f"{offer.num_gpus} × {offer.gpu}, {plan_words(offer.plan.job)}{cost}"
+    return [f"Recommended, the {least} with which it surely fits: {taken}.", ""]
+
+
 def found_text(found: Found) -> str:
-    """The numbers of candidates, then the plans in order."""
-    sure = sum(plan.fits == "yes" for plan in found.plans)
+    """The numbers of candidates, the plan to take, then the plans in order."""
     head = (
         f"{found.num_gpus} × {found.gpu}, {found.global_batch_size} sequences per step: {found.num_candidates:,} "
         f"candidates, {found.num_ruled_out:,} of them with weights and states beyond the GPU."
     )
+    notes = []
     if found.left_out:
         reasons = "; ".join(f"{count:,}: {reason}" for reason, count in found.left_out.items())
-        left = f"{sum(found.left_out.values()):,} more are left out ({reasons})."
-        head = f"{head}\n{textwrap.fill(left, WIDTH, subsequent_indent='  ')}"
+        notes.append(f"{sum(found.left_out.values()):,} more are left out ({reasons}).")
+    if found.num_beyond_host:
+        notes.append(f"{found.num_beyond_host:,} of them are left out: they need more host memory than the node has.")
+    head = "\n".join([head, *(textwrap.fill(note, WIDTH, subsequent_indent="  ") for note in notes)])
     if not found.plans:
-        return f"{head}\nNothing fits: more GPUs, a shorter sequence, adapters or a smaller model would be needed."
-    best = f"The {len(found.plans)} that take least extra time, {sure} of which surely fit (estimated from data sheets):"
-    lines = [head, best, "", HEAD]
-    return "\n".join([*lines, *(plan_line(number, plan) for number, plan in enumerate(found.plans, 1))])
+        host = " more host memory," if found.num_beyond_host else ""
+        return f"{head}\nNothing fits: more GPUs,{host} a shorter sequence, adapters or a smaller model would be needed."
+    return "\n".join([head, "", *_recommended(found), "", *_table(found.plans)])
 
 
-HEAD = (
-    f"{'':>3} {'layout':<33} {'micro':>5} {'accum':>5} {'recompute':<9} {'':<7} {'GiB':>6} {'at most':>7}"
-    f" {'again':>6} {'bubble':>6} {'sending':>7} {'longer':>6}"
+def _recommended(found: Found) -> list[str]:
+    """The plan to take, and how the plans are ordered."""
+    sure = sum(plan.fits == "yes" for plan in found.plans)
+    known = "estimated from data sheets" if found.estimates_time else f"as on an H100: no speed of {found.gpu} is known"
+    shown = f"Plans by extra time ({known}); {sure} of {len(found.plans)} surely {'fits' if sure == 1 else 'fit'}:"
+    plan = found.recommended
+    if plan is None:
+        unknown = any(not plan.limit.known for plan in found.plans)
+        asked = " Give --host-memory-gib, the host memory of a node, to have it weighed." if unknown else ""
+        return [f"Recommended: none, as no plan surely fits.{asked}", shown]
+    job = plan.job
+    size = f"micro-batches of {job.micro_batch_size}, {RECOMPUTE[job.activation_checkpointing.mode]}"
+    return [f"Recommended, the fastest that surely fits: {plan_words(job)}, {size}.", shown]
+
+
+RECOMPUTE = {"none": "nothing recomputed", "full": "full recomputation", "selective": "selective recomputation"}
+
+
+def _table(plans: Sequence[Plan]) -> list[str]:
+    """The plans, a line each. Host memory has a column if some plan needs any; a wait for other pipeline stages, if some
+    plan has stages, so that a line stays short."""
+    shown = [column for column in COLUMNS if column.always or any(column.value(plan) for plan in plans)]
+    layouts = [plan_words(plan.job) for plan in plans]
+    width = max(33 if len(shown) < len(COLUMNS) else 0, *map(len, layouts))
+    titles = "".join(f" {column.title:>{column.width}}" for column in shown)
+    head = f"{'':>3} {'layout':<{width}} {'micro':>5} {'accum':>5} {'recompute':<9} {'':<7} {'GiB':>6} {'at most':>7}"
+    lines = [head + titles]
+    for number, (layout, plan) in enumerate(zip(layouts, plans, strict=True), 1):
+        job, bar = plan.job, plan.peak_device_bytes
+        lines.append(
+            f"{number:>3} {layout:<{width}} {job.micro_batch_size:>5} {job.gradient_accumulation_steps:>5} "
+            f"{job.activation_checkpointing.mode:<9} {SHORT_VERDICTS[plan.fits]:<7} {bar.point / GIB:>6.2f}"
+            f" {bar.upper_95 / GIB:>7.2f}" + "".join(f" {column.text(plan):>{column.width}}" for column in shown)
+        )
+    return lines
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Column:
+    """A column of the table of plans that is a number of each plan: a share of a step's time, or GiB."""
+
+    title: str
+    width: int
+    value: Callable[[Plan], float]
+    always: bool = True
+    is_share: bool = True
+
+    def text(self, plan: Plan) -> str:
+        """The number of one plan."""
+        value = self.value(plan)
+        return f"{value * 100:.0f} %" if self.is_share else f"{value / GIB:.1f}"
+
+
+COLUMNS = (
+    _Column(title="host/node", width=9, value=lambda plan: plan.node_host_bytes, always=False, is_share=False),
+    _Column(title="again", width=6, value=lambda plan: plan.cost.recompute),
+    _Column(title="bubble", width=6, value=lambda plan: plan.cost.bubble, always=False),
+    _Column(title="sending", width=7, value=lambda plan: plan.cost.sending),
+    _Column(title="longer", width=6, value=lambda plan: plan.cost.total),
 )
-
-
-def plan_line(number: int, plan: Plan) -> str:
-    """The line of one plan."""
-    job, bar, cost = plan.job, plan.peak_device_bytes, plan.cost
-    shares = (cost.recompute, cost.bubble, cost.sending, cost.total)
-    again, idle, sending, longer = (f"{share * 100:.0f} %" for share in shares)
-    return (
-        f"{number:>3} {plan_words(job):<33} {job.micro_batch_size:>5} {job.gradient_accumulation_steps:>5} "
-        f"{job.activation_checkpointing.mode:<9} {SHORT_VERDICTS[plan.fits]:<7} {bar.point / GIB:>6.2f}"
-        f" {bar.upper_95 / GIB:>7.2f} {again:>6} {idle:>6} {sending:>7} {longer:>6}"
-    )
 
 
 def plan_words(job: TrainingJob) -> str:
@@ -125,7 +187,7 @@ def largest_text(found: Largest) -> str:
     if found.limit is not None:
         text += f" The recipe holds up to {found.limit:,}: more is not asked."
     if fewest:
-        text += "\n\n" + HEAD + "\n" + plan_line(1, found.plan)
+        text += "\n\n" + "\n".join(_table([found.plan]))
     return text
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from peakcast.answers.advised import plain
-from peakcast.answers.prediction import Fits, Interval
+from peakcast.answers.prediction import Fits, Interval, Limit
+from peakcast.catalog.speeds import has_data_sheet
 from peakcast.core.findings import Finding, sentences
 from peakcast.jobs.spec import TrainingJob
 from peakcast.searching.costs import Cost
@@ -21,6 +22,12 @@ class Plan:
     fits: Fits
     peak_device_bytes: Interval
     peak_host_bytes: Interval
+    node_host_bytes: int
+    """Host memory to expect of all ranks on a node together."""
+    beyond_host: bool
+    """Whether that is more than the node has, if that was given."""
+    limit: Limit
+    """What decides whether it fits: memory of the GPU, or of the host."""
     headroom_bytes: int
     """Capacity minus the 95 % bound; negative if the bound exceeds the capacity."""
     cost: Cost
@@ -33,6 +40,8 @@ class Plan:
             "fits": self.fits,
             "peak_device_bytes": self.peak_device_bytes.to_mapping(),
             "peak_host_bytes": self.peak_host_bytes.to_mapping(),
+            "node_host_bytes": self.node_host_bytes,
+            "limit": self.limit.to_mapping(),
             "headroom_bytes": self.headroom_bytes,
             "recompute": self.cost.recompute,
             "bubble": self.cost.bubble,
@@ -56,6 +65,9 @@ class Found:
     left_out: Mapping[str, int]
     """Reason why the network's recipes do not cover some layouts -> how many; these layouts are no candidates."""
     plans: tuple[Plan, ...]
+    num_beyond_host: int = 0
+    """Number of candidates that were left out because they need more host memory than the node has; 0 if enough others
+    surely fit."""
     findings: tuple[Finding, ...] = ()
     """What was left out when the configuration was read; every error bar is widened for it."""
 
@@ -63,6 +75,16 @@ class Found:
     def warnings(self) -> tuple[str, ...]:
         """The sentences of the findings."""
         return sentences(self.findings)
+
+    @property
+    def recommended(self) -> Plan | None:
+        """Of the plans that surely fit, the one whose step takes least time; None if none surely fits."""
+        return self.plans[0] if self.fits == "yes" else None
+
+    @property
+    def estimates_time(self) -> bool:
+        """Whether the speed of the GPU type is known, so that the order of plans is that of their times."""
+        return has_data_sheet(self.gpu)
 
     @property
     def fits(self) -> Fits:
@@ -73,8 +95,10 @@ class Found:
         """As JSON has it."""
         return {
             **{name: getattr(self, name) for name in ("gpu", "num_gpus", "global_batch_size")},
-            **{name: getattr(self, name) for name in ("num_candidates", "num_ruled_out")},
+            **{name: getattr(self, name) for name in ("num_candidates", "num_ruled_out", "num_beyond_host")},
+            "estimates_time": self.estimates_time,
             "left_out": dict(self.left_out),
+            "recommended": self.recommended.to_mapping() if self.recommended is not None else None,
             "plans": [plan.to_mapping() for plan in self.plans],
             "warnings": list(self.warnings),
             "findings": [f.to_mapping() for f in self.findings],

@@ -11,6 +11,7 @@ from typing import Any
 from peakcast import catalog
 from peakcast.answers.prediction import Fits
 from peakcast.catalog import Device
+from peakcast.catalog.speeds import has_data_sheet
 from peakcast.core.errors import SpecError
 from peakcast.core.findings import Finding, sentences
 from peakcast.dialects.common.job_file import read_mapping
@@ -33,7 +34,7 @@ class Offer:
     """None if no number of them is enough."""
     plan: Plan | None
     tokens_per_second: float | None
-    """Of all GPUs together, estimated from data sheets."""
+    """Of all GPUs together, estimated from data sheets; None if the type's speed is not known."""
     price_per_hour: float | None
     """Of all GPUs together; None if no price is given."""
 
@@ -65,6 +66,11 @@ class Offers:
     findings: tuple[Finding, ...] = ()
 
     @property
+    def recommended(self) -> Offer | None:
+        """The first offer if it surely fits: the cheapest, or, without prices, that of the fewest GPUs."""
+        return self.offers[0] if self.fits == "yes" else None
+
+    @property
     def fits(self) -> Fits:
         """Whether the job fits on any of them."""
         return self.offers[0].fits if self.offers else "no"
@@ -77,6 +83,7 @@ class Offers:
     def to_mapping(self) -> dict[str, Any]:
         """As JSON has it."""
         return {
+            "recommended": self.recommended.to_mapping() if self.recommended is not None else None,
             "offers": [offer.to_mapping() for offer in self.offers],
             "warnings": list(self.warnings),
             "findings": [finding.to_mapping() for finding in self.findings],
@@ -116,7 +123,7 @@ def _offer(device: Device, plan: Plan | None, price: float | None) -> Offer:
         gpu=device.name,
         num_gpus=ranks,
         plan=plan,
-        tokens_per_second=sequences * job.sequence_length / seconds,
+        tokens_per_second=sequences * job.sequence_length / seconds if has_data_sheet(device.name) else None,
         price_per_hour=None if price is None else price * ranks,
     )
 

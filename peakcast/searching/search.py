@@ -20,6 +20,7 @@ from peakcast.models.baseline.baseline import usable_bytes
 from peakcast.models.baseline.measured_constants import known_context_bytes
 from peakcast.models.ledger.recorded.covering import cannot_be_recorded, no_recipe
 from peakcast.models.prediction.predict import could_surely_fit, predict
+from peakcast.models.prediction.verdict import ranks_of_a_node
 from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.lent import lent as brought
 from peakcast.models.recipes.shelf import wants_recipe
@@ -87,7 +88,7 @@ def search(
         say(f"{len(every):,} candidates, {num_left:,} of them not too heavy; {message}")
 
     with lending(lent), Workers(Question(every, device, room, findings, lent), processes) as workers:
-        plans = _plans(workers, in_order(workers, left, tell), top, tell)
+        plans, num_beyond_host = _plans(workers, in_order(workers, left, tell), top, tell)
     plans.sort(key=lambda p: (p.fits != "yes", *order(p.job, p.cost), p.peak_device_bytes.point))
     return Found(
         gpu=device.name,
@@ -97,6 +98,7 @@ def search(
         num_ruled_out=len(every) - num_left,
         left_out=left_out,
         plans=tuple(plans),
+        num_beyond_host=num_beyond_host,
     )
 
 
@@ -123,8 +125,9 @@ def _recorded(every: list[TrainingJob], record: Record) -> tuple[list[TrainingJo
     )
 
 
-def _plans(workers: Workers, walked: Iterator[Candidate], top: int, say: Progress) -> list[Plan]:
-    """The first `top` of `walked` that surely fit; if there are fewer, the first ones that may fit are added."""
+def _plans(workers: Workers, walked: Iterator[Candidate], top: int, say: Progress) -> tuple[list[Plan], int]:
+    """The first `top` of `walked` that surely fit; if there are fewer, the first ones that may fit are added. And how many
+    were left out then, because they need more host memory than the node has."""
     seen: list[Candidate] = []
     plans: dict[Candidate, Plan | None] = {}
 
@@ -146,15 +149,17 @@ def _plans(workers: Workers, walked: Iterator[Candidate], top: int, say: Progres
         sure = [plan for plan in plans.values() if plan is not None and plan.fits == "yes"]
         say(f"{len(sure)} of {top} plans found")
     others: list[Plan] = []
+    num_beyond_host = 0
     waiting = (candidate for candidate in seen if candidate not in plans)
     for candidate in seen if len(sure) < top else ():
         while candidate not in plans:
             predict_next(waiting)
         plan = plans[candidate]
-        others += [plan] if plan is not None and plan.fits == "uncertain" else []
+        num_beyond_host += plan is not None and plan.beyond_host
+        others += [plan] if plan is not None and plan.fits == "uncertain" and not plan.beyond_host else []
         if len(sure) + len(others) >= top:
             break
-    return (sure + others)[:top]
+    return (sure + others)[:top], num_beyond_host
 
 
 def _planned(question: Question, candidate: Candidate) -> Plan | None:
@@ -172,6 +177,9 @@ def planned(job: TrainingJob, device: Device, known: Cost | None = None, finding
         fits=answer.fits,
         peak_device_bytes=answer.peak_device_bytes,
         peak_host_bytes=answer.peak_host_bytes,
+        node_host_bytes=(node_host_bytes := answer.peak_host_bytes.point * ranks_of_a_node(job, device)),
+        beyond_host=device.host_memory_bytes is not None and node_host_bytes > device.host_memory_bytes,
+        limit=answer.limit,
         headroom_bytes=usable_bytes(job, device) - answer.peak_device_bytes.upper_95,
         cost=known or cost(job, device),
     )

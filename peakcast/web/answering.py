@@ -21,12 +21,14 @@ LIMITS = Limits(seconds=30.0, memory_bytes=2 * GIB)
 
 
 def panels_of(asked: Asked) -> tuple[str, ...]:
-    """The panels of one question: answer, timeline, layers, notes, job file, link. Raises: SpecError or CatalogError."""
+    """The panels of one question: answer, timeline, layers, communication, notes, job file, link. Raises: SpecError or
+    CatalogError."""
     found = answered(asked)
     return (
         panels.answer_html(found),
         panels.timeline_html(found),
         panels.layers_html(found),
+        panels.communication_html(found),
         panels.notes_html(found),
         job_text(found.job, as_json=False),
         panels.link_html(to_query(asked)),

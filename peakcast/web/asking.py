@@ -12,6 +12,7 @@ from typing import Any
 
 from peakcast.answers.explanation import Explanation
 from peakcast.answers.prediction import Answer
+from peakcast.catalog import Device
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.common.text import no_files
@@ -60,6 +61,7 @@ class Answered:
 
     asked: Asked
     job: TrainingJob
+    device: Device
     prediction: Answer
     explanation: Explanation
 
@@ -82,7 +84,7 @@ def answered(asked: Asked) -> Answered:
     asked_about = replace(read, translation=translation)
     prediction = full_answer(asked_about)
     explained = explanation(job, read.device, prediction.rank)
-    return Answered(asked=asked, job=job, prediction=prediction, explanation=explained)
+    return Answered(asked=asked, job=job, device=read.device, prediction=prediction, explanation=explained)
 
 
 def _check_sizes(job: TrainingJob) -> None:

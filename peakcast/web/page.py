@@ -44,7 +44,22 @@ SHOW_ANSWER = """() => {
   if (answer.getBoundingClientRect().top > innerHeight) answer.scrollIntoView({behavior: "smooth"});
 }"""
 """On a narrow screen the answer is below the inputs, out of sight of the button."""
-NUM_OUTPUTS = 6
+SAY_ANSWER = """() => {
+  const said = document.createElement("p");
+  said.id = "said";
+  said.setAttribute("role", "status");
+  document.body.append(said);
+  const say = () => {
+    const parts = document.querySelectorAll("#answer h2, #answer h2 + p");
+    said.textContent = Array.from(parts, part => part.textContent).join(" ");
+  };
+  const changes = {childList: true, subtree: true, characterData: true};
+  new MutationObserver(say).observe(document.getElementById("answer"), changes);
+  say();
+}"""
+"""Screen readers announce the verdict and its numbers when they change, and not the whole answer: an element that exists
+before has their text (WAI-ARIA 1.2, role status)."""
+NUM_OUTPUTS = 7
 
 
 def ask(
@@ -57,7 +72,8 @@ def ask(
     gpus_per_node: int | None,
     *values: Any,
 ) -> tuple[str, ...]:
-    """The panels of one question: answer, timeline, layers, notes, job file, link. An error is shown in the first."""
+    """The panels of one question: answer, timeline, layers, communication, notes, job file, link. An error is shown in the
+    first."""
     knobs = {name: value for name, value in zip(KNOBS, values, strict=True) if value not in (None, AS_GIVEN)}
     asked = Asked(
         text=text or "",
@@ -130,6 +146,8 @@ def page(*, reports: bool) -> gr.Blocks:
                 timeline = gr.HTML(elem_id="timeline", elem_classes="page")
                 with gr.Accordion("Layer by layer", open=False):
                     layers = gr.HTML(elem_classes="page")
+                with gr.Accordion("What is sent between GPUs", open=False):
+                    communication = gr.HTML(elem_classes="page")
                 with gr.Accordion("Assumptions, warnings, and what is not modelled", open=False):
                     notes = gr.HTML(elem_classes="page")
                 with gr.Accordion("The job as a file for the command line", open=False):
@@ -169,11 +187,12 @@ def page(*, reports: bool) -> gr.Blocks:
                 with gr.Accordion("Change the layout over GPUs", open=False):
                     knobs += _knobs(LAYOUT)
         inputs = [text, num_gpus, model, versions, gpu, host_memory, per_node, *knobs]
-        outputs = [answer, timeline, layers, notes, job, link]
+        outputs = [answer, timeline, layers, communication, notes, job, link]
         changed = [button.click, *(box.submit for box in (text, model, versions))]
         changed += [box.input for box in (num_gpus, gpu, host_memory, per_node, *knobs)]
         gr.on(changed, ask, inputs, outputs, api_name="ask", concurrency_limit=AT_ONCE)
         button.click(None, None, None, js=SHOW_ANSWER)
+        blocks.load(None, None, None, js=SAY_ANSWER)
         blocks.load(restored, None, [*inputs, *outputs], api_name=False, concurrency_limit=AT_ONCE)
     return blocks
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING, Any
@@ -12,12 +13,14 @@ from peakcast.answers.prediction import QUANTITIES, SEEN_BY
 from peakcast.answers.remarks import verdict_reason, verdict_words, warning_sentences
 from peakcast.core.drawing import inline_svg
 from peakcast.core.findings import ordered, sentences
-from peakcast.core.units import GIB, format_gib
+from peakcast.core.units import GIB, MIB, format_gib
+from peakcast.models.prediction.verdict import ranks_of_a_node
 from peakcast.printing.steps import flags_text
 from peakcast.web.asking import Answered
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+    from markupsafe import Markup
 
 STYLES = {"yes": "fits", "no": "not", "uncertain": "unsure"}
 """`Prediction.fits` -> class in the page's style sheet."""
@@ -40,6 +43,7 @@ def answer_html(found: Answered) -> str:
         prediction=p,
         capacity=100 * p.capacity_bytes / scale,
         quantities=[_quantity(p, name, scale) for name in QUANTITIES],
+        host=_host(found),
         largest=p.largest[:TOP],
         warnings=warning_sentences(p.findings),
         sentences=e.peak.sentences,
@@ -52,6 +56,17 @@ def _quantity(prediction: Any, name: str, scale: int) -> dict[str, Any]:
     bar = getattr(prediction, name)
     shares = {end: 100 * getattr(bar, end) / scale for end in ("point", "lower", "upper")}
     return {"name": quantity_name(name), "bar": bar, "shares": shares, "seen": SEEN_BY[name]}
+
+
+def _host(found: Answered) -> str:
+    """What the host memory of a rank means for its node: a sentence; "" if none is needed."""
+    bar = found.prediction.peak_host_bytes
+    if not bar.upper_95:
+        return ""
+    ranks = ranks_of_a_node(found.job, found.device)
+    given = found.device.host_memory_bytes
+    there = f" of {format_gib(given)}" if given is not None else ""
+    return f"{format_gib(bar.point * ranks)}{there} for the {ranks} {'rank' if ranks == 1 else 'ranks'} of a node"
 
 
 def timeline_html(found: Answered) -> str:
@@ -68,6 +83,19 @@ def layers_html(found: Answered) -> str:
     rows = found.explanation.modules
     total = {name: sum(getattr(row, name) for row in rows) for name in ("num_parameters", *COLUMNS, "at_peak")}
     return _render("layers.html.j2", rows=rows, columns=[*COLUMNS, "at_peak"], total=total)
+
+
+def communication_html(found: Answered) -> str:
+    """What the rank sends in one step, and to how many ranks."""
+    e = found.explanation
+    return _render(
+        "communication.html.j2",
+        rank=e.rank,
+        groups=e.groups,
+        rows=e.communication,
+        sent_bytes=sum(row.sent_per_iteration_bytes for row in e.communication),
+        notes=e.communication_notes,
+    )
 
 
 def notes_html(found: Answered) -> str:
@@ -94,6 +122,13 @@ def fault_html(message: str) -> str:
     return _render("fault.html.j2", message=message[:1].upper() + message[1:] if first.isalpha() else message)
 
 
+def breakable(name: str) -> Markup:
+    """`name`, escaped, which a browser may break after a dot or an underscore."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub(r"([._])(?=.)", r"\1<wbr>", str(escape(name))))
+
+
 @cache
 def _environment() -> Environment:
     from jinja2 import DictLoader, Environment, StrictUndefined
@@ -105,6 +140,9 @@ def _environment() -> Environment:
     )
     environment.filters.update(
         gib=lambda value: format_gib(value),
+        gib2=lambda value: f"{value / GIB:,.2f}",
+        mib2=lambda value: f"{value / MIB:,.2f}",
+        breakable=breakable,
         gib3=lambda value: f"{value / GIB:.3f}",
         phase=phase_title,
         category=category_name,

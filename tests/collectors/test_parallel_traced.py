@@ -63,6 +63,16 @@ PIPELINES = {
 }
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+def test_generation_under_transformers_plan_equals_its_trace(ledger_equals_trace, cache):
+    """Each rank has its heads' part of the cache, and its part of the matrices."""
+    cell = {"architecture": QWEN, "sequence_length": 64, "micro_batch_size": 2, "parallelism.tensor_parallel_size": 2}
+    cell |= {"task": "inference", "inference": {"prompt_length": 64, "new_tokens": 4, "cache": cache}}
+    (job,) = expand({"include": [cell]})
+    assert out_of_scope(job) == ""
+    ledger_equals_trace(job, rel=1e-3)
+
+
 def test_transformers_plan_and_the_adapters_that_follow_it_equal_their_trace_phase_by_phase(ledger_equals_trace):
     """Within 0.5 % of the phase's peak and 0.1 % of the whole step's, in the first and in a steady step."""
     cell = {"architecture": QWEN, "sequence_length": 256, "micro_batch_size": 2, "parallelism.tensor_parallel_size": 2}

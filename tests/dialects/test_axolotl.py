@@ -104,7 +104,7 @@ def test_experts_are_computed_and_spread_as_asked():
     assert found.job.framework_options["experts_implementation"] == "loop"
     assert found.job.parallelism.expert_parallel_size == found.job.parallelism.data_parallel_size == 2
     other = read("mistralai/Mixtral-8x7B-v0.1", experts_implementation="scattermoe")
-    assert other.unsupported == ("experts_implementation=scattermoe is not modelled; grouped_mm is taken.",)
+    assert other.unsupported == ("experts_implementation=scattermoe is not modelled; grouped_mm is assumed.",)
     with pytest.raises(SpecError, match="needs a mixture-of-experts architecture"):
         read(expert_parallel_size=2)
 

@@ -23,9 +23,13 @@ REFUSED = Path(__file__).parent / "refused"
 """Files in the shape and with the keys that the projects publish."""
 FOUND = {
     "a Megatron-Bridge configuration": [BRIDGE, OVERRIDES, PERFORMANCE, REFUSED / "bridge_performance.sh"],
-    "a NeMo 2 recipe": [NEMO_2, REFUSED / "nemo_llm.sh"],
+    "a NeMo 2 recipe": [NEMO_2, REFUSED / "nemo_llm.sh", "nemo.collections.llm.recipes.llama3_8b"],
     "an LLM Foundry configuration": [FOUNDRY],
     "an ms-swift command that trains nothing": [SWIFT],
+    "an inference server": [
+        "vllm serve meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 2 --gpu-memory-utilization 0.9\n",
+        REFUSED / "sglang.sh",
+    ],
     "a nanoGPT run": [NANO_GPT],
     "a nanochat run": [REFUSED / "nanochat.sh", '{"model_config": {"sequence_len": 2048, "n_layer": 20, "n_kv_head": 10}}'],
     "a MaxText configuration": [

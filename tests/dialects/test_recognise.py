@@ -363,7 +363,7 @@ def test_a_file_that_is_not_needed_is_said(files):
     values = {"base_model": "gpt2", "micro_batch_size": 1, "sequence_len": 64}
     (files / "axolotl.yml").write_text(json.dumps(values))
     warnings = translation_of(files / "axolotl.yml", beside(files, "ds_config", num_gpus=1)).warnings
-    assert any("ds_config.json is given beside axolotl.yml, which does not use it" in warning for warning in warnings)
+    assert any("ds_config.json is given with axolotl.yml, which does not use it" in warning for warning in warnings)
 
 
 def test_a_job_file_says_its_layout_itself(tmp_path):
@@ -389,4 +389,4 @@ def test_the_least_number_of_gpus_for_a_layout_is_taken_where_none_is_given():
     )
     translation = from_arguments(f"{words} {layout}".split(), {})
     assert translation.job.parallelism.world_size == 2 * 8  # 2 stages × (4 experts' ranks × tensor-parallel size 2)
-    assert any("16 is taken, the least for this layout" in sentence for sentence in translation.assumptions)
+    assert any("16 is assumed, the least for this layout" in sentence for sentence in translation.assumptions)

@@ -179,6 +179,13 @@ def test_a_missing_file_is_answered_with_the_least_that_would_do(line, said):
     assert bool(found) == bool(said)
 
 
+@pytest.mark.parametrize("line", ["    from unsloth import FastLanguageModel", '  File "/x/unsloth/__init__.py", line 9'])
+def test_a_script_with_unsloth_that_fails_is_told_that_predict_reads_it(line):
+    said = hint([line, "ModuleNotFoundError: No module named 'unsloth'"])
+    assert "`peakcast predict SCRIPT` reads what a script with Unsloth says" in said
+    assert "Unsloth" not in hint(["    import torch", "ModuleNotFoundError: No module named 'torch'"])
+
+
 def test_a_shell_script_has_the_arguments_that_it_is_given(tmp_path):
     script = tmp_path / "train.sh"
     script.write_text(f'GPUS=${{1:-2}}\nshift\ntorchrun --nproc-per-node $GPUS {SCRIPT} --name "${{1:-none}}" "$@"\n')

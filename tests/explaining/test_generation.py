@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from peakcast import api
+from peakcast import api, catalog
 from peakcast.answers.labels import phase_title
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.explaining.generation import cache_bytes_per_token
 from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.printing.screen import prediction_text
 from peakcast.timelines.timeline import Category
 
@@ -41,6 +42,31 @@ def test_prefill_and_decoding_have_peaks_and_the_higher_is_the_peak() -> None:
     assert "The peak is in prefill:" in prediction_text(answer)
     longer = generation(inference={"prompt_length": 16, "new_tokens": 2048})
     assert "The peak is in decoding:" in prediction_text(api.predict(longer, "L4"))
+
+
+def test_ranks_of_tensor_parallelism_share_the_heads_and_each_keeps_its_part_of_the_cache() -> None:
+    alone, shared = generation(), generation(parallelism={"tensor_parallel_size": 2})
+    assert cache_bytes_per_token(shared) == cache_bytes_per_token(alone) // 2
+    ends = [api.explain(job, "L4").timeline for job in (alone, shared)]
+    caches = [end.composition(len(end.phases) - 1)[Category.KV_CACHE] for end in ends]
+    assert caches[1] == caches[0] // 2
+    cache, server = api.predict(shared, "L4").remarks
+    assert "16 KiB for each token on each of 2 GPUs" in cache
+    assert "of each GPU" in server
+
+
+def test_what_only_training_needs_is_no_reason_against_generation_under_tensor_parallelism() -> None:
+    shared = {"parallelism": {"tensor_parallel_size": 2}, "optimizer": {"name": "muon"}}
+    assert out_of_scope(generation(**shared)) == ""
+    assert "modelled in training only" in out_of_scope(generation(framework="torch", **shared))
+
+
+def test_the_share_that_a_server_needs_holds_weights_activations_and_the_cache_of_all_tokens() -> None:
+    answer = api.predict(generation(micro_batch_size=64), "L4")
+    needed = float(answer.remarks[1].rsplit("=", 1)[1].rstrip("."))
+    cache = 64 * (PROMPT + NEW - 1) * cache_bytes_per_token(generation())
+    taken = answer.peak_allocated_bytes.point - answer.composition.get("kv_cache", 0)
+    assert 0 <= needed * catalog.gpu("L4").cuda_memory_bytes - taken - cache <= 0.01 * catalog.gpu("L4").cuda_memory_bytes
 
 
 def test_training_has_neither_a_cache_nor_its_sentences() -> None:

@@ -78,6 +78,18 @@ def test_the_worst_rank_is_found_among_the_pipeline_stages(fakes):
     assert (first.rank, worst.peak_allocated_bytes - first.peak_allocated_bytes) == (0, LOGITS)
 
 
+def test_every_timeline_is_made_once(fakes):
+    made = []
+
+    def ledger(job, **which):
+        made.append((job, *sorted(which.items())))
+        return fakes.ledger(job, **which)
+
+    job = fakes.job(parallelism=Parallelism(pipeline_parallel_size=4, data_parallel_size=2, zero_stage=1))
+    baseline(job, fakes.devices["H100-80GB"], ledger=ledger)
+    assert len(made) == len(set(made)) >= 5  # the steady step of each stage, and the first step of the worst
+
+
 def test_each_axis_of_more_than_one_rank_has_a_communicator(fakes):
     job = fakes.job(parallelism=Parallelism(data_parallel_size=4, tensor_parallel_size=2))
     assert communicator_bytes(job, fakes.devices["A100-80GB"]) == (688 + 544 + 128) * MIB

@@ -189,6 +189,18 @@ def test_what_no_entry_takes_over_is_freed_between_steps():
     assert run.peak_reserved_bytes == 30 * MIB
 
 
+def test_equal_tensors_continue_one_by_one_then_those_of_equal_size_and_the_rest_is_freed():
+    left_by = [("a", 2), ("a", 2), ("b", 2), ("c", 2), ("d", 1)]
+    before = step(*((name, size * MIB, 0, 99) for name, size in left_by))
+    after = step(*((name, size * MIB, 0, 99) for name, size in [("b", 2), ("a", 2), ("new name", 2), ("larger", 9)]))
+    continued, holders, left = allocator_events._match_survivors(after, before, np.arange(5))
+    exact = dict(zip(continued.tolist(), holders.tolist(), strict=True))
+    assert (exact[0], exact[1]) == (2, 0)
+    assert set(exact) == {0, 1, 2}  # nothing had the size of the larger one
+    assert exact[2] in (1, 3)
+    assert set(left.tolist()) == {1, 3, 4} - {exact[2]}
+
+
 def test_twenty_thousand_events_take_tens_of_milliseconds():
     random = np.random.default_rng(0)
     born = np.sort(random.integers(0, 5000, 10_000))

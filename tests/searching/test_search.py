@@ -256,53 +256,6 @@ def test_layers_beside_ends_make_stages_of_a_depth_that_divides_nothing():
     assert found[2] == ()
 
 
-# -- GPU types ----------------------------------------------------------------------------------------------------------
-
-
-def test_the_cheapest_gpu_type_that_surely_fits_comes_first():
-    prices = {"H100-80GB": 2.0, "A100-80GB": 1.0, "RTX4090": 0.1}
-    job = job_from_mapping({"architecture": "llama-3.1-8b", "sequence_length": 512})
-    found = api.search(job, None, num_gpus=1, price=prices)
-    by_type = {offer.gpu: offer for offer in found.offers}
-    assert list(by_type)[-1] == "RTX4090"
-    assert by_type["RTX4090"].fits == "no"
-    first, second = found.offers[:2]
-    assert first.fits == second.fits == "yes"
-    assert first.price_per_million_tokens < second.price_per_million_tokens
-    h100 = by_type["H100-80GB"]
-    assert h100.price_per_hour == 2.0
-    assert h100.price_per_million_tokens == pytest.approx(2.0 / (h100.tokens_per_second * 3600) * 1e6)
-
-
-def test_without_prices_the_fewest_gpus_come_first():
-    found = api.search("llama-3.1-8b", "H100-80GB, B200")
-    assert [offer.gpu for offer in found.offers] == ["B200", "H100-80GB"]
-    assert [offer.num_gpus for offer in found.offers] == sorted(offer.num_gpus for offer in found.offers)
-    for offer in found.offers:
-        assert api.predict(offer.plan.job, offer.gpu).fits == offer.fits == "yes"
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        ({"price": {"H100-80GB": 0}}, "price of H100-80GB=0 must be a number above 0"),
-        ({"price": {"H100-80GB": "cheap"}}, "price of H100-80GB='cheap' must be a number"),
-        ({"find": "micro_batch_size"}, "find='micro_batch_size' asks about one GPU type"),
-    ],
-)
-def test_questions_about_types_that_make_no_sense_are_a_sentence(options, words):
-    with pytest.raises(SpecError, match=words):
-        api.search(ADAPTERS, "A100-80GB,H100-80GB", **options)
-
-
-@pytest.mark.parametrize("gpu", catalog.gpu_names())
-def test_every_gpu_type_has_the_speed_of_a_data_sheet(gpu):
-    found = speed(gpu)
-    assert found.bf16_tflops * 1e12 > 1000 * found.link_gb_per_s
-    assert found.network_gb_per_s <= found.link_gb_per_s
-    assert (found == speed("H100-80GB")) == (gpu in ("H100-80GB", "H200", "GH200-96GB"))
-
-
 @pytest.mark.parametrize("name", ["micro_batch_size", "sequence_length"])
 def test_the_largest_that_fits_fits_and_the_next_does_not_surely(name):
     found = largest(ADAPTERS, A100, name)

@@ -8,7 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peakcast import api
 from peakcast.core.errors import CatalogError, SpecError
+from peakcast.core.units import GIB, format_gib
 from peakcast.web.asking import MOST_CHARACTERS, Asked, answered
 from peakcast.web.links import from_query, to_query
 
@@ -57,14 +59,34 @@ def test_the_panels_show_each_quantity_with_its_bar():
     from peakcast.web.answering import panels_of
 
     asked = Asked(text="llama-3.2-1b")
-    answer, timeline, layers, notes, job, link = panels_of(asked)
+    answer, timeline, layers, communication, notes, job, link = panels_of(asked)
     for name in ("allocated", "reserved", "device", "host"):
         assert f'<th scope="row">{name}<br>' in answer
     assert "<svg" in timeline
     assert "<table" in layers
+    assert "One rank alone sends nothing" in communication
     assert "batches of other lengths" in notes
     assert job.startswith("architecture: llama-3.2-1b")
     assert to_query(asked) in link
+
+
+def test_the_panels_of_a_job_that_shards_and_offloads_show_what_is_sent_and_the_memory_of_the_host():
+    from peakcast.web.answering import panels_of
+
+    job = {"architecture": "llama-3.2-1b", "framework": "deepspeed", "offload": {"optimizer": True}}
+    job |= {"parallelism": {"data_parallel_size": 4, "zero_stage": 3}}
+    answer, _, _, communication, *_ = panels_of(Asked(text=json.dumps(job), host_memory_gib=512))
+    expected = api.predict(job, "H100-80GB", host_memory_gib=512).peak_host_bytes.point
+    assert f"{format_gib(4 * expected)} of {format_gib(512 * GIB)} for the 4 ranks of a node" in answer
+    sent = sum(row.sent_per_iteration_bytes for row in api.explain(job, "H100-80GB").communication)
+    assert f"sends {format_gib(sent)} in one optimizer step" in communication
+    assert "all-gather" in communication
+
+
+def test_names_break_after_dots_and_underscores_and_stay_escaped():
+    from peakcast.web.panels import breakable
+
+    assert breakable("a.b_c<") == "a.<wbr>b_<wbr>c&lt;"
 
 
 @pytest.mark.parametrize(

@@ -103,6 +103,31 @@ def test_it_works_with_the_keyboard_alone(page):
     answered(page, "opt-125m on ")
 
 
+def test_every_control_has_a_label_and_a_visible_focus(page):
+    """By Chromium's accessibility tree, which is what a screen reader is given."""
+    tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
+    roles = ("textbox", "spinbutton", "combobox", "button", "link", "region", "searchbox", "checkbox")
+    controls = [node for node in tree if node.get("role", {}).get("value") in roles]
+    assert len(controls) > 15
+    assert [node for node in controls if not node.get("name", {}).get("value", "").strip()] == []
+    page.focus("#text textarea")
+    seen = set()
+    for _ in range(18):
+        page.keyboard.press("Tab")
+        seen.add(page.evaluate("(e => e.tagName + ',' + getComputedStyle(e).outlineStyle)(document.activeElement)"))
+    assert {style for style in seen if not style.startswith("BODY")} >= {"BUTTON,solid", "INPUT,solid"}
+    assert not any(style.endswith("none") for style in seen if not style.startswith("BODY"))
+
+
+def test_the_verdict_is_announced_to_screen_readers(page):
+    page.fill("#text textarea", "gpt2")
+    page.click("#predict")
+    answered(page, "gpt2 on ")
+    page.wait_for_function("document.querySelector('#said').textContent.includes('gpt2 on ')")
+    assert page.get_attribute("#said", "role") == "status"
+    assert page.inner_text("#answer h2") in page.text_content("#said")
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [("{", "No answer"), ("x" * 300_000, "at most 200,000"), ("<img src=x onerror=alert(1)>", "No answer")],

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
-from peakcast.models.ledger.layouts.module_tree import Block, ModulePath, path_of
+from peakcast.models.ledger.layouts.module_tree import Block
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.models.ledger.tape.template import Template
@@ -79,14 +79,10 @@ class ShardedLayout(Layout):
     def after_backward(self, step: Step, run: Run) -> None:
         added = self.has_gradient(run.module, run.template, begun=False)
         for unit in self._of_module.get(run.module, []):
-            following = self.unit_before(unit) if self.prefetches else None
-            if (
-                following is not None
-                and unit.hook is not None
-                and unit.modules[-1] == run.module
-                and run.module not in following.modules
-            ):
-                self.prefetch(step, following, born=_hooked(run, unit.hook))
+            hook, following = unit.hook, self.unit_before(unit) if self.prefetches and unit.hook else None
+            if hook and following and unit.modules[-1] == run.module and run.module not in following.modules:
+                hooked = run.template.backward_marks.get(hook, (0,))[0]  # in a fused loss no lm_head runs backward
+                self.prefetch(step, following, born=(run.backward_start or 0) + hooked)
             if len(run.template.gradient_columns) and not added:
                 unit.runs.append(run)  # else added in place to the existing gradients
             if run.template.num_forward and not unit.reduces_at_end:  # the weights' half of a split backward runs no hook
@@ -189,9 +185,3 @@ class ShardedLayout(Layout):
         """The unit whose backward comes next: the one before it in forward; None for the first."""
         index = self.units.index(unit)
         return self.units[index - 1] if index else None
-
-
-def _hooked(run: Run, module: ModulePath) -> int:
-    """The instant at which a module begins to run backward or, if it does not, as in a fused loss, its block does."""
-    labels = run.template.backward_labels
-    return (run.backward_start or 0) + next((at for at, label in enumerate(labels) if path_of(label).is_inside(module)), 0)

@@ -6,7 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.module_tree import LM_HEAD, Block, ModulePath
+from peakcast.models.ledger.layouts.module_tree import Block
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run
 
 ENDS = (Block.EMBEDDING.value, Block.HEAD.value)
@@ -28,8 +29,8 @@ class Unit:
     """The unit after it prefetches it in backward, although its own backward never runs: its output has no gradient."""
     operation: str = ""
     """The one operation of a block that reads its tensors, for which alone they are gathered; "": the whole block."""
-    hook: ModulePath | None = None
-    """The module whose backward waits for the gather and starts the next prefetch; None: the block's first."""
+    hook: Mark | None = None
+    """The operation whose backward waits for the gather and starts the next prefetch; None: the block's first."""
     sent: list[int] = field(default_factory=list)
     """Handles of an all-gather's output that has not been copied out yet."""
     gathered: list[int] = field(default_factory=list)
@@ -85,12 +86,12 @@ def units_by_layer(
         left += [tensor for tensor in head if not tensor.of_lm_head]
         head = [tensor for tensor in head if tensor.of_lm_head]
     if tied:  # gathered for the embedding, whose input has no gradient
-        tail = Unit("tail", ENDS, (*table, *head), True, reduces_at_end=True, hook=LM_HEAD)
+        tail = Unit("tail", ENDS, (*table, *head), True, reduces_at_end=True, hook=Mark.LM_HEAD)
         units = [*layers, tail]
     else:
         in_vain = first_layer_without_gradient
         first = Unit("embedding", ENDS[:1], tuple(table), reduces_at_end=True, fetched_in_vain=in_vain)
-        tail = Unit("tail", ENDS[1:], tuple(head), True, hook=LM_HEAD)
+        tail = Unit("tail", ENDS[1:], tuple(head), True, hook=Mark.LM_HEAD)
         units = [*([first] if table else []), *layers, *([tail] if head else [])]  # a pipeline stage may lack either
     if left:
         units.append(Unit("root", ENDS, tuple(left), stays_after_forward=True, reduces_at_end=True))

@@ -11,6 +11,7 @@ from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Buckets, Part
 from peakcast.models.ledger.layouts.zero12_bucket import Arrival, Bucket
 from peakcast.models.ledger.layouts.zero12_division import Division
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category, Phase
@@ -178,7 +179,7 @@ class Zero12(Partitions):
         if self._table.is_summed_by(run):
             step.free(self._table.half)
             (table,) = (t for t in self.trained if t.is_token_table)
-            at = template.backward_labels.index("tied_weight")
+            at = template.backward_marks[Mark.TIED_TABLE][0]
             self._arrive(step, table, begin + at, self.ended_bytes(run, at), begin + at)
 
     def _tensors_of(self, module: str, template: Template) -> dict[int, StoredTensor]:

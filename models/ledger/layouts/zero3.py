@@ -23,6 +23,7 @@ from peakcast.models.ledger.layouts.zero3_turns import within_first
 from peakcast.models.ledger.layouts.zero3_visits import Pass, Turn, passage
 from peakcast.models.ledger.layouts.zero3_weights import Engine
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.timelines.timeline import Category, Phase
 
@@ -230,7 +231,7 @@ class Zero3(Partitions):
         if self._half and block_of(run.module) is Block.EMBEDDING and not self._modules.between_stacks:
             step.free(self._half)
             (table,) = (t for t in self._modules.tensors[run.module] if t.is_token_table)
-            summed = template.backward_labels.index("tied_weight")
+            summed = template.backward_marks[Mark.TIED_TABLE][0]
             self._arrive(step, run, summed, Gradient(table.numel, begins + summed))
 
     def _arrive(self, step: Step, run: Run, at: int, gradient: Gradient) -> None:

@@ -7,11 +7,11 @@ from collections import defaultdict
 from functools import lru_cache
 
 from peakcast.catalog import Device
+from peakcast.core.units import FP32
 from peakcast.models.ledger.megatron.buffers import MXFP8_BLOCK, is_fp8_parameter, shares_gradient_buffer
 from peakcast.models.ledger.megatron.first_runs import FirstRuns
 from peakcast.models.ledger.megatron.parameters import layer_parameters
 from peakcast.models.ledger.megatron.share import RankShare, weights_share
-from peakcast.models.ledger.megatron.states import FP32
 from peakcast.models.ledger.tape.step import Step
 from peakcast.models.ledger.tape.workspaces import cublas_workspace_bytes
 from peakcast.timelines.timeline import Category

@@ -14,7 +14,7 @@ from peakcast.networks.families import families_where, family_of
 def tensor_reason(job: TrainingJob) -> Finding | None:
     """Why the ledger does not cover the job's tensor parallelism, as a finding; None if it does."""
     architecture, layout, ranks = job.architecture, job.parallelism, job.parallelism.tensor_parallel_size
-    library = job.framework == "huggingface"
+    library, trains = job.framework == "huggingface", job.task == "train"
     family = family_of(architecture)
     traced = like_llama(architecture) or (library and family.traces.tensor_parallel)
     checks: list[Check] = [
@@ -28,7 +28,7 @@ def tensor_reason(job: TrainingJob) -> Finding | None:
             job.framework not in ("huggingface", "torch"),
             f"tensor parallelism is not modelled for framework={job.framework!r}.",
         ),
-        (job.task != "train", "tensor parallelism is modelled in training only."),
+        (not trains and not library, "tensor parallelism under torch is modelled in training only."),
         (
             bool(left := _adapters_left_out(job)),
             f"finetuning.method={job.finetuning.method!r} under torch's tensor parallelism is compared with traces {left}",
@@ -67,7 +67,7 @@ def tensor_reason(job: TrainingJob) -> Finding | None:
             "sequence_parallel is not part of transformers' tensor-parallel plan for this architecture.",
         ),
         (
-            job.framework == "huggingface" and job.optimizer.name != "adamw",
+            library and trains and job.optimizer.name != "adamw",
             f"optimizer.name={job.optimizer.name!r} cannot step over the mixture of tensors that tensor parallelism leaves "
             "to the Trainer; adamw can.",
             FAILS,
@@ -85,7 +85,7 @@ def tensor_reason(job: TrainingJob) -> Finding | None:
             "parallelism.sharding",
         ),
         (
-            fuses_loss(job),
+            trains and fuses_loss(job),
             "a fused loss under tensor parallelism is not modelled.",
             UNKNOWN,
             "loss.fused_linear_cross_entropy",
@@ -103,7 +103,7 @@ def tensor_reason(job: TrainingJob) -> Finding | None:
             "attention",
         ),
         (
-            library and bool(conventions(job).get("autocast")) and job.precision.compute == "float16",
+            library and trains and bool(conventions(job).get("autocast")) and job.precision.compute == "float16",
             "fp16 under transformers' tensor parallelism fails: GradScaler takes no mixture of tensors; use bf16.",
             FAILS,
             "precision.compute",

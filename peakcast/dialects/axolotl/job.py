@@ -37,7 +37,7 @@ def from_axolotl(pasted: Pasted) -> Translation:
     training = renamed(settings, keys.TRAINING)
     if (where := str(training.get("activation_offloading")).lower()) in keys.OFFLOADED:
         training["activation_offloading"] = True
-        notes.assumptions.append(f"activation_offloading={where!r} is taken as true: activations move to host memory.")
+        notes.assumptions.append(f"activation_offloading={where!r} is treated as true: activations move to host memory.")
     if "per_device_train_batch_size" not in training:
         steps, total = settings.integer("gradient_accumulation_steps"), settings.integer("batch_size")
         training["per_device_train_batch_size"] = total // steps if steps and total else settings.size("micro_batch_size")
@@ -106,7 +106,7 @@ def _experts(job: TrainingJob, settings: Settings) -> TrainingJob:
         return job
     if word and word not in keys.EXPERTS:
         settings.notes.unsupported.append(
-            f"experts_implementation={word} is not modelled; grouped_mm is taken.", "experts_implementation"
+            f"experts_implementation={word} is not modelled; grouped_mm is assumed.", "experts_implementation"
         )
     if keys.EXPERTS.get(word, "grouped_mm") != "grouped_mm":
         options["experts_implementation"] = keys.EXPERTS[word]
@@ -146,7 +146,7 @@ def _precision(settings: Settings, training: dict[str, Any]) -> None:
     named = settings.text("fp16", "false").lower() == "full" or settings.switch("fp16") or settings.switch("float16")
     fp16 = named and not bf16
     if named and bf16:
-        settings.notes.warnings.append("fp16 is set beside bf16; bf16 is taken.", "fp16")
+        settings.notes.warnings.append("fp16 and bf16 are both set; bf16 is used.", "fp16")
     if bf16:
         training["bf16"] = True
     elif fp16:
@@ -166,7 +166,7 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     word = settings.text("gradient_checkpointing", "false").lower()
     if word in ("offload", "offload_disk", "unsloth"):
         settings.notes.unsupported.append(
-            f"gradient_checkpointing={word} is taken as checkpoints that go to host memory.", "gradient_checkpointing"
+            f"gradient_checkpointing={word} is treated as checkpoints that go to host memory.", "gradient_checkpointing"
         )
         training["activation_offloading"] = True
     if word in ("offload", "offload_disk", "unsloth") or settings.switch("gradient_checkpointing"):
@@ -177,13 +177,13 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
             settings.notes.assumptions.append("use_reentrant is not given; the default of axolotl is False.")
     if settings.text("torch_compile").lower() == "auto":
         training["torch_compile"] = False
-        settings.notes.assumptions.append("torch_compile=auto is taken as off.")
+        settings.notes.assumptions.append("torch_compile=auto is treated as off.")
     optimizer = settings.text("optimizer", "adamw_torch_fused")
     if not settings.given("optimizer"):
         settings.notes.assumptions.append(f"optimizer is not given; the default of axolotl is {optimizer}.")
     if optimizer in keys.OPTIMIZERS and optimizer not in keys.SAME:
         settings.notes.unsupported.append(
-            f"optimizer={optimizer} is not modelled; {keys.OPTIMIZERS[optimizer]} is taken in its place.",
+            f"optimizer={optimizer} is not modelled; {keys.OPTIMIZERS[optimizer]} is assumed instead.",
             "optimizer",
             states_direction(optimizer),
         )
@@ -196,7 +196,7 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     if settings.switch("cut_cross_entropy", plugged):  # integrations/cut_cross_entropy/args.py
         training["fused_linear_cross_entropy"] = True
         settings.notes.unsupported.append(
-            "Cut cross entropy is taken as Liger's fused linear cross entropy.", "cut_cross_entropy", "less"
+            "Cut cross entropy is treated as Liger's fused linear cross entropy.", "cut_cross_entropy", "less"
         )
 
 
@@ -214,12 +214,12 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
         settings.notes.ignored += [key for key in keys.ADAPTER if settings.given(key)]
         return None
     if kind not in ("lora", "qlora"):
-        settings.notes.unsupported.append(f"adapter={kind} is not modelled; LoRA is taken in its place.", "adapter")
+        settings.notes.unsupported.append(f"adapter={kind} is not modelled; LoRA is assumed instead.", "adapter")
     if linear:
         if others := sorted(set(settings.words("lora_target_modules")) & set(keys.NOT_LINEAR)):
             settings.notes.unsupported.append(
-                f"lora_target_modules={others} beside lora_target_linear is not modelled; every linear layer but the "
-                "head is taken.",
+                f"lora_target_modules={others} with lora_target_linear is not modelled; every linear layer but the "
+                "head is assumed.",
                 "lora_target_modules",
                 "more",
             )
@@ -234,7 +234,7 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any] | N
         settings.notes.assumptions.append("4-bit weights are NF4 with double quantization, axolotl's default.")
         if settings.raw("bnb_config_kwargs"):
             settings.notes.unsupported.append(
-                "bnb_config_kwargs are not modelled; axolotl's defaults are taken.", "bnb_config_kwargs"
+                "bnb_config_kwargs are not modelled; axolotl's defaults are assumed.", "bnb_config_kwargs"
             )
     elif eight:
         training["quantization_config"] = {"load_in_8bit": True}

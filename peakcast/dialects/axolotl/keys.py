@@ -66,7 +66,7 @@ KERNELS = {
     "lisa_n_layers": "LISA",
     "loraplus_lr_ratio": "LoRA+", "gptq": "GPTQ loading", "qat": "quantization-aware training", "mora": "MoRA",
     "use_scattermoe": "ScatterMoE", "kd_trainer": "distillation", "llama4_linearized_experts": "linearized experts",
-    "tensor_parallel_size": "the Trainer's tensor parallelism beside sharding",
+    "tensor_parallel_size": "the Trainer's tensor parallelism together with sharding",
     "context_parallel_size": "what ring-flash-attn keeps and passes on",
     "sequence_parallel_degree": "what ring-flash-attn keeps and passes on",
     "s2_attention": "LongLoRA's attention", "flash_optimum": "optimum's BetterTransformer",

@@ -12,7 +12,19 @@ XLA = "give it to MaxText's own train_compile, which prints what XLA plans: peak
 DRYRUN = (
     "run it on fake tensors instead, which needs no GPU: peakcast dryrun --gpu H100-80GB -- COMMAND, with its own command"
 )
+SERVED = (
+    "give what it serves as generation: --model, --set task=inference --set inference.prompt_length=2048 --set "
+    "inference.new_tokens=256, --micro-batch-size for sequences at once, --tensor-parallel-size; the answer says how many "
+    "tokens of cache a server has room for"
+)
 FLAGS = "give model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...), named as its fields are"
+NEMO = (
+    "its recipes are Python functions around Megatron-LM, so give their fields as flags: peakcast megatron --num-layers "
+    "... (shapes of the model's config), --tensor-model-parallel-size and its kin (of MegatronStrategy), "
+    "--micro-batch-size, --global-batch-size, --seq-length (of data), --bf16 --use-distributed-optimizer (of optim), and "
+    "--num-gpus (num_nodes × devices)"
+)
+"""Source: NVIDIA/NeMo nemo/collections/llm/recipes/llama3_8b.py, recipes/optim/adam.py (2.x)."""
 
 SWIFT = ("infer", "deploy", "rollout", "eval", "export", "sample", "app", "web-ui")
 
@@ -38,7 +50,7 @@ FOREIGN: tuple[Foreign, ...] = (
         ("megatron.bridge",),
         r"setup_experiment\.py",
     ),
-    Foreign("a NeMo 2 recipe", FLAGS, (), ("nemo.", "nemo_run", "nemo llm", "nemo vlm")),
+    Foreign("a NeMo 2 recipe", NEMO, (), ("nemo.", "nemo_run", "nemo llm", "nemo vlm")),
     Foreign(
         "an LLM Foundry configuration",
         JOB,
@@ -46,6 +58,12 @@ FOREIGN: tuple[Foreign, ...] = (
         ("composer",),
     ),
     Foreign("an ms-swift command that trains nothing", JOB, (), tuple(f"swift {verb}" for verb in SWIFT)),
+    Foreign(
+        "an inference server",
+        SERVED,
+        ("gpu-memory-utilization|max-model-len",),
+        ("vllm", "sglang", "text-generation-launcher"),
+    ),
     Foreign(
         "a nanochat run",
         DRYRUN,
@@ -75,7 +93,8 @@ FOREIGN: tuple[Foreign, ...] = (
 
 _PROGRAM = re.compile(
     r"^[ \t]*(?:python[\d.]*[ \t]+-m[ \t]+)?"
-    r"((?:openrlhf|verl|swift|nemo_run|nemo_automodel|automodel|composer|MaxText)[.\w]*|(?:megatron|nemo) \w+)",
+    r"((?:openrlhf|verl|swift|nemo_run|nemo_automodel|automodel|composer|MaxText|vllm\.|sglang|text-generation-launcher)[.\w]*"
+    r"|(?:megatron|nemo|vllm) \w+)",
     re.MULTILINE,
 )
 _IMPORT = re.compile(r"^[ \t]*(?:from|import)[ \t]+([A-Za-z_][\w.]*)", re.MULTILINE)

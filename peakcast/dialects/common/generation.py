@@ -52,7 +52,7 @@ def generation_of(settings: Settings, batch: str) -> Generation:
     length = sum(given or default for given, default in zip(lengths, defaults, strict=True))
     for part, given, default in zip(("prompt", "completion"), lengths, defaults, strict=True):
         if given is None:
-            notes.assumptions.append(f"max_{part}_length is not given; {default} tokens are taken.")
+            notes.assumptions.append(f"max_{part}_length is not given; {default} tokens are assumed.")
     notes.assumptions.append(
         f"the sequences of GRPO's step are prompts with their completions, of {length} tokens; {batch} counts "
         f"completions, {settings.integer('num_generations', 8)} of which answer one prompt (num_generations)."

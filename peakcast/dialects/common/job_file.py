@@ -14,6 +14,7 @@ from peakcast.core.fields import FrozenMapping, build
 from peakcast.core.findings import Finding
 from peakcast.core.versions import check_versions
 from peakcast.dialects.common import hub, text
+from peakcast.dialects.common.foreign import foreign
 from peakcast.dialects.common.litgpt_targets import PROJECTIONS, litgpt_targets
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Translation
@@ -160,7 +161,7 @@ def read_job(mapping: Mapping[str, Any]) -> Translation:
     if "sequence_length" in mapping or job.sequence_length == DEFAULT_LENGTH:
         return read
     sentence = (
-        f"sequence_length is not given, and {job.sequence_length} is taken instead of {DEFAULT_LENGTH}: "
+        f"sequence_length is not given, and {job.sequence_length} is assumed instead of {DEFAULT_LENGTH}: "
         f"{job.architecture.name!r} has no more positions."
     )
     return replace(read, findings=(*read.findings, Finding("default_changed", "sequence_length", "either", sentence)))
@@ -183,6 +184,9 @@ def _architecture_named(name: str) -> Architecture:
     try:
         return catalog.architecture(name)
     except CatalogError:
+        module = "." in name and "/" not in name  # such as nemo.collections.llm.recipes.llama3_8b
+        if module and (sentence := foreign((), {}, name)):
+            raise SpecError(f"{name} {sentence}", parameter="architecture", value=name) from None
         if not hub.is_hub_id(name) or exists(path):
             raise
     try:

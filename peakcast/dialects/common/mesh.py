@@ -85,7 +85,7 @@ def of_training(job: TrainingJob, mesh: Mapping[str, object], notes: Notes) -> T
     if ulysses and job.parallelism.context_parallel_size > 1:
         notes.unsupported.append(
             "Ulysses sequence parallelism (sp_size, or cp_backend: deepspeed) is not modelled; ranks that share a sequence "
-            "are taken as a ring.",
+            "are treated as a ring.",
             "sp_size",
         )
     if settings.text("cp_comm_strategy", "allgather") == "alltoall" and job.parallelism.context_parallel_size > 1:

@@ -64,7 +64,7 @@ class Pasted:
         """The number of GPUs; `default` with an assumption if it is not given."""
         if self.num_gpus is not None:
             return self.num_gpus
-        notes.assumptions.append(f"the number of GPUs is not given; {default} is taken{why}. --num-gpus changes it.")
+        notes.assumptions.append(f"the number of GPUs is not given; {default} is assumed{why}. --num-gpus changes it.")
         return default
 
     def file(self, name: object, role: str, key: str) -> Mapping[str, Any]:

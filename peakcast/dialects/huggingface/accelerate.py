@@ -150,4 +150,4 @@ def _deepspeed(settings: Settings, pasted: Pasted, notes: Notes) -> Mapping[str,
 def refuse_twice(first: object, second: object, what: str, where: str) -> None:
     """Refuse settings that are given in two files. Raises: SpecError."""
     if first is not None and second is not None:
-        raise SpecError(f"{what} is given twice, in {where} and beside it; keep one.", parameter=what)
+        raise SpecError(f"{what} is given twice, in {where} and in another file; keep one.", parameter=what)

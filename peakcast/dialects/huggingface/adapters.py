@@ -18,10 +18,10 @@ UNSUPPORTED: Mapping[str, str] = {
     "layer_replication": "replicated layers",
     "layers_to_transform": "adapters on some layers only",
     "lora_bias": "adapters with biases",
-    "modules_to_save": "fully trained modules beside the adapters",
+    "modules_to_save": "fully trained modules in addition to the adapters",
     "rank_pattern": "adapter ranks that differ between modules",
     "target_parameters": "adapters on bare parameters",
-    "trainable_token_indices": "trained token embeddings beside the adapters",
+    "trainable_token_indices": "trained token embeddings in addition to the adapters",
     "use_bdlora": "block-diagonal LoRA",
     "use_qalora": "QALoRA",
     "alora_invocation_tokens": "activated LoRA",
@@ -52,7 +52,7 @@ def adapter_of(
     method = _method(named.lower(), adapter, notes)
     if adapter.text("bias", "none") != "none":
         notes.unsupported.append(
-            f"Trained biases (bias={adapter.text('bias')}) beside the adapters are not modelled.", "bias", "more"
+            f"Trained biases (bias={adapter.text('bias')}) in addition to the adapters are not modelled.", "bias", "more"
         )
     for key, what in UNSUPPORTED.items():
         if adapter.raw(key) not in (None, False, [], {}, ()):
@@ -76,7 +76,7 @@ def adapter_of(
 def _method(named: str, adapter: Settings, notes: Notes) -> FinetuningMethod:
     dora = adapter.switch("use_dora")
     if named == "lora" and adapter.raw("init_lora_weights") == MICA:
-        taken = "MiCA (init_lora_weights='mica') trains lora_A alone; LoRA is taken in its place."
+        taken = "MiCA (init_lora_weights='mica') trains lora_A alone; LoRA is assumed instead."
         notes.unsupported.append(taken, "init_lora_weights", "less")
     if named == "lora" and dora:
         return "dora"
@@ -84,7 +84,7 @@ def _method(named: str, adapter: Settings, notes: Notes) -> FinetuningMethod:
         if named == method and method not in ("full", "qlora", "lora_fa"):
             chosen: FinetuningMethod = method
             return chosen
-    notes.unsupported.append(f"peft_type={named.upper()} is not modelled; LoRA is taken in its place.", "peft_type")
+    notes.unsupported.append(f"peft_type={named.upper()} is not modelled; LoRA is assumed instead.", "peft_type")
     return "lora"
 
 
@@ -110,8 +110,8 @@ def _targets(method: FinetuningMethod, adapter: Settings, notes: Notes) -> tuple
     targets = adapter.words("target_modules")
     if any(character in target for target in targets for character in "*|.$^\\"):
         pattern = adapter.text("target_modules")
-        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are taken.", "target_modules")
+        notes.unsupported.append(f"target_modules={pattern!r} is a pattern; the usual targets are used.", "target_modules")
         targets = ()
     if not targets and not method.endswith("tuning"):
-        notes.assumptions.append("target_modules is not given; peft's usual targets of the family are taken.")
+        notes.assumptions.append("target_modules is not given; peft's usual targets of the family are assumed.")
     return targets

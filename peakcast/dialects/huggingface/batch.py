@@ -18,11 +18,11 @@ def sequence_length(training: Settings, notes: Notes) -> int:
     names = ("max_length", "max_seq_length", "model_max_length", "block_size")
     key = next((name for name in names if training.given(name)), None)
     if key is None:
-        notes.assumptions.append("max_length is not given; trl's default 1024 is taken as the sequence length.")
+        notes.assumptions.append("max_length is not given; trl's default 1024 is treated as the sequence length.")
         return 1024
     if not (training.switch("packing") or training.switch("padding_free")):
         notes.assumptions.append(
-            f"sequences are taken as padded to {training.spell(key)}; shorter batches need less. The mask of a padded "
+            f"sequences are treated as padded to {training.spell(key)}; shorter batches need less. The mask of a padded "
             "batch is left out (batch.form: masked counts it)."
         )
     return training.size(key)
@@ -42,7 +42,7 @@ def batch_of(training: Settings, attention: str, versions: Mapping[str, object],
     if not (free or (packing and whole)):
         return Batch()
     if not packing:
-        notes.assumptions.append("padding_free: every sequence is taken as long as it may be; batch.num_tokens says fewer.")
+        notes.assumptions.append("padding_free: every sequence is read as long as it may be; batch.num_tokens says fewer.")
     if attention != "flash_attention_2":
         notes.warnings.append(
             f"A padding-free batch with attention={attention} needs a mask of tokens × tokens, which is counted; flash "

@@ -62,7 +62,7 @@ def engine_optimizer(engine: Settings | None, notes: Notes) -> Optimizer | None:
         raise engine.refuse("optimizer", 'must be a mapping with a type, such as {"type": "AdamW"}')
     if kind not in OPTIMIZERS:
         notes.unsupported.append(
-            f"DeepSpeed's optimizer {given['type']} is not modelled; AdamW is taken in its place.",
+            f"DeepSpeed's optimizer {given['type']} is not modelled; AdamW is assumed instead.",
             "optimizer.type",
             states_direction(str(given["type"])),
         )

@@ -178,7 +178,7 @@ def _finetuning(
     if adapter is None:
         if kind:
             notes.warnings.append(
-                "quantized weights cannot train without peft; they are taken as unquantized.", "quantization_config", "less"
+                "quantized weights cannot train without peft; they are read as unquantized.", "quantization_config", "less"
             )
         return Finetuning()
     dtype = _adapter_dtype(adapter, kind, weights, quantization, widens)
@@ -269,7 +269,7 @@ def _weights_dtype(model: Mapping[str, Any], training: Settings, notes: Notes) -
             if "configuration" in source:
                 notes.assumptions.append(f"the weights are loaded as {keys.DTYPES[str(value)]}, as the configuration says.")
             return keys.DTYPES[str(value)]
-    notes.assumptions.append("torch_dtype is not given; the weights are taken as loaded in bfloat16.")
+    notes.assumptions.append("torch_dtype is not given; the weights are treated as loaded in bfloat16.")
     return "bfloat16"
 
 
@@ -287,7 +287,7 @@ def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str
     name = training.one_of("optim", default, {**keys.OPTIMIZERS, **keys.OTHER_OPTIMIZERS})
     if name in keys.OTHER_OPTIMIZERS:
         notes.unsupported.append(
-            f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is taken in its place.",
+            f"optim={name} is not modelled; {keys.OTHER_OPTIMIZERS[name].name} is assumed instead.",
             "optim",
             states_direction(name),
         )
@@ -299,7 +299,7 @@ def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str
         options["galore_rank"] = int(arguments["rank"])
     targets = training.raw("optim_target_modules")
     if choice.name == "galore" and targets not in (None, keys.LAYER_LINEARS, "all_linear"):
-        notes.assumptions.append("optim_target_modules is taken as all-linear: every Linear is projected.")
+        notes.assumptions.append("optim_target_modules is treated as all-linear: every Linear is projected.")
     return Optimizer(name=choice.name, implementation=choice.implementation)
 
 
@@ -312,13 +312,13 @@ def _attention(
     value = training.text("attn_implementation", default)
     if value not in ATTENTIONS:
         notes.unsupported.append(
-            f"attn_implementation={value!r} is not modelled; flash_attention_2 is taken in its place.",
+            f"attn_implementation={value!r} is not modelled; flash_attention_2 is assumed instead.",
             "attn_implementation",
         )
         return "flash_attention_2"
     if value == "flash_attention_3":
         notes.unsupported.append(
-            "FlashAttention 3's workspaces are not modelled; those of FlashAttention 2 are taken.", "attn_implementation"
+            "FlashAttention 3's workspaces are not modelled; those of FlashAttention 2 are assumed.", "attn_implementation"
         )
     return ATTENTIONS[value]
 
@@ -356,7 +356,7 @@ def _account_for_the_rest(
 ) -> None:
     if training.switch("auto_find_batch_size"):
         notes.warnings.append(
-            "auto_find_batch_size lowers the batch when memory runs out; the one given is taken.",
+            "auto_find_batch_size lowers the batch when memory runs out; the one given is assumed.",
             "auto_find_batch_size",
             "less",
         )

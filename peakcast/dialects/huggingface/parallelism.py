@@ -103,7 +103,7 @@ def layout_and_offload(
         )
     offloads = shards.switch("fsdp_offload_params") or shards.switch("offload_params") or shards.switch("cpu_offload")
     if num_gpus == 1:
-        notes.warnings.append("FSDP on one GPU shards nothing; it is taken as not used.", "fsdp")
+        notes.warnings.append("FSDP on one GPU shards nothing; it is treated as not used.", "fsdp")
         sharding = "no_shard"
     layout = Parallelism(data_parallel_size=num_gpus, sharding=sharding)
     return layout, Offload(parameters=offloads, optimizer=offloads, activations=activations)
@@ -159,7 +159,7 @@ def _zero_sizes(zero: Settings, stage: int, hidden: int, notes: Notes, options: 
     for key in sizes:
         if zero.raw(key) == "auto":
             size = automatic.get(key, ZERO_3_SIZES.get(key, 500_000_000))
-            notes.assumptions.append(f"zero_optimization.{key}='auto' is taken as {size:,} elements.")
+            notes.assumptions.append(f"zero_optimization.{key}='auto' is treated as {size:,} elements.")
             options[key] = size
         elif zero.given(key):
             options[key] = zero.integer(key, least=1 if key in ("reduce_bucket_size", "allgather_bucket_size") else 0)
@@ -175,11 +175,11 @@ def _zero_offload(zero: Settings, notes: Notes, options: dict[str, Any]) -> dict
     for key, place in moved.items():
         if place == "nvme":
             notes.unsupported.append(
-                f"zero_optimization.{key} to NVMe is not modelled; host memory is taken.", zero.spell(key)
+                f"zero_optimization.{key} to NVMe is not modelled; host memory is assumed.", zero.spell(key)
             )
     if moved["offload_optimizer"] != "none" and (ratio := mapping_at(zero, "offload_optimizer").get("ratio", 1)) != 1:
         notes.unsupported.append(
-            f"zero_optimization.offload_optimizer.ratio={ratio!r} is not modelled: all states are taken to be in host "
+            f"zero_optimization.offload_optimizer.ratio={ratio!r} is not modelled: all states are assumed to be in host "
             "memory, and what stays on the GPU comes on top.",
             "zero_optimization.offload_optimizer.ratio",
             "more",

@@ -89,7 +89,7 @@ def with_method(
         )
     if method.kind == "cross_entropy":
         notes.unsupported.append(
-            f"The loss of {name} over log-probabilities is not modelled; the cross entropy's is taken.", parameter
+            f"The loss of {name} over log-probabilities is not modelled; the cross entropy's is assumed.", parameter
         )
         return job.replace(micro_batch_size=size)
     loss = replace(job.loss, kind=method.kind, fused_linear_cross_entropy=False)
@@ -104,7 +104,7 @@ def with_method(
     held = generation.other_memory_fraction if generation is not None else 0.0
     job = job.replace(micro_batch_size=size, loss=loss, other_memory_fraction=held)
     job = job.replace(framework_options=FrozenMapping(options))
-    kept = {"model": "a frozen copy of the network beside it", "adapter_off": "the network with its adapters switched off"}
+    kept = {"model": "a frozen copy of the network", "adapter_off": "the network with its adapters switched off"}
     if job.reference in kept:
         notes.assumptions.append(f"the reference of {name} is {kept[job.reference]}.")
     return job
@@ -113,7 +113,7 @@ def with_method(
 def _say_whose_logits(notes: Notes, whole_logits: str) -> None:
     if whole_logits:
         notes.unsupported.append(
-            f"{whole_logits} makes whole logits; they are taken as those of the cross entropy.", "loss"
+            f"{whole_logits} makes whole logits; they are treated as those of the cross entropy.", "loss"
         )
     else:
         notes.assumptions.append(

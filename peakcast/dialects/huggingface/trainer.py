@@ -116,7 +116,7 @@ def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Transla
     missing."""
     parts = {name: values for name, values in pasted.companions.items() if name in PARTS}
     if role in parts:
-        raise SpecError(f"{SAYS[role]} is given twice, in {pasted.where} and beside it; keep one.")
+        raise SpecError(f"{SAYS[role]} is given twice, in {pasted.where} and in another file; keep one.")
     parts[role] = pasted.values
     given = {key: value for key, value in parts.get("training", {}).items() if value is not None}
     whose = whose or whose_trainer(pasted.program, given)
@@ -200,7 +200,7 @@ def _note_loss(training: dict[str, Any], method: str | None, notes: Notes) -> No
         notes.assumptions.append("loss_type=apo_zero_unpaired has no forward for the KL term; KTO's is counted.")
     if loss == "chunked_nll":
         notes.unsupported.append(
-            "trl's chunked loss (loss_type=chunked_nll) is not modelled; whole logits are taken.", "loss_type", "less"
+            "trl's chunked loss (loss_type=chunked_nll) is not modelled; whole logits are assumed.", "loss_type", "less"
         )
     elif loss is not None:
         notes.ignored.append("loss_type")
@@ -277,7 +277,7 @@ def _adapter(
         quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": nested}
         if settings.text("bnb_4bit_quant_type", "nf4") != "nf4":
             notes.unsupported.append(
-                "bnb_4bit_quant_type=fp4 is not modelled; nf4 is taken, of the same size.", "bnb_4bit_quant_type"
+                "bnb_4bit_quant_type=fp4 is not modelled; nf4 is assumed, of the same size.", "bnb_4bit_quant_type"
             )
     elif settings.switch("load_in_8bit"):
         quantization = {"load_in_8bit": True}

@@ -56,9 +56,9 @@ def from_litgpt(pasted: Pasted) -> Translation:
     length = settings.integer("train.max_seq_length")
     if length is None:
         length = min(architecture.max_position_embeddings or 2048, 2048)
-        notes.assumptions.append(f"train.max_seq_length is not given: samples are as long as the data; {length} is taken.")
+        notes.assumptions.append(f"train.max_seq_length is not given: samples are as long as the data; {length} is used.")
     else:
-        notes.assumptions.append("sequences are taken as long as train.max_seq_length; shorter samples need less.")
+        notes.assumptions.append("sequences are treated as long as train.max_seq_length; shorter samples need less.")
     # finetune/full.py and lora.py: FSDPStrategy with checkpointed blocks on several GPUs, neither on one
     # pretrain.py: FSDPStrategy with HYBRID_SHARD and no checkpoints, a compiled network, a fused optimizer
     several = num_gpus > 1
@@ -68,7 +68,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
         notes.assumptions.append(f"on several GPUs LitGPT shards by FSDP and {recipe}.")
     if pretrains and (settings.integer("num_nodes", 1) or 1) > 1:
         notes.unsupported.append(
-            "LitGPT's pretraining shards within a node (HYBRID_SHARD); sharding over all is taken.", "strategy", "more"
+            "LitGPT's pretraining shards within a node (HYBRID_SHARD); sharding over all is assumed.", "strategy", "more"
         )
     if finetuning.method == "full":  # one matrix for queries, keys, values; LoRA names its parts separately
         architecture = replace(architecture, fused_qkv=True)
@@ -131,7 +131,7 @@ def _finetuning(settings: Settings, network: Architecture) -> Finetuning:
         kind = "int8" if "int8" in quantize else "nf4"
         if "fp4" in quantize:
             settings.notes.unsupported.append(
-                f"quantize={quantize} is not modelled; nf4 is taken, of the same size.", "quantize"
+                f"quantize={quantize} is not modelled; nf4 is assumed, of the same size.", "quantize"
             )
     return Finetuning(
         method="qlora" if kind else "lora",
@@ -163,7 +163,7 @@ def _optimizer(settings: Settings, *, fused: bool) -> Optimizer:
     name = given.rpartition(".")[2].lower()
     if name not in OPTIMIZERS:
         settings.notes.unsupported.append(
-            f"optimizer={given} is not modelled; AdamW is taken in its place.", "optimizer", states_direction(str(given))
+            f"optimizer={given} is not modelled; AdamW is assumed instead.", "optimizer", states_direction(str(given))
         )
     fused = settings.switch("optimizer.init_args.fused", fused)
     kind = OPTIMIZERS.get(name, "adamw")

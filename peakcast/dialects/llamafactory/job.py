@@ -217,12 +217,12 @@ def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
     double = settings.switch("double_quantization", True)
     if settings.text("quantization_type", "nf4") != "nf4":
         settings.notes.unsupported.append(
-            "quantization_type=fp4 is not modelled; nf4 is taken, of the same size.", "quantization_type"
+            "quantization_type=fp4 is not modelled; nf4 is assumed, of the same size.", "quantization_type"
         )
     method = settings.text("quantization_method", "bnb").lower()
     if bits is not None and method not in ("bnb", "bitsandbytes"):
         settings.notes.unsupported.append(
-            f"quantization_method={method} is not modelled; bitsandbytes is taken.", "quantization_method"
+            f"quantization_method={method} is not modelled; bitsandbytes is assumed.", "quantization_method"
         )
     if bits == 4:
         training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
@@ -242,7 +242,7 @@ def _memory(settings: Settings, training: dict[str, Any]) -> None:
     word = settings.one_of("flash_attn", "auto", ATTENTION)
     training["attn_implementation"] = ATTENTION[word]
     if word == "auto":
-        settings.notes.assumptions.append("flash_attn=auto is taken as PyTorch's sdpa.")
+        settings.notes.assumptions.append("flash_attn=auto is treated as PyTorch's sdpa.")
     if not settings.switch("disable_gradient_checkpointing"):
         training["gradient_checkpointing"] = True
         reentrant = settings.switch("use_reentrant_gc", True)
@@ -277,11 +277,9 @@ def _note_optimizer(settings: Settings, training: dict[str, Any], key: str, name
                 "less",
             )
     if project == "muon":
-        settings.notes.unsupported.append("LLaMA-Factory's own Muon is not modelled; torch's is taken.", key)
+        settings.notes.unsupported.append("LLaMA-Factory's own Muon is not modelled; torch's is assumed.", key)
     elif project == "adam_mini":
-        settings.notes.unsupported.append(
-            f"{key} is not modelled; {name} is taken in its place.", key, states_direction(key)
-        )
+        settings.notes.unsupported.append(f"{key} is not modelled; {name} is assumed instead.", key, states_direction(key))
 
 
 def _rest(settings: Settings) -> None:

@@ -70,7 +70,7 @@ def _method(settings: Settings, program: str) -> str:
     if verb in ("sft", "dpo", "rm"):
         return verb
     settings.notes.warnings.append(
-        "The command says which training runs (llamafactory-cli sft, dpo or rm), and the file does not; sft is taken, "
+        "The command says which training runs (llamafactory-cli sft, dpo or rm), and the file does not; sft is assumed, "
         "which "
         "needs the least.",
         "train_dataset",
@@ -87,11 +87,11 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
     if strategy.startswith("dynamic"):
         settings.notes.unsupported.append(
             f"batching_strategy={strategy} fills batches by tokens, which is not modelled; micro_batch_size full rows "
-            f"are taken.",
+            f"are assumed.",
             "batching_strategy",
         )
     if not settings.switch("bf16", True):
-        settings.notes.unsupported.append("FSDP without bf16 is not modelled; bfloat16 is taken.", "bf16", "more")
+        settings.notes.unsupported.append("FSDP without bf16 is not modelled; bfloat16 is assumed.", "bf16", "more")
     checkpoints = settings.switch("enable_activation_checkpointing", True)
     if not settings.given("enable_activation_checkpointing"):
         settings.notes.assumptions.append(
@@ -179,7 +179,7 @@ def _optimizer(settings: Settings, *, sharded: bool) -> Optimizer | None:
         return None
     if name not in OPTIMIZERS:
         settings.notes.unsupported.append(
-            f"optim_config.name={name} is not modelled; AdamW is taken in its place.",
+            f"optim_config.name={name} is not modelled; AdamW is assumed instead.",
             "optim_config",
             states_direction(name),
         )

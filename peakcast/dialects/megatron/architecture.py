@@ -134,7 +134,7 @@ def _vocabulary(settings: Settings, tensor: int, kind: str) -> int:
         known = flags.TOKENIZERS.get(tokenizer or usual)
         size = (known or flags.LIKELY_TOKENIZERS.get(tokenizer, 50257)) + extra
         named = f"tokenizer-type={tokenizer!r}" if tokenizer else "neither vocab-size nor tokenizer-type is given"
-        settings.notes.assumptions.append(f"vocab-size is taken as {size}, from {named}.")
+        settings.notes.assumptions.append(f"vocab-size is treated as {size}, from {named}.")
         if known is None and tokenizer:
             settings.notes.warnings.append(f"{named} does not settle the vocabulary; give vocab-size to be sure.")
     elif tokenizer in flags.COUNT_ONE_MORE:

@@ -99,10 +99,10 @@ FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 FP8_GATHERED_RECIPES = ("delayed", "tensorwise")
 """Recipes with one scale for a whole weight; only for these does the ledger know FP8 parameters."""
 FP8_UNSUPPORTED: dict[str, str] = {
-    "first_last_layers_bf16": "first and last layers in bf16 beside FP8 ones",
+    "first_last_layers_bf16": "first and last layers in bf16 among FP8 ones",
     "fp8_dot_product_attention": "FP8 attention",
     "fp8_multi_head_attention": "FP8 attention",
-    "no_fp8_wgrad": "bf16 weight gradients beside FP8 products",
+    "no_fp8_wgrad": "bf16 weight gradients with FP8 products",
 }
 """What a flag switches on if `fp8_format` is set; otherwise it has no effect."""
 

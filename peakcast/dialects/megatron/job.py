@@ -174,7 +174,7 @@ def _accumulation(settings: Settings, micro_batch_size: int, data_parallel: int)
     ramp = settings.words("rampup_batch_size")
     if ramp:
         settings.notes.assumptions.append(
-            f"rampup-batch-size={' '.join(ramp)}: the steps after the ramp are taken, which have the most micro-batches."
+            f"rampup-batch-size={' '.join(ramp)}: the steps after the ramp are counted, which have the most micro-batches."
         )
     schedule = settings.text("step_batch_size_schedule")
     if total is None and schedule:
@@ -184,7 +184,7 @@ def _accumulation(settings: Settings, micro_batch_size: int, data_parallel: int)
             f"global-batch-size is the first of step-batch-size-schedule={schedule!r}: {total}."
         )
     if total is None:
-        settings.notes.assumptions.append(f"global-batch-size is not given; one micro-batch per rank is taken: {share}.")
+        settings.notes.assumptions.append(f"global-batch-size is not given; one micro-batch per rank is assumed: {share}.")
         return 1
     if total % share or not total:
         raise settings.refuse(

@@ -40,7 +40,7 @@ def legacy_versions(settings: Settings, versions: dict[str, Any]) -> dict[str, A
             f"{settings.text('transformer_impl')}) are not modelled."
         )
     elif not settings.given("transformer_impl"):
-        notes.assumptions.append("Legacy models are taken with transformer-impl=local, Megatron-LM's own layers.")
+        notes.assumptions.append("Legacy models are assumed to use transformer-impl=local, Megatron-LM's own layers.")
     if settings.given("num_experts") and settings.raw("num_experts"):
         notes.unsupported.append("Experts of legacy models (SwitchMLP) are not modelled.")
     if settings.given("encoder_num_layers") or settings.given("decoder_num_layers"):

@@ -46,7 +46,7 @@ def _fp8(settings: Settings) -> bool:
     if settings.text("fp8_recipe", flags.FP8_RECIPES[0]) not in flags.FP8_RECIPES:
         settings.notes.unsupported.append(
             f"The FP8 recipe {settings.text('fp8_recipe')} ({settings.spell('fp8_recipe')}) is not modelled; "
-            f"{flags.FP8_RECIPES[0]} is taken. Known: {', '.join(flags.FP8_RECIPES)}.",
+            f"{flags.FP8_RECIPES[0]} is assumed. Known: {', '.join(flags.FP8_RECIPES)}.",
             settings.spell("fp8_recipe"),
         )
     if settings.switch("fp8_param_gather"):

@@ -90,7 +90,7 @@ def nanotron_architecture(settings: Settings, tensor: int) -> Architecture:
     name = f"nanotron-{config['num_hidden_layers']}-layers-{config['hidden_size']}"
     described = resolve_architecture({"name": name, "model_type": "qwen2_moe" if routed else family, **sliding, **config})
     settings.notes.assumptions.append(
-        "nanotron's layers are taken as Hugging Face's: its fused RMSNorm and rotary embedding keep less than those."
+        "nanotron's layers are treated as Hugging Face's: its fused RMSNorm and rotary embedding keep less than those."
     )
     note_unsupported(settings, UNSUPPORTED)
     _note_ignored(settings)
@@ -120,11 +120,11 @@ def _experts(settings: Settings, config: Mapping[str, Any]) -> dict[str, Any]:
             raise settings.refuse(EXPERTS + key, rule)
     if not settings.given(f"{EXPERTS}moe_intermediate_size"):
         settings.notes.assumptions.append(
-            f"{EXPERTS}moe_intermediate_size is not given; intermediate_size={width} is taken, as nanotron did at first."
+            f"{EXPERTS}moe_intermediate_size is not given; intermediate_size={width} is assumed, as nanotron did at first."
         )
     shared_width = settings.size(f"{EXPERTS}shared_expert_intermediate_size", width)
     settings.notes.assumptions.append(
-        "nanotron's experts (two grouped products, gate and up in one) are taken as those of Hugging Face's Qwen2-MoE."
+        "nanotron's experts (two grouped products, gate and up in one) are treated as those of Hugging Face's Qwen2-MoE."
     )
     settings.one_of(f"{EXPERTS}token_dispatcher_type", "alltoall", ("alltoall", "allgather"))
     return {

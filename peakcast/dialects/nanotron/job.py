@@ -96,7 +96,7 @@ def _layout(settings: Settings, pasted: Pasted) -> Parallelism:
     engine = settings.one_of("parallelism.pp_engine", "afab", ("1f1b", "afab"))
     if pipeline > 1:
         settings.notes.assumptions.append(
-            "nanotron balances pipeline stages by cost; an even split of the layers is taken."
+            "nanotron balances pipeline stages by cost; an even split of the layers is assumed."
         )
     schedule: Literal["1f1b", "gpipe"] = "1f1b" if engine == "1f1b" else "gpipe"
     if experts > 1:
@@ -135,7 +135,7 @@ def _optimizer(settings: Settings) -> Optimizer:
     name = settings.text("optimizer.optimizer_factory.name", "adamW").lower()
     if name not in OPTIMIZERS:
         settings.notes.unsupported.append(
-            f"optimizer_factory.name={name} is not modelled; AdamW is taken in its place.",
+            f"optimizer_factory.name={name} is not modelled; AdamW is assumed instead.",
             "optimizer_factory.name",
             states_direction(name),
         )

@@ -321,7 +321,7 @@ class _Reader:
             known = tested(words)
         if known is None:
             shown = " ".join(source_of(node).split())[:60]
-            self.script.notes.append(f"The script's condition {shown!r} is not known; it is taken as not holding.")
+            self.script.notes.append(f"The script's condition {shown!r} is not known; it is treated as not holding.")
         return bool(known)
 
     # -- words --------------------------------------------------------------------------------------------------------

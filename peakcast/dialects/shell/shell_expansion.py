@@ -137,7 +137,7 @@ class Variables:
         elif rule and rule[-1] == "+":
             text = self._default(other) if text else ""
         elif change:
-            self.notes.append(f"The script's '${{{inside[:40]}}}' is taken as ${{{name}}}.")
+            self.notes.append(f"The script's '${{{inside[:40]}}}' is treated as ${{{name}}}.")
         return [text], False
 
     def _default(self, words: str) -> str:

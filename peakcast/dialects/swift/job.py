@@ -182,7 +182,7 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, An
     if training["max_length"] is None:
         training["max_length"] = 2048
         notes.warnings.append(
-            "max_length is not given, which ms-swift takes to be the longest that the model can; 2048 tokens are taken. "
+            "max_length is not given, which ms-swift takes to be the longest that the model can; 2048 tokens are assumed. "
             "Give "
             "that of the longest sample.",
             "max_length",
@@ -291,7 +291,7 @@ def _quantization(settings: Settings, training: dict[str, Any]) -> None:
         return
     if method != "bnb" or bits not in (4, 8):
         settings.notes.unsupported.append(
-            f"quant_method={method} with {bits} bits is not modelled; bitsandbytes' 4 bits are taken.",
+            f"quant_method={method} with {bits} bits is not modelled; bitsandbytes' 4 bits are assumed.",
             "quant_method",
             "more",
         )
@@ -301,7 +301,7 @@ def _quantization(settings: Settings, training: dict[str, Any]) -> None:
     training["quantization_config"] = {"load_in_4bit": True, "bnb_4bit_use_double_quant": double}
     if kind != "nf4":
         settings.notes.unsupported.append(
-            "bnb_4bit_quant_type=fp4 is not modelled; nf4 is taken, of the same size.", "bnb_4bit_quant_type"
+            "bnb_4bit_quant_type=fp4 is not modelled; nf4 is assumed, of the same size.", "bnb_4bit_quant_type"
         )
 
 

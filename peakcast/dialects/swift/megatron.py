@@ -75,7 +75,7 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     note_unsupported(settings, UNSUPPORTED)
     if settings.text("train_type", settings.text("tuner_type", "full")) != "full":
         notes.unsupported.append(
-            "Adapters over Megatron's layers (train_type) are not modelled; full training is taken, which needs far more.",
+            "Adapters over Megatron's layers (train_type) are not modelled; full training is used, which needs far more.",
             "train_type",
             "less",
         )

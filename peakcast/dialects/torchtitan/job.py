@@ -87,7 +87,7 @@ def from_torchtitan(pasted: Pasted) -> Translation:
     autocast = autocast and layout.tensor_parallel_size * layout.pipeline_parallel_size == 1
     offloads, compiled = settings.switch("training.enable_cpu_offload"), _compiled(settings)
     notes.assumptions.append(
-        "expandable segments are taken, which torchtitan's launcher sets (run_train.sh, PYTORCH_CUDA_ALLOC_CONF)."
+        "expandable segments are assumed, which torchtitan's launcher sets (run_train.sh, PYTORCH_CUDA_ALLOC_CONF)."
     )
     job = TrainingJob(
         architecture=architecture,
@@ -131,7 +131,7 @@ def _release(pasted: Pasted, notes: Notes) -> str:
         found = "0.1.0"
     else:
         found = "0.2.2"
-    notes.assumptions.append(f"torchtitan {found} is taken, the last release with the keys of this file.")
+    notes.assumptions.append(f"torchtitan {found} is assumed, the last release with the keys of this file.")
     return found
 
 
@@ -142,7 +142,7 @@ def _note_experts(job: TrainingJob, notes: Notes) -> None:
         notes.assumptions.append("the experts are torchtitan 0.3's module; 0.2 weighs and adds up their results otherwise.")
     else:
         kind = job.architecture.model_type
-        notes.unsupported.append(f"torchtitan's experts of {kind} are not modelled; those of transformers are taken.")
+        notes.unsupported.append(f"torchtitan's experts of {kind} are not modelled; those of transformers are assumed.")
 
 
 def _precision(settings: Settings) -> Precision:
@@ -176,13 +176,13 @@ def _optimizer(settings: Settings) -> Optimizer:
     for other in names:
         if other.lower() not in OPTIMIZERS:
             settings.notes.unsupported.append(
-                f"optimizer.name={other} is not modelled; AdamW is taken in its place.",
+                f"optimizer.name={other} is not modelled; AdamW is assumed instead.",
                 "optimizer.name",
                 states_direction(other),
             )
         elif other not in (name, "AdamW"):
             settings.notes.unsupported.append(
-                f"{other} for some of the weights is not modelled; {name} is taken for all.", "optimizer"
+                f"{other} for some of the weights is not modelled; {name} is assumed for all.", "optimizer"
             )
     if settings.given("optimizer.fused"):  # the key before `implementation` was added in 2025
         implementation: Literal["fused", "foreach", "loop"] = "fused" if settings.switch("optimizer.fused") else "foreach"
@@ -203,7 +203,7 @@ def _loss_chunks(settings: Settings, layout: Parallelism) -> int:
     asked = f"A loss in chunks of the sequence (loss.num_chunks={chunks})"
     if layout.tensor_parallel_size * layout.pipeline_parallel_size * layout.context_parallel_size > 1:
         settings.notes.unsupported.append(
-            f"{asked} beside tensor, pipeline or context parallelism is not modelled: whole logits are counted, too much.",
+            f"{asked} with tensor, pipeline or context parallelism is not modelled: whole logits are counted, too much.",
             "loss",
             "less",
         )
@@ -224,7 +224,7 @@ def _checkpointing_mode(settings: Settings, pasted: Pasted) -> str:
     if settings.given(f"{section}.determinism_check") and not settings.given(f"{section}.selective_ac_option"):
         mode, name = ("memory_budget", "MemoryBudgetAC") if budget else ("full", "FullAC")
         mode, name = ("selective", "SelectiveAC") if chosen else (mode, name)
-        settings.notes.assumptions.append(f"{section} has the keys of torchtitan's {name}, which is taken.")
+        settings.notes.assumptions.append(f"{section} has the keys of torchtitan's {name}, which is assumed.")
         return mode
     settings.notes.assumptions.append(f"{key} is not given; the default of torchtitan is selective.")
     return "selective"
@@ -244,7 +244,7 @@ def _checkpointing(settings: Settings, pasted: Pasted) -> ActivationCheckpointin
         return ActivationCheckpointing(mode="full", every_n_layers=int(option))
     if mode == "memory_budget":
         settings.notes.unsupported.append(
-            "The memory budget of activation_checkpoint (mode=memory_budget) is not modelled; selective is taken.",
+            "The memory budget of activation_checkpoint (mode=memory_budget) is not modelled; selective is assumed.",
             "activation_checkpoint.mode",
         )
     settings.notes.assumptions.append(
@@ -295,7 +295,7 @@ def _unsupported(settings: Settings) -> None:
             settings.notes.unsupported.append(f"{what} ({key}) is not modelled.", key)
     for module in settings.words("override.imports"):
         settings.notes.unsupported.append(
-            f"{module} (override.imports) is not modelled; torchtitan's own module is taken.", "override.imports"
+            f"{module} (override.imports) is not modelled; torchtitan's own module is assumed.", "override.imports"
         )
     graphs = settings.given("training.disable_cuda_graphs") and not settings.switch("training.disable_cuda_graphs")
     if graphs:

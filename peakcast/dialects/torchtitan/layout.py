@@ -59,7 +59,7 @@ def torchtitan_layout(settings: Settings, pasted: Pasted, num_layers: int) -> Pa
     per_stage = settings.integer("parallelism.pipeline_parallel_layers_per_stage")
     if settings.raw("parallelism.pipeline_parallel_split_points") or per_stage:
         settings.notes.unsupported.append(
-            "The given pipeline split points are not modelled; torchtitan's even split is taken."
+            "The given pipeline split points are not modelled; torchtitan's even split is assumed."
         )
     first, last = (
         settings.integer(f"parallelism.pipeline_parallel_{end}_stage_less_layers", 1, least=0) or 0

@@ -45,7 +45,7 @@ def torchtitan_network(settings: Settings, pasted: Pasted) -> Architecture:
         return resolve_architecture({"name": f"torchtitan-{name}-{flavor or 'model'}", **described})
     if (name, flavor) in FLAVORS:
         known = FLAVORS[name, flavor]
-        settings.notes.assumptions.append(f"model {name} {flavor.upper()} of torchtitan is taken as {known}.")
+        settings.notes.assumptions.append(f"model {name} {flavor.upper()} of torchtitan is treated as {known}.")
         return resolve_architecture(known)
     if not flavor and assets:
         return resolve_architecture(PurePath(assets).name)
