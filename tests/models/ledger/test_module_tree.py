@@ -60,29 +60,27 @@ def test_a_norm_is_found_under_the_name_that_operations_have_for_it():
     assert both.tensors(ModulePath.of("post_attention_layernorm")) == (norm,)  # Gemma 2 has both
 
 
-def gradients(*names_and_elements):
-    names, elements = zip(*names_and_elements, strict=True)
+def gradients(*parameters_and_elements):
+    names, elements = zip(*parameters_and_elements, strict=True)
     return SimpleNamespace(
-        names=[f"{name}.grad" for name in names],
-        num_bytes=np.array(elements) * 2,
-        backward_labels=[name.rpartition(".")[0] for name in names],
+        parameters=list(names), num_bytes=np.array(elements) * 2, gradient_columns=np.arange(len(names))
     )
 
 
 def test_a_gradient_belongs_to_its_modules_tensor_not_to_another_of_its_size():
     """Qwen2's norm has as many elements as the bias of its query."""
     tensors = [stored("post_attention_layernorm.weight", 512), stored("self_attn.q_proj.bias", 512)]
-    made = gradients(("pre_feedforward_layernorm.weight", 512), ("self_attn.q_proj.bias", 512))
+    made = gradients(("post_attention_layernorm.weight", 512), ("self_attn.q_proj.bias", 512))
     assert tensors_of_gradients(made, [0, 1], tensors, 2) == {0: 0, 1: 1}
 
 
+def test_an_adapters_matrices_are_stored_without_a_suffix_and_a_classifiers_head_is_a_copy():
+    made = gradients(("self_attn.q_proj.lora_B.weight", 512), ("lm_head.score.weight", 512))
+    tensors = [stored("score.copy", 1, 512), stored("self_attn.q_proj.lora_B", 32, 16)]
+    assert tensors_of_gradients(made, [0, 1], tensors, 2) == {0: 1, 1: 0}
+
+
 def test_a_gradient_of_a_tied_table_or_of_one_expert_is_none_of_the_blocks_tensors():
-    made = gradients(("lm_head.weight", 4096), ("mlp.experts.gate_up_proj.weight", 512))
+    made = gradients(("lm_head.weight", 4096), ("mlp.experts.gate_up_proj", 512))
     tensors = [stored("norm.weight", 512), stored("mlp.experts.gate_up_proj", 8, 512, 4)]
     assert tensors_of_gradients(made, [0, 1], tensors, 2) == {}
-
-
-def test_a_compiled_graph_names_products_by_itself_and_keeps_their_order():
-    tensors = [stored("mlp.gate_proj.weight", 16, 32), stored("mlp.up_proj.weight", 16, 32), stored("norm.weight", 512)]
-    made = gradients(("up.weight", 512), ("gate.weight", 512))
-    assert tensors_of_gradients(made, [0, 1], tensors[:2], 2) == {0: 1, 1: 0}
