@@ -14,7 +14,7 @@ from peakcast.answers.remarks import (
     verdict_words,
     warnings_shown,
 )
-from peakcast.core.findings import FAILS, KINDS, LESS, MORE, UNKNOWN, Finding, first, found, ordered
+from peakcast.core.findings import FAILS, KINDS, LESS, MORE, UNKNOWN, Finding, found, ordered
 from peakcast.core.units import GIB
 
 UNKEYED = Finding("setting_unknown", "odd", "either", "odd is not known here.")
@@ -102,13 +102,6 @@ def test_the_rest_is_counted() -> None:
     assert len(assumptions_shown(said, whole=True)) == 9
     many = [found(sentence, "it") for sentence in said]
     assert warnings_shown(many)[NUM_SHOWN:] == ["4 more warnings; --details prints them."]
-
-
-def test_a_check_says_what_it_is_about_and_which_way() -> None:
-    checks = ((False, "never."), (True, "is not counted.", MORE, "optimizer.name"), (True, "later."))
-    assert first(checks, "all", start="It ") == Finding("not_modelled", "optimizer.name", "more", "It is not counted.")
-    assert first(checks[2:], "all") == Finding("not_modelled", "all", "either", "later.")
-    assert first(checks[:1], "all") is None
 
 
 @pytest.mark.parametrize("code", KINDS)

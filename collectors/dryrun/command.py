@@ -15,9 +15,13 @@ from peakcast.core.bounded import file_bytes, first_bytes, is_file, yaml_value
 from peakcast.core.errors import SpecError
 from peakcast.dialects.shell.launch import LAUNCHER_SWITCHES, after_wrappers
 from peakcast.dialects.shell.script import MAX_CHARACTERS, read_script
+from peakcast.dialects.shell.slurm import sbatch_gpus
 
 PYTHON = re.compile(r"(.*/)?python(\d(\.\d+)?)?t?")
 SHELLS = ("sh", "bash", "zsh", "dash")
+SUBMITTERS = ("sbatch", "qsub", "bsub")
+"""Programs that put a shell script into a queue."""
+SOURCES = (".py", ".ipynb")
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 MODULES = {
     "torch.distributed.run": "torchrun",
@@ -59,8 +63,9 @@ class Command:
     """Whether a launcher starts the script and gives it its rank in the environment."""
 
 
-def read_command(command: Sequence[str]) -> Command:
-    """Read a command, word by word. Raises: SpecError if it runs no Python script."""
+def read_command(command: Sequence[str], ranks_of_job: int | None = None) -> Command:
+    """Read a command, word by word. `ranks_of_job`: how many processes srun starts if the command does not say. Raises:
+    SpecError if it runs no Python script."""
     words = list(command)
     variables: list[str] = []
     while words and ((not variables and words[0] == "env") or re.fullmatch(r"[A-Za-z_]\w*=.*", words[0])):
@@ -68,7 +73,7 @@ def read_command(command: Sequence[str]) -> Command:
     before, (words, given) = words, after_wrappers(words)
     variables += [f"{name}={value}" for name, value in given.items()]
     words = _after_others(words)
-    ranks = _started_at_once(before[: len(before) - len(words)])
+    ranks = _started_at_once(before[: len(before) - len(words)], ranks_of_job)
     found = _read(words)
     if ranks is not None and not found.launched:
         found = replace(found, world_size=ranks, ranks_per_node=min(ranks, GPUS_PER_NODE), launched=True)
@@ -80,6 +85,8 @@ def _after_others(words: list[str]) -> list[str]:
     """`words` without programs that run the rest of the command (nice, timeout, pdm run): if the first word is unknown, the
     words from the first one that is Python, a launcher or a Python file."""
     first = words[0] if words else ""
+    if os.path.basename(first) in SUBMITTERS:
+        return words
     if os.path.basename(first) not in RUNNERS and (_begins(first) or _is_shell(first) or is_file(first) or _tool(first)):
         return words
     at = next((number for number, word in enumerate(words) if _begins(word)), 0)
@@ -88,12 +95,12 @@ def _after_others(words: list[str]) -> list[str]:
 
 def _begins(word: str) -> bool:
     name = os.path.basename(word)
-    return PYTHON.fullmatch(word) is not None or name in LAUNCHERS or (word.endswith(".py") and is_file(word))
+    return PYTHON.fullmatch(word) is not None or name in LAUNCHERS or (word.endswith(SOURCES) and is_file(word))
 
 
-def _started_at_once(words: Sequence[str]) -> int | None:
-    """Number of processes of the script that srun or mpirun starts, from the `words` before the script; None if neither
-    gives one."""
+def _started_at_once(words: Sequence[str], ranks_of_job: int | None) -> int | None:
+    """Number of processes of the script that srun or mpirun starts, from the `words` before the script, else that of the
+    job; None if neither gives one."""
     launcher = next((os.path.basename(word) for word in words if os.path.basename(word) in AT_ONCE), None)
     if launcher is None:
         return None
@@ -103,7 +110,7 @@ def _started_at_once(words: Sequence[str]) -> int | None:
         found = re.search(rf"(?<!\S)(?:{flag})[ =]?(\d+)(?!\S)", text)
         sizes[size] = int(found[1]) if found else None
     total, per_node = sizes["total"], sizes.get("per_node")
-    return total or (per_node * (sizes.get("nodes") or 1) if per_node else None)
+    return total or (per_node * (sizes.get("nodes") or 1) if per_node else ranks_of_job)
 
 
 def _read(words: list[str]) -> Command:
@@ -116,6 +123,8 @@ def _read(words: list[str]) -> Command:
     first = words[0]
     if _is_shell(first):
         return _shell(words[1:] if os.path.basename(first) in SHELLS else words)
+    if os.path.basename(first) in SUBMITTERS:
+        return _shell(words[next((number for number, word in enumerate(words) if is_file(word)), 1) :])
     if PYTHON.fullmatch(first):
         python, words = _interpreter(first), _after_options(words[1:])
         if words[:1] == ["-m"] and len(words) > 1:
@@ -154,7 +163,7 @@ def _shell(words: Sequence[str]) -> Command:
         variables = [f"{key}={value}" for key, value in command.env.items()]
         with suppress(SpecError):
             if command.words[:1] and os.path.basename(command.words[0]) not in SHELLS:
-                found.append(read_command([*variables, *command.words]))
+                found.append(read_command([*variables, *command.words], sbatch_gpus(text)))
     training = [command for command in found if command.launched] or [command for command in found if is_python(command)]
     if not training:
         raise SpecError(
@@ -168,7 +177,7 @@ def _shell(words: Sequence[str]) -> Command:
 
 def is_python(command: Command) -> bool:
     """Whether the command runs Python, judging by its name."""
-    return command.as_module or command.script.endswith(".py")
+    return command.as_module or command.script.endswith(SOURCES)
 
 
 def _interpreter(word: str) -> str:
@@ -182,7 +191,7 @@ def _interpreter(word: str) -> str:
 
 def _after_options(words: list[str]) -> list[str]:
     """`words` without the interpreter's own options (-u, -W ignore)."""
-    while words and words[0].startswith("-") and words[0] != "-m":
+    while words and words[0].startswith("-") and words[0] not in ("-m", "-c"):
         words = words[2:] if words[0] in ("-W", "-X") else words[1:]
     return words
 
@@ -194,6 +203,13 @@ def _script(words: Sequence[str]) -> Command:
     if not is_file(script):
         if tool := _tool(script):
             return Command(script=tool, arguments=tuple(arguments))
+        if not (script.endswith(SOURCES) or "/" in script or os.path.isdir(script)):
+            raise SpecError(
+                f"command: what {script!r} runs cannot be read; give the Python command that trains, such as torchrun "
+                "--nproc-per-node 8 train.py.",
+                parameter="command",
+                value=script,
+            )
         why = "is a folder" if os.path.isdir(script) else "is not there"
         raise SpecError(
             f"command: the script {script!r} {why}; give a Python file, or -m and a module.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Iterator
@@ -154,6 +155,7 @@ def _load_in_this_process() -> None:
     loader: Any = torch.utils.data.DataLoader
     begin = loader.__init__
 
+    @functools.wraps(begin)  # Lightning makes loaders anew, with the arguments that the signature names
     def begin_alone(self: Any, *arguments: Any, **keywords: Any) -> None:
         arguments = (*arguments[:5], 0, *arguments[6:]) if len(arguments) > 5 else arguments
         keywords = {name: value for name, value in keywords.items() if name not in _OF_WORKERS}

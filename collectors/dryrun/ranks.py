@@ -6,13 +6,14 @@ from __future__ import annotations
 import functools
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from peakcast.collectors.dryrun.imports import when_imported
+from peakcast.timelines.timeline import Category
 
 _GROUP_USERS = ("torch.distributed", "torch.distributed.distributed_c10d", "torch.distributed.device_mesh")
 
@@ -60,8 +61,12 @@ def set_settings_of_accelerate(words: Sequence[str]) -> None:
     os.environ.update({name: value for name, value in found.items() if name.startswith(prefixes)})
 
 
-def install(rank: int, world_size: int) -> None:
-    """Make every process group of this process a fake one of `world_size` ranks."""
+Named = Callable[[Iterable[tuple[str, torch.Tensor]], Category], None]
+"""Gives living tensors a name and a category."""
+
+
+def install(rank: int, world_size: int, name: Named) -> None:
+    """Make every process group of this process a fake one of `world_size` ranks; `name` is told of DDP's buckets."""
     from peakcast.collectors.tracing import deepspeed_fakes, dtensors
 
     if world_size > 1:
@@ -73,9 +78,10 @@ def install(rank: int, world_size: int) -> None:
         random.manual_seed = lambda *_, **__: None  # it would set a GPU generator's state
     _install_groups(rank, world_size)
     _install_objects()
-    _install_ddp()
+    _install_ddp(name)
     _install_meshes()
     os.environ["DS_ACCELERATOR"] = "cuda"
+    when_imported("accelerate.data_loader", _read_on_every_rank)
     when_imported("deepspeed", lambda module: deepspeed_fakes.install())
 
 
@@ -179,20 +185,46 @@ def _install_objects() -> None:
     torch.distributed.send_object_list = lambda *_, **__: None  # type: ignore[attr-defined]
 
 
-def _install_ddp() -> None:
+def _read_on_every_rank(module: Any) -> None:
+    """accelerate's loader of iterable data sets reads on rank 0, which sends the other ranks their part; here each rank
+    reads, and takes the first part."""
+
+    class Dispatcher(module.DataLoaderDispatcher):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            self.state: Any = _FirstRank(self.state)
+
+    module.DataLoaderDispatcher = Dispatcher
+
+
+class _FirstRank:
+    """A process's state as accelerate has it, with rank 0."""
+
+    process_index = 0
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+
+def _install_ddp(name: Named) -> None:
     """The fake group's all-reduce has no result that the reducer would accept, so buckets are returned unchanged."""
     from torch.nn.parallel import DistributedDataParallel
 
     wrap, register = DistributedDataParallel.__init__, DistributedDataParallel.register_comm_hook
 
-    def unreduced(bucket: Any) -> Any:
+    def unreduced(network: Any, bucket: Any) -> Any:
         future: Any = torch.futures.Future()
         future.set_result(bucket.buffer())
+        if not network.gradient_as_bucket_view:  # otherwise the bucket is the gradients' own memory
+            name([("ddp_bucket", bucket.buffer())], Category.COMMUNICATION_BUFFERS)
         return future
 
     def wrap_unreduced(self: Any, *arguments: Any, **keywords: Any) -> None:
         wrap(self, *arguments, **keywords)
-        register(self, None, lambda state, bucket: unreduced(bucket))  # DDP checks the annotations of a hook
+        register(self, self, lambda network, bucket: unreduced(network, bucket))  # DDP checks the annotations of a hook
 
     DistributedDataParallel.__init__ = wrap_unreduced  # type: ignore[method-assign]
     DistributedDataParallel.register_comm_hook = lambda *_, **__: None  # type: ignore[method-assign]

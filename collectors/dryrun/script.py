@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import runpy
 import sys
 import types
@@ -55,7 +56,20 @@ def _run_script(question: Mapping[str, Any]) -> None:
         runpy.run_module(script, run_name="__main__", alter_sys=True)
     else:
         sys.path.insert(0, os.path.dirname(os.path.abspath(script)))
-        runpy.run_path(script, _of_notebook(script), run_name="__main__")
+        program = exported_script(script, Path(question["folder"])) if script.endswith(".ipynb") else script
+        runpy.run_path(program, _of_notebook(program), run_name="__main__")
+
+
+def exported_script(notebook: str, folder: Path) -> str:
+    """A script in `folder` of the code of a notebook's cells, without their `%` and `!` lines."""
+    from peakcast.core.bounded import json_value
+    from peakcast.dialects.python.notebook import notebook_source
+
+    source = notebook_source(json_value(Path(notebook).read_text(encoding="utf-8")))
+    script = folder / Path(notebook).with_suffix(".py").name
+    code = re.sub(r"^(%|(?P<indent>[ \t]*)!).*", r"\g<indent>pass", source, flags=re.MULTILINE)
+    script.write_text(code, encoding="utf-8")
+    return str(script)
 
 
 def _of_notebook(script: str) -> dict[str, Any]:

@@ -41,6 +41,7 @@ class Session:
             byte_tokenizers,
             gpu,
             graphs,
+            lightning_launch,
             outside,
             pretrained,
             programs,
@@ -65,11 +66,12 @@ class Session:
         token_files.TokenFiles(self.overlay, self.notes).install()
         byte_tokenizers.install(self.notes)
         patches.install()
-        ranks.install(asked["rank"], asked["world_size"])
+        ranks.install(asked["rank"], asked["world_size"], tracer.name)
         Stages(asked).install()
         outside.install(self.notes)
         graphs.install(self.notes)
         Children(asked).install()
+        lightning_launch.install(asked)
         KernelPackages(self.notes).install()
         pretrained.Stand(self.notes, asked["lengths"]).install()
         lengths = StepLengths(asked["lengths"] if asked["lengths_change"] else None)

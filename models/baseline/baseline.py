@@ -23,7 +23,7 @@ from peakcast.models.baseline.device_memory import communicator_bytes, context_b
 from peakcast.models.baseline.evenly_routed import evenly_routed
 from peakcast.models.baseline.host import host_bytes
 from peakcast.models.baseline.measured_constants import Outside, outside
-from peakcast.models.ledger.scope.adapter import require_adapters
+from peakcast.models.ledger.scope.adapter_targets import require_adapters
 from peakcast.models.recipes.baseline_choice import BaselineName, Trace, chosen, seen_run, tracer
 from peakcast.timelines.timeline import Category, Timeline
 

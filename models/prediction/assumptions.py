@@ -16,8 +16,7 @@ from peakcast.models.baseline.baseline import Baseline
 from peakcast.models.baseline.evenly_routed import fullest_expert
 from peakcast.models.baseline.measured_constants import rests_on_readings
 from peakcast.models.ledger.recorded.covering import recorded_with
-from peakcast.models.ledger.scope.adapter import targets_taken
-from peakcast.models.ledger.scope.kernel import kernels_taken
+from peakcast.models.ledger.scope.assumptions import kernels_taken, targets_taken
 from peakcast.models.prediction.verdict import ranks_of_a_node
 from peakcast.models.recipes.baseline_choice import seen_run
 

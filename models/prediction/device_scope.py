@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from peakcast.core.findings import FAILS, Check, Finding, first
+from peakcast.core.findings import FAILS, Finding, found
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
@@ -27,24 +27,17 @@ def device_findings(job: TrainingJob, device: Device) -> tuple[Finding, ...]:
     recipe = conventions(job).get("fp8_recipe", "") if job.framework == "megatron" else ""
     needs = FLOAT8.get(recipe, ANY_FLOAT8)
     flash = job.attention == "flash_attention_2" or conventions(job).get("attention_backend") == "flash"
-    checks: tuple[tuple[Check, ...], ...] = (
-        (
-            (
-                job.precision.compute == "float8" and device.compute_capability < needs,
-                f"precision.compute='float8'{f' (fp8_recipe={recipe})' if recipe else ''} needs compute capability "
-                f"{needs[0]}.{needs[1]}, and {device.name} has {has}: the run would fail; compute in bfloat16.",
-                FAILS,
-                "precision.compute",
-            ),
-        ),
-        (
-            (
-                flash and device.compute_capability < FLASH_ATTENTION_2,
-                f"FlashAttention 2 needs compute capability 8.0, and {device.name} has {has}: the run would fail; use "
-                "attention: sdpa.",
-                FAILS,
-                "attention",
-            ),
-        ),
-    )
-    return tuple(finding for table in checks if (finding := first(table, "gpu")))
+    findings = []
+    if job.precision.compute == "float8" and device.compute_capability < needs:
+        sentence = (
+            f"precision.compute='float8'{f' (fp8_recipe={recipe})' if recipe else ''} needs compute capability "
+            f"{needs[0]}.{needs[1]}, and {device.name} has {has}: the run would fail; compute in bfloat16."
+        )
+        findings.append(found(sentence, "precision.compute", effect=FAILS))
+    if flash and device.compute_capability < FLASH_ATTENTION_2:
+        sentence = (
+            f"FlashAttention 2 needs compute capability 8.0, and {device.name} has {has}: the run would fail; use "
+            "attention: sdpa."
+        )
+        findings.append(found(sentence, "attention", effect=FAILS))
+    return tuple(findings)

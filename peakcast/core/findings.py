@@ -124,7 +124,7 @@ def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     return tuple(sorted(once, key=lambda f: (not f.uncounted, f.uncounted and f.direction == "either", -f.severity)))
 
 
-# -- tables of checks ----------------------------------------------------------------------------------------------------
+# -- findings by their effect ---------------------------------------------------------------------------------------------
 
 Effect: TypeAlias = tuple[str, Direction]
 """The code of a finding, and its direction."""
@@ -138,20 +138,6 @@ NEARLY_LESS: Effect = ("nearly_modelled", "less")
 """NEARLY, NEARLY_MORE and NEARLY_LESS: a trace's memory differs from the ledger's by the fraction that the sentence
 says."""
 FAILS: Effect = ("run_would_fail", "either")
-
-Check: TypeAlias = tuple[bool, str] | tuple[bool, str, Effect] | tuple[bool, str, Effect, str]
-"""(whether a job asks for something that the ledger does not cover, the sentence that says so, its effect, the parameter
-that it concerns). Without an effect it is UNKNOWN; without a parameter it is that of the whole table."""
-
-
-def first(checks: Iterable[Check], parameter: str, *, start: str = "", end: str = "") -> Finding | None:
-    """A finding for the first of `checks` that is true, or None. It concerns `parameter` unless the check names another;
-    `start` and `end` are put around its sentence."""
-    for holds, sentence, *further in checks:
-        if holds:
-            effect, name = (*further, parameter)[:2] if further else (UNKNOWN, parameter)
-            return found(start + sentence + end, name, effect=effect)
-    return None
 
 
 def found(sentence: str, parameter: str, *, effect: Effect = UNKNOWN) -> Finding:

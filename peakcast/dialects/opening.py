@@ -13,6 +13,7 @@ from peakcast.core.errors import SpecError
 from peakcast.dialects.common.foreign import foreign, foreign_python
 from peakcast.dialects.common.pasted import THE_TEXT, Pasted, mapping_of_text, merged, nested
 from peakcast.dialects.common.text import kind_of, parse, read_text
+from peakcast.dialects.python.notebook import notebook_source
 
 NO_FILES: Mapping[str, Mapping[str, Any]] = {}
 
@@ -70,13 +71,6 @@ def _program(text: str, where: str, folder: Path | None) -> Pasted:
             parameter="job",
         )
     return Pasted(values=values, where=where, folder=folder)
-
-
-def notebook_source(values: Mapping[str, Any]) -> str:
-    """The code of a Jupyter notebook's cells."""
-    cells = values["cells"] if isinstance(values["cells"], list) else []
-    codes = [cell.get("source", "") for cell in cells if isinstance(cell, Mapping) and cell.get("cell_type") == "code"]
-    return "\n".join("".join(code) if isinstance(code, list) else str(code) for code in codes)
 
 
 def _launched(

@@ -52,6 +52,7 @@ FACTS = {"model_type", "quantization", "fused_linear_cross_entropy"}
 """Properties of a job that the `when` of a stanza may name, in addition to versions and other conventions."""
 
 
+@functools.lru_cache(maxsize=4096)
 def conventions(job: TrainingJob) -> Mapping[str, Any]:
     """Every convention that applies to `job`, by name."""
     return conventions_of(job.framework, job.versions, _facts(job), job.framework_options)

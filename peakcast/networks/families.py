@@ -43,7 +43,7 @@ def family(model_type: str) -> Family | None:
 
 def family_of(architecture: Architecture) -> Family:
     """The family as which the ledger counts a network: its own, or, if it is unknown, one whose code is like Llama's, which
-    no library knows and no trace has confirmed. A finding says so (`models/ledger/scope/network.py`)."""
+    no library knows and no trace has confirmed. A finding says so (`models/ledger/scope/networks.py`)."""
     return counted_as(architecture.model_type)
 
 

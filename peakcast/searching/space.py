@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Literal
 
 from peakcast.core.errors import SpecError
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.parallelism import layers_beside_ends
 from peakcast.jobs.spec import ActivationCheckpointing, Offload, Parallelism, TrainingJob
-from peakcast.models.ledger.scope.parallel import parallel_reason
-from peakcast.models.ledger.scope.scope import out_of_scope
+from peakcast.models.ledger.scope.scope import not_covered
 
 GPUS_PER_NODE = 8
 """Tensor parallelism stays within a node, because it communicates in every layer (Narayanan et al. 2021,
@@ -31,14 +31,17 @@ def candidates(
     job: TrainingJob, num_gpus: int, global_batch_size: int, gpus_per_node: int = GPUS_PER_NODE
 ) -> Iterator[TrainingJob]:
     """Every combination of layout, micro-batch, checkpointing, sharding and offloading of `job` on `num_gpus` GPUs whose
-    micro-batches add up to `global_batch_size` sequences, except those that `TrainingJob` refuses."""
+    micro-batches add up to `global_batch_size` sequences, except those that `TrainingJob` refuses and those that the ledger
+    does not cover (`layouts`)."""
+    accepted = not_covered(job)
     modes = MEGATRON_CHECKPOINTING if job.framework == "megatron" else CHECKPOINTING
     kept = job.activation_checkpointing
     checkpointings = [kept if mode == kept.mode else ActivationCheckpointing(mode=mode) for mode in modes]  # type: ignore[arg-type]
-    for layout in layouts(job, num_gpus, gpus_per_node):
+    for layout, spread in _spread_over(job, num_gpus, gpus_per_node).items():
         sequences, rest = divmod(global_batch_size, layout.data_parallel_size)
         if rest or not sequences:
             continue
+        here = accepted | not_covered(spread)
         for micro_batch_size in _powers_of_two(min(sequences, MOST_MICRO_BATCH)):
             steps = sequences // micro_batch_size
             if sequences % micro_batch_size or not _fills_the_pipeline(layout, steps):
@@ -46,7 +49,7 @@ def candidates(
             for checkpointing in checkpointings:
                 for offload in _offloads(job, layout):
                     try:
-                        yield job.replace(
+                        plan = job.replace(
                             parallelism=layout,
                             micro_batch_size=micro_batch_size,
                             gradient_accumulation_steps=steps,
@@ -55,11 +58,25 @@ def candidates(
                         )
                     except SpecError:
                         continue
+                    if not_covered(plan) <= here:
+                        yield plan
 
 
 def layouts(job: TrainingJob, num_gpus: int, gpus_per_node: int = GPUS_PER_NODE) -> list[Parallelism]:
-    """Every layout of `job` on exactly `num_gpus` ranks that its framework supports."""
-    return list(dict.fromkeys(_LAYOUTS.get(job.framework, _torch)(job, num_gpus, gpus_per_node)))
+    """Every layout of `job` on exactly `num_gpus` ranks that its framework supports and the ledger covers: its table says
+    nothing unknown or failing of it (`not_covered`) that it does not say of `job` as asked. If there is none, all of them;
+    their predictions say what is not covered."""
+    return list(_spread_over(job, num_gpus, gpus_per_node))
+
+
+def _spread_over(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> dict[Parallelism, TrainingJob]:
+    """`layouts`, and `job` in each of them."""
+    spread: dict[Parallelism, TrainingJob] = {}
+    for layout in _LAYOUTS.get(job.framework, _torch)(job, num_gpus, gpus_per_node):
+        with suppress(SpecError):
+            spread[layout] = _spread(job, layout)
+    accepted = not_covered(job)
+    return {layout: one for layout, one in spread.items() if not_covered(one) <= accepted} or spread
 
 
 def _deepspeed(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Parallelism]:
@@ -70,7 +87,7 @@ def _deepspeed(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[
 
 def _torch(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Parallelism]:
     """PyTorch's own layouts, in a plain loop or under the Trainer: data parallelism, sharded or not, combined with tensor,
-    pipeline and context parallelism as far as the ledger covers them (`parallel_reason`)."""
+    pipeline and context parallelism."""
     schedule = job.parallelism.pipeline_schedule
     group = int(conventions(job)["shard_group_size"])
     for tensor, pipeline, context, data in _grids(job, num_gpus, gpus_per_node):
@@ -78,7 +95,7 @@ def _torch(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Para
         for sequence_parallel in (False, True) if tensor > 1 else (False,):
             for sharding in _shardings(data, context, group):
                 try:
-                    layout = Parallelism(
+                    yield Parallelism(
                         data_parallel_size=data,
                         sharding=sharding,
                         tensor_parallel_size=tensor,
@@ -89,11 +106,8 @@ def _torch(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Para
                         pipeline_layers=_beside_ends(job.architecture.num_hidden_layers, pipeline) if virtual == 1 else (),
                         context_parallel_size=context,
                     )
-                    asked = _spread(job, layout)
                 except SpecError:
                     continue
-                if data == num_gpus or not parallel_reason(asked):
-                    yield layout
 
 
 def _spread(job: TrainingJob, layout: Parallelism) -> TrainingJob:
@@ -197,11 +211,7 @@ def _offloads(job: TrainingJob, layout: Parallelism) -> tuple[Offload, ...]:
         return OFFLOADS if layout.zero_stage == 3 else OFFLOADS[:2]
     if job.framework not in ("huggingface", "torch"):
         return (job.offload,)
-    others = (Offload(activations=True), Offload(optimizer=True, parameters=True))
-    spread = _spread(job, layout)
-    if out_of_scope(spread.replace(offload=Offload())):
-        return (job.offload,)
-    return (job.offload, *(o for o in others if o != job.offload and not out_of_scope(spread.replace(offload=o))))
+    return tuple(dict.fromkeys((job.offload, Offload(activations=True), Offload(optimizer=True, parameters=True))))
 
 
 def _divisors(number: int) -> list[int]:

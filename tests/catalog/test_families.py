@@ -14,9 +14,9 @@ import pytest
 
 from peakcast.catalog import architecture, architecture_names
 from peakcast.core.errors import CatalogError
-from peakcast.core.findings import Finding
 from peakcast.jobs.architecture import Architecture
-from peakcast.models.ledger.scope.network import architecture_reason
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.networks.families import NOT_ALIKE, counted_as, family, family_of, model_types, other_kinds, read_family
 from peakcast.networks.family import Family
 from peakcast.networks.reverse import hf_config_of
@@ -125,10 +125,9 @@ def test_a_family_without_a_file_is_unknown_and_counted_as_one_like_llama() -> N
 
 
 def test_the_answer_says_that_a_family_is_unknown() -> None:
-    found = architecture_reason(_named("no_such"))
-    assert isinstance(found, Finding)
-    assert "model_type='no_such' is not known to the ledger, which takes it for Llama by its keys" in str(found)
-    assert architecture_reason(_named("llama")) is None
+    said = "model_type='no_such' is not known to the ledger, which takes it for Llama by its keys"
+    assert said in out_of_scope(TrainingJob(architecture=_named("no_such")))
+    assert out_of_scope(TrainingJob(architecture=_named("llama"))) == ""
 
 
 def _named(model_type: str) -> Architecture:

@@ -162,6 +162,12 @@ LAUNCHES = [
     ("srun --mpi=pmix -l python pretrain_gpt.py --bf16", "pretrain_gpt.py", None),
     ("#SBATCH --nodes=4\n#SBATCH --gpus-per-node=8\nsrun python pretrain_gpt.py --bf16", "pretrain_gpt.py", 32),
     ("#SBATCH -N 2\n#SBATCH --gres=gpu:h100:8\nsrun python pretrain_gpt.py --bf16", "pretrain_gpt.py", 16),
+    (
+        "#SBATCH --nodes=4\n#SBATCH --gpus-per-node=8\nN=$((SLURM_NNODES * SLURM_GPUS_ON_NODE))\n"
+        "accelerate launch --num_processes $N pretrain_gpt.py --bf16",
+        "pretrain_gpt.py",
+        32,
+    ),
 ]
 
 

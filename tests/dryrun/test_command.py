@@ -12,6 +12,7 @@ import pytest
 
 from peakcast.collectors.dryrun.command import read_command
 from peakcast.collectors.dryrun.missing import hint
+from peakcast.collectors.dryrun.script import exported_script
 from peakcast.core.errors import SpecError
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "plain_loop.py")
@@ -101,6 +102,9 @@ def test_accelerates_file_says_how_many_ranks(tmp_path):
         ([], "no command is given"),
         (["python"], "names no script"),
         (["python", "nothere.py"], "'nothere.py' is not there"),
+        (["make", "train"], "what 'make' runs cannot be read; give the Python command that trains"),
+        (["python", "-c", "print(1)"], "what '-c' runs cannot be read"),
+        (["sbatch", "nothere.sh"], "'nothere.sh'] is not there"),
         (["python", "."], "is a folder"),
         (["/no/python", SCRIPT], "is not there"),
         (["/no/bin/python", SCRIPT], "no such interpreter"),
@@ -193,3 +197,33 @@ def test_a_shell_script_has_the_arguments_that_it_is_given(tmp_path):
     assert (given.world_size, given.arguments) == (8, ("--name", "llama a", "llama a", "--batch", "4"))
     bare = read_command(["bash", str(script)])
     assert (bare.world_size, bare.arguments) == (2, ("--name", "none"))
+
+
+@pytest.mark.parametrize(
+    ("lines", "world_size"),
+    [
+        ("#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=8\nsrun python {}", 16),
+        ("#SBATCH -N 3\n#SBATCH --gres=gpu:8\nsrun torchrun --nnodes $SLURM_NNODES --nproc_per_node 8 {}", 24),
+        ("#SBATCH --nodes 2\nsrun --ntasks 4 python {}", 4),
+        ("python {}", 1),
+    ],
+)
+def test_a_batch_script_says_how_many_ranks(tmp_path, lines, world_size):
+    script = tmp_path / "job.slurm"
+    script.write_text(lines.format(SCRIPT))
+    command = read_command(["sbatch", "--partition", "long", str(script)])
+    assert (command.script, command.world_size) == (SCRIPT, world_size)
+
+
+def test_a_notebook_is_read_as_the_script_of_its_cells(tmp_path):
+    notebook = tmp_path / "train.ipynb"
+    cells = [
+        {"cell_type": "markdown", "source": ["# Training"]},
+        {"cell_type": "code", "source": ["%matplotlib inline\n", "!pip install torch\n", "if True:\n", "    !nvidia-smi"]},
+        {"cell_type": "code", "source": "steps = 7 % 4"},
+    ]
+    notebook.write_text(json.dumps({"cells": cells}))
+    command = read_command(["jupyter", "nbconvert", "--to", "notebook", "--execute", str(notebook)])
+    assert command.script == str(notebook)
+    exported = Path(exported_script(command.script, tmp_path))
+    assert exported.read_text() == "pass\npass\nif True:\n    pass\nsteps = 7 % 4"

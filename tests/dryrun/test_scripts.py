@@ -89,6 +89,13 @@ def test_accelerates_loop_trains_the_parameters_that_it_moved(run_script, tmp_pa
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_rank_that_is_sent_its_batches_reads_them_itself(run_script):
+    """accelerate reads iterable data sets on rank 0 alone; any rank has as many rows."""
+    found = run_script("accelerate_loop.py", "--stream", rank=1, world_size=2)
+    assert (found.job.micro_batch_size, found.job.sequence_length) == (4, 128)
+    assert found.job.parallelism.data_parallel_size == 2
+
+
 @pytest.mark.benchmarks
 def test_ranks_share_what_fsdp2_shards_and_hold_what_ddp_copies(run_script):
     sharded = run_script("distributed.py", "--fsdp", rank=5, world_size=8)

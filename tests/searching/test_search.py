@@ -16,7 +16,7 @@ from peakcast.explaining.groups import DATA
 from peakcast.jobs.spec import Parallelism
 from peakcast.models.baseline.device_memory import context_bytes
 from peakcast.models.baseline.ledger import ledger
-from peakcast.models.ledger.scope.parallel import parallel_reason
+from peakcast.models.ledger.scope.scope import not_covered
 from peakcast.models.prediction.predict import could_surely_fit
 from peakcast.printing.plans import plan_words
 from peakcast.searching import costs
@@ -81,9 +81,43 @@ def test_pytorchs_own_layouts_are_those_that_the_ledger_covers():
         assert {1, 2, 4} <= {getattr(layout, size) for layout in every}
     assert {layout.sharding for layout in every} == {"none", "fsdp2", "hsdp"}
     assert any(layout.pipeline_parallel_size > 1 < layout.data_parallel_size for layout in every)
-    assert all(parallel_reason(candidate) is None for candidate in found)
+    assert not any(map(not_covered, found))
     falcon = job_from_mapping({"architecture": "falcon-7b", "framework": "torch", "sequence_length": 2048})
     assert {layout.data_parallel_size for layout in layouts(falcon, 16)} == {16}  # others are not modelled for it
+
+
+@pytest.mark.parametrize(
+    ("asked", "sizes"),
+    [
+        ({"architecture": "gpt2", "framework": "torch", "optimizer": {"name": "adafactor"}}, {"sharding": {"none"}}),
+        ({"architecture": "deepseek-v2-lite", "framework": "megatron"}, {"context_parallel_size": {1}}),
+        ({"architecture": "t5-base", "framework": "megatron", "sequence_length": 512}, {"pipeline_parallel_size": {1}}),
+        # mixed precision under ZeRO is unknown, which its own question accepts
+        ({"architecture": "gpt2", "framework": "deepspeed", "precision": {"parameters": "float32"}}, {"zero_stage": {0}}),
+        (
+            {
+                "architecture": "gpt2",
+                "framework": "deepspeed",
+                "precision": {"parameters": "float32"},
+                "parallelism": {"zero_stage": 3, "data_parallel_size": 2},
+            },
+            {"zero_stage": {0, 1, 2, 3}},
+        ),
+        # no layout of several ranks is covered: all that there are, with the findings of their predictions
+        (
+            {"architecture": "gpt2", "framework": "deepspeed", "finetuning": {"method": "loha", "rank": 8}},
+            {"zero_stage": {0, 1, 2, 3}},
+        ),
+    ],
+)
+def test_no_plan_is_unknown_or_fails_but_for_what_is_asked(asked, sizes):
+    job = job_from_mapping({"sequence_length": 1024, **asked})
+    found = list(candidates(job, 8, 16))
+    assert found
+    for size, values in sizes.items():
+        assert {getattr(candidate.parallelism, size) for candidate in found} == values
+    if asked.get("finetuning") is None:
+        assert all(not_covered(candidate) <= not_covered(job) for candidate in found)
 
 
 def untied(name):

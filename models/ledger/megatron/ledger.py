@@ -14,14 +14,13 @@ from peakcast.models.ledger.megatron.inputs import hold_saved_batches
 from peakcast.models.ledger.megatron.optimizer import hold_previous_gradients, optimizer_stepped, widens_gradients
 from peakcast.models.ledger.megatron.persistent import hold_fp8_weights, hold_workspaces
 from peakcast.models.ledger.megatron.received import Exchange, hold_received
-from peakcast.models.ledger.megatron.scope import megatron_out_of_scope
 from peakcast.models.ledger.megatron.share import RankShare, activations_share, rank_share, weights_share
 from peakcast.models.ledger.megatron.turns import Turns
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category, Timeline
 
-__all__ = ["megatron_ledger", "megatron_out_of_scope"]
+__all__ = ["megatron_ledger"]
 
 
 def megatron_ledger(

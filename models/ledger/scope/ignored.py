@@ -6,13 +6,14 @@ with the reason why it cannot matter.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 
 from peakcast.core.findings import Direction, Finding
 from peakcast.core.units import format_gib
 from peakcast.jobs.conventions import adapter_dtype, conventions, default_of
 from peakcast.jobs.spec import Precision, TrainingJob
+from peakcast.models.ledger.scope import facts
+from peakcast.models.ledger.scope.fact import Fact
 from peakcast.networks.families import family_of
 
 DEFAULT = Precision()
@@ -38,51 +39,21 @@ IGNORED: dict[str, dict[str, tuple[str, Direction]]] = {
 """Framework -> convention -> what a job that sets it other than its default changes, and in which direction."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Idle:
-    """Fields that have no effect in a job for which `holds` is true, because of `why`."""
-
-    group: str
-    names: tuple[str, ...]
-    holds: Callable[[TrainingJob], bool]
-    why: str
-
-
-IDLE = (
-    _Idle(
-        "finetuning",
-        ("rank", "alpha", "targets", "dropout", "adapter_dtype"),
-        lambda job: job.finetuning.method == "full",
-        "finetuning.method='full' has no adapters (lora has)",
-    ),
-    _Idle(
-        "activation_checkpointing",
-        ("every_n_layers", "modules", "num_layers"),
-        lambda job: job.activation_checkpointing.mode == "none",
-        "activation_checkpointing.mode='none'",
-    ),
-    _Idle("inference", ("prompt_length", "new_tokens", "cache"), lambda job: job.task == "train", "task='train'"),
-    _Idle("optimizer", ("momentum",), lambda job: job.optimizer.name != "sgd", "sgd alone has a momentum"),
-    _Idle(
-        "parallelism",
-        ("sequence_parallel",),
-        lambda job: job.parallelism.tensor_parallel_size == 1,
-        "parallelism.tensor_parallel_size=1",
-    ),
-    _Idle(
-        "parallelism",
-        ("sharding",),
-        lambda job: job.parallelism.num_replicas == 1,
-        "there is one replica, of which nothing is sharded",
-    ),
-    _Idle(
-        "offload",
-        ("parameters",),
-        lambda job: job.parallelism.zero_stage in (1, 2) and job.framework != "megatron",
-        "DeepSpeed offloads parameters with zero_stage=3 only",
-    ),
+# fmt: off
+IDLE: tuple[tuple[str, tuple[str, ...], Fact, str], ...] = (
+    ("finetuning", ("rank", "alpha", "targets", "dropout", "adapter_dtype"), ~facts.adapts,
+     "finetuning.method='full' has no adapters (lora has)"),
+    ("activation_checkpointing", ("every_n_layers", "modules", "num_layers"), ~facts.checkpoints,
+     "activation_checkpointing.mode='none'"),
+    ("inference", ("prompt_length", "new_tokens", "cache"), facts.trains, "task='train'"),
+    ("optimizer", ("momentum",), ~facts.optimizer("sgd"), "sgd alone has a momentum"),
+    ("parallelism", ("sequence_parallel",), ~facts.tensor_parallel, "parallelism.tensor_parallel_size=1"),
+    ("parallelism", ("sharding",), ~facts.replicated, "there is one replica, of which nothing is sharded"),
+    ("offload", ("parameters",), facts.zero & ~facts.zero3 & ~facts.megatron,
+     "DeepSpeed offloads parameters with zero_stage=3 only"),
 )
-"""Settings that have no effect together with the rest of a job. Someone set them, and may have meant a different job."""
+# fmt: on
+"""(group, settings of it, when they have no effect, why). Someone set them, and may have meant a different job."""
 
 
 def ignored_findings(job: TrainingJob) -> tuple[Finding, ...]:
@@ -148,14 +119,11 @@ def _of_torch(job: TrainingJob) -> Iterator[Finding]:
 
 def _idle(job: TrainingJob) -> Iterator[Finding]:
     """Settings that have no effect because of another setting (`IDLE`), where they differ from their defaults."""
-    for idle in IDLE:
-        group = getattr(job, idle.group)
-        for name in idle.names if idle.holds(job) else ():
-            value, parameter = getattr(group, name), f"{idle.group}.{name}"
-            if value != type(group).__dataclass_fields__[name].default:
-                yield Finding(
-                    "setting_without_effect", parameter, "either", f"{parameter}={value!r} has no effect: {idle.why}."
-                )
+    for group, names, holds, why in IDLE:
+        for name in names if holds(job) else ():
+            value, parameter = getattr(getattr(job, group), name), f"{group}.{name}"
+            if value != type(getattr(job, group)).__dataclass_fields__[name].default:
+                yield Finding("setting_without_effect", parameter, "either", f"{parameter}={value!r} has no effect: {why}.")
 
 
 def _expert_tensor_parallel(job: TrainingJob) -> tuple[Finding, ...]:

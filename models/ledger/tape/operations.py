@@ -74,8 +74,7 @@ class WeightGradient:
         return self.parameter or self.name.removesuffix(".grad")
 
 
-@dataclass(frozen=True, slots=True)
-class Output:
+class Output(NamedTuple):
     """What an operation returns, where it is more than a new activation of some bytes."""
 
     num_bytes: int
@@ -94,8 +93,7 @@ class Output:
         return cls(tensor.num_bytes, view_of=tensor)
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
+class Saved(NamedTuple):
     """What autograd saves for an operation's backward, where it is more than `inputs`."""
 
     inputs: Sequence[Tensor] = ()
@@ -168,8 +166,10 @@ class Operation:
         return self.outputs[0].requires_grad or any(output.requires_grad for output in self.outputs)
 
 
-def temporaries(own: int | Sequence[int], aside: Sequence[int] = ()) -> list[Temporary]:
+def temporaries(own: int | Sequence[int], aside: Sequence[int] = ()) -> Sequence[Temporary]:
     """Temporaries of these bytes: `own` on the computing stream, `aside` on the side stream."""
+    if not (own or aside):
+        return ()
     sizes = (own,) if isinstance(own, int) else own
     here = [Temporary(size, 0) for size in sizes if size > 0]
     return [*here, *(Temporary(size, SIDE_STREAM) for size in aside if size > 0)]

@@ -98,7 +98,7 @@ def place(runs: Sequence[Run]) -> Placed:
         for row, run in enumerate(members):
             if run.gradients_reusable is not None:
                 of_runs[REUSABLE, row, template.gradient_columns] = run.gradients_reusable
-        firsts = np.arange(start, end, template.num_entries)[:, None]
+        firsts = start + template.num_entries * np.arange(len(members))[:, None]
         if len(template.through_view):
             through_view.append((firsts + template.through_view).ravel())
         if len(template.gradient_columns):

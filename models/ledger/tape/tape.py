@@ -142,7 +142,7 @@ class Tape:
                 name,
                 [result],
                 needed,
-                self._named(weight_gradients),
+                self._named(weight_gradients) if weight_gradients else (),
                 temporaries(forward_temporary_bytes, side.forward_temporaries),
                 temporaries(backward_temporary_bytes, side.backward_temporaries),
                 gradients_in_place=saved.become_gradients,
@@ -155,7 +155,7 @@ class Tape:
 
     def _named(self, weights: Sequence[WeightGradient]) -> Sequence[WeightGradient]:
         """`weights` with the names of their parameters where the operation has another name than their module."""
-        modules = [weight.of.rpartition(".")[0] for weight in weights] if self._modules else []
+        modules = [weight.of.rpartition(".")[0] for weight in weights]
         if self._modules.keys().isdisjoint(modules):
             return weights
         stored = [self._modules.get(module, module) for module in modules]

@@ -12,6 +12,7 @@ from peakcast.core.errors import SpecError
 from peakcast.dialects.common.foreign import foreign_program
 from peakcast.dialects.common.translation import words
 from peakcast.dialects.shell.script import Command, Script
+from peakcast.dialects.shell.slurm import sbatch_gpus
 
 SIZES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "torchrun": (("nproc_per_node",), ("nnodes",)),
@@ -62,7 +63,7 @@ def launch_of(script: Script, text: str, where: str) -> Launch:
             "llamafactory-cli train); give the configuration itself, or the command with its arguments."
         )
     chosen = trainings[-1]
-    if chosen.num_gpus is None and (gpus := _sbatch_gpus(text)) is not None:
+    if chosen.num_gpus is None and (gpus := sbatch_gpus(text)) is not None:
         chosen = replace(chosen, num_gpus=gpus)
     return chosen
 
@@ -210,18 +211,6 @@ def _processes(launcher: str, own: Mapping[str, Any]) -> int | None:
         number = "1"  # torchrun's default
     texts = [str(number), str(multiple).rpartition(":")[2]]  # --nnodes may be MIN:MAX
     return int(texts[0]) * int(texts[1]) if all(re.fullmatch(r"[1-9]\d{0,5}", text) for text in texts) else None
-
-
-def _sbatch_gpus(text: str) -> int | None:
-    """Nodes × GPUs (or tasks) per node in #SBATCH lines; None if they do not say."""
-    found: dict[str, int] = {}
-    for name, value in re.findall(r"^#SBATCH\s+(?:--)?([\w-]+)[ =]([^\s#]+)", text, re.MULTILINE):
-        number = re.search(r"(\d{1,6})$", value)
-        if number:
-            found[name.lstrip("-")] = int(number[1])
-    nodes = found.get("nodes", found.get("N", 1))
-    per_node = next((found[key] for key in ("gpus-per-node", "gres", "ntasks-per-node") if key in found), None)
-    return nodes * per_node if per_node else found.get("gpus", found.get("ntasks"))
 
 
 def _trains(launch: Launch) -> bool:

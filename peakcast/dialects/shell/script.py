@@ -15,6 +15,7 @@ from peakcast.core.errors import SpecError
 from peakcast.dialects.shell.shell_expansion import MAX_CHARACTERS as MAX_CHARACTERS
 from peakcast.dialects.shell.shell_expansion import MOST_NESTED, Variables
 from peakcast.dialects.shell.shell_tree import Node, command_nodes, descendants, joined, named, source_of, tree_of
+from peakcast.dialects.shell.slurm import slurm_variables
 from peakcast.dialects.shell.values import is_whole, tested
 
 MOST_STEPS = 20_000
@@ -66,6 +67,7 @@ def read_script(
         raise SpecError(f"the script has {len(text):,} characters; a launch script is not that long.")
     reader = _Reader(sourced)
     reader.variables.give(arguments)
+    reader.variables.variables |= slurm_variables(text)
     reader.read(text)
     return reader.script
 

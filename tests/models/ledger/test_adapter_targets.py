@@ -4,7 +4,7 @@ import pytest
 
 from peakcast.catalog import architecture
 from peakcast.jobs.spec import Finetuning, TrainingJob
-from peakcast.models.ledger.scope.adapter import targets_taken
+from peakcast.models.ledger.scope.assumptions import targets_taken
 from peakcast.networks.families import counted_as, model_types
 
 LORA = Finetuning(method="lora", rank=8)

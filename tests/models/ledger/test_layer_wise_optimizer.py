@@ -13,8 +13,9 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.fullest_ranks import fullest_ranks
 from peakcast.models.ledger.megatron.distributed_optimizer import BufferRules
 from peakcast.models.ledger.megatron.layer_wise_optimizer import orthogonalized_bytes, packed, ping_pong
-from peakcast.models.ledger.megatron.ledger import megatron_ledger, megatron_out_of_scope
+from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.megatron.parameters import Parameter
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Category, Timeline
 
 A, B, C = (Parameter(name, "layers.0", shape) for name, shape in (("a", (4, 64)), ("b", (2, 64)), ("c", (1, 64))))
@@ -68,7 +69,7 @@ def states(job: TrainingJob, rank: int = 0) -> int:
 
 def job(num_gpus: int = 1, version: str = "0.18.0", **arguments: Any) -> TrainingJob:
     translation = from_megatron({**SMALL, **arguments}, num_gpus, versions={"megatron_core": version})
-    assert (translation.unsupported, megatron_out_of_scope(translation.job)) == ((), "")
+    assert (translation.unsupported, out_of_scope(translation.job)) == ((), "")
     return translation.job
 
 
@@ -114,7 +115,7 @@ def test_the_worst_rank_is_the_one_that_owns_the_table():
     ],
 )  # fmt: skip
 def test_what_is_not_covered_is_said(arguments: dict[str, Any], word: str):
-    assert word in megatron_out_of_scope(from_megatron({**SMALL, **arguments}, 4).job)
+    assert word in out_of_scope(from_megatron({**SMALL, **arguments}, 4).job)
 
 
 # -- published runs --------------------------------------------------------------------------------------------------------

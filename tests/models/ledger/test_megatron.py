@@ -17,7 +17,8 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.blocks.head import head
 from peakcast.models.ledger.megatron.blocks.layer import decoder_layer
 from peakcast.models.ledger.megatron.context import attention_core, layer_context
-from peakcast.models.ledger.megatron.ledger import megatron_ledger, megatron_out_of_scope
+from peakcast.models.ledger.megatron.ledger import megatron_ledger
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Category, Timeline
 
 B, S, H, A = 4, 1024, 512, 8
@@ -277,20 +278,20 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 
 
 def test_scope():
-    assert megatron_out_of_scope(make()) == ""
-    assert megatron_out_of_scope(make(num_experts=8)) == ""
-    assert megatron_out_of_scope(make(multi_latent_attention=True)) == ""
-    assert megatron_out_of_scope(make(fp8_format="hybrid")) == ""
-    assert megatron_out_of_scope(make(fp8_format="hybrid", **FULL)) == ""
-    assert megatron_out_of_scope(make(fp8_format="hybrid", num_experts=8)) == ""
+    assert out_of_scope(make()) == ""
+    assert out_of_scope(make(num_experts=8)) == ""
+    assert out_of_scope(make(multi_latent_attention=True)) == ""
+    assert out_of_scope(make(fp8_format="hybrid")) == ""
+    assert out_of_scope(make(fp8_format="hybrid", **FULL)) == ""
+    assert out_of_scope(make(fp8_format="hybrid", num_experts=8)) == ""
     for flags in (
         {"num_experts": 8, **FULL},
         {"transformer_impl": "local"},
         {"mtp_num_layers": 1},
         {"recompute_granularity": "selective", "attention_backend": "unfused"},
     ):
-        assert "float8" in megatron_out_of_scope(make(fp8_format="hybrid", **flags))
-    assert "precision_aware" in megatron_out_of_scope(make(use_precision_aware_optimizer=True))
+        assert "float8" in out_of_scope(make(fp8_format="hybrid", **flags))
+    assert "precision_aware" in out_of_scope(make(use_precision_aware_optimizer=True))
 
 
 # -- published runs -------------------------------------------------------------------------------------------------------

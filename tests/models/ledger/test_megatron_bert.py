@@ -15,8 +15,9 @@ from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.ledger.megatron.buffers import owned_parameters
-from peakcast.models.ledger.megatron.ledger import megatron_ledger, megatron_out_of_scope
+from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.megatron.share import rank_share
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Category
 
 H, V = 1024, 30592
@@ -74,9 +75,9 @@ def test_the_heads_projection_and_norm_are_kept_whole_on_every_tensor_parallel_r
 
 
 def test_another_shape_is_still_refused_by_name():
-    assert megatron_out_of_scope(make()) == ""
+    assert out_of_scope(make()) == ""
     other = make().replace(architecture=replace(make().architecture, kind="hybrid"))
-    assert "neither a GPT nor a BERT or T5, nor a hybrid" in megatron_out_of_scope(other)
+    assert "neither a GPT nor a BERT or T5, nor a hybrid" in out_of_scope(other)
 
 
 @pytest.mark.parametrize(

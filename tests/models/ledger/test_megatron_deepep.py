@@ -10,8 +10,9 @@ import pytest
 from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.context import expert_context
-from peakcast.models.ledger.megatron.ledger import megatron_ledger, megatron_out_of_scope
+from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.scope.ignored import ignored_findings
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Phase
 
 T, H, EXPERTS, TOP = 512, 256, 16, 4
@@ -79,7 +80,7 @@ def test_what_arrives_is_copied_for_experts_and_added_up_before_it_goes_back() -
 def test_buffers_outside_pytorch_are_a_finding() -> None:
     (found,) = [each for each in ignored_findings(job()) if each.parameter == "framework_options.moe_token_dispatcher_type"]
     assert (found.code, found.direction) == ("setting_ignored", "more")
-    assert not megatron_out_of_scope(job())
+    assert not out_of_scope(job())
 
 
 @pytest.mark.parametrize(
@@ -92,4 +93,4 @@ def test_buffers_outside_pytorch_are_a_finding() -> None:
     ],
 )
 def test_what_is_not_covered_is_named(arguments: dict[str, Any], named: str) -> None:
-    assert named in str(megatron_out_of_scope(job(**arguments)))
+    assert named in str(out_of_scope(job(**arguments)))

@@ -9,7 +9,8 @@ import pytest
 
 from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.megatron.ledger import megatron_ledger, megatron_out_of_scope
+from peakcast.models.ledger.megatron.ledger import megatron_ledger
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Phase
 
 T, H, FFN, TOP = 512, 256, 128, 2
@@ -88,9 +89,9 @@ def test_both_projections_down_keep_a_copy_of_one_input():
     ],
 )  # fmt: skip
 def test_what_is_not_covered_is_said(arguments: dict[str, Any], word: str):
-    assert word in megatron_out_of_scope(job(2, **arguments))
+    assert word in out_of_scope(job(2, **arguments))
 
 
 @pytest.mark.parametrize("arguments", [EXPERTS, LATENT, {**EXPERTS, **LATENT}])
 def test_what_is_covered(arguments: dict[str, Any]):
-    assert megatron_out_of_scope(job(2, **arguments)) == ""
+    assert out_of_scope(job(2, **arguments)) == ""

@@ -12,9 +12,10 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.ledger.megatron.buffers import owned_parameters
 from peakcast.models.ledger.megatron.fsdp import LEAST_IN_FLIGHT, Bucket, WholeBuckets, buckets, buckets_of
-from peakcast.models.ledger.megatron.ledger import megatron_ledger, megatron_out_of_scope
+from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import rank_share
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
@@ -111,8 +112,8 @@ def test_a_large_network_has_few_layers_at_once():
     ],
 )
 def test_what_is_not_covered_is_said(arguments: dict[str, Any], word: str):
-    assert megatron_out_of_scope(job()) == ""
-    assert word in megatron_out_of_scope(job(4, **arguments))
+    assert out_of_scope(job()) == ""
+    assert word in out_of_scope(job(4, **arguments))
 
 
 @pytest.mark.parametrize(("name", "peak", "off"), [("H100-80GB", 2_587_204_608, 0.005), ("GB200", 2_665_063_424, 0.02)])

@@ -14,8 +14,8 @@ from peakcast.measurements.store import datasets_folder
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.ledger.megatron.blocks.layer import decoder_layer
 from peakcast.models.ledger.megatron.context import layer_context, part_context
-from peakcast.models.ledger.megatron.ledger import megatron_out_of_scope
 from peakcast.models.ledger.megatron.parameters import layer_parameters
+from peakcast.models.ledger.scope.scope import out_of_scope
 
 B, S, H = 4, 1024, 1024
 INNER, STATES, HEADS, GROUPS = 2048, 8 * 128, 32, 8
@@ -52,9 +52,9 @@ def test_what_a_mamba_layer_keeps_by_hand(batch: int):
 
 
 def test_what_of_hybrids_is_modelled():
-    assert megatron_out_of_scope(job()) == ""
-    assert "without context parallelism" in megatron_out_of_scope(job(context_parallel_size=2))
-    assert "nor a hybrid" in megatron_out_of_scope(job(hybrid_layer_pattern="M-G*"))
+    assert out_of_scope(job()) == ""
+    assert "without context parallelism" in out_of_scope(job(context_parallel_size=2))
+    assert "nor a hybrid" in out_of_scope(job(hybrid_layer_pattern="M-G*"))
 
 
 ROWS = [

@@ -10,7 +10,7 @@ from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.blocks.layer import decoder_layer
 from peakcast.models.ledger.megatron.context import layer_context
-from peakcast.models.ledger.megatron.ledger import megatron_out_of_scope
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.template import Template
 
 S, H, HEADS = 1024, 2048, 16
@@ -36,7 +36,7 @@ def kept_bytes(template: Template) -> int:
 
 def layer(*modules: str, **flags: Any) -> Template:
     one = job(*modules, **flags)
-    assert megatron_out_of_scope(one) == ""
+    assert out_of_scope(one) == ""
     return decoder_layer(layer_context(one, None))
 
 

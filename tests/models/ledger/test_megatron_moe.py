@@ -21,9 +21,10 @@ from peakcast.models.ledger.megatron.blocks.moe import mixture_of_experts
 from peakcast.models.ledger.megatron.blocks.recompute import checkpointed
 from peakcast.models.ledger.megatron.buffers import owned_parameters
 from peakcast.models.ledger.megatron.context import layer_context
-from peakcast.models.ledger.megatron.ledger import megatron_ledger, megatron_out_of_scope
+from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import rank_share
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.tape import Tape
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category, Timeline
@@ -171,7 +172,7 @@ def test_recomputing_a_module_keeps_less_and_holds_the_same_weights(module):
               "moe_shared_expert_intermediate_size": 512}  # fmt: skip
     plain = small(**engine)
     again = small(**engine, recompute_granularity="selective", recompute_modules=module)
-    assert megatron_out_of_scope(again) == ""
+    assert out_of_scope(again) == ""
     assert last(again).peak().num_bytes < last(plain).peak().num_bytes
     assert weights(last(again)) == weights(last(plain))
 
@@ -214,9 +215,9 @@ def test_predicting_ahead_of_a_tied_table_the_last_stage_has_two():
 def test_a_mixture_of_exchanges_is_named():
     """Of context parallelism: one kind in all layers; heads and then a ring is one."""
     two = {**SMALL, "context_parallel_size": 2}
-    assert megatron_out_of_scope(make(2, **two, cp_comm_type="a2a")) == ""
-    assert megatron_out_of_scope(make(2, **two, cp_comm_type="a2a+p2p")) == ""
-    assert "cp-comm-type" in megatron_out_of_scope(make(2, **two, cp_comm_type="a2a p2p"))
+    assert out_of_scope(make(2, **two, cp_comm_type="a2a")) == ""
+    assert out_of_scope(make(2, **two, cp_comm_type="a2a+p2p")) == ""
+    assert "cp-comm-type" in out_of_scope(make(2, **two, cp_comm_type="a2a p2p"))
 
 
 def test_capacity_and_the_worst_case():
@@ -350,11 +351,11 @@ def test_leading_layers_may_be_dense():
 
 
 def test_scope_of_mixtures():
-    assert megatron_out_of_scope(small()) == ""
+    assert out_of_scope(small()) == ""
     engine = {**SMALL, "transformer_impl": "transformer_engine"}
     overlapped = make(1, **{**engine, "overlap_moe_expert_parallel_comm": True})
-    assert "two micro-batches" in megatron_out_of_scope(overlapped)
-    assert "transformer-impl=local" in megatron_out_of_scope(make(1, **SMALL, multi_latent_attention=True))
+    assert "two micro-batches" in out_of_scope(overlapped)
+    assert "transformer-impl=local" in out_of_scope(make(1, **SMALL, multi_latent_attention=True))
     full = make(1, **engine, mtp_num_layers=1, recompute_granularity="full", recompute_method="uniform",
                 recompute_num_layers=1)  # fmt: skip
-    assert "Full recomputation" in megatron_out_of_scope(full)
+    assert "Full recomputation" in out_of_scope(full)

@@ -12,7 +12,8 @@ import pytest
 from peakcast.catalog import gpu
 from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.megatron.ledger import megatron_ledger, megatron_out_of_scope
+from peakcast.models.ledger.megatron.ledger import megatron_ledger
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Timeline
 
 BASE: dict[str, Any] = {
@@ -107,7 +108,7 @@ def test_published_runs(name, flags, gpus, published, tolerances):
     if big:
         environment.pop("CUBLAS_WORKSPACE_CONFIG")
     job = from_megatron(arguments, gpus, environment).job
-    assert megatron_out_of_scope(job) == ""
+    assert out_of_scope(job) == ""
     first, steady = (last_rank(job, name, step) for step in ("first", "steady"))
     ledger = int(steady.totals[-1]), first.peak().num_bytes, max(first.peak().num_bytes, steady.peak().num_bytes)
     for found, expected, tolerance in zip(ledger, published, tolerances, strict=True):

@@ -15,8 +15,8 @@ from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.blocks.layer import decoder_layer
 from peakcast.models.ledger.megatron.ledger import megatron_ledger
-from peakcast.models.ledger.megatron.scope import megatron_findings
 from peakcast.models.ledger.megatron.share import rank_share
+from peakcast.models.ledger.scope.scope import scope_findings
 
 S, H, F, HEADS = 2048, 1024, 2816, 16
 GPT: dict[str, Any] = {
@@ -74,9 +74,9 @@ def test_the_peak_is_lower_by_what_all_layers_but_those_at_hand_keep() -> None:
 
 
 def test_it_is_said_that_copies_take_no_time_here() -> None:
-    (found,) = megatron_findings(job("[core_attn]"))
+    (found,) = scope_findings(job("[core_attn]"))
     assert (found.code, found.direction) == ("nearly_modelled", "more")
-    (found,) = megatron_findings(from_megatron({**GPT, "fine-grained-activation-offloading": True}, 1).job)
+    (found,) = scope_findings(from_megatron({**GPT, "fine-grained-activation-offloading": True}, 1).job)
     assert (found.code, found.direction) == ("not_modelled", "less")
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import ActivationCheckpointing, FrozenMapping, Precision, TrainingJob
-from peakcast.models.ledger.megatron.ledger import megatron_ledger, megatron_out_of_scope
+from peakcast.models.ledger.megatron.ledger import megatron_ledger
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Phase
 
 H, LAYERS, TOKENS = 256, 4, 128
@@ -78,6 +79,6 @@ def test_a_bias_keeps_the_masks_of_a_checkpointed_group(architecture, masks):
 
 
 def test_recomputations_that_fail_are_named():
-    assert "tensorwise" in megatron_out_of_scope(job(DENSE, FULL, "tensorwise"))
-    assert "biases" in megatron_out_of_scope(job(DENSE, FEED_FORWARD, compute="bfloat16"))
-    assert not megatron_out_of_scope(job(UNBIASED, FEED_FORWARD))
+    assert "tensorwise" in out_of_scope(job(DENSE, FULL, "tensorwise"))
+    assert "biases" in out_of_scope(job(DENSE, FEED_FORWARD, compute="bfloat16"))
+    assert not out_of_scope(job(UNBIASED, FEED_FORWARD))

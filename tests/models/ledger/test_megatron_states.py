@@ -14,7 +14,7 @@ from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.host import host_bytes
 from peakcast.models.ledger.megatron.ledger import megatron_ledger
-from peakcast.models.ledger.megatron.scope import megatron_findings
+from peakcast.models.ledger.scope.scope import scope_findings
 from peakcast.timelines.timeline import Category
 
 HELD = (Category.PARAMETERS, Category.GRADIENTS, Category.MAIN_PARAMETERS, Category.OPTIMIZER_STATES)
@@ -58,7 +58,7 @@ AWARE = {"use_precision_aware_optimizer": True}
 )
 def test_bytes_that_stand_between_steps(flags: dict[str, Any], expected: tuple[float, ...]) -> None:
     assert bytes_per_element(**flags) == pytest.approx(expected, abs=0.01)
-    assert not megatron_findings(job(**flags))
+    assert not scope_findings(job(**flags))
 
 
 def test_mxfp8_parameters_have_two_layouts_and_no_buffer_of_their_own() -> None:
@@ -114,6 +114,6 @@ def test_the_host_has_parameters_gradients_and_both_states_of_what_is_offloaded(
     ],
 )
 def test_what_cannot_run_or_is_not_counted_is_said(flags: dict[str, Any], code: str, word: str) -> None:
-    (found,) = megatron_findings(job(**flags))
+    (found,) = scope_findings(job(**flags))
     assert found.code == code
     assert word in found.sentence

@@ -15,8 +15,9 @@ from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.ledger.megatron.buffers import owned_parameters
-from peakcast.models.ledger.megatron.ledger import megatron_ledger, megatron_out_of_scope
+from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.megatron.share import rank_share
+from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Phase
 
 H, V = 768, 29184
@@ -78,7 +79,7 @@ def test_the_encoders_states_live_until_the_first_decoder_layer_has_gone_back():
 
 @pytest.mark.parametrize("flags", [{"pipeline_model_parallel_size": 2}, {"recompute_activations": True}])
 def test_what_is_not_modelled_is_said(flags: dict[str, Any]):
-    assert "without pipeline and context parallelism" in megatron_out_of_scope(make(2, **flags))
+    assert "without pipeline and context parallelism" in out_of_scope(make(2, **flags))
 
 
 @pytest.mark.parametrize(

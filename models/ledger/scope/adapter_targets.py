@@ -1,0 +1,70 @@
+"""Which parts of a network `finetuning.targets` names, and the refusal if nothing would train.
+
+Source: peft 0.21 tuners/tuners_utils.py `inject_adapter`: names that match no module are ignored, unless none matches.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+from peakcast.core.errors import SpecError, near_misses
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.huggingface.blocks.adapter_tensors import ADAPTED_ROLES
+from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
+from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK
+from peakcast.models.ledger.parameters.inventory import layer_parameters
+from peakcast.models.recipes.shelf import recipe_of
+
+ENDS = ("embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out")
+"""What families call the token table and the head."""
+EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
+"""What families call the matrices of an expert, if each is a Linear."""
+
+
+def ends_named(job: TrainingJob) -> list[str]:
+    """The token table and the head, as far as `finetuning.targets` names them."""
+    return sorted(set(job.finetuning.targets).intersection(ENDS))
+
+
+def shared_expert_projections(job: TrainingJob) -> tuple[str, ...]:
+    """The names of the matrices of the network's shared experts."""
+    return projections(job.architecture, ("shared_expert",))
+
+
+def adapts_shared_experts(job: TrainingJob) -> bool:
+    """Whether `finetuning.targets` names matrices of shared experts."""
+    shared = shared_expert_projections(job)
+    return bool(shared) and not {*shared, "all-linear"}.isdisjoint(job.finetuning.targets)
+
+
+def names_experts(job: TrainingJob) -> bool:
+    """Whether `finetuning.targets` names what routed experts and their router are called, in whichever network."""
+    return not {*EXPERTS, "gate", "all-linear"}.isdisjoint(job.finetuning.targets)
+
+
+def require_adapters(job: TrainingJob) -> None:
+    """Refuse a job whose adapters match nothing, as peft does. Raises: SpecError."""
+    if recipe_of(job) is not None:  # the recipe was recorded with adapters that peft made
+        return
+    known, targets = projections(job.architecture), job.finetuning.targets
+    if job.finetuning.method in ON_NETWORK or any(
+        is_adapter_target(name, job.finetuning, job.architecture) for name in known
+    ):
+        return
+    found = f"{list(targets)} names" if targets else "[], the usual projections for attention, is"
+    hint = near_misses(targets[0], known) if targets else ""
+    raise SpecError(
+        f"finetuning.targets={found} none of those of {job.architecture.name!r} that can have an adapter here, so "
+        f"nothing would train{hint or '; name some of ' + ', '.join(known) + '.'}",
+        parameter="finetuning.targets",
+        value=list(targets),
+    )
+
+
+@lru_cache(maxsize=256)
+def projections(architecture: Architecture, roles: tuple[str, ...] = ADAPTED_ROLES) -> tuple[str, ...]:
+    """The last parts of the names of the matrices of `roles` inside layers, in the order of the network."""
+    matrices = (tensor for layer in range(architecture.num_layers) for tensor in layer_parameters(architecture, layer))
+    names = (m.name for m in matrices if len(m.shape) == 2 and m.role in roles)
+    return tuple(dict.fromkeys(name.removesuffix(".weight").rsplit(".", 1)[-1] for name in names))

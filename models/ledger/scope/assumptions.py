@@ -1,0 +1,56 @@
+"""What is assumed about a job that says too little, as sentences: of its adapters' targets, and of Liger's kernels."""
+
+from __future__ import annotations
+
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.conventions import conventions, fuses_loss
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK
+from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets, has_default_targets
+from peakcast.models.ledger.scope.adapter_targets import ENDS, EXPERTS, projections, shared_expert_projections
+from peakcast.networks.families import family_of
+
+LAYER_KERNELS = ("norm_kernel", "rotary_kernel", "gated_activation_kernel")
+
+
+def targets_taken(job: TrainingJob) -> str:
+    """An assumption about `finetuning.targets`: which names this network does not have, or what is assumed if none are
+    named and peft has no default; "" if neither."""
+    if job.finetuning.method in ("full", *ON_NETWORK):
+        return ""
+    if not job.finetuning.targets:
+        return "" if has_default_targets(job.architecture) else _default_targets_assumed(job.architecture)
+    known = {*projections(job.architecture), *shared_expert_projections(job), *ENDS, *EXPERTS, "all-linear"}
+    unknown = [repr(target) for target in job.finetuning.targets if target not in known]
+    if not unknown:
+        return ""
+    return (
+        f"finetuning.targets {', '.join(unknown)}: no projection of {job.architecture.name!r} has that name; it is passed "
+        "over, as peft does."
+    )
+
+
+def _default_targets_assumed(architecture: Architecture) -> str:
+    return (
+        f"adapters are taken to be on {', '.join(default_adapter_targets(architecture))}: finetuning.targets names none, "
+        f"and peft, which has no default for model_type={architecture.model_type!r}, raises an error without; name some "
+        f"of {', '.join(projections(architecture))}."
+    )
+
+
+def kernels_taken(job: TrainingJob) -> str:
+    """An assumption for a job that asks for only one half of Liger, which `use_liger_kernel` never does; "" otherwise."""
+    chosen = conventions(job)
+    layers = all(chosen.get(name) == "fused" for name in LAYER_KERNELS)
+    if chosen.get("loss_kernel") == "fused_linear" and not chosen.get("loss_chunks") and not layers:
+        return (
+            "Liger's fused loss is taken alone, without its kernels inside layers, which use_liger_kernel brings too: set "
+            "framework_options.liger_kernels=true, or name versions.liger_kernel, if they run."
+        )
+    whole = family_of(job.architecture).libraries.liger != "layers"
+    if chosen.get("liger_kernels") and not fuses_loss(job) and whole:
+        return (
+            "Liger's kernels inside layers are taken alone, with all logits there: set "
+            "loss.fused_linear_cross_entropy=true if use_liger_kernel is what runs."
+        )
+    return ""

@@ -1,0 +1,117 @@
+"""What the ledger does not cover of attention kernels, fused kernels and compiled steps under PyTorch's frameworks."""
+
+from __future__ import annotations
+
+from peakcast.models.ledger.scope import facts as job
+from peakcast.models.ledger.scope.fact import Fact, above, differs, option, setting, trait
+from peakcast.models.ledger.scope.table import Section, fails, less, more, nearly, unknown
+from peakcast.networks.families import family_of
+
+# fmt: off
+ATTENTION = Section("attention kernels", (
+    fails("attention", job.flash & ~trait("attention.flash"),
+          "model_type={architecture.model_type!r} has no flash_attention_2 in transformers; use eager."),
+    fails("attention", job.flex & ~trait("attention.flex"),
+          "model_type={architecture.model_type!r} has no flex_attention in transformers; use sdpa."),
+    more("attention", job.flex & setting("architecture.attention_sinks") & job.autocast,
+         "attention sinks beside flex_attention under autocast: what they widen is not all counted; use eager."),
+    fails("attention", job.flex & job.trains & above("architecture.attention_dropout", 0),
+          "flex_attention has no dropout: transformers refuses attention_dropout={architecture.attention_dropout}."),
+    fails("attention", job.flash & setting("precision.parameters", "float32") & ~(job.autocast | job.mixed_precision),
+          "flash_attention_2 has no kernel for float32; use autocast or half precision."),
+    more("attention", job.flash & differs("flash attention"),
+         "flash_attention_2 of Falcon, whose key heads are copied for it, is not modelled; use sdpa."),
+    nearly("offload.activations", differs("activations offloaded from eager attention or under autocast")
+           & job.offloads_activations & (job.eager | job.autocast),
+           "Falcon's offloaded activations with eager attention or under autocast are up to 1.2 % off their trace."),
+    unknown("attention", job.flash & setting("batch.form", "padding_free") & ~trait("attention.passes_positions"),
+            "model_type={architecture.model_type!r} tells attention no positions, so that flash_attention_2 without "
+            "padding is not modelled there."),
+    nearly("attention", job.flash & trait("attention.makes_padding_mask"),
+           "OPT makes a padding mask of its own, by which flash_attention_2 takes rows apart in its trace: up to 1 %."),
+))
+
+FUSED_KERNELS = Section("fused kernels", (
+    more("framework_options.liger_kernels", (job.liger | job.ligers_loss) & trait("libraries.liger", "none"),
+         "Liger has no kernels for model_type={architecture.model_type!r}, which runs without them."),
+    fails("loss.fused_linear_cross_entropy", job.ligers_loss & trait("libraries.liger", "layers"),
+          "Liger has no fused loss for Granite and raises an error; set loss.fused_linear_cross_entropy=false."),
+    less("framework_options.liger_kernels", job.liger & job.experts, "Liger's kernels for experts are not modelled."),
+    more("framework_options.fused_kernels", option("fused_kernels") & ~trait("libraries.fms_acceleration"),
+         "fms-acceleration has no kernels for model_type={architecture.model_type!r}, which runs without them."),
+    less("versions.unsloth", job.unsloth & ~trait("libraries.unsloth"),
+         "Unsloth compiles model_type={architecture.model_type!r} as transformers has it, which is not modelled."),
+    more("framework_options.loss_kernel",
+         option("loss_kernel", "in_place", "chunked") & (job.divides_model | job.compiles | job.preference),
+         "loss_kernel={loss_kernel!r} is modelled for cross entropy on whole logits, without torch.compile."),
+    more("framework_options.lora_kernel",
+         job.fused_lora & (job.divides_model | job.sharded_otherwise_than_fsdp1 | job.zero | job.compiles),
+         "fused LoRA is modelled on one GPU and with FSDP1, without torch.compile."),
+))
+
+# -- torch.compile: what `peakcast verify agreement` has compiled --------------------------------------------------------
+
+_ONE = ~job.many_ranks
+_IN_SHARDS = job.shards_layers_alone & option("compiled_regions", "layers")
+_WHOLE = option("compiled_regions", "network")
+_CAST = job.autocast & _ONE
+"""Weights are cast; FSDP2 gathers them narrow already."""
+_CHANGED_GRAPHS = (
+    ("autocast of a whole network", _CAST & _WHOLE),
+    ("autocast of layers", _CAST & ~_WHOLE),
+    ("checkpointing of a whole network", _WHOLE & job.checkpoints),
+    ("full checkpointing of layers", ~_WHOLE & job.full_checkpointing),
+    ("selective checkpointing of layers", ~_WHOLE & job.selective),
+    ("adapters", job.adapts),
+    ("layers in shards", _IN_SHARDS),
+    ("layers in shards with accelerate", _IN_SHARDS & job.huggingface),
+)
+"""What changes a family's graphs, and when."""
+
+
+def _compared(change: str) -> Fact:
+    """Whether the family's graphs with that change, or "alone", were compared with a trace (`Traces.compiled`)."""
+    return Fact(lambda job: change in family_of(job.architecture).traces.compiled, change)
+
+
+COMPILED = Section(
+    "torch.compile", when=job.compiles, start="compile=true ",
+    end=" is not modelled; `peakcast explain --trace` compiles the step and shows it, on a machine with torch.", rows=(
+    Section("torch.compile of the loss alone", when=option("compiled_regions", "loss"), rows=(
+        unknown("compile", job.tensor_parallel | job.preference, "of a loss over logits in parts"),
+    )),
+    Section("torch.compile", when=~option("compiled_regions", "loss"), rows=(
+        unknown("compile", ~(job.huggingface | job.plain_torch), "with framework={framework!r}"),
+        unknown("compile", job.many_ranks & ~_IN_SHARDS, "on several ranks, but for layers that FSDP2 shards,"),
+        unknown("compile", ~job.trains, "other than for training"),
+        unknown("compile", job.adapts & ~(_WHOLE & _ONE & ~job.checkpoints),
+                "with adapters, but in a whole network without checkpointing,"),
+        unknown("compile",
+                job.adapts & (~setting("finetuning.method", "lora") | job.quantized | above("finetuning.dropout", 0)),
+                "with adapters other than plain ones without dropout"),
+        unknown("compile", job.adapts & (job.autocast | ~job.adapters_stored_in("float32")),
+                "with adapters that are not float32, or under autocast,"),
+        unknown("compile", ~_compared("alone") | job.experts, "of {architecture.name!r}"),
+        unknown("compile", _WHOLE & (job.selective | job.some_layers),
+                "of a whole network with checkpointing of some layers, or of some operations,"),
+        unknown("compile", job.checkpoints & job.reentrant, "with reentrant checkpointing"),
+        unknown("compile", ~job.sdpa, "with attention={attention!r}"),
+        unknown("compile", ~((_CAST & job.used_in("float32")) | (~_CAST & job.used_in("bfloat16"))),
+                "of other weights than bfloat16, or float32 under autocast,"),
+        unknown("compile", job.float8,
+                "of products in float8, whose conversions fuse, is counted as that of products in bfloat16 and"),
+        unknown("compile", ~job.computes_bfloat16, "of products in other than bfloat16"),
+        unknown("compile", job.autocast & ~(job.huggingface | (_WHOLE & _CAST)),
+                "under autocast, in shards or layer by layer, without accelerate,"),
+        *(unknown("compile", asked & ~_compared(change), f"with {change} of {{architecture.name!r}}")
+          for change, asked in _CHANGED_GRAPHS),
+        unknown("compile", job.selective & job.huggingface & _IN_SHARDS,
+                "with selective checkpointing around layers that are compiled in place"),
+        unknown("compile", ~job.default_batch | job.offloads, "with padding, packing or offloading"),
+        unknown("compile", job.fused_loss | job.liger, "with Liger's kernels"),
+        unknown("compile", option("neftune"), "with neftune"),
+        unknown("compile", _WHOLE & job.checkpoints & job.windows_in_some_layers,
+                "with checkpointing of a whole network of layers with and without a window"),
+        unknown("compile", job.beyond_window, "beyond the sliding window"),
+    )),
+))

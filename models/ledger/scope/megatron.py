@@ -1,0 +1,175 @@
+"""What the Megatron-LM ledger does not cover: it has GPT models, dense or routed, BERT and T5, trained with Adam, SGD or
+Muon."""
+
+from __future__ import annotations
+
+from peakcast.models.ledger.scope import facts as job
+from peakcast.models.ledger.scope import megatron_facts as megatron
+from peakcast.models.ledger.scope.fact import above, option, setting
+from peakcast.models.ledger.scope.table import Limit, Section, fails, less, more, nearly_more, unknown
+
+
+def _unmodelled(name: str) -> Limit:
+    """The row of a framework option that changes what is allocated."""
+    return unknown(f"framework_options.{name}", option(name), f"framework_options.{name} is not modelled.")
+
+
+# fmt: off
+_NETWORKS = Section("networks", (
+    unknown("architecture",
+            ~(setting("architecture.kind", "decoder", "encoder", "encoder_decoder") | megatron.known_hybrid),
+            "{architecture.name!r} is neither a GPT nor a BERT or T5, nor a hybrid of Mamba-2, attention and feed-forward "
+            "layers (kind={architecture.kind!r})."),
+    unknown("architecture",
+            job.hybrid & (job.context_parallel | job.full_checkpointing | job.float8 | ~megatron.transformer_engine),
+            "A hybrid (Mamba) model is modelled with Transformer Engine in 16 bits, without context parallelism and full "
+            "recomputation only."),
+    unknown("architecture", job.encoder_decoder & (job.pipeline_parallel | job.context_parallel | job.checkpoints),
+            "A T5 is modelled without pipeline and context parallelism and without recomputation only."),
+    more("parallelism.tensor_parallel_size", ~job.latent_attention & megatron.more_ranks_than_key_heads,
+         "tensor_parallel_size={parallelism.tensor_parallel_size} above the {architecture.num_key_value_heads} key and "
+         "value heads is not modelled: megatron-core then gathers the whole projection."),
+    unknown("architecture", setting("architecture.parallel_block"),
+            "Parallel attention and feed-forward blocks are not Megatron-LM's."),
+))
+
+# megatron-core 0.16.1 `optimizer/muon.py`; main's `optimizer/layer_wise_optimizer.py`
+_MUON = Section("Muon", when=megatron.muon, rows=(
+    fails("precision.parameters", setting("precision.parameters", "float16"), "Muon with fp16 is refused; bf16 is not."),
+    fails("framework_options.num_distributed_optimizer_instances", job.zero & megatron.several_instances,
+          "Muon over several instances of the distributed optimizer is refused; use one."),
+    more("framework_options.overlap_param_gather",
+         job.zero & option("overlap_param_gather") & ~option("use_layer_wise_param_layout"),
+         "Muon's overlapped all-gather of tensors that are dealt out (overlap-param-gather before megatron-core 0.18 or "
+         "with no-use-layer-wise-param-layout) is not modelled: it gathers a bucket beside the parameters."),
+    unknown("framework_options.fp8_param_gather", option("fp8_param_gather"), "Muon over FP8 parameters is not modelled."),
+))
+
+# megatron-core 0.16.1 `optimizer/optimizer_config.py` `__post_init__`
+_PRECISION_AWARE = Section("optimizers in narrow dtypes, and on the host", (
+    fails("framework_options.main_grads_dtype", megatron.narrow_gradients & ~megatron.precision_aware,
+          "Megatron-LM refuses {narrow_dtypes} other than fp32 without use_precision_aware_optimizer."),
+    fails("framework_options.main_params_dtype", megatron.narrow_parameters & ~megatron.precision_aware,
+          "Megatron-LM refuses {narrow_dtypes} other than fp32 without use_precision_aware_optimizer."),
+    fails("framework_options.use_precision_aware_optimizer", megatron.precision_aware & ~(megatron.adam & job.zero),
+          "Megatron-LM refuses use_precision_aware_optimizer without Adam and the distributed optimizer."),
+    more("framework_options.optimizer_offload_fraction", megatron.precision_aware & megatron.offloads_a_part,
+         "A precision-aware optimizer of which a part is on the host is not modelled; all of it on the host is."),
+    unknown("offload.optimizer", job.offloads_optimizer & megatron.muon, "Muon on the host is not modelled."),
+))
+
+_FSDP = Section("Megatron-FSDP", when=megatron.asks_fsdp, rows=(
+    more("framework_options.data_parallel_sharding_strategy",
+         ~option("data_parallel_sharding_strategy", "optim_grads_params"),
+         "data-parallel-sharding-strategy={sharding_strategy} is not modelled with Megatron-FSDP; optim_grads_params is."),
+    less("framework_options.use_megatron_fsdp", ~option("fsdp_reduces_each_gradient"),
+         "Megatron-FSDP before megatron-core 0.16, which handles the gradients of a layer at its end, is not modelled."),
+    unknown("framework", job.pipeline_parallel | job.predicts_further_tokens,
+            "Pipeline parallelism or multi-token prediction is not modelled with Megatron-FSDP."),
+    unknown("precision.compute", job.float8, "Float8 compute is not modelled with Megatron-FSDP."),
+    unknown("optimizer.name", ~megatron.adam, "{optimizer_capitalised} is not modelled with Megatron-FSDP."),
+    less("optimizer.name", job.offloads_optimizer | megatron.precision_aware,
+         "An offloaded or precision-aware optimizer is not modelled with Megatron-FSDP."),
+    unknown("framework", ~job.decoder, "A {architecture.kind} is not modelled with Megatron-FSDP."),
+    more("framework_options.num_distributed_optimizer_instances", megatron.several_instances,
+         "Sharding within several groups (num-distributed-optimizer-instances) is not modelled with Megatron-FSDP."),
+))
+
+# traces show the rest: docs/decisions/2026-11-fp8-of-transformer-engine.md
+_FLOAT8 = Section("float8", when=job.float8, rows=(
+    fails("precision.compute", megatron.own_modules,
+          "transformer-impl=local has no float8 compute; transformer_engine has."),
+    unknown("framework", job.encoder_decoder, "A T5 is not modelled in float8"),
+    unknown("framework", job.predicts_further_tokens, "Multi-token prediction is not modelled in float8"),
+    unknown("framework", job.experts & (job.full_checkpointing | megatron.recomputes_more_in_float8),
+            "Recomputing a mixture of experts, or parts of it but the shared one, is not modelled in float8."),
+    unknown("framework", job.latent_attention & megatron.recomputes_more_in_float8,
+            "Recomputing parts of latent attention but its core is not modelled in float8."),
+    unknown("framework_options.fp8_param_gather", (job.experts | job.latent_attention) & option("fp8_param_gather"),
+            "FP8 parameters (fp8-param-gather) of experts and latent attention are not modelled; of dense layers they "
+            "are."),
+    fails("framework_options.fp8_recipe",
+          option("fp8_recipe", "blockwise") & job.sequence_parallel & megatron.ragged_latent_ranks,
+          "Ranks of latent attention that are no multiples of 128 fail with fp8-recipe=blockwise and sequence-parallel: "
+          "Transformer Engine 2.8 cannot gather them."),
+    fails("framework_options.fp8_recipe", job.full_checkpointing & option("fp8_recipe", "tensorwise"),
+          "Full recomputation in float8 fails with fp8-recipe=tensorwise (the attention of Transformer Engine 2.8 looks "
+          "for delayed scales that were never kept); delayed and blockwise are modelled."),
+    unknown("framework", job.selective & job.eager,
+            "Recomputing unfused attention is not modelled in float8; fused attention is."),
+))
+
+_TRAINING = Section("training", (
+    unknown("task", job.generates, "task={task!r} is not modelled; only training is."),
+    unknown("finetuning.method", job.adapts, "finetuning.method={finetuning.method!r} is not modelled; full is."),
+    less("optimizer.name", ~(megatron.adam | megatron.muon | job.optimizer("sgd")),
+         "optimizer.name={optimizer.name!r} is not modelled with Megatron-LM; adam, muon and sgd are."),
+    _MUON,
+    _PRECISION_AWARE,
+    _FSDP,
+    _FLOAT8,
+    unknown("framework", above("parallelism.zero_stage", 1) | ~setting("parallelism.sharding", "none"),
+            "zero_stage={parallelism.zero_stage} with sharding={parallelism.sharding!r} is not modelled with Megatron-LM; "
+            "the distributed optimizer (zero_stage 1) is."),
+    unknown("parallelism.pipeline_schedule", ~setting("parallelism.pipeline_schedule", "1f1b", "interleaved_1f1b"),
+            "pipeline_schedule={parallelism.pipeline_schedule!r} is not modelled; 1f1b and interleaved_1f1b are."),
+    less("offload", job.offloads_parameters | (job.offloads_activations & ~option("offload_modules")),
+         "Offloaded parameters are not modelled with Megatron-LM, nor activations without offload_modules."),
+    unknown("framework", megatron.recomputes_biased_feed_forward,
+            "Recomputing a feed-forward with biases was seen in no trace: its checkpoint returns the bias, a parameter, "
+            "whose backward then leads into checkpoints of earlier steps (megatron-core 0.16.1); without biases it is "
+            "modelled."),
+    unknown("framework", megatron.recomputes_other_modules,
+            "Recomputing {other_modules} is not modelled; {recomputable_modules} are."),
+))
+
+_OPTIONS = Section("options", (
+    _unmodelled("fp32_residual_connection"),
+    _unmodelled("delay_wgrad_compute"),
+    _unmodelled("use_transformer_engine_op_fuser"),
+    _unmodelled("apply_residual_connection_post_layernorm"),
+    less("framework_options.distribute_saved_activations",
+         option("distribute_saved_activations") & job.pipeline_parallel & job.full_checkpointing,
+         "framework_options.distribute_saved_activations is not modelled with pipeline parallelism, where it cuts what a "
+         "stage received too."),
+    unknown("framework_options", job.context_parallel & megatron.mixed_exchange,
+            "cp-comm-type={exchanges} is not modelled; {known_exchanges} in every layer is."),
+    nearly_more("offload.activations", job.offloads_activations & option("offload_modules"),
+                "Offloaded activations are counted as if copies took no time. They live until their copy has ended and "
+                "come back before they are read; two published runs, which run two micro-batches at once as well, have 11 "
+                "% more."),
+))
+
+_EXPERTS = Section("latent attention, multi-token prediction and experts", (
+    unknown("framework_options", megatron.own_modules & job.latent_attention,
+            "Multi-latent attention with transformer-impl=local is not modelled."),
+    unknown("framework_options", job.latent_attention & job.context_parallel,
+            "Multi-latent attention with context parallelism is not modelled."),
+    unknown("framework_options", megatron.no_layers_on_last_stage & job.predicts_further_tokens,
+            "Multi-token prediction on a last stage without layers is not modelled."),
+    unknown("framework_options.defer_embedding_wgrad_compute",
+            option("defer_embedding_wgrad_compute") & job.predicts_further_tokens,
+            "framework_options.defer_embedding_wgrad_compute is not modelled with multi-token prediction, whose output "
+            "layer runs more than once for a micro-batch."),
+    unknown("framework_options", job.full_checkpointing & job.predicts_further_tokens,
+            "Full recomputation together with multi-token prediction is not modelled."),
+    more("framework_options.moe_flex_dispatcher_backend",
+         megatron.flex_dispatcher & option("moe_flex_dispatcher_backend", "hybridep"),
+         "The flex token dispatcher with HybridEP is not modelled: it keeps communication buffers of its own."),
+    unknown("framework_options.moe_expert_capacity_factor", megatron.flex_dispatcher & option("moe_expert_capacity_factor"),
+            "framework_options.moe_expert_capacity_factor is not modelled with the flex token dispatcher."),
+    unknown("framework_options.moe_token_dispatcher_type", megatron.flex_dispatcher & ~job.expert_parallel,
+            "The flex token dispatcher is not modelled without expert parallelism."),
+    unknown("parallelism.expert_tensor_parallel_size", megatron.flex_dispatcher & megatron.several_expert_tensor_ranks,
+            "The flex token dispatcher is not modelled with expert tensor parallelism."),
+    more("framework_options.overlap_moe_expert_parallel_comm", job.experts & option("overlap_moe_expert_parallel_comm"),
+         "framework_options.overlap_moe_expert_parallel_comm is not modelled: it runs two micro-batches at once."),
+    more("framework_options.moe_router_padding_for_quantization",
+         job.experts & option("moe_router_padding_for_quantization"),
+         "framework_options.moe_router_padding_for_quantization is not modelled."),
+    unknown("framework_options", megatron.experts_with_biases & option("moe_grouped_gemm"),
+            "Grouped experts with biases are not modelled."),
+))
+# fmt: on
+
+MEGATRON = (_NETWORKS, _TRAINING, _OPTIONS, _EXPERTS)

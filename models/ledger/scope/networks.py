@@ -1,0 +1,47 @@
+"""Which networks the ledger covers, and what of encoder-decoders."""
+
+from __future__ import annotations
+
+from peakcast.models.ledger.scope import facts as job
+from peakcast.models.ledger.scope.fact import setting, trait
+from peakcast.models.ledger.scope.table import Section, fails, more, unknown
+
+# fmt: off
+NETWORKS = Section("networks", (
+    unknown("architecture", job.encoder & ~trait("layer.norm_after_residual"),
+            "{architecture.name!r}: of encoders only BERT is modelled, not model_type={architecture.model_type!r}."),
+    # of state-space layers the ledger has what the kernels save, but not their temporaries
+    more("architecture", job.hybrid,
+         "{architecture.name!r} has state-space layers: parameters, gradients and optimizer states are exact, their "
+         "mixers' activations are what mamba_ssm's kernels save, without what those allocate in passing and not what "
+         "transformers computes without that package (`peakcast explain --trace` shows that)."),
+    unknown("architecture", setting("architecture.kind", "undescribed"),
+            "model_type={architecture.model_type!r} is not known to the ledger; trace it (`peakcast explain --trace`)."),
+    unknown("architecture", ~setting("architecture.kind", "decoder", "encoder", "encoder_decoder"),
+            "{architecture.name!r} is not a decoder-only transformer, BERT or T5 (kind={architecture.kind!r})."),
+    unknown("architecture", ~job.known_family,
+            "model_type={architecture.model_type!r} is not known to the ledger, which takes it for Llama by its keys; "
+            "trace it (`peakcast explain --trace`)."),
+    unknown("architecture", job.unmodelled_family, "{architecture.name!r}: {unmodelled}"),
+    unknown("architecture", job.otherwise_than_four_hidden,
+            "{architecture.name!r} has intermediate_size={architecture.intermediate_size}, and transformers makes MPT's "
+            "feed-forward 4 * hidden_size wide, whatever is asked for; use {four_hidden}."),
+))
+
+ENCODER_DECODERS = Section(
+    "encoder-decoders", when=job.encoder_decoder, start="{architecture.name!r} is an encoder-decoder: ", rows=(
+    unknown("task", job.generates, "generation with it is not modelled."),
+    unknown("parallelism", job.parallel_otherwise, "of several ranks it is modelled with DDP, FSDP and ZeRO only."),
+    fails("parallelism.sharding", job.asks_fsdp2 & job.ends_apart,
+          "FSDP2 cannot shard it as accelerate asks: modules of several groups share its table; use fsdp1."),
+    unknown("finetuning.method", ~job.asks_ddp & job.replicated & job.adapts,
+            "adapters in shards are not modelled for it."),
+    unknown("attention", ~(job.eager | job.sdpa), "attention={attention!r} is not modelled for it; use sdpa or eager."),
+    more("precision.compute", setting("precision.parameters", "float16") | setting("precision.compute", "float16"),
+         "T5 in float16 keeps projections in float32 and clamps what it adds, which is not modelled; use bfloat16."),
+    unknown("activation_checkpointing", job.selective | job.some_layers | job.reentrant,
+            "of checkpointing, mode full of every layer without use_reentrant is modelled for it."),
+    unknown("finetuning.quantization", job.quantized, "quantised weights are not modelled for it."),
+    unknown("offload", job.offloads, "offloading is not modelled for it."),
+    unknown("framework_options.liger_kernels", job.liger | job.fused_loss, "Liger has no kernels for it."),
+))

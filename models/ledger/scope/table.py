@@ -1,0 +1,112 @@
+"""The shape of the tables that say what the ledger does not cover: sections of limits, and how findings come from them.
+
+A `Limit` is a row: what happens, the parameter, when it holds, and the sentence that says so. A `Section` lists rows about
+one feature, the most telling first; a job gets one finding at most from each section of a table, that of the first row that
+holds. A section may stand in place of a row: it then shares its condition, and how its sentences start and end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
+from typing import Any
+
+from peakcast.core.findings import FAILS, LESS, MORE, NEARLY, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Effect, Finding, found
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.scope.fact import Fact, always
+from peakcast.models.ledger.scope.words import WORDS
+
+STATUS: Mapping[Effect, str] = {
+    FAILS: "fails", UNKNOWN: "unknown", MORE: "needs more", LESS: "needs less",
+    NEARLY: "nearly", NEARLY_MORE: "nearly, needs more", NEARLY_LESS: "nearly, needs less",
+}  # fmt: skip
+"""What documentation calls the effect of a limit."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """A row: for jobs of which `when` holds, something is not covered.
+
+    `sentence` says what, and what to do instead. What is in braces is of the job: a setting by its path
+    (`{finetuning.method!r}`) or a value in `words.py` by its name.
+    """
+
+    effect: Effect
+    parameter: str
+    when: Fact
+    sentence: str
+    feature: str = ""
+    """The feature that its section is about."""
+
+
+@dataclass(frozen=True, eq=False)
+class Section:
+    """The rows about `feature`, in the order in which they are asked; `when`: of which jobs any of them can hold."""
+
+    feature: str
+    rows: tuple[Limit | Section, ...]
+    when: Fact = always
+    start: str = ""
+    end: str = ""
+
+    @cached_property
+    def parts(self) -> tuple[tuple[Fact, tuple[Limit, ...]], ...]:
+        """The rows in order, those together that share a condition, after that condition. Their sentences are whole."""
+        parts: list[tuple[Fact, tuple[Limit, ...]]] = []
+        for row in self.rows:
+            if isinstance(row, Section):
+                parts += ((self.when & when, tuple(map(self._said, rows))) for when, rows in row.parts)
+            elif parts and parts[-1][0] is self.when:
+                parts[-1] = (self.when, (*parts[-1][1], self._said(row)))
+            else:
+                parts.append((self.when, (self._said(row),)))
+        return tuple(parts)
+
+    def holding(self, job: TrainingJob) -> Iterator[Limit]:
+        """The rows that hold of `job`, in order."""
+        for when, rows in self.parts:
+            if when.holds(job):
+                for row in rows:
+                    if row.when.holds(job):
+                        yield row
+
+    def every(self) -> tuple[Limit, ...]:
+        """All rows, in order."""
+        return tuple(row for _, rows in self.parts for row in rows)
+
+    def finding(self, job: TrainingJob) -> Finding | None:
+        """A finding for the first row that holds of `job`; None if none does."""
+        limit = next(self.holding(job), None)
+        if limit is None:
+            return None
+        return found(limit.sentence.format_map(_Values(job)), limit.parameter, effect=limit.effect)
+
+    def _said(self, row: Limit) -> Limit:
+        return replace(row, sentence=self.start + row.sentence + self.end, feature=row.feature or self.feature)
+
+
+class _Values(dict[str, Any]):
+    """What sentences name: the settings of a job, and `WORDS`."""
+
+    def __init__(self, job: TrainingJob) -> None:
+        super().__init__()
+        self.job = job
+
+    def __missing__(self, name: str) -> Any:
+        return WORDS[name](self.job) if name in WORDS else getattr(self.job, name)
+
+
+# -- rows by their status: parameter, condition, sentence ----------------------------------------------------------------
+
+fails = partial(Limit, FAILS)
+"""A library refuses such a job."""
+unknown = partial(Limit, UNKNOWN)
+"""Not counted, or compared with nothing; whether it needs more or less is not known."""
+more = partial(Limit, MORE)
+"""Something is not counted that needs more memory; `less`: that saves memory."""
+less = partial(Limit, LESS)
+nearly = partial(Limit, NEARLY)
+"""Its trace differs by the share that the sentence says; `nearly_more`, `nearly_less`: is above, below."""
+nearly_more = partial(Limit, NEARLY_MORE)
+nearly_less = partial(Limit, NEARLY_LESS)

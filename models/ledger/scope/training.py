@@ -1,0 +1,174 @@
+"""What the ledger does not cover of how a network is trained or generates, under any framework but Megatron, and of batches
+under all: batches, preference losses, adapters, optimizers, precision, and mixtures that differ from their traces."""
+
+from __future__ import annotations
+
+from peakcast.models.ledger.scope import facts as job
+from peakcast.models.ledger.scope.fact import above, differs, option, setting, trait
+from peakcast.models.ledger.scope.table import Section, fails, less, more, nearly, nearly_less, nearly_more, unknown
+
+# fmt: off
+BATCHES = Section("padded and padding-free batches", (
+    unknown("batch.form", ~job.full_rows & (job.megatron | ~job.decoder),
+            "batch.form={batch.form!r} is modelled for decoders of Hugging Face transformers only."),
+))
+
+LENGTHS = Section("lengths that change", (
+    unknown("batch.shortest_sequence",
+            job.changing_lengths & (job.divides_model | job.compiles | job.generates | job.megatron | ~job.decoder),
+            "batch.shortest_sequence={batch.shortest_sequence}: lengths that change are modelled in training decoders "
+            "without tensor, pipeline and context parallelism, compile and Megatron."),
+))
+
+FROZEN = Section("frozen parts of a network", (
+    less("finetuning.frozen", setting("finetuning.frozen"),
+         "finetuning.frozen={frozen_parts} is counted from recipes and traces alone, and these weights are counted as if "
+         "they trained; ask with baseline recipe."),
+))
+
+_KIND = "loss.kind"
+PREFERENCES = Section("preference losses (TRL)", when=job.preference, start="loss.kind={loss.kind!r} ", rows=(
+    fails("micro_batch_size", job.odd_pairs, "counts both of a pair: give an even micro_batch_size."),
+    unknown(_KIND, job.generates, "is a training's."),
+    unknown(_KIND, ~setting("framework", "huggingface", "deepspeed"),
+            "is modelled as TRL's trainers have it, not with framework={framework!r}."),
+    unknown(_KIND, job.whole_logits, "is modelled as in trl since 1.15; whole logits are taken as the cross entropy's."),
+    Section("preference losses under ZeRO", when=job.zero, start="under ZeRO", rows=(
+        unknown(_KIND, setting("parallelism.data_parallel_size", 1), " was compared with traces of several ranks only."),
+        unknown(_KIND, setting("loss.kind", "reward") & job.zero3,
+                "-3 was compared with no trace: transformers 5.17 cannot make a classifier's weights in parts."),
+        unknown(_KIND, ~job.zero_alone, " was compared with traces beside no other parallelism."),
+    )),
+    unknown(_KIND, ~(job.zero | job.data_parallel_alone | job.fsdp2_alone),
+            "was compared with traces on one GPU, under DDP, FSDP2 and ZeRO only."),
+    unknown(_KIND, job.fsdp2_alone & setting("loss.kind", "reward"),
+            "under FSDP2 was compared with no trace: accelerate does not name a classifier's head as a group."),
+    unknown(_KIND, ~job.decoder, "is modelled for decoders."),
+    unknown(_KIND, job.experts, "is modelled without experts, whose balance is a loss too."),
+    unknown(_KIND, ~job.default_batch, "is modelled for full rows: TRL pads to the longest sequence of both halves."),
+    unknown(_KIND, job.compiles, "is not modelled with torch.compile."),
+    unknown(_KIND, job.offloads, "is not modelled with offload."),
+    unknown(_KIND, job.fused_loss, "has a head of its own: leave loss.fused_linear_cross_entropy out."),
+    unknown(_KIND, job.quantized, "over quantised weights was compared with no trace."),
+    unknown(_KIND, job.some_layers, "was compared with every layer checkpointed only."),
+    unknown(_KIND, job.float8, "is not modelled in float8."),
+    unknown(_KIND, job.flex, "was compared with sdpa and eager, and not with attention='flex'."),
+    unknown(_KIND, option("neftune"), "is not modelled with neftune."),
+))
+
+_METHOD = "finetuning.method"
+_NOT_ALL = "is not all counted: parameters, gradients and optimizer states are exact; "
+_METHODS = Section(
+    "adapters other than LoRA", when=~setting("finetuning.method", "full", "lora", "qlora"),
+    start="finetuning.method={finetuning.method!r} ", rows=(
+    unknown(_METHOD, job.many_ranks | job.zero, "is modelled on one GPU only."),
+    unknown(_METHOD, job.quantized, "over quantised weights is not modelled; qlora is."),
+    unknown(_METHOD, ~job.decoder, "is modelled for decoders only."),
+    unknown(_METHOD, above("finetuning.dropout", 0), "is modelled without dropout only."),
+    unknown(_METHOD, job.preference, "is not modelled with loss.kind={loss.kind!r}."),
+    more("versions.peft", job.unconfirmed_method,
+         "is another of the peft release that versions name: published runs of it took up to 28 % more."),
+    more(_METHOD, setting("finetuning.method", "adalora", "boft", "c3a", "hira", "hra", "ia3", "vblora"),
+         _NOT_ALL + "what autograd keeps is counted by peft's source; no whole run has confirmed it."),
+    more(_METHOD, setting("finetuning.method", "adaption_prompt", "prefix_tuning"),
+         _NOT_ALL
+         + "what attention keeps of prompts of its own in every layer is not counted, up to 11 % of published runs."),
+    more(_METHOD, setting("finetuning.method", "p_tuning", "prompt_tuning"),
+         _NOT_ALL + "published runs reserved up to 3 % more."),
+    more(_METHOD, setting("finetuning.method", "trainable_tokens"),
+         _NOT_ALL + "activations are those of a network of which nothing trains but the token table."),
+))
+
+ADAPTERS = Section("adapters", when=job.adapts, rows=(
+    _METHODS,
+    more("finetuning.targets", job.trains & job.names_ends,
+         "finetuning.targets names {ends_named}: adapters on the token table or the head are not counted."),
+    more("finetuning.targets", job.trains & job.adapts_shared_experts,
+         "adapters on the shared experts of {architecture.name!r} ({shared_expert_projections}) are not counted."),
+    more("finetuning.targets",
+         job.trains & job.experts & job.names_experts
+         & (trait("libraries.peft_adapts_experts") | option("experts_implementation", "loop")
+            | option("quantized_experts")),
+         "adapters on the experts of {architecture.name!r} are not counted."),
+))
+
+SETTINGS = Section("settings of one rank", (
+    unknown("task", job.generates & job.encoder,
+            "{architecture.name!r} is an encoder, which generates nothing: task='inference' is not modelled for it."),
+    nearly_more("task", job.generates & differs("generation"),
+                "generation with model_type={architecture.model_type!r}, whose attention has tables of its own, is up to 5 "
+                "% below its trace."),
+    nearly_more("task", job.generates & differs("generation in float32") & job.computes_float32,
+                "generation with BLOOM in float32: scores that its attention names until it has added its output are not "
+                "all counted; up to 0.7 % below its trace."),
+    more("framework_options.autocast", job.latent_attention & job.autocast,
+         "multi-latent attention under autocast is counted without what its concatenations widen."),
+    unknown("versions.transformers", job.generates & job.latent_attention & option("latent_cache", False),
+            "generation with multi-latent attention before transformers 5.17, which cached expanded keys and values, is "
+            "counted by its source; no trace has confirmed it."),
+    unknown("optimizer.name", job.optimizer("galore") & trait("linear.conv1d"),
+            "optimizer.name='galore' projects nn.Linear alone, and GPT-2 has Conv1D: it is not modelled there."),
+    unknown("offload", (job.offloads_parameters | job.offloads_optimizer) & ~(job.offloads_by_fsdp | job.zero),
+            "offload of parameters or optimizer states is modelled for FSDP's and ZeRO's only."),
+    unknown("activation_checkpointing.modules", setting("activation_checkpointing.modules"),
+            "activation_checkpointing.modules is not modelled here; without it, matrix products and attention are kept."),
+    more("framework_options.autocast", job.experts & job.torchtitans_experts & job.autocast,
+         "torchtitan's experts under autocast have not been traced: their activations are counted without it."),
+    unknown("framework_options.loss_chunks", job.asks_loss_chunks,
+            "a loss in chunks of the sequence is counted as torchtitan 0.3's source has it; traces by hand alone agree."),
+    Section("float8", when=job.float8, rows=(
+        fails("precision.compute", job.ragged_tiles,
+              "precision.compute='float8' multiplies by tokens, of which torch._scaled_mm takes multiples of 16, and a "
+              "micro-batch has {tokens:,}; change micro_batch_size or sequence_length."),
+        unknown("precision.compute", ~job.plain_float8,
+                "float8 compute is modelled for full training of bf16 nn.Linear layers with torchao's dynamic scales "
+                "alone."),
+        nearly("precision.compute", job.selective,
+               "float8 compute with selective checkpointing is not modelled: traces multiply otherwise than "
+               "torch._scaled_mm, which no list of kept operations has, and are up to 1.6 % lower; use mode=full or none."),
+    )),
+))
+
+MIXTURES = Section("mixtures that differ from their traces", when=job.trains, rows=(
+    unknown("activation_checkpointing", job.offloads_activations & job.flex,
+            "offloaded activations are compared with traces of sdpa, eager and flash attention, not of flex."),
+    more("framework_options.autocast", job.autocast & differs("autocast"),
+         "model_type={architecture.model_type!r} under autocast: what its own attention widens is not all counted."),
+    nearly_more("framework_options.autocast",
+                differs("autocast with adapters and checkpointing") & job.autocast & job.adapts & job.checkpoints,
+                "model_type={architecture.model_type!r} under autocast, with adapters and checkpointing: backward is up to "
+                "1.6 % below its trace."),
+    nearly_less("framework_options.autocast", job.autocast & job.inputs_are_leaves,
+                "{architecture.name!r} under autocast with reentrant checkpoints, or with adapters and any: inputs of "
+                "layers are leaves, which autocast casts once for all projections; up to 2.5 % too much is counted."),
+    nearly_less("optimizer.name", job.optimizer("lomo") & job.autocast & job.checkpoints,
+                "lomo under autocast with checkpointing: backward is up to 0.4 % above its trace."),
+    more("activation_checkpointing",
+         differs("checkpointing or offloaded activations") & (job.checkpoints | job.offloads_activations),
+         "model_type={architecture.model_type!r} with checkpointing or offloaded activations: position tables and rotated "
+         "parts that its attention names are not counted where no graph keeps them."),
+))
+
+_OPTIMIZER = "optimizer.name"
+UPDATES_IN_BACKWARD = Section(
+    "optimizers that update in backward", when=job.optimizer("lomo", "adalomo") | job.optimizer_in_backward,
+    start="optimizer.name={optimizer.name!r} updates in backward, which ", rows=(
+    fails("gradient_accumulation_steps", job.optimizer_in_backward & job.accumulates,
+          "leaves no gradient to add to; use gradient_accumulation_steps=1, or set optimizer_in_backward=false."),
+    unknown(_OPTIMIZER, job.optimizer_in_backward & (job.adapts | setting("precision.main_parameters")),
+            "is modelled with full fine-tuning and no second copy of the weights only."),
+    fails(_OPTIMIZER, job.optimizer_in_backward & job.optimizer("muon"),
+          "would make a Muon of every vector, which takes matrices only."),
+    unknown(_OPTIMIZER, job.many_ranks & ~(job.optimizer_in_backward & job.asks_fsdp2 & ~job.pipeline_parallel & ~job.zero),
+            "is modelled on one GPU only, or with an optimizer for each parameter under FSDP2."),
+    unknown(_OPTIMIZER, job.optimizer_in_backward & job.offloads_parameters,
+            "is not modelled with offloaded parameters: FSDP2 then waits for each gradient on the host."),
+    unknown(_OPTIMIZER, job.compiles, "is modelled without torch.compile only."),
+    unknown(_OPTIMIZER, job.preference, "is not modelled with loss.kind={loss.kind!r}."),
+    unknown(_OPTIMIZER, job.autocast & job.computes_float16,
+            "is not modelled under autocast in float16: the loss scaler would have to be asked for every gradient."),
+    nearly_more(_OPTIMIZER, job.fused_loss & ~job.adapts & ~job.optimizer_in_backward,
+                "is not all counted beside a fused loss: backward is up to 1.2 % below its trace."),
+    fails(_OPTIMIZER, job.optimizer("adalomo") & job.experts,
+          "fails with experts held in one parameter: lomo-optim 0.1.1 factors matrices only; use lomo."),
+))
