@@ -19,7 +19,8 @@ a task recomputes but does not read stays as long as the graph (torch/utils/chec
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from peakcast.catalog import Device
 from peakcast.core.units import INT64
@@ -27,6 +28,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.head import head, logits_bytes_kept_by_outputs
 from peakcast.models.ledger.huggingface.contexts import block_context
+from peakcast.models.ledger.huggingface.in_flight import InFlight, NamedGradients, Sent, WeightsHalf, kept
 from peakcast.models.ledger.huggingface.inputs import hold_parts_of_inputs, hold_shared_inputs
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import (
@@ -50,7 +52,7 @@ from peakcast.models.ledger.layouts.pipeline import (
 )
 from peakcast.models.ledger.layouts.stages import Stages
 from peakcast.models.ledger.tape.step import Run, Step
-from peakcast.models.ledger.tape.template import HANDED_IN, INPUTS_DONE, Template, Waiting
+from peakcast.models.ledger.tape.template import HANDED_IN, INPUTS_DONE, Waiting
 from peakcast.models.ledger.tape.workspaces import kernels_of, training_workspaces
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
@@ -106,36 +108,6 @@ def _modules(chunk: Chunk) -> list[str]:
     return ["embedding"] * chunk.is_first + layers + ["head"] * chunk.is_last
 
 
-@dataclass(slots=True)
-class _InFlight:
-    """A micro-batch of a chunk between its forward and its backward."""
-
-    start: int
-    ended: int
-    runs: dict[int, Run]
-    again: dict[int, Run] = field(default_factory=dict)
-    """For checkpointed layers: their recomputations for the inputs' backward."""
-    embedded: Run | None = None
-    loss: Run | None = None
-    body_ends: int = 0
-    """The instant at which its layers, and the last norm if it has one, are done."""
-    unwound: int = 0
-    """The instant after its backward; 0 before that."""
-
-
-@dataclass(slots=True)
-class _Sent:
-    """A gradient that a chunk sends to the stage before it."""
-
-    chunk: int
-    born: int
-
-
-def kept(template: Template) -> list[Waiting]:
-    """The saved tensors of a block's forward."""
-    return [one for one in template.later.waiting if not one.born_backward] if template.later else []
-
-
 class _Turns:
     """Adds the turns of one rank to a step."""
 
@@ -151,11 +123,11 @@ class _Turns:
         self.split: frozenset[tuple[int, int]] = frozenset()
         """(micro-batch, chunk) of every backward that is split in two."""
         self.several = _takes_several(job)
-        self.alive: dict[tuple[int, int], _InFlight] = {}
+        self.alive: dict[tuple[int, int], InFlight] = {}
         self.begun: set[int] = set()
         """Chunks whose gradients exist."""
-        self.sent: list[_Sent] = []
-        self.named: _InFlight | None = None
+        self.sent: list[Sent] = []
+        self.named: InFlight | None = None
         """The micro-batch whose logits the schedule's variable refers to."""
 
     def run(self, stage: int) -> None:
@@ -197,7 +169,7 @@ class _Turns:
         chunk, step = self.chunks[turn.chunk], self.step
         ends = self.split_blocks if (turn.micro_batch, turn.chunk) in self.split else self.blocks
         blocks = self.blocks if self.blocks.checkpointed[0] else ends
-        state = _InFlight(step.now, 0, {})
+        state = InFlight(step.now, 0, {})
         if chunk.is_first:
             state.embedded = step.run_forward(blocks.embedding(), "embedding")
         state.runs = blocks.forward(step, chunk.layers, input_held=not chunk.is_first)
@@ -241,7 +213,7 @@ class _Turns:
             self._hold_logits(state.ended, step.now)
         self._release_sent(len(self.sent))
         if not chunk.is_first and not self.several:
-            self.sent.append(_Sent(turn.chunk, ended))
+            self.sent.append(Sent(turn.chunk, ended))
         if not chunk.is_last:
             # the next stage, if it is on this rank, reads this output instead of a receive buffer
             step.hold("output", Category.ACTIVATIONS, 0 if chunk.to_here else size, state.ended, step.now, module)
@@ -284,60 +256,66 @@ class _Turns:
         chunk, step = self.chunks[turn.chunk], self.step
         state, begun = self.alive.pop((turn.micro_batch, turn.chunk)), turn.chunk in self.begun
         self.begun.add(turn.chunk)
-        turns: list[tuple[Run, Run, list[int], list[Run]]] = []
-        named = (0, 0)
-        for index, run in [*state.runs.items(), *([(-1, state.loss)] if state.loss else [])]:
-            inputs = state.again.get(index, run)
-            ended: list[int] = []
-            recomputed = []
-            for weights in inputs.template.later.weights if inputs.template.later else ():
-                if inputs is not run:
-                    recomputed.append(step.run_without_graph(inputs.template, run.module, Phase.BACKWARD))
-                    recomputed[-1].stops_early = True
-                keeps = not self.layout.has_gradient(run.module, weights, begun=begun)
-                step.run_backward(step.run_forward(weights, run.module, Phase.BACKWARD, keeps_gradients=keeps))
-                if not keeps:  # a variable refers to the last gradients until the next ones exist
-                    step.hold("weight.grad", Category.GRADIENTS, named[0], named[1], step.now, run.module)
-                named = int(weights.num_bytes[weights.gradient_columns].sum()), step.now
-                ended.append(step.now)
-            turns.append((run, inputs, ended, recomputed))
+        blocks = [WeightsHalf(run, state.again.get(index, run)) for index, run in state.runs.items()]
+        blocks += [WeightsHalf(state.loss, state.loss)] if state.loss else []
+        for last in blocks[-1:]:
+            last.on_top = True
+        self._run_weights(blocks, begun=begun)
         step.end_backward()
-        for run, inputs, ended, recomputed in turns:
-            received = not chunk.is_last and run is turns[-1][0]
-            top = run is turns[-1][0]
-            self._hold_waiting(inputs, ended, state.unwound, top=top, received=received, recomputed=inputs is not run)
-            for number, again in enumerate(recomputed):
-                # the recomputation's own graph saves everything until it ends (checkpoint.py _recomputation_hook)
-                dies = dict.fromkeys(kept(again.template), again.forward_start + again.template.num_forward)
-                until = {one: one.until_on_top if run is turns[-1][0] else one.until for one in dies}
-                dies |= {one: step.now for one in dies if until[one] is None}
-                dies |= {one: ended[turn] for one, turn in until.items() if turn is not None and turn >= number}
-                self._hold_recomputed(again, dies)
-            if inputs is not run and run is not turns[0][0]:
-                size = self.context.input_bytes
-                step.hold("checkpoint", Category.ACTIVATIONS, size, run.forward_start, step.now, run.module)
+        size = self.context.input_bytes
+        for block in blocks:
+            self._hold_waiting(block, state.unwound, received=not chunk.is_last and block.on_top)
+            self._hold_recomputed_for_weights(block)
+            if block.checkpointed and block is not blocks[0]:
+                step.hold("checkpoint", Category.ACTIVATIONS, size, block.run.forward_start, step.now, block.run.module)
         self._hold_masks(state, [step.now] if state.again else [])
         hold_rotary_tables(step, self.job, self.context, state.start)
         if not chunk.is_last:
-            module, size = f"chunk.{turn.chunk}", self.context.input_bytes
+            module = f"chunk.{turn.chunk}"
             # the next stage, if it is on this rank, reads this output instead of a receive buffer
             step.hold("output", Category.ACTIVATIONS, 0 if chunk.to_here else size, state.ended, step.now, module)
             step.hold("received.output.grad", Category.COMMUNICATION_BUFFERS, size, 0, module=module)
 
-    def _hold_masks(self, state: _InFlight, dies: list[int]) -> None:
+    def _run_weights(self, blocks: Sequence[WeightsHalf], *, begun: bool) -> None:
+        """Run the turn of each weight. `begun`: an earlier micro-batch has made gradients. A variable refers to the last
+        gradients until the next ones exist."""
+        step, last = self.step, NamedGradients(0, 0)
+        for block in blocks:
+            for template in block.templates:
+                if block.checkpointed:
+                    again = step.run_without_graph(block.inputs.template, block.run.module, Phase.BACKWARD)
+                    again.stops_early = True
+                    block.recomputed.append(again)
+                keeps = not self.layout.has_gradient(block.run.module, template, begun=begun)
+                step.run_backward(step.run_forward(template, block.run.module, Phase.BACKWARD, keeps_gradients=keeps))
+                if not keeps:
+                    step.hold("weight.grad", Category.GRADIENTS, last.num_bytes, last.born, step.now, block.run.module)
+                last = NamedGradients(int(template.num_bytes[template.gradient_columns].sum()), step.now)
+                block.ended.append(step.now)
+
+    def _hold_recomputed_for_weights(self, block: WeightsHalf) -> None:
+        """Hold what the recomputation for each weight saves: its own graph saves everything until it ends (checkpoint.py
+        _recomputation_hook)."""
+        for number, again in enumerate(block.recomputed):
+            dies = dict.fromkeys(kept(again.template), again.forward_start + again.template.num_forward)
+            until = {one: block.until(one) for one in dies}
+            dies |= {one: self.step.now for one in dies if until[one] is None}
+            dies |= {one: block.ended[turn] for one, turn in until.items() if turn is not None and turn >= number}
+            self._hold_recomputed(again, dies)
+
+    def _hold_masks(self, state: InFlight, dies: list[int]) -> None:
         """Hold the masks, which each stage makes for itself. `dies`: when the last checkpointed layer, which takes the mask
         as an argument, no longer refers to it."""
         hold_masks(self.step, self.blocks.contexts, state.start, state.body_ends, dies)
 
-    def _hold_waiting(
-        self, run: Run, ended: list[int], inputs_done: int, *, top: bool, received: bool, recomputed: bool
-    ) -> None:
-        """Hold what waited for the weights' backward of `run`, whose turns ended at `ended`. `received`: the gradient that
-        came into it has a buffer of its own. `recomputed`: each turn recomputes its saved tensors."""
-        for one in run.template.later.waiting if run.template.later else ():
-            if (received and one.name == HANDED_IN) or (recomputed and not one.born_backward):
-                continue
-            until = one.until_on_top if top else one.until
+    def _hold_waiting(self, block: WeightsHalf, inputs_done: int, *, received: bool) -> None:
+        """Hold what waited for a block's weights. `inputs_done`: when the inputs' backward was done. `received`: the
+        gradient that came into the block has a buffer of its own."""
+        run, ended = block.inputs, block.ended
+        for one in block.waiting:
+            if (received and one.name == HANDED_IN) or (block.checkpointed and not one.born_backward):
+                continue  # (a checkpointed block recomputes its saved tensors for each weight)
+            until = block.until(one)
             dies = self.step.now if until is None or until >= len(ended) else ended[until]  # frozen weights have no turns
             if until == INPUTS_DONE:
                 dies = inputs_done
@@ -351,7 +329,7 @@ class _Turns:
             self.step.hold("input.grad", Category.TEMPORARIES, size, sent.born, self.step.now, f"chunk.{sent.chunk}")
         del self.sent[:count]
 
-    def _hold_received_gradient(self, state: _InFlight, module: str) -> None:
+    def _hold_received_gradient(self, state: InFlight, module: str) -> None:
         """Hold the buffer of the gradient that came in, except while the last layer's own entries include it."""
         size, buffers = self.context.input_bytes, Category.COMMUNICATION_BUFFERS
         if not state.runs:  # the embedding alone
@@ -363,7 +341,7 @@ class _Turns:
         self.step.hold("received.output.grad", buffers, size, 0, begins, module)
         self.step.hold("received.output.grad", buffers, size, begins + added, module=module)
 
-    def _name_logits(self, state: _InFlight, loss: Run) -> None:
+    def _name_logits(self, state: InFlight, loss: Run) -> None:
         """The schedule's variable refers to the logits of `state` from the moment they exist, and no longer to those
         before."""
         if self.named is not None and self.named.unwound:

@@ -16,6 +16,7 @@ from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.layouts.ddp import DDP
 from peakcast.models.ledger.layouts.fsdp1 import FSDP1
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2
+from peakcast.models.ledger.layouts.module_tree import Block, block_of
 from peakcast.models.ledger.layouts.units import units_by_layer
 from peakcast.models.ledger.parameters.module_order import in_order_of_modules
 from peakcast.networks.families import family_of
@@ -60,7 +61,7 @@ def layout_of(
             norm_apart=not finds_final_norm(job),
         )
         if chosen.get("fsdp2_last_layer_stays"):
-            for unit in [unit for unit in units if unit.name.startswith("layers.")][-1:]:
+            for unit in [unit for unit in units if block_of(unit.modules[0]) is Block.LAYER][-1:]:
                 unit.stays_after_forward = True
         if gathers_head_itself(job):
             units = [unit for unit in units if unit.name != "tail"]

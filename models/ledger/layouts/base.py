@@ -9,6 +9,15 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from peakcast.core.fields import HashedOnce
+from peakcast.models.ledger.layouts.module_tree import (
+    ENCODER,
+    LM_HEAD,
+    TOKEN_TABLE,
+    Block,
+    ModulePath,
+    block_of,
+    module_of,
+)
 from peakcast.models.ledger.layouts.pipeline import Turn
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.step import Hooks, Step
@@ -57,10 +66,40 @@ class StoredTensor(HashedOnce):
         """Whether its size is counted in bytes because one byte holds several elements of the weight."""
         return self.element_bytes == 1 and not self.trains
 
+    @cached_property
+    def path(self) -> ModulePath:
+        """The module that it belongs to, inside its block."""
+        return module_of(self.name)
+
+    @property
+    def block(self) -> Block:
+        """The kind of its block."""
+        return block_of(self.module)
+
     @property
     def of_encoder(self) -> bool:
         """Whether it belongs to the encoder of an encoder-decoder."""
-        return self.name.startswith("encoder.")
+        return self.path.is_inside(ENCODER)
+
+    @property
+    def is_token_table(self) -> bool:
+        """Whether it is the weight of the token embedding."""
+        return self.path == TOKEN_TABLE and self.block is Block.EMBEDDING
+
+    @property
+    def is_lm_head(self) -> bool:
+        """Whether it is the lm_head's matrix."""
+        return self.path == LM_HEAD and len(self.shape) > 1
+
+    @property
+    def of_lm_head(self) -> bool:
+        """Whether it belongs to the lm_head."""
+        return self.path.is_inside(LM_HEAD)
+
+    @property
+    def of_adapter(self) -> bool:
+        """Whether it is an adapter's."""
+        return self.path.is_adapter
 
     def optimized(self, shape: tuple[int, ...]) -> TrainedTensor:
         """Its part of `shape`, as a tensor that the optimizer updates."""

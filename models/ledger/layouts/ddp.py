@@ -10,6 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from peakcast.core.units import MIB
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
+from peakcast.models.ledger.layouts.module_tree import Block, block_of
 from peakcast.models.ledger.layouts.pipeline import Turn
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.timelines.timeline import Category, Phase
@@ -72,7 +73,7 @@ class DDP(Layout):
         self._last = not any(later.chunk == turns[0].chunk for later in turns[1:])
 
     def after_forward(self, step: Step, module: str) -> None:
-        if module == "head" and self.outputs and step.phases[-1] == Phase.LOSS:  # not where an encoder ends
+        if block_of(module) is Block.HEAD and self.outputs and step.phases[-1] == Phase.LOSS:  # not where an encoder ends
             logits, *others = self.outputs
             cloned = step.allocate("outputs.logits", Category.LOGITS, [logits, logits], module)
             cloned += step.allocate("outputs", Category.ACTIVATIONS, others, module)
@@ -91,7 +92,7 @@ class DDP(Layout):
             return
         last = self._late[-1]
         begins = (last.backward_start or 0) + last.template.num_backward - 1  # this rank's rows of the table's gradient
-        table = last.module == "embedding"
+        table = block_of(last.module) is Block.EMBEDDING
         arrive = begins if table else step.now - 1
         for run in self._late:
             if self.views:
@@ -112,12 +113,12 @@ class DDP(Layout):
 
     def _wait_for_other_end(self, step: Step, run: Run) -> None:
         """Keep the lm_head's gradient of a tied table until the embedding's is ready."""
-        if run.module == "head" and run.keeps_gradients and not (self.waits and not self._last):
+        if block_of(run.module) is Block.HEAD and run.keeps_gradients and not (self.waits and not self._last):
             made = (i for i in run.template.weight_gradient.nonzero()[0] if run.template.names[i] == HEAD)
             born = [(run.backward_start or 0) + int(run.template.dies[index]) for index in made]  # then autograd keeps it
             size = [self._shared_bytes] * len(born)
             self._of_head = step.allocate(HEAD, Category.TEMPORARIES, size, "head", born=min(born, default=step.now))
-        elif run.module == "embedding":
+        elif block_of(run.module) is Block.EMBEDDING:
             step.free(self._of_head)
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.module_tree import Block, block_of
 from peakcast.models.ledger.layouts.sharded import ShardedLayout
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
@@ -204,7 +205,7 @@ class FSDP2(ShardedLayout):
 
     def after_forward(self, step: Step, module: str) -> None:
         super().after_forward(step, module)
-        if module == "head":
+        if block_of(module) is Block.HEAD:
             self.end_forward(step)
 
     def end_forward(self, step: Step) -> None:

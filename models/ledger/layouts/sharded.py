@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
+from peakcast.models.ledger.layouts.module_tree import Block
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.models.ledger.tape.template import Template
@@ -43,7 +44,7 @@ class ShardedLayout(Layout):
     def by_module(self) -> list[Unit]:
         """The units in the order of their modules (`_state_ctx.all_states`): the one with the token table comes first."""
         *others, last = self.units
-        return [last, *others] if "embedding" in last.modules else self.units
+        return [last, *others] if Block.EMBEDDING.value in last.modules else self.units
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self.last = last
@@ -66,7 +67,12 @@ class ShardedLayout(Layout):
                 self.gather(step, unit)
             if unit in self._fetched_for:
                 continue
-            if self.prefetches and not unit.hook and unit.modules[-1] == module and (following := self.unit_before(unit)):
+            if (
+                self.prefetches
+                and unit.hook is None
+                and unit.modules[-1] == module
+                and (following := self.unit_before(unit))
+            ):
                 self.prefetch(step, following)
                 self._fetched_for.add(unit)
 

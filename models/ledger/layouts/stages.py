@@ -68,6 +68,9 @@ class Stages(Layout):
     def before_forward(self, step: Step, module: str) -> None:
         self._of_module[module].before_forward(step, module)
 
+    def while_forward(self, step: Step, run: Run) -> None:
+        self._of_module[run.module].while_forward(step, run)
+
     def after_forward(self, step: Step, module: str) -> None:
         self._of_module[module].after_forward(step, module)
 

@@ -6,8 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.module_tree import Block
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run
+
+ENDS = (Block.EMBEDDING.value, Block.HEAD.value)
+ADAPTER_MATRICES = ("lora_A", "lora_B")
 
 
 @dataclass(slots=True, eq=False)
@@ -64,32 +68,31 @@ def units_by_layer(
     groups: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.module, []).append(tensor)
-    embedding, head = groups.pop("embedding", []), groups.pop("head", [])
+    embedding, head = (groups.pop(end, []) for end in ENDS)
     layers: list[Unit] = []
     for index, (name, group) in enumerate(groups.items()):
-        operations = {tensor: tensor.name.removesuffix(".weight") for tensor in group if adapters_apart}
-        apart = [tensor for tensor, operation in operations.items() if operation.endswith((".lora_A", ".lora_B"))]
-        layers += [Unit(f"{name}.{one.name}", (name,), (one,), operation=operations[one]) for one in apart]
+        apart = [tensor for tensor in group if adapters_apart and tensor.path.name in ADAPTER_MATRICES]
+        layers += [Unit(f"{name}.{one.name}", (name,), (one,), operation=str(one.path)) for one in apart]
         rest = [tensor for tensor in group if tensor not in apart]
         layers.append(Unit(name, (name,), tuple(rest), reduces_at_end=first_layer_without_gradient and index == 0))
     if not ends_apart:
-        root = Unit("root", ("embedding", "head"), (*embedding, *head), stays_after_forward=True, reduces_at_end=True)
+        root = Unit("root", ENDS, (*embedding, *head), stays_after_forward=True, reduces_at_end=True)
         return [*layers, root]
-    table = [tensor for tensor in embedding if tensor.name == "embed_tokens.weight"]
-    left = [tensor for tensor in embedding if tensor.name != "embed_tokens.weight"]
+    table = [tensor for tensor in embedding if tensor.is_token_table]
+    left = [tensor for tensor in embedding if not tensor.is_token_table]
     # a head without tensors: a pipeline stage that is not the last, or a final norm without weights (OLMo)
-    tied = (tied or bool(head)) and not any(tensor.name == "lm_head.weight" for tensor in head)
+    tied = (tied or bool(head)) and not any(tensor.is_lm_head for tensor in head)
     if norm_apart:
-        left += [tensor for tensor in head if not tensor.name.startswith("lm_head")]
-        head = [tensor for tensor in head if tensor.name.startswith("lm_head")]
+        left += [tensor for tensor in head if not tensor.of_lm_head]
+        head = [tensor for tensor in head if tensor.of_lm_head]
     if tied:  # gathered for the embedding, whose input has no gradient
-        tail = Unit("tail", ("embedding", "head"), (*table, *head), True, reduces_at_end=True, hook=Mark.LM_HEAD)
+        tail = Unit("tail", ENDS, (*table, *head), True, reduces_at_end=True, hook=Mark.LM_HEAD)
         units = [*layers, tail]
     else:
         in_vain = first_layer_without_gradient
-        first = Unit("embedding", ("embedding",), tuple(table), reduces_at_end=True, fetched_in_vain=in_vain)
-        tail = Unit("tail", ("head",), tuple(head), True, hook=Mark.LM_HEAD)
+        first = Unit("embedding", ENDS[:1], tuple(table), reduces_at_end=True, fetched_in_vain=in_vain)
+        tail = Unit("tail", ENDS[1:], tuple(head), True, hook=Mark.LM_HEAD)
         units = [*([first] if table else []), *layers, *([tail] if head else [])]  # a pipeline stage may lack either
     if left:
-        units.append(Unit("root", ("embedding", "head"), tuple(left), stays_after_forward=True, reduces_at_end=True))
+        units.append(Unit("root", ENDS, tuple(left), stays_after_forward=True, reduces_at_end=True))
     return units

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from peakcast.core.units import round_up
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
@@ -50,14 +52,6 @@ class Buckets:
     """Stage 3 updates about this many elements of a rank at a time."""
 
 
-def ended_bytes(run: Run, at: int) -> int:
-    """Bytes that the backward operation at instant `at` of its block frees when it is done, apart from weights'
-    gradients."""
-    template = run.template
-    ends = template.dies_backward & (template.dies == at + 1) & ~template.weight_gradient
-    return int(template.num_bytes[ends].sum())
-
-
 def made_at(template: Template, weight: int) -> int:
     """The backward instant of the operation that makes a weight's gradient, which is entry number `weight`. The gradient is
     born then or, if it replaces a saved tensor, when the operation is done."""
@@ -93,6 +87,10 @@ class Partitions(Layout):
         self.groups = [group for group in (self._group(decays=True), self._group(decays=False)) if group]
         self._partition_gradients: list[int] = []
         self._norms: list[int] = []
+        self._orders: dict[int, list[int]] = {}
+        """By id of a template, as all the following: results of `in_order`."""
+        self._ended_bytes: dict[int, list[int]] = {}
+        """Bytes that backward frees before each instant."""
         self._updated = 0
         self._wide: list[int] = []
 
@@ -122,6 +120,24 @@ class Partitions(Layout):
 
     def in_order(self, template: Template) -> list[int]:
         """Indices of the weights' gradients of a block, in the order in which its backward makes them."""
+        if id(template) not in self._orders:
+            self._orders[id(template)] = self._order(template)
+        return self._orders[id(template)]
+
+    def ended_bytes(self, run: Run, at: int) -> int:
+        """Bytes that the backward operation at instant `at` of its block frees when it is done, apart from weights'
+        gradients."""
+        template = run.template
+        if id(template) not in self._ended_bytes:
+            ends = template.dies_backward & ~template.weight_gradient
+            freed = np.zeros(int(template.dies.max(initial=0)) + 1, dtype=np.int64)
+            np.add.at(freed, template.dies[ends], template.num_bytes[ends])
+            self._ended_bytes[id(template)] = freed.tolist()
+        freed_at = self._ended_bytes[id(template)]
+        return freed_at[at + 1] if at + 1 < len(freed_at) else 0
+
+    def _order(self, template: Template) -> list[int]:
+        """As `in_order`, whose results are kept by template."""
         size = dict(zip(template.names, template.num_bytes.tolist(), strict=True))
 
         def after_bias(name: str) -> bool:  # a norm's weight is as large as its bias, so this is false for it

@@ -3,35 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
 
-from peakcast.core.units import round_up
-from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Buckets, Partitions, ended_bytes, made_at
+from peakcast.models.ledger.layouts.gradients import tensors_of_gradients
+from peakcast.models.ledger.layouts.module_tree import LM_HEAD, Block, block_of
+from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Buckets, Partitions, made_at
+from peakcast.models.ledger.layouts.zero12_bucket import Arrival, Bucket
+from peakcast.models.ledger.layouts.zero12_division import Division
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category, Phase
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A gradient that waits in the bucket or, if it is larger than the bucket, outside it. `born`: the instant it was
-    made."""
+class OwnGradients:
+    """This rank's gradients once they have been reduced, besides its latest copy of them (`grads_in_partition`)."""
 
-    tensor: StoredTensor
-    born: int
+    def __init__(self) -> None:
+        self.copied = False
+        """Whether this micro-batch's have been copied into a partition of their own."""
+        self.earlier: list[int] = []
+        """Handles of earlier micro-batches' gradients, to which the new ones are added when backward ends."""
+        self.in_place: dict[bool, list[int]] = {True: [], False: []}
+        """By whether their group decays: handles of gradients that stay where backward made them."""
+
+    def begin_micro_batch(self, *, adds: bool) -> None:
+        """`adds`: gradients in place are added to those of earlier micro-batches."""
+        self.copied = False
+        if adds:
+            self.earlier = self.in_place[True] + self.in_place[False]
+            self.in_place = {True: [], False: []}
 
 
-class Slices(NamedTuple):
-    """Parts of a tensor that lie in the partitions of `ranks` consecutive ranks from `first` on, `size` elements in
-    each."""
+class SharedTable:
+    """The gradient of a table that the lm_head shares: its half waits for the embedding's, as autograd adds them before any
+    hook runs. `two_stacks`: it is an encoder-decoder, in which both embeddings add to it."""
 
-    first: int
-    size: int
-    ranks: int
+    def __init__(self, *, two_stacks: bool) -> None:
+        self.half: list[int] = []
+        """Handles of the lm_head's half."""
+        self._two_stacks = two_stacks
+        self._between = False
+
+    def is_summed_by(self, run: Run) -> bool:
+        """Whether the backward that has run adds the last part."""
+        if not self.half or block_of(run.module) is not Block.EMBEDDING:
+            return False
+        self._between = self._two_stacks and not self._between
+        return not self._between
 
 
 class Zero12(Partitions):
@@ -57,7 +77,6 @@ class Zero12(Partitions):
         )
         self.stage = stage
         self.rank = rank
-        self.round_robin = round_robin
         self._overlaps = stage == 1 and buckets.num_reduce > 1
         """Whether stage 1 reduces during the last micro-batch's backward, instead of after it."""
         self._reduces = REDUCING if buckets.num_reduce > 1 else 0
@@ -65,49 +84,22 @@ class Zero12(Partitions):
         self.contiguous = contiguous
         """Whether gradients are copied into a bucket, and those of this rank's partition into `grads_in_partition`;
         otherwise they stay where backward made them."""
-        self._mine: dict[StoredTensor, int] = {}
-        """Elements of each tensor that lie in this rank's partition."""
-        self._slices: dict[StoredTensor, list[Slices]] = {}
-        """The ranks in whose partitions each tensor lies, and how many elements each has."""
-        self.owners = self._owners_of_tensors()
-        self._bucket: list[int] = []
-        self._tied: list[int] = []
-        self._two_stacks = any(tensor.of_encoder for tensor in tensors)
-        """Whether it is an encoder-decoder, in which both embeddings add to the table's gradient."""
-        self._between = False
-        self._waiting: list[Arrival] = []
-        self._runs: list[Run] = []
-        self._earlier: list[int] = []
-        self._in_place: dict[bool, list[int]] = {True: [], False: []}
-        """By whether their group decays: this rank's gradients that stay where backward made them."""
-        self._reduced = False
+        sizes = ((group, self.partition(group)) for group in self.groups)
+        self.division = Division(sizes, ranks=ranks, rank=rank, round_robin=round_robin)
+        self._bucket = Bucket(buckets.reduce, self.division)
+        self._own = OwnGradients()
+        self._until_reduced: list[int] = []
+        """Handles of the bucket itself, and of gradients that are freed together with it."""
+        self._table = SharedTable(two_stacks=any(tensor.of_encoder for tensor in tensors))
+        self._unreduced: dict[str, Run] = {}
+        """Stage 1: by block, the first micro-batch's run, whose gradients those of later ones are added to."""
         self._last = True
-
-    def _owners_of_tensors(self) -> dict[StoredTensor, range]:
-        """The ranks in whose partitions each tensor lies; groups are divided without regard to tensors."""
-        owners: dict[StoredTensor, range] = {}
-        for group in self.groups:
-            size, offset = self.partition(group), 0
-            for tensor in self._division_order(group):
-                owners[tensor] = range(offset // size, (offset + tensor.numel - 1) // size + 1)
-                ends = offset + tensor.numel
-                first, last = owners[tensor][0], owners[tensor][-1]
-                if first == last:
-                    slices = [Slices(first, tensor.numel, 1)]
-                else:
-                    begins = Slices(first, (first + 1) * size - offset, 1)
-                    slices = [begins, Slices(first + 1, size, last - first - 1), Slices(last, ends - last * size, 1)]
-                self._slices[tensor] = slices
-                self._mine[tensor] = max(0, min(ends, (self.rank + 1) * size) - max(offset, self.rank * size))
-                offset = ends
-        return owners
-
-    def _division_order(self, group: list[StoredTensor]) -> list[StoredTensor]:
-        """The tensors of a group in the order in which it is divided; `round_robin_gradients` deals them out to the ranks
-        one by one (`_round_robin_reorder`)."""
-        if not self.round_robin:
-            return group
-        return [tensor for rank in range(min(self.ranks, len(group))) for tensor in group[rank :: self.ranks]]
+        self._trained_of: dict[str, list[StoredTensor]] = {}
+        """The tensors of each block that train."""
+        for tensor in self.trained:
+            self._trained_of.setdefault(tensor.module, []).append(tensor)
+        self._places: dict[tuple[int, tuple[str, ...]], dict[int, int]] = {}
+        """By id of a template, and the names of its block's tensors: which of them each gradient belongs to."""
 
     def hold_resident(self, step: Step) -> None:
         frozen = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if not t.trains)
@@ -122,118 +114,157 @@ class Zero12(Partitions):
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self._last = last
-        self._reduced = False
-        if not self.contiguous and self.stage == 2:  # the new gradients are added to those of earlier micro-batches
-            self._earlier = self._in_place[True] + self._in_place[False]
-            self._in_place = {True: [], False: []}
+        self._own.begin_micro_batch(adds=not self.contiguous and self.stage == 2)
 
     def _joins_gradients(self) -> bool:
         """Besides several tensors: if the last partition is not full, one more tensor, of zeros, fills it
         (`get_flat_partition`)."""
         group = self.groups[self._updated]
-        parts = [mine for tensor in group if (mine := self._mine[tensor])]
+        parts = [mine for tensor in group if (mine := self.division.of(tensor).mine)]
         return len(parts) > 1 or sum(parts) < self.partition(group)
 
     def _groups_with_gradients(self) -> int:
         """A rank's partition may lie entirely in a group's padding."""
-        return max((n for n, group in enumerate(self.groups, start=1) if any(map(self._mine.get, group))), default=0)
+        mine = [any(self.division.of(tensor).mine for tensor in group) for group in self.groups]
+        return max((number for number, has_any in enumerate(mine, start=1) if has_any), default=0)
 
     def _largest_gradient(self) -> int:
-        return max(self._mine.values())
+        return self.division.most_of_mine()
+
+    # -- a gradient is ready ----------------------------------------------------------------------------------------------
+
+    def after_backward(self, step: Step, run: Run) -> None:
+        self._set_up_bucket(step, run)
+        if self._reduces_in_backward():
+            run.keeps_gradients = False
+            self._collect(step, run)
+        else:
+            self._unreduced.setdefault(run.module, run)
+
+    def _reduces_in_backward(self) -> bool:
+        """Whether each gradient of this micro-batch goes into the bucket as soon as it is ready: always in stage 2; in
+        stage 1 with `overlap_comm`, in the last micro-batch."""
+        return self.stage == 2 or (self._overlaps and self._last)
+
+    def _set_up_bucket(self, step: Step, run: Run) -> None:
+        """`setup_buckets`: the bucket is made at the first gradient, after the operation's temporaries are freed."""
+        weights = self.in_order(run.template)
+        if not weights or self._until_reduced or not self.contiguous:
+            return
+        sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
+        made = made_at(run.template, weights[0])
+        now = (run.backward_start or 0) + made
+        step.hold("ipg_bucket", BUFFERS, sum(sizes) - self.ended_bytes(run, made), now, now + 1)
+        self._until_reduced = step.allocate("ipg_bucket", BUFFERS, sizes, born=now + 1)
+
+    def _collect(self, step: Step, run: Run) -> None:
+        """Put the gradients of a block's backward into the bucket. If earlier micro-batches have left theirs, the new ones
+        were added to them."""
+        template, begin = run.template, run.backward_start or 0
+        earlier = self._unreduced.pop(run.module, None)
+        if earlier is not None:
+            earlier.gradients_die = begin
+        tensors = self._tensors_of(run.module, template)
+        for index in self.in_order(template):
+            at, size, tensor = made_at(template, index), int(template.num_bytes[index]), tensors.get(index)
+            if tensor is None:
+                if template.names[index] == f"{LM_HEAD}.weight.grad":
+                    self._table.half += step.allocate(template.names[index], Category.GRADIENTS, [size])
+                    run.gradients_die = step.now  # from then on `half` holds it
+                continue
+            if earlier is not None and self._bucket.has_room_for(tensor):
+                step.hold("gradient", Category.GRADIENTS, size, begin, begin + at + 1, run.module)
+            born = begin + at if earlier is None else begin - 1
+            self._arrive(step, tensor, begin + at, self.ended_bytes(run, at), born)
+        if self._table.is_summed_by(run):
+            step.free(self._table.half)
+            (table,) = (t for t in self.trained if t.is_token_table)
+            at = template.backward_marks[Mark.TIED_TABLE][0]
+            self._arrive(step, table, begin + at, self.ended_bytes(run, at), begin + at)
+
+    def _tensors_of(self, module: str, template: Template) -> dict[int, StoredTensor]:
+        """By index of a gradient in `template`, the tensor that it belongs to."""
+        of_block = self._trained_of.get(module, [])
+        key = id(template), tuple(tensor.name for tensor in of_block)
+        if key not in self._places:
+            self._places[key] = tensors_of_gradients(template, self.in_order(template), of_block, self.element_bytes)
+        return {index: of_block[place] for index, place in self._places[key].items()}
 
     def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int, born: int) -> None:
         """A gradient goes into the bucket, which is reduced first if the gradient would overfill it. One larger than the
         bucket waits outside it, in a copy if the optimizer is on the host. `gone`: bytes that the operation at `now`
         frees."""
-        if self._waiting and sum(one.tensor.numel for one in self._waiting) + tensor.numel > self.buckets.reduce:
+        if self._bucket.overflows_with(tensor):
             gone += self._reduce(step, now, gone)
-        if self._is_copied(tensor):
+        if self._is_cloned(tensor):
             step.hold("gradient.clone", Category.GRADIENTS, tensor.numel * self.element_bytes - gone, now, now + 1)
-        self._waiting.append(Arrival(tensor, born))
+        self._bucket.add(tensor, born)
 
-    def _is_copied(self, tensor: StoredTensor) -> bool:
+    def _is_cloned(self, tensor: StoredTensor) -> bool:
         """Whether a gradient is cloned when it is ready (`_offload_gradient_safety_enabled`)."""
-        return self.offloads and tensor.numel > self.buckets.reduce
+        return self.offloads and not self._bucket.has_room_for(tensor)
+
+    # -- the bucket is reduced --------------------------------------------------------------------------------------------
 
     def _reduce(self, step: Step, now: int, gone: int = 0) -> int:
         """Reduce the bucket, after the operation at `now` has freed `gone` bytes. It is copied if it holds parts of
-        several ranks in turn. Gradients in this rank's partition are then copied into `grads_in_partition`, which has
-        room for the whole of each tensor of which a part lies in the partition. Returns the bytes that are free again at
-        that instant."""
+        several ranks in turn. Returns the bytes that are free again at that instant."""
+        copied = self._bucket.copied_elements() if self.contiguous else 0
+        content = self._bucket.empty()
         if not self.contiguous:
-            self._reduce_in_place(step, now, gone)
+            self._reduce_in_place(step, content, now, gone)
             return 0
-        owned = any(self.rank in self.owners[one.tensor] for one in self._waiting)
-        elements = self._copied()
-        copies = elements > 0
-        placed = now + 1  # the copy, if any, is freed before gradients are copied into the partition
-        free = 0
-        if copies:
-            free = max(elements * self.element_bytes - gone, 0)
-            step.hold("all_reduce.input", BUFFERS, free, now, now + 1, stream=self._reduces)
-        for one in self._waiting:
-            if one.tensor.numel > self.buckets.reduce:
-                size, born, module = one.tensor.numel * self.element_bytes, min(one.born + 1, now), one.tensor.module
-                if self._overlaps and self.rank not in self.owners[one.tensor]:  # stage 1 frees it at the end
-                    self._bucket += step.allocate("gradient", Category.GRADIENTS, [size], module, born=born)
-                else:
-                    step.hold("gradient", Category.GRADIENTS, size, born, placed + copies, module)
-                    free += size
+        free = max(copied * self.element_bytes - gone, 0) if copied else 0
+        step.hold("all_reduce.input", BUFFERS, free, now, now + 1, stream=self._reduces)
+        outside = [one for one in content if not self._bucket.has_room_for(one.tensor)]
+        dies = now + 2 if copied else now + 1  # the copy, if any, is freed before gradients go where they belong
+        free += sum(self._free_outside(step, one, now, dies) for one in outside)
         if self.offloads and self._last:
-            parts = [elements for one in self._waiting if (elements := self._mine[one.tensor])]
-            taken = placed if copies else now
-            size = self.norm_in_backward(step, parts, taken) - (0 if copies else gone)
-            step.hold("norm.to_float64", Category.TEMPORARIES, size, taken, taken + 1)
-            free += 0 if copies else max(size, 0)
-        self._waiting.clear()
-        if owned and not self._reduced and not self.offloads:
-            self._reduced = True
-            mine = sum(t.numel for t, owners in self.owners.items() if self.rank in owners)
-            size = mine * self.element_bytes
-            if not copies:
-                step.hold("grads_in_partition", Category.GRADIENTS, size - gone, now, placed)
-            handles = step.allocate("grads_in_partition", Category.GRADIENTS, [size], born=placed)
-            self._earlier, self._partition_gradients = self._partition_gradients, handles
+            parts = [mine for one in content if (mine := self.division.of(one.tensor).mine)]
+            at = now + 1 if copied else now
+            size = self.norm_in_backward(step, parts, at) - (0 if copied else gone)
+            step.hold("norm.to_float64", Category.TEMPORARIES, size, at, at + 1)
+            free += 0 if copied else max(size, 0)
+        if not self.offloads and any(self.division.is_mine(one.tensor) for one in content):
+            self._copy_own_partition(step, now, 0 if copied else gone, follows_copy=copied > 0)
         return free
 
-    def _reduce_in_place(self, step: Step, now: int, gone: int) -> None:
+    def _free_outside(self, step: Step, one: Arrival, now: int, dies: int) -> int:
+        """Free a gradient that has waited outside the bucket; stage 1 frees those of other ranks at the end. Returns its
+        bytes if they are free at once."""
+        size, born, module = one.tensor.numel * self.element_bytes, min(one.born + 1, now), one.tensor.module
+        if self._overlaps and not self.division.is_mine(one.tensor):
+            self._until_reduced += step.allocate("gradient", Category.GRADIENTS, [size], module, born=born)
+            return 0
+        step.hold("gradient", Category.GRADIENTS, size, born, dies, module)
+        return size
+
+    def _copy_own_partition(self, step: Step, now: int, gone: int, *, follows_copy: bool) -> None:
+        """`copy_grads_in_partition`: at the first of this rank's gradients, make `grads_in_partition`, which has room for
+        the whole of each tensor of which a part lies in the partition."""
+        if self._own.copied:
+            return
+        self._own.copied = True
+        size = sum(tensor.numel for tensor in self.division.my_tensors()) * self.element_bytes
+        if not follows_copy:
+            step.hold("grads_in_partition", Category.GRADIENTS, size - gone, now, now + 1)
+        handles = step.allocate("grads_in_partition", Category.GRADIENTS, [size], born=now + 1)
+        self._own.earlier, self._partition_gradients = self._partition_gradients, handles
+
+    def _reduce_in_place(self, step: Step, content: Sequence[Arrival], now: int, gone: int) -> None:
         """`buffered_reduce_fallback`: gradients are flattened into one tensor and copied back to where they are. Stage 2
         then frees those that other ranks update."""
-        if len(self._waiting) > 1:
-            size = sum(one.tensor.numel for one in self._waiting) * self.element_bytes
+        if len(content) > 1:
+            size = sum(one.tensor.numel for one in content) * self.element_bytes
             step.hold("all_reduce.input", BUFFERS, size - gone, now, now + 1, stream=self._reduces)
-        for one in self._waiting:
+        for one in content:
             born, size = min(one.born + 1, now), one.tensor.numel * self.element_bytes
-            if self.rank not in self.owners[one.tensor] and self.stage == 2:
+            mine = self.division.is_mine(one.tensor)
+            if not mine and self.stage == 2:
                 step.hold("gradient", Category.GRADIENTS, size, born, now + 1, one.tensor.module)
                 continue
             gradient = step.allocate("gradient", Category.GRADIENTS, [size], one.tensor.module, born=born)
-            mine = self.rank in self.owners[one.tensor]
-            (self._in_place[one.tensor.decays] if mine else self._bucket).extend(gradient)
-        self._waiting.clear()
-
-    def before_update(self, step: Step, group: list[TrainedTensor]) -> None:
-        super().before_update(step, group)
-        step.free(self._in_place[group[0].decays])
-
-    def _copied(self) -> int:
-        """Elements of the largest copy. Parts of different ranks are sent together until they fill a bucket; a single part
-        is sent from where it is (`average_tensor`, `allreduce_and_scatter`)."""
-        slices: list[Slices] = []
-        for one in (part for arrival in self._waiting for part in self._slices[arrival.tensor]):
-            if slices and slices[-1].ranks == one.ranks == 1 and slices[-1].first == one.first:
-                one = one._replace(size=one.size + slices.pop().size)
-            slices.append(one)
-        largest = together = number = 0
-        left = sum(one.ranks for one in slices)
-        for _, size, count in slices:
-            while count:
-                taken = min(count, (self.buckets.reduce - together) // size + 1)
-                together, number, count, left = together + taken * size, number + taken, count - taken, left - taken
-                if together > self.buckets.reduce or not left:
-                    largest = max(largest, together if number > 1 else 0)
-                    together = number = 0
-        return largest
+            (self._own.in_place[one.tensor.decays] if mine else self._until_reduced).extend(gradient)
 
     def _reduce_now(self, step: Step) -> None:
         """Reduce the bucket outside any block."""
@@ -241,45 +272,7 @@ class Zero12(Partitions):
         step.moment("copy_grads_in_partition", Phase.BACKWARD)
         self._reduce(step, now)
 
-    def after_backward(self, step: Step, run: Run) -> None:
-        weights = self.in_order(run.template)
-        begin = run.backward_start or 0
-        if weights and not self._bucket and self.contiguous:  # `setup_buckets`, at the first gradient
-            sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
-            made = made_at(run.template, weights[0])  # the bucket is made after the operation's temporaries are freed
-            step.hold("ipg_bucket", BUFFERS, sum(sizes) - ended_bytes(run, made), begin + made, begin + made + 1)
-            self._bucket = step.allocate("ipg_bucket", BUFFERS, sizes, born=begin + made + 1)
-        if self.stage == 2 or (self._overlaps and self._last):  # each gradient goes into the bucket as soon as it is ready
-            run.keeps_gradients = False
-            added = [one for one in self._runs if one.module == run.module]  # earlier micro-batches' runs, in stage 1
-            for earlier in added:
-                earlier.gradients_die = begin
-                self._runs.remove(earlier)
-            left = [t for t in self.trained if t.module == run.module]
-            for index in weights:
-                name = run.template.names[index].removesuffix(".grad")
-                size = int(run.template.num_bytes[index])  # as the allocator rounds it
-                alike = [t for t in reversed(left) if round_up(t.numel * self.element_bytes, MIN_BLOCK_BYTES) == size]
-                found = [t for t in left if t.name == name] or alike
-                at = made_at(run.template, index)
-                if found:
-                    left.remove(found[0])
-                    if added and found[0].numel <= self.buckets.reduce:
-                        step.hold("gradient", Category.GRADIENTS, size, begin, begin + at + 1, run.module)
-                    born = begin - 1 if added else begin + at
-                    self._arrive(step, found[0], begin + at, ended_bytes(run, at), born)
-                elif name == "lm_head.weight":  # a tied table: autograd adds the embedding's gradient before any hook runs
-                    self._tied += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size])
-                    run.gradients_die = step.now  # from then on `_tied` holds it
-            if self._tied and run.module == "embedding":
-                self._between = self._two_stacks and not self._between
-            if self._tied and run.module == "embedding" and not self._between:
-                step.free(self._tied)
-                (table,) = (t for t in left if t.name == "embed_tokens.weight")
-                at = run.template.backward_marks[Mark.TIED_TABLE][0]
-                self._arrive(step, table, begin + at, ended_bytes(run, at), begin + at)
-        elif not any(earlier.module == run.module for earlier in self._runs):
-            self._runs.append(run)
+    # -- backward ends ----------------------------------------------------------------------------------------------------
 
     def end_backward(self, step: Step) -> None:
         if self.stage == 1 and not self._last:
@@ -287,28 +280,31 @@ class Zero12(Partitions):
         if self.stage == 1 and not self._overlaps:
             self._reduce_in_order(step)
         self._reduce_now(step)
-        step.free(self._bucket)
-        step.free(self._earlier)  # they have been added to the new ones
+        step.free(self._until_reduced)
+        step.free(self._own.earlier)  # they have been added to the new ones
 
     def _reduce_in_order(self, step: Step) -> None:
         """Stage 1 sends gradients through the bucket after backward, in the order of parameters."""
         begins = step.now
-        for run in self._runs:
+        for run in self._unreduced.values():
             run.gradients_die = begins
-        self._runs.clear()
+        self._unreduced.clear()
         copied: list[tuple[StoredTensor, int]] = []
-        filled = 0
         for tensor in (tensor for group in self.groups for tensor in group):
-            if filled and filled + tensor.numel > self.buckets.reduce:
+            if self._bucket.overflows_with(tensor):
                 self._reduce_now(step)
-                filled = 0
-            filled += tensor.numel
-            if self._is_copied(tensor):
+            if self._is_cloned(tensor):
                 now, size = step.moment("gradient.clone", Phase.BACKWARD), tensor.numel * self.element_bytes
                 step.hold("gradient.clone", Category.GRADIENTS, size, now, now + 1, tensor.module)
-            self._waiting.append(Arrival(tensor, step.now))
+            self._bucket.add(tensor, step.now)
             copied.append((tensor, step.now))
         for tensor, dies in copied if self.contiguous else ():
             size = tensor.numel * self.element_bytes
             if dies > begins:
                 step.hold(f"{tensor.name}.grad", Category.GRADIENTS, size, begins, dies, tensor.module)
+
+    # -- optimizer --------------------------------------------------------------------------------------------------------
+
+    def before_update(self, step: Step, group: list[TrainedTensor]) -> None:
+        super().before_update(step, group)
+        step.free(self._own.in_place[group[0].decays])

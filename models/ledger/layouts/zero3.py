@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.module_tree import LM_HEAD, Block, block_of, path_of
 from peakcast.models.ledger.layouts.zero import (
     BUFFERS,
     GATHERING,
@@ -13,13 +13,15 @@ from peakcast.models.ledger.layouts.zero import (
     REDUCING,
     Buckets,
     Partitions,
-    ended_bytes,
     made_at,
 )
+from peakcast.models.ledger.layouts.zero3_bucket import Bucket, Gradient
 from peakcast.models.ledger.layouts.zero3_fetching import Coordinator
 from peakcast.models.ledger.layouts.zero3_modules import ModuleTurns
-from peakcast.models.ledger.layouts.zero3_passing import Reduction
-from peakcast.models.ledger.layouts.zero3_turns import Turn, within_first
+from peakcast.models.ledger.layouts.zero3_passing import Instants, Reduction
+from peakcast.models.ledger.layouts.zero3_turns import within_first
+from peakcast.models.ledger.layouts.zero3_visits import Pass, Turn, passage
+from peakcast.models.ledger.layouts.zero3_weights import Engine
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run, Step
@@ -58,23 +60,26 @@ class Zero3(Partitions):
         """Whether gradients are copied into a bucket; otherwise they wait where backward made them."""
         self.offloads_parameters = offloads_parameters
         self._modules = modules
-        matrices = (t for t in tensors if len(t.shape) > 1 and t.module not in ("embedding", "head"))
-        self._viewed = {t for t in matrices if transposes and ".lora_" not in t.name}
+        matrices = (t for t in tensors if len(t.shape) > 1 and t.block is not Block.EMBEDDING and t.block is not Block.HEAD)
+        self._viewed = {t for t in matrices if transposes and not t.of_adapter}
         self._coordinator: Coordinator | None = None
         self.reference: Zero3 | None = None
         """The layout of a second network (a reference model), which has an engine of its own."""
         self._turns: list[Turn] = []
         self._reductions: dict[int, Reduction] = {}
-        self._entered = 0
+        self._ran_last: Run | None = None
+        """The run whose forward ended last."""
         self._began = 0
         """The instant at which the network last began to run forward."""
         self._last = True
         self._backward_began: int | None = None
-        self._bucket_content: list[tuple[int, int]] = []
-        """Gradients that wait to be reduced: (elements, the instant at which it was made)."""
-        self._taken = -1, 0
-        """An instant, and how many bytes of gradients have been copied into the bucket or reduced in it, one after the
-        other."""
+        self._bucket = Bucket(
+            ranks=ranks,
+            size=buckets.reduce,
+            copies=contiguous,
+            made_bytes=self.gradient_bytes,
+            sent_bytes=element_bytes,
+        )
         self._half: list[int] = []
         """Handles of the lm_head's gradient of a tied table: autograd adds the embedding's gradient before any hook
         runs."""
@@ -85,14 +90,18 @@ class Zero3(Partitions):
 
     def partition(self, group: Iterable[StoredTensor]) -> int:
         """Elements of one rank's part; each tensor is padded separately."""
-        return sum(-(-t.numel // self.ranks) for t in group)
+        return sum(self.part(t) for t in group)
+
+    def part(self, tensor: StoredTensor) -> int:
+        """Elements of one rank's part of a tensor."""
+        return -(-tensor.numel // self.ranks)
 
     def hold_resident(self, step: Step) -> None:
         step.hold_all(((t.name, t.module, t.numel * t.element_bytes) for t in self._whole), Category.PARAMETERS)
         if not self.offloads_parameters:
-            flat = sum(self.partition([t]) * t.element_bytes for t in self.trained)  # defragmented, frozen ones are not
+            flat = sum(self.part(t) * t.element_bytes for t in self.trained)  # defragmented, frozen ones are not
             step.hold("partitions", Category.PARAMETERS, flat, 0)
-            frozen = ((t.name, t.module, self.partition([t]) * t.element_bytes) for t in self.tensors if not t.trains)
+            frozen = ((t.name, t.module, self.part(t) * t.element_bytes) for t in self.tensors if not t.trains)
             step.hold_all(frozen, Category.PARAMETERS)
         self.hold_main(step)
         sizes = [self.buckets.reduce * self.element_bytes] * self.buckets.num_reduce
@@ -111,7 +120,7 @@ class Zero3(Partitions):
         for group in self.groups:
             filled = 0
             for tensor in group:
-                filled += self.partition([tensor])
+                filled += self.part(tensor)
                 if filled >= self.buckets.sub_group or tensor is group[-1]:
                     name = f"sub_group.{len(parts)}"
                     parts.append(TrainedTensor(name, "optimizer", (filled,), MAIN_BYTES, tensor.decays))
@@ -119,7 +128,7 @@ class Zero3(Partitions):
         return parts
 
     def _largest_gradient(self) -> int:
-        return max(self.partition([t]) for t in self.trained)
+        return max(self.part(t) for t in self.trained)
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self._last = last
@@ -128,167 +137,164 @@ class Zero3(Partitions):
     def _play(self, step: Step) -> Coordinator:
         """Play the turns of a micro-batch, or of a forward alone, on the coordinator, and return it."""
         if self._coordinator is None:
-            self._coordinator = Coordinator(
-                step,
-                self.ranks,
-                self.buckets,
-                self.packs,
-                self._gathers,
-                self.offloads_parameters,
-                viewed=self._viewed,
-                unread=set(self._modules.unread),
+            engine = Engine(
+                ranks=self.ranks,
+                sizes=self.buckets,
+                packs=self.packs,
+                stream=self._gathers,
+                from_host=self.offloads_parameters,
             )
+            self._coordinator = Coordinator(step, engine, viewed=self._viewed, unread=self._modules.unread)
             if not self.first_step:
                 self._coordinator.learn(self._turns)
                 small = [t for t in self.tensors if self.persists(t)]
-                self._coordinator.available = dict.fromkeys(small, 0)  # gathered again when the last step ended
-        self._coordinator.made, self._coordinator.reductions = step.made_bytes(), self._reductions
-        self._coordinator.play(self._turns)
+                self._coordinator.weights.available = dict.fromkeys(small, 0)  # gathered again when the last step ended
+        self._coordinator.play(self._turns, Instants(step.made_bytes(), self._reductions))
         return self._coordinator
 
+    # -- modules that run -------------------------------------------------------------------------------------------------
+
     def before_forward(self, step: Step, module: str) -> None:
-        self._entered = step.now
-        self._began = step.now if module == "embedding" else self._began
+        self._began = step.now if block_of(module) is Block.EMBEDDING else self._began
+
+    def while_forward(self, step: Step, run: Run) -> None:
+        self._ran_last = run
 
     def after_forward(self, step: Step, module: str) -> None:
-        if module in self._modules.tensors:  # else it belongs to another network that runs in between
-            self._turns += self._turns_of(step, module, self._entered, step.now)
+        if module in self._modules.tensors and self._ran_last is not None:  # else it belongs to another network
+            self._turns += self._modules.turns(passage(self._ran_last, module, Pass.FORWARD))
 
     def before_backward(self, step: Step, module: str) -> None:
         self._backward_began = step.now if self._backward_began is None else self._backward_began
 
     def after_backward(self, step: Step, run: Run) -> None:
-        begins = run.backward_start or 0
-        turns = self._turns_of(step, run.module, begins, step.now, backward=True)
-        if self._backward_began is not None and run.forward_start >= self._backward_began:  # a recomputation
-            ends = run.forward_start + run.template.num_forward
-            again = self._turns_of(step, run.module, run.forward_start, ends, again=True)
-            stops = run.forward_start + run.template.num_recomputed
-            if self.packs and again[-1].ends > stops:  # it stops inside an operation, before the module's release
-                again[-1] = replace(again[-1], releases=False)
-            kept = run.template.dies_backward & ~run.template.born_backward
-            asks = begins + int(run.template.dies[kept].min()) - 1  # the first operation to free a saved tensor has read it
-            turns = within_first(turns, again, asks) if self.packs else [*again, *turns]
+        turns = self._modules.turns(passage(run, run.module, Pass.BACKWARD))
+        if self._backward_began is not None and run.forward_start >= self._backward_began:
+            turns = self._with_recomputation(turns, run)
             self._hold_last_result(step, run)
         elif run.forward_start < self._began:
             turns = self._without_missing_releases(turns, run.forward_start + run.template.num_forward)
         self._turns += turns
         run.keeps_gradients = False  # each goes into the bucket as soon as it is ready
+        self._collect_gradients(step, run)
+
+    def _with_recomputation(self, turns: list[Turn], run: Run) -> list[Turn]:
+        """The turns of a backward together with those of its recomputation, which non-reentrant checkpoints run inside it:
+        when the first operation that frees a saved tensor reads it."""
+        again = self._modules.turns(passage(run, run.module, Pass.RECOMPUTATION))
+        if not self.packs:
+            return [*again, *turns]
         template = run.template
-        for at, index in self._arrivals(run):
-            size, born = int(template.num_bytes[index]), begins + made_at(template, index)
-            if self._modules.tied and template.names[index] == "lm_head.weight.grad":
-                self._half += step.allocate("lm_head.weight.grad", Category.GRADIENTS, [size], run.module)
-                run.gradients_die = step.now  # from then on `_half` holds it
-            else:
-                self._arrive(step, run, at, size, born)
-        if self._half and run.module == "embedding" and not self._modules.between_stacks:
-            step.free(self._half)
-            (table,) = (t for t in self._modules.tensors["embedding"] if t.name == "embed_tokens.weight")
-            summed = template.backward_marks[Mark.TIED_TABLE][0]
-            self._arrive(step, run, summed, table.numel * self.gradient_bytes, begins + summed)
-
-    def _arrive(self, step: Step, run: Run, at: int, size: int, born: int) -> None:
-        """Put a gradient of `size` bytes, made at instant `born`, into the bucket at instant `at` of its block's backward.
-        The bucket is reduced first if the gradient would overfill it."""
-        elements, now = size // self.gradient_bytes, (run.backward_start or 0) + at
-        if self._taken[0] != now:
-            self._taken = now, 0
-        if self._bucket_content and sum(n for n, _ in self._bucket_content) + elements > self.buckets.reduce:
-            self._reduce(step, now, ended_bytes(run, at))
-        self._bucket_content.append((elements, born))
-        if self._in_bucket(elements):
-            self._taken = now, self._taken[1] + size
-            if born < now:
-                step.hold("gradient", Category.GRADIENTS, size, born + 1, now + 1, run.module)
-
-    def _in_bucket(self, elements: int) -> bool:
-        """Whether a gradient waits in the bucket."""
-        return self.contiguous and elements <= self.buckets.reduce
-
-    def _arrivals(self, run: Run) -> list[tuple[int, int]]:
-        """(instant of the block's backward, index of the gradient) at which each gradient of a block reaches the bucket.
-        Gradients of a leaf module do so when all of it is done, in the optimizer's order (`reduce_leaf_module_grads`)."""
-        template, leaf = run.template, f"{self._modules.leaf}."
-        inside = [at for at, label in enumerate(template.backward_labels) if label.startswith(leaf)]
-        weights = self.in_order(template)
-        whole = [bool(self._modules.leaf) and template.names[i].startswith(leaf) for i in weights]
-        found = [(max(inside) if waits else made_at(template, i), i) for i, waits in zip(weights, whole, strict=True)]
-        if not any(whole):
-            return sorted(found, key=lambda one: one[0])
-        groups = sorted((t for t in self._modules.tensors[run.module] if t.trains), key=lambda t: not t.decays)
-        places = {f"{t.name}.grad": place for place, t in enumerate(groups) if t.name.startswith(leaf)}
-        return sorted(found, key=lambda one: (one[0], places.get(template.names[one[1]], -1)))
+        if again[-1].ends > run.forward_start + template.num_recomputed:
+            again[-1] = again[-1].unreleased()  # it stops inside an operation, before the module's release
+        kept = template.dies_backward & ~template.born_backward
+        asks = (run.backward_start or 0) + int(template.dies[kept].min()) - 1
+        return within_first(turns, again, asks)
 
     def _without_missing_releases(self, turns: list[Turn], ended: int) -> list[Turn]:
         """`turns` without the releases that never happen. Modules that ran forward once more without a graph, after
         `ended`, have lost the count of gradients they wait for (`ds_grads_remaining` in `_post_backward_module_hook`), so
         their weights stay until backward ends."""
         called = {turn.name for turn in self._turns if turn.begins >= ended}
-        return [replace(turn, releases=False, stays=True) if turn.name in called else turn for turn in turns]
+        return [turn.never_ending() if turn.name in called else turn for turn in turns]
 
     def _hold_last_result(self, step: Step, run: Run) -> None:
         """If a recomputation stops early, hold the product of a Linear that it stops in: stage 3's own Linear, a Python
         function, has computed it before it saves a tensor (`zero/linear.py`)."""
         template, at = run.template, run.template.num_recomputed
-        label = template.forward_labels[at] if at < template.num_forward else ""
-        of_block = self._modules.tensors.get(run.module, ())
-        if run.stops_early and any(t.name.removesuffix(".weight") == label for t in of_block):
+        if not run.stops_early or at >= template.num_forward:
+            return
+        stopped_in = path_of(template.forward_labels[at])
+        if any(t.path == stopped_in and not t.quantized for t in self._modules.tensors.get(run.module, ())):
             size = int(template.num_bytes[~template.born_backward & (template.born == at)].sum())
             now = run.forward_start + at
             step.hold("recomputed.result", Category.ACTIVATIONS, size, now, now + 1, run.module)
 
-    def _turns_of(self, step: Step, module: str, begins: int, ends: int, **passes: bool) -> list[Turn]:
-        """The turns of a block whose operations ran from `begins` until before `ends`."""
-        return self._modules.turns(module, step.labels[begins:ends], begins, **passes)
-
     def run_forward_alone(self, step: Step, runs: Iterable[tuple[str, Run]]) -> None:
         """Gather for a network that has only run forward: `runs` are its (module, run)."""
-        self._turns = []
-        for module, run in runs:
-            ends = run.forward_start + run.template.num_forward
-            self._turns += self._turns_of(step, module, run.forward_start, ends)
-        self._play(step).stay()
+        self._turns = [turn for module, run in runs for turn in self._modules.turns(passage(run, module, Pass.FORWARD))]
+        self._play(step).weights.stay()
+
+    # -- gradients --------------------------------------------------------------------------------------------------------
+
+    def _collect_gradients(self, step: Step, run: Run) -> None:
+        """Put the gradients of a block's backward into the bucket. That of a tied table waits until both parts exist:
+        autograd adds them before any hook runs."""
+        template, begins = run.template, run.backward_start or 0
+        for at, index in self._arrivals(run):
+            size, born = int(template.num_bytes[index]), begins + made_at(template, index)
+            if self._modules.tied and template.names[index] == f"{LM_HEAD}.weight.grad":
+                self._half += step.allocate(template.names[index], Category.GRADIENTS, [size], run.module)
+                run.gradients_die = step.now  # from then on `_half` holds it
+            else:
+                self._arrive(step, run, at, Gradient(size // self.gradient_bytes, born))
+        if self._half and block_of(run.module) is Block.EMBEDDING and not self._modules.between_stacks:
+            step.free(self._half)
+            (table,) = (t for t in self._modules.tensors[run.module] if t.is_token_table)
+            summed = template.backward_marks[Mark.TIED_TABLE][0]
+            self._arrive(step, run, summed, Gradient(table.numel, begins + summed))
+
+    def _arrive(self, step: Step, run: Run, at: int, gradient: Gradient) -> None:
+        """Put a gradient into the bucket at instant `at` of its block's backward. The bucket is reduced first if the
+        gradient would overfill it."""
+        now = (run.backward_start or 0) + at
+        self._bucket.begin_instant(now)
+        if self._bucket.overflows_with(gradient):
+            self._reduce(step, now, self.ended_bytes(run, at))
+        if self._bucket.add(gradient) and gradient.born < now:
+            size = gradient.elements * self.gradient_bytes
+            step.hold("gradient", Category.GRADIENTS, size, gradient.born + 1, now + 1, run.module)
+
+    def _arrivals(self, run: Run) -> list[tuple[int, int]]:
+        """(instant of the block's backward, index of the gradient) at which each gradient of a block reaches the bucket.
+        Gradients of a leaf module do so when all of it is done, in the optimizer's order (`reduce_leaf_module_grads`)."""
+        template = run.template
+        found = [(made_at(template, index), index) for index in self.in_order(template)]
+        of_leaf = {index for _, index in found if self._is_in_leaf(template.names[index])}
+        if not of_leaf:
+            return found
+        done = max(at for at, label in enumerate(template.backward_labels) if self._is_in_leaf(label))
+        groups = sorted((t for t in self._modules.tensors[run.module] if t.trains), key=lambda t: not t.decays)
+        places = {f"{t.name}.grad": place for place, t in enumerate(groups) if self._is_in_leaf(t.name)}
+        found = [(done if index in of_leaf else at, index) for at, index in found]
+        return sorted(found, key=lambda one: (one[0], places.get(template.names[one[1]], -1)))
+
+    def _is_in_leaf(self, name: str) -> bool:
+        """Whether an operation or a tensor is one of the module that DeepSpeed treats as one with all inside it."""
+        path, leaf = path_of(name), self._modules.leaf
+        return bool(leaf) and path.outermost == leaf
 
     def _reduce(self, step: Step, now: int, gone: int = 0) -> None:
-        """`reduce_scatter_coalesced`: several gradients are copied into one tensor. One that is larger than the bucket has
-        waited outside it. `gone`: bytes that the operation at `now` has freed."""
-        size = sum(-(-elements // self.ranks) * self.ranks for elements, _ in self._bucket_content) * self.element_bytes
-        narrower = self.gradient_bytes != self.element_bytes
-        if len(self._bucket_content) == 1 and not narrower and size == self._bucket_content[0][0] * self.element_bytes:
-            size = 0
-        for elements, born in self._bucket_content:
-            if not self._in_bucket(elements):
-                step.hold("gradient", Category.GRADIENTS, elements * self.gradient_bytes, born + 1, now + 1)
-        parts = [-(-elements // self.ranks) for elements, _ in self._bucket_content]
-        then = 0
+        """Reduce the bucket after the operation at `now`, which has freed `gone` bytes."""
+        bucket, then = self._bucket, 0
+        for gradient in bucket.outside():
+            size = gradient.elements * self.gradient_bytes
+            step.hold("gradient", Category.GRADIENTS, size, gradient.born + 1, now + 1)
         if self.offloads and self._last:  # besides the part itself, which is copied back from the host (`partition_grads`)
-            then = self.norm_in_backward(step, parts, now, more_bytes=self.element_bytes)
+            then = self.norm_in_backward(step, bucket.parts(), now, more_bytes=self.element_bytes)
         elif self.offloads:
-            then = max(parts) * self.element_bytes
-        reduction = Reduction(size, then, gone + (self._taken[1] if self._taken[0] == now else 0))
-        before = self._reductions.get(now)  # one operation may cause several, one after the other
-        if before is None or before.beyond < reduction.beyond:
+            then = max(bucket.parts()) * self.element_bytes
+        reduction, before = bucket.reduction(now, then, gone), self._reductions.get(now)
+        if before is None or before.beyond < reduction.beyond:  # one operation may cause several, one after the other
             self._reductions[now] = reduction
-        for elements, _ in self._bucket_content:
-            if not self._in_bucket(elements) and self._taken[0] == now:
-                self._taken = now, self._taken[1] + elements * self.gradient_bytes
-        self._bucket_content.clear()
+        bucket.empty(now)
 
     def end_backward(self, step: Step) -> None:
-        if self._bucket_content:
+        if self._bucket.content:
             self._reduce(step, step.moment("reduce_gradients", Phase.BACKWARD))
-        self._play(step).end(step.now)
+        self._play(step).weights.release_rest(step.now, small_too=False)
         for now, reduction in self._reductions.items():
             joined, then = reduction.num_bytes()
             step.hold("reduce_scatter.input", BUFFERS, joined, now, now + 1, stream=self._reduces)
             step.hold("partition_grads", Category.TEMPORARIES, then, now, now + 1, stream=self._reduces)
         self._reductions.clear()
 
+    # -- optimizer --------------------------------------------------------------------------------------------------------
+
     def clip(self, step: Step) -> None:
         """The optimizer's `step` begins with `_partition_all_parameters`."""
         if self._coordinator is not None:
-            self._coordinator.end(step.now, all_of_them=True)
+            self._coordinator.weights.release_rest(step.now, small_too=True)
         super().clip(step)
 
     def release_gradients(self, step: Step) -> None:
@@ -298,6 +304,6 @@ class Zero3(Partitions):
         if self.ranks > 1:
             step.hold_all(small, Category.PARAMETERS, step.now)
         if self.offloads_parameters:  # this rank's parts are copied to the GPU first, and freed when all are gathered
-            parts = ((t.name, t.module, self.partition([t]) * t.element_bytes) for t in self.tensors if self.persists(t))
+            parts = ((t.name, t.module, self.part(t) * t.element_bytes) for t in self.tensors if self.persists(t))
             step.hold_all(parts, Category.PARAMETERS, step.now, step.now + 1)
             step.moment("gather small tensors", Phase.OPTIMIZER_STEP)

@@ -10,11 +10,16 @@ from dataclasses import replace
 from typing import Protocol
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_turns import Turn, turns_of
+from peakcast.models.ledger.layouts.module_tree import ENCODER, LM_HEAD, Block, Stack, block_of, path_of
+from peakcast.models.ledger.layouts.zero3_turns import turns_of
+from peakcast.models.ledger.layouts.zero3_visits import Container, Course, Module, OfBlock, Pass, Passage, Turn
 from peakcast.networks.families import counted_as
 
-ENCODER, DECODER = "encoder.", "decoder."
-"""The stacks of an encoder-decoder. The labels of the encoder's end begin with the first."""
+ENDS = (Block.EMBEDDING, Block.HEAD)
+ROOT = "root"
+ROOT_FROM_INSIDE = -2
+"""Which of the modules around a block, the outermost first, is the network that reads weights itself: its base model is
+inside it."""
 
 
 class ModuleTurns(Protocol):
@@ -38,10 +43,8 @@ class ModuleTurns(Protocol):
     def between_stacks(self) -> bool:
         """Whether one of an encoder-decoder's embeddings has run, forward or backward, and the other has not."""
 
-    def turns(
-        self, module: str, labels: Sequence[str], begins: int, *, again: bool = False, backward: bool = False
-    ) -> list[Turn]:
-        """The turns of a block whose operations have these labels, in forward, recomputation (`again`) or `backward`."""
+    def turns(self, passage: Passage) -> list[Turn]:
+        """The turns of a block's modules while its operations run."""
 
 
 class Modules:
@@ -51,93 +54,127 @@ class Modules:
     def __init__(self, tensors: Sequence[StoredTensor], *, head_of_root: bool, leaf: str, family: str) -> None:
         self._all = tuple(tensors)
         self._two_stacks = any(tensor.of_encoder for tensor in tensors)
+        self._num_around_layers = 2 if all(t.trains for t in tensors) else 4
+        """The network and its base model, and the two modules that peft puts around them."""
         self.leaf = leaf
         self._family = family
         self.tensors: dict[str, list[StoredTensor]] = {}
         """The tensors of each block."""
         for tensor in tensors:
             self.tensors.setdefault(tensor.module, []).append(tensor)
-        table = [t for t in self.tensors.get("embedding", []) if t.name == "embed_tokens.weight"]
-        self.tied = not any(t.name == "lm_head.weight" for t in tensors)
+        embedding, head = Block.EMBEDDING.value, Block.HEAD.value
+        table = [t for t in self.tensors.get(embedding, []) if t.is_token_table]
+        self.tied = not any(t.is_lm_head for t in tensors)
+        self._table = table[0] if table else None
         if self.tied and not head_of_root:
-            self.tensors.setdefault("head", []).extend(replace(t, name="lm_head.weight") for t in table)
-        head = [t for t in self.tensors.get("head", []) if t.name.startswith("lm_head.")]
-        self.of_root = tuple(table if self.tied else head) if head_of_root else ()
+            self.tensors.setdefault(head, []).extend(replace(t, name=f"{LM_HEAD}.weight") for t in table)
+        of_head = [t for t in self.tensors.get(head, []) if t.of_lm_head]
+        self.of_root = tuple(table if self.tied else of_head) if head_of_root else ()
         """Weights that the network's own forward reads without running their module: external parameters of the root,
         gathered from its second forward on when the root begins (`ZeROOrderedDict`, `register_external_parameter`)."""
         if self.of_root:
-            self.tensors["head"] = [t for t in self.tensors["head"] if t not in head]
-        read = (t for t in tensors if t.name.removesuffix(".weight") in counted_as(family).modules.reads.values())
-        self.unread = {*self.of_root, *read}
+            self.tensors[head] = [t for t in self.tensors[head] if t not in of_head]
+        read = {path_of(name) for name in counted_as(family).modules.reads.values()}
+        self.unread = {*self.of_root, *(t for t in tensors if t.path in read)}
         """As `ModuleTurns.unread`."""
         self._embedded = 0
         """How often an embedding has run, forward or backward; an encoder-decoder's two run alternately."""
-        self._throughout: dict[str, tuple[StoredTensor, ...]] = {}
-        """By block: the tensors that no operation of its forward is named after."""
+        self._throughout: dict[tuple[str, Stack | None], tuple[StoredTensor, ...]] = {}
+        """By block, and by stack where both have it: the tensors that no operation of its forward is named after."""
 
-    def turns(
-        self, module: str, labels: Sequence[str], begins: int, *, again: bool = False, backward: bool = False
-    ) -> list[Turn]:
+    def turns(self, passage: Passage) -> list[Turn]:
         """As `ModuleTurns.turns`."""
-        stack = self._stack(module, labels, backward=backward)
-        around, ends = self._num_entered_before(module, stack, backward=backward), begins + len(labels)
-        tensors = self.tensors.get(module, [])
-        if stack and module == "head":
-            tensors = [t for t in tensors if t.name.startswith(ENCODER) == (stack == ENCODER)]
+        block, stack, backward = block_of(passage.block), self._stack(passage), passage.during is Pass.BACKWARD
         turns = turns_of(
-            module,
-            labels,
-            begins,
-            tensors,
-            around=around,
+            passage,
+            self._tensors_of(passage.block, stack),
+            around=self._num_entered_before(block, stack, backward=backward),
             leaf=self.leaf,
-            again=again,
-            backward=backward,
             family=self._family,
         )
-        if module in ("embedding", "head"):
-            turns = [replace(turn, inside=self._all) if turn.inside else turn for turn in turns]
-        if backward:  # a tensor without an operation there has no turn either, since no gradient passes it
-            kept = self._throughout.get(stack + module, ())
-            turns[0] = replace(turns[0], tensors=tuple(t for t in turns[0].tensors if t in kept))
-        else:
-            self._throughout[stack + module] = turns[0].tensors
-        if self.tied and not self.of_root:  # the lm_head's weight is the table itself
-            table = {t.name: t for t in self.tensors.get("embedding", [])}.get("embed_tokens.weight")
-            turns = [  # (a pipeline's last stage has no embedding, so its lm_head has a weight of its own)
-                replace(turn, tensors=tuple(table if table and t.name == "lm_head.weight" else t for t in turn.tensors))
-                for turn in turns
-            ]
-        if backward and module == "embedding":
-            turns = [replace(turn, releases=False) for turn in turns]
-        if self.of_root and module == ("head" if backward else "embedding"):
-            turns[around - 1] = replace(turns[around - 1], tensors=self.of_root, name="root", stays=True, releases=False)
-        elif self.of_root and module == "head" and not again:
-            reads = next(index for index, label in enumerate(labels) if label.startswith("lm_head."))
-            turns.append(Turn(begins + reads, ends, self.of_root, "root", enters=False))
-        if module == "embedding" and not (backward or again):
-            rotary = [Turn(ends - 1, ends, name="rotary_emb")] if counted_as(self._family).modules.rotary else []
-            turns = [replace(turns[0], starts=stack != DECODER), *turns[1:], *rotary]
+        if block in ENDS:
+            turns = [self._around_all(turn) for turn in turns]
+        turns = self._throughout_block(turns, (passage.block, stack), backward=backward)
+        if self.tied and not self.of_root and block is Block.HEAD and self._table is not None:
+            turns = [self._reading_table(turn) for turn in turns]
+        if backward and block is Block.EMBEDDING:
+            turns = [turn.unreleased() for turn in turns]
+        if self.of_root:
+            turns = self._with_root(turns, block, passage)
+        if passage.during is Pass.FORWARD and block is Block.EMBEDDING:
+            turns[0] = turns[0]._replace(starts=stack is not Stack.DECODER)
+            if counted_as(self._family).modules.rotary:
+                turns.append(Turn(Module("rotary_emb"), passage.ends - 1, passage.ends))
         return turns
 
-    def _stack(self, module: str, labels: Sequence[str], *, backward: bool) -> str:
-        """To which stack of an encoder-decoder a block belongs that both stacks have; "" for other blocks."""
-        if module not in ("embedding", "head") or not self._two_stacks:
-            return ""
-        if module == "head":
-            return ENCODER if labels[0].startswith(ENCODER) else DECODER
+    def _tensors_of(self, block: str, stack: Stack | None) -> list[StoredTensor]:
+        """The tensors of a block; of the end of one stack, where both have one."""
+        tensors = self.tensors.get(block, [])
+        if stack is None or block_of(block) is not Block.HEAD:
+            return tensors
+        return [t for t in tensors if t.of_encoder == (stack is Stack.ENCODER)]
+
+    def _around_all(self, turn: Turn) -> Turn:
+        """The turn of a module around the whole network, if the module is around a block."""
+        if not isinstance(turn.module, Container):
+            return turn
+        return turn._replace(module=replace(turn.module, inside=self._all))
+
+    def _throughout_block(self, turns: list[Turn], block: tuple[str, Stack | None], *, backward: bool) -> list[Turn]:
+        """`turns` without those tensors used throughout a backward that have an operation in forward: no gradient passes
+        them, so they have no turn there."""
+        first = turns[0] if turns and isinstance(turns[0].module, OfBlock) else None
+        if not backward:
+            self._throughout[block] = first.tensors if first is not None else ()
+        elif first is not None:
+            kept = self._throughout.get(block, ())
+            own = tuple(t for t in first.tensors if t in kept)
+            return [first._replace(module=OfBlock(first.name, own)), *turns[1:]]
+        return turns
+
+    def _reading_table(self, turn: Turn) -> Turn:
+        """The turn with the token table in the place of a tied lm_head's weight. (A pipeline's last stage has no embedding,
+        so its lm_head has a weight of its own.)"""
+        assert self._table is not None
+        if not any(t.is_lm_head for t in turn.tensors):
+            return turn
+        own = tuple(self._table if t.is_lm_head else t for t in turn.tensors)
+        return turn._replace(module=replace(turn.module, tensors=own))
+
+    def _with_root(self, turns: list[Turn], block: Block, passage: Passage) -> list[Turn]:
+        """`turns` in which the network reads weights itself: when it begins, and where the head's forward reads them."""
+        backward = passage.during is Pass.BACKWARD
+        if block is (Block.HEAD if backward else Block.EMBEDDING):
+            at = [i for i, turn in enumerate(turns) if isinstance(turn.module, Container)][ROOT_FROM_INSIDE]
+            root = replace(turns[at].module, name=ROOT, tensors=self.of_root)
+            turns[at] = turns[at]._replace(module=root, course=Course.BEGINS)
+        elif block is Block.HEAD and passage.during is Pass.FORWARD:
+            reads = next(i for i, label in enumerate(passage.labels) if path_of(label).outermost == LM_HEAD.name)
+            turns.append(Turn(Module(ROOT, self.of_root), passage.begins + reads, passage.ends, Course.ENDS))
+        return turns
+
+    def _stack(self, passage: Passage) -> Stack | None:
+        """To which stack of an encoder-decoder a block belongs that both stacks have; None for other blocks."""
+        block = block_of(passage.block)
+        if block not in ENDS or not self._two_stacks:
+            return None
+        if block is Block.HEAD:
+            return Stack.ENCODER if path_of(passage.labels[0]).is_inside(ENCODER) else Stack.DECODER
         self._embedded += 1
-        return ENCODER if backward == (self._embedded % 2 == 0) else DECODER
+        backward = passage.during is Pass.BACKWARD
+        return Stack.ENCODER if backward == (self._embedded % 2 == 0) else Stack.DECODER
 
     @property
     def between_stacks(self) -> bool:
         """Whether one of an encoder-decoder's embeddings has run, forward or backward, and the other has not."""
         return self._two_stacks and self._embedded % 2 == 1
 
-    def _num_entered_before(self, module: str, stack: str, *, backward: bool) -> int:
+    def _num_entered_before(self, block: Block, stack: Stack | None, *, backward: bool) -> int:
         """How many modules are entered when the block begins: its layer, the network and the two that peft puts around it,
         a stack."""
-        network = 2 if all(t.trains for t in self._all) else 4
-        if stack == (ENCODER if backward else DECODER):
-            network = 1
-        return {"embedding": 0 if backward else network, "head": network if backward else 0}.get(module, 1)
+        network = 1 if stack is (Stack.ENCODER if backward else Stack.DECODER) else self._num_around_layers
+        if block is Block.EMBEDDING:
+            return 0 if backward else network
+        if block is Block.HEAD:
+            return network if backward else 0
+        return 1

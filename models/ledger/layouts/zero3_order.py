@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_turns import Turn
+from peakcast.models.ledger.layouts.zero3_visits import Turn
 
 
 @dataclass(slots=True)
@@ -53,7 +53,7 @@ class Order:
             self._uses = self.known, {}
         of_known = self._uses[1]
         if leaf not in of_known:
-            of_known[leaf] = _Uses([_counted_tensors(turn, leaf=leaf) for turn in self.known])
+            of_known[leaf] = _Uses([turn.module.counted(by_leaf=leaf) for turn in self.known])
         return of_known[leaf].come_again(tensor, self.at, within)
 
 
@@ -73,10 +73,3 @@ class _Uses:
         turns = self.turns.get(tensor, ())
         following = bisect_left(turns, at)
         return following < len(turns) and self.passed[turns[following]] - self.passed[at] < within
-
-
-def _counted_tensors(turn: Turn, *, leaf: bool) -> Sequence[StoredTensor]:
-    """The tensors that count for a turn, as a leaf module or as others count them."""
-    if turn.leaf or turn.inside:
-        return (*turn.tensors, *turn.inside) if leaf else () if turn.leaf else turn.tensors
-    return turn.tensors

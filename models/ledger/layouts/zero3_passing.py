@@ -3,7 +3,11 @@ runs, and gradients are reduced after it."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
 
 
 @dataclass(slots=True)
@@ -26,6 +30,11 @@ class Fetched:
     def free_older(self, num_bytes: int) -> None:
         """Free `num_bytes` that existed before this instant, after what has been gathered so far."""
         self._most_bytes += num_bytes if self._most_bytes else 0
+
+    @property
+    def any(self) -> bool:
+        """Whether anything has been gathered."""
+        return self._most_bytes > 0
 
     def more_than(self, operation_bytes: int) -> int:
         """By how many bytes the peak of gathering exceeds what is left of it plus what the operation allocates then."""
@@ -50,3 +59,23 @@ class Reduction:
         """Bytes beyond what existed while the operation ran: (of the copy, of the rest)."""
         joined = max(self.joined_bytes - self.gone_bytes, 0)
         return joined, max(self.parts_bytes - max(self.gone_bytes - self.joined_bytes, 0), 0)
+
+
+@dataclass(slots=True)
+class Instants:
+    """What else is allocated at each instant of a micro-batch. `made`: bytes that operations allocate, after their modules
+    have gathered. `reductions`: by instant, the reduction that follows the operation, when what a checkpoint kept for that
+    operation is freed."""
+
+    made: Sequence[int] | npt.NDArray[np.int64] = ()
+    reductions: dict[int, Reduction] = field(default_factory=dict)
+
+    def made_at(self, instant: int) -> int:
+        """Bytes that are allocated at an instant."""
+        made = int(self.made[instant]) if 0 <= instant < len(self.made) else 0
+        return made + sum(self.reductions[instant].num_bytes()) if instant in self.reductions else made
+
+    def free_before_reduction(self, instant: int, num_bytes: int) -> None:
+        """Bytes are freed that the operation at an instant used, before what it made is reduced."""
+        if instant in self.reductions:
+            self.reductions[instant].gone_bytes += num_bytes

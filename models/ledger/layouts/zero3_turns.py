@@ -7,189 +7,201 @@ Source: DeepSpeed 0.19.8 `runtime/zero/parameter_offload.py`, `_register_deepspe
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.module_tree import ModulePath, path_of
+from peakcast.models.ledger.layouts.parameter_modules import ParameterModules, RanIn
+from peakcast.models.ledger.layouts.zero3_visits import (
+    Container,
+    Course,
+    Function,
+    Leaf,
+    Module,
+    OfBlock,
+    Pass,
+    Passage,
+    Turn,
+)
 from peakcast.networks.families import counted_as
+from peakcast.networks.family import Family
 
 ACTIVATIONS = ("silu", "relu", "gelu", "bloom_gelu", "act_fn", "activation")
 """Names of a feed-forward's activation, which is a module of its own."""
-WITHIN = dict.fromkeys(("qkv_split", "relative_position", "relative_position_bucket"), "self_attn")
-"""The modules of operations whose names do not tell it."""
-
 FUNCTIONS = ("logits", "softcap")
 """First parts of operation names in the head that are not modules but the network's own code and the loss."""
-ADAPTED = " with its adapter"
-CALLED = {"post_attention_layernorm": "pre_feedforward_layernorm", "norm": "final_norm"}
-"""Modules whose operations have a different name: module -> first part of the operation's name."""
-
-
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """A module's forward or backward, from instant `begins` until before `ends`."""
-
-    begins: int
-    ends: int
-    tensors: tuple[StoredTensor, ...] = ()
-    """Its own parameters; a module that only contains others has none."""
-    name: str = ""
-    """The module's name, by which the order recognises it."""
-    leaf: bool = False
-    """Whether DeepSpeed treats it and all modules inside it as one."""
-    done: Mapping[str, int] = field(default_factory=dict)
-    """For a leaf: by tensor name, the instants at which their own operations end."""
-    inside: tuple[StoredTensor, ...] = ()
-    """If it is a layer or the network: the tensors of all modules inside it."""
-    releases: bool = True
-    """Whether it releases its tensors when it is done. False if no gradient flows on, as the releasing hook is on its
-    input's gradient."""
-    computes_again: bool = False
-    """Whether it is a recomputation for checkpointing."""
-    starts: bool = False
-    """Whether the network's forward begins with it, whether or not a backward follows."""
-    enters: bool = True
-    """False for the second turn of a module that reads another module's weight and holds it until it is done."""
-    stays: bool = False
-    """Whether other modules cannot release what it holds before it is done, which is a second turn with `enters` false."""
-    alone: bool = False
-    """A module without weights, which is done when its operation is."""
-
-    def later(self, instants: int) -> Turn:
-        """The same turn, `instants` later."""
-        done = {name: at + instants for name, at in self.done.items()} if self.done else self.done
-        flags = self.releases, self.computes_again, self.starts, self.enters, self.stays, self.alone
-        tensors, name, leaf, inside = self.tensors, self.name, self.leaf, self.inside
-        return Turn(self.begins + instants, self.ends + instants, tensors, name, leaf, done, inside, *flags)
+ADAPTED = "adapted"
+"""The name here of the module that contains a matrix and its adapter, as a part of the matrix's path."""
+DROPOUT = "dropout"
+LORA_A = "lora_A"
+FEED_FORWARD = "mlp"
 
 
 def turns_of(
-    block: str,
-    labels: Sequence[str],
-    begins: int,
-    tensors: Sequence[StoredTensor],
-    *,
-    around: int = 0,
-    leaf: str = "",
-    again: bool = False,
-    backward: bool = False,
-    family: str = "",
+    passage: Passage, tensors: Sequence[StoredTensor], *, around: int = 0, leaf: str = "", family: str = ""
 ) -> list[Turn]:
-    """The turns of the modules in a block's forward or backward. `labels`: its operations, the first at instant `begins`.
-    Tensors that no label names are used throughout the block and belong to the first turn, except adapters, which are then
-    switched off. `around`: how many modules are entered before. `leaf`: a module that has the parameters of all modules
-    inside it. `again`: the block is recomputed. `family`: the network's `model_type`, which says what runs after what."""
-    turns = _turns_from_0(block, tuple(labels), tuple(tensors), around, leaf, again, backward, family)
-    return [turn.later(begins) for turn in turns]
+    """The turns of the modules in a passage of a block. Tensors that no operation is named after are used throughout the
+    block and belong to the block's own turn, the first, except adapters, which are then switched off. `around`: how many
+    modules are entered before. `leaf`: a module that has the parameters of all modules inside it. `family`: the
+    `model_type`."""
+    made = _from_0(passage._replace(begins=0, labels=tuple(passage.labels)), tuple(tensors), around, leaf, family)
+    return [turn.later(passage.begins) for turn in made]
 
 
 @lru_cache(maxsize=4096)
-def _turns_from_0(
-    block: str,
-    labels: tuple[str, ...],
-    tensors: tuple[StoredTensor, ...],
-    around: int,
-    leaf: str,
-    again: bool,
-    backward: bool,
-    family: str,
-) -> tuple[Turn, ...]:
+def _from_0(passage: Passage, tensors: tuple[StoredTensor, ...], around: int, leaf: str, family: str) -> tuple[Turn, ...]:
     """`turns_of`, with the first operation at 0."""
-    modules: dict[str, list[StoredTensor]] = {}
-    for tensor in tensors:
-        name = tensor.name.removesuffix(".weight").removesuffix(".weight").removesuffix(".bias")  # quantised: two suffixes
-        name = leaf if leaf and name.startswith(f"{leaf}.") else name
-        does = CALLED.get(name, name)
-        if does != name and any(f"{label}.".startswith(f"{does}.") for label in labels):
-            name = does if f"{does}.weight" not in {t.name for t in tensors} else name
-        modules.setdefault(name, []).append(tensor)
-    turns = [Turn(0, 1, name=f"{block} within {depth}", inside=tensors) for depth in range(around)]
-    switched_off = not any(".lora_A" in label for label in labels)
-    entered: tuple[str, ...] = ()
-    order = counted_as(family).modules
-    last, inside, named, run_after = "", "", set[str](), order.run_after
-    read_by = {module: tuple(modules.get(reads, ())) for module, reads in order.reads.items()}
-    for index, label in enumerate(labels):
-        owner = _owner(label, modules)
-        left, linear = inside, label.partition(".lora")[0].removesuffix(".clone")
-        inside = linear if linear in run_after else owner
-        path = (leaf,) if leaf and owner == leaf else tuple(_path(label, owner, modules, family))
-        done_with = [module for module in entered if module in read_by and module not in path]
-        turns += [Turn(index - 1, index, read_by[module], f"{block} {module}", enters=False) for module in done_with]
-        if inside != left:
-            after = run_after.get(inside if backward else left, ())
-            at = max(index - 1, 0) if backward else index  # dropout's own operation
-            turns += [Turn(at, at + 1, name=f"{block} {name}", alone=True) for name in after]
+    return _Visits(passage, ParameterModules(tensors, passage.labels, leaf), counted_as(family)).turns(around)
+
+
+class _Visits:
+    """Follows the operations of a passage from module to module, and notes a turn for each module that begins or ends."""
+
+    def __init__(self, passage: Passage, modules: ParameterModules, code: Family) -> None:
+        self.passage, self.modules, self.code = passage, modules, code
+        self.backward = passage.during is Pass.BACKWARD
+        self.read_by = {path_of(reader): modules.tensors(path_of(read)) for reader, read in code.modules.reads.items()}
+        """By module: the weights of a module inside it that it reads."""
+        self.switched_off = not any(LORA_A in path_of(label).names for label in passage.labels)
+        self.found: list[Turn] = []
+        self.entered: tuple[ModulePath, ...] = ()
+        self.owner: ModulePath | None = None
+        """The module with weights that ran last."""
+        self.inside: ModulePath | None = None
+        """The module that the last operation ran in, if it is known."""
+        self.ran = set[ModulePath | None]()
+
+    def turns(self, around: int) -> tuple[Turn, ...]:
+        """All turns: those of modules around the block, and of the block and what is in it."""
+        block, everything = self.passage.block, tuple(self.modules.everything)
+        self.found = [
+            self._turn(0, module=Container(f"{block} within {depth}", inside=everything)) for depth in range(around)
+        ]
+        for index, label in enumerate(self.passage.labels):
+            self._operation(index, label)
+        if not self.backward:
+            self._functions(len(self.passage.labels) - 1, self._runs_after(self.inside))
+        if rest := self.modules.without_operation(self.ran):
+            own = Turn(OfBlock(block, rest), 0, len(self.passage.labels), during=self.passage.during)
+            self.found.insert(0, own)
+        return tuple(self.found)
+
+    def _turn(self, index: int, module: Module, course: Course = Course.WHOLE) -> Turn:
+        """A turn in which the operation `index` runs."""
+        return Turn(module, index, index + 1, course, self.passage.during)
+
+    def _operation(self, index: int, label: str) -> None:
+        """Note which modules end before the operation `label`, and which begin with it."""
+        ran_in = self.modules.of_operation(label)
+        path = tuple(self._path(ran_in))
+        for module in self.entered:
+            if module in self.read_by and module not in path:
+                self._add(index - 1, Module(self._name(module), self.read_by[module]), Course.ENDS)
+        self._pass_on(index, ran_in)
         for module in path:
-            if module == owner:
-                if owner != last and owner.removesuffix(".lora_A") == last.removesuffix(".lora_A"):
-                    dropout = f"{block} {owner.removesuffix('.lora_A')}.dropout"  # between a Linear and its adapter
-                    turns.append(Turn(index, index + 1, name=dropout))
-                if owner != last or owner not in entered:
-                    own, of_leaf = tuple(modules[owner]), bool(leaf) and owner == leaf
-                    held = own in read_by.values()
-                    turns.append(Turn(index, index + 1, own, f"{block} {owner}", leaf=of_leaf, releases=not held))
-                else:
-                    turns[-1] = replace(turns[-1], ends=index + 1)
-            elif module not in entered:  # peft reads lora_A's dtype here, so this module has that weight too, and keeps it
-                read = modules.get(f"{module.removesuffix(ADAPTED)}.lora_A", ()) if module.endswith(ADAPTED) else ()
-                done, holds = not read or switched_off, read_by.get(module, ())
-                name = f"{block} {module}"
-                turns.append(Turn(index, index + 1, (*read, *holds), name, releases=done and not holds, stays=bool(holds)))
-                turns += [Turn(index, index + 1, name=f"{block} {module}.{name}") for name in run_after.get(module, ())]
-        if leaf and owner == leaf:
-            turns[-1] = replace(turns[-1], done={**turns[-1].done, label: index + 1})
-        entered, last = path, owner or last
-        named.add(owner)
-    if not backward:
-        ends = len(labels)
-        turns += [Turn(ends - 1, ends, name=f"{block} {name}") for name in run_after.get(inside, ())]
-    rest = tuple(t for name, found in modules.items() if name not in named and ".lora_" not in name for t in found)
-    turns = [Turn(0, len(labels), rest, block, enters=bool(rest)), *turns]
-    return tuple(replace(turn, computes_again=True) for turn in turns) if again else tuple(turns)
+            if module == ran_in.owner:
+                self._run_owner(index, module)
+            elif module not in self.entered:
+                self._enter(index, module)
+        if ran_in.owner is not None and ran_in.owner == self.modules.leaf:
+            self._note_done(index, label)
+        self.entered, self.owner = path, ran_in.owner or self.owner
+        self.ran.add(ran_in.owner)
+
+    def _add(self, index: int, module: Module, course: Course = Course.WHOLE) -> None:
+        self.found.append(self._turn(index, module, course))
+
+    def _name(self, module: ModulePath) -> str:
+        return f"{self.passage.block} {module}"
+
+    def _functions(self, index: int, modules: Iterable[ModulePath]) -> None:
+        """Note modules without weights."""
+        for module in modules:
+            self._add(index, Module(self._name(module)))
+
+    def _runs_after(self, module: ModulePath | None) -> list[ModulePath]:
+        """The modules without weights that run after a module."""
+        return [path_of(name) for name in self.code.modules.run_after.get(str(module), ())]
+
+    def _pass_on(self, index: int, ran_in: RanIn) -> None:
+        """Note the modules without weights that run after the one that is left; in backward, before the one that comes."""
+        linear = str(ran_in.linear) in self.code.modules.run_after
+        left, self.inside = self.inside, ran_in.linear if linear else ran_in.owner
+        if self.inside == left:
+            return
+        at = max(index - 1, 0) if self.backward else index  # dropout's own operation
+        for module in self._runs_after(self.inside if self.backward else left):
+            self._add(at, Function(self._name(module)))
+
+    def _run_owner(self, index: int, module: ModulePath) -> None:
+        """Note a module with weights, or that it goes on."""
+        if module == self.owner and module in self.entered:
+            self.found[-1] = self.found[-1]._replace(ends=index + 1)
+            return
+        if self.owner is not None and module != self.owner and _linear(module) == _linear(self.owner):
+            self._functions(index, [_linear(module).child(DROPOUT)])  # between a Linear and its adapter
+        own = self.modules.tensors(module)
+        made: Module = (Leaf if module == self.modules.leaf else Module)(self._name(module), own)
+        self._add(index, made, Course.UNRELEASED if own in self.read_by.values() else Course.WHOLE)
+
+    def _enter(self, index: int, module: ModulePath) -> None:
+        """Note a module without weights of its own that begins. peft's Linear with an adapter reads lora_A's dtype, so it
+        has that weight too, and keeps it."""
+        adapter = self.modules.tensors(module.parent.child(LORA_A)) if module.name == ADAPTED else ()
+        holds = self.read_by.get(module, ())
+        course = Course.WHOLE if not adapter or self.switched_off else Course.UNRELEASED
+        self._add(index, Module(self._name(module), (*adapter, *holds)), Course.BEGINS if holds else course)
+        self._functions(index, map(module.child, self.code.modules.run_after.get(str(module), ())))
+
+    def _note_done(self, index: int, label: str) -> None:
+        """Note that the operation of a module inside a leaf is done."""
+        last = self.found[-1]
+        done = last.module.done if isinstance(last.module, Leaf) else {}
+        ends = index + 1 - last.begins
+        self.found[-1] = last._replace(module=Leaf(last.name, last.tensors, {**done, label: ends}))
+
+    def _path(self, ran_in: RanIn) -> Iterator[ModulePath]:
+        """The modules inside the block in which an operation runs, the outermost first."""
+        owner, names = ran_in.owner, ran_in.path.names
+        if owner is not None and owner == self.modules.leaf:
+            yield owner
+            return
+        outer = path_of(ran_in.outermost)
+        inline = self.code.layer.inline_feed_forward and ran_in.outermost == FEED_FORWARD
+        if ran_in.outermost and outer not in self.modules and ran_in.outermost not in FUNCTIONS and not inline:
+            yield outer
+            around = self.code.modules.around_inner
+            if around and "".join(names[1:2]) not in around:
+                yield outer.child("inner")
+        if ran_in.linear.child(LORA_A) in self.modules:
+            yield ran_in.linear.child(ADAPTED)
+        if owner is None and len(names) > 1 and names[1].startswith(ACTIVATIONS):
+            yield ModulePath(names[:2])
+        if owner is not None:
+            yield owner
+
+
+def _linear(module: ModulePath) -> ModulePath:
+    """The matrix whose adapter's first part `module` is, or the module itself."""
+    return module.parent if module.name == LORA_A else module
 
 
 def within_first(turns: Sequence[Turn], again: Sequence[Turn], asks: int) -> list[Turn]:
     """The turns of a backward in which a recomputation runs. It starts when an operation, at instant `asks`, first reads a
     saved tensor: an operation of the first module with weights, which is done when that operation is, or a dropout before
     it, which is done first. `again`: the turns of the recomputation."""
-    found = (index for index, turn in enumerate(turns) if index and turn.tensors and turn.releases)
-    first = next(found, len(turns) - 1)
-    begins = again[0].begins
-    if turns[first].begins > asks:
-        first = next(index for index, turn in enumerate(turns) if index and turn.begins > asks)
-        before = [replace(turn, begins=begins, ends=begins + 1) for turn in turns[1:first]]
-        done = [replace(turn, enters=False) for turn in turns[1:first][-1:] if turn.alone and turn.begins == asks]
-        return [turns[0], *before, *again, *done, *turns[first:]]
-    before = [replace(turn, begins=begins, ends=begins + 1) for turn in turns[1 : first + 1]]
-    before[-1] = replace(before[-1], stays=True, releases=False)
-    return [turns[0], *before, *again, replace(turns[first], enters=False), *turns[first + 1 :]]
-
-
-def _owner(label: str, modules: Mapping[str, object]) -> str:
-    """The module with parameters that runs the operation `label`, or "". Adding an adapter's output belongs to neither
-    part, nor does copying a quantised matrix's output for it."""
-    found = [name for name in modules if label == name or label.startswith(f"{name}.")]
-    owner = max(found, key=len, default="")
-    return "" if label.startswith((f"{owner}.lora.", f"{owner}.clone")) else owner
-
-
-def _path(label: str, owner: str, modules: Mapping[str, object], family: str) -> Iterator[str]:
-    """The modules inside the block that run the operation `label`, the outermost first."""
-    parts = label.split(".")
-    outer = WITHIN.get(label, parts[0] if len(parts) > 1 else "")
-    code = counted_as(family)
-    inline = code.layer.inline_feed_forward and outer == "mlp"
-    if outer and outer not in modules and outer not in FUNCTIONS and not inline:
-        yield outer
-        around = code.modules.around_inner
-        if around and "".join(parts[1:2]) not in around:
-            yield f"{outer}.inner"
-    linear = label.partition(".lora")[0].removesuffix(".clone")
-    if f"{linear}.lora_A" in modules:
-        yield linear + ADAPTED
-    if not owner and len(parts) > 1 and parts[1].startswith(ACTIVATIONS):
-        yield ".".join(parts[:2])
-    if owner:
-        yield owner
+    begun = again[0].begins
+    blocks = [turn for turn in turns[:1] if isinstance(turn.module, OfBlock)]
+    inside = turns[len(blocks) :]
+    found = (index for index, turn in enumerate(inside) if turn.tensors and turn.releases)
+    first = next(found, len(inside) - 1)
+    asked_by_first = inside[first].begins <= asks
+    if not asked_by_first:
+        first = next(index for index, turn in enumerate(inside) if turn.begins > asks)
+    before = [turn._replace(begins=begun, ends=begun + 1) for turn in inside[:first]]
+    if not asked_by_first:
+        function = [turn for turn in inside[:first][-1:] if isinstance(turn.module, Function) and turn.begins == asks]
+        return [*blocks, *before, *again, *(turn.ending() for turn in function), *inside[first:]]
+    holds = inside[first]._replace(begins=begun, ends=begun + 1, course=Course.BEGINS)
+    return [*blocks, *before, holds, *again, inside[first].ending(), *inside[first + 1 :]]

@@ -48,7 +48,7 @@ def _stages_1_and_2(layout: Zero12, accumulates: bool) -> HostMemory:
         found.pageable += [part * MAIN_BYTES] * 2  # AdamW's states
     found.pinnable.append(max(t.numel for t in layout.trained) * layout.element_bytes)  # temp_grad_buffer_for_cpu_offload
     if accumulates:  # a whole gradient of every tensor that this rank updates in part (`accumulated_grads_in_cpu`)
-        found.pinnable += [t.numel * layout.element_bytes for t in layout.trained if layout.rank in layout.owners[t]]
+        found.pinnable += [t.numel * layout.element_bytes for t in layout.trained if layout.division.is_mine(t)]
     return found
 
 

@@ -12,11 +12,18 @@ from peakcast.core.units import DTYPE_BYTES, round_up
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.blocks.context import (
+    AttentionContext,
     AttentionCore,
+    CrossEntropyContext,
+    EndsContext,
     ExpertContext,
+    FeedForwardContext,
     LatentContext,
     MambaContext,
     MegatronContext,
+    Offloading,
+    ParallelGroups,
+    WeightGradients,
 )
 
 ROUTINGS = ("balanced", "worst_case")
@@ -30,80 +37,119 @@ FUSED_SOFTMAX_LONGEST = {True: 16384, False: 4096}
 def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> MegatronContext:
     """The context of every block of `job` on one rank, whose position among those that share a sequence is `place`."""
     architecture, layout, convention = job.architecture, job.parallelism, conventions(job)
-    tensor = layout.tensor_parallel_size
-    engine = convention.get("transformer_impl", "transformer_engine") == "transformer_engine"
-    core = attention_core(job, device)
-    sequence = job.sequence_length // layout.context_parallel_size
+    float8, offloads = job.precision.compute == "float8", job.offload.activations
+    return MegatronContext(
+        batch=job.micro_batch_size,
+        sequence=job.sequence_length // layout.context_parallel_size,
+        hidden=architecture.hidden_size,
+        element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
+        fp8_recipe=str(convention.get("fp8_recipe", "delayed")) if float8 else "",
+        transformer_engine=_uses_engine(convention),
+        kernel_temporaries=device is not None,
+        groups=_groups(job, place),
+        attention=attention_context(job, device),
+        feed_forward=_feed_forward(job),
+        ends=_ends(job),
+        cross_entropy=CrossEntropyContext(
+            fused=bool(convention.get("cross_entropy_loss_fusion")),
+            copies_logits=bool(convention.get("cross_entropy_copies_logits")),
+            in_place=convention.get("cross_entropy_fusion_impl") == "te",
+            wide_gradient=bool(convention.get("te_cross_entropy_wide_gradient")),
+        ),
+        weight_gradients=WeightGradients(
+            fused=bool(convention.get("gradient_accumulation_fusion", True)),
+            cached_placeholders=bool(convention.get("cached_weight_gradient_placeholders", True)),
+            cached_output_placeholder=bool(convention.get("cached_output_layer_placeholder", True)),
+        ),
+        offloading=Offloading(
+            modules=frozenset(str(convention.get("offload_modules", "")).split() if offloads else ()),
+            least_elements=int(convention.get("min_offloaded_tensor_size", 0)),
+        ),
+        normalization="rmsnorm" if architecture.normalization == "rmsnorm" else "layernorm",
+        recompute_norms=recomputes(job, "layernorm"),
+        linear_bias=architecture.mlp_bias,
+        hidden_dropout=architecture.hidden_dropout,
+        bias_dropout_fusion=bool(convention.get("bias_dropout_fusion", True)),
+        experts=expert_context(job) if architecture.moe is not None else None,
+        latent=latent_context(job) if architecture.mla is not None else None,
+        mamba=mamba_context(job) if architecture.ssm is not None else None,
+        padding=architecture.kind not in ("decoder", "hybrid"),
+    )
+
+
+def _uses_engine(convention: Mapping[str, Any]) -> bool:
+    """Whether layers are Transformer Engine's."""
+    return bool(convention.get("transformer_impl", "transformer_engine") == "transformer_engine")
+
+
+def _groups(job: TrainingJob, place: int) -> ParallelGroups:
+    """The ranks that share a sequence and a layer."""
+    layout, convention = job.parallelism, conventions(job)
+    exchange = str(convention.get("cp_comm_type", "p2p")).split()[0]
+    sizes = str(convention.get("hierarchical_context_parallel_sizes", "")).split() or ["1"]
+    return ParallelGroups(
+        tensor_parallel_size=layout.tensor_parallel_size,
+        context_parallel_size=layout.context_parallel_size,
+        sequence_parallel=layout.sequence_parallel and layout.tensor_parallel_size > 1,
+        context_parallel_rank=place,
+        exchange=exchange,  # type: ignore[arg-type]
+        ranks_exchanging_heads=int(sizes[0]) if exchange == "a2a+p2p" else 1,
+    )
+
+
+def attention_context(job: TrainingJob, device: Device | None) -> AttentionContext:
+    """The attention of `job` on one rank."""
+    architecture, layout, convention = job.architecture, job.parallelism, conventions(job)
+    tensor, engine, recompute = layout.tensor_parallel_size, _uses_engine(convention), job.activation_checkpointing
+    rotary = architecture.position_embedding == "rope" and architecture.mla is None
+    grouped = architecture.num_key_value_heads != architecture.num_attention_heads
+    return AttentionContext(
+        heads=architecture.num_attention_heads // tensor,
+        key_value_heads=max(1, architecture.num_key_value_heads // tensor),
+        head_dim=architecture.head_dim,
+        qkv_bias=architecture.attention_bias,
+        qk_norm=architecture.qk_norm != "none",
+        rotary_dim=int(architecture.head_dim * float(convention.get("rotary_percent", 1.0))) if rotary else 0,
+        rotary_fused=bool(convention.get("apply_rope_fusion", True)),
+        dropout=architecture.attention_dropout,
+        core=attention_core(job, device),
+        expands_groups=bool(convention.get("use_legacy_models")) and grouped,
+        fused_softmax=_fused_softmax(engine, convention, job.sequence_length // layout.context_parallel_size, job),
+        wide_softmax=engine or job.precision.parameters == "float32" or _softmax_in_fp32(convention),
+        recompute=recompute.mode == "selective" and (not recompute.modules or "core_attn" in recompute.modules),
+    )
+
+
+def _feed_forward(job: TrainingJob) -> FeedForwardContext:
+    """The dense feed-forward of `job` on one rank."""
+    architecture, convention = job.architecture, conventions(job)
     activation = {"gelu": "gelu", "gelu_new": "gelu", "relu2": "squared_relu"}.get(architecture.hidden_act, "other")
     legacy = bool(convention.get("use_legacy_models"))
     fusion = convention.get("bias_swiglu_fusion" if architecture.gated_mlp else "bias_gelu_fusion", True)
     if legacy and architecture.gated_mlp:  # `ParallelMLP` has only bias_gelu_impl
         fusion = False
-    rotary = architecture.position_embedding == "rope" and architecture.mla is None
-    exchange = str(convention.get("cp_comm_type", "p2p")).split()[0]
-    groups = str(convention.get("hierarchical_context_parallel_sizes", "")).split() or ["1"]
-    return MegatronContext(
-        batch=job.micro_batch_size,
-        sequence=sequence,
-        hidden=architecture.hidden_size,
-        heads=architecture.num_attention_heads // tensor,
-        key_value_heads=max(1, architecture.num_key_value_heads // tensor),
-        head_dim=architecture.head_dim,
-        ffn=architecture.intermediate_size // tensor,
-        vocabulary=round_up(architecture.vocab_size, tensor) // tensor,
-        positions=architecture.max_position_embeddings if architecture.position_embedding == "learned" else 0,
-        tensor_parallel_size=tensor,
-        context_parallel_size=layout.context_parallel_size,
-        sequence_parallel=layout.sequence_parallel and tensor > 1,
-        context_parallel_rank=place,
-        exchange=exchange,  # type: ignore[arg-type]
-        ranks_exchanging_heads=int(groups[0]) if exchange == "a2a+p2p" else 1,
-        element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
-        normalization="rmsnorm" if architecture.normalization == "rmsnorm" else "layernorm",
+    return FeedForwardContext(
+        width=architecture.intermediate_size // job.parallelism.tensor_parallel_size,
         activation=activation,  # type: ignore[arg-type]
         gated=architecture.gated_mlp,
-        linear_bias=architecture.mlp_bias,
-        qkv_bias=architecture.attention_bias,
-        qk_norm=architecture.qk_norm != "none",
-        rotary_dim=int(architecture.head_dim * float(convention.get("rotary_percent", 1.0))) if rotary else 0,
-        rotary_fused=bool(convention.get("apply_rope_fusion", True)),
-        attention_dropout=architecture.attention_dropout,
-        hidden_dropout=architecture.hidden_dropout,
-        transformer_engine=engine,
-        attention=core,
-        expands_groups=legacy and architecture.num_key_value_heads != architecture.num_attention_heads,
-        fused_softmax=_fused_softmax(engine, convention, sequence, job),
-        wide_softmax=engine or job.precision.parameters == "float32" or _softmax_in_fp32(convention),
-        bias_activation_fusion=bool(fusion)
-        and (architecture.gated_mlp or (activation == "gelu" and architecture.mlp_bias)),
+        fused_activation=bool(fusion) and (architecture.gated_mlp or (activation == "gelu" and architecture.mlp_bias)),
         glu_adds_offset=bool(convention.get("glu_adds_offset", True)) and not legacy,
-        bias_dropout_fusion=bool(convention.get("bias_dropout_fusion", True)),
-        gradient_accumulation_fusion=bool(convention.get("gradient_accumulation_fusion", True)),
-        cached_placeholders=bool(convention.get("cached_weight_gradient_placeholders", True)),
-        cached_output_placeholder=bool(convention.get("cached_output_layer_placeholder", True)),
-        cross_entropy_copies_logits=bool(convention.get("cross_entropy_copies_logits")),
-        fused_cross_entropy=bool(convention.get("cross_entropy_loss_fusion")),
-        cross_entropy_in_place=convention.get("cross_entropy_fusion_impl") == "te",
-        cross_entropy_wide_gradient=bool(convention.get("te_cross_entropy_wide_gradient")),
-        recompute_attention=job.activation_checkpointing.mode == "selective"
-        and (not job.activation_checkpointing.modules or "core_attn" in job.activation_checkpointing.modules),
-        checkpointed=False,
-        kernel_temporaries=device is not None,
-        fp8_recipe=str(convention.get("fp8_recipe", "delayed")) if job.precision.compute == "float8" else "",
-        recompute_norms=recomputes(job, "layernorm"),
-        recompute_feed_forward=recomputes(job, "mlp"),
-        offloaded=frozenset(str(convention.get("offload_modules", "")).split() if job.offload.activations else ()),
-        least_offloaded_elements=int(convention.get("min_offloaded_tensor_size", 0)),
-        experts=expert_context(job) if architecture.moe is not None else None,
-        latent=latent_context(job) if architecture.mla is not None else None,
-        padding=architecture.kind not in ("decoder", "hybrid"),
-        masked_tokens=architecture.kind == "encoder",
-        output_bias=architecture.kind == "encoder"
-        or (architecture.kind == "encoder_decoder" and architecture.tie_word_embeddings),
-        # T5 has Transformer Engine's norms or none (megatron-core 0.16.1 `t5_spec.py`, TENorm)
-        final_norms=architecture.kind != "encoder_decoder" or convention.get("adam_library") != "torch",
+        recompute=recomputes(job, "mlp"),
+    )
+
+
+def _ends(job: TrainingJob) -> EndsContext:
+    """What `job` has before and after its layers."""
+    architecture, tensor = job.architecture, job.parallelism.tensor_parallel_size
+    encoder, two_stacks = architecture.kind == "encoder", architecture.kind == "encoder_decoder"
+    return EndsContext(
+        vocabulary=round_up(architecture.vocab_size, tensor) // tensor,
+        positions=architecture.max_position_embeddings if architecture.position_embedding == "learned" else 0,
         token_types=architecture.type_vocab_size,
-        mamba=mamba_context(job) if architecture.ssm is not None else None,
+        masked_tokens=encoder,
+        output_bias=encoder or (two_stacks and architecture.tie_word_embeddings),
+        # T5 has Transformer Engine's norms or none (megatron-core 0.16.1 `t5_spec.py`, TENorm)
+        final_norms=not two_stacks or conventions(job).get("adam_library") != "torch",
     )
 
 

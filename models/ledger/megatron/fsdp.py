@@ -203,6 +203,6 @@ def whole_buckets(share: RankShare, parameters: Sequence[Parameter]) -> WholeBuc
         found,
         int(DTYPE_BYTES[precision.parameters]),
         int(DTYPE_BYTES[precision.gradients]),
-        share.context.gradient_accumulation_fusion,
+        share.context.weight_gradients.fused,
         max(two_layers, LEAST_IN_FLIGHT),
     )

@@ -34,7 +34,7 @@ def inputs(share: RankShare, chunk: Chunk) -> Iterator[Input]:
     reads = chunk.is_first or (chunk.is_last and share.job.architecture.num_nextn_predict_layers > 0)
     names = ["tokens", "position_ids"] if reads else []
     targets = share.target.batch * share.target.sequence if share.target is not None else tokens
-    if context.masked_tokens and (chunk.is_first or chunk.is_last):  # broadcast to both ends
+    if context.ends.masked_tokens and (chunk.is_first or chunk.is_last):  # broadcast to both ends
         names = ["tokens", "types", "is_random", "padding_mask"]
     for name in names:
         yield Input(name, tokens * INT64)
@@ -44,8 +44,8 @@ def inputs(share: RankShare, chunk: Chunk) -> Iterator[Input]:
     if share.target is not None:
         yield Input("decoder_tokens", targets * INT64)
     if reads_mask(share, chunk):
-        masked = context.attention == "local" and not context.fused_softmax
-        kept = masked or context.recompute_attention or share.job.activation_checkpointing.mode == "full"
+        masked = context.attention.core == "local" and not context.attention.fused_softmax
+        kept = masked or context.attention.recompute or share.job.activation_checkpointing.mode == "full"
         yield Input("attention_mask", _mask_bytes(share), until_backward=kept and bool(chunk.layers))
 
 
@@ -81,7 +81,7 @@ def reads_mask(share: RankShare, chunk: Chunk) -> bool:
     """Whether the layers of `chunk` get an attention mask: those between the ends do not (`get_batch`), except BERT's,
     whose every stage reads a batch."""
     made = share.context.padding or bool(share.convention.get("create_attention_mask_in_dataloader", True))
-    return share.context.masked_tokens or (made and (chunk.is_first or chunk.is_last))
+    return share.context.ends.masked_tokens or (made and (chunk.is_first or chunk.is_last))
 
 
 def _mask_bytes(share: RankShare) -> int:
@@ -92,7 +92,7 @@ def _mask_bytes(share: RankShare) -> int:
     pairs = context.batch * context.sequence * share.job.sequence_length
     if not context.padding:
         return pairs
-    if context.attention != "local":
+    if context.attention.core != "local":
         return 0
     if share.target is None:
         return pairs

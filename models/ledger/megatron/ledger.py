@@ -9,6 +9,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.pipeline import warmup_turns
 from peakcast.models.ledger.megatron.blocks.dispatch import held_by_dispatcher
 from peakcast.models.ledger.megatron.buffers import parameters_held
+from peakcast.models.ledger.megatron.first_runs import FirstRuns
 from peakcast.models.ledger.megatron.inputs import hold_saved_batches
 from peakcast.models.ledger.megatron.optimizer import hold_previous_gradients, optimizer_stepped, widens_gradients
 from peakcast.models.ledger.megatron.persistent import hold_fp8_weights, hold_workspaces
@@ -32,8 +33,9 @@ def megatron_ledger(
     weights, turns = weights_share(share), _turns_run(activations_share(share))
     done = turns.step.fork(parameters_held(weights))
     _hold_deferred(done, turns, first)
-    hold_workspaces(done, share, *((turns.first_product, turns.first_backward) if first else (0, {})))
-    hold_fp8_weights(done, share, turns.first_recomputed if first else {})
+    made = turns.first if first else FirstRuns(turns.first.float8)
+    hold_workspaces(done, share, made)
+    hold_fp8_weights(done, share, made)
     done.run_again(optimizer_stepped(weights, first))
     _hold_exchanged(done, turns)
     _hold_dispatchers(done, turns)
@@ -58,7 +60,7 @@ def _hold_deferred(step: Step, turns: Turns, first: bool) -> None:
     `drain_embedding_wgrad_compute` (buffers "mpu_0" and "mpu_1").
     """
     context = turns.share.context
-    logits, stream = context.rows * context.vocabulary * context.element_bytes, context.stream_bytes
+    logits, stream = context.rows * context.ends.vocabulary * context.element_bytes, context.stream_bytes
     for number, count in turns.deferred.items():
         start = turns.spans[number].start
         ran = start + turns.head.backward_marks[Mark.LM_HEAD][0] + 1  # until then the head's template has both
@@ -70,7 +72,7 @@ def _hold_deferred(step: Step, turns: Turns, first: bool) -> None:
         ):
             step.hold(name, category, size, born, step.now, "head")
             step.hold(name, category, (count - 1) * size, start, step.now, "head")  # those of earlier micro-batches
-    if turns.deferred and context.sequence_parallel:
+    if turns.deferred and context.groups.sequence_parallel:
         for _ in range(2):
             born, size = step.now if first else 0, context.gathered_bytes
             step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, size, born, module="mpu")

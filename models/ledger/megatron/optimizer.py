@@ -106,7 +106,7 @@ def _orthogonalize(step: Step, share: RankShare, now: int) -> None:
     updated tensors of all ranks as they are gathered, together with this rank's in one piece (megatron-core 0.16.1
     `layer_wise_optimizer.py` `allgather_params`: experts after the others)."""
     context, found = share.context, buffers(share)
-    fused = context.heads * context.head_dim, context.key_value, context.key_value
+    fused = context.attention.heads * context.attention.head_dim, context.attention.key_value, context.attention.key_value
     sizes = [
         orthogonalized_bytes(p, fused if p.name.endswith("linear_qkv.weight") else ())
         for buffer in found

@@ -70,17 +70,17 @@ def layer_parameters(context: MegatronContext) -> tuple[Parameter, ...]:
 
 
 def _attention(context: MegatronContext) -> Iterator[Parameter]:
-    hidden, mixed = context.hidden, context.query + 2 * context.key_value
-    yield Parameter("self_attention.linear_proj.weight", "", (hidden, context.query))
+    hidden, mixed = context.hidden, context.attention.query + 2 * context.attention.key_value
+    yield Parameter("self_attention.linear_proj.weight", "", (hidden, context.attention.query))
     if context.linear_bias:
         yield Parameter("self_attention.linear_proj.bias", "", (hidden,))
     yield from _norm(context, "self_attention.linear_qkv.layer_norm", hidden)
     yield Parameter("self_attention.linear_qkv.weight", "", (mixed, hidden))
-    if context.qkv_bias:
+    if context.attention.qkv_bias:
         yield Parameter("self_attention.linear_qkv.bias", "", (mixed,))
-    if context.qk_norm:
-        yield from _norm(context, "self_attention.q_layernorm", context.head_dim)
-        yield from _norm(context, "self_attention.k_layernorm", context.head_dim)
+    if context.attention.qk_norm:
+        yield from _norm(context, "self_attention.q_layernorm", context.attention.head_dim)
+        yield from _norm(context, "self_attention.k_layernorm", context.attention.head_dim)
 
 
 def _mamba(context: MegatronContext, mamba: MambaContext) -> Iterator[Parameter]:
@@ -97,10 +97,10 @@ def _mamba(context: MegatronContext, mamba: MambaContext) -> Iterator[Parameter]
 
 def _cross_attention(context: MegatronContext) -> Iterator[Parameter]:
     yield from _norm(context, "pre_cross_attn_layernorm", context.hidden)
-    yield Parameter("cross_attention.linear_proj.weight", "", (context.hidden, context.query))
+    yield Parameter("cross_attention.linear_proj.weight", "", (context.hidden, context.attention.query))
     if context.linear_bias:
         yield Parameter("cross_attention.linear_proj.bias", "", (context.hidden,))
-    for name, width in (("q", context.query), ("kv", 2 * context.key_value)):
+    for name, width in (("q", context.attention.query), ("kv", 2 * context.attention.key_value)):
         yield Parameter(f"cross_attention.linear_{name}.weight", "", (width, context.hidden))
         if context.linear_bias:
             yield Parameter(f"cross_attention.linear_{name}.bias", "", (width,))
@@ -111,7 +111,7 @@ def _latent_attention(context: MegatronContext, latent: LatentContext) -> Iterat
     yield Parameter("self_attention.linear_proj.weight", "", (context.hidden, context.attended))
     if context.linear_bias:
         yield Parameter("self_attention.linear_proj.bias", "", (context.hidden,))
-    query = context.heads * latent.qk_dim
+    query = context.attention.heads * latent.qk_dim
     if latent.q_lora_rank:
         yield Parameter("self_attention.linear_q_down_proj.weight", "", (latent.q_lora_rank, context.hidden))
         if latent.qk_norm:
@@ -119,7 +119,7 @@ def _latent_attention(context: MegatronContext, latent: LatentContext) -> Iterat
         yield Parameter("self_attention.linear_q_up_proj.weight", "", (query, latent.q_lora_rank))
     else:
         yield Parameter("self_attention.linear_q_proj.weight", "", (query, context.hidden))
-    down, up = latent.kv_lora_rank + latent.rope_dim, context.heads * (latent.nope_dim + latent.v_dim)
+    down, up = latent.kv_lora_rank + latent.rope_dim, context.attention.heads * (latent.nope_dim + latent.v_dim)
     yield Parameter("self_attention.linear_kv_down_proj.weight", "", (down, context.hidden))
     if latent.qk_norm:
         yield from _norm(context, "self_attention.linear_kv_up_proj.layer_norm", latent.kv_lora_rank)
@@ -128,7 +128,7 @@ def _latent_attention(context: MegatronContext, latent: LatentContext) -> Iterat
 
 def _dense(context: MegatronContext) -> Iterator[Parameter]:
     yield from _norm(context, "mlp.linear_fc1.layer_norm", context.hidden)
-    yield from _feed_forward(context, "mlp", context.ffn)
+    yield from _feed_forward(context, "mlp", context.feed_forward.width)
 
 
 def _routed(context: MegatronContext, experts: ExpertContext) -> Iterator[Parameter]:
@@ -146,7 +146,7 @@ def _routed(context: MegatronContext, experts: ExpertContext) -> Iterator[Parame
 
 
 def _feed_forward(context: MegatronContext, name: str, width: int) -> Iterator[Parameter]:
-    inner = width * (2 if context.gated else 1)
+    inner = width * (2 if context.feed_forward.gated else 1)
     yield Parameter(f"{name}.linear_fc1.weight", "", (inner, context.hidden))
     if context.linear_bias:
         yield Parameter(f"{name}.linear_fc1.bias", "", (inner,))
@@ -165,7 +165,7 @@ def _prediction(context: MegatronContext) -> Iterator[Parameter]:
     """The parameters of a multi-token-prediction layer."""
     yield from _norm(context, "enorm", context.hidden)
     yield from _norm(context, "hnorm", context.hidden)
-    yield Parameter("eh_proj.weight", "", (context.hidden // context.tensor_parallel_size, 2 * context.hidden))
+    yield Parameter("eh_proj.weight", "", (context.hidden // context.groups.tensor_parallel_size, 2 * context.hidden))
     yield from layer_parameters(context)
     yield from _norm(context, "final_layernorm", context.hidden)
 
@@ -183,32 +183,32 @@ def chunk_parameters(
     for layer in chunk.layers:
         module = f"layers.{layer}"
         parameters += [replace(p, module=module) for p in layer_parameters(contexts(layer))]
-    if context.final_norms and chunk.layers and contexts(chunk.layers[-1]).source_sequence:
+    if context.ends.final_norms and chunk.layers and contexts(chunk.layers[-1]).source_sequence:
         parameters += [Parameter(p.name, "encoder", p.shape) for p in _norm(context, "final_layernorm", context.hidden)]
     if chunk.is_last:
-        if context.final_norms:
+        if context.ends.final_norms:
             parameters += [Parameter(p.name, "head", p.shape) for p in _norm(context, "final_layernorm", context.hidden)]
         for layer in ahead:
             parameters += [replace(p, module=f"mtp.{layer}") for p in _prediction(contexts(layer))]
-        if context.masked_tokens:
+        if context.ends.masked_tokens:
             parameters += [replace(p, module="head") for p in _masked_token_head(context)]
         if not (tied and chunk.is_first):
-            table = (context.vocabulary, context.hidden)
+            table = (context.ends.vocabulary, context.hidden)
             parameters.append(Parameter("output_layer.weight", "head", table, own_bucket=shares and tied))
-        if context.output_bias:
-            parameters.append(Parameter("output_layer.bias", "head", (context.vocabulary,)))
-        if context.masked_tokens and context.token_types:
+        if context.ends.output_bias:
+            parameters.append(Parameter("output_layer.bias", "head", (context.ends.vocabulary,)))
+        if context.ends.masked_tokens and context.ends.token_types:
             parameters += [replace(p, module="head") for p in _sentence_head(context)]
     return parameters
 
 
 def _embeddings(context: MegatronContext, *, own_bucket: bool) -> Iterator[Parameter]:
     """The token table and, if there are such, the tables of positions and of token types."""
-    yield Parameter("word_embeddings.weight", "embedding", (context.vocabulary, context.hidden), own_bucket=own_bucket)
-    if context.positions:
-        yield Parameter("position_embeddings.weight", "embedding", (context.positions, context.hidden))
-    if context.token_types:
-        yield Parameter("tokentype_embeddings.weight", "embedding", (context.token_types, context.hidden))
+    yield Parameter("word_embeddings.weight", "embedding", (context.ends.vocabulary, context.hidden), own_bucket=own_bucket)
+    if context.ends.positions:
+        yield Parameter("position_embeddings.weight", "embedding", (context.ends.positions, context.hidden))
+    if context.ends.token_types:
+        yield Parameter("tokentype_embeddings.weight", "embedding", (context.ends.token_types, context.hidden))
 
 
 def _masked_token_head(context: MegatronContext) -> Iterator[Parameter]:

@@ -4,12 +4,12 @@ weights."""
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
 from functools import lru_cache
 
 from peakcast.catalog import Device
 from peakcast.core.units import FP32
 from peakcast.models.ledger.megatron.buffers import MXFP8_BLOCK, is_fp8_parameter, shares_gradient_buffer
+from peakcast.models.ledger.megatron.first_runs import FirstRuns
 from peakcast.models.ledger.megatron.parameters import layer_parameters
 from peakcast.models.ledger.megatron.share import RankShare, weights_share
 from peakcast.models.ledger.tape.step import Step
@@ -27,32 +27,35 @@ GROUPED_PRODUCT_STREAMS = 4
 `multi_stream.cpp`)."""
 
 
-def hold_workspaces(step: Step, share: RankShare, first_product: int, first_backward: Mapping[str, int]) -> None:
-    """Hold the global memory buffer, placeholder gradients, and the workspaces of both threads. `first_product`: the
-    instant of the backward thread's first matrix product; `first_backward`: by label, when each operation first runs
-    backward. In a steady step they are 0 and empty."""
+def hold_workspaces(step: Step, share: RankShare, first: FirstRuns) -> None:
+    """Hold the global memory buffer, placeholder gradients, and the workspaces of both threads. In a steady step nothing
+    runs for the first time."""
     context = share.context
     for number, chunk in enumerate(share.chunks):  # every RotaryEmbedding caches its table: one per model or latent layer
         predicted = share.job.architecture.num_nextn_predict_layers if chunk.is_last else 0
         for _ in range(len(chunk.layers) + predicted if context.latent is not None else 1):
-            width = context.rotary_dim if context.latent is None else context.latent.rotary_dim
+            width = context.attention.rotary_dim if context.latent is None else context.latent.rotary_dim
             step.hold("rotary_table", Category.OTHER, context.sequence * width * FP32, 0, module=f"chunk.{number}")
     step.hold("global_memory_buffer", Category.COMMUNICATION_BUFFERS, memory_buffer_bytes(share), 0, module="mpu")
     for (rows, columns), labels in sorted(placeholder_shapes(weights_share(share)).items()):
         size = rows * columns * context.element_bytes
-        ran = [(first_backward[label], label) for label in labels if label in first_backward]
-        born, first = min(ran, default=(first_product, ""))
-        if context.transformer_engine and first in CONTAINS_NORM:
-            norm = CONTAINS_NORM[first] and not context.fp8_recipe  # in FP8 other tensors exist until the norm is done
-            gone = context.stream_bytes * norm + context.gathered_bytes * context.sequence_parallel
+        ran = [(first.backward[label], label) for label in labels if label in first.backward]
+        born, made_by = min(ran, default=(first.product, ""))
+        if context.transformer_engine and made_by in CONTAINS_NORM:
+            norm = CONTAINS_NORM[made_by] and not context.fp8_recipe  # in FP8 other tensors exist until the norm is done
+            gone = context.stream_bytes * norm + context.gathered_bytes * context.groups.sequence_parallel
             if size > gone:
                 step.hold("placeholder_weight_gradient", Category.OTHER, size - gone, born, born + 1)
             born += 1
         step.hold("placeholder_weight_gradient", Category.OTHER, size, born, module="transformer_engine")
-    if context.transformer_engine and context.attention == "unfused" and not (context.fused_softmax or context.padding):
+    if (
+        context.transformer_engine
+        and context.attention.core == "unfused"
+        and not (context.attention.fused_softmax or context.padding)
+    ):
         step.hold("causal_mask", Category.OTHER, context.sequence**2, 0, module="softmax")  # `_get_default_causal_mask`
     if share.device is not None:
-        _hold_library_workspaces(step, share, share.device, first_product)
+        _hold_library_workspaces(step, share, share.device, first.product)
 
 
 def _hold_library_workspaces(step: Step, share: RankShare, device: Device, first_product: int) -> None:
@@ -62,7 +65,7 @@ def _hold_library_workspaces(step: Step, share: RankShare, device: Device, first
     routes = experts is not None and bool(share.convention.get("moe_router_uses_transformer_engine", True))
     if context.transformer_engine or routes:
         step.hold("transformer_engine_workspace", Category.WORKSPACES, size, 0)
-    if context.transformer_engine and context.tensor_parallel_size > 1 and share.convention.get("tp_comm_overlap"):
+    if context.transformer_engine and context.groups.tensor_parallel_size > 1 and share.convention.get("tp_comm_overlap"):
         streams = int(share.convention.get("overlap_workspaces", 0))
         step.hold("userbuffers_workspace", Category.WORKSPACES, streams * size, 0, module="transformer_engine")
     legacy = bool(share.convention.get("moe_use_legacy_grouped_gemm"))
@@ -76,12 +79,11 @@ def _hold_library_workspaces(step: Step, share: RankShare, device: Device, first
         step.hold("cublas_workspace", Category.WORKSPACES, size, first_product, module="autograd thread")
 
 
-def hold_fp8_weights(step: Step, share: RankShare, first_recomputed: Mapping[int, int]) -> None:
+def hold_fp8_weights(step: Step, share: RankShare, first: FirstRuns) -> None:
     """Hold the FP8 copies of projections' weights, by rows and by columns, which Transformer Engine makes in a step's first
     micro-batch and keeps. Blackwell can multiply either layout of a tensor with a single scale. With delayed scaling, also
     scales and histories of maxima, forward and backward, of every projection. Copies by columns are for the backward: in a
-    first step, those of a checkpointed layer or feed-forward are made when it is recomputed, at the instant in
-    `first_recomputed`.
+    first step, those of a checkpointed layer or feed-forward are made when it is first recomputed.
 
     Source: Transformer Engine 2.8 `pytorch/module/base.py` `get_weight_workspace`, `pytorch/csrc/quantizer.cpp`
     `Float8Quantizer::create_tensor`, `pytorch/tensor/mxfp8_tensor.py` `make_empty`.
@@ -98,7 +100,7 @@ def hold_fp8_weights(step: Step, share: RankShare, first_recomputed: Mapping[int
                     continue  # which has both layouts itself
                 if ".linear_" in p.name and len(p.shape) > 1:
                     module = f"layers.{layer}"
-                    again = 0 if p.name.endswith(at_once) else first_recomputed.get(layer, 0)
+                    again = 0 if p.name.endswith(at_once) else first.recomputed.get(layer, 0)
                     copies = (0,) if either else (0, again)  # by rows and by columns, or in a layout that serves both
                     for born in copies[1:] if is_fp8_parameter(share, p) else copies:
                         step.hold(f"{p.name}.fp8", Category.OTHER, p.numel, born, module=module)
@@ -122,7 +124,7 @@ def _with_columns_at_once(share: RankShare) -> tuple[str, ...]:
 def _uses_torch_products(share: RankShare) -> bool:
     """Whether torch's own matrix products run: for the output layer and unfused attention. Transformer Engine's projections
     have a workspace of their own."""
-    unfused = share.context.attention in ("unfused", "local")
+    unfused = share.context.attention.core in ("unfused", "local")
     return not share.context.transformer_engine or unfused or share.has_head
 
 
@@ -130,8 +132,8 @@ def memory_buffer_bytes(share: RankShare) -> int:
     """Bytes of `GlobalMemoryBuffer`'s "mpu" tensor, which is as large as its largest user: gathered inputs of
     megatron-core's own projections under sequence parallelism, or the local attention's scores."""
     context = share.context
-    gathers = context.sequence_parallel and (not context.transformer_engine or share.has_head)
-    own = context.attention == "local"  # it writes its scores there
+    gathers = context.groups.sequence_parallel and (not context.transformer_engine or share.has_head)
+    own = context.attention.core == "local"  # it writes its scores there
     scores = context.score_elements * context.element_bytes if own else 0
     experts = context.experts
     dispatched = 0
@@ -148,9 +150,13 @@ def placeholder_shapes(share: RankShare) -> dict[tuple[int, int], set[str]]:
     with the labels of the projections of that shape. The first of them to run backward makes it."""
     context = share.context
     shapes: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
-    if not context.gradient_accumulation_fusion:
+    if not context.weight_gradients.fused:
         return shapes
-    cached = context.cached_placeholders if context.transformer_engine else context.cached_output_placeholder
+    cached = (
+        context.weight_gradients.cached_placeholders
+        if context.transformer_engine
+        else context.weight_gradients.cached_output_placeholder
+    )
     if cached and any(chunk.layers for chunk in share.chunks):
         parameters = (p for layer in share.layer_contexts for p in layer_parameters(layer))
         anew = context.experts is not None and context.experts.placeholders_anew
@@ -160,9 +166,9 @@ def placeholder_shapes(share: RankShare) -> dict[tuple[int, int], set[str]]:
                 label = p.name.removesuffix(".weight").removeprefix("self_attention.").removeprefix("mlp.")
                 shapes[p.shape[-2], p.shape[-1]] |= {label, label.replace("experts.linear", "expert.linear")}
         if share.has_head and share.job.architecture.num_nextn_predict_layers:
-            shapes[context.hidden // context.tensor_parallel_size, 2 * context.hidden].add("mtp.eh_proj")
-    if context.cached_output_placeholder and share.has_head:
-        shapes[context.vocabulary, context.hidden].add("output_layer")
+            shapes[context.hidden // context.groups.tensor_parallel_size, 2 * context.hidden].add("mtp.eh_proj")
+    if context.weight_gradients.cached_output_placeholder and share.has_head:
+        shapes[context.ends.vocabulary, context.hidden].add("output_layer")
     return shapes
 
 

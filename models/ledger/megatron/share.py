@@ -51,7 +51,9 @@ class RankShare:
         if self.target is not None and layer >= self.job.architecture.num_hidden_layers:
             return self.target
         found = self.context if self.job.architecture.is_moe_layer(layer) else self.dense
-        return replace(found, offloaded=frozenset()) if found.offloaded and self._runs_backward_next(layer) else found
+        if found.offloading.modules and self._runs_backward_next(layer):
+            return replace(found, offloading=replace(found.offloading, modules=frozenset()))
+        return found
 
     def _runs_backward_next(self, layer: int) -> bool:
         """Whether the backward of layer `layer` comes next after its forward: what would have to come back from the host at

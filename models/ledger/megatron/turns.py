@@ -7,13 +7,15 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import groupby, product
 
+from peakcast.models.ledger.layouts.module_tree import layer_index
 from peakcast.models.ledger.layouts.pipeline import Chunk, Turn, representative_micro_batches, schedule
-from peakcast.models.ledger.megatron.blocks.context import MegatronContext
+from peakcast.models.ledger.megatron.blocks.context import LayerRun, MegatronContext
 from peakcast.models.ledger.megatron.blocks.ends import embedding
 from peakcast.models.ledger.megatron.blocks.head import encoder_end, head
 from peakcast.models.ledger.megatron.blocks.layer import ENCODER_STATES, decoder_layer
 from peakcast.models.ledger.megatron.blocks.primitives import dropout_mask_bytes
 from peakcast.models.ledger.megatron.buffers import owned_parameters
+from peakcast.models.ledger.megatron.first_runs import FirstRuns
 from peakcast.models.ledger.megatron.fsdp import is_fully_sharded, whole_buckets
 from peakcast.models.ledger.megatron.inputs import hold_inputs, reads_mask
 from peakcast.models.ledger.megatron.leaves import Leaves
@@ -25,18 +27,11 @@ from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category, Phase
 
-RECOMPUTED_PROJECTIONS = {
-    "mlp": {"linear_fc2": 0, "linear_fc1": 1},
-    "shared_experts": {"shared_experts.linear_fc2": 0, "shared_experts.linear_fc1": 1},
-}
-"""Projections in recomputed parts of a layer, by part; each part is one operation of the template. The number is 1 for a
-projection that comes after the part's peak, which in FP8 is that of its first projection."""
-
 
 @lru_cache(maxsize=1024)
-def layer_template(context: MegatronContext, input_held: bool, makes_mask: bool, without_graph: bool) -> Template:
-    """The template of a layer that owns its input or, with `input_held`, of one whose input other code holds."""
-    return decoder_layer(replace(context, checkpointed=input_held, makes_mask=makes_mask, without_graph=without_graph))
+def layer_template(context: MegatronContext, runs: LayerRun) -> Template:
+    """The template of a layer in these surroundings."""
+    return decoder_layer(replace(context, runs=runs))
 
 
 @dataclass(slots=True)
@@ -69,20 +64,17 @@ class Turns:
         self.step = Step(hooks=self.fully_sharded) if self.fully_sharded is not None else Step()
         self.templates: dict[tuple[int, bool, bool], Template] = {}
         """Templates by layer, whether other code holds the layer's input, and whether it runs without a graph."""
-        self.kinds: dict[tuple[int, bool, bool, bool], Template] = {}
+        self.kinds: dict[tuple[int, LayerRun], Template] = {}
+        """Templates by id of their context."""
         self.unmasked = {layer for chunk in share.chunks if not reads_mask(share, chunk) for layer in chunk.layers}
         self.alike: dict[range, list[tuple[Template, list[str], bool]]] = {}
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
         self.spans: list[Span] = []
-        self.first_product = 0
+        self.first = FirstRuns(float8=bool(share.context.fp8_recipe))
         self.deferred: dict[int, int] = {}
         """By the number of their backward's span: how many micro-batches' output-layer weight gradients wait for the
         end."""
         self.is_first_backward = False
-        self.first_backward: dict[str, int] = {}
-        """By label, the instant at which an operation first runs backward."""
-        self.first_recomputed: dict[int, int] = {}
-        """By layer, the instant at which a checkpointed layer, or its feed-forward, is recomputed for the first time."""
         self.recomputed: dict[int, list[tuple[int, int]]] = {}
         """By checkpointed layer, (begin, end) of each recomputation and backward of its group."""
         self.leaves = Leaves(share.context.stream_bytes)
@@ -130,7 +122,7 @@ class Turns:
                     runs = step.run_forward_in_turn(template, modules, keeps_gradients=False)
                     state.runs.append(runs)
                     for run, at in product(runs, template.forward_marks.get(Mark.RECOMPUTED_EXPERTS, ())):
-                        i = int(run.module.removeprefix("layers."))
+                        i = layer_index(run.module)
                         self.leaves.released(range(i, i + 1), run.forward_start + at, None)
         if chunk.is_last:
             state.runs.append([step.run_forward(self.head, "head", keeps_gradients=False)])
@@ -193,16 +185,18 @@ class Turns:
         template = self.templates.get(place)
         if template is None:
             context = self.share.layer_context(layer)
-            kind = id(context), input_held, layer in self.unmasked, without_graph
+            makes_mask = layer in self.unmasked
+            kind = id(context), LayerRun(input_held=input_held, makes_mask=makes_mask, without_graph=without_graph)
             if kind not in self.kinds:
-                self.kinds[kind] = layer_template(context, *kind[1:])
+                self.kinds[kind] = layer_template(context, kind[1])
             template = self.templates[place] = self.kinds[kind]
         return template
 
     @cached_property
     def head(self) -> Template:
         """The template of the head."""
-        context = replace(self.share.layer_context(self._last_layer()), checkpointed=not self.share.chunks[-1].layers)
+        runs = LayerRun(input_held=not self.share.chunks[-1].layers)
+        context = replace(self.share.layer_context(self._last_layer()), runs=runs)
         return head(context, self.share.job.architecture.num_nextn_predict_layers)
 
     def _groups(self, layers: range) -> list[tuple[range, bool]]:
@@ -222,8 +216,8 @@ class Turns:
         share = self.share
         chunk, context, started = share.chunks[turn.chunk], share.context, step.now
         self.is_first_backward = turn.micro_batch == 0
-        if not self.first_product:  # the loss has no matrix products, so the output layer's is the first
-            self.first_product = started + (self.head.backward_marks[Mark.LM_HEAD][0] if chunk.is_last else 0)
+        # the loss has no matrix products, so the output layer's is the first
+        self.first.note_product(started + (self.head.backward_marks[Mark.LM_HEAD][0] if chunk.is_last else 0))
         if not chunk.is_last:
             step.moment("receive_backward", Phase.BACKWARD)
             step.hold("output_tensor_gradient", Category.TEMPORARIES, context.stream_bytes, started, started + 1)
@@ -259,24 +253,20 @@ class Turns:
         if Mark.RECOMPUTED_EXPERTS in marks or Mark.RECOMPUTED_FEED_FORWARD in marks:
             for run in reversed(runs):
                 self._note_recomputed_parts(run, run.backward_start or 0)
-        if self.is_first_backward and instants.keys() - self.first_backward:
-            ran = {label: start + at for label, at in instants.items()}
-            for part, labels in RECOMPUTED_PROJECTIONS.items():
-                after = 0 if self.share.context.fp8_recipe else 1
-                ran |= {label: ran[part] + late * after for label, late in labels.items()} if part in ran else {}
-            self.first_backward = ran | self.first_backward
+        if self.is_first_backward:
+            self.first.note_backward(instants, start)
 
     def _note_recomputed_parts(self, run: Run, start: int) -> None:
         """Note the recomputed parts of a layer whose backward began at `start`."""
         marks = run.template.backward_marks
-        layer = int(run.module.removeprefix("layers."))
+        layer = layer_index(run.module)
         for at in marks.get(Mark.RECOMPUTED_EXPERTS, ()):
             used = start + marks[Mark.FEED_FORWARD_NORM][0] + 1  # the input is the norm's output, whose gradient that reads
             self.leaves.released(range(layer, layer + 1), start + at, None)
             self.leaves.named(range(layer, layer + 1), used, received=False)
             self.leaves.lower_done(used)
         for at in marks.get(Mark.RECOMPUTED_FEED_FORWARD, ()):
-            self.first_recomputed.setdefault(layer, start + at)
+            self.first.note_recomputed(layer, start + at)
 
     @staticmethod
     def _summed(run: Run) -> int:
@@ -289,8 +279,8 @@ class Turns:
         it in place. A cached placeholder, to which other code refers, cannot be added to in place, so the sum is a new
         tensor."""
         context, step = self.share.context, self.step
-        size = context.vocabulary * context.hidden * context.element_bytes
-        cached = context.gradient_accumulation_fusion and context.cached_output_placeholder
+        size = context.ends.vocabulary * context.hidden * context.element_bytes
+        cached = context.weight_gradients.fused and context.weight_gradients.cached_output_placeholder
         born = step.now - 1 if cached else started + self.head.backward_marks[Mark.LM_HEAD][0] + 1
         step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
 
@@ -329,7 +319,7 @@ class Turns:
         runs = []
         for i in checkpoint.layers:
             template = self._layer(i, i == checkpoint.layers[0])
-            self.first_recomputed.setdefault(i, step.now)
+            self.first.note_recomputed(i, step.now)
             runs.append(step.run_forward(template, f"layers.{i}", Phase.BACKWARD, keeps_gradients=False))
             self._dispatched(checkpoint.layers, runs[-1])
         recomputed = step.now
@@ -342,7 +332,7 @@ class Turns:
             step.hold("gradient", Category.TEMPORARIES, size, summed, step.now, "checkpoint")
         lives = [(size, checkpoint.begin, step.now)]
         if self.share.convention.get("distribute_saved_activations"):  # it is whole only while the group's layers run
-            part = size // self.share.context.tensor_parallel_size
+            part = size // self.share.context.groups.tensor_parallel_size
             lives = [(size, checkpoint.begin, checkpoint.end), (part, checkpoint.end, start), (size, start, step.now)]
         for held, born, dies in () if checkpoint.received else lives:
             step.hold("checkpoint", Category.ACTIVATIONS, held, born, dies, "checkpoint")

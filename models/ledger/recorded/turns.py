@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_turns import Turn
+from peakcast.models.ledger.layouts.zero3_visits import Course, Module, Pass, Passage, Turn
 from peakcast.models.recipes.depth import Deep
 from peakcast.models.recipes.walk import Visit, Walk
 
@@ -31,17 +30,15 @@ class RecordedModules:
         for tensor in tensors:
             self.tensors[tensor.module].append(tensor)
 
-    def turns(
-        self, module: str, labels: Sequence[str], begins: int, *, again: bool = False, backward: bool = False
-    ) -> list[Turn]:
+    def turns(self, passage: Passage) -> list[Turn]:
         """The turns of a block, forward or backward, including recomputations in between."""
-        place = self._places[module]
+        place, backward = self._places[passage.block], passage.during is Pass.BACKWARD
         source = self._sources[place]
         visits = self._walk.visits[2 * self._walk.num_places - 1 - source if backward else source]
         turns = turns_of(f"layers.{place // 2}", visits, self._weights)
         if turns and source == 0 and not backward:
-            turns[0] = replace(turns[0], starts=True)
-        return [turn.later(begins) for turn in turns]
+            turns[0] = turns[0]._replace(starts=True)
+        return [turn.later(passage.begins) for turn in turns]
 
 
 def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, str], StoredTensor]) -> list[Turn]:
@@ -63,15 +60,16 @@ def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, st
             found += [around[index]] if index in around else []
             continue
         keys = ((of or block, name) for of, name in visit.weights)
-        tensors = tuple(weights[key] for key in keys if key in weights)
-        begins, name, again = visit.instant, f"{block} {visit.module}", visit.runs == "again"
-        until = left.get(index)
-        turn = Turn(begins, begins + 1, tensors, name, computes_again=again, releases=until is not None)
+        module = Module(f"{block} {visit.module}", tuple(weights[key] for key in keys if key in weights))
+        begins, until = visit.instant, left.get(index)
+        during = Pass.RECOMPUTATION if visit.runs == "again" else Pass.FORWARD
+        course = Course.UNRELEASED if until is None else Course.WHOLE
+        turn = Turn(module, begins, begins + 1, course, during)
         if until is not None and not any(one.enters for one in visits[index:until][1:]):
-            turn = replace(turn, ends=max(visits[until].instant, begins + 1))
-        elif until is not None and tensors:
-            turn = replace(turn, releases=False, stays=True)
+            turn = turn._replace(ends=max(visits[until].instant, begins + 1))
+        elif until is not None and module.tensors:
+            turn = turn._replace(course=Course.BEGINS)
             ends = max(visits[until].instant, begins + 1)
-            around[until] = Turn(ends - 1, ends, tensors, name, enters=False)
+            around[until] = Turn(module, ends - 1, ends, Course.ENDS)
         found.append(turn)
     return found

@@ -15,8 +15,11 @@ from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.zero import Buckets
 from peakcast.models.ledger.layouts.zero3_fetching import Coordinator
 from peakcast.models.ledger.layouts.zero3_order import Order
-from peakcast.models.ledger.layouts.zero3_turns import Turn
-from peakcast.models.ledger.layouts.zero12 import Arrival, Zero12
+from peakcast.models.ledger.layouts.zero3_passing import Instants
+from peakcast.models.ledger.layouts.zero3_visits import Module, Pass, Turn
+from peakcast.models.ledger.layouts.zero3_weights import Engine
+from peakcast.models.ledger.layouts.zero12_bucket import Bucket
+from peakcast.models.ledger.layouts.zero12_division import Division
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category, Phase
@@ -53,13 +56,14 @@ def test_zero3_fetches_one_matrix_at_a_time_until_it_knows_the_order_of_modules(
 
 def test_zero3_forgets_what_is_used_again_too_far_away():
     weights = [StoredTensor(f"{name}.weight", "layers.0", (100,), 2, 2, trains=True) for name in "abc"]
-    turns = [Turn(i + 1, i + 2, (weights[j],), starts=i == 0) for i, j in enumerate((0, 1, 2, 2, 1, 0))]
+    modules = [Module("", (weight,)) for weight in weights]
+    turns = [Turn(modules[j], i + 1, i + 2, starts=i == 0) for i, j in enumerate((0, 1, 2, 2, 1, 0))]
     step = Step()
     sizes = Buckets(reduce=100, num_reduce=1, prefetch=100, persistence=0, reuse=300, live=1000, sub_group=1000)
-    coordinator = Coordinator(step, ranks=2, sizes=sizes, packs=True)
+    coordinator = Coordinator(step, Engine(ranks=2, sizes=sizes, packs=True))
     coordinator.learn(turns)
-    coordinator.play(turns)
-    coordinator.end(7)
+    coordinator.play(turns, Instants())
+    coordinator.weights.release_rest(7, small_too=False)
     for _ in range(8):
         step.moment("", Phase.FORWARD)
     # one ahead of each turn. `a` comes back after 400 elements and goes, `b` after 200 and stays; at the first `c` what
@@ -72,10 +76,9 @@ def test_zero2_copies_parts_of_different_ranks_together_until_they_make_a_bucket
     tensor = StoredTensor("w.weight", "layers.0", (96,), 2, 2, trains=True)
     copied = []
     for bucket in (20, 24, 47, 60, 96):
-        sizes = Buckets(reduce=bucket, num_reduce=1, prefetch=0, persistence=0, reuse=0, live=0, sub_group=1)
-        layout = Zero12([tensor], stage=2, ranks=4, element_bytes=2, buckets=sizes)
-        layout._waiting.append(Arrival(tensor, 0))
-        copied.append(layout._copied())
+        waiting = Bucket(bucket, Division([([tensor], 24)], ranks=4, rank=0, round_robin=False))
+        waiting.add(tensor, born=0)
+        copied.append(waiting.copied_elements())
     assert copied == [0, 48, 48, 72, 96]
 
 
@@ -84,7 +87,7 @@ def test_zero3_knows_an_order_from_its_second_time_until_another_module_comes():
     for names in ("ab", "ab", "abc", "ab"):
         order.begin()
         for name in names:
-            wrong = order.meet(Turn(0, 1, name=name))
+            wrong = order.meet(Turn(Module(name), 0, 1))
             seen.append("wrong" if wrong else "known" if order.known is not None else "new")
             order.at += 1
     assert seen == ["new"] * 2 + ["known"] * 2 + ["known"] * 2 + ["wrong"] + ["new"] * 2
@@ -98,12 +101,13 @@ def test_zero3_keeps_what_a_checkpoint_has_packed_and_gathers_it_again():
     )
     for tensor, packs, expected in ((trained, True, [4, 4, 8]), (trained, False, [4, 0, 4]), (frozen, True, [4, 4, 4])):
         first = StoredTensor("v.weight", "layers.0", (1,), 2, 2, trains=True)
-        turns = [Turn(1, 2, (tensor,), computes_again=True), Turn(2, 3, (first,)), Turn(3, 4, (tensor,))]
+        module, other = Module("w", (tensor,)), Module("v", (first,))
+        turns = [Turn(module, 1, 2, during=Pass.RECOMPUTATION), Turn(other, 2, 3), Turn(module, 3, 4)]
         step = Step()
         sizes = Buckets(reduce=1, num_reduce=1, prefetch=0, persistence=0, reuse=0, live=0, sub_group=1)
-        coordinator = Coordinator(step, ranks=2, sizes=sizes, packs=packs)
-        coordinator.play(turns)
-        coordinator.end(4)
+        coordinator = Coordinator(step, Engine(ranks=2, sizes=sizes, packs=packs))
+        coordinator.play(turns, Instants())
+        coordinator.weights.release_rest(4, small_too=False)
         for _ in range(5):
             step.moment("", Phase.BACKWARD)
         held = (step.timeline().totals // 512).tolist()

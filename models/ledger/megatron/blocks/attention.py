@@ -28,22 +28,44 @@ def attention(tape: Tape, mixed: Tensor, context: MegatronContext) -> tuple[Tens
     size = context.rows * context.element_bytes
     # views of one storage until something copies them; split_along_dim's backward makes one gradient for all three
     query, key, value = tape.split(
-        mixed, [size * context.query, size * context.key_value, size * context.key_value], "split_qkv"
+        mixed,
+        [
+            size * context.attention.query,
+            size * context.attention.key_value,
+            size * context.attention.key_value,
+        ],
+        "split_qkv",
     )
     views: tuple[str, ...] = ("query", "key", "value")  # those that have not been copied
-    if 1 < context.key_value_heads != context.heads:  # reshaping a strided view copies, unless there is a single group
+    if (
+        1 < context.attention.key_value_heads != context.attention.heads
+    ):  # reshaping a strided view copies, unless there is a single group
         query = tape.operation("query_reshape", [query], query.num_bytes)
         views = ("key", "value")
-    if context.qk_norm:
+    if context.attention.qk_norm:
         if context.transformer_engine or context.normalization == "layernorm":  # torch's RMS norm saves the views
             # Transformer Engine's norms copy the strided views first and save the copies
             query = tape.operation("query_contiguous", [query], query.num_bytes)
             key = tape.operation("key_contiguous", [key], key.num_bytes)
-        query = norm(tape, query, context, context.rows * context.heads, context.head_dim, "q_layernorm")
-        key = norm(tape, key, context, context.rows * context.key_value_heads, context.head_dim, "k_layernorm")
+        query = norm(
+            tape,
+            query,
+            context,
+            context.rows * context.attention.heads,
+            context.attention.head_dim,
+            "q_layernorm",
+        )
+        key = norm(
+            tape,
+            key,
+            context,
+            context.rows * context.attention.key_value_heads,
+            context.attention.head_dim,
+            "k_layernorm",
+        )
         views = ("value",)
     named = [mixed, query, key]
-    if context.rotary_dim:
+    if context.attention.rotary_dim:
         query, key = _rotate(tape, query, context, "rotary_q"), _rotate(tape, key, context, "rotary_k")
         views = ("value",)
     return core_attention(tape, query, key, value, context, views), [*named, query, key]
@@ -54,22 +76,28 @@ def core_attention(
 ) -> Tensor:
     """From query, key and value to the context layer [rows, attended]. `views`: names of those that are still parts of the
     fused projection's output."""
-    if context.recompute_attention:  # `--recompute-activations`
-        plain = replace(context, recompute_attention=False)
+    if context.attention.recompute:  # `--recompute-activations`
+        plain = replace(context, attention=replace(context.attention, recompute=False))
 
         def again(inner: Tape, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             return core_attention(inner, query, key, value, plain, views)
 
         return checkpointed_together(tape, [query, key, value], "checkpointed_core_attention", again)
-    differ = "query" not in views or context.context_parallel_size > 1  # (`FusedAttention.forward` then copies every view)
-    if context.transformer_engine and context.attention != "flash" and differ:  # `get_qkv_layout`: where strides differ
+    differ = (
+        "query" not in views or context.groups.context_parallel_size > 1
+    )  # (`FusedAttention.forward` then copies every view)
+    if (
+        context.transformer_engine and context.attention.core != "flash" and differ
+    ):  # `get_qkv_layout`: where strides differ
         query, key, value = (
             tape.operation(f"{name}_contiguous", [x], x.num_bytes, gradients=[(x, None)]) if name in views else x
             for name, x in (("query", query), ("key", key), ("value", value))
         )
-    if context.attention == "flash":
+    if context.attention.core == "flash":
         output = _flash(tape, query, key, value, context, views)
-    elif context.attention == "fused":  # cuDNN reads the projection's layout; the next projection reads its output as it is
+    elif (
+        context.attention.core == "fused"
+    ):  # cuDNN reads the projection's layout; the next projection reads its output as it is
         output = _kernel(tape, "fused_attention", query, key, value, context)
     else:
         output = _unfused(tape, query, key, value, context)
@@ -81,10 +109,10 @@ def core_attention(
 def _rotate(tape: Tape, x: Tensor, context: MegatronContext, name: str) -> Tensor:
     """Fused: a new tensor, and only the shared table is saved. Unfused: t·cos + rotate_half(t)·sin, which saves this call's
     own cos and sin [sequence, 1, 1, rotary_dim], and a concatenation with the part that is not rotated."""
-    if context.rotary_fused:
+    if context.attention.rotary_fused:
         return tape.operation(name, [x], x.num_bytes)
-    table = context.sequence * context.rotary_dim * context.element_bytes
-    rotated = x.num_bytes * context.rotary_dim // context.head_dim
+    table = context.sequence * context.attention.rotary_dim * context.element_bytes
+    rotated = x.num_bytes * context.attention.rotary_dim // context.attention.head_dim
     return tape.operation(
         name,
         [x],
@@ -102,7 +130,9 @@ def _flash(
     [sequence, batch, ...] for the projection. With one sample both orders are the same: only parts of the fused
     projection's output (`views`) are copied, and the output is not."""
     alone = context.batch == 1
-    if context.expands_groups:  # `repeat_interleave` (megatron/legacy/model/transformer.py, `ParallelAttention.forward`)
+    if (
+        context.attention.expands_groups
+    ):  # `repeat_interleave` (megatron/legacy/model/transformer.py, `ParallelAttention.forward`)
         key = tape.operation("repeat_key", [key], query.num_bytes)
         value = tape.operation("repeat_value", [value], query.num_bytes)
         views = tuple(name for name in views if name == "query")
@@ -121,9 +151,9 @@ def _output_bytes(context: MegatronContext) -> int:
 
 def _kernel(tape: Tape, name: str, query: Tensor, key: Tensor, value: Tensor, context: MegatronContext) -> Tensor:
     """One kernel from query, key and value to its output, which it saves, with an fp32 statistic per row and head."""
-    statistics = [FP32 * context.rows * context.heads, RNG_STATE_BYTES]
+    statistics = [FP32 * context.rows * context.attention.heads, RNG_STATE_BYTES]
     inside = flash_backward_bytes(context) if context.kernel_temporaries else 0
-    if context.context_parallel_size > 1:
+    if context.groups.context_parallel_size > 1:
         return exchanged_attention(tape, name, (query, key, value), context, statistics, inside)
     return tape.operation(
         name,
@@ -138,11 +168,15 @@ def flash_backward_bytes(context: MegatronContext) -> int:
     """Bytes that flash-attn's backward allocates for itself: an fp32 dq accumulator and row sums and, for grouped queries,
     dk and dv for all heads. Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp mha_bwd."""
     padded = round_up(context.sequence, 128)
-    head = context.latent.qk_dim if context.latent is not None else context.head_dim
+    head = context.latent.qk_dim if context.latent is not None else context.attention.head_dim
     dim = round_up(head, 64 if head > 128 else 32)
-    accumulator = FP32 * context.batch * context.heads * padded * dim
-    row_sums = FP32 * context.batch * context.heads * padded
-    expanded = 2 * context.element_bytes * context.rows * context.query if context.key_value_heads != context.heads else 0
+    accumulator = FP32 * context.batch * context.attention.heads * padded * dim
+    row_sums = FP32 * context.batch * context.attention.heads * padded
+    expanded = (
+        2 * context.element_bytes * context.rows * context.attention.query
+        if context.attention.key_value_heads != context.attention.heads
+        else 0
+    )
     return accumulator + row_sums + expanded
 
 
@@ -152,7 +186,7 @@ def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Meg
     scores = context.score_elements
     narrow = scores * context.element_bytes
     mask = _full_mask(tape, context) if context.transformer_engine else None
-    if context.key_value_heads != context.heads:
+    if context.attention.key_value_heads != context.attention.heads:
         key = tape.operation("repeat_key", [key], query.num_bytes)
         value = tape.operation("repeat_value", [value], _output_bytes(context))
     # megatron-core's baddbmm gets a preallocated input; torch still allocates a new tensor for the output
@@ -166,7 +200,7 @@ def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Meg
     raw, probabilities = probabilities, _softmax(tape, probabilities, mask, context)
     if context.padding and mask is not None:  # `masked_fill(attention_mask, 0)`
         probabilities = tape.operation("mask_padding", [probabilities], narrow, saves=[mask])
-    if context.attention_dropout > 0:
+    if context.attention.dropout > 0:
         probabilities = tape.operation(
             "attention_dropout", [probabilities], narrow, saves=Saved(extra_bytes=[scores * BOOL])
         )
@@ -184,7 +218,7 @@ def _full_mask(tape: Tape, context: MegatronContext) -> Tensor:
     Source: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/utils.py` `get_full_mask`.
     """
     pairs = context.sequence * (context.key_sequence or context.sequence)
-    handed = context.padding or not (context.makes_mask or context.source_sequence)
+    handed = context.padding or not (context.runs.makes_mask or context.source_sequence)
     samples = context.batch if handed else 1
     bounds, compared = (INT64 * samples, samples) if context.padding else (INT32, 1)
 
@@ -204,15 +238,15 @@ def _softmax(tape: Tape, scores: Tensor, mask: Tensor | None, context: MegatronC
     the softmax is. The place is a view of the scores, as baddbmm shaped them, so backward copies the whole gradient, clones
     the view's part of it and fills that in (torch csrc/autograd/functions/tensor.cpp `CopySlices`)."""
     narrow, wide = scores.num_bytes, context.score_elements * FP32
-    if context.fused_softmax:  # its backward is in place too (Transformer Engine `csrc/extensions/softmax.cpp`)
+    if context.attention.fused_softmax:  # its backward is in place too (Transformer Engine `csrc/extensions/softmax.cpp`)
         return tape.operation("softmax", [scores], narrow, saves=Saved(output=True), gradients=[(scores, None)])
-    widened = context.wide_softmax and wide != narrow
+    widened = context.attention.wide_softmax and wide != narrow
     if widened:
         scores = tape.operation("softmax.to_float32", [scores], wide)
     masks = [] if mask is None else [mask]
     if mask is not None and not context.padding:  # a causal mask, which is saved anyway, is combined with it
         masks = [tape.operation("softmax.causal_mask", [mask], mask.num_bytes, gradients=[])]
-    elif mask is None and context.makes_mask and not context.padding:
+    elif mask is None and context.runs.makes_mask and not context.padding:
         masks = [_causal_mask(tape, context)]
     scores = tape.operation(
         "softmax.mask",

@@ -162,6 +162,132 @@ class MambaContext:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelGroups:
+    """The ranks that share a sequence and a layer, and what they exchange."""
+
+    tensor_parallel_size: int
+    context_parallel_size: int
+    sequence_parallel: bool
+    context_parallel_rank: int
+    exchange: Exchange
+    """What context parallelism exchanges (`cp-comm-type`): keys and values in a ring; heads; all keys and values; or heads
+    within groups of ranks and then keys and values in a ring of groups."""
+    ranks_exchanging_heads: int
+    """Number of ranks in such a group (the first of `hierarchical-context-parallel-sizes`); else 1."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionContext:
+    """One rank's share of attention; head counts are already divided by the tensor-parallel size."""
+
+    heads: int
+    key_value_heads: int
+    head_dim: int
+    qkv_bias: bool
+    qk_norm: bool
+    rotary_dim: int
+    """Elements of a head that are rotated; 0 without rotary embedding."""
+    rotary_fused: bool
+    dropout: float
+    core: AttentionCore
+    expands_groups: bool
+    """Whether keys and values are repeated for every query head before a flash kernel reads them."""
+    fused_softmax: bool
+    wide_softmax: bool
+    """Whether an unfused softmax is computed in fp32."""
+    recompute: bool
+    """`recompute-granularity: selective` with the attention core."""
+
+    @property
+    def query(self) -> int:
+        """Width of the query heads on this rank."""
+        return self.heads * self.head_dim
+
+    @property
+    def key_value(self) -> int:
+        """Width of the key heads on this rank."""
+        return self.key_value_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FeedForwardContext:
+    """One rank's share of a dense feed-forward."""
+
+    width: int
+    """Width of the activation on this rank (the first projection is twice as wide when `gated`)."""
+    activation: Literal["gelu", "squared_relu", "other"]
+    gated: bool
+    fused_activation: bool
+    """Whether one kernel applies bias and activation."""
+    glu_adds_offset: bool
+    """Whether an unfused gated activation adds an offset to its second factor, even if the offset is 0."""
+    recompute: bool
+    """`recompute-modules mlp`: it is recomputed in backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EndsContext:
+    """What comes before the layers and after them."""
+
+    vocabulary: int
+    """Padded vocabulary on this rank."""
+    positions: int
+    """Rows of the learned position embedding, 0 for none."""
+    token_types: int
+    """Rows of the token type embedding; 0 for none. A BERT that has them also has a pooler and two logits."""
+    masked_tokens: bool
+    """Whether it is BERT, which has a head before its output layer."""
+    output_bias: bool
+    final_norms: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CrossEntropyContext:
+    """How the loss is computed."""
+
+    fused: bool
+    copies_logits: bool
+    """Whether there are two fp32 copies of the logits at once in forward."""
+    in_place: bool
+    """Whether Transformer Engine's kernel computes the loss, and overwrites the logits with their gradient."""
+    wide_gradient: bool
+    """Whether that kernel instead saves the gradient as an fp32 tensor of its own."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightGradients:
+    """How the gradients of projections' weights are made."""
+
+    fused: bool
+    """`gradient-accumulation-fusion`: they are added into the gradient buffers, and autograd gets placeholders."""
+    cached_placeholders: bool
+    """Whether Transformer Engine caches those placeholders."""
+    cached_output_placeholder: bool
+    """Whether megatron-core's own projections cache theirs; the output layer is always one of them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Offloading:
+    """Which saved tensors go to the host. `modules`: the parts of `offload-modules`. `least_elements`: smaller tensors stay
+    on the GPU (`min-offloaded-tensor-size`)."""
+
+    modules: frozenset[str]
+    least_elements: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRun:
+    """In which surroundings a layer runs."""
+
+    input_held: bool = False
+    """Whether a checkpoint or a receive buffer, not the layer, holds the layer's input."""
+    makes_mask: bool = False
+    """Whether an unfused softmax gets no mask, and makes a causal one itself."""
+    without_graph: bool = False
+    """Whether a checkpoint runs the layer without a graph; in FP8, nothing is then quantised for a backward."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class MegatronContext:
     """One rank's share of a layer. Widths and head counts are already divided by the tensor-parallel size.
 
@@ -173,100 +299,41 @@ class MegatronContext:
     sequence: int
     """Tokens of one sample on this rank's tensor-parallel group: sequence_length / context_parallel_size."""
     hidden: int
-    heads: int
-    key_value_heads: int
-    head_dim: int
-    ffn: int
-    """Width of the activation on this rank (the first projection is twice as wide when `gated`)."""
-    vocabulary: int
-    """Padded vocabulary on this rank."""
-    positions: int
-    """Rows of the learned position embedding, 0 for none."""
-    tensor_parallel_size: int
-    context_parallel_size: int
-    sequence_parallel: bool
-    context_parallel_rank: int
-    exchange: Exchange
-    """What context parallelism exchanges (`cp-comm-type`): keys and values in a ring; heads; all keys and values; or heads
-    within groups of ranks and then keys and values in a ring of groups."""
-    ranks_exchanging_heads: int
-    """Number of ranks in such a group (the first of `hierarchical-context-parallel-sizes`); else 1."""
     element_bytes: int
-    normalization: Literal["layernorm", "rmsnorm"]
-    activation: Literal["gelu", "squared_relu", "other"]
-    gated: bool
-    linear_bias: bool
-    qkv_bias: bool
-    qk_norm: bool
-    rotary_dim: int
-    """Elements of a head that are rotated; 0 without rotary embedding."""
-    rotary_fused: bool
-    attention_dropout: float
-    hidden_dropout: float
+    fp8_recipe: str
+    """How Transformer Engine's projections scale their FP8 operands; "" if they multiply in the parameters' dtype."""
     transformer_engine: bool
-    attention: AttentionCore
-    expands_groups: bool
-    """Whether keys and values are repeated for every query head before a flash kernel reads them."""
-    fused_softmax: bool
-    wide_softmax: bool
-    """Whether an unfused softmax is computed in fp32."""
-    bias_activation_fusion: bool
-    glu_adds_offset: bool
-    """Whether an unfused gated activation adds an offset to its second factor, even if the offset is 0."""
-    bias_dropout_fusion: bool
-    gradient_accumulation_fusion: bool
-    cached_placeholders: bool
-    """Whether Transformer Engine caches the placeholders that fused weight gradients return to autograd."""
-    cached_output_placeholder: bool
-    """Whether megatron-core's own projections cache their placeholders; the output layer is always one of them."""
-    cross_entropy_copies_logits: bool
-    """Whether the loss has two fp32 copies of the logits at once in forward."""
-    fused_cross_entropy: bool
-    cross_entropy_in_place: bool
-    """Whether Transformer Engine's kernel computes the loss, and overwrites the logits with their gradient."""
-    cross_entropy_wide_gradient: bool
-    """Whether that kernel instead saves the gradient as an fp32 tensor of its own."""
-    recompute_attention: bool
-    """`recompute-granularity: selective` with the attention core."""
-    checkpointed: bool
-    """Whether a checkpoint, not the layer, holds the layer's input."""
     kernel_temporaries: bool
     """Whether to count what CUDA kernels allocate for themselves, which no trace sees."""
-    fp8_recipe: str = ""
-    """How Transformer Engine's projections scale their FP8 operands; "" if they multiply in the parameters' dtype."""
-    without_graph: bool = False
-    """Whether a checkpoint runs the layer without a graph; in FP8, nothing is then quantised for a backward."""
-    recompute_norms: bool = False
+    groups: ParallelGroups
+    attention: AttentionContext
+    feed_forward: FeedForwardContext
+    ends: EndsContext
+    cross_entropy: CrossEntropyContext
+    weight_gradients: WeightGradients
+    offloading: Offloading
+    runs: LayerRun = LayerRun()
+    normalization: Literal["layernorm", "rmsnorm"]
+    recompute_norms: bool
     """`recompute-modules layernorm`: outputs of norms that are modules of their own are recomputed in backward."""
-    recompute_feed_forward: bool = False
-    """`recompute-modules mlp`: the dense feed-forward is recomputed in backward."""
-    offloaded: frozenset[str] = frozenset()
-    """The parts of `offload-modules`, whose saved tensors go to the host."""
-    least_offloaded_elements: int = 0
-    """Smaller tensors stay on the GPU (`min-offloaded-tensor-size`)."""
+    linear_bias: bool
+    hidden_dropout: float
+    bias_dropout_fusion: bool
     experts: ExpertContext | None = None
     """The routed feed-forward, which replaces the dense one; None for a dense layer."""
     latent: LatentContext | None = None
     """Multi-latent attention, which replaces the fused projection of query, key and value; None without it."""
+    mamba: MambaContext | None = None
+    """The mixer of a hybrid's state-space layers."""
     part: Literal["", "mamba", "attention", "mlp"] = ""
     """For a hybrid: the one part that a layer consists of; "" for a whole layer. Routed experts are an "mlp" with
     `experts`."""
-    mamba: MambaContext | None = None
-    """The mixer of a hybrid's state-space layers."""
+    padding: bool = False
+    """Whether attention's mask marks padding, instead of being causal."""
     source_sequence: int = 0
     """Tokens per sample that a decoder layer's cross-attention reads from the encoder; 0 for a layer without it."""
     key_sequence: int = 0
     """Tokens per sample in the keys; 0 if as many as in the queries."""
-    makes_mask: bool = False
-    """Whether an unfused softmax gets no mask, and makes a causal one itself."""
-    padding: bool = False
-    """Whether attention's mask marks padding, instead of being causal."""
-    masked_tokens: bool = False
-    """Whether it is BERT, which has a head before its output layer."""
-    output_bias: bool = False
-    final_norms: bool = True
-    token_types: int = 0
-    """Rows of the token type embedding; 0 for none. A BERT that has them also has a pooler and two logits."""
 
     @property
     def rows(self) -> int:
@@ -276,7 +343,7 @@ class MegatronContext:
     @property
     def stream_rows(self) -> int:
         """Tokens of the residual stream on this rank."""
-        return self.rows // self.tensor_parallel_size if self.sequence_parallel else self.rows
+        return self.rows // self.groups.tensor_parallel_size if self.groups.sequence_parallel else self.rows
 
     @property
     def stream_bytes(self) -> int:
@@ -289,21 +356,11 @@ class MegatronContext:
         return self.rows * self.hidden * self.element_bytes
 
     @property
-    def query(self) -> int:
-        """Width of the query heads on this rank."""
-        return self.heads * self.head_dim
-
-    @property
-    def key_value(self) -> int:
-        """Width of the key heads on this rank."""
-        return self.key_value_heads * self.head_dim
-
-    @property
     def attended(self) -> int:
         """Width of the context layer on this rank: the output of the attention core, which its output projection reads."""
-        return self.heads * (self.latent.v_dim if self.latent is not None else self.head_dim)
+        return self.attention.heads * (self.latent.v_dim if self.latent is not None else self.attention.head_dim)
 
     @property
     def score_elements(self) -> int:
         """Elements of the attention scores [batch, heads, sequence, key_sequence] on this rank."""
-        return self.batch * self.heads * self.sequence * (self.key_sequence or self.sequence)
+        return self.batch * self.attention.heads * self.sequence * (self.key_sequence or self.sequence)

@@ -28,28 +28,32 @@ def embedding(context: MegatronContext) -> Template:
 def embed(tape: Tape, context: MegatronContext) -> Tensor:
     """Append the embedding of one micro-batch to `tape`: [stream_rows, hidden]."""
     full, size = context.gathered_bytes, context.element_bytes
-    weight = context.vocabulary * context.hidden * size
+    weight = context.ends.vocabulary * context.hidden * size
     hidden = tape.operation(
         "word_embeddings",
         [],
         full,
-        saves=Saved(extra_bytes=[context.rows * INT64, context.rows * BOOL] if context.tensor_parallel_size > 1 else []),
+        saves=Saved(
+            extra_bytes=[context.rows * INT64, context.rows * BOOL] if context.groups.tensor_parallel_size > 1 else []
+        ),
         weight_gradients=[WeightGradient("word_embeddings.weight.grad", weight)],
     )
-    if context.positions:
+    if context.ends.positions:
         positions = tape.operation(
             "position_embeddings",
             [],
             full,
-            weight_gradients=[WeightGradient("position_embeddings.weight.grad", context.positions * context.hidden * size)],
+            weight_gradients=[
+                WeightGradient("position_embeddings.weight.grad", context.ends.positions * context.hidden * size)
+            ],
         )
         hidden = tape.operation("add_positions", [hidden, positions], full, gradients=[(hidden, None), (positions, None)])
-    if context.token_types:
-        table = WeightGradient("tokentype_embeddings.weight.grad", context.token_types * context.hidden * size)
+    if context.ends.token_types:
+        table = WeightGradient("tokentype_embeddings.weight.grad", context.ends.token_types * context.hidden * size)
         types = tape.operation("tokentype_embeddings", [], full, weight_gradients=[table])
         hidden = tape.operation("add_token_types", [hidden, types], full, gradients=[(hidden, None), (types, None)])
     hidden = tape.operation("transpose", [hidden], full, gradients=[(hidden, None)])
-    if context.sequence_parallel:
+    if context.groups.sequence_parallel:
         hidden = tape.operation("scatter_to_sequence_parallel", [hidden], context.stream_bytes)
     if context.hidden_dropout > 0:
         hidden = tape.operation(
@@ -64,7 +68,7 @@ def embed(tape: Tape, context: MegatronContext) -> Tensor:
 def output_layer(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     """The logits [rows, vocabulary] for [stream_rows, hidden]."""
     with tape.marked(Mark.LM_HEAD):
-        logits = column_linear(tape, x, context, context.vocabulary, "output_layer", context.output_bias)
+        logits = column_linear(tape, x, context, context.ends.vocabulary, "output_layer", context.ends.output_bias)
     logits.storage.category = Category.LOGITS
     return logits
 
@@ -76,23 +80,23 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
     saved, and backward turns it into the gradient in place. Transformer Engine's kernel writes the gradient over the
     logits, in forward (2.8 `pytorch/triton/cross_entropy.py`) or, from 2.18 on, into an fp32 tensor that it saves.
     """
-    wide = context.rows * context.vocabulary * FP32
-    if context.fused_cross_entropy and context.cross_entropy_in_place:
-        apart = context.cross_entropy_wide_gradient
+    wide = context.rows * context.ends.vocabulary * FP32
+    if context.cross_entropy.fused and context.cross_entropy.in_place:
+        apart = context.cross_entropy.wide_gradient
         return tape.operation(
             "vocab_parallel_cross_entropy",
             [logits],
             Output(context.rows * FP32, category=Category.LOGITS),
             saves=Saved([] if apart else [logits], extra_bytes=[wide] if apart else [], become_gradients=not apart),
-            forward_temporary_bytes=3 * context.rows * FP32 * (1 + context.tensor_parallel_size),
+            forward_temporary_bytes=3 * context.rows * FP32 * (1 + context.groups.tensor_parallel_size),
         )
     in_place = context.element_bytes == FP32  # .float() of fp32 logits is the logits themselves
     # compiled kernels cannot work in place: the exponentials are a second fp32 copy, and so is their gradient
-    second_copy = wide if context.fused_cross_entropy else 0
+    second_copy = wide if context.cross_entropy.fused else 0
     # before megatron-core 0.8 the maximum is subtracted into a new tensor, while the caller's copy exists
-    passing = wide if context.cross_entropy_copies_logits and not in_place else 0
+    passing = wide if context.cross_entropy.copies_logits and not in_place else 0
     # `calculate_gradients` always returns bfloat16 (megatron-core 0.16.1 `fused_cross_entropy.py`)
-    rounded = wide // 2 if in_place and context.fused_cross_entropy else 0
+    rounded = wide // 2 if in_place and context.cross_entropy.fused else 0
     return tape.operation(
         "vocab_parallel_cross_entropy",
         [logits],

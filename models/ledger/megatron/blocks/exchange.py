@@ -42,7 +42,7 @@ def exchanged_attention(
     `kernel_bytes`: what the kernel's backward allocates for itself."""
     query, key, value = (tensor.num_bytes for tensor in operands)
     output = context.rows * context.attended * context.element_bytes
-    exchange = _EXCHANGES[context.exchange](context, query, key, value, output)
+    exchange = _EXCHANGES[context.groups.exchange](context, query, key, value, output)
     return tape.operation(
         name,
         operands,
@@ -61,8 +61,8 @@ def _ring(context: MegatronContext, query: int, key: int, value: int, output: in
     ones for this rank's own keys and those of earlier ranks, halves for later ranks, whose keys the first half of the
     tokens does not attend to. Every second turn computes on the second stream. Backward: two buffers, each with a pair and
     its gradient, and a turn's gradients; those of keys and values are summed in the buffers."""
-    group = context.ranks_exchanging_heads
-    turns, before = context.context_parallel_size // group, context.context_parallel_rank // group
+    group = context.groups.ranks_exchanging_heads
+    turns, before = context.groups.context_parallel_size // group, context.groups.context_parallel_rank // group
     halves = 0 if context.padding else turns - 1 - before
     outputs = (output,) * (turns - halves) + (output // 2,) * halves
     pair = key + value
@@ -88,7 +88,7 @@ def _keys(context: MegatronContext, query: int, key: int, value: int, output: in
     """Each rank gathers all keys and values, again in backward, and computes attention in two steps, for its early and for
     its late tokens, whose outputs are saved and copied into one. A step reads the keys up to its own tokens: an early step
     and its late one together read all keys, and half a rank's chunk twice."""
-    gathered, values = context.context_parallel_size * (key + value), context.context_parallel_size * value
+    gathered, values = context.groups.context_parallel_size * (key + value), context.groups.context_parallel_size * value
     read = 2 * gathered if context.padding else gathered + (key + value) // 2
     # gathered tensors are put into the order of tokens, values last, before any output exists
     forward = gathered + max(0, values - 2 * output)

@@ -24,7 +24,7 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
     The last narrow logits, and the last of those predicted ahead, live until the model's forward returns.
     """
     tape = Tape()
-    hidden = tape.input(context.stream_bytes, owned=not context.checkpointed)
+    hidden = tape.input(context.stream_bytes, owned=not context.runs.input_held)
     final = _final_norm(tape, hidden, context)
     logits: list[Tensor] = []
     if num_nextn_predict_layers:
@@ -33,7 +33,7 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
             logits = [*logits[-1:], output_layer(tape, prediction, context)]
             tape.hold(logits[0])  # until its variable is reassigned to the next
             final = _attach_loss(tape, final, cross_entropy(tape, logits[-1], context))
-    if context.masked_tokens:
+    if context.ends.masked_tokens:
         final = _masked_token_head(tape, final, context)
     logits = [*logits[-1:], output_layer(tape, final, context)]
     tape.begin_loss()
@@ -56,7 +56,7 @@ def encoder_end(context: MegatronContext) -> Template:
 
 def _final_norm(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
     """The final norm, if the network has one."""
-    if not context.final_norms:
+    if not context.ends.final_norms:
         return tape.operation("final_states", [hidden], Output.view(hidden), gradients=[(hidden, None)])
     return norm(tape, hidden, context, context.stream_rows, context.hidden, "final_layernorm")
 
@@ -65,9 +65,9 @@ def _masked_token_head(tape: Tape, final: Tensor, context: MegatronContext) -> T
     """BERT's projection, GELU and norm before the output layer, whole on every rank. The pooler for sentence pairs reads
     each sample's first token. Source: megatron-core 0.16.1 `models/bert/bert_model.py`, `bert_lm_head.py`, `pooler.py`."""
     square, size = context.hidden * context.hidden * context.element_bytes, context.hidden * context.element_bytes
-    if context.token_types:
+    if context.ends.token_types:
         whole = final
-        if context.sequence_parallel:
+        if context.groups.sequence_parallel:
             whole = tape.operation("pooler.gather", [final], context.gathered_bytes)
         tape.operation(
             "pooler",
@@ -101,7 +101,7 @@ def _predict_ahead(tape: Tape, final: Tensor, context: MegatronContext, depth: i
 def _join(tape: Tape, hidden: Tensor, embedded: Tensor, context: MegatronContext) -> Tensor:
     """Both, each after a norm, concatenated and projected to [rows, hidden / tensor parallel size], then gathered and
     scattered."""
-    tensor, size = context.tensor_parallel_size, context.stream_bytes
+    tensor, size = context.groups.tensor_parallel_size, context.stream_bytes
     embedded = norm(tape, embedded, context, context.stream_rows, context.hidden, "mtp.enorm")
     hidden = norm(tape, hidden, context, context.stream_rows, context.hidden, "mtp.hnorm")
     both = tape.operation("mtp.concatenate", [embedded, hidden], 2 * size, gradients=[(embedded, size), (hidden, size)])
@@ -110,7 +110,7 @@ def _join(tape: Tape, hidden: Tensor, embedded: Tensor, context: MegatronContext
     if tensor > 1:  # gathering along the last dimension makes a copy of all ranks' parts, then one in order
         full = context.gathered_bytes
         joined = tape.operation("mtp.gather", [joined], full, forward_temporary_bytes=full)
-    if context.sequence_parallel:
+    if context.groups.sequence_parallel:
         joined = tape.operation(
             "mtp.scatter", [joined], Output(size, view_of=joined), gradients=[(joined, joined.num_bytes)]
         )

@@ -54,12 +54,12 @@ from for the operation in whose backward that is done."""
 def decoder_layer(context: MegatronContext) -> Template:
     """The template of one decoder layer: [stream_rows, hidden] in and out."""
     tape = Tape(offload=_offload(context))
-    return tape.finish(layer_operations(tape, tape.input(context.stream_bytes, owned=not context.checkpointed), context))
+    return tape.finish(layer_operations(tape, tape.input(context.stream_bytes, owned=not context.runs.input_held), context))
 
 
 def _offload(context: MegatronContext) -> Offload:
-    groups = {name: module for module in context.offloaded for name in OFFLOADED[module]}
-    return Offload(groups, context.least_offloaded_elements * context.element_bytes)
+    groups = {name: module for module in context.offloading.modules for name in OFFLOADED[module]}
+    return Offload(groups, context.offloading.least_elements * context.element_bytes)
 
 
 def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
@@ -91,8 +91,8 @@ def _attended(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
         begin = tape.num_tensors
         normalized = own_norm(tape, hidden, context, "input_layernorm")
         norms = begin, tape.num_tensors
-        width = context.query + 2 * context.key_value
-        mixed = column_linear_of_norm(tape, normalized, context, width, "linear_qkv", context.qkv_bias)
+        width = context.attention.query + 2 * context.attention.key_value
+        mixed = column_linear_of_norm(tape, normalized, context, width, "linear_qkv", context.attention.qkv_bias)
         attended, named = attention(tape, mixed, context)
         projected = _projected(tape, attended, context)
         for variable in named:
@@ -117,12 +117,16 @@ def _cross_attention(tape: Tape, hidden: Tensor, context: MegatronContext) -> Te
     source = replace(context, sequence=context.source_sequence)
     states = tape.elsewhere(source.stream_bytes, ENCODER_STATES)
     normalized = norm(tape, hidden, context, context.stream_rows, context.hidden, "pre_cross_attn_layernorm")
-    both = column_linear(tape, states, source, 2 * context.key_value, "cross_attention.linear_kv", context.linear_bias)
+    both = column_linear(
+        tape, states, source, 2 * context.attention.key_value, "cross_attention.linear_kv", context.linear_bias
+    )
     key, value = tape.split(both, [both.num_bytes // 2] * 2, "split_kv")
-    query = column_linear(tape, normalized, context, context.query, "cross_attention.linear_q", context.linear_bias)
+    query = column_linear(
+        tape, normalized, context, context.attention.query, "cross_attention.linear_q", context.linear_bias
+    )
     crossing = replace(context, key_sequence=context.source_sequence, padding=True)
     attended = core_attention(tape, query, key, value, crossing)
-    projected = row_linear(tape, attended, context, context.query, "cross_attention.linear_proj")
+    projected = row_linear(tape, attended, context, context.attention.query, "cross_attention.linear_proj")
     output = bias_dropout_add(tape, projected, hidden, context, "cross_attn_bda")
     tape.hold(normalized)
     return output
@@ -136,8 +140,8 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     begin = tape.num_tensors
     normalized = own_norm(tape, x, context, "pre_mlp_layernorm")
     end = tape.num_tensors
-    if context.recompute_feed_forward:
-        alone = replace(context, without_graph=True)
+    if context.feed_forward.recompute:
+        alone = replace(context, runs=replace(context.runs, without_graph=True))
         parts = (lambda part, held: _dense(part, held, context), lambda part, held: _dense(part, held, alone))
         with tape.marked(Mark.RECOMPUTED_FEED_FORWARD):
             output = checkpointed(tape, normalized, "mlp", *parts)
@@ -151,20 +155,29 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
 
 def _dense(tape: Tape, normalized: Tensor, context: MegatronContext) -> Tensor:
     """The feed-forward without its norm."""
-    inner = column_linear_of_norm(tape, normalized, context, context.ffn * (2 if context.gated else 1), "linear_fc1", False)
-    return row_linear(tape, _activation(tape, inner, context), context, context.ffn, "linear_fc2")
+    inner = column_linear_of_norm(
+        tape,
+        normalized,
+        context,
+        context.feed_forward.width * (2 if context.feed_forward.gated else 1),
+        "linear_fc1",
+        False,
+    )
+    return row_linear(tape, _activation(tape, inner, context), context, context.feed_forward.width, "linear_fc2")
 
 
 def _activation(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     """bias + activation. Fused kernels (bias_gelu, bias_swiglu) and the compiled squared ReLU save only their input."""
-    output = context.rows * context.ffn * context.element_bytes
-    if context.bias_activation_fusion or (context.activation == "squared_relu" and not context.gated):
-        if context.linear_bias and not context.bias_activation_fusion:
+    output = context.rows * context.feed_forward.width * context.element_bytes
+    if context.feed_forward.fused_activation or (
+        context.feed_forward.activation == "squared_relu" and not context.feed_forward.gated
+    ):
+        if context.linear_bias and not context.feed_forward.fused_activation:
             x = tape.operation("add_bias", [x], x.num_bytes, gradients=[(x, None)])
         return tape.operation("activation", [x], output, saves=[x])
     if context.linear_bias:
         x = tape.operation("add_bias", [x], x.num_bytes, gradients=[(x, None)])
-    if not context.gated:
+    if not context.feed_forward.gated:
         return tape.operation("activation", [x], output, saves=[x])
     gate, up = tape.split(x, [output, output], "chunk")
     return gated_activation(tape, gate, up, context, ("activation", "glu_product"))

@@ -34,14 +34,14 @@ def latent_attention(
     combined = _duplicated_linear(tape, x, context, latent.kv_lora_rank + latent.rope_dim, "linear_kv_down_proj")
     token = context.stream_rows * context.element_bytes
     compressed, position = tape.split(combined, [token * latent.kv_lora_rank, token * latent.rope_dim], "split_kv_down")
-    if context.sequence_parallel:
+    if context.groups.sequence_parallel:
         size = context.rows * latent.rope_dim * context.element_bytes
         position = tape.operation("gather_k_pos_emb", [position], size, forward_temporary_bytes=token * latent.rope_dim)
     begin = tape.num_tensors
     query = _query(tape, asked, context, latent)
     # it is a view of part of the last dimension, which Transformer Engine's module copies
     compressed = tape.operation("kv_contiguous", [compressed], compressed.num_bytes)
-    width = context.heads * (latent.nope_dim + latent.v_dim)
+    width = context.attention.heads * (latent.nope_dim + latent.v_dim)
     expanded = _up_projection(tape, compressed, context, latent, latent.kv_lora_rank, width, "linear_kv_up_proj")
     rotate = _rotate_fused if latent.rotary_fused else _rotate
     query, key, value = rotate(tape, query, expanded, position, context, latent)
@@ -56,7 +56,7 @@ def latent_attention(
 
 def _query(tape: Tape, asked: Tensor, context: MegatronContext, latent: LatentContext) -> Tensor:
     """The query, from its down projection or from the layer's input itself."""
-    width = context.heads * latent.qk_dim
+    width = context.attention.heads * latent.qk_dim
     if not latent.q_lora_rank:
         return column_linear(tape, asked, context, width, "linear_q_proj", False)
     return _up_projection(tape, asked, context, latent, latent.q_lora_rank, width, "linear_q_up_proj")
@@ -92,7 +92,7 @@ def _rotate(
     """Unfused: the rotated parts are new tensors, query and key are concatenated, value is copied. Until then variables
     refer to all of them (`qkv_up_proj_and_rope_apply`)."""
     token = context.rows * context.element_bytes
-    head = token * context.heads
+    head = token * context.attention.heads
     plain, rotated = tape.split(query, [head * latent.nope_dim, head * latent.rope_dim], "split_q")
     key, value = tape.split(expanded, [head * latent.nope_dim, head * latent.v_dim], "split_kv")
     table = context.sequence * latent.rotary_dim * context.element_bytes
@@ -126,7 +126,7 @@ def _rotate_fused(
     tape: Tape, query: Tensor, expanded: Tensor, position: Tensor, context: MegatronContext, latent: LatentContext
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fused: the query is rotated in place; one kernel makes key and value."""
-    head = context.rows * context.heads * context.element_bytes
+    head = context.rows * context.attention.heads * context.element_bytes
     query = tape.operation("rotary_q", [query], Output.view(query), gradients=[(query, None)])
     both = tape.operation(
         "rotary_kv",

@@ -67,7 +67,7 @@ def _grouped(
     tape: Tape, x: Tensor, probabilities: Tensor, rows: int, context: MegatronContext, experts: ExpertContext
 ) -> Tensor:
     """All local experts in one product for each projection."""
-    inner = experts.ffn * (2 if context.gated else 1)
+    inner = experts.ffn * (2 if context.feed_forward.gated else 1)
     count = experts.local_experts
     projected = _expert_linear(tape, x, rows, context.hidden, inner, context, count, "experts.linear_fc1")
     again = None
@@ -95,7 +95,7 @@ def _one_by_one(
     row, element = context.hidden * context.element_bytes, experts.router_bytes
     parts = tape.split(x, [size * row for size in sizes], "experts.split")
     weights = tape.split(probabilities, [size * element for size in sizes], "experts.split_probabilities")
-    inner = experts.ffn * (2 if context.gated else 1)
+    inner = experts.ffn * (2 if context.feed_forward.gated else 1)
     outputs = []
     for part, weight, size, count in zip(parts, weights, sizes, counts, strict=True):
         projected = _expert_linear(tape, part, size, context.hidden, inner, context, count, "expert.linear_fc1")
@@ -127,7 +127,7 @@ def _expert_linear(
     output = rows * out_features * context.element_bytes
     saves, kept = kept_input(context, x, rows * in_features)
     quantized = quantized_gradient_bytes(context, output)
-    if context.gradient_accumulation_fusion:  # placeholders are made after the products and the FP8 input are freed
+    if context.weight_gradients.fused:  # placeholders are made after the products and the FP8 input are freed
         quantized -= min(quantized, sum(kept), count * sum(gradient.num_bytes for gradient in gradients))
     return tape.operation(
         name,
@@ -171,7 +171,7 @@ def _weighted_activation(
     wide = rows * experts.ffn * max(context.element_bytes, experts.router_bytes)
     if experts.fused_weighted_activation:
         return tape.operation("experts.weighted_activation", [x, probabilities], narrow, saves=[x, probabilities])
-    if context.gated:
+    if context.feed_forward.gated:
         gate, up = tape.split(x, [narrow, narrow], "experts.chunk")
         activated = gated_activation(tape, gate, up, context, ("experts.activation", "experts.glu_product"))
     else:
@@ -192,10 +192,10 @@ def _shared_expert(tape: Tape, x: Tensor, context: MegatronContext, experts: Exp
     if experts.recompute_shared:
         again = replace(experts, recompute_shared=False)
         return checkpointed(tape, x, "shared_experts", lambda part, held: _shared_expert(part, held, context, again))
-    inner = experts.shared_ffn * (2 if context.gated else 1)
+    inner = experts.shared_ffn * (2 if context.feed_forward.gated else 1)
     if experts.overlap_shared:  # the layer gathers the input, not the projection, which therefore saves it gathered
         gathered = x
-        if context.sequence_parallel:
+        if context.groups.sequence_parallel:
             gathered = tape.operation("shared_experts.all_gather", [x], context.gathered_bytes)
         projected = _expert_linear(
             tape, gathered, context.rows, context.hidden, inner, context, 1, "shared_experts.linear_fc1"
@@ -207,7 +207,7 @@ def _shared_expert(tape: Tape, x: Tensor, context: MegatronContext, experts: Exp
         output = _expert_linear(
             tape, activated, context.rows, experts.shared_ffn, context.hidden, context, 1, "shared_experts.linear_fc2"
         )
-        if context.sequence_parallel:
+        if context.groups.sequence_parallel:
             output = tape.operation("shared_experts.reduce_scatter", [output], context.stream_bytes)
     else:
         output = row_linear(tape, activated, context, experts.shared_ffn, "shared_experts.linear_fc2")
@@ -226,7 +226,7 @@ def _shared_expert(tape: Tape, x: Tensor, context: MegatronContext, experts: Exp
 def _activation(tape: Tape, x: Tensor, num_bytes: int, context: MegatronContext) -> Tensor:
     """act(x) of `num_bytes`. A fused or ungated activation saves its input; otherwise gate, up and the activated gate are
     saved."""
-    if not context.gated or context.bias_activation_fusion:
+    if not context.feed_forward.gated or context.feed_forward.fused_activation:
         return tape.operation("shared_experts.activation", [x], num_bytes, saves=[x])
     gate, up = tape.split(x, [num_bytes, num_bytes], "shared_experts.chunk")
     return gated_activation(tape, gate, up, context, ("shared_experts.activation", "shared_experts.product"))

@@ -31,8 +31,8 @@ def norm_gradients(context: MegatronContext, name: str, width: int) -> list[Weig
 def weight_gradients(context: MegatronContext, name: str, numel: int, bias: int) -> list[WeightGradient]:
     """What a projection's backward allocates for its parameters, with `numel` weight and `bias` bias elements."""
     gradients = []
-    placeholder = context.transformer_engine and not context.cached_placeholders
-    if not context.gradient_accumulation_fusion or placeholder:
+    placeholder = context.transformer_engine and not context.weight_gradients.cached_placeholders
+    if not context.weight_gradients.fused or placeholder:
         gradients.append(WeightGradient(f"{name}.weight.grad", numel * context.element_bytes))
     if bias:
         gradients.append(WeightGradient(f"{name}.bias.grad", bias * context.element_bytes))
@@ -86,18 +86,18 @@ def norm_column_linear(
         return column_linear(tape, normalized, context, out_features, name, bias, in_features=in_features)
     token = width * context.element_bytes
     whole, own = context.rows * token, context.stream_rows * token
-    gathered = whole if context.sequence_parallel else 0
+    gathered = whole if context.groups.sequence_parallel else 0
     kept, backward = own, 2 * gathered  # the norm's output is freed before the norm's own backward (`clear_tensor_data`)
     if context.fp8_recipe:
         backward = whole + quantized_gradient_bytes(context, output)
         layouts = quantized_bytes(context, context.rows * width)
-        if context.sequence_parallel:  # columns of blocks are gathered and then rearranged, without their scales
+        if context.groups.sequence_parallel:  # columns of blocks are gathered and then rearranged, without their scales
             columns = context.rows * width * FP8 if context.fp8_recipe == "blockwise" else 0
             backward += layouts + (columns or layouts)
         else:  # the norm's output is freed before the norm's own backward
             backward -= layouts
         narrow = quantized_bytes(context, context.stream_rows * width)
-        kept = 0 if context.without_graph else narrow
+        kept = 0 if context.runs.without_graph else narrow
         # its other layout, and the whole norm's output if the kernel does not quantise it directly
         gathered = narrow + (own if context.fp8_recipe != "delayed" else 0) + gathered // context.element_bytes
     return tape.operation(
@@ -126,7 +126,7 @@ def kept_input(context: MegatronContext, x: Tensor, elements: int) -> tuple[list
     the layout for the weight gradient). Without a graph nothing is saved in FP8."""
     if not context.fp8_recipe:
         return [x], []
-    return [], [] if context.without_graph else [quantized_bytes(context, elements)]
+    return [], [] if context.runs.without_graph else [quantized_bytes(context, elements)]
 
 
 def other_layout_bytes(context: MegatronContext, elements: int) -> int:
@@ -156,7 +156,7 @@ def column_linear(
     width = context.hidden if in_features is None else in_features
     output = context.rows * out_features * context.element_bytes
     gradients = weight_gradients(context, name, out_features * width, out_features if bias else 0)
-    gathered = context.rows * width * context.element_bytes if context.sequence_parallel else 0
+    gathered = context.rows * width * context.element_bytes if context.groups.sequence_parallel else 0
     if context.fp8_recipe and not own:
         return _column_linear_in_fp8(tape, x, context, output, name, width, gradients)
     return tape.operation(
@@ -189,7 +189,7 @@ def _column_linear_in_fp8(
         layouts = 2 if context.fp8_recipe == "tensorwise" else 1
         saves, kept, backward = [x], [], backward + layouts * quantized_bytes(context, context.stream_rows * width)
     gathered = other_layout_bytes(context, context.stream_rows * width)
-    if context.sequence_parallel:
+    if context.groups.sequence_parallel:
         layouts = quantized_bytes(context, context.rows * width)
         columns = context.rows * width * FP8 if context.fp8_recipe == "blockwise" else 0
         backward += layouts + (columns or layouts) + context.rows * width * context.element_bytes
@@ -207,7 +207,11 @@ def _column_linear_in_fp8(
 
 def fused_weight_gradient_bytes(context: MegatronContext, numel: int) -> int:
     """Bytes of the placeholder that a fused weight gradient returns to autograd in megatron-core's own projections."""
-    made = context.gradient_accumulation_fusion and not context.transformer_engine and not context.cached_output_placeholder
+    made = (
+        context.weight_gradients.fused
+        and not context.transformer_engine
+        and not context.weight_gradients.cached_output_placeholder
+    )
     return numel * context.element_bytes if made else 0
 
 
@@ -217,7 +221,7 @@ def row_linear(tape: Tape, x: Tensor, context: MegatronContext, in_features: int
     Saves its input. Under sequence parallelism the product is made whole and reduce-scattered, and its gradient is gathered
     in backward.
     """
-    full = context.gathered_bytes if context.sequence_parallel else 0
+    full = context.gathered_bytes if context.groups.sequence_parallel else 0
     placeholder = fused_weight_gradient_bytes(context, in_features * context.hidden)
     if context.fp8_recipe:
         return _row_linear_in_fp8(tape, x, context, in_features, name, full)
@@ -244,7 +248,7 @@ def _row_linear_in_fp8(tape: Tape, x: Tensor, context: MegatronContext, in_featu
         name,
         [x],
         context.stream_bytes,
-        saves=Saved([x] if original else [], extra_bytes=[] if original or context.without_graph else [narrow]),
+        saves=Saved([x] if original else [], extra_bytes=[] if original or context.runs.without_graph else [narrow]),
         weight_gradients=weight_gradients(context, name, in_features * context.hidden, 0),
         forward_temporary_bytes=full + narrow,
         backward_temporary_bytes=quantized_gradient_bytes(context, context.gathered_bytes) + again,
@@ -261,7 +265,7 @@ def bias_dropout_add(tape: Tape, x: Tensor, residual: Tensor, context: MegatronC
     the kernel (but a bias, as a parameter, gives it a graph: `transformer_layer.py` adds residuals under `enable_grad`).
     Unfused: the same and two temporaries."""
     drops = context.hidden_dropout > 0
-    inside = context.without_graph and context.bias_dropout_fusion and not context.linear_bias
+    inside = context.runs.without_graph and context.bias_dropout_fusion and not context.linear_bias
     bias = [WeightGradient(f"{name}.bias.grad", context.hidden * context.element_bytes)] if context.linear_bias else []
     unfused = 0 if context.bias_dropout_fusion else context.stream_bytes * (int(context.linear_bias) + int(drops))
     with tape.marked(Mark.RESIDUAL_ADD):
@@ -279,7 +283,7 @@ def bias_dropout_add(tape: Tape, x: Tensor, residual: Tensor, context: MegatronC
 def gated_activation(tape: Tape, gate: Tensor, up: Tensor, context: MegatronContext, names: tuple[str, str]) -> Tensor:
     """act(gate) · up without a fused kernel: saves all three factors; an offset (of 0) is first added to up."""
     activated = tape.operation(names[0], [gate], gate.num_bytes, saves=[gate])
-    if context.glu_adds_offset:
+    if context.feed_forward.glu_adds_offset:
         up = tape.operation(f"{names[1]}.offset", [up], up.num_bytes, gradients=[(up, None)])
     product = tape.operation(names[1], [activated, up], gate.num_bytes, saves=[activated, up])
     tape.hold(gate)  # both are parts of the argument of `glu`, which refers to it

@@ -1,0 +1,45 @@
+"""Which tensor each gradient is of that a block's backward makes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from peakcast.core.units import round_up
+from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
+from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.module_tree import SUFFIXES, ModulePath, module_of
+from peakcast.models.ledger.tape.template import Template
+
+COPIES = {ModulePath.of("lm_head.score"): ModulePath.of("score.copy")}
+"""Modules of which peft trains a copy (`modules_to_save`): a classifier's head."""
+
+
+def tensors_of_gradients(
+    template: Template, gradients: Iterable[int], tensors: Sequence[StoredTensor], element_bytes: int
+) -> dict[int, int]:
+    """By index of a gradient in `template`: which of `tensors`, those of the block, it is the gradient of. A gradient of
+    something else, such as a table that the embedding has, or of only a part of a tensor, is left out. `gradients`: their
+    indices in the order in which backward makes them."""
+    parameters = dict(zip(template.gradient_columns.tolist(), template.parameters, strict=True))
+    left = [(place, (tensor.path, _last(tensor.name)), tensor) for place, tensor in enumerate(tensors)]
+    found: dict[int, int] = {}
+    for index in gradients:
+        name, size = parameters[index], int(template.num_bytes[index])
+        path = module_of(name)
+        parameter = COPIES.get(path, path), _last(name)
+        own = (one for one in left if one[1] == parameter and not (one[2].stacked and size < one[2].numel))
+        fitting = (
+            one
+            for one in own
+            if one[2].name == name or round_up(one[2].numel * element_bytes, MIN_BLOCK_BYTES) == size
+        )
+        if (taken := next(fitting, None)) is not None:
+            found[index] = taken[0]
+            left.remove(taken)
+    return found
+
+
+def _last(name: str) -> str:
+    """Whether a tensor is its module's weight or its bias. An adapter's matrices are stored without either name."""
+    last = name.rpartition(".")[2]
+    return last if last in SUFFIXES else SUFFIXES[0]

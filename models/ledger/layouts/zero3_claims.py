@@ -1,0 +1,88 @@
+"""Who still needs a weight that a ZeRO-3 module releases: modules that have not ended, recomputations, autograd."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Collection, Iterable, Sequence
+
+from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.zero3_visits import Course, Leaf, Pass, Turn
+from peakcast.models.ledger.layouts.zero3_weights import Engine
+
+
+class Claims:
+    """What of the weights of one micro-batch is claimed. `viewed`: tensors, besides stacked experts, that autograd saves as
+    views, so that a release does not free their memory. (A checkpoint does not save them.)"""
+
+    def __init__(self, turns: Sequence[Turn], engine: Engine, viewed: Collection[StoredTensor]) -> None:
+        self.turns, self.engine, self.viewed = turns, engine, viewed
+        self._uses: dict[StoredTensor, list[int]] = {}
+        """The turns that have each tensor."""
+        for index, turn in enumerate(turns):
+            for tensor in turn.module.tensors:
+                self._uses.setdefault(tensor, []).append(index)
+        self._packed = set[StoredTensor]()
+        """Weights whose memory a checkpoint keeps from their recomputation to their backward."""
+        self._kept = set[StoredTensor]()
+        """Weights of modules that have begun and not ended."""
+        self._lent = dict[StoredTensor, None]()
+        """Frozen weights that a recomputation has gathered. They are assigned to the module whose backward is running
+        (`ds_recompute_parameters`): a module of the block, which is done soon; with use_reentrant the whole network, which
+        is never done."""
+        self._taken_back = dict[StoredTensor, None]()
+        """Those that the module of the current turn has thereby got."""
+
+    def note(self, turn: Turn, mine: Sequence[StoredTensor]) -> None:
+        """A module reads its tensors."""
+        self._taken_back = {}
+        if turn.course is Course.BEGINS:
+            self._kept.update(mine)
+        elif turn.course is Course.ENDS:
+            self._kept.difference_update(mine)
+        if turn.during is Pass.RECOMPUTATION:
+            self._packed.update(t for t in mine if self.engine.packs and t.trains)
+            self._lent |= {t: None for t in mine if not t.trains}
+        elif mine or turn.course is Course.ENDS:
+            self._packed.difference_update(mine)
+            if self.engine.packs:
+                self._taken_back, self._lent = self._lent, {}
+
+    def free_of(self, released: Iterable[StoredTensor]) -> list[StoredTensor]:
+        """Of the tensors that the module of the current turn releases, and of those that it got from a recomputation, which
+        are not claimed."""
+        large = (t for t in self._taken_back if not self.engine.persists(t))
+        return [t for t in (*released, *large) if t not in self._lent and t not in self._kept]
+
+    def is_packed(self, tensor: StoredTensor) -> bool:
+        """Whether a checkpoint keeps the tensor's memory."""
+        return tensor in self._packed
+
+    def memory_ends(self, tensor: StoredTensor, index: int, mine: Sequence[StoredTensor]) -> int:
+        """The instant at which the memory of a tensor is free that the module of turn `index` releases. `mine`: the
+        module's own tensors."""
+        ends = self.turns[index].ends
+        if tensor in self._packed:
+            ends = next((later.ends for later in self._later(tensor, index)), ends)
+        if tensor in mine and self.engine.packs and tensor.quantized:
+            ends = self._last(tensor).ends  # bitsandbytes' product keeps a quantised weight for its backward (`MatMul4Bit`)
+        if (tensor.stacked or tensor in self.viewed) and (tensor in mine or tensor in self._taken_back):
+            after = self._later(tensor, index)
+            if after and not any(later.during is Pass.RECOMPUTATION for later in after):
+                ends = max(ends, _done(after[-1], tensor))
+        return ends
+
+    def _later(self, tensor: StoredTensor, index: int) -> list[Turn]:
+        """The turns after turn `index` that have the tensor."""
+        uses = self._uses.get(tensor, [])
+        return [self.turns[use] for use in uses[bisect_right(uses, index) :]]
+
+    def _last(self, tensor: StoredTensor) -> Turn:
+        """The last turn that has the tensor."""
+        return self.turns[self._uses[tensor][-1]]
+
+
+def _done(turn: Turn, tensor: StoredTensor) -> int:
+    """The instant at which a module is done with one of its tensors: a leaf, when the tensor's own operation has ended."""
+    if isinstance(turn.module, Leaf) and tensor.name in turn.module.done:
+        return turn.begins + turn.module.done[tensor.name]
+    return turn.ends
