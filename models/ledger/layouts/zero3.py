@@ -165,9 +165,11 @@ class Zero3(Partitions):
             stops = run.forward_start + run.template.num_recomputed
             if self.packs and again[-1].ends > stops:  # it stops inside an operation, before the module's release
                 again[-1] = replace(again[-1], releases=False)
-            kept = run.template.dies_backward & ~run.template.born_backward
-            asks = begins + int(run.template.dies[kept].min()) - 1  # the first operation to free a saved tensor has read it
-            turns = within_first(turns, again, asks) if self.packs else [*again, *turns]
+            kept = run.template.dies[run.template.dies_backward & ~run.template.born_backward]
+            if self.packs and len(kept):  # the first operation to free a saved tensor has read it
+                turns = within_first(turns, again, begins + int(kept.min()) - 1)
+            else:
+                turns = [*again, *turns]
             self._hold_last_result(step, run)
         elif run.forward_start < self._began:
             turns = self._without_missing_releases(turns, run.forward_start + run.template.num_forward)

@@ -61,9 +61,10 @@ class Modules:
         if self.tied and not head_of_root:
             self.tensors.setdefault("head", []).extend(replace(t, name="lm_head.weight") for t in table)
         head = [t for t in self.tensors.get("head", []) if t.name.startswith("lm_head.")]
-        self.of_root = tuple(table if self.tied else head) if head_of_root else ()
+        self.of_root = tuple(table if self.tied else head) if head_of_root and "head" in self.tensors else ()
         """Weights that the network's own forward reads without running their module: external parameters of the root,
-        gathered from its second forward on when the root begins (`ZeROOrderedDict`, `register_external_parameter`)."""
+        gathered from its second forward on when the root begins (`ZeROOrderedDict`, `register_external_parameter`). A
+        pipeline's stage before the last reads none."""
         if self.of_root:
             self.tensors["head"] = [t for t in self.tensors["head"] if t not in head]
         read = (t for t in tensors if t.name.removesuffix(".weight") in READS.get(family, {}).values())
