@@ -82,6 +82,7 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
         cached_placeholders=bool(convention.get("cached_weight_gradient_placeholders", True)),
         cached_output_placeholder=bool(convention.get("cached_output_layer_placeholder", True)),
         cross_entropy_copies_logits=bool(convention.get("cross_entropy_copies_logits")),
+        predicted_logits_outlive_loss=bool(convention.get("predicted_logits_outlive_loss")),
         fused_cross_entropy=bool(convention.get("cross_entropy_loss_fusion")),
         cross_entropy_in_place=convention.get("cross_entropy_fusion_impl") == "te",
         cross_entropy_wide_gradient=bool(convention.get("te_cross_entropy_wide_gradient")),

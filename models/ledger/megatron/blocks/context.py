@@ -221,6 +221,8 @@ class MegatronContext:
     """Whether megatron-core's own projections cache their placeholders; the output layer is always one of them."""
     cross_entropy_copies_logits: bool
     """Whether the loss has two fp32 copies of the logits at once in forward."""
+    predicted_logits_outlive_loss: bool
+    """Whether the last narrow logits of multi-token prediction live until the model's forward returns."""
     fused_cross_entropy: bool
     cross_entropy_in_place: bool
     """Whether Transformer Engine's kernel computes the loss, and overwrites the logits with their gradient."""
