@@ -301,9 +301,15 @@ def _expert_reason(job: TrainingJob) -> Finding | None:
         ),
         (
             flex and convention.get("moe_flex_dispatcher_backend") == "hybridep",
-            "The flex token dispatcher with HybridEP is not modelled: it keeps communication buffers of its own.",
-            MORE,
+            "HybridEP is counted as its source has it; two published runs have 1 % more.",
+            NEARLY_MORE,
             "framework_options.moe_flex_dispatcher_backend",
+        ),
+        (
+            routed and convention.get("moe_token_dispatcher_type") == "alltoall_seq",
+            "moe-token-dispatcher-type=alltoall_seq is counted as alltoall, which newer releases have in its place.",
+            UNKNOWN,
+            "framework_options.moe_token_dispatcher_type",
         ),
         (
             flex and bool(convention.get("moe_expert_capacity_factor")),

@@ -24,7 +24,7 @@ class ExpertContext:
     shared_gate: bool
     expert_parallel_size: int
     expert_tensor_parallel_size: int
-    dispatcher: Literal["allgather", "alltoall", "flex"]
+    dispatcher: Literal["allgather", "alltoall", "deepep", "hybridep"]
     grouped: bool
     """Whether one grouped product computes all local experts, instead of a loop over them."""
     joined_weights: bool
