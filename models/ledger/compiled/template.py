@@ -24,6 +24,8 @@ class Given:
     """Whether it comes during backward (else during forward)."""
     born: int = 0
     """The instant at which it comes."""
+    read_again: bool = True
+    """Whether backward reads it; else it is freed when forward ends."""
 
 
 def compiled_template(
@@ -40,8 +42,9 @@ def compiled_template(
     backward, kept_until = second.lives()
     passing = int(Category.TEMPORARIES)
     rows: list[tuple[str, int, int, int, bool, int, bool, bool]] = [
-        (one.name, int(one.category), one.num_bytes, one.born, one.in_backward, dies, True, False)
-        for one, dies in ((one, max(second.last_read(one.name), 1)) for one in given)
+        (one.name, int(one.category), one.num_bytes, one.born, one.in_backward, dies, one.read_again, False)
+        for one in given
+        for dies in (max(second.last_read(one.name), 1) if one.read_again else len(first.order),)
     ]
     for life in lives:
         kept = life.name in kept_until

@@ -196,6 +196,7 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
         fullest_expert_load=int(convention.get("fullest_expert_load", 1)),
         kernels=kernels.layer_compiled() if "ends" in compiled else kernels,
         compiled=compiled,
+        compiles_adapters=_compiles_adapters(job),
         reduced_bytes=reduced_bytes(job) or 0 if convention.get("loss_chunks") else 0,
         latent_cache=bool(convention.get("latent_cache", True)),
         logits_chunks_apart=bool(convention.get("logits_chunks_apart")),
@@ -224,6 +225,14 @@ def _kernels(convention: Mapping[str, Any]) -> Kernels:
         loss=str(convention.get("loss_kernel", "eager")),
         lora=str(convention.get("lora_kernel", "eager")),
     )
+
+
+def _compiles_adapters(job: TrainingJob) -> bool:
+    """Whether a layer that is compiled by itself with its adapters was traced: plain ones, on one GPU."""
+    tuning, architecture = job.finetuning, job.architecture
+    plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout)
+    alone = job.parallelism.world_size == 1 and not conventions(job).get("autocast")
+    return plain and alone and not (architecture.fused_qkv or architecture.fused_gate_up)
 
 
 def _narrows_final_norm(job: TrainingJob) -> bool:

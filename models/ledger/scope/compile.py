@@ -18,7 +18,8 @@ TRACED = {
     "checkpointing of a whole network": (*PLAIN, "gemma", "phi3"),
     "full checkpointing of layers": (*PLAIN, "gemma", "gemma2", "phi3", "qwen3"),
     "selective checkpointing of layers": (*PLAIN, "gemma", "gemma2", "qwen3"),
-    "adapters": (*PLAIN, "gemma", "qwen3"),
+    "adapters of a whole network": (*PLAIN, "gemma", "qwen3"),
+    "adapters of layers": ("llama", "qwen2"),
     "layers in shards": (*PLAIN, "gemma", "gemma2", "gemma3_text", "gpt2", "phi3", "qwen3"),
     "layers in shards with accelerate": (*PLAIN, "gemma", "gemma2", "phi3", "qwen3"),
 }
@@ -44,16 +45,17 @@ def compile_reason(job: TrainingJob) -> Finding | None:
         (job.parallelism.world_size > 1 and not _in_shards(job), "on several ranks, but for layers that FSDP2 shards,"),
         (job.task != "train", "other than for training"),
         (
-            adapts and not (whole and job.parallelism.world_size == 1 and checkpointing.mode == "none"),
-            "with adapters, but in a whole network without checkpointing,",
+            adapts and (job.parallelism.world_size > 1 or checkpointing.mode != "none"),
+            "with adapters, but on one GPU without checkpointing,",
         ),
         (
             adapts and (tuning.method != "lora" or bool(tuning.quantization) or tuning.dropout > 0),
             "with adapters other than plain ones without dropout",
         ),
+        (adapts and autocast, "with adapters under autocast"),
         (
-            adapts and (autocast or adapter_dtype(job) != "float32"),
-            "with adapters that are not float32, or under autocast,",
+            adapts and adapter_dtype(job) not in ("float32",) + ("bfloat16",) * (not whole),
+            "with adapters that are not float32, or bfloat16 in layers,",
         ),
         (architecture.model_type not in FAMILIES or architecture.moe is not None, f"of {architecture.name!r}"),
         (
@@ -83,7 +85,8 @@ def compile_reason(job: TrainingJob) -> Finding | None:
                 ("checkpointing of a whole network", whole and checkpointing.mode != "none"),
                 ("full checkpointing of layers", not whole and checkpointing.mode == "full"),
                 ("selective checkpointing of layers", not whole and checkpointing.mode == "selective"),
-                ("adapters", adapts),
+                ("adapters of a whole network", adapts and whole),
+                ("adapters of layers", adapts and not whole),
                 ("layers in shards", _in_shards(job)),
                 ("layers in shards with accelerate", _in_shards(job) and accelerate),
             )

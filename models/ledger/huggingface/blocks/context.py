@@ -118,6 +118,8 @@ class HFContext:
     compiled: frozenset[str] = frozenset()
     """What torch.compile compiles: names from COMPILED in `layers.py`. Inductor fuses a layer's norms, rotation and
     silu·up as Liger's kernels do, and saves the same (`Kernels.layer_compiled`)."""
+    compiles_adapters: bool = False
+    """Whether the graph of a layer that is compiled by itself is known with its adapters."""
     reduced_bytes: int = 0
     """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without mixed precision."""
     loss_chunks: int = 0
