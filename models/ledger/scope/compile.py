@@ -39,14 +39,16 @@ def compile_reason(job: TrainingJob) -> Finding | None:
     tuning, adapts = job.finetuning, job.finetuning.method != "full"
     autocast = bool(convention.get("autocast"))
     cast = autocast and job.parallelism.world_size == 1  # weights are cast; FSDP2 gathers them narrow already
+    around = bool(convention.get("checkpoints_around_compiled"))
     whole, accelerate = convention.get("compiled_regions") == "network", job.framework == "huggingface"
     checks: tuple[Check, ...] = (
         (job.framework not in ("huggingface", "torch"), f"with framework={job.framework!r}"),
         (job.parallelism.world_size > 1 and not _in_shards(job), "on several ranks, but for layers that FSDP2 shards,"),
         (job.task != "train", "other than for training"),
+        (adapts and job.parallelism.world_size > 1, "with adapters on several ranks"),
         (
-            adapts and (job.parallelism.world_size > 1 or checkpointing.mode != "none"),
-            "with adapters, but on one GPU without checkpointing,",
+            adapts and not (checkpointing.mode == "none" or (checkpointing.mode == "full" and around)),
+            "with adapters and checkpointing, but full around what is compiled,",
         ),
         (
             adapts and (tuning.method != "lora" or bool(tuning.quantization) or tuning.dropout > 0),

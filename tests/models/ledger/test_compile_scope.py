@@ -26,6 +26,12 @@ COVERED = {
     "whole, with adapters": {"finetuning": {"method": "lora", "rank": 8, "targets": ["all-linear"]}},
     "layers with adapters": {**LAYERS, "finetuning": {"method": "lora", "rank": 8, "targets": ["all-linear"]}},
     "layers with bfloat16 adapters": {**LAYERS, "finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"}},
+    "torchtune's adapters, checkpointed": {
+        "framework": "torch",
+        "versions": {"torchtune": "0.6.1"},
+        "finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"},
+        "activation_checkpointing": {"mode": "full"},
+    },
     "whole, of Gemma": {"architecture": "gemma-2b"},
     "whole, of Gemma 2": {"architecture": "gemma-2-2b"},
     "whole, of GPT-2": {"architecture": "gpt2", "sequence_length": 512},
@@ -99,7 +105,12 @@ NAMED = {
         "framework": "torch",
         "framework_options": {"autocast": True, "compiled_regions": "layers"},
     },
-    "on one GPU without checkpointing": {
+    "adapters on several ranks": {
+        **LAYERS,
+        "finetuning": {"method": "lora", "rank": 8},
+        "parallelism": {"data_parallel_size": 2, "sharding": "fsdp2"},
+    },
+    "but full around what is compiled": {
         **LAYERS,
         "finetuning": {"method": "lora", "rank": 8},
         "activation_checkpointing": {"mode": "full"},
