@@ -19,7 +19,8 @@ for name in ("datasets", "models", "collectors", "reports"):
 compiled = [allocator.compiled is not None, allocator_events.compiled is not None]
 assert compiled == [sys.argv[1:] != ["--pure"]] * 2, f"compiled: {compiled}"
 folder = pathlib.Path(peakcast.__file__).parent
-for file in ("reports/templates/report.html.j2", "catalog/gpus.toml", "models/calibration/H100-80GB.json", "py.typed"):
+data = "catalog/gpus.toml", "catalog/families/llama.toml", "models/calibration/H100-80GB.json"
+for file in ("reports/templates/report.html.j2", *data, "py.typed"):
     assert (folder / file).is_file(), f"the wheel has no {file}"
 answer = peakcast.predict("llama-3.1-8b", "H100-80GB")
 peak = answer.peak_reserved_bytes

@@ -25,7 +25,7 @@ from peakcast.models.recipes.recipe import Recipe, recorded
 from peakcast.models.recipes.regime import regime
 from peakcast.models.recipes.shelf import LIBRARIES, public
 from peakcast.models.recipes.walk import Walk
-from peakcast.networks.families import FAMILIES
+from peakcast.networks.families import family
 from peakcast.networks.layer_count import with_layers
 from peakcast.networks.undescribed import for_tracing
 
@@ -87,7 +87,7 @@ def record_all(
         need("recording recipes", "torch", "transformers")
     with Recorder(python) as recorder:
         everything, versions = recorder.families()
-    known = {name: config for name, config in everything.items() if name not in FAMILIES}
+    known = {name: config for name, config in everything.items() if family(name) is None}
     for name in families:
         if name not in known:
             rule = f"must be a family that transformers has and the ledger has not{near_misses(name, known) or '.'}"

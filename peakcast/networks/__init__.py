@@ -1,1 +1,1 @@
-"""What a Hugging Face config.json says of a network, family by family."""
+"""Hugging Face model families: what each differs in, and what its config.json says of a network."""

@@ -1,4 +1,4 @@
-"""Reads the mapping of a Hugging Face `config.json` into an `Architecture`, by the rules in `hf_families`."""
+"""Reads the mapping of a Hugging Face `config.json` into an `Architecture`, by the rules of its family."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import flat
 from peakcast.jobs.architecture import MOST_ELEMENTS, MOST_LAYERS, Architecture, MixtureOfExperts, MultiLatentAttention
-from peakcast.networks.families import FAMILIES, OTHER_KINDS
+from peakcast.networks.families import counted_as, family, other_kinds
 from peakcast.networks.rotary import read_rotary
-from peakcast.networks.rules import REQUIRED, Choice, Family, Key, Product, Row, Rules, llama
+from peakcast.networks.rules import REQUIRED, Choice, ConfigRules, Key, Product, Row, Rules
 from peakcast.networks.undescribed import is_traced, kept_configuration, undescribed
 from peakcast.networks.unread import Seen, Unread, unread
 from peakcast.networks.windows import read_windows
@@ -75,7 +75,7 @@ def left_out_of(config: Mapping[str, Any]) -> Unread:
 
 def is_unknown(config: Mapping[str, Any]) -> bool:
     """Whether a `config.json` belongs to no known family."""
-    return isinstance(config.get("model_type"), str) and config["model_type"] not in FAMILIES
+    return isinstance(config.get("model_type"), str) and family(config["model_type"]) is None
 
 
 def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[Architecture, Unread]:
@@ -88,17 +88,17 @@ def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[
     language, multimodal = _language_part(config)
     seen = Seen(language)
     model_type = seen.get("model_type")
-    known = not isinstance(model_type, str) or model_type in FAMILIES  # other types are refused below
+    known = not isinstance(model_type, str) or family(model_type) is not None  # other types are refused below
     if not known and (is_traced() or not _is_like_llama(model_type, language)):
         return undescribed(config, name), Unread((), ())
-    family = _family(model_type)
+    reads = _rules_of(model_type)
     called = name or config.get("name") or config.get("_name_or_path") or model_type
-    values = _read(family.rules, seen)
-    _check_demands(family, seen)
-    if family.moe is not None:
-        values["moe"] = _read(family.moe, seen)
-    if family.adjust is not None:
-        family.adjust(seen, values)
+    values = _read(reads.rules, seen)
+    _check_demands(reads, seen)
+    if reads.moe is not None:
+        values["moe"] = _read(reads.moe, seen)
+    if reads.adjust is not None:
+        reads.adjust(seen, values)
     if "refusal" in values:
         key, value, rule = values["refusal"]
         raise _refuse(key, value, f"must be {rule}", "other patterns are not modelled; trace it instead")
@@ -107,8 +107,8 @@ def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[
     read_rotary(seen, values)
     if values.get("moe") is not None:
         values["moe"] = _experts(values["moe"])
-    if family.mla is not None:
-        values |= _latent_attention(_read(family.mla, seen), values)
+    if reads.mla is not None:
+        values |= _latent_attention(_read(reads.mla, seen), values)
     if multimodal:
         values["kind"] = "multimodal"
     if multimodal or not known:  # kept for code that knows more than its keys
@@ -126,7 +126,7 @@ def _language_part(config: Mapping[str, Any]) -> tuple[Mapping[str, Any], bool]:
     return {**shared, **text}, multimodal
 
 
-def _family(model_type: object) -> Family:
+def _rules_of(model_type: object) -> ConfigRules:
     """The rules for reading a configuration: its family's, or Llama's."""
     if model_type is None:
         raise SpecError(
@@ -135,17 +135,17 @@ def _family(model_type: object) -> Family:
         )
     if not isinstance(model_type, str):
         raise _refuse("model_type", model_type, "must be a text", "for example 'llama'")
-    return FAMILIES.get(model_type) or Family(llama())
+    return counted_as(model_type).config
 
 
 def _is_like_llama(model_type: str, config: Mapping[str, Any]) -> bool:
     """Whether the keys of a network of an unknown family are enough to treat it like Llama."""
     foreign = any(value and FOREIGN_KEYS.fullmatch(key) for key, value in flat(config).items())
-    return model_type not in OTHER_KINDS and not foreign and all(config.get(key) is not None for key in LLAMA_KEYS)
+    return model_type not in other_kinds() and not foreign and all(config.get(key) is not None for key in LLAMA_KEYS)
 
 
-def _check_demands(family: Family, config: Mapping[str, Any]) -> None:
-    for key, allowed in family.demands.items():
+def _check_demands(reads: ConfigRules, config: Mapping[str, Any]) -> None:
+    for key, allowed in reads.demands.items():
         value = config.get(key, allowed)
         if value is not None and value != allowed:
             raise _refuse(key, value, f"must be {allowed!r}".lower(), "the variant is not modelled; trace it instead")
@@ -274,8 +274,7 @@ def _complete(values: Row, config: Mapping[str, Any]) -> None:
 
 
 def _reads_head_dim(config: Mapping[str, Any]) -> bool:
-    family = FAMILIES.get(str(config.get("model_type")))
-    return family is None or isinstance(family.rules.get("head_dim"), Key)
+    return isinstance(counted_as(str(config.get("model_type"))).config.rules.get("head_dim"), Key)
 
 
 def _experts(values: Row) -> MixtureOfExperts | None:

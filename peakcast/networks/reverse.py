@@ -1,4 +1,4 @@
-"""Turns an `Architecture` back into the mapping of a Hugging Face `config.json`, by the same table of families."""
+"""Turns an `Architecture` back into the mapping of a Hugging Face `config.json`, by the same rules of its family."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.jobs.architecture import Architecture
 from peakcast.networks.config import architecture_from_hf_config
-from peakcast.networks.families import FAMILIES
+from peakcast.networks.families import family
 from peakcast.networks.rotary import rotary_key
 from peakcast.networks.rules import Choice, Key, Product, Rules
 from peakcast.networks.windows import window_keys
@@ -19,24 +19,25 @@ def hf_config_of(architecture: Architecture) -> dict[str, Any]:
 
     Raises: SpecError when the family cannot express the architecture.
     """
-    family = FAMILIES.get(architecture.model_type)
-    if family is None:
+    known = family(architecture.model_type)
+    if known is None:
         raise SpecError(
             f"model_type={architecture.model_type!r} is not a family of the catalog, so {architecture.name!r} cannot be "
             "built; use a known model_type.",
             parameter="model_type",
             value=architecture.model_type,
         )
-    config: dict[str, Any] = {"model_type": architecture.model_type, **dict(family.demands)}
-    _fill(config, family.rules, architecture)
-    if family.moe is not None and architecture.moe is not None:
-        _fill(config, family.moe, architecture.moe)
-    if family.mla is not None and architecture.mla is not None:
-        _fill(config, family.mla, architecture.mla)
+    rules = known.config
+    config: dict[str, Any] = {"model_type": architecture.model_type, **dict(rules.demands)}
+    _fill(config, rules.rules, architecture)
+    if rules.moe is not None and architecture.moe is not None:
+        _fill(config, rules.moe, architecture.moe)
+    if rules.mla is not None and architecture.mla is not None:
+        _fill(config, rules.mla, architecture.mla)
     if architecture.mla is not None:
         config.pop("head_dim", None)  # it is the rotated part's, and follows from qk_rope_head_dim
-    if family.restore is not None:
-        config |= family.restore(architecture)
+    if rules.restore is not None:
+        config |= rules.restore(architecture)
     config |= window_keys(architecture) | rotary_key(architecture)
     read = replace(architecture_from_hf_config(config), name=architecture.name)
     if read != architecture:

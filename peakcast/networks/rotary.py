@@ -9,21 +9,8 @@ from typing import Any
 
 from peakcast.core.errors import SpecError
 from peakcast.jobs.architecture import Architecture
+from peakcast.networks.families import counted_as, family_of
 from peakcast.networks.rules import Row
-
-ROTARY_FRACTION: Mapping[str, float] = {
-    "gpt_neox": 0.25,
-    "stablelm": 0.25,
-    "phi": 0.5,
-    "nemotron": 0.5,
-    "glm": 0.5,
-    "glm4": 0.5,
-    "glm4_moe": 0.5,
-    "phi3": 1.0,
-}
-"""`model_type` -> the fraction of head_dim that is rotated by default (transformers 5.17 configuration_*.py)."""
-ROTARY_DIM: Mapping[str, int] = {"gptj": 64, "codegen": 64}
-"""Families whose configuration has the width itself -> its default."""
 
 
 def read_rotary(config: Mapping[str, Any], values: Row) -> None:
@@ -31,18 +18,16 @@ def read_rotary(config: Mapping[str, Any], values: Row) -> None:
 
     Source: transformers 5.17 modeling_rope_utils.py `standardize_rope_params`: `rope_parameters` has priority.
     """
-    family, width = str(config.get("model_type")), values["head_dim"]
-    key, said = "rotary_dim", config.get("rotary_dim")
-    usual: float | None = ROTARY_DIM.get(family)
-    if usual is None:
-        usual = ROTARY_FRACTION.get(family)
-        key, said = _said(config)
-    if usual is None or said is None or said == usual:
+    rotary, width = counted_as(str(config.get("model_type"))).rotary, values["head_dim"]
+    if not rotary.config_key:
         return
-    most = width if family in ROTARY_DIM else 1
+    key, said = ("rotary_dim", config.get("rotary_dim")) if rotary.width else _said(config)
+    if said is None or said == (rotary.width or rotary.fraction):
+        return
+    most = width if rotary.width else 1
     if isinstance(said, bool) or not isinstance(said, (int, float)) or not math.isfinite(said) or not 0 < said <= most:
         raise SpecError(f"{key}={said!r} must be above 0 and at most {most}; correct it.", parameter=key, value=said)
-    values["rotary_fraction"] = said / width if family in ROTARY_DIM else float(said)
+    values["rotary_fraction"] = said / width if rotary.width else float(said)
 
 
 def _said(config: Mapping[str, Any]) -> tuple[str, Any]:
@@ -58,15 +43,14 @@ def rotary_key(architecture: Architecture) -> Row:
     """The key of config.json from which `read_rotary` reads the fraction, with its value."""
     if architecture.rotary_fraction is None:
         return {}
-    if architecture.model_type in ROTARY_DIM:
-        return {"rotary_dim": rotated_width(architecture)}
-    key = "rotary_pct" if architecture.model_type == "gpt_neox" else "partial_rotary_factor"
-    return {key: architecture.rotary_fraction}
+    rotary = family_of(architecture).rotary
+    fraction = rotated_width(architecture) if rotary.width else architecture.rotary_fraction
+    return {rotary.config_key or "partial_rotary_factor": fraction}
 
 
 def rotated_width(architecture: Architecture) -> int:
     """Number of rotated elements in every head."""
-    family, width, said = architecture.model_type, architecture.head_dim, architecture.rotary_fraction
-    if family in ROTARY_DIM:
-        return min(ROTARY_DIM[family], width) if said is None else round(width * said)
-    return int(width * (ROTARY_FRACTION.get(family, 1.0) if said is None else said))
+    rotary, width, said = family_of(architecture).rotary, architecture.head_dim, architecture.rotary_fraction
+    if rotary.width:
+        return min(rotary.width, width) if said is None else round(width * said)
+    return int(width * (rotary.fraction if said is None else said))

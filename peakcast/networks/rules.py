@@ -1,17 +1,20 @@
-"""The kinds of rules in `hf_families`, and sets of rules that many families share.
+"""How a family's configuration is read: the rules in its file, `catalog/families/<model_type>.toml`, as values.
 
-A family maps each field of `Architecture` to a rule: a plain value is fixed by the family; `Key` reads a key of
-config.json; `Choice` turns a flag into the field's value; `Product` multiplies keys.
+Each field of `Architecture` has a rule: a plain value is fixed by the family; `{ key = "n_embd" }` reads a key of
+config.json, `{ flag = ... }` turns a flag into the field's value, `{ product = [...] }` multiplies two keys. "null" stands
+for null, which TOML does not have. Defaults are those of the family's configuration class.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from importlib import import_module
 from types import MappingProxyType
 from typing import Any, Final
 
-from peakcast.jobs.architecture import Architecture
+from peakcast.core.errors import SpecError, near_misses
+from peakcast.jobs.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 
 REQUIRED: Final = "<required>"
 """Default of a key for which no default would be right: the configuration must have it."""
@@ -52,7 +55,7 @@ Rules = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Family:
+class ConfigRules:
     """The rules of one family: a rule per field, values that the configuration must not have, and functions that use
     several keys."""
 
@@ -66,120 +69,64 @@ class Family:
     """Computes the keys of the configuration that `adjust` reads, from the architecture."""
 
 
-def llama(**changes: Any) -> Row:
-    """Llama's rules with `changes`; most families differ from them in a few fields."""
-    row: Row = {
-        "hidden_size": Key("hidden_size"),
-        "num_hidden_layers": Key("num_hidden_layers"),
-        "num_attention_heads": Key("num_attention_heads"),
-        "num_key_value_heads": Key("num_key_value_heads", None, nullable=True),
-        "head_dim": Key("head_dim", None, nullable=True),
-        "intermediate_size": Key("intermediate_size", 11008),
-        "vocab_size": Key("vocab_size", 32000),
-        "max_position_embeddings": Key("max_position_embeddings", 2048),
-        "tie_word_embeddings": Key("tie_word_embeddings", False),
-        "hidden_act": Key("hidden_act", "silu"),
-        "attention_bias": Key("attention_bias", False),
-        "attention_output_bias": Key("attention_bias", False),
-        "mlp_bias": Key("mlp_bias", False),
-        "attention_dropout": Key("attention_dropout", 0.0),
-    }
-    return row | changes
+GROUPS = ("config", "config_experts", "config_latent_attention", "config_demands")
+"""The groups of a family's file that are rules."""
 
 
-def plain(**changes: Any) -> Row:
-    """Llama's rules without any bias, for families without a key for it (Mistral and similar ones)."""
-    return llama(attention_bias=False, attention_output_bias=False, mlp_bias=False) | changes
-
-
-def classic(**changes: Any) -> Row:
-    """The GPT-2 and GPT-3 shape: layer norms, a feed-forward of two matrices, and biases everywhere."""
-    row = llama(
-        num_key_value_heads=None,
-        head_dim=None,
-        normalization="layernorm",
-        gated_mlp=False,
-        attention_bias=True,
-        attention_output_bias=True,
-        mlp_bias=True,
-        hidden_act=Key("hidden_act", "gelu"),
+def config_rules(groups: Mapping[str, Mapping[str, Any]]) -> ConfigRules:
+    """The rules that these groups of a family's file are. Raises: SpecError naming the key."""
+    rules = dict(groups.get("config", {}))
+    adjust, restore = _function(rules, "adjust"), _function(rules, "restore")
+    moe, mla = groups.get("config_experts"), groups.get("config_latent_attention")
+    return ConfigRules(
+        _rules("config", rules, None if adjust else Architecture),
+        None if moe is None else _rules("config_experts", moe, MixtureOfExperts),
+        None if mla is None else _rules("config_latent_attention", mla, MultiLatentAttention),
+        {key: _plain(value) for key, value in groups.get("config_demands", {}).items()},
+        adjust,
+        restore,
     )
-    return row | changes
 
 
-def gpt2(**changes: Any) -> Row:
-    """OpenAI's names for the sizes (n_embd, n_layer, n_head, n_inner)."""
-    row = classic(
-        hidden_size=Key("n_embd"),
-        num_hidden_layers=Key("n_layer"),
-        num_attention_heads=Key("n_head"),
-        intermediate_size=Key("n_inner", None, nullable=True),
-        vocab_size=Key("vocab_size", 50257),
-        max_position_embeddings=Key("n_positions", 1024),
-        tie_word_embeddings=Key("tie_word_embeddings", True),
-        position_embedding="learned",
-        fused_qkv=True,
-        hidden_act=Key("activation_function", "gelu_new"),
-        attention_dropout=Key("attn_pdrop", 0.1),
-        hidden_dropout=Key("resid_pdrop", 0.1),
-        embedding_dropout=Key("embd_pdrop", 0.1),
-    )
-    return row | changes
+def _rules(group: str, stated: Mapping[str, Any], of: Any) -> Rules:
+    """The rules of a group, for the fields of the class `of`. None: `adjust` makes fields of some that are none."""
+    known = [f.name for f in fields(of)] if of else list(stated)
+    for name in stated:
+        if name not in known:
+            raise SpecError(f"{group}.{name} is no field of {of.__name__}{near_misses(name, known) or '.'}", parameter=name)
+    return {name: _rule(f"{group}.{name}", value) for name, value in stated.items()}
 
 
-def gptj(**changes: Any) -> Row:
-    """GPT-J: GPT-2's names, attention and feed-forward in parallel, no attention biases, a head with a bias."""
-    row = gpt2(
-        vocab_size=Key("vocab_size", 50400),
-        max_position_embeddings=Key("n_positions", 2048),
-        tie_word_embeddings=Key("tie_word_embeddings", False),
-        position_embedding="rope",
-        parallel_block=True,
-        fused_qkv=False,
-        attention_bias=False,
-        attention_output_bias=False,
-        lm_head_bias=True,
-        attention_dropout=Key("attn_pdrop", 0.0),
-        hidden_dropout=Key("resid_pdrop", 0.0),
-        embedding_dropout=Key("embd_pdrop", 0.0),
-    )
-    return row | changes
+def _rule(where: str, stated: Any) -> Any:
+    """The rule that a value of the file is."""
+    if not isinstance(stated, dict):
+        return _plain(stated)
+    rest = {name: _plain(value) for name, value in stated.items() if name not in ("key", "flag", "product")}
+    try:
+        if "key" in stated:
+            return Key(stated["key"], **rest)
+        if "flag" in stated:
+            return Choice(stated["flag"], **rest)
+        left, right = (_rule(where, key) for key in stated["product"])
+        return Product(left, right, **rest)
+    except (KeyError, TypeError, ValueError):
+        way_out = "write { key = ... }, { flag = ... } or { product = [...] } with the fields of peakcast/networks/rules.py"
+        raise SpecError(f"{where}={stated!r} is no rule; {way_out}.", parameter=where, value=stated) from None
 
 
-def gemma(**changes: Any) -> Row:
-    """Gemma: its own head width, and tied embeddings."""
-    row = llama(
-        head_dim=Key("head_dim", 256),
-        vocab_size=Key("vocab_size", 256000),
-        max_position_embeddings=Key("max_position_embeddings", 8192),
-        tie_word_embeddings=Key("tie_word_embeddings", True),
-        hidden_act=Key("hidden_activation", "gelu_pytorch_tanh"),
-        mlp_bias=False,
-    )
-    return row | changes
+def _plain(value: Any) -> Any:
+    return None if value == "null" else value
 
 
-def experts(num: Key, per_token: Key, width: Key, **changes: Any) -> Row:
-    """Rules for a mixture of experts, from its three sizes."""
-    return {"num_experts": num, "num_experts_per_tok": per_token, "moe_intermediate_size": width} | changes
-
-
-DEEPSEEK_MLA: Rules = {
-    "kv_lora_rank": Key("kv_lora_rank", 512),
-    "q_lora_rank": Key("q_lora_rank", 1536, nullable=True),
-    "qk_nope_head_dim": Key("qk_nope_head_dim", 128),
-    "qk_rope_head_dim": Key("qk_rope_head_dim", 64),
-    "v_head_dim": Key("v_head_dim", 128),
-}
-
-
-def deepseek_moe(width: int, num: int | None, per_token: int | None, shared: int | None, dense: int) -> Row:
-    """Rules for DeepSeek's experts, with the defaults of one version."""
-    each = Key("moe_intermediate_size", width)
-    return experts(
-        Key("n_routed_experts", num, nullable=True),
-        Key("num_experts_per_tok", per_token, nullable=True),
-        each,
-        shared_expert_intermediate_size=Product(Key("n_shared_experts", shared, nullable=True), each),
-        first_k_dense_replace=Key("first_k_dense_replace", dense),
-    )
+def _function(rules: Row, name: str) -> Any:
+    """The function that `rules` name, as "module:function" of this folder; None if they name none."""
+    named = rules.pop(name, None)
+    if named is None:
+        return None
+    module, _, function = str(named).partition(":")
+    if module not in ("several_keys", "state_space"):
+        raise SpecError(f"config.{name}={named!r} must be 'several_keys:...' or 'state_space:...'.", parameter=name)
+    found = getattr(import_module(f"peakcast.networks.{module}"), function, None)
+    if found is None:
+        raise SpecError(f"config.{name}={named!r} names no function of peakcast/networks/{module}.py.", parameter=name)
+    return found

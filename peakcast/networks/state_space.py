@@ -1,4 +1,5 @@
-"""Hugging Face families with state-space layers: Mamba by itself, or together with attention (hybrids).
+"""What a configuration says of state-space layers: Mamba by itself, or together with attention (hybrids). These are the
+functions that such families name in `adjust` and `restore` (`catalog/families/`).
 
 Defaults are those of the family's config class in transformers 5.17. Each family has its own function that reads the parts
 of a layer; configurations that share blocks between layers (Zamba) are not described.
@@ -12,7 +13,7 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import int_like
 from peakcast.jobs.architecture import MOST_ELEMENTS, Architecture, StateSpace
-from peakcast.networks.rules import Family, Key, Row, experts, plain
+from peakcast.networks.rules import Row
 
 _NAMES = {
     "mamba": "mamba", "linear_attention": "mamba", "M": "mamba",
@@ -61,12 +62,12 @@ def _first_mamba(prefix: str) -> Any:
     return read
 
 
-def _mamba(config: Mapping[str, Any], values: Row) -> None:
+def mamba(config: Mapping[str, Any], values: Row) -> None:
     values["ssm"] = _first_mamba("")(config, values)
     _without_attention(values)
 
 
-def _mamba2(config: Mapping[str, Any], values: Row) -> None:
+def mamba2(config: Mapping[str, Any], values: Row) -> None:
     values["ssm"] = StateSpace(
         version=2,
         inner_size=_number(config, "expand", 2) * values["hidden_size"],
@@ -102,7 +103,7 @@ def _bamba_mixer(config: Mapping[str, Any], inner: int, norm: Any, bias: bool) -
     )
 
 
-def _bamba(config: Mapping[str, Any], values: Row) -> None:
+def bamba(config: Mapping[str, Any], values: Row) -> None:
     inner = _number(config, "mamba_expand", 2) * values["hidden_size"]
     values["ssm"] = _bamba_mixer(config, inner, "gated", _flag(config, "mamba_proj_bias", False))
     attends = config.get("attn_layer_indices") or ()
@@ -117,7 +118,7 @@ def _bamba(config: Mapping[str, Any], values: Row) -> None:
     )
 
 
-def _falcon_h1(config: Mapping[str, Any], values: Row) -> None:
+def falcon_h1(config: Mapping[str, Any], values: Row) -> None:
     wide = _number(config, "mamba_expand", 2) * values["hidden_size"]
     inner = wide if "mamba_d_ssm" in config and config["mamba_d_ssm"] is None else _number(config, "mamba_d_ssm", 1024)
     norm = "gated" if _flag(config, "mamba_rms_norm", False) else "none"
@@ -127,7 +128,7 @@ def _falcon_h1(config: Mapping[str, Any], values: Row) -> None:
         values["refusal"] = ("projectors_bias", config.get("projectors_bias"), "as mamba_proj_bias")
 
 
-def _jamba(config: Mapping[str, Any], values: Row) -> None:
+def jamba(config: Mapping[str, Any], values: Row) -> None:
     values["ssm"] = _first_mamba("mamba_")(config, values)
     period, offset = _number(config, "attn_layer_period", 8), _number(config, "attn_layer_offset", 4, 0)
     every, first = _number(config, "expert_layer_period", 2), _number(config, "expert_layer_offset", 1, 0)
@@ -138,7 +139,7 @@ def _jamba(config: Mapping[str, Any], values: Row) -> None:
     )
 
 
-def _nemotron_h(config: Mapping[str, Any], values: Row) -> None:
+def nemotron_h(config: Mapping[str, Any], values: Row) -> None:
     layers: Any = config.get("hybrid_override_pattern") or config.get("layers_block_type") or ()
     if not isinstance(layers, (str, list, tuple)) or not layers or any(str(layer) not in _NAMES for layer in layers):
         rule = f"a list of {', '.join(name for name in _NAMES if len(name) > 1)}, or their letters"
@@ -165,7 +166,7 @@ def _nemotron_h(config: Mapping[str, Any], values: Row) -> None:
 # -- and back -----------------------------------------------------------------------------------------------------------
 
 
-def _mamba_keys(architecture: Architecture) -> Row:
+def mamba_keys(architecture: Architecture) -> Row:
     ssm = architecture.ssm
     assert ssm is not None
     keys: Row = {
@@ -180,7 +181,7 @@ def _mamba_keys(architecture: Architecture) -> Row:
     return keys | {"num_heads": ssm.num_heads, "n_groups": ssm.num_groups, "head_dim": ssm.inner_size // ssm.num_heads}
 
 
-def _bamba_keys(architecture: Architecture) -> Row:
+def bamba_keys(architecture: Architecture) -> Row:
     ssm = architecture.ssm
     assert ssm is not None
     keys: Row = {
@@ -208,7 +209,7 @@ def _bamba_keys(architecture: Architecture) -> Row:
     return keys | {"attn_layer_indices": attends}
 
 
-def _nemotron_h_keys(architecture: Architecture) -> Row:
+def nemotron_h_keys(architecture: Architecture) -> Row:
     ssm = architecture.ssm
     assert ssm is not None
     return {
@@ -221,88 +222,3 @@ def _nemotron_h_keys(architecture: Architecture) -> Row:
         "use_bias": ssm.projection_bias,
         "use_conv_bias": ssm.conv_bias,
     }
-
-
-_ALONE = plain(
-    num_attention_heads=1,
-    num_key_value_heads=None,
-    head_dim=None,
-    intermediate_size=None,
-    max_position_embeddings=0,
-    position_embedding="none",
-    attention_dropout=0.0,
-    kind="hybrid",
-)
-_BESIDE = plain(
-    num_key_value_heads=Key("num_key_value_heads", 8, nullable=True),
-    head_dim=None,
-    intermediate_size=Key("intermediate_size", 14336),
-    vocab_size=Key("vocab_size", 128000),
-    max_position_embeddings=Key("max_position_embeddings", 262144),
-    attention_bias=Key("attention_bias", False),
-    attention_output_bias=Key("attention_bias", False),
-    mlp_bias=Key("mlp_bias", False),
-    kind="hybrid",
-)
-
-STATE_SPACE: Mapping[str, Family] = {
-    "mamba": Family(
-        _ALONE | {"vocab_size": Key("vocab_size", 50280), "tie_word_embeddings": Key("tie_word_embeddings", True)},
-        adjust=_mamba,
-        restore=_mamba_keys,
-    ),
-    "falcon_mamba": Family(
-        _ALONE | {"vocab_size": Key("vocab_size", 50280), "tie_word_embeddings": Key("tie_word_embeddings", True)},
-        adjust=_mamba,
-        restore=_mamba_keys,
-    ),
-    "mamba2": Family(_ALONE | {"vocab_size": Key("vocab_size", 32768)}, adjust=_mamba2, restore=_mamba_keys),
-    "bamba": Family(_BESIDE, adjust=_bamba, restore=_bamba_keys),
-    "falcon_h1": Family(
-        _BESIDE
-        | {
-            "max_position_embeddings": Key("max_position_embeddings", 8192),
-            "head_dim": Key("head_dim", None, nullable=True),
-        },
-        adjust=_falcon_h1,
-        restore=_bamba_keys,
-    ),
-    "jamba": Family(
-        _BESIDE
-        | {
-            "vocab_size": Key("vocab_size", 65536),
-            "position_embedding": "none",
-            "attention_bias": False,
-            "attention_output_bias": False,
-            "mlp_bias": False,
-        },
-        experts(Key("num_experts", 16), Key("num_experts_per_tok", 2), Key("intermediate_size", 14336)),
-        adjust=_jamba,
-        restore=_bamba_keys,
-    ),
-    "nemotron_h": Family(
-        _BESIDE
-        | {
-            "num_hidden_layers": Key("num_hidden_layers", None, nullable=True),
-            "head_dim": Key("head_dim", 128),
-            "intermediate_size": Key("intermediate_size", 21504),
-            "vocab_size": Key("vocab_size", 131072),
-            "max_position_embeddings": Key("max_position_embeddings", 4096),
-            "position_embedding": "none",
-            "attention_bias": False,
-            "attention_output_bias": False,
-            "gated_mlp": False,
-            "hidden_act": Key("mlp_hidden_act", "relu2"),
-        },
-        experts(
-            Key("n_routed_experts", 8),
-            Key("num_experts_per_tok", 2),
-            Key("moe_intermediate_size", 7688),
-            shared_expert_intermediate_size=Key("moe_shared_expert_intermediate_size", 7688),
-        ),
-        demands={"moe_latent_size": None, "num_nextn_predict_layers": 0},
-        adjust=_nemotron_h,
-        restore=_nemotron_h_keys,
-    ),
-}
-"""`model_type` -> the family's rules."""

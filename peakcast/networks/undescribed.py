@@ -1,4 +1,4 @@
-"""Networks of transformers that no rules in `hf_families` describe. Only their configuration is known; the installed
+"""Networks of transformers that no family's rules describe. Only their configuration is known; the installed
 library builds them from it, so that they can be recorded or traced."""
 
 from __future__ import annotations

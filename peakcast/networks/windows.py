@@ -9,56 +9,41 @@ from typing import Any
 
 from peakcast.core.errors import SpecError
 from peakcast.jobs.architecture import Architecture
+from peakcast.networks.families import counted_as, family_of
+from peakcast.networks.family import Windows
 from peakcast.networks.rules import Row
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
-FULL_ATTENTION_EVERY: Mapping[str, int] = {
-    "gemma2": 2,
-    "gemma3": 6,
-    "gemma3_text": 6,
-    "olmo3": 4,
-    "exaone4": 4,
-    "gpt_oss": 2,
-    "cohere2": 4,
-}
-"""`model_type` -> one layer in this many has no window (transformers 5.17 configuration_*.py)."""
-_READS_PATTERN = ("gemma3", "gemma3_text", "exaone4", "cohere2")
-"""Families whose configuration class reads `sliding_window_pattern`."""
-_WHERE_ASKED = ("qwen2", "qwen3", "smollm3")
-"""Families in which a network without any windowed layer counts as one without a window."""
-ALTERNATES = frozenset({*FULL_ATTENTION_EVERY, *_WHERE_ASKED, "qwen2_moe", "ministral"})
-"""Families in which each layer has its kind (`layer_types`), and whose model makes a mask for each kind."""
-
 
 def read_windows(config: Mapping[str, Any], values: Row) -> None:
     """Set `full_attention_layers` if `config` has another pattern than its family's default."""
-    family, num_layers = str(config.get("model_type")), values["num_hidden_layers"]
-    if family not in ALTERNATES or values.get("sliding_window") is None:
+    windows, num_layers = counted_as(str(config.get("model_type"))).windows, values["num_hidden_layers"]
+    if windows.layers == "alike" or values.get("sliding_window") is None:
         return
-    full = tuple(layer for layer in _said(config, family, num_layers) if layer < num_layers)
-    if len(full) == num_layers and family in _WHERE_ASKED:
+    full = tuple(layer for layer in _said(config, windows, num_layers) if layer < num_layers)
+    if len(full) == num_layers and windows.unused_is_none:
         values["sliding_window"] = None
-    elif full != _usual(family, num_layers):
+    elif full != _usual(windows, num_layers):
         values["full_attention_layers"] = full
 
 
-def _said(config: Mapping[str, Any], family: str, num_layers: int) -> Iterable[int]:
+def _said(config: Mapping[str, Any], windows: Windows, num_layers: int) -> Iterable[int]:
     """The layers without a window: transformers 5.17 configuration_*.py, `__post_init__`."""
     kinds, layers = config.get("layer_types"), range(num_layers)
     if kinds is not None:
         return _listed(kinds, num_layers)
-    if family in ("qwen2", "qwen3", "qwen2_moe"):
+    if windows.layers in ("max_window_layers", "even_max_window_layers"):
         first = config.get("max_window_layers")
         first = 28 if first is None else _whole("max_window_layers", first, 0)
-        if family == "qwen2_moe":
+        if windows.layers == "even_max_window_layers":
             return [layer for layer in layers if layer % 2 or layer >= first]
         return range(first)
-    if family == "smollm3":  # layers without rotary embedding have the window
+    if windows.layers == "unrotated":
         return _rotating(config, num_layers)
     pattern = config.get("sliding_window_pattern", config.get("_sliding_window_pattern"))
-    if pattern is None or family not in _READS_PATTERN:
-        return _usual(family, num_layers)
+    if pattern is None or windows.layers != "pattern":
+        return _usual(windows, num_layers)
     written = isinstance(pattern, str)  # EXAONE's "LLLG"
     every = _whole("sliding_window_pattern", len(pattern) if written else pattern, 1)
     return range(every - 1, num_layers, every)
@@ -97,18 +82,18 @@ def _whole(key: str, value: Any, least: int) -> int:
     return value
 
 
-def _usual(family: str, num_layers: int) -> tuple[int, ...]:
-    every = FULL_ATTENTION_EVERY.get(family)
+def _usual(windows: Windows, num_layers: int) -> tuple[int, ...]:
+    every = windows.full_attention_every
     return tuple(range(every - 1, num_layers, every)) if every else ()
 
 
 def window_keys(architecture: Architecture) -> Row:
     """The keys of config.json from which `read_windows` reads the layers, with their values."""
-    family, windowed = architecture.model_type, architecture.sliding_window is not None
-    if family == "exaone4" and not windowed:  # its class would divide by a pattern of 0
+    windows, windowed = family_of(architecture).windows, architecture.sliding_window is not None
+    if windows.always_lists and not windowed:
         return {"layer_types": [FULL] * architecture.num_hidden_layers}
-    said = windowed and (architecture.full_attention_layers is not None or family not in FULL_ATTENTION_EVERY)
-    if family not in ALTERNATES or not said:
+    said = windowed and (architecture.full_attention_layers is not None or not windows.full_attention_every)
+    if windows.layers == "alike" or not said:
         return {}
     return {"layer_types": [FULL if full else SLIDING for full in attends_to_everything(architecture)]}
 
@@ -117,7 +102,8 @@ def window_keys(architecture: Architecture) -> Row:
 def attends_to_everything(architecture: Architecture) -> tuple[bool, ...]:
     """For every layer, whether its attention has no window."""
     num_layers, said = architecture.num_hidden_layers, architecture.full_attention_layers
-    if architecture.sliding_window is None and architecture.model_type not in FULL_ATTENTION_EVERY:
+    windows = family_of(architecture).windows
+    if architecture.sliding_window is None and not windows.full_attention_every:
         return (True,) * num_layers
-    full = frozenset(_usual(architecture.model_type, num_layers) if said is None else said)
+    full = frozenset(_usual(windows, num_layers) if said is None else said)
     return tuple(layer in full for layer in range(num_layers))

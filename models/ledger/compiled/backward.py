@@ -8,8 +8,8 @@ from peakcast.models.ledger.compiled.forward import LayerForward, products
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.ops import FP32, NARROWED, op
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import flash_backward_bytes
-from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.tape.template import HANDED_IN
+from peakcast.networks.families import family_of
 
 ROWS_SUMMED = 128
 """The gradients of a norm's weight and of a bias are computed in two steps; the first sums groups of this many rows (read
@@ -18,8 +18,6 @@ off the traces)."""
 READS_AGAIN = 4
 """An intermediate that is used more than once becomes a buffer if it reads more buffers than this (torch 2.13
 `_inductor/config.py` realize_reads_threshold)."""
-CONV1D = ("gpt2",)
-"""Families whose products are `addmm` of a transposed weight, whose weight gradient is computed after the input's."""
 
 
 class LayerOps(LayerForward):
@@ -203,7 +201,8 @@ class LayerOps(LayerForward):
         weight = elements * self.context.weight_bytes
         if not self.casts:
             both = [op(f"{name}.weight.grad", reads, weight, is_result=True), op(result, gradient, size)]
-            return both[::-1] if self.context.architecture.model_type in CONV1D else both
+            # of a transposed weight, whose product is `addmm`, the gradient is computed after the input's
+            return both[::-1] if family_of(self.context.architecture).linear.conv1d else both
         return [
             op(f"{name}.grad", reads, elements * self.context.compute_bytes),
             op(result, f"{gradient} {name}.cast", size),
@@ -278,7 +277,7 @@ class LayerOps(LayerForward):
         is one."""
         given, ops = f"d_{name}_rotary", list[Op]()
         by_head = self.context.architecture.qk_norm != "none"
-        widens = self.casts or traits(self.context.architecture).norm_weight_in_float32
+        widens = self.casts or family_of(self.context.architecture).norm.weight_in_float32
         wide = widens and by_head  # a norm's weight widens what it multiplies, and so what is rotated
         through = size // self.context.compute_bytes * FP32 if wide else size
         if self.grouped and name == "k":  # summed over the query heads of each key head, for both halves of the rotation

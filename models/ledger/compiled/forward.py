@@ -17,7 +17,7 @@ from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.ops import FP32, INPUT, INT64, MASK, OUTPUT, SEEDS, op
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.parameters.inventory import leaf_names
+from peakcast.networks.families import family_of
 
 
 @cache
@@ -43,7 +43,7 @@ def adapted(context: HFContext) -> frozenset[str]:
     """Names of the products that have adapters."""
     if context.trainable:
         return frozenset()
-    leaves = leaf_names(context.architecture)
+    leaves = family_of(context.architecture).names
     targets = {name: getattr(leaves, "out" if name == "o" else name) for name in products(context.architecture)}
     return frozenset(
         name for name, leaf in targets.items() if is_adapter_target(leaf, context.finetuning, context.architecture)

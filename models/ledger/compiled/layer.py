@@ -23,15 +23,13 @@ from peakcast.models.ledger.huggingface.blocks.attention_kernels import attentio
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE
 from peakcast.models.ledger.tape.template import HANDED_IN, Template
+from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
-
-FAMILIES = ("gemma", "gemma2", "gemma3_text", "gpt2", "llama", "mistral", "phi3", "qwen2", "qwen3")
-"""Families whose graphs were compared with the trace."""
 
 
 def is_compiled_alone(context: HFContext) -> bool:
     """Whether this module describes the graphs of the context's layer."""
-    dense = context.architecture.model_type in FAMILIES and not (context.routed or context.num_sequences)
+    dense = "alone" in family_of(context.architecture).traces.compiled and not (context.routed or context.num_sequences)
     plain = dense and (context.trainable or context.compiles_adapters) and not context.masked
     whole = context.group == WHOLE and not (context.splits_backward or context.saves_on_cpu)
     return "layers" in context.compiled and plain and whole and attention_kernel(context) == "flash"

@@ -12,7 +12,7 @@ from functools import lru_cache
 from peakcast.models.ledger.compiled.backward import LayerOps
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.layer import FAMILIES, kept_of
+from peakcast.models.ledger.compiled.layer import kept_of
 from peakcast.models.ledger.compiled.ops import (
     FP32,
     INPUT,
@@ -29,8 +29,8 @@ from peakcast.models.ledger.compiled.ops import (
 from peakcast.models.ledger.compiled.template import Given, compiled_template
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE
-from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.tape.template import HANDED_IN, Template
+from peakcast.networks.families import family_of
 from peakcast.networks.windows import attends_to_everything
 from peakcast.timelines.timeline import Category
 
@@ -44,7 +44,7 @@ HIDDEN_TANGENT = "hidden_states.tangent"
 
 def is_compiled_whole(context: HFContext) -> bool:
     """Whether this module describes the graphs of the context's network."""
-    dense = context.architecture.model_type in FAMILIES and context.architecture.moe is None
+    dense = "alone" in family_of(context.architecture).traces.compiled and context.architecture.moe is None
     plain = _trains_as_traced(context) and context.group == WHOLE and not context.saves_on_cpu
     whole_loss = context.loss == "cross_entropy" and not context.fused_loss
     return context.compiled == WHOLE_NETWORK and dense and plain and whole_loss
@@ -63,7 +63,7 @@ def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], agai
     """A network whose layer i has the context `kinds[layers[i]]` and is checkpointed if `again[i]`: ids in, loss and logits
     out."""
     first, second = graphs(tuple(kinds[kind] for kind in layers), again)
-    if traits(kinds[0].architecture).loss_apart:
+    if family_of(kinds[0].architecture).ends.loss_apart:
         given = Given(HIDDEN_TANGENT, Category.TEMPORARIES, first.size_of("norm_final"), True, born=1)
     else:
         given = Given(TANGENT, Category.LOGITS, first.size_of("logits"), True)
@@ -82,7 +82,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
     """The forward and backward graphs of a network with these `layers`."""
     one, size = layers[0], layers[0].compute_bytes
     embedded, reads = _embedded(one, len(layers))
-    made = traits(one.architecture).scaled_embedding or len(reads.split()) > 1  # computed, so it can be recomputed
+    made = family_of(one.architecture).ends.scales_embedding or len(reads.split()) > 1  # computed, so it can be recomputed
     looked_up = one.trainable and not made  # rows of a frozen table are looked up again instead
     parts = [
         _layer(layer, again[index] or (index == 0 and looked_up), again[index], reads if index == 0 else INPUT)
@@ -117,7 +117,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
         given = prefix + OUTPUT
     head, head_back = _head(one, parts[-1][0], given, summed if again[-1] else given)
     loss, loss_back = _loss(one)
-    apart = traits(one.architecture).loss_apart
+    apart = family_of(one.architecture).ends.loss_apart
     forward += head if apart else [*head, *loss]
     kept |= {name for each in (*head, *loss) for name in each.writes}
     if any(again):
@@ -205,7 +205,7 @@ def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tu
         op(product, "norm_final lm_head.cast" if cast else "norm_final", logits),
         *([op("logits", product, logits)] if capped else []),
     ]
-    returned = HIDDEN_TANGENT if traits(architecture).loss_apart else ""
+    returned = HIDDEN_TANGENT if family_of(architecture).ends.loss_apart else ""
     replaced = f"d_norm_final_of_logits {given_again}"
     of_logits = f"d_norm_final_of_logits {returned}"
     return forward, [*through, *ops.through_norm("final", "d_stream", of_logits, given_again, "", replaced)]
@@ -223,7 +223,7 @@ def _loss(context: HFContext) -> tuple[list[Op], list[Op]]:
         op("loss.log", "loss.sum", rows * FP32, wide=True, fuses="loss.max", replaces="loss.sum"),
         op("loss", "logits loss.max loss.log labels", FP32),
     ]
-    tangent = "" if traits(architecture).loss_apart else TANGENT
+    tangent = "" if family_of(architecture).ends.loss_apart else TANGENT
     of_loss = f"logits loss.max loss.log labels {tangent}"
     if not capped:
         return forward, [op("d_logits", of_loss, logits, is_result=not tangent)]

@@ -18,13 +18,14 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import embedding, embedding_variables, next_token_head
 from peakcast.models.ledger.huggingface.blocks.kv_cache import CACHES, CacheTurn, cache_turn, layer_cache_bytes
 from peakcast.models.ledger.huggingface.blocks.layer import decoder_layer
-from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_masks, rotates, traits, window_of
+from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_masks, rotates, window_of
 from peakcast.models.ledger.huggingface.model import attention_weights_bytes, hold_buffers, rotary_tables
 from peakcast.models.ledger.huggingface.stored_parameters import quantised_shapes
 from peakcast.models.ledger.parameters.quantization import scratch_bytes
 from peakcast.models.ledger.tape.step import FOREVER, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.models.ledger.tape.workspaces import FORWARD_THREAD, training_workspaces
+from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category, Timeline
 
 FP32 = 4
@@ -164,7 +165,7 @@ def _with_cache(context: HFContext, window: int | None, turn: CacheTurn, past: i
     Source: transformers 5.17 masking_utils.py `_ignore_causal_mask_sdpa`, `flash_attention_mask`; sdpa_attention.py:
     without a mask, a prompt reads of a static cache only the part that has been filled.
     """
-    always = traits(context.architecture).always_masked
+    always = family_of(context.architecture).masks.always
     masked = always or follows or (window is not None and turn.length >= window)
     part = {"sdpa": not masked, "flash_attention_2": True}.get(context.attention, False)
     keys = min(past + context.sequence, turn.length) if part and turn.does == "stores" else turn.length
@@ -177,7 +178,7 @@ def _hold_inputs_of_the_model(timeline: Step, seen: Mapping[int | None, HFContex
     one = next(iter(seen.values()))
     architecture = one.architecture
     kinds = [seen[None], seen.get(architecture.sliding_window, one)][-kinds_of_masks(architecture) :]
-    if traits(architecture).masks_for_both_kinds:  # the second has a window of 0, which every length exceeds
+    if family_of(architecture).masks.for_both_kinds:  # the second has a window of 0, which every length exceeds
         kinds[-1] = replace(kinds[-1], masked=True)
     for kind in kinds:
         size = kind.compute_bytes if kind.attention == "eager" else int(kind.attention == "sdpa" and kind.masked)

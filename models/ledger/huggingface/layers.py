@@ -15,7 +15,7 @@ from peakcast.models.ledger.huggingface.blocks.ends import embedding
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.blocks.ring_attention import ring_of
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
-from peakcast.models.ledger.huggingface.blocks.traits import rotates, slides, traits
+from peakcast.models.ledger.huggingface.blocks.traits import rotates, slides
 from peakcast.models.ledger.huggingface.checkpoint import recompute
 from peakcast.models.ledger.layouts import (
     adapters_are_units,
@@ -26,9 +26,9 @@ from peakcast.models.ledger.layouts import (
     reduced_bytes,
 )
 from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK, virtual_tokens
-from peakcast.models.ledger.parameters.inventory import leaf_names
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.models.ledger.tape.template import Template
+from peakcast.networks.families import family_of
 
 FP32 = 4
 COMPILED: dict[tuple[str, str], frozenset[str]] = {
@@ -305,7 +305,7 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         kernels=context.kernels.layer_compiled() if "layers" in context.compiled else context.kernels,
         masked=context.mask_of_batch
         or "mask" in context.compiled
-        or traits(context.architecture).always_masked
+        or family_of(context.architecture).masks.always
         or slides(context.architecture, index, context.sequence),
         float8_skips=skips,
     )
@@ -313,5 +313,5 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
 
 def _first_linear(architecture: Architecture) -> str:
     """The name of the first projection of attention."""
-    names = leaf_names(architecture)
+    names = family_of(architecture).names
     return names.qkv if architecture.fused_qkv else names.q

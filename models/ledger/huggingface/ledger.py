@@ -19,7 +19,6 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import head, logits_bytes_kept_by_outputs, tied_in_graph
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.blocks.kv_cache import returned_cache_bytes
-from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.huggingface.layers import Blocks, block_context, first_context, target_context
 from peakcast.models.ledger.huggingface.model import (
     arguments_of_layers,
@@ -56,6 +55,7 @@ from peakcast.models.ledger.optimizers.choice import optimizer_options, optimize
 from peakcast.models.ledger.tape.columns import Recording
 from peakcast.models.ledger.tape.step import FOREVER, Run, Step
 from peakcast.models.ledger.tape.workspaces import kernels_of, training_workspaces
+from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
 if TYPE_CHECKING:
@@ -271,7 +271,7 @@ def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_
     timeline.run_backward(loss)
     hold_whole_head(timeline, job, loss)
     blocks.backward(timeline, runs, keeps_gradients=keeps_gradients)
-    in_graph = traits(job.architecture).scores_biased_and_filled and not job.offload.activations
+    in_graph = family_of(job.architecture).eager_attention.adds_and_fills and not job.offload.activations
     masks_kept = checkpointed or "mask" in context.compiled or in_graph
     # no graph saves the mask that is added to scores, but a checkpoint keeps it as an argument
     readers = checkpointed if checkpointed and (job.attention == "eager" or len(checkpointed) < len(runs)) else runs
@@ -285,7 +285,7 @@ def _micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_
     if context.compiled.issuperset(("layers", "ends", "loss")) and not keeps_gradients:
         _end_with_graph(timeline, [loss, *runs.values(), embedded])
     timeline.end_backward()
-    named = not traits(job.architecture).mask_by_position
+    named = not family_of(job.architecture).masks.by_position
     if not named and job.offload.activations:  # the checkpoint saves the mask as a tensor, so it goes to the host
         dies = []
         hold_masks_from_host(timeline, blocks.contexts, checkpointed.values(), job.activation_checkpointing.use_reentrant)

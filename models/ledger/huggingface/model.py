@@ -17,8 +17,9 @@ from peakcast.models.ledger.huggingface.blocks.builder import CAST
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.ends import embedding_variables, hands_on_itself
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
-from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, kinds_of_masks, traits
+from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, kinds_of_masks
 from peakcast.models.ledger.tape.step import FOREVER, Run, Step
+from peakcast.networks.families import family_of
 from peakcast.networks.rotary import rotated_width
 from peakcast.networks.windows import attends_to_everything
 from peakcast.timelines.timeline import Category
@@ -30,11 +31,11 @@ INT64 = 8
 def hold_buffers(timeline: Step, job: TrainingJob) -> None:
     """Hold large buffers: older modelling code has a causal mask for the longest sequence, or position tables in every
     layer."""
-    family, longest = traits(job.architecture), job.architecture.max_position_embeddings
+    family, longest = family_of(job.architecture), job.architecture.max_position_embeddings
     layers = [f"layers.{index}" for index in range(job.architecture.num_hidden_layers)]
-    buffers = [("causal_mask", "", longest**2)] * family.causal_mask_buffer
-    buffers += [("attention.bias", layer, longest**2) for layer in layers if family.causal_mask_buffers]
-    tables = longest * rotated_width(job.architecture) * FP32 * family.position_tables
+    buffers = [("causal_mask", "", longest**2)] * family.masks.buffer
+    buffers += [("attention.bias", layer, longest**2) for layer in layers if family.masks.buffer_per_layer]
+    tables = longest * rotated_width(job.architecture) * FP32 * family.rotary.tables_of_all_positions
     buffers += [("attention.embed_positions", layer, tables) for layer in layers if tables]
     if conventions(job).get("rotary_tables_in_layers") and job.architecture.position_embedding == "rope":
         size = longest * rotated_width(job.architecture) * int(DTYPE_BYTES[job.precision.parameters])
@@ -122,7 +123,7 @@ def hold_for_tied_product(timeline: Step, loss: Run, context: HFContext) -> None
 def hold_logits_of_compiling(timeline: Step, context: HFContext, logits: int, loss_made: int) -> None:
     """Hold the first forward's logits if the loss is outside a network that is compiled whole: a reference cycle keeps
     them."""
-    if traits(context.architecture).loss_apart and "mask" in context.compiled:
+    if family_of(context.architecture).ends.loss_apart and "mask" in context.compiled:
         timeline.hold("logits", Category.LOGITS, logits, loss_made + 1, FOREVER, "head")
 
 
@@ -145,13 +146,13 @@ def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
     """
     one = layers[0]
     scores = one.sequence**2
-    family = traits(one.architecture)
+    family = family_of(one.architecture)
     kinds, element = kinds_of_masks(one.architecture), one.weight_bytes if one.mask_is_additive else 1
     if one.architecture.kind == "encoder":
         return [], False  # nothing is masked without padding
     if "mask" in one.compiled:
         return [one.batch * scores * one.compute_bytes], True
-    if family.scores_biased_and_filled:
+    if family.eager_attention.adds_and_fills:
         biases = one.architecture.num_attention_heads * one.architecture.max_position_embeddings * FP32
         return [one.batch * scores + biases], True
     if one.attention == "eager":
@@ -163,7 +164,7 @@ def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
     if one.attention == "flash_attention_2" and one.valid_rows:  # which tokens are no padding, as bool: [batch, sequence]
         return [one.batch * one.sequence], True
     taken = list(dict.fromkeys(layer.masked for layer in layers))  # one per kind, in the order of their first layers
-    if one.attention != "sdpa" or not (any(taken) or family.masks_for_both_kinds):
+    if one.attention != "sdpa" or not (any(taken) or family.masks.for_both_kinds):
         return [], any(taken)
     return [scores * element * masked for masked in taken] if any(taken) else [scores * element], any(taken)
 
@@ -192,7 +193,7 @@ def arguments_of_layers(job: TrainingJob, layers: Sequence[HFContext]) -> list[t
     these as tensors; its node keeps them, as part of the call, as long as the graph exists (torch `utils/checkpoint.py`,
     `ctx.run_function`)."""
     sizes, taken = mask_bytes(layers)
-    named = taken and not traits(job.architecture).mask_by_position
+    named = taken and not family_of(job.architecture).masks.by_position
     tables = [("rotary", size) for _, _, size in _rotary_tables_of(job, layers[0])]
     return [("attention_mask", size) for size in sizes[: kinds_of_layers(job.architecture)] if named] + tables
 
@@ -200,12 +201,12 @@ def arguments_of_layers(job: TrainingJob, layers: Sequence[HFContext]) -> list[t
 def attention_weights_bytes(layer: HFContext) -> int:
     """Bytes of the attention weights that a layer returns; 0 if its family or its attention returns none. With flash
     attention the layer returns attention's output in their place."""
-    family = traits(layer.architecture)
-    if not family.returns_attention_weights or layer.attention not in ("eager", "flash_attention_2"):
+    family = family_of(layer.architecture)
+    if not family.attention.returns_weights or layer.attention not in ("eager", "flash_attention_2"):
         return 0
     if layer.attention == "flash_attention_2":
         return layer.rows * layer.architecture.query_size * layer.compute_bytes
-    element = FP32 if layer.autocast and family.eager_softmax == "wide" else layer.compute_bytes
+    element = FP32 if layer.autocast and family.eager_attention.softmax == "wide" else layer.compute_bytes
     return layer.rows * layer.architecture.num_attention_heads * layer.keys * element
 
 
@@ -252,11 +253,11 @@ def _rotary_tables_of(job: TrainingJob, context: HFContext) -> list[tuple[str, s
 def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None) -> list[int]:
     """For each kind of layer, the instant from which nothing refers to its cosines and sines. `ended`: the end of the
     model's forward; None if layers are recomputed, which reads the tables again."""
-    one, family = layers[0], traits(layers[0].architecture)
+    one, family = layers[0], family_of(layers[0].architecture)
     dies = last_readers(layers, runs)
     if ended is None or "layers" in one.compiled:
         return dies
-    if one.saves_on_cpu or family.rotary_tables_per_layer:  # the host, or every layer, has copies
+    if one.saves_on_cpu or family.rotary.tables_per_layer:  # the host, or every layer, has copies
         return [ended] * len(dies)
     if not any("rotary" in label for label in runs[0].template.backward_labels):  # the first layer's need no gradient
         kinds = attends_to_everything(layers[0].architecture)
@@ -273,13 +274,13 @@ def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, sta
 
 def rotary_tables(architecture: Architecture, tokens: int, weight_bytes: int) -> list[tuple[str, str, int]]:
     """(name, module, bytes) of what the model makes for all layers to rotate `tokens` positions."""
-    mla, family = architecture.mla, traits(architecture)
-    if architecture.position_embedding != "rope" or family.position_tables:
+    mla, family = architecture.mla, family_of(architecture)
+    if architecture.position_embedding != "rope" or family.rotary.tables_of_all_positions:
         return []
     width = mla.qk_rope_head_dim if mla else rotated_width(architecture)
-    if family.rotary_complex:
+    if family.rotary.complex:
         return [("rotary.frequencies", "", tokens * width * FP32)]
-    width //= 1 + family.rotary_in_halves
-    size = tokens * width * (FP32 if family.rotary == "promoted" else weight_bytes)
-    sets = min(family.rotary_tables, kinds_of_layers(architecture))
+    width //= 1 + family.rotary.in_halves
+    size = tokens * width * (FP32 if family.rotary.products == "promoted" else weight_bytes)
+    sets = min(family.rotary.tables, kinds_of_layers(architecture))
     return [("rotary.cos", "", size), ("rotary.sin", "", size)] * sets

@@ -12,23 +12,16 @@ from peakcast.jobs.conventions import conventions, fuses_loss, mixes_precision
 from peakcast.jobs.loss import REFERRING
 from peakcast.jobs.ranks import ranks_that_differ
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.layouts.ddp import DDP
 from peakcast.models.ledger.layouts.fsdp1 import FSDP1
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2
 from peakcast.models.ledger.layouts.units import units_by_layer
 from peakcast.models.ledger.parameters.module_order import in_order_of_modules
+from peakcast.networks.families import family_of
 
 if TYPE_CHECKING:
     from peakcast.models.ledger.layouts.zero3_modules import ModuleTurns
-
-LEAVES = ("mixtral", "qwen2_moe", "qwen3_moe")
-"""Families for whose layers ZeRO-3 treats the feed-forward as one module (DeepSpeed 0.19.8
-`runtime/zero/leaf_module_config.py` DEFAULT_LEAF_MODULE_CLASSES)."""
-BASE_BY_NAME = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt")
-"""Families whose `base_model_prefix` is not "model" (transformers 5.17 modeling_*.py); their base model contains the last
-norm."""
 
 
 def layout_of(
@@ -171,7 +164,7 @@ def _zero(
             offloads=offloads,
         )
     if modules is None:
-        leaf = "mlp" if job.architecture.model_type in LEAVES else ""
+        leaf = "mlp" if family_of(job.architecture).libraries.deepspeed_leaf else ""
         scored = job.loss.kind in REFERRING and conventions(job).get("preference_logits") != "whole"
         head_of_root = scored or fuses_loss(job)
         sharded = [tensor for tensor in tensors if tensor.sharded]
@@ -186,20 +179,18 @@ def _zero(
         overlaps=overlaps,
         offloads=offloads,
         offloads_parameters=job.offload.parameters,
-        biases_first=traits(job.architecture).conv1d,  # DeepSpeed replaces torch's Linear, but not Conv1D
-        transposes=traits(job.architecture).linears_transpose_weight,
+        biases_first=family_of(job.architecture).linear.conv1d,  # DeepSpeed replaces torch's Linear, but not Conv1D
+        transposes=family_of(job.architecture).linear.transposes_weight,
         modules=modules,
     )
 
 
 def finds_final_norm(job: TrainingJob) -> bool:
-    """Whether accelerate finds the last norm and groups it with the lm_head. accelerate 1.15 looks for it among the
-    children of the base model, which it finds by the prefix of the model's class (`fsdp_utils.py` `_find_final_norm`):
-    peft's wrapper has a `model` of its own without a norm, and OPT's norm is a child of its decoder."""
-    full, family = job.finetuning.method == "full", job.architecture.model_type
+    """Whether accelerate finds the last norm and groups it with the lm_head (`networks/family.py` Modules.final_norm)."""
+    full, found = job.finetuning.method == "full", family_of(job.architecture).modules.final_norm
     if job.framework != "huggingface":
         return full
-    return family in BASE_BY_NAME or (full and family != "opt")
+    return found == "found" or (full and found == "found_without_adapters")
 
 
 def gathers_head_itself(job: TrainingJob) -> bool:

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_turns import NO_ROTARY_MODULE, READS, Turn, turns_of
+from peakcast.models.ledger.layouts.zero3_turns import Turn, turns_of
+from peakcast.networks.families import counted_as
 
 ENCODER, DECODER = "encoder.", "decoder."
 """The stacks of an encoder-decoder. The labels of the encoder's end begin with the first."""
@@ -67,7 +68,7 @@ class Modules:
         pipeline's stage before the last reads none."""
         if self.of_root:
             self.tensors["head"] = [t for t in self.tensors["head"] if t not in head]
-        read = (t for t in tensors if t.name.removesuffix(".weight") in READS.get(family, {}).values())
+        read = (t for t in tensors if t.name.removesuffix(".weight") in counted_as(family).modules.reads.values())
         self.unread = {*self.of_root, *read}
         """As `ModuleTurns.unread`."""
         self._embedded = 0
@@ -116,7 +117,7 @@ class Modules:
             reads = next(index for index, label in enumerate(labels) if label.startswith("lm_head."))
             turns.append(Turn(begins + reads, ends, self.of_root, "root", enters=False))
         if module == "embedding" and not (backward or again):
-            rotary = [Turn(ends - 1, ends, name="rotary_emb")] if self._family not in NO_ROTARY_MODULE else []
+            rotary = [Turn(ends - 1, ends, name="rotary_emb")] if counted_as(self._family).modules.rotary else []
             turns = [replace(turns[0], starts=stack != DECODER), *turns[1:], *rotary]
         return turns
 

@@ -12,63 +12,10 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.networks.families import counted_as
 
 ACTIVATIONS = ("silu", "relu", "gelu", "bloom_gelu", "act_fn", "activation")
 """Names of a feed-forward's activation, which is a module of its own."""
-_GPT2 = {"embed_positions": ("drop",), "self_attn.c_proj": ("resid_dropout",), "mlp.c_proj": ("dropout",)}
-RUN_AFTER: Mapping[str, Mapping[str, tuple[str, ...]]] = {
-    "bloom": {"self_attn.query_key_value": ("attention_dropout",)},
-    "codegen": {
-        "embed_tokens": ("drop",),
-        "self_attn.qkv_proj": ("attn_dropout",),
-        "self_attn.out_proj": ("resid_dropout",),
-        "mlp.fc_out": ("dropout",),
-    },
-    "gpt2": _GPT2,
-    "gpt_bigcode": _GPT2,
-    "gpt_neo": {
-        "embed_positions": ("drop",),
-        "self_attn": ("attention",),
-        "self_attn.v_proj": ("attn_dropout",),
-        "self_attn.out_proj": ("resid_dropout",),
-        "mlp.c_proj": ("dropout",),
-    },
-    "gpt_neox": {
-        "embed_tokens": ("emb_dropout",),
-        "self_attn.dense": ("post_attention_dropout",),
-        "mlp.dense_4h_to_h": ("post_mlp_dropout",),
-    },
-    "gptj": {
-        "embed_tokens": ("drop",),
-        "self_attn.v_proj": ("attn_dropout",),
-        "self_attn.out_proj": ("resid_dropout",),
-        "mlp.fc_out": ("dropout",),
-    },
-    "mpt": {"self_attn.out_proj": ("resid_attn_dropout",)},
-    "phi": {"embed_tokens": ("embed_dropout",), "self_attn.dense": ("resid_dropout",), "mlp.fc2": ("resid_dropout",)},
-    "phi3": {"self_attn.o_proj": ("resid_attn_dropout",), "mlp.down_proj": ("resid_mlp_dropout",)},
-    "t5": {
-        "embed_tokens": ("dropout",),
-        "self_attn.o": ("dropout",),
-        "cross_attn.o": ("dropout",),
-        "mlp.wi": ("inner_dropout",),
-        "mlp.wi_1": ("inner_dropout",),
-        "mlp.wo": ("dropout",),
-        "encoder.final_layer_norm": ("dropout",),
-        "final_norm": ("dropout",),
-    },
-}
-"""By `model_type`, the modules without weights that run after another module (transformers 5.17 models/*/modeling_*.py).
-Most are nn.Dropout, also with probability 0. Other families have none, or call the function instead."""
-INLINE = ("opt",)
-"""Families whose feed-forward has no module of its own: its layers run the parts."""
-NO_ROTARY_MODULE = ("bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "opt", "t5")
-"""Families without a module that makes rotary tables."""
-SUBLAYERS: Mapping[str, tuple[str, ...]] = {"t5": ("layer_norm", "dropout", "residual_add")}
-"""By `model_type`: operations in the outer module around attention or feed-forward that are outside the inner module."""
-READS: Mapping[str, Mapping[str, str]] = {"t5": {"mlp.inner": "mlp.wo"}}
-"""By `model_type`: modules that read a weight of a module inside them (T5's reads the dtype of its last projection), and so
-hold it from their begin to their end."""
 WITHIN = dict.fromkeys(("qkv_split", "relative_position", "relative_position_bucket"), "self_attn")
 """The modules of operations whose names do not tell it."""
 
@@ -132,7 +79,7 @@ def turns_of(
     """The turns of the modules in a block's forward or backward. `labels`: its operations, the first at instant `begins`.
     Tensors that no label names are used throughout the block and belong to the first turn, except adapters, which are then
     switched off. `around`: how many modules are entered before. `leaf`: a module that has the parameters of all modules
-    inside it. `again`: the block is recomputed. `family`: the network's, for `RUN_AFTER`."""
+    inside it. `again`: the block is recomputed. `family`: the network's `model_type`, which says what runs after what."""
     turns = _turns_from_0(block, tuple(labels), tuple(tensors), around, leaf, again, backward, family)
     return [turn.later(begins) for turn in turns]
 
@@ -160,8 +107,9 @@ def _turns_from_0(
     turns = [Turn(0, 1, name=f"{block} within {depth}", inside=tensors) for depth in range(around)]
     switched_off = not any(".lora_A" in label for label in labels)
     entered: tuple[str, ...] = ()
-    last, inside, named, run_after = "", "", set[str](), RUN_AFTER.get(family, {})
-    read_by = {module: tuple(modules.get(reads, ())) for module, reads in READS.get(family, {}).items()}
+    order = counted_as(family).modules
+    last, inside, named, run_after = "", "", set[str](), order.run_after
+    read_by = {module: tuple(modules.get(reads, ())) for module, reads in order.reads.items()}
     for index, label in enumerate(labels):
         owner = _owner(label, modules)
         left, linear = inside, label.partition(".lora")[0].removesuffix(".clone")
@@ -231,9 +179,12 @@ def _path(label: str, owner: str, modules: Mapping[str, object], family: str) ->
     """The modules inside the block that run the operation `label`, the outermost first."""
     parts = label.split(".")
     outer = WITHIN.get(label, parts[0] if len(parts) > 1 else "")
-    if outer and outer not in modules and outer not in FUNCTIONS and not (family in INLINE and outer == "mlp"):
+    code = counted_as(family)
+    inline = code.layer.inline_feed_forward and outer == "mlp"
+    if outer and outer not in modules and outer not in FUNCTIONS and not inline:
         yield outer
-        if family in SUBLAYERS and "".join(parts[1:2]) not in SUBLAYERS[family]:
+        around = code.modules.around_inner
+        if around and "".join(parts[1:2]) not in around:
             yield f"{outer}.inner"
     linear = label.partition(".lora")[0].removesuffix(".clone")
     if f"{linear}.lora_A" in modules:

@@ -11,73 +11,13 @@ because users write adapter targets with it. Buffers (DeepSeek-V3's correction b
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import cache
 
 from peakcast.jobs.architecture import Architecture, MixtureOfExperts, MultiLatentAttention
 from peakcast.models.ledger.parameters.state_space import state_space
 from peakcast.models.ledger.parameters.t5 import t5_head, t5_layer
 from peakcast.models.ledger.parameters.tensor import ParameterTensor, Role, linear, norm
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeafNames:
-    """The last parts of a family's projection names."""
-
-    qkv: str = "qkv_proj"
-    q: str = "q_proj"
-    k: str = "k_proj"
-    v: str = "v_proj"
-    out: str = "o_proj"
-    gate: str = "gate_proj"
-    up: str = "up_proj"
-    down: str = "down_proj"
-    gate_up: str = "gate_up_proj"
-    out_first: bool = False
-    """Attention registers its output projection before the others, as the order of `parameters()` shows."""
-    experts_first: bool = False
-    """A mixture of experts registers its experts before the router."""
-
-
-_GPT2_NAMES = LeafNames(qkv="c_attn", out="c_proj", up="c_fc", down="c_proj")
-_NEOX_NAMES = LeafNames(qkv="query_key_value", out="dense", up="dense_h_to_4h", down="dense_4h_to_h")
-_BERT_NAMES = LeafNames(q="query", k="key", v="value", out="dense", up="dense", down="output.dense")
-_EXPERTS_FIRST = LeafNames(experts_first=True)
-_T5_NAMES = LeafNames(q="q", k="k", v="v", out="o", gate="wi_0", up="wi_1", down="wo")
-
-LEAF_NAMES: dict[str, LeafNames] = {
-    "gpt2": _GPT2_NAMES,
-    "gpt_bigcode": _GPT2_NAMES,
-    "gpt_neo": LeafNames(out="out_proj", up="c_fc", down="c_proj"),
-    "gpt_neox": _NEOX_NAMES,
-    "falcon": _NEOX_NAMES,
-    "bloom": _NEOX_NAMES,
-    "gptj": LeafNames(out="out_proj", up="fc_in", down="fc_out"),
-    "codegen": LeafNames(out="out_proj", up="fc_in", down="fc_out"),
-    "opt": LeafNames(out="out_proj", up="fc1", down="fc2"),
-    "phi": LeafNames(out="dense", up="fc1", down="fc2"),
-    "phi3": LeafNames(out_first=True),
-    "mpt": LeafNames(qkv="Wqkv", out="out_proj"),
-    "dbrx": LeafNames(qkv="Wqkv", out="out_proj"),
-    "starcoder2": LeafNames(up="c_fc", down="c_proj"),
-    "internlm2": LeafNames(qkv="wqkv", out="wo", gate="w1", up="w3", down="w2"),
-    "baichuan": LeafNames(qkv="W_pack"),
-    "qwen": LeafNames(qkv="c_attn", out="c_proj", gate="w2", up="w1", down="c_proj"),
-    "deepseek_v2": _EXPERTS_FIRST,
-    "deepseek_v3": _EXPERTS_FIRST,
-    "glm4_moe": _EXPERTS_FIRST,
-    "qwen3_moe": _EXPERTS_FIRST,
-    "bert": _BERT_NAMES,
-    "roberta": _BERT_NAMES,
-    "t5": _T5_NAMES,
-    "mt5": _T5_NAMES,
-}
-"""`model_type` -> its names; every other family has Llama's."""
-
-
-def leaf_names(architecture: Architecture) -> LeafNames:
-    """The projection names of `architecture`'s family."""
-    return LEAF_NAMES.get(architecture.model_type, LeafNames())
+from peakcast.networks.families import family_of
 
 
 def embedding_parameters(architecture: Architecture) -> tuple[ParameterTensor, ...]:
@@ -199,17 +139,18 @@ def _attention(architecture: Architecture) -> Iterator[ParameterTensor]:
     if architecture.mla is not None:
         yield from _latent_attention(architecture, architecture.mla)
         return
-    names, width, bias = leaf_names(architecture), architecture.hidden_size, architecture.attention_bias
+    family, width, bias = family_of(architecture), architecture.hidden_size, architecture.attention_bias
+    names, out_first = family.names, family.modules.output_first
     query, key_value = architecture.query_size, architecture.key_value_size
     output = linear(f"self_attn.{names.out}", width, query, "attention", 1, bias=architecture.attention_output_bias)
-    if names.out_first:
+    if out_first:
         yield from output
     if architecture.fused_qkv:
         yield from linear(f"self_attn.{names.qkv}", query + 2 * key_value, width, "attention", 0, bias=bias)
     else:
         for leaf, size in ((names.q, query), (names.k, key_value), (names.v, key_value)):
             yield from linear(f"self_attn.{leaf}", size, width, "attention", 0, bias=bias)
-    if not names.out_first:
+    if not out_first:
         yield from output
     yield from _qk_norms(architecture)
     if architecture.attention_sinks:
@@ -251,7 +192,7 @@ def _latent_attention(architecture: Architecture, mla: MultiLatentAttention) -> 
 
 def _feed_forward(architecture: Architecture, prefix: str, inner: int, role: Role) -> Iterator[ParameterTensor]:
     """A dense feed-forward of width `inner`: gate and up (or up alone), then down."""
-    names, width, bias = leaf_names(architecture), architecture.hidden_size, architecture.mlp_bias
+    names, width, bias = family_of(architecture).names, architecture.hidden_size, architecture.mlp_bias
     if architecture.gated_mlp and architecture.fused_gate_up:
         yield from linear(f"{prefix}.{names.gate_up}", 2 * inner, width, role, 0, bias=bias)
     elif architecture.gated_mlp:
@@ -267,7 +208,7 @@ def _routed_feed_forward(architecture: Architecture, moe: MixtureOfExperts) -> I
     width, inner, num = architecture.hidden_size, moe.moe_intermediate_size, moe.num_experts
     both = 2 * inner if architecture.gated_mlp else inner
     router = list(linear("mlp.gate", num, width, "router", None, bias=moe.router_bias))
-    experts_first = leaf_names(architecture).experts_first
+    experts_first = family_of(architecture).modules.experts_first
     if not experts_first:
         yield from router
     yield ParameterTensor("mlp.experts.gate_up_proj", (num, both, width), "expert", 1)

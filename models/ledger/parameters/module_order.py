@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
 from peakcast.jobs.architecture import Architecture
+from peakcast.networks.families import family_of
 
 
 class _Tensor(Protocol):
@@ -20,14 +21,11 @@ class _Tensor(Protocol):
 
 T = TypeVar("T", bound=_Tensor)
 
-NORMS_FIRST = ("bert", "bloom", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt")
-"""Families whose layers register a norm before the matrices that read it (transformers 5.17 modeling_*.py)."""
-
 
 def in_order_of_modules(tensors: Sequence[T], architecture: Architecture) -> list[T]:
     """`tensors` in the order of registration, module by module. Most of transformers' layers register their norms after
     their matrices. Tensors of a recorded network are in the right order already."""
-    if architecture.configuration or architecture.model_type in NORMS_FIRST:
+    if architecture.configuration or family_of(architecture).modules.norms_first:
         return list(tensors)
     by_module: dict[str, list[T]] = {}
     for tensor in tensors:

@@ -12,12 +12,12 @@ from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precisio
 from peakcast.jobs.images import sees_images
 from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.spec import Offload, TrainingJob
-from peakcast.models.ledger.layouts import LEAVES, gathered_dtype
+from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.shelf import recipe_of, why_not
 from peakcast.networks.config import left_out_of
-from peakcast.networks.families import FAMILIES
+from peakcast.networks.families import family, family_of, model_types
 
 FRAMEWORKS = ("huggingface", "torch", "deepspeed")
 """Stacks whose training loops can be recorded."""
@@ -54,8 +54,8 @@ def cannot_be_recorded(job: TrainingJob) -> str:
             "FSDP1 keeps the inputs of checkpoints around its units, which is not recorded",
         ),
         (
-            layout.zero_stage == 3 and job.architecture.model_type in LEAVES,
-            f"ZeRO-3 takes the experts of {', '.join(LEAVES)} as one module, which is not recorded",
+            layout.zero_stage == 3 and family_of(job.architecture).libraries.deepspeed_leaf,
+            f"ZeRO-3 takes the experts of {job.architecture.model_type} as one module, which is not recorded",
         ),
         (job.precision.compute == "float8", "float8 is not recorded"),
         (job.offload != Offload(), "offloading is not recorded"),
@@ -154,7 +154,7 @@ def _wanting(architecture: Architecture) -> str:
     """Why the job needs a recipe."""
     if architecture.kind == "multimodal":
         return f"{architecture.name!r} is a vision-language model"
-    if architecture.model_type in FAMILIES:
+    if family(architecture.model_type) is not None:
         return f"a recipe of {architecture.name!r} is asked for"
     return f"model_type={architecture.model_type!r} is no family of the ledger"
 
@@ -163,9 +163,9 @@ def _instead(architecture: Architecture) -> str:
     """What is used in place of a recipe, and which keys of the configuration that ignores."""
     if architecture.kind == "multimodal":
         return "; its language model alone is counted, without images and without its vision tower."
-    if architecture.model_type in FAMILIES:
+    if family(architecture.model_type) is not None:
         return "; the ledger's own blocks answer."
-    near = near_misses(architecture.model_type, FAMILIES) or "."
+    near = near_misses(architecture.model_type, model_types()) or "."
     if architecture.kind == "undescribed":
         return near
     unread = left_out_of(json.loads(architecture.configuration)).keys if architecture.configuration else ()

@@ -18,16 +18,12 @@ from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK
 from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets, has_default_targets
 from peakcast.models.ledger.parameters.inventory import layer_parameters
 from peakcast.models.recipes.shelf import recipe_of
+from peakcast.networks.families import family_of
 
 ENDS = ("embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out")
 """What families call the token table and the head."""
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """What families call the matrices of an expert, if each is a Linear."""
-
-STACKED_EXPERTS_ADAPTED = ("deepseek_v2", "deepseek_v3", "glm4_moe", "mixtral", "olmoe", "phimoe", "qwen3_moe")
-"""Families of which peft takes these names, and all-linear, for their stacked experts and the router too (peft 0.21
-utils/transformers_weight_conversion.py _convert_peft_config_moe, transformers 5.17 conversion_mapping.py)."""
-
 
 ATTENTION_TO_PROMPTS = (
     "what attention keeps of prompts of its own in every layer is not counted, up to 11 % of published runs"
@@ -81,7 +77,7 @@ def adapter_reason(job: TrainingJob) -> Finding | None:
         return found(sentence, "finetuning.targets", effect=MORE)
     chosen = conventions(job)
     adapted = chosen.get("experts_implementation") == "loop" or chosen.get("quantized_experts")
-    adapted = adapted or job.architecture.model_type in STACKED_EXPERTS_ADAPTED
+    adapted = adapted or family_of(job.architecture).libraries.peft_adapts_experts
     if job.architecture.moe is not None and adapted and targets.intersection((*EXPERTS, "gate", "all-linear")):
         sentence = f"adapters on the experts of {job.architecture.name!r} are not counted."
         return found(sentence, "finetuning.targets", effect=MORE)

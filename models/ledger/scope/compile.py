@@ -8,23 +8,9 @@ from peakcast.jobs.conventions import adapter_dtype, conventions, fuses_loss
 from peakcast.jobs.spec import Batch, Offload, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, slides_anywhere
 from peakcast.models.ledger.layouts import gathered_dtype
+from peakcast.networks.families import family_of
 
 TRACE = "; `peakcast explain --trace` compiles the step and shows it, on a machine with torch."
-
-PLAIN = ("llama", "mistral", "qwen2")
-TRACED = {
-    "autocast of a whole network": (*PLAIN, "gemma2", "phi3", "qwen3"),
-    "autocast of layers": (*PLAIN, "gemma2", "gpt2", "qwen3"),
-    "checkpointing of a whole network": (*PLAIN, "gemma", "phi3"),
-    "full checkpointing of layers": (*PLAIN, "gemma", "gemma2", "phi3", "qwen3"),
-    "selective checkpointing of layers": (*PLAIN, "gemma", "gemma2", "qwen3"),
-    "adapters of a whole network": (*PLAIN, "gemma", "qwen3"),
-    "adapters of layers": ("llama", "qwen2"),
-    "layers in shards": (*PLAIN, "gemma", "gemma2", "gemma3_text", "gpt2", "phi3", "qwen3"),
-    "layers in shards with accelerate": (*PLAIN, "gemma", "gemma2", "phi3", "qwen3"),
-}
-"""What changes a family's graphs -> the families whose graphs were compared with it. Without such a change, all of FAMILIES
-were."""
 
 
 def compile_reason(job: TrainingJob) -> Finding | None:
@@ -33,8 +19,7 @@ def compile_reason(job: TrainingJob) -> Finding | None:
         return None
     if conventions(job).get("compiled_regions") == "loss":
         return _loss_reason(job)
-    from peakcast.models.ledger.compiled.layer import FAMILIES
-
+    traced = family_of(job.architecture).traces.compiled
     architecture, convention, checkpointing = job.architecture, conventions(job), job.activation_checkpointing
     tuning, adapts = job.finetuning, job.finetuning.method != "full"
     autocast = bool(convention.get("autocast"))
@@ -59,7 +44,7 @@ def compile_reason(job: TrainingJob) -> Finding | None:
             adapts and adapter_dtype(job) not in ("float32",) + ("bfloat16",) * (not whole),
             "with adapters that are not float32, or bfloat16 in layers,",
         ),
-        (architecture.model_type not in FAMILIES or architecture.moe is not None, f"of {architecture.name!r}"),
+        ("alone" not in traced or architecture.moe is not None, f"of {architecture.name!r}"),
         (
             whole and not (checkpointing.mode in ("none", "full") and checkpointing.every_n_layers == 1),
             "of a whole network with checkpointing of some layers, or of some operations,",
@@ -80,7 +65,7 @@ def compile_reason(job: TrainingJob) -> Finding | None:
             "under autocast, in shards or layer by layer, without accelerate,",
         ),
         *(
-            (asked and architecture.model_type not in TRACED[way], f"with {way} of {architecture.name!r}")
+            (asked and way not in traced, f"with {way} of {architecture.name!r}")
             for way, asked in (
                 ("autocast of a whole network", cast and whole),
                 ("autocast of layers", cast and not whole),

@@ -13,6 +13,7 @@ from peakcast.core.findings import Direction, Finding
 from peakcast.core.units import format_gib
 from peakcast.jobs.conventions import adapter_dtype, conventions, default_of
 from peakcast.jobs.spec import Precision, TrainingJob
+from peakcast.networks.families import family_of
 
 DEFAULT = Precision()
 WIDTH = {"float32": 4, "float8": 1}
@@ -113,7 +114,7 @@ def _of_megatron(job: TrainingJob) -> Iterator[Finding]:
 
 def _eager_loss_of_torchtitan(job: TrainingJob) -> Iterator[Finding]:
     """A loss that is not compiled, of a network whose own files in torchtitan compile the loss alone."""
-    if "torchtitan" in job.versions and job.architecture.model_type == "deepseek_v3" and not job.compile:
+    if "torchtitan" in job.versions and family_of(job.architecture).libraries.torchtitan_compiles_loss and not job.compile:
         copy = job.num_tokens * job.architecture.vocab_size * WIDTH["float32"]
         why = (
             "torchtitan's own files for this network compile the loss alone (compile.components), which makes up to two "

@@ -5,23 +5,15 @@ from __future__ import annotations
 from peakcast.core.findings import FAILS, LESS, MORE, Check, Finding, first
 from peakcast.jobs.conventions import conventions, fuses_loss
 from peakcast.jobs.spec import TrainingJob
+from peakcast.networks.families import family_of
 
-LIGER_FAMILIES = (
-    *("deepseek_v2", "deepseek_v3", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "glm4", "gpt_oss", "granite"),
-    *("llama", "ministral", "mistral", "mixtral", "nemotron", "olmo2", "olmo3", "phi3", "qwen2", "qwen3", "qwen3_moe"),
-    "smollm3",
-)
-"""The families of the ledger for which liger_kernel 0.8.5 patches modules (transformers/monkey_patch.py)."""
-FMS_FAMILIES = ("gpt_bigcode", "granite", "granitemoe", "llama", "mistral", "mixtral")
-"""The families for which fms-acceleration has kernels (framework_plugin_fast_kernels.py restricted_model_archs)."""
-UNSLOTH_FAMILIES = ("cohere", "gemma", "gemma2", "granite", "llama", "mistral", "qwen2", "qwen3")
-"""Dense families with a file of their own in unsloth 2025.11.4 `models/`; it compiles other families' own code."""
 LAYER_KERNELS = ("norm_kernel", "rotary_kernel", "gated_activation_kernel")
 
 
 def fused_kernels_reason(job: TrainingJob) -> Finding | None:
     """What of the job's fused kernels the ledger does not count, as a finding; None if it counts them all."""
-    family, chosen = job.architecture.model_type, conventions(job)
+    family, known_by = job.architecture.model_type, family_of(job.architecture).libraries
+    chosen = conventions(job)
     liger, loss = bool(chosen.get("liger_kernels")), str(chosen.get("loss_kernel", "eager"))
     ligers_loss = loss == "fused_linear" and not chosen.get("loss_chunks")
     layout = job.parallelism
@@ -30,13 +22,13 @@ def fused_kernels_reason(job: TrainingJob) -> Finding | None:
     fuses_lora = chosen.get("lora_kernel", "eager") != "eager" and job.finetuning.method != "full"
     checks: list[Check] = [
         (
-            (liger or ligers_loss) and family not in LIGER_FAMILIES,
+            (liger or ligers_loss) and known_by.liger == "none",
             f"Liger has no kernels for model_type={family!r}, which runs without them.",
             MORE,
             "framework_options.liger_kernels",
         ),
         (
-            ligers_loss and family == "granite",
+            ligers_loss and known_by.liger == "layers",
             "Liger has no fused loss for Granite and raises an error; set loss.fused_linear_cross_entropy=false.",
             FAILS,
             "loss.fused_linear_cross_entropy",
@@ -48,13 +40,13 @@ def fused_kernels_reason(job: TrainingJob) -> Finding | None:
             "framework_options.liger_kernels",
         ),
         (
-            bool(chosen.get("fused_kernels")) and family not in FMS_FAMILIES,
+            bool(chosen.get("fused_kernels")) and not known_by.fms_acceleration,
             f"fms-acceleration has no kernels for model_type={family!r}, which runs without them.",
             MORE,
             "framework_options.fused_kernels",
         ),
         (
-            "unsloth" in job.versions and family not in UNSLOTH_FAMILIES,
+            "unsloth" in job.versions and not known_by.unsloth,
             f"Unsloth compiles model_type={family!r} as transformers has it, which is not modelled.",
             LESS,
             "versions.unsloth",
@@ -84,7 +76,8 @@ def kernels_taken(job: TrainingJob) -> str:
             "Liger's fused loss is taken alone, without its kernels inside layers, which use_liger_kernel brings too: set "
             "framework_options.liger_kernels=true, or name versions.liger_kernel, if they run."
         )
-    if chosen.get("liger_kernels") and not fuses_loss(job) and job.architecture.model_type != "granite":
+    whole = family_of(job.architecture).libraries.liger != "layers"
+    if chosen.get("liger_kernels") and not fuses_loss(job) and whole:
         return (
             "Liger's kernels inside layers are taken alone, with all logits there: set "
             "loss.fused_linear_cross_entropy=true if use_liger_kernel is what runs."

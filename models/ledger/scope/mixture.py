@@ -5,27 +5,23 @@ from __future__ import annotations
 from peakcast.core.findings import FAILS, MORE, NEARLY, NEARLY_LESS, NEARLY_MORE, Check, Finding, first
 from peakcast.jobs.conventions import conventions, mixes_precision
 from peakcast.jobs.spec import TrainingJob
-
-NO_FLASH_ATTENTION = ("bloom", "codegen", "mpt")
-"""transformers 5.17 models/*/modeling_*.py: `_supports_flash_attn` is not set."""
-NO_FLEX_ATTENTION = ("bloom", "codegen", "falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gptj", "mpt", "olmoe", "stablelm")
-"""Families whose classes do not set `_supports_flex_attn` either."""
+from peakcast.networks.families import family_of
 
 
 def kernels_reason(job: TrainingJob) -> Finding | None:
     """Which attention kernel the job asks for that the family does not have, or that the ledger does not count; None if
     neither."""
-    family = job.architecture.model_type
+    family, code = job.architecture.model_type, family_of(job.architecture)
     flash, flex = job.attention == "flash_attention_2", job.attention == "flex"
     checks: list[Check] = [
         (
-            flash and family in NO_FLASH_ATTENTION,
+            flash and not code.attention.flash,
             f"model_type={family!r} has no flash_attention_2 in transformers; use eager.",
             FAILS,
             "attention",
         ),
         (
-            flex and family in NO_FLEX_ATTENTION,
+            flex and not code.attention.flex,
             f"model_type={family!r} has no flex_attention in transformers; use sdpa.",
             FAILS,
             "attention",
@@ -51,26 +47,26 @@ def kernels_reason(job: TrainingJob) -> Finding | None:
             "attention",
         ),
         (
-            flash and family == "falcon",
+            "flash attention" in code.traces.differ and flash,
             "flash_attention_2 of Falcon, whose key heads are copied for it, is not modelled; use sdpa.",
             MORE,
             "attention",
         ),
         (
             job.offload.activations
-            and family == "falcon"
+            and "activations offloaded from eager attention or under autocast" in code.traces.differ
             and (job.attention == "eager" or bool(conventions(job).get("autocast"))),
             "Falcon's offloaded activations with eager attention or under autocast are up to 1.2 % off their trace.",
             NEARLY,
             "offload.activations",
         ),
         (
-            flash and job.batch.form == "padding_free" and family in ("gpt_bigcode", "gpt_neo", "opt"),
+            flash and job.batch.form == "padding_free" and not code.attention.passes_positions,
             f"model_type={family!r} tells attention no positions, so that flash_attention_2 without padding is not "
             "modelled there.",
         ),
         (
-            flash and family == "opt",
+            flash and code.attention.makes_padding_mask,
             "OPT makes a padding mask of its own, by which flash_attention_2 takes rows apart in its trace: up to 1 %.",
             NEARLY,
             "attention",
@@ -84,6 +80,7 @@ def mixture_reason(job: TrainingJob) -> Finding | None:
     if job.task != "train":
         return None
     architecture, checkpointing = job.architecture, job.activation_checkpointing
+    differ = family_of(architecture).traces.differ
     adapts, autocast = job.finetuning.method != "full", bool(conventions(job).get("autocast"))
     reentrant = checkpointing.mode == "full" and checkpointing.use_reentrant
     leaves = reentrant and architecture.kind == "encoder"
@@ -95,13 +92,13 @@ def mixture_reason(job: TrainingJob) -> Finding | None:
             "offloaded activations are compared with traces of sdpa, eager and flash attention, not of flex.",
         ),
         (
-            autocast and architecture.model_type in ("bloom", "codegen", "gptj"),
+            autocast and "autocast" in differ,
             f"model_type={architecture.model_type!r} under autocast: what its own attention widens is not all counted.",
             MORE,
             "framework_options.autocast",
         ),
         (
-            autocast and adapts and checkpointing.mode != "none" and architecture.model_type in ("cohere", "cohere2"),
+            autocast and adapts and checkpointing.mode != "none" and "autocast with adapters and checkpointing" in differ,
             f"model_type={architecture.model_type!r} under autocast, with adapters and checkpointing: backward is up to "
             "1.6 % below its trace.",
             NEARLY_MORE,
@@ -121,7 +118,8 @@ def mixture_reason(job: TrainingJob) -> Finding | None:
             "optimizer.name",
         ),
         (
-            (checkpointing.mode != "none" or job.offload.activations) and architecture.model_type in ("codegen", "gptj"),
+            "checkpointing or offloaded activations" in differ
+            and (checkpointing.mode != "none" or job.offload.activations),
             f"model_type={architecture.model_type!r} with checkpointing or offloaded activations: position tables and "
             "rotated parts that its attention names are not counted where no graph keeps them.",
             MORE,

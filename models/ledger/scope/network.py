@@ -6,7 +6,7 @@ from peakcast.core.findings import FAILS, MORE, UNKNOWN, Check, Finding, first, 
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions, fuses_loss
 from peakcast.jobs.spec import Offload, TrainingJob
-from peakcast.networks.families import FAMILIES
+from peakcast.networks.families import family, family_of
 
 
 def architecture_reason(architecture: Architecture) -> Finding | None:
@@ -20,7 +20,10 @@ def architecture_reason(architecture: Architecture) -> Finding | None:
 
 def _unmodelled_network(architecture: Architecture) -> str:
     """What of the network itself the ledger does not have, as a sentence; "" for nothing."""
-    if architecture.kind == "encoder" and architecture.model_type != "bert":
+    known = family(architecture.model_type)
+    if known is not None and known.traces.unmodelled:
+        return f"{architecture.name!r}: {known.traces.unmodelled}"
+    if architecture.kind == "encoder" and not family_of(architecture).layer.norm_after_residual:
         return f"{architecture.name!r}: of encoders only BERT is modelled, not model_type={architecture.model_type!r}."
     if architecture.kind == "hybrid":
         return (
@@ -32,17 +35,12 @@ def _unmodelled_network(architecture: Architecture) -> str:
         return f"model_type={architecture.model_type!r} is not known to the ledger; trace it (`peakcast explain --trace`)."
     if architecture.kind not in ("decoder", "encoder", "encoder_decoder"):
         return f"{architecture.name!r} is not a decoder-only transformer, BERT or T5 (kind={architecture.kind!r})."
-    if architecture.model_type not in FAMILIES:
+    if known is None:
         return (
             f"model_type={architecture.model_type!r} is not known to the ledger, which takes it for Llama by its keys; "
             "trace it (`peakcast explain --trace`)."
         )
-    if architecture.model_type == "dbrx":
-        return (
-            f"{architecture.name!r}: DBRX clips its projections and runs its experts one by one, which is counted as other "
-            "families do; parameters, gradients and optimizer states are exact."
-        )
-    if architecture.model_type == "mpt" and architecture.intermediate_size != 4 * architecture.hidden_size:
+    if known.layer.four_hidden and architecture.intermediate_size != 4 * architecture.hidden_size:
         return (
             f"{architecture.name!r} has intermediate_size={architecture.intermediate_size}, and transformers makes MPT's "
             f"feed-forward 4 * hidden_size wide, whatever is asked for; use {4 * architecture.hidden_size}."

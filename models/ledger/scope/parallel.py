@@ -9,6 +9,7 @@ from peakcast.models.ledger.layouts import expert_ranks, gathered_dtype
 from peakcast.models.ledger.layouts.pipeline import SPLIT_BACKWARD
 from peakcast.models.ledger.scope.data_parallel import data_parallel_reason, matrix_optimizer_reason
 from peakcast.models.ledger.scope.tensor import like_llama, tensor_reason
+from peakcast.networks.families import family_of
 
 PIPELINE_SCHEDULES = {
     *(("gpipe", False), ("gpipe", True), ("1f1b", False), ("interleaved_1f1b", True)),
@@ -149,7 +150,7 @@ def _pipeline_reason(job: TrainingJob) -> Finding | None:
         ),
         (
             # SmolLM3's every fourth layer has no rotation: a stage with only such layers frees the tables
-            not like_llama(architecture) or architecture.model_type == "smollm3",
+            not like_llama(architecture) or family_of(architecture).rotary.skipped_every > 0,
             f"pipeline parallelism of {architecture.model_type!r} is not modelled: that of layers like Llama's is.",
         ),
         (job.task != "train", "pipeline parallelism is modelled in training only."),

@@ -19,6 +19,7 @@ from peakcast.models.ledger.scope.preference import preference_reason
 from peakcast.models.ledger.scope.zero import zero_reason
 from peakcast.models.recipes.baseline_choice import tracer
 from peakcast.models.recipes.shelf import wants_recipe
+from peakcast.networks.families import family_of
 
 
 def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
@@ -133,7 +134,7 @@ def _plain_float8(job: TrainingJob) -> bool:
     GPT-2's Conv1D is not an nn.Linear and is not converted."""
     plain = job.task == "train" and job.finetuning.method == "full" and job.framework in ("huggingface", "torch")
     wide = gathered_dtype(job) == "bfloat16" and not job.framework_options.get("autocast")
-    return plain and wide and job.architecture.model_type not in ("gpt2", "gpt_bigcode")
+    return plain and wide and family_of(job.architecture).libraries.torchao_float8
 
 
 def _rows(job: TrainingJob) -> int:
@@ -143,6 +144,7 @@ def _rows(job: TrainingJob) -> int:
 
 def _huggingface_reason(job: TrainingJob) -> Finding | None:
     """Why a Hugging Face or torch job is out of scope; None if it is not."""
+    family = family_of(job.architecture)
     checks: list[Check] = [
         (
             job.task == "inference" and job.architecture.kind == "encoder",
@@ -151,14 +153,16 @@ def _huggingface_reason(job: TrainingJob) -> Finding | None:
             "task",
         ),
         (
-            job.task == "inference" and job.architecture.model_type in ("codegen", "gptj", "mpt"),
+            job.task == "inference" and "generation" in family.traces.differ,
             f"generation with model_type={job.architecture.model_type!r}, whose attention has tables of its own, is up to "
             "5 % below its trace.",
             NEARLY_MORE,
             "task",
         ),
         (
-            job.task == "inference" and job.architecture.model_type == "bloom" and job.precision.compute == "float32",
+            job.task == "inference"
+            and "generation in float32" in family.traces.differ
+            and job.precision.compute == "float32",
             "generation with BLOOM in float32: scores that its attention names until it has added its output are not all "
             "counted; up to 0.7 % below its trace.",
             NEARLY_MORE,
@@ -178,7 +182,7 @@ def _huggingface_reason(job: TrainingJob) -> Finding | None:
             "versions.transformers",
         ),
         (
-            job.optimizer.name == "galore" and job.architecture.model_type == "gpt2",
+            job.optimizer.name == "galore" and family.linear.conv1d,
             "optimizer.name='galore' projects nn.Linear alone, and GPT-2 has Conv1D: it is not modelled there.",
             UNKNOWN,
             "optimizer.name",

@@ -7,29 +7,22 @@ from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions, fuses_loss
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
-from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.parameters.inventory import layer_parameters
-
-TENSOR_PARALLEL_FAMILIES = frozenset(
-    {
-        *("cohere", "gemma", "gemma2", "gemma3_text", "glm", "gpt_neox"),
-        *("granite", "olmo", "olmo2", "phi", "phi3", "starcoder2"),
-    }
-)
-"""`model_type` of families whose layers differ from Llama's and whose `base_model_tp_plan` of transformers 5.17 was
-traced."""
+from peakcast.networks.families import families_where, family_of
 
 
 def tensor_reason(job: TrainingJob) -> Finding | None:
     """Why the ledger does not cover the job's tensor parallelism, as a finding; None if it does."""
     architecture, layout, ranks = job.architecture, job.parallelism, job.parallelism.tensor_parallel_size
     library = job.framework == "huggingface"
+    family = family_of(architecture)
+    traced = like_llama(architecture) or (library and family.traces.tensor_parallel)
     checks: list[Check] = [
         (
-            not (like_llama(architecture) or (library and architecture.model_type in TENSOR_PARALLEL_FAMILIES)),
+            not traced,
             f"tensor parallelism of {architecture.model_type!r} under framework={job.framework!r} is not modelled: that of "
             "layers like Llama's is, and with framework='huggingface' that of "
-            f"{', '.join(sorted(TENSOR_PARALLEL_FAMILIES))}.",
+            f"{'' if traced else ', '.join(families_where(lambda known: known.traces.tensor_parallel))}.",
         ),
         (
             job.framework not in ("huggingface", "torch"),
@@ -49,7 +42,7 @@ def tensor_reason(job: TrainingJob) -> Finding | None:
         (
             job.finetuning.method != "full" and _adapts_whole_parts(job),
             f"adapters of {architecture.model_type!r} under tensor parallelism fail in peft 0.21, which knows no matrix "
-            f"whose result is gathered (in {', '.join(sorted(traits(architecture).whole_parts))}); name other targets.",
+            f"whose result is gathered (in {', '.join(sorted(family.modules.gathered_parts))}); name other targets.",
             FAILS,
             "finetuning.targets",
         ),
@@ -153,7 +146,7 @@ def _adapts_whole_parts(job: TrainingJob) -> bool:
     """Whether adapters are on parts of a layer whose outputs tensor parallelism gathers."""
     matrices = (tensor.name.removesuffix(".weight") for tensor in layer_parameters(job.architecture, 0))
     adapted = {name for name in matrices if is_adapter_target(name, job.finetuning, job.architecture)}
-    return any(name.partition(".")[0] in traits(job.architecture).whole_parts for name in adapted)
+    return any(name.partition(".")[0] in family_of(job.architecture).modules.gathered_parts for name in adapted)
 
 
 def like_llama(architecture: Architecture) -> bool:
@@ -163,4 +156,4 @@ def like_llama(architecture: Architecture) -> bool:
     separate = architecture.gated_mlp and not (architecture.fused_qkv or architecture.fused_gate_up)
     usual = architecture.normalization == "rmsnorm" and architecture.norm_placement == "pre"
     whole = architecture.qk_norm in ("none", "head") and not architecture.parallel_block
-    return plain and separate and usual and whole and not traits(architecture).scaled_embedding
+    return plain and separate and usual and whole and not family_of(architecture).ends.scales_embedding

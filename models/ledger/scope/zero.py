@@ -5,7 +5,7 @@ from __future__ import annotations
 from peakcast.core.findings import MORE, NEARLY_MORE, UNKNOWN, Check, Finding, first
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import Offload, TrainingJob
-from peakcast.models.ledger.layouts import LEAVES
+from peakcast.networks.families import families_where, family_of
 
 
 def zero_reason(job: TrainingJob) -> Finding | None:
@@ -13,6 +13,8 @@ def zero_reason(job: TrainingJob) -> Finding | None:
     layout, optimizer = job.parallelism, job.optimizer
     if layout.zero_stage == 0:
         return None
+    family = family_of(job.architecture)
+    apart = job.architecture.moe is not None and layout.zero_stage == 3 and not family.libraries.deepspeed_leaf
     quantized, name = job.finetuning.quantization, f"zero_stage={layout.zero_stage} is compared with DeepSpeed's trace"
     checks: list[Check] = [
         (job.offload.activations, "without offloaded activations only.", UNKNOWN, "offload.activations"),
@@ -47,7 +49,7 @@ def zero_reason(job: TrainingJob) -> Finding | None:
             "framework_options.overlap_comm",
         ),
         (
-            layout.zero_stage == 3 and job.architecture.model_type == "gpt_neo" and job.finetuning.method != "full",
+            layout.zero_stage == 3 and "adapters under ZeRO-3" in family.traces.differ and job.finetuning.method != "full",
             "without adapters on GPT-Neo only, whose frozen weights stay gathered longer in backward.",
             MORE,
             "finetuning.method",
@@ -62,8 +64,8 @@ def zero_reason(job: TrainingJob) -> Finding | None:
         ),
         (job.architecture.moe is not None and bool(quantized), "with whole experts only, not quantised ones."),
         (
-            job.architecture.moe is not None and layout.zero_stage == 3 and job.architecture.model_type not in LEAVES,
-            f"with experts of {', '.join(LEAVES)} only, whose feed-forwards are modules without parts.",
+            apart,
+            f"with experts of {_leaves() if apart else ''} only, whose feed-forwards are modules without parts.",
         ),
         (
             optimizer.name not in ("adamw", "adam"),
@@ -80,6 +82,11 @@ def zero_reason(job: TrainingJob) -> Finding | None:
         (layout.world_size > layout.data_parallel_size, "beside no other parallelism."),
     ]
     return first(checks, "parallelism.zero_stage", start=f"{name} ")
+
+
+def _leaves() -> str:
+    """The families whose feed-forward ZeRO-3 takes for one module."""
+    return ", ".join(families_where(lambda family: family.libraries.deepspeed_leaf))
 
 
 def _beside_scattered_gradients(job: TrainingJob) -> bool:

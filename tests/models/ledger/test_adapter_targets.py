@@ -1,11 +1,11 @@
-"""The table of default adapter targets is peft's own."""
+"""The default adapter targets of families are peft's own."""
 
 import pytest
 
 from peakcast.catalog import architecture
 from peakcast.jobs.spec import Finetuning, TrainingJob
-from peakcast.models.ledger.parameters.adapter_targets import DEFAULT_TARGETS
 from peakcast.models.ledger.scope.adapter import targets_taken
+from peakcast.networks.families import counted_as, model_types
 
 LORA = Finetuning(method="lora", rank=8)
 
@@ -13,16 +13,19 @@ constants = pytest.importorskip("peft.utils.constants")
 PEFTS = constants.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
 
 
-def test_every_row_is_pefts():
-    assert {family: list(targets) for family, targets in DEFAULT_TARGETS.items()} == {
-        family: PEFTS[family] for family in DEFAULT_TARGETS
+TARGETS = {family: list(counted_as(family).libraries.peft_targets) for family in model_types()}
+
+
+def test_every_default_is_pefts():
+    assert {family: targets for family, targets in TARGETS.items() if targets} == {
+        family: PEFTS[family] for family, targets in TARGETS.items() if targets
     }
 
 
 @pytest.mark.parametrize("family", ["olmo2", "phi3", "glm", "granite", "qwen3_moe", "starcoder2"])
-def test_what_peft_does_not_know_has_no_row(family):
+def test_what_peft_does_not_know_has_no_default(family):
     assert family not in PEFTS
-    assert family not in DEFAULT_TARGETS
+    assert TARGETS[family] == []
 
 
 def test_without_targets_and_a_default_the_answer_says_what_it_took():

@@ -11,10 +11,9 @@ from peakcast.models.ledger.huggingface.blocks.eager_attention import repeat_key
 from peakcast.models.ledger.huggingface.blocks.fused_lora import fused_projections, is_fused
 from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
-from peakcast.models.ledger.huggingface.blocks.traits import traits
-from peakcast.models.ledger.parameters.inventory import leaf_names
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.networks.families import family_of
 from peakcast.networks.rotary import rotated_width
 
 FP32 = 4
@@ -23,30 +22,30 @@ FP32 = 4
 def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     """Attention of one layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
-    rows, width, family = context.rows, architecture.hidden_size, traits(architecture)
+    rows, width, family = context.rows, architecture.hidden_size, family_of(architecture)
     query, key_value = architecture.query_size, architecture.key_value_size
     size = context.compute_bytes
     x = gather_sequence(tape, x, context.group, "self_attn")
-    bias, names = architecture.attention_bias, leaf_names(architecture)
+    bias, names = architecture.attention_bias, family_of(architecture).names
     fused = x
     if architecture.fused_qkv:
         fused = build.columns(x, width, query + 2 * key_value, f"self_attn.{names.qkv}", bias)
         q, k, v = tape.split(fused, [rows * query * size, rows * key_value * size, rows * key_value * size], "qkv_split")
-        if family.expands_key_value and architecture.num_key_value_heads > 1:
+        if family.attention.expands_key_value and architecture.num_key_value_heads > 1:
             whole = q.num_bytes
             q, k, v = (tape.operation("self_attn.expand", [part], whole) for part in (q, k, v))
-        elif family.expands_key_value:  # taken by an index, which copies
+        elif family.attention.expands_key_value:  # taken by an index, which copies
             k, v = (tape.operation("self_attn.pick", [part], part.num_bytes) for part in (k, v))
     elif is_fused(build, each := [f"self_attn.{name}" for name in (names.q, names.k, names.v)], bias):
         sizes = zip(each, (query, key_value, key_value), strict=True)
         q, k, v = fused_projections(build, x, width, list(sizes))
     else:
         q, k, v = _projected_one_by_one(build, x, bias)
-    variables = [x, q, k] if family.rotary_inline else [x]
-    variables += [fused] if family.names_fused_projection else []
+    variables = [x, q, k] if family.rotary.inline else [x]
+    variables += [fused] if family.attention.names_fused_projection else []
     if architecture.position_embedding == "rope" and context.rotates:
         q, k, parts = _rotary(build, q, k)
-        variables += parts if family.rotary_inline else []
+        variables += parts if family.rotary.inline else []
     if context.cache:
         k, v = update_cache(build, k, v)
     if context.repeats_key_value and attention_kernel(context) == "flash_attention_2":
@@ -61,7 +60,7 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
         (output,) = fused_projections(build, output, query, [(f"self_attn.{names.out}", width)])
     else:
         output = build.rows_summed(output, query, width, f"self_attn.{names.out}", bias)
-    if family.joins_heads_first:
+    if family.eager_attention.joins_heads_first:
         build.attention_variables.extend((*variables, q, k, v))
     for variable in (*variables, q, k, v, *build.attention_variables):  # variables of attention's forward refer to them
         tape.hold(variable)
@@ -73,7 +72,7 @@ def _projected_one_by_one(build: BlockBuilder, x: Tensor, bias: bool) -> tuple[T
     them."""
     architecture = build.context.architecture
     width, query, key_value = architecture.hidden_size, architecture.query_size, architecture.key_value_size
-    names, after = leaf_names(architecture), traits(architecture).norms_after_projections
+    names, after = family_of(architecture).names, family_of(architecture).attention.norms_after_projections
     q = build.columns(x, width, query, f"self_attn.{names.q}", bias)
     q = q if after else _qk_norm(build, q, query, "self_attn.q_norm")
     k = build.columns(x, width, key_value, f"self_attn.{names.k}", bias)
@@ -94,7 +93,7 @@ def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
         rows = build.context.rows * width // architecture.head_dim
         normed = build.norm(x, architecture.head_dim, name, rows)
     else:
-        normed = build.norm(x, width, name, fused=traits(architecture).liger_qk_norm)
+        normed = build.norm(x, width, name, fused=family_of(architecture).liger.replaces_full_qk_norm)
     build.tape.hold(x)  # the norm's argument, until it returns
     return normed
 
@@ -102,20 +101,20 @@ def _qk_norm(build: BlockBuilder, x: Tensor, width: int, name: str) -> Tensor:
 def _rotates_in_place(build: BlockBuilder) -> bool:
     """Whether a fused kernel rotates: Liger's, if it has one for the family, or a compiled one."""
     context = build.context
-    return context.kernels.rotary and (bool(context.compiled) or traits(context.architecture).liger_rope)
+    return context.kernels.rotary and (bool(context.compiled) or family_of(context.architecture).liger.has_rotary)
 
 
 def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`apply_rotary_pos_emb`: rotated q and k, computed in fp32 if the family's code says so, and the rotated parts that
     were joined with parts that are not rotated. Variables refer to the arguments until both are rotated."""
     tape, element = build.tape, build.context.compute_bytes
-    architecture, family = build.context.architecture, traits(build.context.architecture)
+    architecture, family = build.context.architecture, family_of(build.context.architecture)
     if _rotates_in_place(build):  # forward and backward, on contiguous tensors (liger_kernel 0.8 ops/rope.py)
         rotated = ops.copy if architecture.fused_qkv else ops.in_place
         q, k = rotated(tape, q, "self_attn.rotary_q"), rotated(tape, k, "self_attn.rotary_k")
         q.requires_grad = k.requires_grad = q.requires_grad or k.requires_grad  # they are outputs of one function
         return q, k, []
-    kind = family.rotary if element != FP32 else "narrow"
+    kind = family.rotary.products if element != FP32 else "narrow"
     # the tables have the embeddings' dtype; wide ones widen q and k, which stay wide until attention
     tables_wide = kind == "promoted" or (kind == "narrow" and build.context.weight_bytes > element)
     arguments, narrow, parts = [q, k], [q.num_bytes, k.num_bytes], []
@@ -126,7 +125,7 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
         arguments += [q, k]
     promoted = [max(x.num_bytes, size) if tables_wide else x.num_bytes for x, size in zip((q, k), wide, strict=True)]
     tables: list[Tensor] = []
-    if family.rotary_in_halves:
+    if family.rotary.in_halves:
         q = rotate_in_halves(tape, q, promoted[0], "self_attn.rotary_q")
         k = rotate_in_halves(tape, k, promoted[1], "self_attn.rotary_k")
     elif architecture.rotary_in_parts:
@@ -142,9 +141,9 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
     else:
         tables = _tables_of_layer(build)
         q = rotate(tape, q, promoted[0], "self_attn.rotary_q", tables)
-        tables = tables if family.rotary_tables_per_layer else _tables_of_layer(build)
+        tables = tables if family.rotary.tables_per_layer else _tables_of_layer(build)
         k = rotate(tape, k, promoted[1], "self_attn.rotary_k", tables)
-    arguments += [q, k, *(tables if family.rotary_tables_per_layer else ())]
+    arguments += [q, k, *(tables if family.rotary.tables_per_layer else ())]
     if kind != "narrow":
         q = ops.cast(tape, q, narrow[0], "self_attn.rotary_q.to_narrow")
         k = ops.cast(tape, k, narrow[1], "self_attn.rotary_k.to_narrow")
@@ -166,9 +165,9 @@ def _join(tape: Tape, part: Tensor, rest: Tensor, num_bytes: int) -> Tensor:
 def _tables_of_layer(build: BlockBuilder) -> list[Tensor]:
     """The cosines and sines that the layer makes itself, if its family does: once for both q and k, or for each (GPT-J and
     similar)."""
-    architecture, family = build.context.architecture, traits(build.context.architecture)
-    width = rotated_width(architecture) * (2 if family.position_tables else family.rotary_tables_per_layer)
-    size = build.context.sequence * width * (FP32 if family.rotary == "promoted" else build.context.weight_bytes)
+    architecture, family = build.context.architecture, family_of(build.context.architecture)
+    width = rotated_width(architecture) * (2 if family.rotary.tables_of_all_positions else family.rotary.tables_per_layer)
+    size = build.context.sequence * width * (FP32 if family.rotary.products == "promoted" else build.context.weight_bytes)
     return [build.tape.operation("self_attn.rotary_tables", [], size, gradients=[])] if size else []
 
 

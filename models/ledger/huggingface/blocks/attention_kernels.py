@@ -16,9 +16,10 @@ from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.eager_attention import eager_attention, repeat_key_value, to_float32
 from peakcast.models.ledger.huggingface.blocks.ring_attention import RingTensors, backward_bytes, forward_bytes
-from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads, joins_heads, traits
+from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads, joins_heads
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.networks.families import family_of
 
 FP32 = 4
 INT64 = 8
@@ -53,8 +54,8 @@ def attention_kernel(context: HFContext) -> str:
     grouped = grouped and not context.sdpa_repeats_key_value
     one_width = architecture.mla is None and architecture.head_dim <= 256
     if context.masked:
-        return "efficient" if traits(architecture).grouped_query_kernel or not grouped else "math"
-    if context.compute_bytes != FP32 and one_width and (traits(architecture).grouped_query_kernel or not grouped):
+        return "efficient" if family_of(architecture).attention.shares_key_heads or not grouped else "math"
+    if context.compute_bytes != FP32 and one_width and (family_of(architecture).attention.shares_key_heads or not grouped):
         return "flash"
     return "math" if grouped else "efficient"
 
@@ -102,7 +103,7 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         output = ops.copy(build.tape, output, "self_attn.contiguous")
         for variable in variables:
             build.tape.hold(variable)
-    if traits(context.architecture).returns_attention_weights:  # the layer returns the output in their place
+    if family_of(context.architecture).attention.returns_weights:  # the layer returns the output in their place
         build.variables.append(output)
         build.attention_weights = output
     return output
@@ -321,7 +322,7 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if context.masked or context.sequence > 1:  # a single token needs no mask
         mask_bytes = (context.batch * context.compute_bytes if context.masked else FP32) * context.sequence * context.keys
         local.append(tape.operation("self_attn.math.mask", [], mask_bytes, gradients=[]))
-    if traits(architecture).grouped_query_kernel:
+    if family_of(architecture).attention.shares_key_heads:
         k32, v32 = repeat_key_value(build, q32, k32, v32, interleaved=True)
         local += [k32, v32]
     scaled = ops.scale(tape, k32, "self_attn.math.scale_k")

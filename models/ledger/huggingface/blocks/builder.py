@@ -18,11 +18,12 @@ from peakcast.models.ledger.huggingface.blocks.tensor_parallel import (
     leave_rows,
     split_columns,
 )
-from peakcast.models.ledger.huggingface.blocks.traits import multiplies_itself, traits
+from peakcast.models.ledger.huggingface.blocks.traits import multiplies_itself
 from peakcast.models.ledger.parameters.adapter_methods import METHODS, ON_NETWORK, matrix_of
 from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.networks.families import family_of
 
 FP32 = 4
 NOT_ADAPTED = ("lm_head", "mlp.gate")
@@ -121,8 +122,8 @@ class BlockBuilder:
         tape, group = self.tape, self.context.group
         x = enter_columns(tape, x, group, name) if split == "columns" else x
         # the incoming gradient is the residual stream's own unless an operation in between makes another tensor
-        family, placed = traits(self.context.architecture), self.context.architecture.norm_placement
-        stream = split == "rows" and placed == "pre" and not (family.scaled_residual or group.sequence)
+        family, placed = family_of(self.context.architecture), self.context.architecture.norm_placement
+        stream = split == "rows" and placed == "pre" and not (family.layer.scales_outputs or group.sequence)
         result = self.linear(
             x,
             in_features,
@@ -244,7 +245,7 @@ class BlockBuilder:
         numel = in_features * out_features * self.num_matrices
         # a narrow copy of a wide weight, which autocast caches; arguments are cast from right to left, so in backward the
         # input's gradient is widened first
-        transposed = traits(context.architecture).linears_transpose_weight and not plain
+        transposed = family_of(context.architecture).linear.transposes_weight and not plain
         cached = trainable and not transposed and not context.group.makes_weights
         weight = tape.operation(
             f"{name}{CAST if cached else '.weight_copy'}",
@@ -289,7 +290,7 @@ class BlockBuilder:
     def _norm(self, x: Tensor, width: int, name: str, rows: int, *, fused: bool) -> Tensor:
         """`norm`, without its argument's lifetime."""
         context, kind = self.context, self.context.architecture.normalization
-        family = traits(context.architecture)
+        family = family_of(context.architecture)
         narrow = x.num_bytes
         if kind == "rmsnorm" and context.kernels.norm and fused:
             return ops.fused_rms_norm(
@@ -312,16 +313,16 @@ class BlockBuilder:
                 element_bytes=x.num_bytes // (rows * width),
                 weight_bytes=context.norm_weight_bytes,
                 trainable=context.norms_train,
-                weight_in_fp32=family.norm_weight_in_float32,
-                of_input=family.norm_of_input,
-                names_product=family.norm_names_product,
+                weight_in_fp32=family.norm.weight_in_float32,
+                of_input=family.norm.multiplies_input,
+                names_product=family.norm.names_product,
             )
-        if family.layer_norm_in_python:
+        if family.norm.written_in_python:
             return ops.python_layer_norm(
                 self.tape, x, rows, width, name, element_bytes=narrow // (rows * width), trainable=context.norms_train
             )
         compute = rows * width * context.compute_bytes
-        if family.norm_without_autocast and context.autocast:
+        if family.norm.without_autocast and context.autocast:
             x = ops.cast(self.tape, x, compute, f"{name}.to_compute_dtype") if x.num_bytes > compute else x
         elif (self.context.native_norm_in_float32 or kind == "nonparametric") and x.num_bytes < rows * width * FP32:
             x = ops.cast(self.tape, x, rows * width * FP32, f"{name}.to_float32")

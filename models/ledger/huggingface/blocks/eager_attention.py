@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
-from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads, joins_heads, traits
+from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads, joins_heads
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.networks.families import family_of
 
 FP32 = 4
 INT64 = 8
@@ -19,7 +20,7 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     """`eager_attention_forward`: scores, softmax (in most families in fp32 and converted back), times v."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
     heads, size = architecture.num_attention_heads, context.compute_bytes
-    family = traits(architecture)
+    eager = family_of(architecture).eager_attention
     elements = context.batch * heads * context.sequence * context.keys
     query_bytes = q.num_bytes // (context.rows * _query_width(architecture))
     # laid out head by head: a cache's tensors, repeated key heads, and concatenations of a rotated and another part;
@@ -29,10 +30,10 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     cached = context.cache not in ("", "passes") and not ((architecture.mla and context.latent_cache) or single)
     laid_out = key_heads not in (1, heads) or cached
     k, v = repeat_key_value(build, q, k, v)
-    if family.scores_in_float32 and size != FP32:
+    if eager.scores_in_float32 and size != FP32:
         q, k = to_float32(build, q, "q"), to_float32(build, k, "k")
         size = size if context.autocast else FP32
-    if family.joins_heads_first:
+    if eager.joins_heads_first:
         v = _joined(build, v, "v", by_head=cached)
     joined = joins_heads(architecture)
     # under autocast matmul makes narrow copies of wide q and k
@@ -40,36 +41,36 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     q_used = _joined(build, _narrow(build, q, size, "q"), "q", by_head=joined or single_token)
     k_used = _joined(build, _narrow(build, k, size, "k"), "k", by_head=(joined and not single) or laid_out)
     scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
-    named = [scores, q_used, k_used, v] if family.joins_heads_first else [q, k, v]
-    if not family.joins_heads_first:  # BLOOM's `baddbmm` scales by itself
-        scores = ops.scale(tape, scores, "self_attn.scaling", where_it_stands=family.scores_scaled_in_place)
-    if family.attention_softcap:
+    named = [scores, q_used, k_used, v] if eager.joins_heads_first else [q, k, v]
+    if not eager.joins_heads_first:  # BLOOM's `baddbmm` scales by itself
+        scores = ops.scale(tape, scores, "self_attn.scaling", where_it_stands=eager.scales_in_place)
+    if eager.softcap:
         scores = ops.scale(tape, scores, "self_attn.softcap.divide")
         scores = ops.scale(tape, ops.unary_of_result(tape, scores, "self_attn.softcap.tanh"), "self_attn.softcap.multiply")
     scaled = scores
-    if family.scores_biased_and_filled:
+    if eager.adds_and_fills:
         passed_on = None if size == FP32 else scores.num_bytes
         biased = tape.operation("self_attn.add_bias", [scores], elements * FP32, gradients=[(scores, passed_on)])
         scores = tape.operation("self_attn.fill_mask", [biased], biased.num_bytes)
         named.append(scores)
     elif architecture.kind in ("decoder", "hybrid"):
         scores = _add_mask(build, scores, elements)
-        named += [scores] * family.joins_heads_first
+        named += [scores] * eager.joins_heads_first
     take_softmax = _softmax_with_sinks if architecture.attention_sinks else _softmax
     weights, variables = take_softmax(build, scores, elements, query_bytes)
-    if family.scores_scaled_in_place:
+    if eager.scales_in_place:
         tape.hold(scaled)
     weights = returned = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
     if weights.num_bytes != elements * context.compute_bytes:
         weights = ops.cast(tape, weights, elements * context.compute_bytes, "self_attn.weights_cast")
-    v_used = v if family.joins_heads_first else _joined(build, v, "v", by_head=laid_out)
+    v_used = v if eager.joins_heads_first else _joined(build, v, "v", by_head=laid_out)
     summed = v.num_bytes // context.keys * context.sequence
     output = ops.matmul(tape, weights, v_used, summed, "self_attn.weighted_sum")
     if not single_token:  # .transpose(1, 2).contiguous()
         output = ops.copy(tape, output, "self_attn.contiguous")
     for variable in (*named, *variables):
         tape.hold(variable)
-    if family.joins_heads_first or family.scores_biased_and_filled:
+    if eager.joins_heads_first or eager.adds_and_fills:
         build.attention_variables.extend((*named, *variables, output))
     build.variables.append(returned)  # the attention module also returns the weights
     build.attention_weights = returned
@@ -80,14 +81,14 @@ def _softmax(build: BlockBuilder, scores: Tensor, elements: int, query_bytes: in
     """The attention weights and the tensors to which variables refer until attention returns. In fp32 and, in most
     families, converted to the queries' dtype; the scores' variable is reassigned only after that."""
     context, tape = build.context, build.tape
-    wide, family = elements * FP32, traits(context.architecture)
-    narrow = elements * (query_bytes if family.eager_softmax == "float32" else context.compute_bytes)
-    widened = scores.num_bytes < wide and (family.eager_softmax == "float32" or context.autocast)
+    wide, eager = elements * FP32, family_of(context.architecture).eager_attention
+    narrow = elements * (query_bytes if eager.softmax == "float32" else context.compute_bytes)
+    widened = scores.num_bytes < wide and (eager.softmax == "float32" or context.autocast)
     weights = softmax(build, scores, wide if widened else scores.num_bytes, "self_attn.softmax")
     tape.hold(scores)
-    if weights.num_bytes != narrow and family.eager_softmax != "wide":
+    if weights.num_bytes != narrow and eager.softmax != "wide":
         weights = ops.cast(tape, weights, narrow, "self_attn.softmax.to_narrow")
-        if family.eager_softmax == "float32" and not family.scores_in_float32:  # others convert in a separate statement
+        if eager.softmax == "float32" and not eager.scores_in_float32:  # others convert in a separate statement
             tape.hold(scores)
     return weights, []
 

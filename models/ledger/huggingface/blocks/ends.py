@@ -20,10 +20,10 @@ from peakcast.models.ledger.huggingface.blocks.tensor_parallel import (
     gather_sequence,
     leave_rows,
 )
-from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
+from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
 
 FP32 = 4
@@ -85,7 +85,7 @@ def embedding(context: HFContext) -> Template:
     hidden = _with_positions(build, hidden)
     if architecture.embedding_norm:
         hidden = build.norm(hidden, width, "embedding_layernorm")
-    if traits(architecture).scaled_embedding:
+    if family_of(architecture).ends.scales_embedding:
         hidden = ops.scale(tape, hidden, "embedding_multiplier")
     hidden = build.dropout(hidden, architecture.embedding_dropout, rows * width, "embedding_dropout")
     hidden.requires_grad = context.input_requires_grad
@@ -100,7 +100,7 @@ def _with_positions(build: BlockBuilder, hidden: Tensor) -> Tensor:
     if architecture.position_embedding == "learned":
         num_positions = architecture.max_position_embeddings + architecture.position_embedding_offset
         table = WeightGradient("embed_positions.weight.grad", num_positions * width * size)
-        looked_up = rows if traits(architecture).positions_per_sequence else context.sequence
+        looked_up = rows if family_of(architecture).ends.positions_per_sequence else context.sequence
         positions = tape.operation(
             "embed_positions", [], looked_up * width * size, weight_gradients=[table] if trains else []
         )
@@ -124,7 +124,8 @@ def tied_in_graph(context: HFContext) -> bool:
 def hands_on_itself(context: HFContext) -> bool:
     """Whether the first layer's input is the embedding module's output itself, not something computed from it."""
     architecture = context.architecture
-    scaled_later = traits(architecture).scaled_embedding and not traits(architecture).embedding_scales_itself
+    code = family_of(architecture).ends
+    scaled_later = code.scales_embedding and not code.embedding_scales_itself
     learned = architecture.position_embedding == "learned"
     changed = learned or scaled_later or context.neftune  # NEFTune's hook comes after peft's
     return not (changed or architecture.embedding_norm or architecture.embedding_dropout)
@@ -136,7 +137,7 @@ def embedding_variables(context: HFContext) -> tuple[bool, list[int]]:
     architecture = context.architecture
     tokens = context.stream_rows * architecture.hidden_size * context.end_weight_bytes
     if architecture.position_embedding == "learned" and architecture.kind == "decoder":
-        once = tokens if traits(architecture).positions_per_sequence else tokens // context.batch
+        once = tokens if family_of(architecture).ends.positions_per_sequence else tokens // context.batch
         return False, [tokens, once]
     in_module = architecture.kind == "encoder"  # BERT's embeddings are a module, to whose output the model refers
     return in_module or not (architecture.embedding_norm or architecture.embedding_dropout), [tokens]
@@ -218,7 +219,7 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
         logits = gather_columns(tape, logits, rows * architecture.vocab_size * context.compute_bytes, "lm_head")
         logits.storage.category = Category.LOGITS
         tape.hold(inputs)  # the argument of the module whose hook gathers
-    if traits(architecture).scaled_logits:
+    if family_of(architecture).ends.scales_logits:
         logits = ops.scale(tape, logits, "logits_scaling")
     if architecture.final_logit_softcapping is not None:
         logits = ops.scale(tape, logits, "softcap.divide")

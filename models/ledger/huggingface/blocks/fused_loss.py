@@ -5,9 +5,9 @@ from __future__ import annotations
 from peakcast.core.units import power_of_two
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.tape.local_variables import Locals
 from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
 
 FP32 = 4
@@ -82,7 +82,7 @@ def passing_bytes(context: HFContext, width: int, vocabulary: int, hidden_bytes:
     until the forward ends, its transpose's (not a leaf) never. The weight's product is added directly to its destination,
     except in fp32; before 0.8.3 each was made, widened and then added."""
     rows, element = context.rows, context.compute_bytes
-    budget = traits(context.architecture).fused_loss_budget
+    budget = family_of(context.architecture).liger.loss_budget
     chunk, matrix = fused_loss_chunk(rows, width * budget, vocabulary), vocabulary * width
     casts, held = context.autocast and element < context.weight_bytes, Locals()
     input_element = element if hidden_bytes > rows * width * element else 0  # else the norm's output is narrow already

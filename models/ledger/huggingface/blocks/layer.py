@@ -1,8 +1,8 @@
 """The decoder layer as Hugging Face transformers runs it, written on the tape.
 
 One mechanism for all families: the differences between Llama, GPT-2, GPT-NeoX, Gemma, ... are fields of `Architecture` and
-`HFTraits`. Read line by line from transformers 4.48-5.17 `modeling_*.py`; the saved tensors are those of the table in
-where-memory-goes F1.
+traits of its `Family`. Read line by line from transformers 4.48-5.17 `modeling_*.py`; the saved tensors are those of the
+table in where-memory-goes F1.
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from peakcast.models.ledger.huggingface.blocks.latent_attention import latent_at
 from peakcast.models.ledger.huggingface.blocks.routed import routed_feed_forward
 from peakcast.models.ledger.huggingface.blocks.routed_torchtitan import torchtitan_feed_forward
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
-from peakcast.models.ledger.huggingface.blocks.traits import traits
-from peakcast.models.ledger.parameters.inventory import leaf_names
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tape, Tensor
 from peakcast.models.ledger.tape.template import Template
+from peakcast.networks.families import family_of
 
 
 @lru_cache(maxsize=256)
@@ -41,7 +40,7 @@ def decoder_layer(context: HFContext) -> Template:
         output = _sublayer(build, output, feed_forward, "pre_feedforward_layernorm", "post_feedforward_layernorm")
     for variable in (hidden, *build.variables):  # the model's loop variable refers to the layer's input until it returns
         tape.hold(variable)
-    handed_on = context.checkpointed and context.reentrant and traits(architecture).returns_attention_weights
+    handed_on = context.checkpointed and context.reentrant and family_of(architecture).attention.returns_weights
     beside = build.attention_weights if handed_on else None
     return tape.finish(output, cached_matmuls=context.cached_matmuls, cached_kinds=context.cached_kinds, beside=beside)
 
@@ -52,7 +51,7 @@ def _sublayer(
     """Attention or feed-forward (`body`) with its norms and its residual addition."""
     architecture, width = build.context.architecture, build.context.architecture.hidden_size
     placement = architecture.norm_placement
-    if traits(architecture).norm_after_residual:
+    if family_of(architecture).layer.norm_after_residual:
         y = body(build, x)
         output = build.norm(ops.add(build.tape, y, x, "residual_add"), width, norm_after)
         for variable in (x, y):  # variables of the module that has the norm
@@ -60,18 +59,19 @@ def _sublayer(
         return output
     body_input = build.norm(x, width, norm_before, build.context.stream_rows) if placement != "post" else x
     y = body(build, body_input)
-    family = traits(architecture)
-    if not (family.feed_forward_inline and body is feed_forward):
+    family = family_of(architecture)
+    if not (family.layer.inline_feed_forward and body is feed_forward):
         build.tape.hold(body_input)  # the layer's variable
-    build.variables.extend([y] * family.keeps_sublayer_outputs + [body_input] * family.keeps_sublayer_inputs)
+    build.variables.extend([y] * family.layer.keeps_outputs + [body_input] * family.layer.keeps_inputs)
     if placement != "pre":
         y = build.norm(y, width, norm_after, build.context.stream_rows)
-    added = ops.scale(build.tape, y, "residual_multiplier") if family.scaled_residual else y
+    added = ops.scale(build.tape, y, "residual_multiplier") if family.layer.scales_outputs else y
     output = ops.add(build.tape, x, added, "residual_add")
     build.tape.hold(y)  # its variable is reassigned only after the addition
-    for variable in build.attention_variables if family.joins_heads_first and body is not feed_forward else ():
+    joined = family.eager_attention.joins_heads_first and body is not feed_forward
+    for variable in build.attention_variables if joined else ():
         build.tape.hold(variable)
-    if family.keeps_sublayer_outputs:  # the variable of the sub-layer's input is reassigned only after the addition too
+    if family.layer.keeps_outputs:  # the variable of the sub-layer's input is reassigned only after the addition too
         build.tape.hold(body_input)
     return output
 
@@ -79,7 +79,7 @@ def _sublayer(
 def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
     """Attention and feed-forward that read the same input (GPT-NeoX, Falcon, Phi, Cohere)."""
     architecture, width = build.context.architecture, build.context.architecture.hidden_size
-    two, together = architecture.norms_per_parallel_block == 2, traits(architecture).norms_together
+    two, together = architecture.norms_per_parallel_block == 2, family_of(architecture).layer.norms_together
     first = build.norm(x, width, "input_layernorm")
     second = build.norm(x, width, "post_attention_layernorm") if two and together else first
     attention = self_attention(build, first)
@@ -88,7 +88,7 @@ def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
     fed = feed_forward(build, second)
     for variable in (first, second) if together else (second,):
         build.tape.hold(variable)
-    view = fed if traits(architecture).parallel_sum_in_place else None
+    view = fed if family_of(architecture).layer.adds_in_place else None
     both = build.tape.operation(
         "parallel_add",
         [fed, attention],
@@ -107,7 +107,7 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
         return (torchtitan_feed_forward if build.context.experts == "torchtitan" else routed_feed_forward)(build, x)
     architecture, tape = build.context.architecture, build.tape
     width, inner = architecture.hidden_size, architecture.intermediate_size
-    bias, names = architecture.mlp_bias, leaf_names(architecture)
+    bias, names = architecture.mlp_bias, family_of(architecture).names
     rows, size = build.context.rows, build.context.compute_bytes
     x = arguments = gather_sequence(tape, x, build.context.group, "mlp")
     if architecture.gated_mlp and architecture.fused_gate_up:  # one matrix; the halves are views
@@ -130,7 +130,7 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
         product = ops.multiply(tape, activated, up, "mlp.product")
     else:
         product = activation(build, build.columns(x, width, inner, f"mlp.{names.up}", bias))
-    if traits(architecture).norm_after_residual:
+    if family_of(architecture).layer.norm_after_residual:
         build.variables.append(product)  # it is an argument of the module that has the norm (`BertOutput`)
     output = build.rows_summed(product, inner, width, f"mlp.{names.down}", bias)
     if architecture.fused_gate_up:

@@ -16,9 +16,9 @@ from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.router import route
-from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.networks.families import family_of
 
 MOST_GROUPS = 16
 FP32 = 4
@@ -72,7 +72,7 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     bias = _bias(build, ids, moe, pairs, (1 + gated) * inner, "mlp.experts.gate_up_proj_bias")
     both = _grouped_linear(build, selected, moe, pairs, width, (1 + gated) * inner, "mlp.experts.gate_up_proj", bias)
     both = _masked(build, both, "mlp.experts.mask_gate_up")
-    if traits(context.architecture).clamped_experts:
+    if family_of(context.architecture).experts.clamps:
         product = _clamped_product(build, both, pairs * inner)
     elif gated:
         gate, up = tape.split(both, [pairs * inner * size] * 2, "mlp.experts.chunk")

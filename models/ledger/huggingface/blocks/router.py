@@ -8,9 +8,9 @@ from __future__ import annotations
 from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.eager_attention import softmax
-from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.networks.families import family_of
 
 FP32 = 4
 INT64 = 8
@@ -21,10 +21,10 @@ def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor
     refer until it returns: these weights, the logits, and the chosen experts."""
     context, tape, rows = build.context, build.tape, build.context.rows
     num, top_k = moe.num_experts, moe.num_experts_per_tok
-    family = traits(context.architecture)
+    code = family_of(context.architecture).experts
     wide, chosen_bytes = rows * num * FP32, rows * top_k * FP32
     logits = _logits(build, x, moe)
-    if family.scores_of_top_experts:
+    if code.softmax_of_chosen:
         chosen, indices = _top(build, logits, logits.num_bytes // num * top_k, moe)
         weights = ops.unary_of_result(tape, chosen, "mlp.router.scores")
     else:
@@ -34,7 +34,7 @@ def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor
             scores = softmax(build, logits, wide, "mlp.router.scores")
         choosing = 2 * wide if moe.router_correction_bias else 0  # scores with their bias, masked by group
         weights, indices = _top(build, scores, chosen_bytes, moe, forward_temporary_bytes=choosing)
-    if family.normalises_routing:  # in place, so the old values are copied for the divisor's gradient
+    if code.divides_by_sum:  # in place, so the old values are copied for the divisor's gradient
         total = tape.operation("mlp.router.sum", [weights], rows * FP32, gradients=[(weights, None)])
         weights = tape.operation(
             "mlp.router.normalise",
@@ -45,10 +45,10 @@ def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor
             view_of=weights,
             backward_temporary_bytes=2 * chosen_bytes,
         )
-    if family.router_in_float32:  # DeepSeek's routers scale the weights
+    if code.router_in_float32:  # DeepSeek's routers scale the weights
         weights = ops.scale(tape, weights, "mlp.router.scale")
     narrow = rows * top_k * context.weight_bytes
-    if family.routing_weights == "narrow" and weights.num_bytes != narrow:
+    if code.weights == "narrow" and weights.num_bytes != narrow:
         weights = ops.cast(tape, weights, narrow, "mlp.router.to_narrow")
     return weights, [logits, weights, indices]
 
@@ -57,8 +57,8 @@ def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
     """The router's logits [tokens, num_experts]."""
     context, tape, rows = build.context, build.tape, build.context.rows
     width, num = context.architecture.hidden_size, moe.num_experts
-    family = traits(context.architecture)
-    if family.router_in_float32 and context.weight_bytes < FP32:
+    code = family_of(context.architecture).experts
+    if code.router_in_float32 and context.weight_bytes < FP32:
         x = ops.cast(tape, x, rows * width * FP32, "mlp.router.input_to_float32")
         weight = tape.operation(
             "mlp.router.weight_to_float32",
@@ -76,7 +76,7 @@ def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
         saves = [x, weight] if context.trainable else [weight]
         return tape.operation("mlp.router.logits", [x, weight], rows * num * size, saves=saves)
     logits = build.projection(x, width, num, "mlp.gate", moe.router_bias)
-    if family.scores_of_top_experts == "float32" and logits.num_bytes != rows * num * FP32:
+    if code.softmax_of_chosen == "float32" and logits.num_bytes != rows * num * FP32:
         logits = ops.cast(tape, logits, rows * num * FP32, "mlp.router.to_float32")
     return logits
 

@@ -13,9 +13,9 @@ from typing import Literal
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.huggingface.blocks.traits import traits
 from peakcast.models.ledger.parameters.tensor import ParameterTensor
 from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.networks.families import family_of
 
 Split = Literal["", "columns", "rows"]
 """How a matrix is split: not at all, by its outputs, or by its inputs."""
@@ -88,7 +88,7 @@ def tensor_parallel(job: TrainingJob) -> TensorParallel:
         table_reduced=layout.num_replicas > 1 and (layout.pipeline_parallel_size == 1 or layout.sharding == "none"),
         loss=bool(conventions(job).get("loss_parallel")),
         makes_weights=layout.num_replicas > 1 and layout.sharding == "none",
-        whole_parts=traits(job.architecture).whole_parts if job.framework == "huggingface" else frozenset(),
+        whole_parts=frozenset(family_of(job.architecture).modules.gathered_parts if job.framework == "huggingface" else ()),
     )
 
 
