@@ -33,7 +33,7 @@ def compile_reason(job: TrainingJob) -> Finding | None:
         (adapts and job.parallelism.world_size > 1, "with adapters on several ranks"),
         (
             adapts and not (checkpointing.mode == "none" or (checkpointing.mode == "full" and around)),
-            "with adapters and checkpointing, but full around what is compiled,",
+            "with adapters and checkpointing other than full around what is compiled,",
         ),
         (
             adapts and (tuning.method != "lora" or bool(tuning.quantization) or tuning.dropout > 0),

@@ -110,7 +110,7 @@ NAMED = {
         "finetuning": {"method": "lora", "rank": 8},
         "parallelism": {"data_parallel_size": 2, "sharding": "fsdp2"},
     },
-    "but full around what is compiled": {
+    "other than full around what is compiled": {
         **LAYERS,
         "finetuning": {"method": "lora", "rank": 8},
         "activation_checkpointing": {"mode": "full"},
