@@ -20,6 +20,7 @@ from pathlib import Path
 
 from peakcast.collectors.measure.grid import load_grid
 from peakcast.collectors.measure.runner import Summary, collect, timelines_folder
+from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.collectors.measure.sharing import cell_identity
 from peakcast.collectors.processes.engines import WORK
 from peakcast.core.errors import PeakcastError
@@ -71,12 +72,14 @@ def run(
             collect(
                 failed_last(jobs, shard),
                 shard,
-                budget_minutes=left,
-                timeout_seconds=CELL_SECONDS,
-                trace=trace,
-                history=history,
-                ranks="one",
-                processes=processes,
+                CollectSettings(
+                    budget_minutes=left,
+                    timeout_seconds=CELL_SECONDS,
+                    trace=trace,
+                    history=history,
+                    ranks="one",
+                    processes=processes,
+                ),
                 progress=_tell,
                 work=work,
             )

@@ -9,22 +9,20 @@ run.
 from __future__ import annotations
 
 import base64
-import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from peakcast import __version__
 from peakcast.collectors.measure.grid import load_grid
+from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.collectors.measure.sharing import SharedShard, cell_identity
 from peakcast.collectors.processes.engines import WORK, Answer, Question, find_engine
-from peakcast.core.cores import available_cores
 from peakcast.core.durable import replace_file
 from peakcast.core.errors import NO_GPU, CollectorError
-from peakcast.core.workers import check_processes
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.ranks import ranks_to_trace
 from peakcast.jobs.spec import TrainingJob, job_in_words, job_to_mapping
@@ -34,14 +32,9 @@ from peakcast.measurements.rows import from_row
 from peakcast.timelines.files import MAX_PACKED_BYTES
 
 UNKNOWN_GPU = "unknown"
-MOST_TRACES_AT_ONCE = 4
-"""A warm parent takes about 0.6 GB and a trace of a 7B model as much again: with more than four, memory runs short before
-cores do."""
-
-RANKS = ("auto", "real", "one")
-"""Words that `ranks` may have; it may also list numbers."""
-
 Progress = Callable[[str, int, int], None]
+Cell = tuple[TrainingJob, int, str]
+"""Job, rank and case of one run."""
 
 
 @dataclass
@@ -85,128 +78,111 @@ class Summary:
 def collect(
     grid: str | Path | Iterable[TrainingJob],
     shard: Path,
+    settings: CollectSettings,
     *,
-    budget_minutes: float | None = None,
-    trace: bool = False,
-    timeout_seconds: float = 600,
-    gpu: str | None = None,
-    processes: int | None = None,
-    engine: str = "local",
-    engine_options: Mapping[str, Any] | None = None,
-    history: bool = False,
-    ranks: str = "auto",
-    repeats: int = 1,
     progress: Progress | None = None,
     on_row: Callable[[Measurement], None] | None = None,
     work: str = WORK,
 ) -> Summary:
-    """Measure (or `trace`) the jobs of `grid` that `shard` does not have; rows are appended to `shard` as they come. A job
-    that is in `grid` twice, or every job if `repeats` is above 1, is measured again as a repeat (`case: repeat 2`).
+    """Measure or trace the jobs of `grid` that `shard` does not have; rows are appended to `shard` as they come. A job that
+    is in `grid` twice, or every job if `settings.repeats` is above 1, is measured again as a repeat (`case: repeat 2`).
+    Timelines, if `settings.history` asks for them, are files in `timelines_folder(shard)`, named after rows' keys.
 
-    `budget_minutes` stops between cells; `timeout_seconds` is for one cell; `gpu` names the GPU type (default: what CUDA
-    reports; for a trace, the type that it represents, default A100-80GB). With the engine "local", `processes` cells run at
-    a time (default: one for measuring; for traces one per core, at most four); "ray" and "slurm" use more than one machine,
-    and `engine_options` are for them. `history` also stores each run's timelines, in the folder `timelines_folder(shard)`,
-    one file named after each row's key. `ranks`: a job of several ranks runs with all of them if there are enough GPUs,
-    else as one that represents the others ("auto"); always with all ("real", which traces with gloo on the CPU); or never
-    ("one": one rank, or in a pipeline one of each kind of stage); numbers ("0,3") are the ranks to represent, one at a
-    time. `progress(cell, done, total)` is called before each cell, `on_row(row)` after a row is on disk.
-    Raises: CollectorError for bad options; a failing cell never raises.
+    `progress(cell, done, total)` is called before each cell, `on_row(row)` after a row is on disk.
+    Raises: CollectorError for options that the engine does not know; a failing cell never raises.
     """
-    _check_bounds(budget_minutes=budget_minutes, timeout_seconds=timeout_seconds, processes=processes, repeats=repeats)
-    if processes is not None:
-        check_processes(processes)
-    _numbers(ranks)
-    run = find_engine(engine)
     jobs = load_grid(grid) if isinstance(grid, (str, Path)) else list(grid)
-    gpu = _gpu_type(gpu, trace)
-    shared = SharedShard(shard, trace=trace, gpu=gpu)
-    cells = _cells(jobs, repeats, ranks, trace)
-    summary = Summary(total=len(cells), unreadable=shared.unreadable)
     started = time.monotonic()
-    left = deque(cell for cell in cells if cell_identity(*cell) not in shared.done)
-    summary.skipped = len(cells) - len(left)
-
-    def questions() -> Iterator[Question]:
-        again = len(left)  # from then on cells come up that another collector was at
-        asked = 0
-        while left:
-            if budget_minutes is not None and time.monotonic() - started > budget_minutes * 60:
-                summary.left = len(left)
-                return
-            job, rank, case = cell = left.popleft()
-            again -= 1
-            if not shared.take(cell_identity(*cell)):
-                done = cell_identity(*cell) in shared.done
-                summary.skipped += done
-                if not done and again >= 0:
-                    left.append(cell)
-                else:
-                    summary.elsewhere += not done
-                continue
-            if progress:
-                progress(job_in_words(job), summary.skipped + asked, len(cells))
-            asked += 1
-            question = {"job": job_to_mapping(job), "gpu": gpu, "trace": trace, "rank": rank, "case": case}
-            yield {**question, "history": history, "ranks": ranks if ranks in RANKS else "one"}
-
-    options = _options(engine, engine_options or {}, processes, trace)
-    if left:
-        shared.begin()
+    cells = _Cells(_cells(jobs, settings), shard, settings, progress)
     try:
-        answers = run(questions(), timeout_seconds, work=work, **options)
+        cells.begin()
+        for question, answer in _answers(cells, settings, work):
+            row, reason = _take_in(question, answer, settings.gpu_type, shard, on_row)
+            cells.leave(question)
+            cells.summary.count(row, float(answer.get("seconds", 0)), reason)
+    finally:
+        cells.end()
+    cells.summary.seconds = time.monotonic() - started
+    return cells.summary
+
+
+class _Cells:
+    """The cells of a collection: hands out those that are left, one at a time, and counts what becomes of them."""
+
+    def __init__(self, cells: Sequence[Cell], shard: Path, settings: CollectSettings, progress: Progress | None) -> None:
+        self._settings, self._progress = settings, progress
+        self._gpu = settings.gpu_type
+        self._shared = SharedShard(shard, trace=settings.trace, gpu=self._gpu)
+        self._left = deque(cell for cell in cells if cell_identity(*cell) not in self._shared.done)
+        self._started = time.monotonic()
+        self.summary = Summary(total=len(cells), unreadable=self._shared.unreadable, skipped=len(cells) - len(self._left))
+
+    def begin(self) -> None:
+        """Make sure that rows can be written. Raises: RecordError."""
+        if self._left:
+            self._shared.begin()
+
+    def questions(self) -> Iterator[Question]:
+        """The questions of the cells that no other collector of the shard runs or has finished, until time is up. A cell
+        that another was running is tried a second time after all others."""
+        first_tries, asked = len(self._left), 0
+        while self._left:
+            if self._out_of_time():
+                self.summary.left = len(self._left)
+                return
+            cell = self._left.popleft()
+            first_tries -= 1
+            if self._shared.take(cell_identity(*cell)):
+                if self._progress:
+                    self._progress(job_in_words(cell[0]), self.summary.skipped + asked, self.summary.total)
+                asked += 1
+                yield self._question(cell)
+            elif cell_identity(*cell) in self._shared.done:
+                self.summary.skipped += 1
+            elif first_tries >= 0:
+                self._left.append(cell)
+            else:
+                self.summary.elsewhere += 1
+
+    def _out_of_time(self) -> bool:
+        budget = self._settings.budget_minutes
+        return budget is not None and time.monotonic() - self._started > budget * 60
+
+    def _question(self, cell: Cell) -> Question:
+        (job, rank, case), asked = cell, self._settings
+        ranks = "one" if asked.numbers_of_ranks() else asked.ranks
+        question = {"job": job_to_mapping(job), "gpu": self._gpu, "trace": asked.trace, "rank": rank, "case": case}
+        return {**question, "history": asked.history, "ranks": ranks}
+
+    def leave(self, question: Question) -> None:
+        """The cell of `question` has its rows."""
+        self._shared.leave(cell_identity(job_from_mapping(question["job"]), question["rank"], question["case"]))
+
+    def end(self) -> None:
+        """Nothing more is asked."""
+        self._shared.end()
+
+
+def _answers(cells: _Cells, settings: CollectSettings, work: str) -> Iterator[tuple[Question, Answer]]:
+    """The engine's answers to the questions of `cells`. Raises: CollectorError for options that it does not know."""
+    options = settings.options_of_engine()
+    try:
+        return find_engine(settings.engine)(cells.questions(), settings.timeout_seconds, work=work, **options)
     except TypeError as error:
         raise CollectorError(
-            f"engine_options={options} are not those of engine={engine!r}: {error}.", parameter="engine_options"
+            f"engine_options={options} are not those of engine={settings.engine!r}: {error}.", parameter="engine_options"
         ) from error
-    try:
-        for question, answer in answers:
-            row, reason = _take_in(question, answer, gpu, shard, on_row)
-            shared.leave(cell_identity(job_from_mapping(question["job"]), question["rank"], question["case"]))
-            summary.count(row, float(answer.get("seconds", 0)), reason)
-    finally:
-        shared.end()
-    summary.seconds = time.monotonic() - started
-    return summary
 
 
-def _check_bounds(**bounds: float | None) -> None:
-    """Raises: CollectorError naming the first of `bounds` that is given and not above 0 and finite."""
-    for name, value in bounds.items():
-        if value is not None and not 0 < value < math.inf:
-            raise CollectorError(f"{name}={value} must be above 0 and finite.", parameter=name, value=value)
-
-
-def _gpu_type(gpu: str | None, trace: bool) -> str | None:
-    """The catalog's name of `gpu`; where none is given, what a trace stands for, or None: what CUDA reports."""
-    if gpu is None:
-        return "A100-80GB" if trace else None
-    from peakcast import catalog
-
-    return catalog.gpu(gpu).name
-
-
-def _cells(jobs: Sequence[TrainingJob], repeats: int, ranks: str, trace: bool) -> list[tuple[TrainingJob, int, str]]:
-    """Job, rank and case of every cell; a job that comes again is a repeat."""
+def _cells(jobs: Sequence[TrainingJob], settings: CollectSettings) -> list[Cell]:
+    """Every cell; a job that comes again is a repeat."""
     seen = Counter[TrainingJob]()
     cells = []
-    for job in [*jobs] * repeats:
+    for job in [*jobs] * settings.repeats:
         seen[job] += 1
         case = f"repeat {seen[job]}" if seen[job] > 1 else ""
-        cells += [(job, rank, case) for rank in ranks_to_run(job, ranks, trace)]
+        cells += [(job, rank, case) for rank in ranks_to_run(job, settings)]
     return cells
-
-
-def _options(engine: str, given: Mapping[str, Any], processes: int | None, trace: bool) -> dict[str, Any]:
-    """An engine's options: those given, and how many cells run at a time."""
-    options = dict(given)
-    if isinstance(options.get("processes"), int):
-        check_processes(options["processes"])
-    if engine == "local" and "gpus" not in options:
-        options.setdefault("processes", processes or (traces_at_once() if trace else 1))
-    if engine == "ray" and trace:
-        options.setdefault("num_gpus", 0)
-    return options
 
 
 def _take_in(
@@ -242,11 +218,6 @@ def _with_timelines(row: Measurement, answer: Answer, folder: Path) -> Measureme
     return replace(row, environment={**row.environment, "readings": readings})
 
 
-def traces_at_once() -> int:
-    """How many processes with torch fit the cores and the memory of this machine."""
-    return min(available_cores(), MOST_TRACES_AT_ONCE)
-
-
 def _row(answer: Answer, job: TrainingJob, gpu: str | None, question: Question) -> tuple[Measurement, str]:
     """The row of an answer, and why the cell failed ("" when it did not)."""
     reason = str(answer.get("reason", ""))
@@ -259,36 +230,19 @@ def _row(answer: Answer, job: TrainingJob, gpu: str | None, question: Question) 
     return replace(failed, case=str(question["case"])), reason
 
 
-def ranks_to_run(job: TrainingJob, ranks: str, trace: bool) -> tuple[int, ...]:
+def ranks_to_run(job: TrainingJob, settings: CollectSettings) -> tuple[int, ...]:
     """The ranks of a job that are cells of their own; (0,) if one cell runs them all. Raises: CollectorError."""
-    numbers, size = _numbers(ranks), job.parallelism.world_size
+    numbers, size = settings.numbers_of_ranks(), job.parallelism.world_size
     if not numbers:
-        alone = ranks == "one" or (trace and ranks != "real")
+        alone = settings.ranks == "one" or (settings.trace and settings.ranks != "real")
         return ranks_to_trace(job) if alone else (0,)
     if numbers[0] >= size:
         raise CollectorError(
-            f"ranks={ranks!r} names no rank of {job_in_words(job)}, which has {size}; they count from 0.",
+            f"ranks={settings.ranks!r} names no rank of {job_in_words(job)}, which has {size}; they count from 0.",
             parameter="ranks",
-            value=ranks,
+            value=settings.ranks,
         )
     return tuple(number for number in numbers if number < size)
-
-
-def _numbers(ranks: str) -> list[int]:
-    """The numbers that `ranks` lists; none if it is a word. Raises: CollectorError for anything else."""
-    if ranks in RANKS:
-        return []
-    try:
-        numbers = sorted({int(number) for number in ranks.split(",")})
-    except ValueError:
-        numbers = [-1]
-    if numbers[0] < 0:
-        raise CollectorError(
-            f"ranks={ranks!r} must be one of {', '.join(RANKS)}, or numbers of ranks such as 0,3.",
-            parameter="ranks",
-            value=ranks,
-        )
-    return numbers
 
 
 def _failed(job: TrainingJob, gpu: str | None, trace: bool, reason: str, rank: int) -> Measurement:

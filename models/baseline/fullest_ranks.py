@@ -5,11 +5,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from peakcast.core.units import FP32
 from peakcast.jobs.ranks import ranks_that_differ
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.buffers import buffers, owns_whole_tensors
 from peakcast.models.ledger.megatron.share import rank_share, weights_share
-from peakcast.models.ledger.megatron.states import FP32, state_widths
+from peakcast.models.ledger.megatron.states import state_widths
 
 
 def fullest_ranks(job: TrainingJob) -> tuple[int, ...]:

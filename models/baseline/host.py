@@ -10,7 +10,7 @@ import numpy as np
 from peakcast.core.units import power_of_two
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import Offload, TrainingJob
-from peakcast.models.ledger.huggingface.ledger import pinned_activation_bytes
+from peakcast.models.ledger.huggingface.host import paged_state_bytes, pinned_activation_bytes, zero_host_memory
 from peakcast.timelines.timeline import Category, Timeline
 
 _OFFLOADED = {
@@ -35,14 +35,10 @@ def host_bytes(job: TrainingJob, steady_step: Callable[[TrainingJob], Timeline])
     """
     megatron = job.framework == "megatron"  # its optimizer is neither ZeRO's nor bitsandbytes'
     if job.parallelism.zero_stage and not megatron and (job.offload.optimizer or job.offload.parameters):
-        from peakcast.models.ledger.huggingface.ledger import zero_host_memory
-
         return zero_host_memory(job).num_bytes(pinned=bool(conventions(job).get("offload_pin_memory", True)))
     one_by_one = job.framework in ("huggingface", "torch") and job.offload.activations
     copies = sum(power_of_two(size) for size in pinned_activation_bytes(job)) if one_by_one else 0
     if job.optimizer.name.startswith("paged_") and job.task == "train" and not megatron:
-        from peakcast.models.ledger.huggingface.ledger import paged_state_bytes
-
         copies += paged_state_bytes(job)
     switches = [s for s in _OFFLOADED if getattr(job.offload, s) and not (one_by_one and s == "activations")]
     moved = [category for switch in switches for category in _OFFLOADED[switch]]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -94,16 +94,19 @@ class Domain:
         measured is not a reason, because the bars come from predictions of unseen architectures."""
         if not self.traits:
             return []
-        reasons = [
-            Finding(
-                "kind_not_measured" if name in _KINDS else "setting_not_measured",
-                _PARAMETERS.get(name, name),
-                "either",
-                f"no measured run has {name}={value}; the bars are widened.",
-            )
-            for name, value in traits(job).items()
-            if value not in self.traits.get(name, ())
-        ]
+        unmeasured = (*self._traits_outside(job), *self._sizes_outside(row), *self._versions_outside(job))
+        return [*unmeasured, *unmodelled_versions(job)]
+
+    def _traits_outside(self, job: TrainingJob) -> Iterator[Finding]:
+        """Traits of the job that no row has."""
+        for name, value in traits(job).items():
+            if value not in self.traits.get(name, ()):
+                code = "kind_not_measured" if name in _KINDS else "setting_not_measured"
+                sentence = f"no measured run has {name}={value}; the bars are widened."
+                yield Finding(code, _PARAMETERS.get(name, name), "either", sentence)
+
+    def _sizes_outside(self, row: Mapping[str, float]) -> Iterator[Finding]:
+        """Sizes that are further than MARGIN outside the rows' range."""
         for name, (low, high) in self.ranges.items():
             if not low - MARGIN <= row[name] <= high + MARGIN:
                 size = name.removeprefix("log2_")
@@ -112,14 +115,16 @@ class Domain:
                     f"{label} {_plain(2 ** row[name])} is far outside the measured {_plain(2**low)} to {_plain(2**high)}; "
                     "the bars are widened."
                 )
-                reasons.append(Finding("size_not_measured", size, "either", sentence))
+                yield Finding("size_not_measured", size, "either", sentence)
+
+    def _versions_outside(self, job: TrainingJob) -> Iterator[Finding]:
+        """Packages of an earlier or later release than all rows'."""
         for package, version in resolved(job.versions).items():
             seen = self.versions.get(package, ())
             releases = [release(other)[:2] for other in seen if release(other)]
             if releases and release(version) and not min(releases) <= release(version)[:2] <= max(releases):
                 sentence = f"{package} {version} is none of the measured releases ({', '.join(seen)}); bars are widened."
-                reasons.append(Finding("version_not_measured", f"versions.{package}", "either", sentence))
-        return [*reasons, *unmodelled_versions(job)]
+                yield Finding("version_not_measured", f"versions.{package}", "either", sentence)
 
     def distance(self, job: TrainingJob, row: Mapping[str, float], gpu: str) -> int:
         """How far outside `job` with the features `row` is on the GPU type `gpu`: from 0 (inside) to MOST_SEVERE."""

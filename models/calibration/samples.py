@@ -8,7 +8,7 @@ import hashlib
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -38,11 +38,6 @@ TRUST = {"measured": 1.0, "published": 0.5}
 """Weight of a row by provenance: one that peakcast measured, with versions, allocator and phases recorded, against one
 whose run was reconstructed from what its authors wrote. Only the ratio matters, and only if both are in one fit. A
 judgement."""
-
-
-RETRIED = 0.1
-"""Factor on the weight of a row whose replay reached the GPU's end: what the allocator then keeps depends to the byte on
-the free memory, which nobody reports, and a fit of few rows must not depend on it. A judgement."""
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -82,8 +77,8 @@ class Sample:
 
     @property
     def trust(self) -> float:
-        """The row's weight among others in a fit (`TRUST`, `RETRIED`)."""
-        return TRUST[self.row.provenance] * (RETRIED if self.baseline.num_retries else 1.0)
+        """The row's weight among others in a fit (`TRUST`)."""
+        return TRUST[self.row.provenance]
 
     @property
     def configuration(self) -> tuple[str, str, int | None, str]:
@@ -118,28 +113,36 @@ def prepare(
     device_of = device_of or _catalog_device
     scope_of = scope_of or _ledger_scope
     compute = functools.partial(_computed, device_of, baseline_of or baseline)
-    rows = sorted(rows, key=_order)  # so that the order of rows in files does not change the fit
-    why = [_reason(row, scope_of) for row in rows]
-    counted = [row for row, reason in zip(rows, why, strict=True) if not reason or reason == OUT_OF_MEMORY]
+    # sorted, so that the order of rows in files does not change the fit
+    judged = [(row, _reason(row, scope_of)) for row in sorted(rows, key=_order)]
+    counted = [row for row, reason in judged if reason in ("", OUT_OF_MEMORY)]
     baselines = _baselines({asked: None for row in counted for asked in _baselines_needed(row)}, compute)
     kept: list[Sample] = []
     censored: list[Sample] = []
     reasons: Counter[str] = Counter()
-    for row, reason in zip(rows, why, strict=True):
-        if not reason or reason == OUT_OF_MEMORY:
-            try:
-                base, *others = (_baseline_or_raise(baselines[asked]) for asked in _baselines_needed(row))
-                if others:
-                    base = _mean_device(base, others, row.job)
-                sample = _sample(row, device_of(row.gpu), base)
-                (censored if reason else kept).append(sample)
-            except CatalogError:
-                reason = reason or f"GPU {row.gpu} is not in the catalog"
-            except (PeakcastError, NotImplementedError, ImportError) as error:
-                reason = reason or f"the ledger cannot: {error}"
+    for row, reason in judged:
+        if reason in ("", OUT_OF_MEMORY):
+            found = _sample_or_reason(row, baselines, device_of)
+            if isinstance(found, Sample):
+                (censored if reason else kept).append(found)
+            else:
+                reason = reason or found
         if reason:
             reasons[_kind(reason)] += 1
     return Samples(samples=tuple(kept), left_out=dict(sorted(reasons.items())), censored=tuple(censored))
+
+
+def _sample_or_reason(
+    row: Measurement, baselines: Mapping[Asked, Baseline | Exception], device_of: DeviceOf
+) -> Sample | str:
+    """The row's sample, or why it has none."""
+    try:
+        base, *others = (_baseline_or_raise(baselines[asked]) for asked in _baselines_needed(row))
+        return _sample(row, device_of(row.gpu), _mean_device(base, others, row.job))
+    except CatalogError:
+        return f"GPU {row.gpu} is not in the catalog"
+    except (PeakcastError, NotImplementedError, ImportError) as error:
+        return f"the ledger cannot: {error}"
 
 
 def _baselines_needed(row: Measurement) -> list[Asked]:

@@ -9,7 +9,7 @@ from peakcast.models.calibration.calibration import Calibration, QuantityCalibra
 from peakcast.models.calibration.fit import fit_quantity, fit_samples
 from peakcast.models.calibration.regressors import Regressor
 from peakcast.models.calibration.samples import Sample
-from peakcast.models.prediction.predict import combine
+from peakcast.models.prediction.combining import combine
 
 NUM_FOLDS = 5
 """Folds of the cross-validation inside each fit."""

@@ -4,6 +4,12 @@ KIB = 2**10
 MIB = 2**20
 GIB = 2**30
 
+BOOL = FP8 = 1
+BF16 = 2
+FP32 = INT32 = 4
+INT64 = 8
+"""Bytes of one element, where code of a framework fixes the dtype. A dtype that a job names is looked up in DTYPE_BYTES."""
+
 DTYPE_BYTES: dict[str, float] = {
     "float32": 4,
     "bfloat16": 2,

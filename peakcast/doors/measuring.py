@@ -43,34 +43,30 @@ def collect(
 ) -> Summary:
     """Measure the cells of `grid` that `shard` does not have yet, each in a process of its own. Returns a summary.
 
-    `trace` needs no GPU. `select`: "grid" runs cells in the grid's order, "informative" first those that tell most about
-    the others, given the tables in `datasets/` and `shard`. `history` stores each run's timelines beside the shard.
-    `ranks`: "auto" runs a job of several ranks with all of them if there are enough GPUs. `repeats`: how often each cell is
-    measured, to learn the noise. `plot`: a picture (.png or .svg) of measured against predicted, drawn again as rows come.
-    See `peakcast.collectors.measure.runner.collect`.
+    `select`: "grid" runs cells in the grid's order, "informative" first those that tell most about the others, given the
+    tables in `datasets/` and `shard`. `plot`: a picture (.png or .svg) of measured against predicted, drawn again as rows
+    come. All other settings are those of `peakcast.collectors.measure.settings.CollectSettings`.
     """
     if engine == "local":  # other engines run cells on machines with packages of their own
         need("a trace" if trace else "measuring", "torch")
     from peakcast.collectors.measure.runner import collect as run
+    from peakcast.collectors.measure.settings import CollectSettings
     from peakcast.doors.collected import Collected, telling_time
 
-    collected = Collected(plot)
-    summary = run(
-        _selected(grid, shard, gpu, select),
-        shard,
-        budget_minutes=budget_minutes,
+    settings = CollectSettings(
         trace=trace,
+        budget_minutes=budget_minutes,
         timeout_seconds=timeout_seconds,
         gpu=gpu,
         processes=processes,
         engine=engine,
-        engine_options=engine_options,
+        engine_options=engine_options or {},
         history=history,
         ranks=ranks,
         repeats=repeats,
-        progress=telling_time(progress) if progress else None,
-        on_row=collected.add,
     )
+    collected, told = Collected(plot), telling_time(progress) if progress else None
+    summary = run(_selected(grid, shard, gpu, select), shard, settings, progress=told, on_row=collected.add)
     collected.finish()
     summary.errors = collected.table()
     return summary
@@ -136,7 +132,7 @@ def verify(
     need("a trace", "torch")
     from peakcast.collectors.measure.grid import load_grid
     from peakcast.collectors.measure.runner import collect as run
-    from peakcast.collectors.measure.runner import traces_at_once
+    from peakcast.collectors.measure.settings import CollectSettings, traces_at_once
     from peakcast.collectors.measure.sharing import cell_identity
     from peakcast.core.workers import check_processes
     from peakcast.doors.collected import telling_time
@@ -148,7 +144,8 @@ def verify(
     jobs = load_grid(grid)
     shown = telling_time(progress) if progress else None
     ensure_recipes(jobs, check_processes(processes) if processes is not None else traces_at_once(), shown)
-    run(jobs, shard, trace=True, processes=processes, progress=telling_time(progress) if progress else None)
+    settings = CollectSettings(trace=True, processes=processes)
+    run(jobs, shard, settings, progress=telling_time(progress) if progress else None)
     rows = {cell_identity(row.job, row.rank): row for row in read_shard(shard)[0] if row.provenance == "traced"}
     names = (cell_identity(job, rank) for job in jobs for rank in ranks_to_trace(job))
     cells = agreements(rows[name] for name in names if name in rows)

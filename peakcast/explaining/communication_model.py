@@ -11,12 +11,11 @@ from collections.abc import Iterator
 from math import prod
 
 from peakcast.answers.explanation import Function
-from peakcast.core.units import DTYPE_BYTES
+from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.explaining.calls import Call, Share
 from peakcast.explaining.groups import CONTEXT, EMBEDDING, EXPERT, PIPELINE, TENSOR
 from peakcast.explaining.inventory import parameter_rows
 
-FP32 = 4
 SHOEYBI = "Shoeybi et al. 2019, arXiv:1909.08053, section 3; megatron-core 0.13.1 tensor_parallel/layers.py"
 KORTHIKANTI = "Korthikanti et al. 2022, arXiv:2205.05198, section 4.2; megatron-core 0.13.1 tensor_parallel/layers.py"
 CROSS_ENTROPY = "megatron-core 0.13.1 tensor_parallel/cross_entropy.py, fusions/fused_cross_entropy.py"

@@ -19,8 +19,9 @@ from peakcast.models.baseline.measured_constants import outside
 from peakcast.models.calibration.calibration import calibration_for
 from peakcast.models.calibration.features import features
 from peakcast.models.ledger.layouts.pipeline import pipeline_rank, stage_chunks
+from peakcast.models.prediction.combining import combine
 from peakcast.models.prediction.device_scope import device_findings
-from peakcast.models.prediction.predict import combine, known_of, reasons_outside
+from peakcast.models.prediction.predict import known_of, reasons_outside
 from peakcast.models.prediction.verdict import judge, limits
 
 

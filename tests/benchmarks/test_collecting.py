@@ -11,6 +11,7 @@ import pytest
 
 from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.measure.runner import collect
+from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.collectors.tracing.trace import trace_job
 
 pytestmark = pytest.mark.benchmarks
@@ -28,7 +29,7 @@ SMALL = expand(
 def test_the_cost_of_a_cell_and_the_share_of_its_steps(benchmark, tmp_path):
     pytest.importorskip("transformers")
     shards = (tmp_path / f"{number}.jsonl" for number in range(100))
-    summary = benchmark.pedantic(lambda: collect(SMALL, next(shards), trace=True, processes=1), rounds=2)
+    summary = benchmark.pedantic(lambda: collect(SMALL, next(shards), CollectSettings(trace=True, processes=1)), rounds=2)
     assert (summary.finished, summary.failed) == (len(SMALL), 0)
     cells = len(SMALL)
     started = time.monotonic()

@@ -5,6 +5,7 @@ import pytest
 from peakcast.collectors import campaign
 from peakcast.collectors.measure.grid import expand, load_grid
 from peakcast.collectors.measure.runner import ranks_to_run
+from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.measurements import store
 
 GOOD = "return row(question)"
@@ -28,7 +29,7 @@ def test_half_an_hour_holds_what_it_should(ordered):
     """Breadth of shapes, rows in all, and kinds of cells, so that a grid that is cut shows."""
     anchors, breadth = load_grid(campaign.ANCHORS), load_grid("campaign-breadth")
     assert len({job.architecture for job in breadth}) >= 60
-    assert sum(len(ranks_to_run(job, "one", trace=False)) for job in [*anchors, *ordered]) >= 300
+    assert sum(len(ranks_to_run(job, CollectSettings(ranks="one"))) for job in [*anchors, *ordered]) >= 300
     assert {job.architecture.kind for job in breadth} >= {"decoder", "encoder", "encoder_decoder"}
     layouts = load_grid("campaign-layouts")
     assert {job.framework for job in layouts} == {"huggingface", "torch", "deepspeed", "megatron"}

@@ -45,10 +45,12 @@ def work(tmp_path, monkeypatch):
 def test_every_answer_comes_once_and_a_lost_worker_is_replaced(tmp_path, work, name):
     pytest.importorskip({"ray": "ray", "slurm": "submitit"}[name])
     from peakcast.collectors.measure.runner import collect
+    from peakcast.collectors.measure.settings import CollectSettings
 
     options = OPTIONS[name] | ({"folder": str(tmp_path / "jobs")} if name == "slurm" else {})
     shard = tmp_path / "cells.jsonl"
-    summary = collect(JOBS, shard, trace=True, work=work, engine=name, engine_options=options, timeout_seconds=60)
+    settings = CollectSettings(trace=True, engine=name, engine_options=options, timeout_seconds=60)
+    summary = collect(JOBS, shard, settings, work=work)
     rows, bad = store.read_shard(shard)
     assert (summary.finished, summary.failed, bad) == (3, 0, []), summary.reasons
     assert sorted(row.job.architecture.name for row in rows) == ["gpt2", "opt-125m", "pythia-160m"]

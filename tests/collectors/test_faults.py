@@ -11,6 +11,7 @@ import pytest
 
 from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.measure.runner import collect
+from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.measurements import store
 from peakcast.printing import answers as render
 
@@ -24,11 +25,13 @@ from pathlib import Path
 from peakcast.core import errors
 from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.measure.runner import collect
+from peakcast.collectors.measure.settings import CollectSettings
 shard, work, grid, limit = sys.argv[1:]
 if int(limit):
     resource.setrlimit(resource.RLIMIT_FSIZE, (int(limit), int(limit)))
 try:
-    print(collect(expand(json.loads(grid)), Path(shard), trace=True, work=work, processes=1, timeout_seconds=60))
+    settings = CollectSettings(trace=True, processes=1, timeout_seconds=60)
+    print(collect(expand(json.loads(grid)), Path(shard), settings, work=work))
 except errors.PeakcastError as error:
     sys.exit(f"peakcast: {error}")
 """
@@ -88,7 +91,7 @@ def test_kill_9_loses_no_finished_row_and_leaves_no_process(tmp_path, cell, gone
             process.kill()
         process.communicate()
     assert until(lambda: all(map(gone, processes.values()))), processes
-    again = collect(JOBS, shard, trace=True, work=cell(GOOD))
+    again = collect(JOBS, shard, CollectSettings(trace=True), work=cell(GOOD))
     assert (again.skipped, again.finished) == (1, 2)
 
 
@@ -106,7 +109,8 @@ def test_a_hang_is_ended_with_everything_in_its_group_before_the_next_cell_runs(
             raise CollectorError(f"{{alive}} still run")
     return row(question)
     """
-    summary = collect(JOBS, tmp_path / "cells.jsonl", trace=True, work=cell(text), timeout_seconds=1, processes=1)
+    settings = CollectSettings(trace=True, timeout_seconds=1, processes=1)
+    summary = collect(JOBS, tmp_path / "cells.jsonl", settings, work=cell(text))
     assert (summary.finished, summary.failed) == (2, 1), summary.reasons
     assert "no answer within 1 s" in summary.reasons[0]
 
@@ -122,7 +126,7 @@ def test_a_full_disk_ends_the_collection_in_a_sentence_with_whole_lines_and_room
     before = shard.read_bytes()
     assert before.endswith(b"\n")
     assert names_in(shard) == (["gpt2", "gpt2"], [])
-    again = collect(JOBS, shard, trace=True, work=work)
+    again = collect(JOBS, shard, CollectSettings(trace=True), work=work)
     assert (again.skipped, again.finished) == (1, 2)
     assert shard.read_bytes().startswith(before)
 
@@ -145,11 +149,11 @@ def store_row():
 )
 def test_after_a_damaged_line_only_its_cell_runs_again(tmp_path, cell, damage, unreadable):
     shard, work = tmp_path / "cells.jsonl", cell(GOOD)
-    collect(JOBS, shard, trace=True, work=work, processes=1)
+    collect(JOBS, shard, CollectSettings(trace=True, processes=1), work=work)
     shard.write_bytes(damage(shard.read_bytes()))
     readable = names_in(shard)[0]
     assert len(readable) == 3 - unreadable
-    again = collect(JOBS, shard, trace=True, work=work)
+    again = collect(JOBS, shard, CollectSettings(trace=True), work=work)
     assert (again.skipped, again.finished, again.unreadable) == (3 - unreadable, unreadable, unreadable)
     assert sorted(names_in(shard)[0]) == sorted(NAMES)
     assert ("1 line of it cannot be read" in render.summary_text(again, shard)) == bool(unreadable)
@@ -163,6 +167,6 @@ def test_two_collectors_on_one_file_lose_nothing_and_a_table_has_each_row_once(t
             assert process.returncode == 0, said
     names, bad = names_in(shard)
     assert (set(names), bad) == (set(NAMES), [])
-    assert collect(JOBS, shard, trace=True, work=work).skipped == 3
+    assert collect(JOBS, shard, CollectSettings(trace=True), work=work).skipped == 3
     store.merge([shard], tmp_path / "table.csv")
     assert sorted(row.job.architecture.name for row in store.read_csv(tmp_path / "table.csv")) == sorted(NAMES)

@@ -6,6 +6,7 @@ import pytest
 
 from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.measure.runner import collect, timelines_folder
+from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.collectors.measure.worker import has_ranks
 from peakcast.collectors.processes import gang
 from peakcast.core.errors import CollectorError
@@ -30,7 +31,7 @@ def test_each_rank_hands_back_a_row_and_the_cell_is_not_run_again(tmp_path):
     shard = tmp_path / "two.shard.jsonl"
     stages = {"sharding": "fsdp2", "pipeline_parallel_size": 2}
     jobs = [*cells({}), *cells(stages, framework="torch", gradient_accumulation_steps=2)]
-    summary = collect(jobs, shard, trace=True, ranks="real", history=True, timeout_seconds=200)
+    summary = collect(jobs, shard, CollectSettings(trace=True, ranks="real", history=True, timeout_seconds=200))
     assert (summary.finished, summary.failed) == (2, 0), summary.reasons
     rows, bad = store.read_shard(shard)
     found = [(row.job.parallelism.sharding, row.rank, row.collectives) for row in rows]
@@ -43,7 +44,7 @@ def test_each_rank_hands_back_a_row_and_the_cell_is_not_run_again(tmp_path):
     for row in rows:  # what one rank of fake ones would say is what each real one does, but for the rounding of its shard
         steps = read_timelines(timelines_folder(shard) / f"{row.key}.json.gz")
         assert max(steps[step].peak().num_bytes for step in steps) == row.peak_allocated_bytes
-    assert collect(jobs, shard, trace=True, ranks="real").skipped == 2
+    assert collect(jobs, shard, CollectSettings(trace=True, ranks="real")).skipped == 2
 
 
 RANK = """
@@ -96,7 +97,7 @@ def test_a_rank_that_is_killed_fails_or_hangs_ends_the_cell_and_the_other_rank(
 ):
     started = time.monotonic()
     shard = tmp_path / "cells.jsonl"
-    summary = collect(cells({}), shard, trace=True, work=several(does), timeout_seconds=timeout_seconds)
+    summary = collect(cells({}), shard, CollectSettings(trace=True, timeout_seconds=timeout_seconds), work=several(does))
     assert (summary.finished, summary.failed) == (0, 1)
     assert reason in summary.reasons[0]
     assert time.monotonic() - started < 90
@@ -113,11 +114,11 @@ def test_a_rank_that_is_killed_fails_or_hangs_ends_the_cell_and_the_other_rank(
 def test_a_rank_out_of_memory_is_the_cells_row(tmp_path, several):
     shard = tmp_path / "cells.jsonl"
     work = several("return Measurement(**row, outcome='out_of_memory', peak_allocated_bytes=7)")
-    summary = collect(cells({}), shard, trace=True, work=work, timeout_seconds=120)
+    summary = collect(cells({}), shard, CollectSettings(trace=True, timeout_seconds=120), work=work)
     assert (summary.finished, summary.out_of_memory, summary.failed) == (0, 1, 0), summary.reasons
     (row,) = store.read_shard(shard)[0]
     assert (row.rank, row.outcome, row.peak_allocated_bytes) == (1, "out_of_memory", 7)
-    assert collect(cells({}), shard, trace=True, work=work).skipped == 1
+    assert collect(cells({}), shard, CollectSettings(trace=True), work=work).skipped == 1
 
 
 def test_all_ranks_run_only_where_there_are_gpus_enough(monkeypatch):
@@ -131,7 +132,7 @@ def test_all_ranks_run_only_where_there_are_gpus_enough(monkeypatch):
     with pytest.raises(CollectorError, match="needs a GPU for each of 4 ranks and 2 are here; use 'auto'"):
         has_ranks({"ranks": "real"}, 4)
     with pytest.raises(CollectorError, match="ranks='all' must be one of auto, real, one, or numbers"):
-        collect([], "x", ranks="all")
+        collect([], "x", CollectSettings(ranks="all"))
 
 
 def test_a_process_that_torchrun_has_not_started_is_rank_0(monkeypatch):

@@ -10,6 +10,7 @@ import pytest
 
 from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.measure.runner import collect, timelines_folder
+from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.collectors.tracing import history
 from peakcast.collectors.tracing.history import Operator, Storage
 from peakcast.core.errors import RecordError
@@ -174,7 +175,7 @@ def test_a_collection_keeps_timelines_beside_its_rows(tmp_path):
     pytest.importorskip("transformers")
     shard = tmp_path / "mine.shard.jsonl"
     jobs = expand({"include": [{"architecture": {"name": "gpt2", "num_hidden_layers": 1}, "sequence_length": 64}]})
-    summary = collect(jobs, shard, trace=True, history=True)
+    summary = collect(jobs, shard, CollectSettings(trace=True, history=True))
     assert summary.finished == 1, summary.reasons
     (row,) = read_shard(shard)[0]
     path = timelines_folder(shard) / row.environment["readings"]["timelines"]

@@ -8,6 +8,7 @@ from peakcast.collectors.machine import probes
 from peakcast.collectors.measure import worker
 from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.measure.runner import collect, ranks_to_run
+from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.core.errors import CollectorError
 from peakcast.jobs.spec import job_to_mapping
 from peakcast.measurements import store
@@ -93,16 +94,17 @@ def test_a_rank_makes_no_weight_that_it_does_not_keep(stand_in, monkeypatch, nam
 
 def test_ranks_are_asked_for_by_number_or_by_kind_of_stage(tmp_path):
     two, alone = job(framework="torch", parallelism={"pipeline_parallel_size": 2}), job()
-    assert ranks_to_run(two, "1", trace=False) == (1,)
-    assert ranks_to_run(two, "0,1,7", trace=True) == (0, 1)
-    assert ranks_to_run(two, "auto", trace=False) == ranks_to_run(two, "real", trace=True) == (0,)
+    assert ranks_to_run(two, CollectSettings(ranks="1")) == (1,)
+    assert ranks_to_run(two, CollectSettings(ranks="0,1,7", trace=True)) == (0, 1)
+    assert ranks_to_run(two, CollectSettings(ranks="auto")) == (0,)
+    assert ranks_to_run(two, CollectSettings(ranks="real", trace=True)) == (0,)
     with pytest.raises(CollectorError, match=r"ranks='5' names no rank of tiny, .*, which has 2; they count from 0"):
-        ranks_to_run(two, "5", trace=False)
+        ranks_to_run(two, CollectSettings(ranks="5"))
     with pytest.raises(CollectorError, match=r"ranks='1' names no rank of tiny, .*, which has 1; they count from 0"):
-        ranks_to_run(alone, "1", trace=False)
+        ranks_to_run(alone, CollectSettings(ranks="1"))
     for bad in ("all", "-1", "1,x", ""):
         with pytest.raises(CollectorError, match=f"ranks='{bad}' must be one of auto, real, one, or numbers"):
-            ranks_to_run(two, bad, trace=False)
+            ranks_to_run(two, CollectSettings(ranks=bad))
 
 
 def test_each_rank_that_is_asked_for_is_a_cell_of_its_own(tmp_path, cell):
@@ -113,10 +115,10 @@ def test_each_rank_that_is_asked_for_is_a_cell_of_its_own(tmp_path, cell):
     made = row(question)
     return type(made)(**{**vars(made), "rank": rank, "collectives": "fake", "outcome": "out_of_memory" if rank else "ok"})
     """)
-    summary = collect(jobs, shard, trace=True, work=full, ranks="0,1")
+    summary = collect(jobs, shard, CollectSettings(trace=True, ranks="0,1"), work=full)
     assert (summary.finished, summary.out_of_memory) == (1, 1)
     assert {row.rank for row in store.read_shard(shard)[0]} == {0, 1}
-    assert collect(jobs, shard, trace=True, work=full, ranks="0,1").skipped == 2
+    assert collect(jobs, shard, CollectSettings(trace=True, ranks="0,1"), work=full).skipped == 2
 
 
 FORMS = {

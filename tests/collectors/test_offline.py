@@ -19,9 +19,10 @@ from peakcast.measurements import store
 from peakcast.collectors.measure import recorder, worker
 from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.measure.runner import collect
+from peakcast.collectors.measure.settings import CollectSettings
 cells = [{"architecture": {"name": "gpt2", "num_hidden_layers": 1}, "sequence_length": 64, **more}
          for more in ({}, {"finetuning": {"method": "lora", "rank": 4}})]
-summary = collect(expand({"include": cells}), Path(sys.argv[1]), trace=True, history=True, processes=1)
+summary = collect(expand({"include": cells}), Path(sys.argv[1]), CollectSettings(trace=True, history=True, processes=1))
 rows, bad = store.read_shard(Path(sys.argv[1]))
 print("FOUND", summary.finished, len(rows), len(bad), summary.reasons, worker.__file__, sorted(
     name for name in sys.modules if name in ("torch", "transformers")))

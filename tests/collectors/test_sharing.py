@@ -15,6 +15,7 @@ import pytest
 
 from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.measure.runner import collect
+from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.core.errors import CollectorError, RecordError, SpecError
 from peakcast.measurements import store
 
@@ -25,9 +26,11 @@ import json, sys
 from pathlib import Path
 from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.measure.runner import collect
+from peakcast.collectors.measure.settings import CollectSettings
 shard, work, grid = sys.argv[1:]
 told = lambda row: print(row.job.sequence_length, flush=True)
-print(collect(expand(json.loads(grid)), Path(shard), trace=True, work=work, processes=2, on_row=told).elsewhere)
+settings = CollectSettings(trace=True, processes=2)
+print(collect(expand(json.loads(grid)), Path(shard), settings, work=work, on_row=told).elsewhere)
 """
 
 
@@ -51,8 +54,9 @@ def test_what_cannot_be_written_is_noticed_before_the_first_cell(tmp_path, cell)
     began = []
     (tmp_path / "file").write_text("")
     for shard in (tmp_path, tmp_path / "file" / "x.jsonl", "/proc/x.jsonl", "/dev/full"):
+        work = cell("return row(question)")
         with pytest.raises(RecordError, match=r"cannot be (read|written)"):
-            collect(JOBS, type(tmp_path)(shard), trace=True, work=cell("return row(question)"), progress=began.append)
+            collect(JOBS, type(tmp_path)(shard), CollectSettings(trace=True), work=work, progress=began.append)
     assert began == []
 
 
@@ -69,7 +73,7 @@ def test_what_cannot_be_written_is_noticed_before_the_first_cell(tmp_path, cell)
 )
 def test_options_that_would_never_end_or_mean_nothing_are_refused(tmp_path, options, error, words):
     with pytest.raises(error, match=words):
-        collect(JOBS, tmp_path / "x.jsonl", trace=True, **options)
+        collect(JOBS, tmp_path / "x.jsonl", CollectSettings(trace=True, **options))
 
 
 def test_ray_is_asked_for_no_gpu_by_a_trace_and_for_none_that_it_lacks(monkeypatch, tmp_path, cell):
@@ -79,7 +83,7 @@ def test_ray_is_asked_for_no_gpu_by_a_trace_and_for_none_that_it_lacks(monkeypat
 
     asked = {}
     monkeypatch.setattr(runner, "find_engine", lambda name: lambda *_, **options: iter(asked.update(options) or ()))
-    collect(JOBS, tmp_path / "x.jsonl", trace=True, engine="ray")
+    collect(JOBS, tmp_path / "x.jsonl", CollectSettings(trace=True, engine="ray"))
     assert asked["num_gpus"] == 0
     monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0})
     with pytest.raises(CollectorError, match="needs num_gpus=1 and the Ray cluster has 0; trace instead"):

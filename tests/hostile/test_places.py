@@ -14,6 +14,7 @@ import pytest
 from peakcast import api
 from peakcast.collectors.measure.grid import load_grid
 from peakcast.collectors.measure.runner import collect
+from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.core import bounded
 from peakcast.core.errors import MAX_CHARACTERS, PeakcastError
 from peakcast.dialects.common.job_file import job_from_mapping, load_job
@@ -36,7 +37,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "a network": lambda path: job_from_mapping({"architecture": str(path)}),
     "a batch": lambda path: batch_of(path, 1),
     "a grid": load_grid,
-    "a shard to add to": lambda path: collect(JOBS, path, trace=True),
+    "a shard to add to": lambda path: collect(JOBS, path, CollectSettings(trace=True)),
     "rows to check against": lambda path: api.check(path),
     "tables": store.load,
     "a table": store.read_csv,

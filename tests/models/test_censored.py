@@ -97,10 +97,3 @@ def test_own_rows_are_trusted_more_than_those_of_others(fakes):
     assert by_kind["measured"].trust == 2 * by_kind["published"].trust == TRUST["measured"]
     assert by_kind["published"].features["published"] == 1
     assert by_kind["measured"].features["published"] == 0
-
-
-def test_a_row_whose_replay_retries_weighs_a_tenth(fakes):
-    (sample,) = prepare(fakes.rows(num_architectures=1, rows_each=1), **fakes.stand_ins).samples
-    retried = replace(sample, baseline=replace(sample.baseline, num_retries=1))
-    assert sample.baseline.num_retries == 0
-    assert retried.trust == pytest.approx(sample.trust / 10)

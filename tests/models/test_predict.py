@@ -216,7 +216,7 @@ def test_the_domain_knows_ranges_versions_and_kinds(fakes, calibration):
 
 def test_bars_of_the_quantities_agree_with_what_contains_what():
     from peakcast.answers.prediction import Interval
-    from peakcast.models.prediction.predict import nested
+    from peakcast.models.prediction.combining import nested
 
     def bar(lower, point, upper):
         return Interval(baseline=point, point=point, lower=lower, upper=upper, upper_95=upper)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from peakcast.models.ledger.compiled.forward import LayerForward, products
+from peakcast.core.units import FP32
+from peakcast.models.ledger.compiled.forward import LayerForward, modules_of, products
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.ops import FP32, NARROWED, op
+from peakcast.models.ledger.compiled.ops import NARROWED, Names, names, op
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import flash_backward_bytes
 from peakcast.models.ledger.tape.template import HANDED_IN
 from peakcast.networks.families import family_of
@@ -41,31 +42,33 @@ class LayerOps(LayerForward):
         if self.changes_sums:
             incoming, narrow = "d_down", "d_o.narrow"
         ops = [*self._after_sum(), *self._feed_forward_back(incoming)]
-        of_products = [f"d_norm_2_of_{name}" for name in self._inside]
-        of_products += [f"d_norm_2.wide_of_{name}" for name in ("gate", "up") if name in self.adapted]
-        replaced = f"{HANDED_IN} {' '.join(of_products[: len(self._inside)])} {self.middle}"
-        joined = "post_2.partial" if self.normed_apart else ""
-        ops += self.through_norm("2", "d_middle", " ".join(of_products), self.middle, HANDED_IN, replaced, joined)
-        added = f"d_middle {HANDED_IN}" if self.normed_apart else "d_middle"
+        of_products = tuple(f"d_norm_2_of_{name}" for name in self._inside)
+        of_adapters = tuple(f"d_norm_2.wide_of_{name}" for name in ("gate", "up") if name in self.adapted)
+        replaced = (HANDED_IN, *of_products, *self.middle)
+        joined: Names = ("post_2.partial",) if self.normed_apart else ()
+        ops += self.through_norm("2", "d_middle", of_products + of_adapters, self.middle, (HANDED_IN,), replaced, joined)
+        added = ("d_middle", HANDED_IN) if self.normed_apart else ("d_middle",)
         if self.sandwiched:
-            ops += self._norm_weight("post_1", f"{added} o post_1.rstd", "norm_2.partial" if self.normed_apart else "")
+            joined = ("norm_2.partial",) if self.normed_apart else ()
+            ops += self._norm_weight("post_1", (*added, "o", "post_1.rstd"), joined)
         ops += self._adapter_back("o", self._of_adapter("d_middle"), self.attended, "d_attended.wide", self.q)
-        ops += self.back("o", f"{narrow} {self.attended}", "d_attended", narrow, self.q)
+        ops += self.back("o", (narrow, self.attended), "d_attended", narrow, self.q)
         ops += self._bias("o", narrow, self.context.architecture.attention_output_bias)
         ops += self._attention_back()
         projections = ("qkv",) if self.context.architecture.fused_qkv else ("v", "k", "q")
-        of_products = [f"d_norm_1_of_{name}" for name in projections]
-        replaced = f"d_middle {' '.join(of_products)}"
-        of_products += [f"d_norm_1.wide_of_{name}" for name in "vkq" if name in self.adapted]
-        joined = "post_1.partial" if self.normed_apart else "" if self.centers or self.sandwiched else "norm_2.partial"
+        of_products = tuple(f"d_norm_1_of_{name}" for name in projections)
+        of_adapters = tuple(f"d_norm_1.wide_of_{name}" for name in "vkq" if name in self.adapted)
+        joined = (
+            ("post_1.partial",) if self.normed_apart else () if self.centers or self.sandwiched else ("norm_2.partial",)
+        )
         return ops + self.through_norm(
             "1",
             "d_input",
-            " ".join(of_products),
+            of_products + of_adapters,
             self.given,
             added,
-            replaced,
-            joined if self.sums_again else "",
+            ("d_middle", *of_products),
+            joined if self.sums_again else (),
             is_result=is_result,
         )
 
@@ -73,27 +76,27 @@ class LayerOps(LayerForward):
         self,
         norm: str,
         result: str,
-        of_products: str,
-        stream: str,
-        added: str,
-        replaces: str,
-        fuses: str = "",
+        of_products: Names,
+        stream: Names,
+        added: Names,
+        replaces: Names,
+        fuses: Names = (),
         *,
         is_result: bool = False,
     ) -> list[Op]:
         """From the gradients of a norm's output, and `added`, to the gradient of the `stream` that it read; and the
         gradient of its weight."""
-        reads = f"{of_products} {self.statistics(norm)} {stream}"
-        kept = self.centers and len(f"{stream} {self.statistics(norm)}".split()) > READS_AGAIN
+        reads = (*of_products, *self.statistics(norm), *stream)
+        kept = self.centers and len(stream) + len(self.statistics(norm)) > READS_AGAIN
         normed = f"norm_{norm}.normed.wide" if kept else ""
         if result == "d_middle" and self.changes_sums:
-            added += " o post_1.rstd" if self.sandwiched else " o.dropped"
-        gradient = self.stream_gradient(result, f"{reads} {added}", replaces, is_result=is_result, normed=normed)
+            added += ("o", "post_1.rstd") if self.sandwiched else ("o.dropped",)
+        gradient = self.stream_gradient(result, reads + added, replaces, is_result=is_result, normed=normed)
         if not self.centers:
             if norm == "2" and self.sandwiched and self.recomputes:
-                reads = f"{of_products} norm_2.normed.wide"
+                reads = (*of_products, "norm_2.normed.wide")
             return [*self._norm_weight(f"norm_{norm}", reads, fuses), gradient]
-        return [gradient, *self._norm_weight(f"norm_{norm}", f"{of_products} {normed}" if kept else reads)]
+        return [gradient, *self._norm_weight(f"norm_{norm}", (*of_products, normed) if kept else reads)]
 
     @property
     def normed_apart(self) -> bool:
@@ -107,7 +110,7 @@ class LayerOps(LayerForward):
         return self.sandwiched or self.drops
 
     @property
-    def _inside(self) -> tuple[str, ...]:
+    def _inside(self) -> Names:
         """The products that read the second norm's output."""
         if self.context.architecture.fused_gate_up:
             return ("gate_up",)
@@ -116,71 +119,74 @@ class LayerOps(LayerForward):
     def _after_sum(self) -> list[Op]:
         """The gradient of the feed-forward's output, if that is normalised or dropped out."""
         if self.sandwiched:
-            reads = f"{HANDED_IN} down post_2.rstd"
-            return [*self._norm_weight("post_2", reads), op("d_down", reads, self.hidden, fuses=f"{HANDED_IN} post_2.rstd")]
-        return [op("d_down", f"{HANDED_IN} down.dropped", self.hidden, fuses=HANDED_IN)] if self.drops else []
+            reads, fuses = (HANDED_IN, "down", "post_2.rstd"), (HANDED_IN, "post_2.rstd")
+            return [*self._norm_weight("post_2", reads), op("d_down", reads, self.hidden, fuses=fuses)]
+        return [op("d_down", (HANDED_IN, "down.dropped"), self.hidden, fuses=HANDED_IN)] if self.drops else []
 
     def _feed_forward_back(self, incoming: str) -> list[Op]:
         """From the gradient of the feed-forward's output to those of the products' inputs."""
         architecture, hidden, inner = self.context.architecture, self.hidden, self.inner
         through = [
             *self._adapter_back("down", self._of_adapter(HANDED_IN), "product", "d_product.wide", inner),
-            *self.back("down", f"product {incoming}", "d_product", incoming, inner),
+            *self.back("down", ("product", incoming), "d_product", incoming, inner),
             *self._bias("down", incoming, architecture.mlp_bias),
         ]
         if len(self._inside) == 1:
             (name,) = self._inside
-            size, replaces = (2 * inner, "") if architecture.gated_mlp else (inner, f"d_product {name}")
+            through_activation = ("d_product", name)
+            size, replaces = (2 * inner, ()) if architecture.gated_mlp else (inner, through_activation)
             return [
                 *through,
-                op(f"d_{name}", f"d_product {name}", size, replaces=replaces),
-                *self.back(name, f"d_{name} norm_2", f"d_norm_2_of_{name}", f"d_{name}", hidden),
+                op(f"d_{name}", through_activation, size, replaces=replaces),
+                *self.back(name, (f"d_{name}", "norm_2"), f"d_norm_2_of_{name}", f"d_{name}", hidden),
                 *self._bias(name, f"d_{name}", architecture.mlp_bias),
             ]
         gate, up = self._added("gate"), self._added("up")
-        d_product = "d_product d_product.wide" if "down" in self.adapted else "d_product"
-        of_product = "" if self.adapted.intersection(("gate", "up", "down")) else f"d_product {gate}"
+        d_product = ("d_product", "d_product.wide") if "down" in self.adapted else ("d_product",)
+        in_place = not self.adapted.intersection(("gate", "up", "down"))
+        of_up, of_gate = (*d_product, gate), (*d_product, gate, up)
         return [
             *through,
-            op("d_up", f"{d_product} {gate}", inner, replaces=of_product),
-            *self._scaled("d_up", f"{d_product} {gate}", inner, ("up",)),
+            op("d_up", of_up, inner, replaces=of_up if in_place else ()),
+            *self._scaled("d_up", of_up, inner, ("up",)),
             *self._adapter_back("up", self._of_adapter("d_up"), "norm_2", "d_norm_2.wide_of_up", hidden),
-            *self.back("up", "d_up norm_2", "d_norm_2_of_up", "d_up", hidden),
-            op("d_gate", f"{d_product} {gate} {up}", inner, fuses="d_up", replaces=of_product and f"{of_product} {up}"),
-            *self._scaled("d_gate", f"{d_product} {gate} {up}", inner, ("gate",)),
+            *self.back("up", ("d_up", "norm_2"), "d_norm_2_of_up", "d_up", hidden),
+            op("d_gate", of_gate, inner, fuses="d_up", replaces=of_gate if in_place else ()),
+            *self._scaled("d_gate", of_gate, inner, ("gate",)),
             *self._adapter_back("gate", self._of_adapter("d_gate"), "norm_2", "d_norm_2.wide_of_gate", hidden),
-            *self.back("gate", "d_gate norm_2", "d_norm_2_of_gate", "d_gate", hidden),
+            *self.back("gate", ("d_gate", "norm_2"), "d_norm_2_of_gate", "d_gate", hidden),
         ]
 
     def _attention_back(self) -> list[Op]:
         """From the gradient of attention's output to those of the projections' inputs."""
         architecture, hidden = self.context.architecture, self.hidden
         d_attended = "d_attended_added" if "o" in self.adapted else "d_attended"
-        ops = [op(d_attended, "d_attended d_attended.wide", self.q, replaces="d_attended")] if "o" in self.adapted else []
-        attended_with = f"{d_attended} {self._attention_reads} attended statistics seed offset"
+        both = ("d_attended", "d_attended.wide")
+        ops = [op(d_attended, both, self.q, replaces="d_attended")] if "o" in self.adapted else []
+        attended_with = (d_attended, *self._attention_reads, "attended", "statistics", "seed", "offset")
         if self.grouped:
             gradients = {"d_q_rotary": self.q, "d_k_expanded": self.q, "d_v_expanded": self.q}
         else:
             gradients = {"d_q_rotary": self.q, "d_k_rotary": self.k, "d_v": self.k}
         ops.append(op("d_attention", attended_with, writes=gradients | self._inside_backward(), parts=True))
         if architecture.fused_qkv:
-            given, size = " ".join(gradients), self.q + 2 * self.k
+            given, size = tuple(gradients), self.q + 2 * self.k
             turned = architecture.position_embedding == "rope"
             if turned:  # if kernels compute the tables, in two kernels; else in one, whose parts are not buffers
                 of_sines = {"d_k_of_sines": self.k, "d_q_of_sines": self.q}
                 parts = of_sines if self.masked else {"d_qkv_of_sines": size, "d_qkv_by_head": size}
                 ops.append(op("d_of_sines", given, writes=parts))
-                given = f"{given} {' '.join(parts)}"
+                given += tuple(parts)
             return [
                 *ops,
-                op("d_qkv", given, size, fuses="" if self.masked else "d_of_sines"),
-                *self.back("qkv", "d_qkv norm_1", "d_norm_1_of_qkv", "d_qkv", hidden),
+                op("d_qkv", given, size, fuses=() if self.masked else "d_of_sines"),
+                *self.back("qkv", ("d_qkv", "norm_1"), "d_norm_1_of_qkv", "d_qkv", hidden),
                 *self._bias("qkv", "d_qkv", architecture.attention_bias),
             ]
         if self.masked:
             ops += self._rotated_back("k", self.k) + self._rotated_back("q", self.q)
             ops += [op("d_v", "d_v_expanded", self.k)] if self.grouped else []
-            ops += self._scaled("d_v", "d_v_expanded" if self.grouped else "d_v", self.k, "v")
+            ops += self._scaled("d_v", "d_v_expanded" if self.grouped else "d_v", self.k, ("v",))
         for name in ("v", "k", "q"):
             size = self.q if name == "q" else self.k
             if name != "v" and not self.masked:
@@ -188,62 +194,69 @@ class LayerOps(LayerForward):
             elif name != "v" and self.lays_out:
                 ops.append(op(f"d_{name}", f"d_{name}_by_head", size, replaces=f"d_{name}_by_head"))
             ops += self._adapter_back(name, self._of_adapter(f"d_{name}"), "norm_1", f"d_norm_1.wide_of_{name}", hidden)
-            ops += self.back(name, f"d_{name} norm_1", f"d_norm_1_of_{name}", f"d_{name}", hidden)
+            ops += self.back(name, (f"d_{name}", "norm_1"), f"d_norm_1_of_{name}", f"d_{name}", hidden)
             ops += self._bias(name, f"d_{name}", architecture.attention_bias)
         return ops
 
-    def back(self, name: str, reads: str, result: str, gradient: str, size: int, elements: int | None = None) -> list[Op]:
+    def back(self, name: str, reads: Names, result: str, gradient: str, size: int, elements: int | None = None) -> list[Op]:
         """The backward of a product: the gradients of its weight and of its input. `elements`: the weight's, if it is not a
         layer's."""
         if not self.trains:
             return [op(result, gradient, size)]
         elements = self._weight(name) if elements is None else elements
-        weight = elements * self.context.weight_bytes
+        weight = elements * self.context.precision.weight_bytes
         if not self.casts:
-            both = [op(f"{name}.weight.grad", reads, weight, is_result=True), op(result, gradient, size)]
+            both = [self._gradient(f"{name}.weight", reads, weight), op(result, gradient, size)]
             # of a transposed weight, whose product is `addmm`, the gradient is computed after the input's
             return both[::-1] if family_of(self.context.architecture).linear.conv1d else both
         return [
-            op(f"{name}.grad", reads, elements * self.context.compute_bytes),
-            op(result, f"{gradient} {name}.cast", size),
-            op(f"{name}.weight.grad", f"{name}.grad", weight, wide=True, is_result=True),
+            op(f"{name}.grad", reads, elements * self.context.precision.compute_bytes),
+            op(result, (gradient, f"{name}.cast"), size),
+            self._gradient(f"{name}.weight", f"{name}.grad", weight, wide=True),
         ]
+
+    def _gradient(self, name: str, reads: str | Names, size: int, *, wide: bool = False) -> Op:
+        """The gradient of a parameter, `name`: the operation that uses it and which of its parameters it is."""
+        operation, dot, which = name.partition(".")
+        parameter = modules_of(self.context.architecture).get(operation, operation) + dot + which
+        return op(f"{name}.grad", reads, size, wide=wide, is_result=True, parameter=parameter)
 
     def _adapter_back(self, name: str, gradient: str, read: str, result: str, size: int) -> list[Op]:
         """The backward of a product's adapter, which read a copy of `read`."""
         if name not in self.adapted:
             return []
-        context, row = self.context, self.rank * self.context.adapter_bytes
-        inputs = size // (context.rows * context.compute_bytes)
+        context, row = self.context, self.rank * self.context.adapters.weight_bytes
+        inputs = size // (context.rows * context.precision.compute_bytes)
         outputs, inner = self._weight(name) // inputs, f"d_{name}.lora_A"
         return [
-            op(f"{name}.lora_B.weight.grad", f"{gradient} {name}.lora_A", outputs * row, wide=True, is_result=True),
+            self._gradient(f"{name}.lora_B.weight", (gradient, f"{name}.lora_A"), outputs * row, wide=True),
             op(inner, gradient, context.rows * row, wide=True),
-            op(f"{name}.lora_A.weight.grad", f"{inner} {self._copied(read)}", inputs * row, wide=True, is_result=True),
-            op(result, inner, size // context.compute_bytes * context.adapter_bytes, wide=True),
+            self._gradient(f"{name}.lora_A.weight", (inner, self._copied(read)), inputs * row, wide=True),
+            op(result, inner, size // context.precision.compute_bytes * context.adapters.weight_bytes, wide=True),
         ]
 
-    def stream_gradient(
-        self, name: str, reads: str, replaces: str, *, is_result: bool = False, normed: str = ""
-    ) -> Op:
+    def stream_gradient(self, name: str, reads: Names, replaces: Names, *, is_result: bool = False, normed: str = "") -> Op:
         """The gradient of the residual stream. The same kernel also makes copies of it for the product that reads it: a
         narrow one if products are narrower, a copy and a wide one if it has an adapter. `normed`: the name of the norm's
         output before its weight, if that is a buffer."""
         read_by = "o" if name == "d_middle" else "down"
         apart = name == "d_middle" and self.normed_apart
-        writes = {name: self.hidden * FP32 // self.context.compute_bytes if apart else self.stream}
+        writes = {name: self.hidden * FP32 // self.context.precision.compute_bytes if apart else self.stream}
+        narrow, copied = f"{name}.narrow", self._of_adapter(name)
         if name == "d_middle" and self.changes_sums:
             writes["d_o.narrow"] = self.hidden
         if normed:
-            writes[normed] = self.hidden * FP32 // self.context.compute_bytes
+            writes[normed] = self.hidden * FP32 // self.context.precision.compute_bytes
         if self.casts:
-            writes[f"{name}.narrow"] = self.hidden
+            writes[narrow] = self.hidden
         if read_by in self.adapted:
-            copied = self.hidden // self.context.compute_bytes * self.context.adapter_bytes
-            writes |= {self._of_adapter(name): copied} | ({f"{name}.copy": self.hidden} if self.widens else {})
-        return op(name, reads, writes=writes, wide=self.casts or apart, replaces=replaces, is_result=is_result)
+            writes[copied] = self.hidden // self.context.precision.compute_bytes * self.context.adapters.weight_bytes
+            writes |= {f"{name}.copy": self.hidden} if self.widens else {}
+        always = {copied if self.widens else "", normed} & writes.keys()
+        widened = writes.keys() - {narrow, "d_o.narrow"} if self.casts or apart else always
+        return op(name, reads, writes=writes, wide=widened, replaces=replaces, is_result=is_result)
 
-    def _norm_weight(self, name: str, reads: str, fuses: str = "") -> list[Op]:
+    def _norm_weight(self, name: str, reads: Names, fuses: Names = ()) -> list[Op]:
         """The gradients of a norm's weight and bias."""
         width = self.context.architecture.hidden_size
         both = self.summed(f"{name}.weight", f"{name}.partial", reads, width, fuses)
@@ -252,45 +265,45 @@ class LayerOps(LayerForward):
         first, second = both
         bias = f"{name}.bias.partial"
         return [
-            replace(first, writes={**first.writes, bias: first.writes[f"{name}.partial"]}),
+            replace(first, writes={**first.writes, bias: first.writes[f"{name}.partial"]}, wide=first.wide | {bias}),
             second,
-            op(f"{name}.bias.grad", bias, width * self.context.weight_bytes, wide=self.casts, is_result=True),
+            self._gradient(f"{name}.bias", bias, width * self.context.precision.weight_bytes, wide=self.casts),
         ]
 
     def _bias(self, name: str, reads: str, has: bool) -> list[Op]:
         """The gradient of a product's bias, if it `has` one."""
         _, columns = products(self.context.architecture)[name]
-        return self.summed(f"{name}.bias", f"{name}.bias.partial", reads, columns) if has else []
+        return self.summed(f"{name}.bias", f"{name}.bias.partial", (reads,), columns) if has else []
 
-    def summed(self, name: str, partial: str, reads: str, width: int, fuses: str = "") -> list[Op]:
+    def summed(self, name: str, partial: str, reads: Names, width: int, fuses: Names = ()) -> list[Op]:
         """The gradient of a vector of `width` elements that every token was multiplied by or had added."""
         if not self.trains:
             return []
         size = -(-self.context.rows // ROWS_SUMMED) * width * FP32
         return [
             op(partial, reads, size, wide=True, fuses=fuses),
-            op(f"{name}.grad", partial, width * self.context.weight_bytes, wide=self.casts, is_result=True),
+            self._gradient(name, partial, width * self.context.precision.weight_bytes, wide=self.casts),
         ]
 
     def _rotated_back(self, name: str, size: int) -> list[Op]:
         """From the gradient of rotated queries or keys to that of their projection, through the norm of each head if there
         is one."""
-        given, ops = f"d_{name}_rotary", list[Op]()
+        given, ops = names(f"d_{name}_rotary"), list[Op]()
         by_head = self.context.architecture.qk_norm != "none"
         widens = self.casts or family_of(self.context.architecture).norm.weight_in_float32
         wide = widens and by_head  # a norm's weight widens what it multiplies, and so what is rotated
-        through = size // self.context.compute_bytes * FP32 if wide else size
+        through = size // self.context.precision.compute_bytes * FP32 if wide else size
         if self.grouped and name == "k":  # summed over the query heads of each key head, for both halves of the rotation
-            ops, given = [op("d_k_of_sines", "d_k_expanded", through, wide=wide)], "d_k_of_sines d_k_expanded"
+            ops, given = [op("d_k_of_sines", "d_k_expanded", through, wide=wide)], ("d_k_of_sines", "d_k_expanded")
         if not by_head:
             result = f"d_{name}_by_head" if self.lays_out else f"d_{name}"
-            return [*ops, op(result, given, size), *self._scaled(f"d_{name}", given, size, name)]
-        head, weight = self.context.architecture.head_dim, self.context.weight_bytes
-        partial = size // (self.context.compute_bytes * ROWS_SUMMED) * FP32
+            return [*ops, op(result, given, size), *self._scaled(f"d_{name}", given, size, (name,))]
+        head, weight = self.context.architecture.head_dim, self.context.precision.weight_bytes
+        partial = size // (self.context.precision.compute_bytes * ROWS_SUMMED) * FP32
         return [
             *ops,
             op(f"d_{name}_normed", given, through, wide=wide, fuses=f"d_{name}"),
-            op(f"{name}_norm.partial", f"d_{name}_normed {name} {name}_rstd", partial, wide=True),
-            op(f"{name}_norm.weight.grad", f"{name}_norm.partial", head * weight, wide=self.casts, is_result=True),
-            op(f"d_{name}", f"d_{name}_normed {name} {name}_rstd", size, replaces=f"d_{name}_normed"),
+            op(f"{name}_norm.partial", (f"d_{name}_normed", name, f"{name}_rstd"), partial, wide=True),
+            self._gradient(f"{name}_norm.weight", f"{name}_norm.partial", head * weight, wide=self.casts),
+            op(f"d_{name}", (f"d_{name}_normed", name, f"{name}_rstd"), size, replaces=f"d_{name}_normed"),
         ]

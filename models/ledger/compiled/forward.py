@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 
-from peakcast.core.units import round_up
+from peakcast.core.units import FP32, INT64, round_up
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.ops import FP32, INPUT, INT64, MASK, OUTPUT, SEEDS, op
+from peakcast.models.ledger.compiled.ops import INPUT, MASK, OUTPUT, SEEDS, Names, names, op
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.networks.families import family_of
@@ -39,6 +39,25 @@ def products(architecture: Architecture) -> dict[str, tuple[int, int]]:
     return {**projections, "o": (q, hidden), **inside, "down": (inner, hidden)}
 
 
+@cache
+def modules_of(architecture: Architecture) -> dict[str, str]:
+    """By name of an operation with parameters, the module that it is."""
+    leaves, sandwiched = family_of(architecture).names, architecture.norm_placement == "pre_and_post"
+    inside = {name: f"mlp.{getattr(leaves, name)}" for name in ("gate_up", "gate", "up", "down")}
+    return {
+        **{name: f"self_attn.{getattr(leaves, name)}" for name in ("qkv", "q", "k", "v")},
+        "o": f"self_attn.{leaves.out}",
+        "q_norm": "self_attn.q_norm",
+        "k_norm": "self_attn.k_norm",
+        **inside,
+        "norm_1": "input_layernorm",
+        "norm_2": "pre_feedforward_layernorm" if sandwiched else "post_attention_layernorm",
+        "post_1": "post_attention_layernorm",
+        "post_2": "post_feedforward_layernorm",
+        "norm_final": "norm",
+    }
+
+
 def adapted(context: HFContext) -> frozenset[str]:
     """Names of the products that have adapters."""
     if context.trainable:
@@ -57,16 +76,16 @@ class LayerForward:
     recompute it (`_functorch/partitioners.py`, ban_recompute_used_far_apart)."""
 
     def __init__(
-        self, context: HFContext, *, sums_again: bool = True, recomputes: bool = False, given: str = INPUT
+        self, context: HFContext, *, sums_again: bool = True, recomputes: bool = False, given: Names = (INPUT,)
     ) -> None:
-        architecture, rows, size = context.architecture, context.rows, context.compute_bytes
+        architecture, rows, size = context.architecture, context.rows, context.precision.compute_bytes
         self.context = context
         self.sums_again = sums_again
         self.recomputes = recomputes
         self.given = given
         """The layer's input, or the buffers from which its readers compute it."""
         self.trains = context.trainable
-        self.casts = context.autocast and context.weight_bytes > size
+        self.casts = context.precision.autocast and context.precision.weight_bytes > size
         """Whether weights are wider than products: each is converted before its product, and its gradient after."""
         self.hidden, self.inner = rows * architecture.hidden_size * size, rows * architecture.intermediate_size * size
         self.stream = rows * architecture.hidden_size * context.stream_bytes
@@ -84,7 +103,7 @@ class LayerForward:
         """Whether dropout is applied to a sub-layer's output before it is added to the stream."""
         self.centers = architecture.normalization == "layernorm"
         self.adapted = adapted(context)
-        self.widens = context.adapter_bytes > size
+        self.widens = context.adapters.weight_bytes > size
         """Whether adapters are wider than products, so that each reads a copy of what its product reads."""
         fused = architecture.fused_qkv and architecture.position_embedding == "rope"
         self.parts_read = {"qkv": self.k} if fused else {}
@@ -94,64 +113,62 @@ class LayerForward:
     def forward(self, *, again: bool = False) -> list[Op]:
         """The operations from INPUT to OUTPUT; `again`: as recomputed in the backward graph."""
         kept = "norm_2.normed.wide" if again and self.sandwiched else ""  # the norm's weight gradient reads it
-        added = f"{self.given} {self._added_to_stream('o')}"
-        summed = op("middle", added, self.stream, wide=self.casts, replaces="o", fuses="post_1.rstd o.dropped")
+        added, after = names(self.given, self._added_to_stream("o")), ("post_1.rstd", "o.dropped")
+        summed = op("middle", added, self.stream, wide=self.casts, replaces="o", fuses=after)
         return [
-            *self.norm("1", self.given, f"d_middle {self.given}", "d_input d_middle rstd_1", "q k v"),
+            *self.norm("1", self.given, ("d_middle", *self.given), ("d_input", "d_middle", "rstd_1"), ("q", "k", "v")),
             *self._queries_keys_values(),
             self._attention(),
             *([op(self.attended, "attended", self.q)] if self.attended != "attended" else []),
-            *self._projected("o", self.attended, self.hidden, self._widened(self.attended, self.attended, self.q, "o")),
+            *self._projected("o", self.attended, self.hidden, self._widened(self.attended, self.attended, self.q, ("o",))),
             *self._before_sum("o", 1),
             *([] if self.sums_again else [summed]),
-            *self.norm("2", self.middle, "post_1.rstd o.dropped d_middle middle", "d_middle rstd_2", "gate up", kept),
+            *self.norm("2", self.middle, (*after, "d_middle", "middle"), ("d_middle", "rstd_2"), ("gate", "up"), kept),
             *self._feed_forward(),
             *self._before_sum("down", 2),
             op(
                 OUTPUT,
-                f"{self.middle} {self._added_to_stream('down')}",
+                names(self.middle, self._added_to_stream("down")),
                 self.stream,
                 wide=self.casts,
-                replaces="o down",
-                fuses="post_2.rstd down.dropped",
+                replaces=("o", "down"),
+                fuses=("post_2.rstd", "down.dropped"),
             ),
         ]
 
     @property
-    def middle(self) -> str:
-        """The stream after attention, or the names of the buffers whose sum it is."""
-        return f"{self._added_to_stream('o')} {self.given}" if self.sums_again else "middle"
+    def middle(self) -> Names:
+        """The stream after attention, or the buffers whose sum it is."""
+        return (*self._added_to_stream("o"), *self.given) if self.sums_again else ("middle",)
 
-    def _added_to_stream(self, name: str) -> str:
+    def _added_to_stream(self, name: str) -> Names:
         """The buffers from which a kernel computes what is added to the stream for the product `name`: the product's output
         and, if that is normalised or dropped out on the way, the norm's factors or the dropout mask."""
         later = {"o": "post_1.rstd", "down": "post_2.rstd"}[name] if self.sandwiched else f"{name}.dropped"
-        return f"{self._result(name)} {later}" if self.sandwiched or self.drops else self._result(name)
+        return (*self._result(name), later) if self.sandwiched or self.drops else self._result(name)
 
     def _before_sum(self, name: str, number: int) -> list[Op]:
         """The operations that make those factors or that mask."""
         if self.sandwiched:
             return [op(f"post_{number}.rstd", name, self.context.rows * FP32, wide=True)]
-        return [op(f"{name}.dropped", SEEDS, self.hidden // self.context.compute_bytes)] if self.drops else []
+        return [op(f"{name}.dropped", SEEDS, self.hidden // self.context.precision.compute_bytes)] if self.drops else []
 
-    def norm(
-        self, name: str, stream: str, fuses: str, fuses_result: str, of: str = "", kept: str = ""
-    ) -> list[Op]:
+    def norm(self, name: str, stream: Names, fuses: Names, fuses_result: Names, of: Names = (), kept: str = "") -> list[Op]:
         """A norm of `stream`; its factors and, for LayerNorm, its means are saved. `of`: the products that read the output.
         `kept`: the name of the fp32 tensor before the weight, if that is a buffer."""
-        made = dict.fromkeys(self.statistics(name).split(), self.context.rows * FP32)
-        reads, results = f"{stream} {self.statistics(name)}", {f"norm_{name}": self.hidden}
+        made = dict.fromkeys(self.statistics(name), self.context.rows * FP32)
+        reads, results = (*stream, *self.statistics(name)), {f"norm_{name}": self.hidden}
         if kept:
-            results[kept] = self.hidden // self.context.compute_bytes * FP32
+            results[kept] = self.hidden // self.context.precision.compute_bytes * FP32
         return [
             op(f"rstd_{name}", stream, writes=made, wide=True, fuses=fuses),
-            op(f"norm_{name}", reads, writes=results, fuses=fuses_result),
-            *self._widened(f"norm_{name}", reads, self.hidden, of.split()),
+            op(f"norm_{name}", reads, writes=results, fuses=fuses_result, wide=(kept,) if kept else ()),
+            *self._widened(f"norm_{name}", reads, self.hidden, of),
         ]
 
-    def statistics(self, name: str) -> str:
-        """Names of what a norm saves besides its input."""
-        return f"rstd_{name} mean_{name}" if self.centers else f"rstd_{name}"
+    def statistics(self, name: str) -> Names:
+        """What a norm saves besides its input."""
+        return (f"rstd_{name}", f"mean_{name}") if self.centers else (f"rstd_{name}",)
 
     def _queries_keys_values(self) -> list[Op]:
         """The projections and the rotation."""
@@ -171,7 +188,7 @@ class LayerForward:
             *self._projected("v", "norm_1", self.k),
             *self._rotated("q", self.q),
             *self._rotated("k", self.q if self.expands else self.k),
-            *([op("k_of_sines", "k k.lora_B", self.k)] if self.expands and "k" in self.adapted else []),
+            *([op("k_of_sines", ("k", "k.lora_B"), self.k)] if self.expands and "k" in self.adapted else []),
             *([op(self._value, self._result("v"), self.q if self.expands else self.k)] if self._value != "v" else []),
         ]
 
@@ -191,40 +208,46 @@ class LayerForward:
             *self._projected("up", "norm_2", inner),
             *([op(gate, self._result("gate"), inner, replaces="gate")] if "gate" in self.adapted else []),
             *([op(up, self._result("up"), inner, fuses=gate, replaces="up")] if "up" in self.adapted else []),
-            op("product", f"{gate} {up}", inner, fuses="d_up d_gate up_added gate_added", replaces="gate up"),
-            *self._projected("down", "product", self.hidden, self._widened("product", f"{gate} {up}", inner, ("down",))),
+            op(
+                "product",
+                (gate, up),
+                inner,
+                fuses=("d_up", "d_gate", "up_added", "gate_added"),
+                replaces=("gate", "up"),
+            ),
+            *self._projected("down", "product", self.hidden, self._widened("product", (gate, up), inner, ("down",))),
         ]
 
     def _projected(self, name: str, reads: str, size: int, widened: Sequence[Op] = ()) -> list[Op]:
         """A matrix product with its cast weight or its adapter."""
         if name in self.adapted:
-            rows, wide = self.context.rows, self.context.adapter_bytes
+            rows, wide = self.context.rows, self.context.adapters.weight_bytes
             return [
                 op(name, reads, size),
                 *widened,
                 op(f"{name}.lora_A", self._copied(reads), rows * self.rank * wide, wide=True),
-                op(f"{name}.lora_B", f"{name}.lora_A", size // self.context.compute_bytes * wide, wide=True),
+                op(f"{name}.lora_B", f"{name}.lora_A", size // self.context.precision.compute_bytes * wide, wide=True),
             ]
         if not self.casts:
             return [op(name, reads, size)]
-        cast = op(f"{name}.cast", "", self._weight(name) * self.context.compute_bytes)
-        return [cast, op(name, f"{reads} {name}.cast", size)]
+        cast = op(f"{name}.cast", (), self._weight(name) * self.context.precision.compute_bytes)
+        return [cast, op(name, (reads, f"{name}.cast"), size)]
 
-    def _result(self, name: str) -> str:
+    def _result(self, name: str) -> Names:
         """A product's output and, with an adapter, the adapter's output, which the reader adds."""
-        return f"{name} {name}.lora_B" if name in self.adapted else name
+        return (name, f"{name}.lora_B") if name in self.adapted else (name,)
 
     def _added(self, name: str) -> str:
         """The name of a product's output with its adapter's output added."""
         return f"{name}_added" if name in self.adapted else name
 
-    def _widened(self, name: str, reads: str, size: int, of: Iterable[str]) -> list[Op]:
+    def _widened(self, name: str, reads: str | Names, size: int, of: Iterable[str]) -> list[Op]:
         """The fp32 copy of `name` that the adapters of products `of` read; the same kernel makes it."""
         return self._scaled(name, reads, size, of) if self.widens else []
 
-    def _scaled(self, name: str, reads: str, size: int, of: Iterable[str]) -> list[Op]:
+    def _scaled(self, name: str, reads: str | Names, size: int, of: Iterable[str]) -> list[Op]:
         """The copy of the gradient `name`, times the adapters' factor, that the adapters of products `of` get."""
-        copied = size // self.context.compute_bytes * self.context.adapter_bytes
+        copied = size // self.context.precision.compute_bytes * self.context.adapters.weight_bytes
         made = op(self._of_adapter(name), reads, copied, wide=self.widens, fuses=name)
         return [made] if self.adapted.intersection(of) else []
 
@@ -254,7 +277,7 @@ class LayerForward:
         """The norm of each head and the rotation, which are one kernel."""
         if self.context.architecture.qk_norm == "none":
             return []
-        rows = size // (self.context.architecture.head_dim * self.context.compute_bytes)
+        rows = size // (self.context.architecture.head_dim * self.context.precision.compute_bytes)
         size = self.q if self.expands else size
         return [op(f"{name}_rotary", name, writes={f"{name}_rstd": rows * FP32, f"{name}_rotary": size})]
 
@@ -271,7 +294,7 @@ class LayerForward:
     @property
     def attended(self) -> str:
         """What the output projection reads: attention's result, token by token."""
-        return "attended_by_token" if self.context.cudnn_attention and not self.masked else "attended"
+        return "attended_by_token" if self.context.attention.cudnn and not self.masked else "attended"
 
     @property
     def _value(self) -> str:
@@ -283,7 +306,7 @@ class LayerForward:
         return self._added("v")
 
     @property
-    def _attention_reads(self) -> str:
-        """Names of the buffers that attention reads."""
-        turned = "q_rotary k_rotary " if self.context.architecture.position_embedding == "rope" else ""
-        return f"{turned}{self._value}" + (f" {MASK}" if self.masked else "")
+    def _attention_reads(self) -> Names:
+        """The buffers that attention reads."""
+        turned = ("q_rotary", "k_rotary") if self.context.architecture.position_embedding == "rope" else ()
+        return (*turned, self._value, *((MASK,) if self.masked else ()))

@@ -16,6 +16,8 @@ class Graph(Protocol):
 
     @property
     def order(self) -> Sequence[Kernel]: ...
+    @property
+    def parameters(self) -> Mapping[str, str]: ...
     def labels(self) -> list[str]: ...
     def last_read(self, name: str) -> int: ...
     def lives(self) -> tuple[list[Life], dict[str, int]]: ...
@@ -28,6 +30,7 @@ class GraphsInTurn:
     def __init__(self, graphs: Sequence[InductorGraph]) -> None:
         self.graphs = graphs
         self.order = [kernel for graph in graphs for kernel in graph.order]
+        self.parameters = {name: one for graph in graphs for name, one in graph.parameters.items()}
         self._starts = [0, *itertools.accumulate(len(graph.order) for graph in graphs)]
 
     def size_of(self, name: str) -> int:

@@ -60,6 +60,8 @@ class InductorGraph:
 
     def __init__(self, ops: Sequence[Op], inputs: Mapping[str, int], results: Iterable[str] = ()) -> None:
         self.inputs = dict(inputs)
+        self.parameters = {name: op.parameter for op in ops if op.parameter for name in op.writes}
+        """By name of a parameter's gradient, the parameter's name in its module."""
         self.results = {name for op in ops if op.is_result for name in op.writes} | set(results)
         used = self.results.union(*(op.reads for op in ops))
         self._unused = {one.name: {k: v for k, v in one.writes.items() if k not in used} for one in ops if one.parts}
@@ -115,8 +117,7 @@ class InductorGraph:
             if name not in self.inputs and name not in self.results:
                 released.setdefault(end - 1, []).append(name)
         replaced, inside = set[str](), self._fused_names()
-        written = ((name, op.wide) for kernel in self.kernels for op in kernel.ops for name in op.writes)
-        wide = {name for name, of_op in written if name.endswith(".wide") or (of_op and not name.endswith(".narrow"))}
+        wide = frozenset().union(*(op.wide for kernel in self.kernels for op in kernel.ops))
         pool = _Pool(self._levels)
         for instant, kernel in enumerate(self.order):
             for op in kernel.ops:

@@ -25,9 +25,10 @@ class Op:
     """Whether its results are parts of what one library call returns: each is a node of its own."""
     is_result: bool = False
     """Whether what it writes leaves the graph."""
-    wide: bool = False
-    """Whether its results have wider elements than most. A name ending in `.narrow` never has, one ending in `.wide`
-    always."""
+    wide: frozenset[str] = frozenset()
+    """Those of its results that have wider elements than most."""
+    parameter: str = ""
+    """If it makes a parameter's gradient: the parameter's name in its module."""
 
 
 @dataclass(eq=False, slots=True)

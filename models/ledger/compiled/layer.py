@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
+from peakcast.core.units import INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
 from peakcast.models.ledger.compiled.forward import adapted
 from peakcast.models.ledger.compiled.graphs_in_turn import both_graphs
 from peakcast.models.ledger.compiled.inductor_graph import InductorGraph
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.ops import INPUT, INT64, NARROWED, OUTPUT, PRODUCTS, SEEDS, op, recomputed, wanted
+from peakcast.models.ledger.compiled.ops import INPUT, NARROWED, OUTPUT, PRODUCTS, SEEDS, op, recomputed, wanted
 from peakcast.models.ledger.compiled.template import Given, compiled_template
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention_kernel
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -29,30 +30,31 @@ from peakcast.timelines.timeline import Category
 
 def is_compiled_alone(context: HFContext) -> bool:
     """Whether this module describes the graphs of the context's layer."""
-    dense = "alone" in family_of(context.architecture).traces.compiled and not (context.routed or context.num_sequences)
-    plain = dense and (context.trainable or context.compiles_adapters) and not context.masked
-    whole = context.group == WHOLE and not (context.splits_backward or context.saves_on_cpu)
+    dense = "alone" in family_of(context.architecture).traces.compiled and not context.layer.routed
+    plain = dense and (context.trainable or context.compiles_adapters)
+    plain = plain and not (context.layer.masked or context.packing.num_sequences)
+    whole = context.group == WHOLE and not (context.backward.in_two_parts or context.backward.saves_on_cpu)
     return "layers" in context.compiled and plain and whole and attention_kernel(context) == "flash"
 
 
 @lru_cache(maxsize=256)
 def compiled_layer(context: HFContext, recomputes: bool) -> Template:
     """One layer, forward and backward: [micro_batch_size, sequence_length, hidden_size] in and out. `recomputes`:
-    checkpointing is inside the compiled part, and `context.cached_matmuls` says what it keeps. If it is around it, the
-    context is `checkpointed`: the checkpoint holds the layer's input."""
+    checkpointing is inside the compiled part, and `context.backward.cached_matmuls` says what it keeps. If it is around it,
+    the context is `checkpointed`: the checkpoint holds the layer's input."""
     return _template(context, *graphs(context, recomputes))
 
 
 def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, InductorGraph]:
     """The layer's forward and backward graphs. An input without a gradient, as of the first layer with adapters, is not
     saved: the sum after attention is, and what leads to no adapter has no backward."""
-    sums_again = context.input_requires_grad and "o" not in adapted(context)
+    sums_again = context.layer.input_requires_grad and "o" not in adapted(context)
     ops = LayerOps(context, sums_again=sums_again, recomputes=recomputes)
     forward, backward = ops.forward(), ops.backward()
-    if not context.input_requires_grad:
+    if not context.layer.input_requires_grad:
         backward = wanted([one for one in backward if one.name != "d_input"])
     if ops.drops:
-        forward.insert(0, op(SEEDS, "", 2 * INT64))
+        forward.insert(0, op(SEEDS, (), 2 * INT64))
     if ops.casts:
         backward = [op(NARROWED, HANDED_IN, ops.hidden), *backward]
     kept = kept_of(context, forward, recomputes)
@@ -63,18 +65,18 @@ def kept_of(context: HFContext, forward: Sequence[Op], recomputes: bool) -> set[
     """Names of what a layer's forward may save for backward; with checkpointing, only what the policy keeps."""
     if not recomputes:
         return {name for one in forward for name in one.writes}
-    if not context.cached_matmuls:
+    if not context.backward.cached_matmuls:
         return set()
     products = [one.name for one in forward if one.name in PRODUCTS]
-    chosen = {name for index, name in enumerate(products) if index % context.cached_matmuls == 0}
+    chosen = {name for index, name in enumerate(products) if index % context.backward.cached_matmuls == 0}
     return chosen | {name for one in forward if one.parts for name in one.writes}
 
 
 def _template(context: HFContext, first: InductorGraph, second: InductorGraph) -> Template:
     """Both graphs as one block. Parameter gradients leave the backward graph when it ends."""
-    hidden, owned = context.input_bytes, 0 if context.checkpointed else context.input_bytes
+    hidden, owned = context.input_bytes, 0 if context.backward.checkpointed else context.input_bytes
     given = (
-        Given(INPUT, Category.ACTIVATIONS, owned, False, read_again=context.input_requires_grad),
+        Given(INPUT, Category.ACTIVATIONS, owned, False, read_again=context.layer.input_requires_grad),
         Given(HANDED_IN, Category.TEMPORARIES, hidden, True),
     )
     return compiled_template(first, second, given, input_bytes=hidden)

@@ -9,19 +9,20 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import lru_cache
 
+from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph, GraphsInTurn, both_graphs
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.layer import kept_of
 from peakcast.models.ledger.compiled.ops import (
-    FP32,
     INPUT,
-    INT64,
     MASK,
     OF_HANDED_IN,
     OUTPUT,
     SEEDS,
+    Names,
     named,
+    names,
     op,
     recomputed,
     wanted,
@@ -45,17 +46,17 @@ HIDDEN_TANGENT = "hidden_states.tangent"
 def is_compiled_whole(context: HFContext) -> bool:
     """Whether this module describes the graphs of the context's network."""
     dense = "alone" in family_of(context.architecture).traces.compiled and context.architecture.moe is None
-    plain = _trains_as_traced(context) and context.group == WHOLE and not context.saves_on_cpu
-    whole_loss = context.loss == "cross_entropy" and not context.fused_loss
+    plain = _trains_as_traced(context) and context.group == WHOLE and not context.backward.saves_on_cpu
+    whole_loss = context.loss.kind == "cross_entropy" and not context.kernels.fused_loss
     return context.compiled == WHOLE_NETWORK and dense and plain and whole_loss
 
 
 def _trains_as_traced(context: HFContext) -> bool:
     """Whether everything trains, or fp32 adapters alone, as in the traces."""
     tuning = context.finetuning
-    plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout or context.autocast)
+    plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout or context.precision.autocast)
     plain = plain and not (context.architecture.fused_qkv or context.architecture.fused_gate_up)
-    return context.trainable or (plain and context.adapter_bytes == FP32)
+    return context.trainable or (plain and context.adapters.weight_bytes == FP32)
 
 
 @lru_cache(maxsize=64)
@@ -80,20 +81,20 @@ def _module_of(name: str) -> tuple[str, str]:
 
 def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Graph, Graph]:
     """The forward and backward graphs of a network with these `layers`."""
-    one, size = layers[0], layers[0].compute_bytes
+    one, size = layers[0], layers[0].precision.compute_bytes
     embedded, reads = _embedded(one, len(layers))
-    made = family_of(one.architecture).ends.scales_embedding or len(reads.split()) > 1  # computed, so it can be recomputed
+    made = family_of(one.architecture).ends.scales_embedding or len(reads) > 1  # computed, so it can be recomputed
     looked_up = one.trainable and not made  # rows of a frozen table are looked up again instead
     parts = [
-        _layer(layer, again[index] or (index == 0 and looked_up), again[index], reads if index == 0 else INPUT)
+        _layer(layer, again[index] or (index == 0 and looked_up), again[index], reads if index == 0 else (INPUT,))
         for index, layer in enumerate(layers)
     ]
-    forward = [*embedded, op("sequences", "", one.rows * INT64)]
+    forward = [*embedded, op("sequences", (), one.rows * INT64)]
     backward: list[Op] = []
     masks = _masks(one, len(layers))
-    kept = {*reads.split(), "positions", "sequences", *masks}
-    given, summed = "embedding", ""
-    outer = {name: name for name in (*reads.split(), *masks, SEEDS, "sequences", "norm_final.partial")}
+    kept = {*reads, "positions", "sequences", *masks}
+    given, summed = "embedding", names()
+    outer = {name: name for name in (*reads, *masks, SEEDS, "sequences", "norm_final.partial")}
     repeated: list[Op] = []
     for index, (layer, (ops, inside, back)) in enumerate(zip(layers, parts, strict=True)):
         prefix, last = f"{index}.", index == len(layers) - 1
@@ -109,13 +110,13 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
         kept |= {prefix + name for name in kept_of(layer, inside, again[index])}
         if again[index] and not last:
             kept.add(prefix + OUTPUT)
-        names = outer | {INPUT: given} | {name: name.replace(HANDED_IN, above) for name in OF_HANDED_IN}
+        others = outer | {INPUT: given} | {name: name.replace(HANDED_IN, above) for name in OF_HANDED_IN}
         if last and again[index]:
             back = _after_recomputation(layer, back)
-        backward[:0] = named(back, prefix, names)
-        summed = f"{given} {prefix}o {prefix}down"
+        backward[:0] = named(back, prefix, others)
+        summed = (given, f"{prefix}o", f"{prefix}down")
         given = prefix + OUTPUT
-    head, head_back = _head(one, parts[-1][0], given, summed if again[-1] else given)
+    head, head_back = _head(one, parts[-1][0], given, summed if again[-1] else (given,))
     loss, loss_back = _loss(one)
     apart = family_of(one.architecture).ends.loss_apart
     forward += head if apart else [*head, *loss]
@@ -137,9 +138,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
 
 
 @lru_cache(maxsize=64)
-def _layer(
-    context: HFContext, sums_again: bool, recomputes: bool, given: str
-) -> tuple[LayerOps, list[Op], list[Op]]:
+def _layer(context: HFContext, sums_again: bool, recomputes: bool, given: Names) -> tuple[LayerOps, list[Op], list[Op]]:
     """The operations of one kind of layer, forward and backward; cached, because a network has many layers of a kind."""
     ops = LayerOps(context, sums_again=sums_again, recomputes=recomputes, given=given)
     return ops, ops.forward(), ops.backward(is_result=False)
@@ -154,7 +153,7 @@ def _masks(context: HFContext, layers: int) -> list[str]:
 def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:
     """The backward of the layer that is recomputed first. Its attention gets a mask that is written out for every head. The
     final norm reads the same recomputed buffers, so the sums over rows of both norms are one kernel."""
-    size = context.batch * context.architecture.num_attention_heads * context.sequence**2 * context.compute_bytes
+    size = context.batch * context.architecture.num_attention_heads * context.sequence**2 * context.precision.compute_bytes
     found = []
     for one in backward:
         if one.name == "d_attention":
@@ -166,68 +165,69 @@ def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:
     return found
 
 
-def _embedded(context: HFContext, layers: int) -> tuple[list[Op], str]:
-    """The operations before the first layer, and the names of the buffers that it reads: a row for every token and, with
+def _embedded(context: HFContext, layers: int) -> tuple[list[Op], Names]:
+    """The operations before the first layer, and the buffers that it reads: a row for every token and, with
     learned positions, what its input is computed from."""
     architecture, rows = context.architecture, context.rows
     if not context.trainable:
-        return [], "embedding"
+        return [], ("embedding",)
     stream = rows * architecture.hidden_size * context.stream_bytes
-    embedded = op("embedding", "", stream, wide=context.stream_bytes > context.compute_bytes)
+    embedded = op("embedding", (), stream, wide=context.stream_bytes > context.precision.compute_bytes)
     if architecture.position_embedding != "learned":
-        return [embedded], "embedding"
+        return [embedded], ("embedding",)
     ops = [
-        op("positions", "", context.sequence * INT64),
+        op("positions", (), context.sequence * INT64),
         op("embed_positions", "positions", stream // context.batch),
-        *([op(SEEDS, "", (2 * layers + 1) * INT64)] if architecture.hidden_dropout else []),
+        *([op(SEEDS, (), (2 * layers + 1) * INT64)] if architecture.hidden_dropout else []),
         embedded,
     ]
     if not architecture.embedding_dropout:
-        return ops, "embedding embed_positions"
+        return ops, ("embedding", "embed_positions")
     ops.append(op("embedding.dropped", SEEDS, rows * architecture.hidden_size, fuses="embedding"))
-    return ops, "embedding embed_positions embedding.dropped"
+    return ops, ("embedding", "embed_positions", "embedding.dropped")
 
 
-def _head(context: HFContext, ops: LayerOps, given: str, given_again: str) -> tuple[list[Op], list[Op]]:
+def _head(context: HFContext, ops: LayerOps, given: str, given_again: Names) -> tuple[list[Op], list[Op]]:
     """The final norm and the lm_head, forward and backward. `given_again`: what backward reads as the norm's input."""
     architecture = context.architecture
-    logits = context.rows * architecture.vocab_size * context.compute_bytes
+    logits = context.rows * architecture.vocab_size * context.precision.compute_bytes
     weight = architecture.vocab_size * architecture.hidden_size
-    cast = [op("lm_head.cast", "", weight * context.compute_bytes)] if ops.casts else []
+    cast = [op("lm_head.cast", (), weight * context.precision.compute_bytes)] if ops.casts else []
     capped = architecture.final_logit_softcapping is not None
     product = "lm_head" if capped else "logits"
-    through = ops.back("lm_head", "d_logits norm_final", "d_norm_final_of_logits", "d_logits", ops.hidden, weight)
+    through = ops.back("lm_head", ("d_logits", "norm_final"), "d_norm_final_of_logits", "d_logits", ops.hidden, weight)
     if architecture.tie_word_embeddings:  # its weight's gradient comes at the end, with the embedding's
         through = [each for each in through if not each.is_result]
     forward = [
-        *ops.norm("final", given, given, "rstd_final"),
+        *ops.norm("final", (given,), (given,), ("rstd_final",)),
         *cast,
-        op(product, "norm_final lm_head.cast" if cast else "norm_final", logits),
+        op(product, ("norm_final", "lm_head.cast") if cast else "norm_final", logits),
         *([op("logits", product, logits)] if capped else []),
     ]
-    returned = HIDDEN_TANGENT if family_of(architecture).ends.loss_apart else ""
-    replaced = f"d_norm_final_of_logits {given_again}"
-    of_logits = f"d_norm_final_of_logits {returned}"
-    return forward, [*through, *ops.through_norm("final", "d_stream", of_logits, given_again, "", replaced)]
+    product_gradient = "d_norm_final_of_logits"
+    of_logits = (product_gradient, HIDDEN_TANGENT) if family_of(architecture).ends.loss_apart else (product_gradient,)
+    replaced = (product_gradient, *given_again)
+    return forward, [*through, *ops.through_norm("final", "d_stream", of_logits, given_again, (), replaced)]
 
 
 def _loss(context: HFContext) -> tuple[list[Op], list[Op]]:
     """Cross entropy, forward and backward."""
     architecture, rows = context.architecture, context.rows
-    logits = rows * architecture.vocab_size * context.compute_bytes
+    logits = rows * architecture.vocab_size * context.precision.compute_bytes
     capped = architecture.final_logit_softcapping is not None
+    of_loss = ("logits", "loss.max", "loss.log", "labels")
     forward = [
-        op("labels", "", context.batch * (context.sequence + 1) * INT64),
-        op("loss.max", "logits", rows * FP32, wide=True, fuses="logits" if capped else ""),
+        op("labels", (), context.batch * (context.sequence + 1) * INT64),
+        op("loss.max", "logits", rows * FP32, wide=True, fuses="logits" if capped else ()),
         op("loss.sum", "logits", rows * FP32, wide=True, fuses="loss.max"),
         op("loss.log", "loss.sum", rows * FP32, wide=True, fuses="loss.max", replaces="loss.sum"),
-        op("loss", "logits loss.max loss.log labels", FP32),
+        op("loss", of_loss, FP32),
     ]
-    tangent = "" if family_of(architecture).ends.loss_apart else TANGENT
-    of_loss = f"logits loss.max loss.log labels {tangent}"
+    apart = family_of(architecture).ends.loss_apart
+    reads = of_loss if apart else (*of_loss, TANGENT)
     if not capped:
-        return forward, [op("d_logits", of_loss, logits, is_result=not tangent)]
-    return forward, [op("d_capped", of_loss, logits), op("d_logits", "d_capped lm_head", logits, fuses="d_capped")]
+        return forward, [op("d_logits", reads, logits, is_result=apart)]
+    return forward, [op("d_capped", reads, logits), op("d_logits", ("d_capped", "lm_head"), logits, fuses="d_capped")]
 
 
 def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
@@ -240,29 +240,34 @@ def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
     architecture, learned = context.architecture, context.architecture.position_embedding == "learned"
     last = backward[at] if learned else backward.pop(at)
     elements = architecture.vocab_size * architecture.hidden_size
-    name, wide = "embed_tokens.weight.grad", context.weight_bytes == FP32
-    tied = architecture.tie_word_embeddings
-    table = name if wide and not tied else "embed_tokens.table"
-    made = op(table, "", elements * FP32, wide=True, is_result=table == name)
-    reads = "0.d_input embedding.dropped" if learned else " ".join(last.reads)
-    ops = [made, op("embed_tokens.rows", f"{reads} {table}", 0, fuses="0.d_input", is_result=True)]  # in place
-    size = elements * context.weight_bytes
+    of, wide = "embed_tokens.weight", context.precision.weight_bytes == FP32
+    tied, name, reads = architecture.tie_word_embeddings, f"{of}.grad", last.reads
+    if learned:
+        reads = ("0.d_input", "embedding.dropped")
+    in_fp32 = wide and not tied  # then the table of sums is the gradient itself
+    table = name if in_fp32 else "embed_tokens.table"
+    made = op(table, (), elements * FP32, wide=True, is_result=in_fp32, parameter=of if in_fp32 else "")
+    ops = [made, op("embed_tokens.rows", (*reads, table), 0, fuses="0.d_input", is_result=True)]  # in place
+    size = elements * context.precision.weight_bytes
+    filled: Names = (table, "embed_tokens.rows")
     if learned:
         ops += _positions_back(context)
+    if in_fp32:
+        return ops
     if tied and wide:
-        return [*ops, op(name, f"{table} embed_tokens.rows lm_head.grad", size, wide=True, is_result=True)]
+        return [*ops, op(name, (*filled, "lm_head.grad"), size, wide=True, is_result=True, parameter=of)]
     if tied:  # the lm_head's product and the sum are one operation (`_inductor/fx_passes/post_grad.py` addmm)
-        narrow = op("embed_tokens.narrow", f"{table} embed_tokens.rows", size)
-        return [*ops, narrow, op(name, "embed_tokens.narrow d_logits norm_final", size, is_result=True)]
-    return ops if wide else [*ops, op(name, f"{table} embed_tokens.rows", size, is_result=True)]
+        ops.append(op("embed_tokens.narrow", filled, size))
+        filled = ("embed_tokens.narrow", "d_logits", "norm_final")
+    return [*ops, op(name, filled, size, is_result=True, parameter=of)]
 
 
 def _positions_back(context: HFContext) -> list[Op]:
     """The gradient of learned positions, computed like the embedding's."""
     elements = context.architecture.max_position_embeddings * context.architecture.hidden_size
-    name, table = "embed_positions.weight.grad", "embed_positions.table"
+    of, table, size = "embed_positions.weight", "embed_positions.table", elements * context.precision.weight_bytes
     return [
-        op(table, "", elements * FP32, wide=True),
-        op("embed_positions.rows", f"0.d_input positions {table}", 0),
-        op(name, f"{table} embed_positions.rows", elements * context.weight_bytes, is_result=True),
+        op(table, (), elements * FP32, wide=True),
+        op("embed_positions.rows", ("0.d_input", "positions", table), 0),
+        op(f"{of}.grad", (table, "embed_positions.rows"), size, is_result=True, parameter=of),
     ]

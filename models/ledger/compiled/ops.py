@@ -2,42 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.tape.template import HANDED_IN
 
-FP32 = 4
-INT64 = 8
 INPUT, OUTPUT = "hidden_states", "output"
 MASK, SEEDS, NARROWED = "attention_mask", "seeds", f"{HANDED_IN}.narrow"
 OF_HANDED_IN = (HANDED_IN, NARROWED, f"{HANDED_IN}.wide", f"{HANDED_IN}.copy")
 PRODUCTS = ("qkv", "q", "k", "v", "o", "gate_up", "gate", "up", "down")
 
 
+Names = tuple[str, ...]
+"""Names of buffers or operations."""
+
+
 def op(
     name: str,
-    reads: str,
+    reads: str | Names,
     size: int = 0,
     *,
     writes: dict[str, int] | None = None,
-    fuses: str = "",
-    replaces: str = "",
+    fuses: str | Names = (),
+    replaces: str | Names = (),
     parts: bool = False,
     is_result: bool = False,
-    wide: bool = False,
+    wide: bool | Collection[str] = False,
+    parameter: str = "",
 ) -> Op:
-    """An operation; each argument with several names is one string, separated by spaces."""
+    """An operation. By default it writes one buffer of `size` bytes, which has its name. Of names, a single one may stand
+    for itself. `wide`: whether all its results are wide, or which of them."""
+    made = writes or {name: size}
     return Op(
         name=name,
-        reads=tuple(reads.split()),
-        writes=writes or {name: size},
-        fuses=tuple(fuses.split()),
-        replaces=tuple(replaces.split()),
+        reads=names(reads),
+        writes=made,
+        fuses=names(fuses),
+        replaces=names(replaces),
         parts=parts,
         is_result=is_result,
-        wide=wide,
+        wide=frozenset((made if wide else ()) if isinstance(wide, bool) else wide),
+        parameter=parameter,
     )
+
+
+def names(*of: str | Names) -> Names:
+    """All names in `of`, one after the other."""
+    return tuple([name for one in of for name in ((one,) if isinstance(one, str) else one)])
 
 
 class _Names(dict[str, str]):
@@ -54,17 +65,18 @@ class _Names(dict[str, str]):
 
 def named(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]:
     """`ops` with `prefix` before every name, except those in `others`, which are replaced as given there."""
-    names = _Names(prefix, others)
+    found = _Names(prefix, others)
     return [
         Op(
-            name=names[one.name],
-            reads=tuple([names[name] for name in one.reads]),
-            writes={names[result]: size for result, size in one.writes.items()},
-            fuses=tuple([names[name] for name in one.fuses]),
-            replaces=tuple([names[name] for name in one.replaces]),
+            name=found[one.name],
+            reads=tuple([found[name] for name in one.reads]),
+            writes={found[result]: size for result, size in one.writes.items()},
+            fuses=tuple([found[name] for name in one.fuses]),
+            replaces=tuple([found[name] for name in one.replaces]),
             parts=one.parts,
             is_result=one.is_result,
-            wide=one.wide,
+            wide=frozenset([found[name] for name in one.wide]),
+            parameter=one.parameter,
         )
         for one in ops
     ]

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import numpy as np
-
-from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph
-from peakcast.models.ledger.tape.template import Template
+from peakcast.models.ledger.tape.template import GRADIENTS, TEMPORARIES, Row, Template, backward_row, columns_of
 from peakcast.timelines.timeline import Category
 
 
@@ -36,39 +33,37 @@ def compiled_template(
     input_bytes: int = 0,
     module_of: Callable[[str], tuple[str, str]] | None = None,
 ) -> Template:
-    """The template of `first` as forward and `second` as backward. `module_of`: splits an operation's name into (module,
-    own name)."""
+    """The template of `first` as forward and `second` as backward. `module_of`: splits the name of a network's operation
+    into (module, own name)."""
     lives, _ = first.lives()
     backward, kept_until = second.lives()
-    passing = int(Category.TEMPORARIES)
-    rows: list[tuple[str, int, int, int, bool, int, bool, bool]] = [
-        (one.name, int(one.category), one.num_bytes, one.born, one.in_backward, dies, one.read_again, False)
+    rows = [
+        Row(
+            *(one.name, int(one.category), one.num_bytes, one.born, dies),
+            born_backward=one.in_backward,
+            dies_backward=one.read_again,
+        )
         for one in given
         for dies in (max(second.last_read(one.name), 1) if one.read_again else len(first.order),)
     ]
     for life in lives:
         kept = life.name in kept_until
         until = kept_until[life.name] if kept else life.dies
-        category = Category.LOGITS if life.name == "logits" else Category.ACTIVATIONS
-        rows.append((life.name, int(category), life.num_bytes, life.born, False, until, kept, False))
+        category = int(Category.LOGITS if life.name == "logits" else Category.ACTIVATIONS)
+        rows.append(Row(life.name, category, life.num_bytes, life.born, until, dies_backward=kept))
     for life in backward:
-        trained = life.name.endswith((".weight.grad", ".bias.grad"))
-        category_of = int(Category.GRADIENTS) if trained else passing
-        rows.append((life.name, category_of, life.num_bytes, life.born, True, life.dies, True, trained))
-    names, categories, sizes, born, born_backward, dies, dies_backward, trains = zip(*rows, strict=True)
-    split = [module_of(name) for name in names] if module_of else []
+        parameter = second.parameters.get(life.name, "")
+        category = GRADIENTS if parameter else TEMPORARIES
+        rows.append(backward_row(life.name, life.num_bytes, life.born, life.dies, category=category, parameter=parameter))
+    modules = []
+    for row in rows:
+        row.dies_without_graph = len(first.order) if row.dies_backward else row.dies
+        if module_of is not None:
+            module, row.name = module_of(row.name)
+            modules.append(module)
     return Template(
-        names=[name for _, name in split] or list(names),
-        modules=[module for module, _ in split],
-        categories=np.array(categories, dtype=np.int8),
-        num_bytes=-(-np.array(sizes, dtype=np.int64) // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES,
-        born=np.array(born, dtype=np.int64),
-        dies=np.array(dies, dtype=np.int64),
-        born_backward=np.array(born_backward, dtype=bool),
-        dies_backward=np.array(dies_backward, dtype=bool),
-        weight_gradient=np.array(trains, dtype=bool),
-        dies_without_graph=np.where(dies_backward, len(first.order), dies).astype(np.int64),
-        cached=np.zeros(len(names), dtype=bool),
+        **columns_of(rows),
+        modules=modules,
         num_forward=len(first.order),
         num_recomputed=len(first.order),
         num_backward=len(second.order),

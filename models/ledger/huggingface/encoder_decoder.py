@@ -8,15 +8,16 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from peakcast.core.units import INT64
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import embedding, head
+from peakcast.models.ledger.huggingface.blocks.embedding import embedding
+from peakcast.models.ledger.huggingface.blocks.head import head
 from peakcast.models.ledger.huggingface.blocks.t5 import (
     CROSS_POSITION_BIAS,
     ENCODER_STATES,
     POSITION_BIAS,
-    RELATIVE,
     T5Layer,
     cross_position_bias_bytes,
     encoder_end,
@@ -24,13 +25,12 @@ from peakcast.models.ledger.huggingface.blocks.t5 import (
     t5_layer,
 )
 from peakcast.models.ledger.huggingface.checkpoint import recompute
-from peakcast.models.ledger.huggingface.layers import found_again, target_context
+from peakcast.models.ledger.huggingface.contexts import found_again, target_context
 from peakcast.models.ledger.huggingface.model import hold_cast_weights
 from peakcast.models.ledger.parameters.t5 import CROSS
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, Run, Step
 from peakcast.timelines.timeline import Category
-
-INT64 = 8
 
 
 @dataclass
@@ -65,23 +65,17 @@ class _Stack:
             run = self.forward[place]
             if self.checkpointed:
                 context = self.contexts[place]
-                size = context.rows * context.architecture.hidden_size * context.compute_bytes
-                narrowed = size if context.compute_bytes < context.stream_bytes else 0
+                size = context.rows * context.architecture.hidden_size * context.precision.compute_bytes
+                narrowed = size if context.precision.compute_bytes < context.stream_bytes else 0
                 self.backward[place] = recompute(self.timeline, run, self.job, keeps_gradients, narrowed)
             else:
                 self.timeline.run_backward(run)
                 self.backward[place] = run
 
-    def at(self, place: int, label: str) -> int:
-        """The instant of operation `label` in the forward of the layer at `place`."""
+    def at(self, place: int, module: str) -> int:
+        """The instant of the operation of `module` in the forward of the layer at `place`."""
         run = self.forward[place]
-        return run.forward_start + run.template.forward_labels.index(label)
-
-    def backward_at(self, place: int, label: str) -> int:
-        """The instant of operation `label` in the backward of the layer at `place`."""
-        run = self.backward[place]
-        assert run.backward_start is not None
-        return run.backward_start + run.template.in_backward[label]
+        return run.forward_start + run.template.in_forward[module]
 
     def kept_until(self, name: str) -> int:
         """The instant from which no layer keeps the shared tensor `name`; 0 if none ever does. Autograd saves it for
@@ -130,7 +124,7 @@ def encoder_decoder_micro_batch(
     targets = timeline.run_forward(embedding(_embedding_context(decoder)), "embedding", keeps_gradients=keeps_gradients)
     decoder.run_forward(keeps_gradients)
     loss = timeline.run_forward(head(target), "head", keeps_gradients=keeps_gradients)
-    if context.autocast:
+    if context.precision.autocast:
         hold_cast_weights(timeline, (*encoder.forward, *decoder.forward), owned=not decoder.checkpointed)
     decoded, returned = _decoder_returns(loss), timeline.now
     _hold_embeddings(timeline, target, targets, decoded, leaf)
@@ -153,7 +147,7 @@ def encoder_decoder_micro_batch(
     timeline.run_backward(read)
     timeline.end_backward()
     if leaf:
-        size = target.rows * architecture.hidden_size * target.weight_bytes
+        size = target.rows * architecture.hidden_size * target.precision.weight_bytes
         for name in ("inputs_embeds", "inputs_embeds.grad"):
             timeline.hold(name, Category.ACTIVATIONS, size, bare, timeline.now, "embedding")
     _hold_cross_positions(timeline, decoder, target, decoded)
@@ -165,14 +159,17 @@ def _contexts(context: HFContext, job: TrainingJob, num_layers: int) -> list[HFC
     """The contexts of a stack's layers. With adapters and without checkpointing, nothing before the first adapter is
     saved."""
     checkpointed = job.activation_checkpointing.mode != "none"
-    layer = replace(found_again(job, context), checkpointed=True) if checkpointed else context
+    if checkpointed:
+        context = replace(found_again(job, context), backward=replace(context.backward, checkpointed=True))
     bare = job.finetuning.method != "full" and not checkpointed
-    return [replace(layer, input_requires_grad=place > 0 or not bare) for place in range(num_layers)]
+    first = replace(context, layer=replace(context.layer, input_requires_grad=not bare))
+    return [first, *[context] * (num_layers - 1)]
 
 
 def _embedding_context(stack: _Stack) -> HFContext:
     """The context of a stack's embedding."""
-    return replace(stack.contexts[0], checkpointed=False)
+    context = stack.contexts[0]
+    return replace(context, backward=replace(context.backward, checkpointed=False))
 
 
 def _forward_ends(run: Run) -> int:
@@ -182,17 +179,15 @@ def _forward_ends(run: Run) -> int:
 
 def _decoder_returns(loss: Run) -> int:
     """The instant after the decoder's last norm and dropout."""
-    labels = loss.template.forward_labels
-    return loss.forward_start + next(
-        i for i, label in enumerate(labels) if label.startswith(("lm_head", "decoder_output_scaling"))
-    )
+    marks = loss.template.forward_marks
+    return loss.forward_start + marks.get(Mark.OUTPUT_SCALING, marks[Mark.LM_HEAD])[0]
 
 
 def _hold_embeddings(timeline: Step, context: HFContext, embedded: Run, returned: int, leaf: bool) -> None:
     """Hold the embeddings that a stack's variable refers to. Without dropout they are its first layer's input, and a leaf
     is kept anyway."""
     if context.architecture.embedding_dropout and not leaf:
-        size = context.rows * context.architecture.hidden_size * context.weight_bytes
+        size = context.rows * context.architecture.hidden_size * context.precision.weight_bytes
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, _forward_ends(embedded), returned, "embedding")
 
 
@@ -209,25 +204,28 @@ def _hold_positions(timeline: Step, stack: _Stack, context: HFContext, returned:
     """Hold the bias of relative positions that the first layer makes, and its gradient until the table's gradient has been
     computed from it."""
     size, module = position_bias_bytes(context), stack.forward[0].module
-    made = stack.at(0, RELATIVE)
+    first = stack.forward[0]
+    made = first.forward_start + first.template.forward_marks[Mark.RELATIVE_POSITIONS][0]
     kept = stack.kept_until(POSITION_BIAS)
     timeline.hold(POSITION_BIAS, Category.ACTIVATIONS, size, made, max(returned, kept), module)
     if stack.checkpointed:  # the first layer's recomputation makes another
         again = stack.backward[0]
-        born = again.forward_start + again.template.forward_labels.index(RELATIVE)
+        born = again.forward_start + again.template.forward_marks[Mark.RELATIVE_POSITIONS][0]
         until = again.template.elsewhere[POSITION_BIAS].kept_until
         ends = again.forward_start + again.template.num_forward if until is None else (again.backward_start or 0) + until
         timeline.hold(POSITION_BIAS, Category.ACTIVATIONS, size, born, ends, module)
     gradient = stack.gradient_from(POSITION_BIAS)
     if gradient is not None:
-        dies = stack.backward_at(0, RELATIVE) + 1
+        last = stack.backward[0]
+        assert last.backward_start is not None
+        dies = last.backward_start + last.template.backward_marks[Mark.RELATIVE_POSITIONS][0] + 1
         timeline.hold(f"{POSITION_BIAS}.grad", Category.TEMPORARIES, size, gradient, dies, module)
 
 
 def _hold_causal_mask(timeline: Step, decoder: _Stack, target: HFContext, born: int, returned: int) -> None:
     """Hold eager attention's additive mask of the decoder [batch, 1, sequence, sequence]; sdpa makes one in each layer."""
-    if target.attention == "eager":
-        size = target.batch * target.sequence**2 * target.weight_bytes
+    if target.attention.implementation == "eager":
+        size = target.batch * target.sequence**2 * target.precision.weight_bytes
         dies = timeline.now if decoder.checkpointed else returned
         timeline.hold("attention_mask", Category.INPUTS, size, born, dies)
 
@@ -241,7 +239,7 @@ def _hold_cross_positions(timeline: Step, decoder: _Stack, target: HFContext, re
     timeline.hold(CROSS_POSITION_BIAS, Category.ACTIVATIONS, size, made, max(returned, kept), module)
     if decoder.checkpointed:
         again = decoder.backward[0]
-        born = again.forward_start + again.template.forward_labels.index(f"{CROSS}.v") + 1
+        born = again.forward_start + again.template.in_forward[f"{CROSS}.v"] + 1
         until = again.template.elsewhere[CROSS_POSITION_BIAS].kept_until
         ends = again.forward_start + again.template.num_forward if until is None else (again.backward_start or 0) + until
         timeline.hold(CROSS_POSITION_BIAS, Category.ACTIVATIONS, size, born, ends, module)
@@ -261,11 +259,11 @@ def outputs_of(job: TrainingJob, context: HFContext) -> list[tuple[str, str, int
     if job.activation_checkpointing.mode != "none":
         zeros, module = cross_position_bias_bytes(target, context.sequence), f"layers.{decoder[0]}"
         held = [states, (CROSS_POSITION_BIAS, module, zeros), (f"{CROSS_POSITION_BIAS}.grad", module, zeros)]
-        leaf = context.rows * architecture.hidden_size * context.weight_bytes
+        leaf = context.rows * architecture.hidden_size * context.precision.weight_bytes
         adapters = job.finetuning.method != "full"
         return held + [(name, module, leaf) for name in ("inputs_embeds", "inputs_embeds.grad")] * adapters
     tokens = 2 * target.batch * (target.sequence + context.sequence)
-    size = tokens * architecture.key_value_size * target.compute_bytes
+    size = tokens * architecture.key_value_size * target.precision.compute_bytes
     return [states, *(("past_key_values", f"layers.{layer}", size) for layer in decoder)]
 
 

@@ -9,27 +9,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from peakcast.catalog import Device
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import embedding, embedding_variables, next_token_head
+from peakcast.models.ledger.huggingface.blocks.embedding import embedding, embedding_variables
+from peakcast.models.ledger.huggingface.blocks.head import next_token_head
 from peakcast.models.ledger.huggingface.blocks.kv_cache import CACHES, CacheTurn, cache_turn, layer_cache_bytes
 from peakcast.models.ledger.huggingface.blocks.layer import decoder_layer
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_masks, rotates, window_of
 from peakcast.models.ledger.huggingface.model import attention_weights_bytes, hold_buffers, rotary_tables
 from peakcast.models.ledger.huggingface.stored_parameters import quantised_shapes
 from peakcast.models.ledger.parameters.quantization import scratch_bytes
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.models.ledger.tape.workspaces import FORWARD_THREAD, training_workspaces
 from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category, Timeline
 
-FP32 = 4
-INT64 = 8
 MAX_DECODE_FORWARDS = 64
 """How many decoding forwards are on the timeline: all if there are fewer, else evenly spread ones and always the last two,
 since the next to last makes a cache while the one before still exists. Each forward is like its neighbour with a longer
@@ -87,7 +88,7 @@ def inference_ledger(
         embedded = first_ends = timeline.now
         returned = 0
         runs = {
-            (window, routed, turned): _layer_turn(replace(seen[window], routed=routed, rotates=turned), turns[window].kept)
+            (window, routed, turned): _layer_turn(_like(seen[window], routed=routed, rotates=turned), turns[window].kept)
             for window, routed, turned in dict.fromkeys(kinds)
         }
         for layer in layers:
@@ -98,7 +99,7 @@ def inference_ledger(
             first_ends = timeline.now if layer == 0 else first_ends
         head = next_token_head(forward, logits_kept)
         begins = timeline.run_without_graph(head, "head").forward_start
-        ends = begins + head.forward_labels.index("last_position")
+        ends = begins + head.forward_marks[Mark.LAST_POSITION][0]
         is_input, sizes = embedding_variables(forward)  # if it is the first layer's input, that layer holds it meanwhile
         for size in sizes:
             timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, first_ends if is_input else embedded, ends)
@@ -106,7 +107,7 @@ def inference_ledger(
             turn = turns[windows[0]]
             seen[None] = _with_cache(forward, None, turn, past, follows=static and past > 0)
         _hold_inputs_of_the_model(timeline, seen, start, ends)
-        named = begins + head.forward_labels.index("next_token_logits") + 1
+        named = begins + head.forward_marks[Mark.NEXT_TOKEN_LOGITS][0] + 1
         timeline.hold("next_token_logits", Category.LOGITS, logits_before, start, named, "head")
         rows = forward.rows if logits_kept == "all" else job.micro_batch_size
         logits_before = rows * job.architecture.vocab_size * FP32
@@ -136,10 +137,11 @@ def _layer_turn(context: HFContext, length: int) -> LayerTurn:
     """A layer's forward, after which its cache keeps `length` tokens. A dynamic cache is concatenated, so its old and new
     keys exist together; a static one is made once."""
     template = decoder_layer(context)
-    label, grows = template.forward_labels.index, context.cache in ("grows", "slides")
-    sizes = layer_cache_bytes(context, length)
-    made = tuple((name, label(name if grows else CACHES[0]), size) for name, size in zip(CACHES, sizes, strict=True))
-    replaced = tuple(now if context.cache == "grows" else label(CACHES[-1]) for _, now, _ in made) if grows else ()
+    keys, values = (template.forward_marks[mark][0] for mark in CACHES.values())
+    grows, sizes = context.cache.does in ("grows", "slides"), layer_cache_bytes(context, length)
+    updated = (keys, values) if grows else (keys, keys)
+    made = tuple(zip(CACHES, updated, sizes, strict=True))
+    replaced = (updated if context.cache.does == "grows" else (values, values)) if grows else ()
     return LayerTurn(template, made, replaced, attention_weights_bytes(context))
 
 
@@ -167,9 +169,15 @@ def _with_cache(context: HFContext, window: int | None, turn: CacheTurn, past: i
     """
     always = family_of(context.architecture).masks.always
     masked = always or follows or (window is not None and turn.length >= window)
-    part = {"sdpa": not masked, "flash_attention_2": True}.get(context.attention, False)
+    part = {"sdpa": not masked, "flash_attention_2": True}.get(context.attention.implementation, False)
     keys = min(past + context.sequence, turn.length) if part and turn.does == "stores" else turn.length
-    return replace(context, cache=turn.does, cache_length=turn.length, key_length=keys, masked=masked)
+    cache = replace(context.cache, does=turn.does, length=turn.length, key_length=keys)
+    return _like(replace(context, cache=cache), masked=masked)
+
+
+def _like(context: HFContext, **changes: Any) -> HFContext:
+    """`context` with these changes to its `layer`."""
+    return replace(context, layer=replace(context.layer, **changes))
 
 
 def _hold_inputs_of_the_model(timeline: Step, seen: Mapping[int | None, HFContext], start: int, ends: int) -> None:
@@ -179,9 +187,10 @@ def _hold_inputs_of_the_model(timeline: Step, seen: Mapping[int | None, HFContex
     architecture = one.architecture
     kinds = [seen[None], seen.get(architecture.sliding_window, one)][-kinds_of_masks(architecture) :]
     if family_of(architecture).masks.for_both_kinds:  # the second has a window of 0, which every length exceeds
-        kinds[-1] = replace(kinds[-1], masked=True)
+        kinds[-1] = _like(kinds[-1], masked=True)
     for kind in kinds:
-        size = kind.compute_bytes if kind.attention == "eager" else int(kind.attention == "sdpa" and kind.masked)
-        timeline.hold("causal_mask", Category.TEMPORARIES, kind.rows * kind.cache_length * size, start, ends)
-    tables = rotary_tables(architecture, one.sequence, one.weight_bytes)
+        bools = int(kind.attention.implementation == "sdpa" and kind.layer.masked)
+        size = kind.precision.compute_bytes if kind.attention.implementation == "eager" else bools
+        timeline.hold("causal_mask", Category.TEMPORARIES, kind.rows * kind.cache.length * size, start, ends)
+    tables = rotary_tables(architecture, one.sequence, one.precision.weight_bytes)
     timeline.hold_all([*tables, ("position_ids", "", one.sequence * INT64)], Category.TEMPORARIES, start, ends)

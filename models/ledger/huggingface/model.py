@@ -8,24 +8,22 @@ from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
-from peakcast.core.units import DTYPE_BYTES
+from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import flex_block_mask_bytes
 from peakcast.models.ledger.huggingface.blocks.builder import CAST
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import embedding_variables, hands_on_itself
+from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables, hands_on_itself
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, kinds_of_masks
-from peakcast.models.ledger.tape.step import FOREVER, Run, Step
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.networks.families import family_of
 from peakcast.networks.rotary import rotated_width
 from peakcast.networks.windows import attends_to_everything
 from peakcast.timelines.timeline import Category
-
-FP32 = 4
-INT64 = 8
 
 
 def hold_buffers(timeline: Step, job: TrainingJob) -> None:
@@ -44,30 +42,14 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
     timeline.hold_all(buffers, Category.PARAMETERS, 0)
 
 
-def hold_shared_inputs(timeline: Step, job: TrainingJob) -> None:
-    """Hold what is made of the inputs before context parallelism splits them. They stay whole, because a part is a view."""
-    tokens, ranks = job.micro_batch_size * job.sequence_length, job.parallelism.context_parallel_size
-    if ranks > 1:
-        timeline.hold("shift_labels", Category.INPUTS, tokens * INT64, 0)
-        timeline.hold("position_ids", Category.INPUTS, max(job.sequence_length, tokens // ranks) * INT64, 0)
-
-
-def hold_parts_of_inputs(timeline: Step, job: TrainingJob, start: int) -> None:
-    """Hold copies of this rank's parts of the inputs, two of the last one, while `context_parallel` (torch 2.13) is
-    entered."""
-    ranks, kinds = job.parallelism.context_parallel_size, 4 + bool(conventions(job).get("trainer"))
-    if ranks > 1:
-        size = job.micro_batch_size * job.sequence_length // ranks * INT64
-        timeline.hold_all((("context_parallel.shard", "", size),) * (kinds + 1), Category.INPUTS, start, timeline.now)
-
-
 def hold_embeddings(
     timeline: Step, layers: Sequence[HFContext], embedded: Run, checkpointed: bool, offloads: bool, dies: int
 ) -> None:
     """Hold the embeddings that variables of the model's forward refer to, until its last norm is done. `checkpointed`:
     whether the first layer is checkpointed; `offloads`: whether that layer's input is offloaded to the host."""
     one = layers[0]
-    if one.architecture.embedding_norm and one.architecture.kind == "decoder" and one.trainable and not one.saves_on_cpu:
+    normed = one.architecture.embedding_norm and one.architecture.kind == "decoder"
+    if normed and one.trainable and not one.backward.saves_on_cpu:
         return  # the norm saves it
     is_input, sizes = embedding_variables(layers[0])
     born = embedded.forward_start + embedded.template.num_forward
@@ -77,7 +59,7 @@ def hold_embeddings(
         if not offloads and (checkpointed or layer_template(layers[0]).keeps_input):
             return  # the checkpoint or the graph keeps it anyway
         born += layer_template(layers[0]).num_forward
-    elif layers[0].input_requires_grad and not (layers[0].trainable or layers[0].neftune):
+    elif layers[0].layer.input_requires_grad and not (layers[0].trainable or layers[0].neftune):
         sizes = sizes[1:]  # a leaf that requires a gradient: its own node keeps it (with noise it is another tensor)
     for size in sizes:
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
@@ -94,9 +76,7 @@ def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
 def model_ends(loss: Run) -> int:
     """The instant of the lm_head, or of a loss that includes it. The model's last norm is done then, and the variables of
     its forward are freed."""
-    labels = loss.template.forward_labels
-    head = next(index for index, label in enumerate(labels) if label.startswith("lm_head"))
-    return loss.forward_start + min(head, loss.template.loss_from)
+    return loss.forward_start + min(loss.template.forward_marks[Mark.LM_HEAD][0], loss.template.loss_from)
 
 
 def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
@@ -113,18 +93,11 @@ def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
 def hold_for_tied_product(timeline: Step, loss: Run, context: HFContext) -> None:
     """Hold the operands of the matrix product that ends backward: the final norm's output and the gradient of the
     logits."""
-    token, architecture, ends = context.rows * context.compute_bytes, context.architecture, timeline.now
+    token, architecture, ends = context.rows * context.precision.compute_bytes, context.architecture, timeline.now
     timeline.hold("final_norm", Category.ACTIVATIONS, token * architecture.hidden_size, model_ends(loss) + 1, ends)
     if loss.backward_start is not None:
         born = loss.backward_start + 1 + loss.template.in_backward["lm_head"]
         timeline.hold("logits.gradient", Category.LOGITS, token * architecture.vocab_size, born, ends)
-
-
-def hold_logits_of_compiling(timeline: Step, context: HFContext, logits: int, loss_made: int) -> None:
-    """Hold the first forward's logits if the loss is outside a network that is compiled whole: a reference cycle keeps
-    them."""
-    if family_of(context.architecture).ends.loss_apart and "mask" in context.compiled:
-        timeline.hold("logits", Category.LOGITS, logits, loss_made + 1, FOREVER, "head")
 
 
 def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None = None) -> list[int]:
@@ -147,24 +120,25 @@ def mask_bytes(layers: Sequence[HFContext]) -> tuple[list[int], bool]:
     one = layers[0]
     scores = one.sequence**2
     family = family_of(one.architecture)
-    kinds, element = kinds_of_masks(one.architecture), one.weight_bytes if one.mask_is_additive else 1
+    kinds, element = kinds_of_masks(one.architecture), one.precision.weight_bytes if one.attention.mask_is_additive else 1
     if one.architecture.kind == "encoder":
         return [], False  # nothing is masked without padding
     if "mask" in one.compiled:
-        return [one.batch * scores * one.compute_bytes], True
+        return [one.batch * scores * one.precision.compute_bytes], True
     if family.eager_attention.adds_and_fills:
         biases = one.architecture.num_attention_heads * one.architecture.max_position_embeddings * FP32
         return [one.batch * scores + biases], True
-    if one.attention == "eager":
-        return [one.batch * scores * one.weight_bytes] * kinds, True
-    if one.attention == "flex":
+    attention = one.attention.implementation
+    if attention == "eager":
+        return [one.batch * scores * one.precision.weight_bytes] * kinds, True
+    if attention == "flex":
         return [flex_block_mask_bytes(one.batch, one.sequence)], True
-    if one.attention == "sdpa" and one.mask_of_batch:
+    if attention == "sdpa" and one.packing.mask_of_batch:
         return [one.batch * scores * element] * kinds, True
-    if one.attention == "flash_attention_2" and one.valid_rows:  # which tokens are no padding, as bool: [batch, sequence]
+    if attention == "flash_attention_2" and one.packing.valid_rows:  # a bool for each token: [batch, sequence]
         return [one.batch * one.sequence], True
-    taken = list(dict.fromkeys(layer.masked for layer in layers))  # one per kind, in the order of their first layers
-    if one.attention != "sdpa" or not (any(taken) or family.masks.for_both_kinds):
+    taken = list(dict.fromkeys(each.layer.masked for each in layers))  # one per kind, in the order of their first layers
+    if attention != "sdpa" or not (any(taken) or family.masks.for_both_kinds):
         return [], any(taken)
     return [scores * element * masked for masked in taken] if any(taken) else [scores * element], any(taken)
 
@@ -202,11 +176,12 @@ def attention_weights_bytes(layer: HFContext) -> int:
     """Bytes of the attention weights that a layer returns; 0 if its family or its attention returns none. With flash
     attention the layer returns attention's output in their place."""
     family = family_of(layer.architecture)
-    if not family.attention.returns_weights or layer.attention not in ("eager", "flash_attention_2"):
+    if not family.attention.returns_weights or layer.attention.implementation not in ("eager", "flash_attention_2"):
         return 0
-    if layer.attention == "flash_attention_2":
-        return layer.rows * layer.architecture.query_size * layer.compute_bytes
-    element = FP32 if layer.autocast and family.eager_attention.softmax == "wide" else layer.compute_bytes
+    if layer.attention.implementation == "flash_attention_2":
+        return layer.rows * layer.architecture.query_size * layer.precision.compute_bytes
+    wide = layer.precision.autocast and family.eager_attention.softmax == "wide"
+    element = FP32 if wide else layer.precision.compute_bytes
     return layer.rows * layer.architecture.num_attention_heads * layer.keys * element
 
 
@@ -247,7 +222,7 @@ def _rotary_tables_of(job: TrainingJob, context: HFContext) -> list[tuple[str, s
         return []
     # where ranks share a sequence, each sequence of a batch has positions of its own
     tokens = context.rows if context.ring.ranks > 1 else context.sequence
-    return rotary_tables(job.architecture, tokens, context.weight_bytes)
+    return rotary_tables(job.architecture, tokens, context.precision.weight_bytes)
 
 
 def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None) -> list[int]:
@@ -257,7 +232,7 @@ def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: 
     dies = last_readers(layers, runs)
     if ended is None or "layers" in one.compiled:
         return dies
-    if one.saves_on_cpu or family.rotary.tables_per_layer:  # the host, or every layer, has copies
+    if one.backward.saves_on_cpu or family.rotary.tables_per_layer:  # the host, or every layer, has copies
         return [ended] * len(dies)
     if not any("rotary" in label for label in runs[0].template.backward_labels):  # the first layer's need no gradient
         kinds = attends_to_everything(layers[0].architecture)

@@ -11,17 +11,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext, autocast_copy_bytes, is_cast_by_autocast
-from peakcast.models.ledger.huggingface.blocks.ends import embedding_variables, head
-from peakcast.models.ledger.huggingface.blocks.preference_heads import FP32, INT64, scored_rows, vocabulary_part_bytes
-from peakcast.models.ledger.huggingface.layers import Blocks, block_context
+from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables
+from peakcast.models.ledger.huggingface.blocks.head import head
+from peakcast.models.ledger.huggingface.blocks.preference_heads import scored_rows, vocabulary_part_bytes
+from peakcast.models.ledger.huggingface.contexts import block_context
+from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import hold_masks, hold_rotary_tables, model_ends
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
 from peakcast.models.ledger.layouts import gathers_head_itself, layout_of
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.layouts.zero3 import Zero3
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.timelines.timeline import Category, Phase
 
@@ -74,7 +78,7 @@ def reference_forward(timeline: Step, job: TrainingJob, policy: HFContext, start
         for _ in range(2 if job.loss.kind == "kto" else 1):  # KTO's second is for prompts with another's completion
             _run(timeline, _reference_job(job), NAME if copied else "")
         timeline.phases[begin:] = bytes((Phase.LOSS,)) * (timeline.now - begin)  # gathering its weights included
-    scored = scored_rows(policy) if policy.loss != "cross_entropy" else 0
+    scored = scored_rows(policy) if policy.loss.kind != "cross_entropy" else 0
     per_token = [("log_probs", "head", scored * FP32), ("entropy", "head", scored * FP32)]
     per_token += [("mean_logits", "head", scored * FP32), ("is_top1", "head", scored)]
     timeline.hold_all(per_token, Category.LOGITS, born, timeline.now)
@@ -162,13 +166,13 @@ def hold_whole_head(timeline: Step, job: TrainingJob, head: Run) -> None:
     size = sum(t.numel * t.element_bytes for t in weights)
     timeline.hold("gathered", Category.COMMUNICATION_BUFFERS, size, model_ends(head), timeline.now, "head")
     if any(t.element_bytes != t.gathered_bytes for t in weights):  # gathered in its stored dtype, then narrowed in parts
-        parts = {head.forward_start: 1, head.backward_start or -1: 2}  # in backward a variable refers to the last part
-        for begins, num_parts in parts.items():
-            labels = timeline.labels[max(begins, 0) : timeline.now]
-            if begins < 0 or (label := "lm_head.log_probabilities") not in labels:
-                continue
-            at, part = begins + labels.index(label), vocabulary_part_bytes(job.architecture, weights[0].gathered_bytes)
-            timeline.hold("lm_head.weight.part", Category.TEMPORARIES, num_parts * part, at, at + 1, "head")
+        part = vocabulary_part_bytes(job.architecture, weights[0].gathered_bytes)
+        forward, backward = head.template.forward_marks, head.template.backward_marks
+        made = [(head.forward_start + at, part) for at in forward.get(Mark.LOG_PROBABILITIES, ())]
+        if head.backward_start is not None and head.backward_start >= 0:  # there a variable refers to the last part
+            made += [(head.backward_start + at, 2 * part) for at in backward.get(Mark.LOG_PROBABILITIES, ())]
+        for now, num_bytes in made:
+            timeline.hold("lm_head.weight.part", Category.TEMPORARIES, num_bytes, now, now + 1, "head")
 
 
 def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list[Run], prefix: str) -> None:

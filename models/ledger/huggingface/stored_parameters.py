@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 
-from peakcast.core.units import DTYPE_BYTES
+from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.jobs.micro_batch import Batch
@@ -24,7 +24,6 @@ from peakcast.models.ledger.parameters.tensor import ParameterTensor
 from peakcast.models.ledger.recorded.parameters import recorded_parameters
 from peakcast.models.recipes.shelf import recipe_of
 
-FP32 = 4
 QUANTISED_ROLES = ("attention", "mlp", "shared_expert")
 """Roles of every Linear inside the layers, all quantised; embeddings, norms and lm_head are not."""
 ROUTED_ROLES = ("expert", "router")

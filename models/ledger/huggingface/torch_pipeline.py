@@ -22,16 +22,17 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from peakcast.catalog import Device
+from peakcast.core.units import INT64
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import head, logits_bytes_kept_by_outputs
-from peakcast.models.ledger.huggingface.layers import Blocks, block_context
+from peakcast.models.ledger.huggingface.blocks.head import head, logits_bytes_kept_by_outputs
+from peakcast.models.ledger.huggingface.contexts import block_context
+from peakcast.models.ledger.huggingface.inputs import hold_parts_of_inputs, hold_shared_inputs
+from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import (
     hold_embeddings,
     hold_masks,
-    hold_parts_of_inputs,
     hold_rotary_tables,
-    hold_shared_inputs,
     model_ends,
 )
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
@@ -52,8 +53,6 @@ from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.models.ledger.tape.template import HANDED_IN, INPUTS_DONE, Template, Waiting
 from peakcast.models.ledger.tape.workspaces import kernels_of, training_workspaces
 from peakcast.timelines.timeline import Category, Phase, Timeline
-
-INT64 = 8
 
 
 def pipeline_ledger(
@@ -147,7 +146,8 @@ class _Turns:
         self.step = step
         self.context = context
         self.blocks = Blocks(job, self.context)
-        self.split_blocks = Blocks(job, replace(self.context, splits_backward=True))
+        split = replace(self.context, backward=replace(self.context.backward, in_two_parts=True))
+        self.split_blocks = Blocks(job, split)
         self.split: frozenset[tuple[int, int]] = frozenset()
         """(micro-batch, chunk) of every backward that is split in two."""
         self.several = _takes_several(job)

@@ -13,7 +13,7 @@ from peakcast.models.ledger.layouts.pipeline import Turn
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.step import Hooks, Step
 from peakcast.models.ledger.tape.template import Template
-from peakcast.models.ledger.tape.update_in_backward import Alone
+from peakcast.models.ledger.tape.update_in_backward import Alone, Parameter
 from peakcast.timelines.timeline import Category
 
 
@@ -80,8 +80,8 @@ class Layout(Hooks):
 
     def __init__(self, tensors: Sequence[StoredTensor]) -> None:
         self.tensors = tensors
-        self.updates: Mapping[tuple[str, str], Alone] = {}
-        """By (module, name), the optimizers of single parameters, if `updates_as_reduced` and the job has them."""
+        self.updates: Mapping[Parameter, Alone] = {}
+        """The optimizers of single parameters, if `updates_as_reduced` and the job has them."""
 
     def build(self, step: Step) -> None:
         """Add what the layout does with the network before the first step, if that is known."""

@@ -17,6 +17,7 @@ from peakcast.models.ledger.layouts.sharded import ShardedLayout
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.step import Step
+from peakcast.models.ledger.tape.update_in_backward import Parameter
 from peakcast.timelines.timeline import Category, Phase
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
@@ -256,7 +257,7 @@ class FSDP2(ShardedLayout):
         reduces. The gradients are views of one tensor, which is freed when all have been applied."""
         stream = ALL_REDUCE if self.replicas > 1 else REDUCE_SCATTER
         for tensor in unit.trained if self.updates else ():
-            own = self.updates[tensor.module, tensor.name]
+            own = self.updates[Parameter(tensor.module, tensor.name)]
             for name, module, num_bytes in own.states:
                 step.hold(name, Category.OPTIMIZER_STATES, num_bytes, step.now, module=module, stream=stream)
             temporary = Category.OPTIMIZER_TEMPORARIES

@@ -6,18 +6,19 @@ import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from peakcast.core.units import DTYPE_BYTES
+from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.base import Layout
 from peakcast.models.ledger.optimizers.choice import adamw_rule, optimizer_options, optimizer_rule
-from peakcast.models.ledger.optimizers.rule import FP32, OptimizerRule, Options, TrainedTensor
+from peakcast.models.ledger.optimizers.rule import OptimizerRule, Options, TrainedTensor
 from peakcast.models.ledger.parameters.module_order import in_order_of_modules
 from peakcast.models.ledger.tape.local_variables import Locals
 from peakcast.models.ledger.tape.step import Step
-from peakcast.models.ledger.tape.update_in_backward import Alone, UpdateInBackward
+from peakcast.models.ledger.tape.update_in_backward import Alone, Parameter, UpdateInBackward
 from peakcast.timelines.timeline import Category, Phase
 
+LM_HEAD, TOKEN_TABLE = Parameter("head", "lm_head.weight"), Parameter("embedding", "embed_tokens.weight")
 SCALAR_BYTES = FP32
 """One number, which the allocator rounds to 512 bytes. clip_grad_norm_ makes one per gradient and no larger tensor."""
 
@@ -55,23 +56,23 @@ def hand_updates(job: TrainingJob, layout: Layout, step: str) -> None:
     rule = optimizer_rule(job)
     if layout.updates_as_reduced and rule.updates_in_backward == "at_once":
         alone = _updates(job, rule, layout.optimized(), optimizer_options(job, step)).alone
-        layout.updates = {(one.module, one.name): one for one in alone}
+        layout.updates = {one.parameter: one for one in alone}
 
 
 def _updates(job: TrainingJob, rule: OptimizerRule, trained: Sequence[TrainedTensor], options: Options) -> UpdateInBackward:
     """What each update during backward allocates."""
-    summed = frozenset({"lm_head.weight.grad"} if job.architecture.tie_word_embeddings else ())
+    tied = {LM_HEAD: TOKEN_TABLE} if job.architecture.tie_word_embeddings else {}
     if rule.updates_in_backward == "one_behind":
         width = trained[0].element_bytes
-        return UpdateInBackward(rule.update_fp32_copies(width) * FP32 // width, summed)
+        return UpdateInBackward(rule.update_fp32_copies(width) * FP32 // width, tied)
     alone = []
     for tensor in trained:
         own, run = rule if rule.takes(tensor) else adamw_rule(job), Locals()
         own.step(run, [tensor], options)
         makes = options.first_step and not own.built_with_optimizer
         states = tuple(_states(own, [tensor], options)) if makes else ()
-        alone.append(Alone(tensor.module, tensor.name, tensor.num_bytes, run.most_bytes(), states))
-    return UpdateInBackward(summed=summed, alone=tuple(alone))
+        alone.append(Alone(Parameter(tensor.module, tensor.name), run.most_bytes(), states))
+    return UpdateInBackward(tied=tied, alone=tuple(alone))
 
 
 def _states(rule: OptimizerRule, tensors: Iterable[TrainedTensor], options: Options) -> list[tuple[str, str, int]]:

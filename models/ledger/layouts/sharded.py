@@ -73,12 +73,10 @@ class ShardedLayout(Layout):
     def after_backward(self, step: Step, run: Run) -> None:
         added = self.has_gradient(run.module, run.template, begun=False)
         for unit in self._of_module.get(run.module, []):
-            following = self.unit_before(unit) if self.prefetches and unit.hook else None
-            if following is not None and unit.modules[-1] == run.module and run.module not in following.modules:
-                labels = run.template.backward_labels  # in a fused loss no lm_head runs backward: its first operation
-                hooked = next((index for index, label in enumerate(labels) if label.startswith(unit.hook)), 0)
-                at = (run.backward_start or 0) + hooked
-                self.prefetch(step, following, born=at)
+            hook, following = unit.hook, self.unit_before(unit) if self.prefetches and unit.hook else None
+            if hook and following and unit.modules[-1] == run.module and run.module not in following.modules:
+                hooked = run.template.backward_marks.get(hook, (0,))[0]  # in a fused loss no lm_head runs backward
+                self.prefetch(step, following, born=(run.backward_start or 0) + hooked)
             if len(run.template.gradient_columns) and not added:
                 unit.runs.append(run)  # else added in place to the existing gradients
             if run.template.num_forward and not unit.reduces_at_end:  # the weights' half of a split backward runs no hook

@@ -6,6 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run
 
 
@@ -24,8 +25,8 @@ class Unit:
     """The unit after it prefetches it in backward, although its own backward never runs: its output has no gradient."""
     operation: str = ""
     """The one operation of a block that reads its tensors, for which alone they are gathered; "": the whole block."""
-    hook: str = ""
-    """The operation whose backward waits for the gather and starts the next prefetch; "": the block's first."""
+    hook: Mark | None = None
+    """The operation whose backward waits for the gather and starts the next prefetch; None: the block's first."""
     sent: list[int] = field(default_factory=list)
     """Handles of an all-gather's output that has not been copied out yet."""
     gathered: list[int] = field(default_factory=list)
@@ -82,12 +83,12 @@ def units_by_layer(
         left += [tensor for tensor in head if not tensor.name.startswith("lm_head")]
         head = [tensor for tensor in head if tensor.name.startswith("lm_head")]
     if tied:  # gathered for the embedding, whose input has no gradient
-        tail = Unit("tail", ("embedding", "head"), (*table, *head), True, reduces_at_end=True, hook="lm_head")
+        tail = Unit("tail", ("embedding", "head"), (*table, *head), True, reduces_at_end=True, hook=Mark.LM_HEAD)
         units = [*layers, tail]
     else:
         in_vain = first_layer_without_gradient
         first = Unit("embedding", ("embedding",), tuple(table), reduces_at_end=True, fetched_in_vain=in_vain)
-        tail = Unit("tail", ("head",), tuple(head), True, hook="lm_head")
+        tail = Unit("tail", ("head",), tuple(head), True, hook=Mark.LM_HEAD)
         units = [*([first] if table else []), *layers, *([tail] if head else [])]  # a pipeline stage may lack either
     if left:
         units.append(Unit("root", ("embedding", "head"), tuple(left), stays_after_forward=True, reduces_at_end=True))

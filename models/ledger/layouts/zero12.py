@@ -11,6 +11,7 @@ from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Buckets, Partitions, ended_bytes, made_at
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.timelines.timeline import Category, Phase
 
@@ -275,7 +276,7 @@ class Zero12(Partitions):
             if self._tied and run.module == "embedding" and not self._between:
                 step.free(self._tied)
                 (table,) = (t for t in left if t.name == "embed_tokens.weight")
-                at = run.template.backward_labels.index("tied_weight")
+                at = run.template.backward_marks[Mark.TIED_TABLE][0]
                 self._arrive(step, table, begin + at, ended_bytes(run, at), begin + at)
         elif not any(earlier.module == run.module for earlier in self._runs):
             self._runs.append(run)

@@ -21,6 +21,7 @@ from peakcast.models.ledger.layouts.zero3_modules import ModuleTurns
 from peakcast.models.ledger.layouts.zero3_passing import Reduction
 from peakcast.models.ledger.layouts.zero3_turns import Turn, within_first
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.timelines.timeline import Category, Phase
 
@@ -186,7 +187,7 @@ class Zero3(Partitions):
         if self._half and run.module == "embedding" and not self._modules.between_stacks:
             step.free(self._half)
             (table,) = (t for t in self._modules.tensors["embedding"] if t.name == "embed_tokens.weight")
-            summed = template.backward_labels.index("tied_weight")
+            summed = template.backward_marks[Mark.TIED_TABLE][0]
             self._arrive(step, run, summed, table.numel * self.gradient_bytes, begins + summed)
 
     def _arrive(self, step: Step, run: Run, at: int, size: int, born: int) -> None:

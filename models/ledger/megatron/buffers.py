@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from peakcast.core.units import DTYPE_BYTES
+from peakcast.core.units import DTYPE_BYTES, FP8
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.distributed_optimizer import BufferRules, bucket_size, buffer_elements, shard_pieces
 from peakcast.models.ledger.megatron.fsdp import buckets_of, hold_shards, is_fully_sharded
@@ -19,7 +19,6 @@ from peakcast.models.ledger.tape.columns import Recording
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category
 
-FP8 = 1
 MXFP8_BLOCK = 32
 """Elements that share a one-byte scale."""
 

@@ -18,7 +18,6 @@ from functools import lru_cache
 from peakcast.core.units import round_up
 from peakcast.models.ledger.megatron.parameters import Parameter
 
-FP32 = 4
 PARAMETER_ALIGNMENT = 64
 """In elements: parameters start at 128-byte addresses (`_pad_start_of_param_if_needed`)."""
 BUCKET_ALIGNMENT = 128

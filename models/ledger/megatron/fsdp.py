@@ -15,14 +15,14 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import groupby
 
-from peakcast.core.units import DTYPE_BYTES, round_up
+from peakcast.core.units import DTYPE_BYTES, FP32, round_up
 from peakcast.models.ledger.megatron.distributed_optimizer import bucket_size
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import RankShare
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Hooks, Run, Step
 from peakcast.timelines.timeline import Category
 
-FP32 = 4
 ENDS = ("embedding", "head")
 LEAST_IN_FLIGHT = 10**9
 """In elements, unless two layers have more: `suggested_communication_unit_size`, which is called a cap there. Pull request
@@ -134,7 +134,7 @@ class WholeBuckets(Hooks):
 
     def after_backward(self, step: Step, run: Run) -> None:
         if run.module in ENDS:  # a fused product writes into the bucket; other gradients are copied, the last norm's first
-            at = (run.backward_start or 0) + run.template.in_backward.get("output_layer", 0)
+            at = (run.backward_start or 0) + run.template.backward_marks.get(Mark.LM_HEAD, (0,))[0]
             self._take_gradients(step, run.module, at if self.fuses_gradients else step.now)
         self._release(step, run.module)
         for number in self._numbers(run.module):
@@ -185,9 +185,7 @@ class WholeBuckets(Hooks):
         for number in self._numbers(module):
             if number not in self._gradients:
                 size = self.buckets[number].elements * self.gradient_bytes
-                self._gradients[number] = step.allocate(
-                    "whole_gradients", Category.GRADIENTS, [size], module, born=born
-                )
+                self._gradients[number] = step.allocate("whole_gradients", Category.GRADIENTS, [size], module, born=born)
 
     def _release(self, step: Step, module: str) -> None:
         """Free the buckets of `module`, if they are a layer's."""

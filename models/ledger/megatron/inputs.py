@@ -8,14 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.layouts.pipeline import Chunk
 from peakcast.models.ledger.megatron.received import Span
 from peakcast.models.ledger.megatron.share import RankShare
-from peakcast.models.ledger.megatron.states import FP32
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category
-
-INT64 = 8
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,13 +13,12 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
-from peakcast.core.units import round_up
+from peakcast.core.units import FP32, round_up
 from peakcast.models.ledger.megatron.distributed_optimizer import PARAMETER_ALIGNMENT, BufferRules
 from peakcast.models.ledger.megatron.parameters import Parameter
 
 FULL_ENOUGH = 0.9
 """A bucket with one large matrix closes once this share of it is filled (`PADDING_FLOOR`)."""
-FP32 = 4
 Pieces = list[tuple[Parameter, int]]
 """Parameters, and how many of their elements an optimizer owns."""
 

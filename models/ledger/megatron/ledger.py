@@ -16,6 +16,7 @@ from peakcast.models.ledger.megatron.received import Exchange, hold_received
 from peakcast.models.ledger.megatron.scope import megatron_out_of_scope
 from peakcast.models.ledger.megatron.share import RankShare, activations_share, rank_share, weights_share
 from peakcast.models.ledger.megatron.turns import Turns
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category, Timeline
 
@@ -61,7 +62,7 @@ def _hold_deferred(step: Step, turns: Turns, first: bool) -> None:
     logits, stream = context.rows * context.vocabulary * context.element_bytes, context.stream_bytes
     for number, count in turns.deferred.items():
         start = turns.spans[number].start
-        ran = start + turns.head.in_backward["output_layer"] + 1  # until then the head's template has both
+        ran = start + turns.head.backward_marks[Mark.LM_HEAD][0] + 1  # until then the head's template has both
         for name, category, size, born in (
             ("deferred.logits_gradient", Category.LOGITS, logits, ran),
             ("deferred.output_layer_input", Category.ACTIVATIONS, stream, ran),

@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 
-from peakcast.core.units import DTYPE_BYTES
+from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.models.ledger.megatron.buffers import buffers, owned_parameters, tensors_of
 from peakcast.models.ledger.megatron.fsdp import buckets_of, is_fully_sharded
 from peakcast.models.ledger.megatron.layer_wise_optimizer import orthogonalized_bytes
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import RankShare
-from peakcast.models.ledger.megatron.states import FP32, REMAINDER, main_parameters, offloaded_elements, state_widths
+from peakcast.models.ledger.megatron.states import REMAINDER, main_parameters, offloaded_elements, state_widths
 from peakcast.models.ledger.tape.columns import Recording
 from peakcast.models.ledger.tape.step import FOREVER, Step
 from peakcast.timelines.timeline import Category, Phase

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from functools import lru_cache
 
 from peakcast.catalog import Device
+from peakcast.core.units import FP32
 from peakcast.models.ledger.megatron.buffers import MXFP8_BLOCK, is_fp8_parameter, shares_gradient_buffer
 from peakcast.models.ledger.megatron.parameters import layer_parameters
 from peakcast.models.ledger.megatron.share import RankShare, weights_share
-from peakcast.models.ledger.megatron.states import FP32
 from peakcast.models.ledger.tape.step import Step
 from peakcast.models.ledger.tape.workspaces import cublas_workspace_bytes
 from peakcast.timelines.timeline import Category

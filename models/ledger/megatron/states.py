@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peakcast.core.units import DTYPE_BYTES
+from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import RankShare
 
-FP32 = 4
 REMAINDER = 2
 """Bytes of the low half of an fp32 main parameter, whose high half is the bf16 parameter (`store_param_remainders`)."""
 FLAG_BYTES = {"fp32": 4, "fp16": 2, "bf16": 2, "fp8": 1}

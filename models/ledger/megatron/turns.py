@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from itertools import groupby
+from itertools import groupby, product
 
 from peakcast.models.ledger.layouts.pipeline import Chunk, Turn, representative_micro_batches, schedule
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
@@ -20,12 +20,11 @@ from peakcast.models.ledger.megatron.leaves import Leaves
 from peakcast.models.ledger.megatron.optimizer import widens_gradients
 from peakcast.models.ledger.megatron.received import Span
 from peakcast.models.ledger.megatron.share import RankShare
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category, Phase
 
-RECOMPUTED_EXPERTS = "moe"
-"""The label of the operation that represents a whole recomputed mixture of experts (`routed_feed_forward`)."""
 RECOMPUTED_PROJECTIONS = {
     "mlp": {"linear_fc2": 0, "linear_fc1": 1},
     "shared_experts": {"shared_experts.linear_fc2": 0, "shared_experts.linear_fc1": 1},
@@ -117,11 +116,12 @@ class Turns:
             state.runs.append([step.run_forward(self._embedding, "embedding", keeps_gradients=False)])
         for layers, checkpointed in self._groups(chunk.layers):
             if checkpointed:
-                begin = step.now
+                begin, runs = step.now, list[Run]()
                 for layer in layers:
                     template = self._layer(layer, layer == layers[0], without_graph=True)
-                    self._dispatched(layers, step.run_without_graph(template, f"layers.{layer}"), begin)
-                self._hold_masks(begin)
+                    runs.append(step.run_without_graph(template, f"layers.{layer}"))
+                    self._dispatched(layers, runs[-1], begin)
+                self._hold_masks(runs)
                 state.runs.append(_Checkpoint(begin, step.now, layers, received=self._receives(chunk, layers[0])))
             else:
                 for template, modules, turns in self._groups_with_one_template(chunk, layers):
@@ -129,11 +129,9 @@ class Turns:
                         state.runs += self._turn_to_decoder()
                     runs = step.run_forward_in_turn(template, modules, keeps_gradients=False)
                     state.runs.append(runs)
-                    if RECOMPUTED_EXPERTS in template.forward_labels:
-                        at = template.forward_labels.index(RECOMPUTED_EXPERTS)
-                        for run in runs:
-                            i = int(run.module.removeprefix("layers."))
-                            self.leaves.released(range(i, i + 1), run.forward_start + at, None)
+                    for run, at in product(runs, template.forward_marks.get(Mark.RECOMPUTED_EXPERTS, ())):
+                        i = int(run.module.removeprefix("layers."))
+                        self.leaves.released(range(i, i + 1), run.forward_start + at, None)
         if chunk.is_last:
             state.runs.append([step.run_forward(self.head, "head", keeps_gradients=False)])
         else:
@@ -177,16 +175,16 @@ class Turns:
     def _embedding(self) -> Template:
         return embedding(self.share.context)
 
-    def _hold_masks(self, begin: int) -> None:
-        """Hold the dropout masks of the checkpointed group that began at `begin`. Residuals are added under `enable_grad`
+    def _hold_masks(self, group: Sequence[Run]) -> None:
+        """Hold the dropout masks of a checkpointed group's runs. Residuals are added under `enable_grad`
         (megatron-core 0.16.1 `transformer_layer.py`, `bias_dropout_add_exec_handler`), so the graph of a bias keeps masks
         to the end of the group."""
         context, step = self.share.context, self.step
         if not (context.linear_bias and context.hidden_dropout > 0):
             return
-        for instant in range(begin, step.now - 1):
-            if step.labels[instant].endswith("_bda"):
-                step.hold("dropout_mask", Category.ACTIVATIONS, dropout_mask_bytes(context), instant + 1, step.now)
+        added = (run.forward_start + at for run in group for at in run.template.forward_marks.get(Mark.RESIDUAL_ADD, ()))
+        for instant in added:
+            step.hold("dropout_mask", Category.ACTIVATIONS, dropout_mask_bytes(context), instant + 1, step.now)
 
     def _layer(self, layer: int, input_held: bool, *, without_graph: bool = False) -> Template:
         """The template of decoder layer `layer`. `input_held`: other code holds its input (a checkpoint, the receive
@@ -225,7 +223,7 @@ class Turns:
         chunk, context, started = share.chunks[turn.chunk], share.context, step.now
         self.is_first_backward = turn.micro_batch == 0
         if not self.first_product:  # the loss has no matrix products, so the output layer's is the first
-            self.first_product = started + (self.head.in_backward["output_layer"] if chunk.is_last else 0)
+            self.first_product = started + (self.head.backward_marks[Mark.LM_HEAD][0] if chunk.is_last else 0)
         if not chunk.is_last:
             step.moment("receive_backward", Phase.BACKWARD)
             step.hold("output_tensor_gradient", Category.TEMPORARIES, context.stream_bytes, started, started + 1)
@@ -257,8 +255,8 @@ class Turns:
         """Run consecutive runs of one template backward, the last one first."""
         start = self.step.now
         self.step.run_backward_in_turn(runs)
-        instants = runs[0].template.in_backward
-        if RECOMPUTED_EXPERTS in instants or "mlp" in instants:
+        instants, marks = runs[0].template.in_backward, runs[0].template.backward_marks
+        if Mark.RECOMPUTED_EXPERTS in marks or Mark.RECOMPUTED_FEED_FORWARD in marks:
             for run in reversed(runs):
                 self._note_recomputed_parts(run, run.backward_start or 0)
         if self.is_first_backward and instants.keys() - self.first_backward:
@@ -270,21 +268,21 @@ class Turns:
 
     def _note_recomputed_parts(self, run: Run, start: int) -> None:
         """Note the recomputed parts of a layer whose backward began at `start`."""
-        instants = run.template.in_backward
+        marks = run.template.backward_marks
         layer = int(run.module.removeprefix("layers."))
-        if RECOMPUTED_EXPERTS in instants:  # its input is the norm's output, whose gradient the norm's backward reads
-            used = start + instants["pre_mlp_layernorm"] + 1
-            self.leaves.released(range(layer, layer + 1), start + instants[RECOMPUTED_EXPERTS], None)
+        for at in marks.get(Mark.RECOMPUTED_EXPERTS, ()):
+            used = start + marks[Mark.FEED_FORWARD_NORM][0] + 1  # the input is the norm's output, whose gradient that reads
+            self.leaves.released(range(layer, layer + 1), start + at, None)
             self.leaves.named(range(layer, layer + 1), used, received=False)
             self.leaves.lower_done(used)
-        if "mlp" in instants:  # a recomputed feed-forward
-            self.first_recomputed.setdefault(layer, start + instants["mlp"])
+        for at in marks.get(Mark.RECOMPUTED_FEED_FORWARD, ()):
+            self.first_recomputed.setdefault(layer, start + at)
 
     @staticmethod
     def _summed(run: Run) -> int:
         """The instant at which a layer's backward adds the incoming gradient to that of its feed-forward."""
         template, start = run.template, run.backward_start or 0
-        return start + template.in_backward.get("self_attn_bda", template.num_backward)
+        return start + template.backward_marks.get(Mark.ATTENTION_ADD, (template.num_backward,))[0]
 
     def _hold_tied_gradient(self, started: int) -> None:
         """Hold the output layer's gradient of a table that both ends use: it waits for the embedding's, which is added to
@@ -293,7 +291,7 @@ class Turns:
         context, step = self.share.context, self.step
         size = context.vocabulary * context.hidden * context.element_bytes
         cached = context.gradient_accumulation_fusion and context.cached_output_placeholder
-        born = step.now - 1 if cached else started + self.head.in_backward["output_layer"] + 1
+        born = step.now - 1 if cached else started + self.head.backward_marks[Mark.LM_HEAD][0] + 1
         step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
 
     def _hold_encoder_states(self, runs: list[Run]) -> None:
@@ -361,5 +359,5 @@ class Turns:
         refers to new probabilities, and nothing refers to the graph of the group's recomputation any more."""
         routed = [layer for layer in layers if self.share.is_routed(layer)]
         if routed and run.module == f"layers.{routed[-1]}":
-            at = next(i for i, label in enumerate(run.template.forward_labels) if label.startswith("dispatch"))
+            at = run.template.forward_marks[Mark.DISPATCH][0]
             self.leaves.released(layers, run.forward_start + at, replaced)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from peakcast.models.ledger.optimizers.rule import FP32, OptimizerRule, Options, Sized, TrainedTensor
+from peakcast.core.units import FP32
+from peakcast.models.ledger.optimizers.rule import OptimizerRule, Options, Sized, TrainedTensor
 
 MIN_QUANTIZED_NUMEL = 4096
 """min_8bit_size of bitsandbytes; `_new_buffer` of torchao follows it."""

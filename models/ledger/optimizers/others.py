@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
-from peakcast.models.ledger.optimizers.rule import FP32, OptimizerRule, Options, Sized, TrainedTensor, copies
+from peakcast.core.units import FP32
+from peakcast.models.ledger.optimizers.rule import OptimizerRule, Options, Sized, TrainedTensor, copies
 from peakcast.models.ledger.tape.local_variables import Locals
 
 

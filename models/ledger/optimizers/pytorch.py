@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+from peakcast.core.units import BF16
 from peakcast.models.ledger.optimizers.rule import OptimizerRule, Options, Sized, States, TrainedTensor, copies
 from peakcast.models.ledger.tape.local_variables import Locals
 
 STEP_BYTES = 4
 """A fused optimizer counts its steps in a tensor on the GPU, one per parameter; the others count on the CPU."""
-BF16 = 2
 
 
 def _fused_states(*names: str) -> States:

@@ -13,7 +13,6 @@ from typing import Literal
 
 from peakcast.models.ledger.tape.local_variables import Locals
 
-FP32 = 4
 Sized = tuple[str, int]
 """(name, bytes) of one tensor."""
 

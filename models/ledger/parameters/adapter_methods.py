@@ -11,14 +11,11 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.adapter_settings import settings_of
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import Finetuning
 from peakcast.models.ledger.parameters.adapter_parts import Kept, Made, Matrix
-
-FP32 = 4
-INT64 = 8
-
 
 OnNetwork = Callable[[Architecture, Mapping[str, Any], list[Matrix]], list[Made]]
 

@@ -19,6 +19,7 @@ from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_op
 from peakcast.models.ledger.recorded.parameters import described, recorded_parameters
 from peakcast.models.ledger.recorded.turns import RecordedModules
 from peakcast.models.ledger.tape.columns import WIDTH, Recording
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, Run, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.models.ledger.tape.workspaces import training_workspaces
@@ -165,7 +166,6 @@ class _Network:
         lives, gradients, names = walk.lives[:, own], walk.gradients[own], [walk.names[i] for i in own]
         dies = np.where(gradients, np.maximum(lives[BORN] + 1, lives[HANDED_ON]), lives[DIES])
         made = {name.removesuffix(".weight.grad"): at - 1 for name, at in zip(names, dies, strict=True)}
-        labels = _naming_adapters(walk.labels[backward], walk.visits[backward], made)
         phases = walk.phases[forward]
         loss = phases.find(int(Phase.LOSS))
         return RecordedTemplate(
@@ -177,13 +177,15 @@ class _Network:
             born_backward=lives[BORN_STRETCH] == backward,
             dies_backward=(lives[DIES_STRETCH] == backward) | gradients,
             weight_gradient=gradients,
+            parameters=[name.removesuffix(".grad") for name, trained in zip(names, gradients, strict=True) if trained],
             dies_without_graph=dies,
             cached=np.zeros(len(own), dtype=bool),
             num_forward=len(phases),
             num_recomputed=len(phases),
             num_backward=len(walk.phases[backward]),
             forward_labels=_naming_adapters(walk.labels[forward], walk.visits[forward], {}),
-            backward_labels=_with_head_label(labels) if place == walk.num_places - 1 else labels,
+            backward_labels=_naming_adapters(walk.labels[backward], walk.visits[backward], made),
+            backward_marks=_head_marks(walk.labels[backward]) if place == walk.num_places - 1 else {},
             input_bytes=0,
             keeps_input=False,
             asks_late_bytes=0,
@@ -215,11 +217,11 @@ def _naming_adapters(labels: Sequence[str], visits: Sequence[Visit], made: Mappi
     return named
 
 
-def _with_head_label(labels: Sequence[str]) -> list[str]:
-    """The labels of the head's backward. The first product is the lm_head's own, at which its layout's hooks run; what runs
+def _head_marks(labels: Sequence[str]) -> dict[Mark, list[int]]:
+    """The marks of the head's backward. The first product is the lm_head's own, at which its layout's hooks run; what runs
     before belongs to the loss."""
     first = next((index for index, label in enumerate(labels) if label.startswith(PRODUCTS)), None)
-    return [f"lm_head.{label}" if index == first else label for index, label in enumerate(labels)]
+    return {} if first is None else {Mark.LM_HEAD: [first]}
 
 
 def _module(place: int, num_places: int) -> str:

@@ -2,86 +2,94 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
-from peakcast.models.ledger.tape.operations import Operation, Tensor, WeightGradient
-from peakcast.models.ledger.tape.template import HANDED_IN, Waiting
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.operations import Operation, Tensor
+from peakcast.models.ledger.tape.storages import Block
+from peakcast.models.ledger.tape.template import GRADIENTS, HANDED_IN, TEMPORARIES, Row, Waiting, backward_row
 from peakcast.timelines.timeline import Category
 
-Row = tuple[str, int, int, int, bool, int, bool, bool, int, bool, int]
-"""Name, category, bytes, born, whether `born` counts in backward, dies, whether `dies` counts in backward, whether it is a
-parameter's gradient, dies without a graph, whether selective checkpointing keeps it, stream."""
-TEMPORARY, GRADIENT = int(Category.TEMPORARIES), int(Category.GRADIENTS)
+WORKSPACES = int(Category.WORKSPACES)
 
 
-def workspace_rows(weight: WeightGradient, instant: int) -> list[Row]:
-    """Rows of the workspaces that the kernel which sums a parameter's gradient allocates at backward instant `instant`."""
-    name, kind = f"{weight.name}.workspace", int(Category.WORKSPACES)
-    after = instant + 1
-    return [(name, kind, size, instant, True, after, True, False, after, False, 0) for size in weight.workspaces]
+def weights_backward(operation: Operation, made_at: int, instant: int) -> list[Row]:
+    """Rows of the gradients of an operation's weights, which exist from backward instant `made_at` on, and of what its
+    backward at `instant` allocates for itself: the workspaces of the kernels that sum them, and temporaries."""
+    after, rows = instant + 1, list[Row]()
+    for weight in operation.weight_gradients:
+        if weight.num_bytes > 0:
+            rows.append(
+                backward_row(weight.name, weight.num_bytes, made_at, after, category=GRADIENTS, parameter=weight.of)
+            )
+            of_kernel = f"{weight.name}.workspace"
+            rows += [backward_row(of_kernel, size, instant, after, category=WORKSPACES) for size in weight.workspaces]
+    passing = f"{operation.name}.temporary"
+    return rows + [backward_row(passing, size, instant, after, stream) for size, stream in operation.backward_temporaries]
 
 
 class _Gradient:
     """A gradient that some operation has yet to read. `holders`: how many references to it exist, one for each tensor that
     it is the gradient of and whose operation has not yet run backward."""
 
-    __slots__ = ("born", "holders", "name", "num_bytes", "stream")
+    __slots__ = ("born", "holders", "name", "num_bytes", "stream", "through_view")
 
     def __init__(self, num_bytes: int, born: int, name: str = HANDED_IN, holders: int = 0, stream: int = 0) -> None:
         self.num_bytes, self.born, self.name, self.holders, self.stream = num_bytes, born, name, holders, stream
+        self.through_view = False
 
 
 class Backward:
-    """One run of `operations` backward, in `order`; `rows` are the tensors that it makes.
+    """One run of a block's operations backward; `rows` are the tensors that it makes.
 
-    `shared`: ids of tensors that another block owns; a gradient of one is added at once to the gradient there, and
-    `gradient_from` says from which instant. `turns`: for operations whose weights get their gradients later, their position
-    in that order; the gradients that wait for it are in `waiting`. `saves_on_cpu`: saved tensors are copied back from the
-    host for each operation. `beside`: a second output, whose gradient comes from outside too and lives to the end.
-    `released`: by operation, the bytes of saved tensors that its backward frees.
+    A gradient of a tensor that another block owns is added at once to the gradient there, and `gradient_from` says from
+    which instant. If backward is split, weights get their gradients later, and `waiting` are the gradients that wait for
+    that. `output`: the tensor whose gradient comes from outside. `beside`: a second one, whose gradient comes from outside
+    too and lives to the end. `released`: by operation, the bytes of saved tensors that its backward frees.
     """
 
     def __init__(
-        self,
-        operations: Sequence[Operation],
-        order: Sequence[int],
-        output: Tensor | None,
-        beside: Tensor | None = None,
-        *,
-        shared: frozenset[int],
-        turns: Mapping[int, int],
-        saves_on_cpu: bool,
-        released: Mapping[int, int],
+        self, block: Block, output: Tensor | None, beside: Tensor | None = None, *, released: Mapping[int, int]
     ) -> None:
         self.rows: list[Row] = []
         self.gradient_from: dict[int, int] = {}
         self.added_to_handed_in: int | None = None
         """As `Template.added_to_handed_in`; None: this backward reads the gradient to its end."""
-        self._shared, self._turns, self._saves_on_cpu, self._released = shared, turns, saves_on_cpu, released
+        self._turns, self._saves_on_cpu, self._released = block.turns, block.saves_on_cpu, released
+        self._norms = frozenset(block.marks.get(Mark.NORM, ()))
+        self._shared = frozenset(map(id, block.elsewhere.values()))
         self._held: dict[int, _Gradient] = {}
         self._hooked: dict[_Gradient, int] = {}
+        end = len(block.order)
         if output is not None and output.requires_grad:
             self._held[id(output)] = _Gradient(output.num_bytes, 0, holders=1)
         if beside is not None:
             self._held[id(beside)] = _Gradient(beside.num_bytes, 0, f"{HANDED_IN}_beside", holders=2)
-            self._live(f"{HANDED_IN}_beside", beside.num_bytes, 0, len(order))
-        for instant, index in enumerate(order):
-            self._run(operations[index], index, instant)
+            self._live(f"{HANDED_IN}_beside", beside.num_bytes, 0, end)
+        for instant, index in enumerate(block.order):
+            self._run(block.operations[index], index, instant)
         for gradient in dict.fromkeys(self._held.values()):  # the input's gradient, which goes to the block before
             if gradient not in self._hooked:
-                self._live(gradient.name, gradient.num_bytes, gradient.born, len(order), gradient.stream)
+                self._free(gradient, end)
         self.waiting = [
-            Waiting(one.name, TEMPORARY, one.num_bytes, one.born, True, until, until) for one, until in self._hooked.items()
+            Waiting(one.name, TEMPORARIES, one.num_bytes, one.born, born_backward=True, until=until, until_on_top=until)
+            for one, until in self._hooked.items()
         ]
 
     def _live(self, name: str, num_bytes: int, born: int, dies: int, stream: int = 0) -> None:
         """Add a row for a temporary of backward that lives from `born` until before `dies`; none if it has no bytes."""
         if num_bytes > 0:
-            self.rows.append((name, TEMPORARY, num_bytes, born, True, dies, True, False, dies, False, stream))
+            self.rows.append(backward_row(name, num_bytes, born, dies, stream))
+
+    def _free(self, gradient: _Gradient, dies: int) -> None:
+        """Free a gradient at the instant `dies`."""
+        if gradient.num_bytes > 0:
+            row = backward_row(gradient.name, gradient.num_bytes, gradient.born, dies, gradient.stream)
+            row.through_view = gradient.through_view and dies == gradient.born + 1
+            self.rows.append(row)
 
     def _run(self, operation: Operation, index: int, instant: int) -> None:
-        """Run one operation backward: use its incoming gradients, make those of its inputs and weights, free what is left.
-        """
+        """Run one operation backward: use its incoming gradients, make those of its inputs and weights, free the rest."""
         later, after = index in self._turns, instant + 1
         incoming = [self._held.pop(id(output)) for output in operation.outputs if id(output) in self._held]
         touched = incoming.copy()
@@ -90,19 +98,20 @@ class Backward:
                 gradient.holders += gradient not in self._hooked
                 self._hooked[gradient] = max(self._turns[index], self._hooked.get(gradient, 0))
         made_at = after if operation.gradients_in_place else instant
-        largest_sum = 0
+        largest_sum, name, through_view = 0, f"{operation.name}.gradient", index not in self._norms
         for tensor, size in operation.gradients:
             if size is None and incoming:
                 gradient = incoming[0]
             else:
                 num_bytes = tensor.num_bytes if size is None else size
-                gradient = _Gradient(
-                    num_bytes, made_at, f"{operation.name}.gradient", stream=operation.gradients_stream
-                )
+                gradient = _Gradient(num_bytes, made_at, name, stream=operation.gradients_stream)
+                gradient.through_view = through_view
                 touched.append(gradient)
-            largest_sum = max(largest_sum, self._hold(tensor, gradient, f"{operation.name}.gradient", instant))
+            if summed := self._hold(tensor, gradient, instant):
+                summed.name, summed.through_view = name, through_view
+                largest_sum = max(largest_sum, summed.num_bytes)
         if not later:
-            self._weights_backward(operation, instant, made_at)
+            self.rows += weights_backward(operation, made_at, instant)
         if self._saves_on_cpu:
             for size in operation.saved_bytes:
                 self._live(f"{operation.name}.from_cpu", size, instant, after)
@@ -110,7 +119,9 @@ class Backward:
             gradient.holders -= 1
         if largest_sum:  # made after incoming gradients and saved tensors are freed (engine.cpp evaluate_function)
             gone = self._released.get(index, 0) + sum(one.num_bytes for one in set(incoming) if one.holders <= 0)
-            self._live(f"{operation.name}.gradient", largest_sum - gone, instant, after)
+            excess = _Gradient(largest_sum - gone, instant, name)
+            excess.through_view = through_view
+            self._free(excess, after)
         self._release(touched if len(incoming) < 2 else dict.fromkeys(touched), after)
 
     def _release(self, gradients: Iterable[_Gradient], after: int) -> None:
@@ -119,34 +130,23 @@ class Backward:
             if gradient.holders <= 0:
                 if gradient.name == HANDED_IN and self.added_to_handed_in is None:
                     self.added_to_handed_in = after
-                self._live(gradient.name, gradient.num_bytes, gradient.born, after, gradient.stream)
+                self._free(gradient, after)
 
-    def _hold(self, tensor: Tensor, gradient: _Gradient, name: str, instant: int) -> int:
+    def _hold(self, tensor: Tensor, gradient: _Gradient, instant: int) -> _Gradient | None:
         """Keep `gradient` until the operation that made `tensor` runs backward, or add it to the gradient already kept.
-        Returns the bytes of the sum if that is a new tensor, else 0."""
+        Returns the sum if that is a new tensor."""
         key, after = id(tensor), instant + 1
         if key in self._shared:
             self.gradient_from.setdefault(key, after)
-            return 0
+            return None
         existing = self._held.get(key)
         if existing is None:
             gradient.holders += 1
             self._held[key] = gradient
         elif existing.holders > 1:  # another operation still reads the first one, so the sum is a new tensor
             existing.holders -= 1
-            self._held[key] = _Gradient(tensor.num_bytes, after, name, 1)
-            return tensor.num_bytes
+            self._held[key] = summed = _Gradient(tensor.num_bytes, after, holders=1)
+            return summed
         elif existing.name == HANDED_IN and self.added_to_handed_in is None:
             self.added_to_handed_in = instant
-        return 0
-
-    def _weights_backward(self, operation: Operation, instant: int, made_at: int) -> None:
-        """Add the gradients of an operation's weights and the temporaries of its backward."""
-        after = instant + 1
-        for weight in operation.weight_gradients:
-            if weight.num_bytes > 0:
-                row = (weight.name, GRADIENT, weight.num_bytes, made_at, True, after, True, True, after, False, 0)
-                self.rows.append(row)
-                self.rows += workspace_rows(weight, instant)
-        for size, stream in operation.backward_temporaries:
-            self._live(f"{operation.name}.temporary", size, instant, after, stream)
+        return None

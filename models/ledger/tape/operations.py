@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from peakcast.timelines.timeline import Category
 
@@ -28,7 +29,7 @@ class Storage:
         "stream",
     )
 
-    def __init__(self, name: str, num_bytes: int, category: Category, born: int, kind: str = "") -> None:
+    def __init__(self, name: str, num_bytes: int, category: Category, born: int, kind: str = "", stream: int = 0) -> None:
         self.name = name
         self.kind = kind
         self.num_bytes = num_bytes
@@ -37,7 +38,7 @@ class Storage:
         self.last_read = born
         self.last_saver: int | None = None  # of the operations that save it, the first in forward, so the last in backward
         self.of_graph = False  # an attribute of a graph node, not a saved tensor: it lives as long as the graph
-        self.stream = 0
+        self.stream = stream
         self.made_again: int | None = None  # it is freed after this operation and recomputed in that one's backward
 
 
@@ -52,14 +53,74 @@ class Tensor:
         self.requires_grad = requires_grad
 
 
+InputGradient = tuple[Tensor, int | None]
+"""An input of an operation and the bytes of its gradient; None: the operation's incoming gradient is passed on as it is."""
+
+
 @dataclass(frozen=True, slots=True)
 class WeightGradient:
     """A parameter's gradient that an operation's backward makes. `workspaces`: bytes of each block of memory that the
-    kernel which sums it allocates for itself."""
+    kernel which sums it allocates for itself. `parameter`: the parameter's name in its module, as it is stored; by default
+    that of the gradient without ".grad"."""
 
     name: str
     num_bytes: int
     workspaces: tuple[int, ...] = ()
+    parameter: str = ""
+
+    @property
+    def of(self) -> str:
+        """The parameter's name."""
+        return self.parameter or self.name.removesuffix(".grad")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """What an operation returns, where it is more than a new activation of some bytes."""
+
+    num_bytes: int
+    view_of: Tensor | None = None
+    """A tensor whose storage it shares; None: it has one of its own."""
+    category: Category = Category.ACTIVATIONS
+    """Also of the further tensors that the operation makes and saves."""
+    kind: str = ""
+    """"matmul" or one of `KINDS`, by which selective checkpointing decides; also of those further tensors."""
+    name: str = ""
+    """The name of its storage; "": the operation's."""
+
+    @classmethod
+    def view(cls, tensor: Tensor) -> Output:
+        """All of `tensor`: an operation in place, or another shape of it."""
+        return cls(tensor.num_bytes, view_of=tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What autograd saves for an operation's backward, where it is more than `inputs`."""
+
+    inputs: Sequence[Tensor] = ()
+    output: bool = False
+    """Whether it saves the operation's output."""
+    extra_bytes: Sequence[int] = ()
+    """Sizes of further tensors that the operation makes and saves (softmax statistics, dropout masks)."""
+    parameter_bytes: int = 0
+    """Bytes of the parameters that it saves, which exist anyway."""
+    by_function: bool = False
+    """Whether the operation is a `torch.autograd.Function`, which saves tensors after it has run."""
+    become_gradients: bool = False
+    """Whether its backward writes the gradients into its saved tensors, so that they begin when those end."""
+
+    @property
+    def results(self) -> bool:
+        """Whether one of these tensors exists only after the operation has run."""
+        return self.by_function or self.output or any(self.extra_bytes)
+
+
+class Temporary(NamedTuple):
+    """A tensor that exists while an operation runs, and not longer."""
+
+    num_bytes: int
+    stream: int
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,11 +149,10 @@ class Operation:
 
     name: str
     outputs: list[Tensor]
-    gradients: list[tuple[Tensor, int | None]]
-    weight_gradients: Sequence[WeightGradient]
-    forward_temporaries: Sequence[tuple[int, int]]
-    """(bytes, stream) of each."""
-    backward_temporaries: Sequence[tuple[int, int]]
+    gradients: Sequence[InputGradient]
+    weight_gradients: Sequence[WeightGradient] = ()
+    forward_temporaries: Sequence[Temporary] = ()
+    backward_temporaries: Sequence[Temporary] = ()
     gradients_in_place: bool = False
     """Its backward writes the gradients into its saved tensors, so they begin when those end."""
     saved_bytes: Sequence[int] = ()
@@ -108,7 +168,8 @@ class Operation:
         return self.outputs[0].requires_grad or any(output.requires_grad for output in self.outputs)
 
 
-def temporaries(own: int | Sequence[int], aside: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """(bytes, stream) of temporaries: `own` on the computing stream, `aside` on the side stream."""
+def temporaries(own: int | Sequence[int], aside: Sequence[int] = ()) -> list[Temporary]:
+    """Temporaries of these bytes: `own` on the computing stream, `aside` on the side stream."""
     sizes = (own,) if isinstance(own, int) else own
-    return (*((size, 0) for size in sizes if size > 0), *((size, SIDE_STREAM) for size in aside if size > 0))
+    here = [Temporary(size, 0) for size in sizes if size > 0]
+    return [*here, *(Temporary(size, SIDE_STREAM) for size in aside if size > 0)]

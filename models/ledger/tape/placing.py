@@ -1,5 +1,4 @@
-"""Places runs of blocks on a step: the lifetimes of all tensors of all runs of a template, by a few vectorised additions.
-"""
+"""Places runs of blocks on a step: the lives of all tensors of all runs of a template, by a few vectorised additions."""
 
 from __future__ import annotations
 
@@ -71,6 +70,10 @@ class Placed:
     """Indices of the entries that stay as `.grad` tensors: they die at `Step.gradients_die`."""
     gradients: Ints
     """Indices of the entries that are a parameter's gradient, whether kept or added to an existing one."""
+    parameters: Ints
+    """The names of those parameters, as numbers of `Texts`."""
+    through_view: Ints
+    """Indices of the entries that are a gradient as in `Template.through_view`."""
 
 
 def place(runs: Sequence[Run]) -> Placed:
@@ -80,7 +83,7 @@ def place(runs: Sequence[Run]) -> Placed:
         groups.setdefault(id(run.template), []).append(run)
     columns = np.empty((WIDTH, sum(len(of) * of[0].template.num_entries for of in groups.values())), dtype=np.int64)
     columns[STREAM : REUSABLE + 1] = 0
-    kept, gradients = [np.zeros(0, dtype=np.int64)], [np.zeros(0, dtype=np.int64)]
+    kept, gradients, parameters, through_view = ([np.zeros(0, dtype=np.int64)] for _ in range(4))
     end = 0
     for members in groups.values():
         template = members[0].template
@@ -95,12 +98,15 @@ def place(runs: Sequence[Run]) -> Placed:
         for row, run in enumerate(members):
             if run.gradients_reusable is not None:
                 of_runs[REUSABLE, row, template.gradient_columns] = run.gradients_reusable
+        firsts = np.arange(start, end, template.num_entries)[:, None]
+        if len(template.through_view):
+            through_view.append((firsts + template.through_view).ravel())
         if len(template.gradient_columns):
-            firsts = np.arange(start, end, template.num_entries)[:, None]
             gradients.append((firsts + template.gradient_columns).ravel())
+            parameters.append(np.tile(template.parameter_numbers, len(members)))
             kept.append((firsts[keeping] + template.gradient_columns).ravel())
     waits = bool(columns[BORN].max(initial=0) >= FOREVER)
-    return Placed(columns, waits, np.concatenate(kept), np.concatenate(gradients))
+    return Placed(columns, waits, *map(np.concatenate, (kept, gradients, parameters, through_view)))
 
 
 def _place(template: Template, runs: Sequence[Run], born: Ints, dies: Ints) -> npt.NDArray[np.bool_]:

@@ -7,9 +7,8 @@ dimension. Every rule follows torch's own derivative formula (tools/autograd/der
 
 from __future__ import annotations
 
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
-
-FP32 = 4
+from peakcast.core.units import FP32
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 
 
 def linear(
@@ -46,12 +45,13 @@ def linear(
     return tape.operation(
         name,
         [x],
-        rows * out_features * element_bytes,
-        saves=[x] if trainable or keeps_input else [],
+        Output(rows * out_features * element_bytes, kind="matmul"),
+        saves=Saved(
+            [x] if trainable or keeps_input else [],
+            parameter_bytes=in_features * out_features * element_bytes if x.requires_grad else 0,
+        ),
         gradients=[(x, rows * in_features * element_bytes)],
         weight_gradients=gradients if trainable else [],
-        kind="matmul",
-        saved_parameter_bytes=in_features * out_features * element_bytes if x.requires_grad else 0,
         backward_temporary_bytes=second + (summed * rows * element_bytes if adds_to_view else 0),
     )
 
@@ -88,12 +88,12 @@ def matmul(tape: Tape, x: Tensor, y: Tensor, num_bytes: int, name: str, *, forwa
 def scale(tape: Tape, x: Tensor, name: str, *, where_it_stands: bool = False) -> Tensor:
     """x times a number or a constant tensor that exists elsewhere: saves nothing; the gradient is a new tensor.
     `where_it_stands`: in place."""
-    return tape.operation(name, [x], x.num_bytes, view_of=x if where_it_stands else None)
+    return tape.operation(name, [x], Output(x.num_bytes, view_of=x if where_it_stands else None))
 
 
 def in_place(tape: Tape, x: Tensor, name: str) -> Tensor:
     """x changed in place by something that needs no gradient (a mask); the gradient is passed on."""
-    return tape.operation(name, [x], x.num_bytes, view_of=x, gradients=[(x, None)])
+    return tape.operation(name, [x], Output.view(x), gradients=[(x, None)])
 
 
 def copy(tape: Tape, x: Tensor, name: str) -> Tensor:
@@ -108,14 +108,14 @@ def unary(tape: Tape, x: Tensor, name: str, *, backward_temporary_bytes: int = 0
 
 def unary_of_result(tape: Tape, x: Tensor, name: str) -> Tensor:
     """An elementwise function that saves its output (tanh, sigmoid, rsqrt, softmax)."""
-    return tape.operation(name, [x], x.num_bytes, saves_output=True)
+    return tape.operation(name, [x], x.num_bytes, saves=Saved(output=True))
 
 
 def dropout(tape: Tape, x: Tensor, probability: float, elements: int, name: str) -> Tensor:
     """nn.Dropout on CUDA (native_dropout): saves a 1-byte mask per element; x itself at probability 0."""
     if probability <= 0:
         return x
-    return tape.operation(name, [x], x.num_bytes, extra_saved_bytes=[elements])
+    return tape.operation(name, [x], x.num_bytes, saves=Saved(extra_bytes=[elements]))
 
 
 def python_rms_norm(
@@ -181,10 +181,9 @@ def _times_weight(
         f"{name}.weight",
         [x],
         size,
-        saves=[x] if trainable else [],
+        saves=Saved([x] if trainable else [], parameter_bytes=width * weight_bytes),
         weight_gradients=[tape.summed(f"{name}.weight.grad", width, rows, width * weight_bytes)] if trainable else [],
         backward_temporary_bytes=size if trainable else 0,  # grad · x at full size, before it is summed over the rows
-        saved_parameter_bytes=width * weight_bytes,
     )
 
 
@@ -223,11 +222,9 @@ def fused_rms_norm(
         name,
         [x],
         x.num_bytes,
-        saves=[x],
-        extra_saved_bytes=[rows * FP32],
+        saves=Saved([x], extra_bytes=[rows * FP32], parameter_bytes=width * weight_bytes),
         gradients=[(x, None if in_place else x.num_bytes)],
         weight_gradients=[WeightGradient(f"{name}.weight.grad", width * weight_bytes)] if trainable else [],
-        saved_parameter_bytes=width * weight_bytes,
     )
 
 
@@ -253,7 +250,6 @@ def layer_norm(
         name,
         [x],
         rows * width * element_bytes,
-        saves=[x],
-        extra_saved_bytes=[rows * FP32, rows * FP32],
+        saves=Saved([x], extra_bytes=[rows * FP32, rows * FP32]),
         weight_gradients=gradients,
     )

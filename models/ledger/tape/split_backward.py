@@ -8,17 +8,19 @@ Source: torch 2.13 `distributed/pipelining/_backward.py`.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 
+from peakcast.models.ledger.tape.operations import Operation
 from peakcast.models.ledger.tape.template import INPUTS_DONE
 
 PARTS = ("self_attn", "mlp")
 """The modules of a layer in the order of `parameters()`; the layer's own norms come after them."""
 
 
-def weight_turns(names: Mapping[int, str]) -> dict[int, int]:
-    """The position of each operation that has a weight in the order of the second half, by its index in forward. `names`:
-    those operations' names by index. Within a module of `PARTS`, norms come last."""
+def weight_turns(operations: Sequence[Operation]) -> dict[int, int]:
+    """The position of each operation that has a weight in the order of the second half, by its index in forward. Within a
+    module of `PARTS`, norms come last."""
+    names = {index: one.name for index, one in enumerate(operations) if one.weight_gradients}
 
     def place(index: int) -> tuple[int, bool]:
         part, _, rest = names[index].partition(".")

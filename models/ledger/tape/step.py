@@ -34,7 +34,7 @@ from peakcast.models.ledger.tape.columns import (
 )
 from peakcast.models.ledger.tape.placing import FOREVER, Placed, Run, place
 from peakcast.models.ledger.tape.template import Template
-from peakcast.models.ledger.tape.update_in_backward import UpdateInBackward, updated_in_backward
+from peakcast.models.ledger.tape.update_in_backward import Gradients, UpdateInBackward, updated_in_backward
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
 Columns = npt.NDArray[np.int64]
@@ -362,6 +362,9 @@ class Step:
         )
         if self.update_in_backward is None:
             return timeline
-        gradients = np.concatenate([none[0], *(first + runs.gradients for first, runs in zip(firsts, placed, strict=True))])
-        made = gradients[timeline.born[gradients] < n]
-        return updated_in_backward(timeline, made, self._backward_ends, self.update_in_backward)
+        entries = np.concatenate([none[0], *(first + runs.gradients for first, runs in zip(firsts, placed, strict=True))])
+        names = np.concatenate([none[0], *(runs.parameters for runs in placed)])
+        made = timeline.born[entries] < n
+        views = np.concatenate([none[0], *(first + runs.through_view for first, runs in zip(firsts, placed, strict=True))])
+        gradients = Gradients.of(timeline, entries[made], Texts(names[made]), views)
+        return updated_in_backward(timeline, gradients, self._backward_ends, self.update_in_backward)

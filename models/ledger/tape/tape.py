@@ -13,31 +13,34 @@ Autograd's rules, as in torch 2.x (torch/csrc/autograd/engine.cpp):
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
-import numpy as np
-
 from peakcast.catalog.kernel_workspaces import reduction
-from peakcast.core.units import round_up
-from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
-from peakcast.models.ledger.tape.autograd import GRADIENT, TEMPORARY, Backward, Row, workspace_rows
+from peakcast.models.ledger.tape.autograd import Backward
+from peakcast.models.ledger.tape.block_template import block_template, second_half
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.offloading import NO_OFFLOAD, Offload
 from peakcast.models.ledger.tape.operations import (
     NO_SIDE_STREAM,
     SIDE_STREAM,
+    InputGradient,
     Operation,
+    Output,
+    Saved,
     SideStream,
     Storage,
     Tensor,
     WeightGradient,
     temporaries,
 )
-from peakcast.models.ledger.tape.split_backward import waits_until, weight_turns
-from peakcast.models.ledger.tape.template import HANDED_IN, Elsewhere, Later, Template, Waiting
+from peakcast.models.ledger.tape.split_backward import weight_turns
+from peakcast.models.ledger.tape.storages import Block, SelectiveCheckpoint, StorageLives, forward_temporaries
+from peakcast.models.ledger.tape.template import Elsewhere, Template
 from peakcast.timelines.timeline import Category
 
-__all__ = ["Tape", "Tensor", "WeightGradient"]
+__all__ = ["Output", "Saved", "Tape", "Tensor", "WeightGradient"]
 
 
 class Tape:
@@ -47,6 +50,7 @@ class Tape:
     (`torch.autograd.graph.save_on_cpu`, which copies parameters too). `splits_backward`: the weights' gradients come after
     the inputs' (`split_backward.py`), and hooks keep what they need. `gpu`: (multiprocessors, threads of each), or None to
     leave out what kernels allocate for themselves. `offload`: saved tensors that go to the host group by group.
+    `modules`: by name of an operation, the module whose parameters it uses, where that has another name.
     """
 
     def __init__(
@@ -56,14 +60,16 @@ class Tape:
         splits_backward: bool = False,
         gpu: tuple[int, int] | None = None,
         offload: Offload = NO_OFFLOAD,
+        modules: Mapping[str, str] | None = None,
     ) -> None:
-        self._gpu, self._offload = gpu, offload
+        self._gpu, self._offload, self._modules = gpu, offload, modules or {}
         self._saves_on_cpu, self._splits_backward = saves_on_cpu, splits_backward
         self._savers: dict[int, list[int]] = {}
         self._operations, self._storages = list[Operation](), list[Storage]()
         self._input: Tensor | None = None
         self._elsewhere: dict[str, Tensor] = {}
         self._loss_from: int | None = None
+        self._marks: dict[Mark, list[int]] = {}
 
     def summed(self, name: str, columns: int, rows: int, num_bytes: int) -> WeightGradient:
         """The gradient of a vector of `columns` elements, summed over `rows`; with a `gpu`, its kernel's workspaces too."""
@@ -93,80 +99,81 @@ class Tape:
         self,
         name: str,
         reads: Sequence[Tensor] = (),
-        output_bytes: int = 0,
+        output: int | Output = 0,
         *,
-        saves: Sequence[Tensor] = (),
-        saves_output: bool = False,
-        extra_saved_bytes: Sequence[int] = (),
-        gradients: Sequence[tuple[Tensor, int | None]] | None = None,
+        saves: Sequence[Tensor] | Saved = (),
+        gradients: Sequence[InputGradient] | None = None,
         weight_gradients: Sequence[WeightGradient] = (),
         forward_temporary_bytes: int | Sequence[int] = 0,
         backward_temporary_bytes: int | Sequence[int] = 0,
-        view_of: Tensor | None = None,
-        category: Category = Category.ACTIVATIONS,
-        output_name: str | None = None,
-        kind: str = "",
-        gradients_in_place: bool = False,
-        saved_parameter_bytes: int = 0,
-        is_function: bool = False,
         side: SideStream = NO_SIDE_STREAM,
     ) -> Tensor:
         """Append an operation and return its output.
 
-        `reads`: its inputs. `saves`: those that autograd saves; `saves_output`: its output too; `extra_saved_bytes`:
-        further tensors that it makes and saves (softmax statistics, dropout masks). `gradients`: (input, bytes of its
-        gradient), by default for each input that requires one. `view_of`: the output shares this storage. Temporaries exist
-        during the operation only. `kind`: "matmul" or one of `KINDS`, by which selective checkpointing decides.
-        `is_function`: a `torch.autograd.Function`, which saves tensors after it has run. `side`: allocations on a second
-        stream.
+        `reads`: its inputs. `output`: the bytes of a new activation, or an `Output`. `saves`: the inputs that autograd
+        saves, or a `Saved` if it saves more than inputs. `gradients`: the inputs that get a gradient, with its bytes, or
+        None if the incoming gradient is passed on; by default a new one for each input that requires one. Temporaries
+        exist during the operation only. `side`: allocations on a second stream.
         """
         index = len(self._operations)
+        made = Output(output) if isinstance(output, int) else output
+        saved = saves if isinstance(saves, Saved) else Saved(saves)
         needs_grad = bool(weight_gradients)
         for tensor in reads:
             tensor.storage.last_read = index
             needs_grad = needs_grad or tensor.requires_grad
         if needs_grad:
-            for tensor in saves:
-                self._keep(tensor.storage, index)
-            for stream, sizes in ((0, extra_saved_bytes), (SIDE_STREAM, side.saved_bytes)):
-                for size in sizes:
-                    extra = Storage(f"{name}.saved", size, category, index, kind)
-                    extra.stream = stream
-                    self._storages.append(extra)
-                    self._keep(extra, index)
-        if view_of is not None:
-            output = Tensor(view_of.storage, output_bytes, needs_grad)
+            self._save(name, saved, made, side.saved_bytes)
+        if made.view_of is not None:
+            result = Tensor(made.view_of.storage, made.num_bytes, needs_grad)
         else:
-            storage = Storage(output_name or name, output_bytes, category, index, kind)
-            storage.stream = SIDE_STREAM * side.result
+            storage = Storage(made.name or name, made.num_bytes, made.category, index, made.kind, SIDE_STREAM * side.result)
             self._storages.append(storage)
-            output = Tensor(storage, output_bytes, needs_grad)
-        if needs_grad and saves_output:
-            self._keep(output.storage, index)
+            result = Tensor(storage, made.num_bytes, needs_grad)
+        if needs_grad and saved.output:
+            self._keep(result.storage, index)
         if gradients is None:
-            needed: list[tuple[Tensor, int | None]] = [(t, t.num_bytes) for t in reads if t.requires_grad]
+            needed: list[InputGradient] = [(x, x.num_bytes) for x in reads if x.requires_grad]
         else:
             needed = [pair for pair in gradients if pair[0].requires_grad]
-        saved_bytes = [tensor.num_bytes for tensor in saves]
-        if saves_output:
-            saved_bytes.append(output_bytes)
-        saved_bytes += [*extra_saved_bytes, *side.saved_bytes]
-        saved_bytes.append(saved_parameter_bytes)
+        own_bytes = [*(x.num_bytes for x in saved.inputs), *([made.num_bytes] if saved.output else []), *saved.extra_bytes]
         self._operations.append(
             Operation(
                 name,
-                [output],
+                [result],
                 needed,
-                weight_gradients,
+                self._named(weight_gradients),
                 temporaries(forward_temporary_bytes, side.forward_temporaries),
                 temporaries(backward_temporary_bytes, side.backward_temporaries),
-                gradients_in_place,
-                saved_bytes,
-                is_function or saves_output or any(extra_saved_bytes),
-                SIDE_STREAM * side.gradients,
+                gradients_in_place=saved.become_gradients,
+                saved_bytes=[*own_bytes, *side.saved_bytes, saved.parameter_bytes],
+                keeps_results=saved.results,
+                gradients_stream=SIDE_STREAM * side.gradients,
             )
         )
-        return output
+        return result
+
+    def _named(self, weights: Sequence[WeightGradient]) -> Sequence[WeightGradient]:
+        """`weights` with the names of their parameters where the operation has another name than their module."""
+        modules = [weight.of.rpartition(".")[0] for weight in weights] if self._modules else []
+        if self._modules.keys().isdisjoint(modules):
+            return weights
+        stored = [self._modules.get(module, module) for module in modules]
+        names = (weight.of.removeprefix(module) for weight, module in zip(weights, modules, strict=True))
+        return [
+            replace(weight, parameter=module + name) for weight, module, name in zip(weights, stored, names, strict=True)
+        ]
+
+    def _save(self, name: str, saved: Saved, made: Output, aside: Sequence[int]) -> None:
+        """Note the inputs that the next operation saves, and make what it saves beside them, `aside` on the side stream."""
+        index = len(self._operations)
+        for tensor in saved.inputs:
+            self._keep(tensor.storage, index)
+        for stream, sizes in ((0, saved.extra_bytes), (SIDE_STREAM, aside)):
+            for size in sizes:
+                extra = Storage(f"{name}.saved", size, made.category, index, made.kind, stream)
+                self._storages.append(extra)
+                self._keep(extra, index)
 
     def function(
         self,
@@ -174,10 +181,9 @@ class Tape:
         made: Sequence[Tensor],
         reads: Sequence[Tensor],
         *,
-        saves: Sequence[Tensor],
+        saves: Saved,
         weight_gradients: Sequence[WeightGradient] = (),
         backward_temporary_bytes: int = 0,
-        gradients_in_place: bool = False,
     ) -> list[Tensor]:
         """Append a `torch.autograd.Function` whose forward is the operations appended before, which build no graph. They
         read `reads` and make `made`. Returns its outputs, with the storages of `made`; its backward needs the gradients of
@@ -185,17 +191,19 @@ class Tape:
         index = len(self._operations)
         for tensor in (*made, *reads):
             tensor.storage.last_read = max(tensor.storage.last_read, index)
-        for tensor in saves:
+        for tensor in saves.inputs:
             self._keep(tensor.storage, index)
         outputs = [Tensor(tensor.storage, tensor.num_bytes, requires_grad=True) for tensor in made]
-        gradients: list[tuple[Tensor, int | None]] = [(x, x.num_bytes) for x in reads if x.requires_grad]
-        saved_bytes = [tensor.num_bytes for tensor in saves]
         self._operations.append(
             Operation(
-                *(name, outputs, gradients, weight_gradients, (), temporaries(backward_temporary_bytes, ())),
-                gradients_in_place=gradients_in_place,
-                saved_bytes=saved_bytes,
-                keeps_results=True,
+                name,
+                outputs,
+                [(x, x.num_bytes) for x in reads if x.requires_grad],
+                weight_gradients,
+                backward_temporaries=temporaries(backward_temporary_bytes),
+                gradients_in_place=saves.become_gradients,
+                saved_bytes=[tensor.num_bytes for tensor in saves.inputs],
+                keeps_results=saves.results,
             )
         )
         return outputs
@@ -206,8 +214,8 @@ class Tape:
         index = len(self._operations)
         tensor.storage.last_read = index
         views = [Tensor(tensor.storage, size, tensor.requires_grad) for size in sizes]
-        gradients: list[tuple[Tensor, int | None]] = [(tensor, tensor.num_bytes)] if tensor.requires_grad else []
-        self._operations.append(Operation(name, views, gradients, (), (), ()))
+        gradients: list[InputGradient] = [(tensor, tensor.num_bytes)] if tensor.requires_grad else []
+        self._operations.append(Operation(name, views, gradients))
         return views
 
     def hold(self, tensor: Tensor) -> None:
@@ -233,6 +241,13 @@ class Tape:
         """A node of the graph has `tensor` as an attribute: it is freed with the graph."""
         tensor.storage.of_graph = True
 
+    @contextmanager
+    def marked(self, mark: Mark) -> Iterator[None]:
+        """Operations appended in this context are what `mark` says."""
+        begin = len(self._operations)
+        yield
+        self._marks.setdefault(mark, []).extend(range(begin, len(self._operations)))
+
     def begin_loss(self) -> None:
         """Operations appended from here on belong to the loss."""
         self._loss_from = len(self._operations)
@@ -254,147 +269,41 @@ class Tape:
         selective checkpointing keeps the first of every n matrix products (0: it is not used) and every operation of
         `cached_kinds`. `beside`: a second tensor that the block returns to a reentrant checkpoint
         (`Template.beside_bytes`)."""
-        num_forward = len(self._operations)
-        self._offload.let_go(self._operations, self._storages, self._savers)
-        backward = [index for index in reversed(range(num_forward)) if self._operations[index].has_backward]
-        ends = {index: instant + 1 for instant, index in enumerate(backward)}
-        rows: list[Row] = [
-            (f"{one.name}.temporary", TEMPORARY, size, index, False, index + 1, False, False, index + 1, False, stream)
-            for index, one in enumerate(self._operations)
-            for size, stream in one.forward_temporaries
-        ]
-        waiting: list[Waiting] = []
-        trained = {index: one.name for index, one in enumerate(self._operations) if one.weight_gradients}
-        turns = weight_turns(trained) if self._splits_backward else {}
         if output is not None:
-            output.storage.last_read = num_forward - 1
-        cached = self._cached(cached_matmuls, cached_kinds) if cached_matmuls else set()
-        savers = [index for index, operation in enumerate(self._operations) if any(operation.saved_bytes)]
-        last_saver = max(savers, default=0)
-        released: dict[int, int] = {}
-        for storage in self._storages:
-            if storage.num_bytes <= 0:
-                continue
-            saver = None if self._saves_on_cpu or storage.last_saver is None else ends.get(storage.last_saver)
-            if storage.made_again is not None:
-                storage.last_read = min(storage.last_read, storage.made_again)
-                if saver is not None:
-                    again = ends[storage.made_again] - 1
-                    self._append_recomputed(rows, storage, again, saver)
-                    saver = None
-            last, kept = storage.last_read + 1, id(storage) in cached
-            dies, in_backward = (last, False) if saver is None else (saver, True)
-            if self._splits_backward and in_backward:
-                until, on_top = waits_until(self._savers[id(storage)], turns)
-                life = (storage.born, False, until, on_top, dies)
-                waiting.append(Waiting(storage.name, storage.category, storage.num_bytes, *life))
-                continue
-            if kept and storage.born >= last_saver:
-                dies, in_backward = len(backward), True  # the recomputation stops before it would read this
-            if storage.of_graph or (beside is not None and storage is beside.storage):
-                dies, in_backward = len(backward), True
-            if in_backward and dies == saver and storage.last_saver is not None:
-                released[storage.last_saver] = released.get(storage.last_saver, 0) + storage.num_bytes
-            rows.append(
-                (
-                    *(storage.name, storage.category, storage.num_bytes),
-                    *(storage.born, False, dies, in_backward, False, last, kept, storage.stream),
-                )
-            )
-        shared = frozenset(map(id, self._elsewhere.values()))
-        ran = Backward(
-            *(self._operations, backward, output, beside),
-            shared=shared,
-            turns=turns,
-            saves_on_cpu=self._saves_on_cpu,
-            released=released,
+            output.storage.last_read = len(self._operations) - 1
+        block = self._block()
+        self._offload.let_go(block.operations, block.storages, block.savers)
+        stored = StorageLives(block, SelectiveCheckpoint(cached_matmuls, cached_kinds), beside)
+        ran = Backward(block, output, beside, released=stored.released)
+        return block_template(
+            block,
+            [*forward_temporaries(block.operations), *stored.rows, *ran.rows],
+            elsewhere={name: _use_of(tensor, block, ran) for name, tensor in block.elsewhere.items()},
+            added_to_handed_in=ran.added_to_handed_in,
+            beside_bytes=0 if beside is None else beside.num_bytes,
+            later=second_half(block, [*stored.waiting, *ran.waiting]) if block.splits_backward else None,
         )
-        rows += ran.rows
-        waiting += ran.waiting
-        elsewhere = {
-            name: Elsewhere(ends.get(-1 if saver is None else saver), ran.gradient_from.get(id(tensor)))
-            for name, tensor in self._elsewhere.items()
-            for saver in (tensor.storage.last_saver,)
-        }
-        template = self._template(rows, backward, elsewhere, ran.added_to_handed_in)
-        if beside is not None:
-            template = replace(template, beside_bytes=beside.num_bytes)
-        return replace(template, later=self._later(turns, waiting)) if self._splits_backward else template
 
-    def _later(self, turns: dict[int, int], waiting: list[Waiting]) -> Later:
-        """The second half of a split backward: a template for each weight's gradient, and the tensors that wait for it."""
-        weights = []
-        for index in turns:
-            operation = self._operations[index]
-            rows: list[Row] = [
-                (weight.name, GRADIENT, weight.num_bytes, 0, True, 1, True, True, 1, False, 0)
-                for weight in operation.weight_gradients
-            ]
-            rows += [row for weight in operation.weight_gradients for row in workspace_rows(weight, 0)]
-            for size, stream in operation.backward_temporaries:
-                rows.append((f"{operation.name}.temporary", TEMPORARY, size, 0, True, 1, True, False, 1, False, stream))
-            made = self._template(rows, [index], {})
-            weights.append(replace(made, num_forward=0, forward_labels=[], loss_from=0, saved_bytes=[]))
-        rounded = [replace(one, num_bytes=round_up(one.num_bytes, MIN_BLOCK_BYTES)) for one in waiting]
-        return Later(tuple(weights), tuple(rounded))
-
-    @staticmethod
-    def _append_recomputed(rows: list[Row], storage: Storage, born: int, dies: int) -> None:
-        """Add the row of a tensor that `make_again` recomputes at backward instant `born`."""
-        life = (born, True, dies, True, False, dies, False)
-        rows.append((storage.name, storage.category, storage.num_bytes, *life, storage.stream))
-
-    def _cached(self, cached_matmuls: int, kept: frozenset[str]) -> set[int]:
-        """Ids of the storages that selective checkpointing keeps: the first of every n products, and the kinds `kept`."""
-        matmuls, cached = 0, set()
-        for storage in self._storages:
-            if storage.kind == "matmul":
-                matmuls += 1
-            if storage.kind in kept or (storage.kind == "matmul" and (matmuls - 1) % cached_matmuls == 0):
-                cached.add(id(storage))
-        return cached
-
-    def _recomputed(self, backward: list[int]) -> int:
-        """How many forward instants a recomputation runs, until the last saved tensor exists. Inputs are saved before an
-        operation runs; its output, and what it makes beside that, after (torch tools/autograd/gen_variable_type.py)."""
-        last = max((i for i in backward if any(self._operations[i].saved_bytes)), default=-1)
-        return last + (last >= 0 and self._operations[last].keeps_results)
-
-    def _template(
-        self, rows: list[Row], backward: list[int], elsewhere: dict[str, Elsewhere], added: int | None = None
-    ) -> Template:
-        """The rows as a template. `backward`: indices of operations, in the order in which their backward runs."""
-        columns = list(zip(*rows, strict=True)) if rows else [()] * 11
-        names, categories, sizes, born, born_b, dies, dies_b, weights, without_graph, cached, streams = columns
-        instants = np.array((sizes, born, dies, without_graph), dtype=np.int64)
-        flags = np.array((born_b, dies_b, weights, cached), dtype=bool)
-        asks = next((i for i, index in enumerate(backward) if any(self._operations[index].saved_bytes)), 0)
-        return Template(
-            names=list(names),
-            categories=np.array(categories, dtype=np.int8),
-            num_bytes=-(-instants[0] // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES,
-            born=instants[1],
-            dies=instants[2],
-            born_backward=flags[0],
-            dies_backward=flags[1],
-            weight_gradient=flags[2],
-            dies_without_graph=instants[3],
-            cached=flags[3],
-            streams=np.array(streams, dtype=np.int64) if any(streams) else None,
-            num_forward=len(self._operations),
-            num_recomputed=self._recomputed(backward),
-            num_backward=len(backward),
-            forward_labels=[operation.name for operation in self._operations],
-            backward_labels=[self._operations[index].name for index in backward],
-            input_bytes=self._input.num_bytes if self._input is not None else 0,
-            keeps_input=self._input is not None and self._input.storage.last_saver is not None,
-            asks_late_bytes=sum(
-                size
-                for name, size, since, backwards, until in zip(names, sizes, born, born_b, dies, strict=True)
-                if backwards and since < asks < until and name != HANDED_IN
-            ),
-            saved_bytes=[size for index in backward for size in self._operations[index].saved_bytes if size],
+    def _block(self) -> Block:
+        """What has been recorded."""
+        numbered = range(len(self._operations))
+        return Block(
+            operations=self._operations,
+            storages=self._storages,
+            savers=self._savers,
+            order=[index for index in reversed(numbered) if self._operations[index].has_backward],
+            turns=weight_turns(self._operations) if self._splits_backward else {},
+            input=self._input,
+            elsewhere=self._elsewhere,
             loss_from=len(self._operations) if self._loss_from is None else self._loss_from,
-            elsewhere=elsewhere,
-            added_to_handed_in=len(backward) if added is None else added,
+            marks=self._marks,
+            saves_on_cpu=self._saves_on_cpu,
+            splits_backward=self._splits_backward,
         )
+
+
+def _use_of(tensor: Tensor, block: Block, ran: Backward) -> Elsewhere:
+    """How the block uses a tensor that another block owns."""
+    saver = tensor.storage.last_saver
+    kept_until = block.order.index(saver) + 1 if saver in block.order else None
+    return Elsewhere(kept_until, ran.gradient_from.get(id(tensor)))

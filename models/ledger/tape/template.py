@@ -3,14 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TypedDict
 
 import numpy as np
 import numpy.typing as npt
 
 from peakcast.core.texts import Texts
-from peakcast.timelines.timeline import Phase
+from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.timelines.timeline import Category, Phase
 
 HANDED_IN = "gradient"
 """The name of the gradient that a block receives for its output from the block after it."""
@@ -18,8 +22,7 @@ HANDED_IN = "gradient"
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """How a block uses a tensor that another block owns, in backward instants of this block. None means that it does not.
-    """
+    """How a block uses a tensor that another block owns, in backward instants of this block. None: it does not."""
 
     kept_until: int | None
     """The instant before which autograd frees what this block saved of it."""
@@ -58,6 +61,76 @@ class Later:
     waiting: tuple[Waiting, ...]
 
 
+@dataclass(slots=True)
+class Row:
+    """One tensor of a template, before rows become columns. Fields mean what the columns of the same names mean in
+    `Template`."""
+
+    name: str
+    category: int
+    num_bytes: int
+    """Bytes as asked for; columns are rounded as the allocator does."""
+    born: int
+    dies: int
+    born_backward: bool = False
+    dies_backward: bool = False
+    dies_without_graph: int = 0
+    parameter: str = ""
+    """If it is a parameter's gradient: the parameter's name."""
+    cached: bool = False
+    stream: int = 0
+    through_view: bool = False
+
+
+TEMPORARIES, GRADIENTS = int(Category.TEMPORARIES), int(Category.GRADIENTS)
+
+
+def backward_row(
+    name: str, num_bytes: int, born: int, dies: int, stream: int = 0, category: int = TEMPORARIES, parameter: str = ""
+) -> Row:
+    """The row of a tensor that lives from the backward instant `born` until before the backward instant `dies`."""
+    return Row(name, category, num_bytes, born, dies, True, True, dies, parameter, stream=stream)
+
+
+class Columns(TypedDict):
+    """The columns of a template."""
+
+    names: list[str]
+    categories: npt.NDArray[np.int8]
+    num_bytes: npt.NDArray[np.int64]
+    born: npt.NDArray[np.int64]
+    dies: npt.NDArray[np.int64]
+    born_backward: npt.NDArray[np.bool_]
+    dies_backward: npt.NDArray[np.bool_]
+    dies_without_graph: npt.NDArray[np.int64]
+    weight_gradient: npt.NDArray[np.bool_]
+    parameters: list[str]
+    cached: npt.NDArray[np.bool_]
+    streams: npt.NDArray[np.int64] | None
+    through_view: npt.NDArray[np.int64]
+
+
+def columns_of(rows: Sequence[Row]) -> Columns:
+    """The rows as columns, their bytes rounded up to the allocator's unit."""
+    sizes = np.array([row.num_bytes for row in rows], dtype=np.int64)
+    streams = [row.stream for row in rows]
+    return Columns(
+        names=[row.name for row in rows],
+        categories=np.array([row.category for row in rows], dtype=np.int8),
+        num_bytes=-(-sizes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES,
+        born=np.array([row.born for row in rows], dtype=np.int64),
+        dies=np.array([row.dies for row in rows], dtype=np.int64),
+        born_backward=np.array([row.born_backward for row in rows], dtype=bool),
+        dies_backward=np.array([row.dies_backward for row in rows], dtype=bool),
+        dies_without_graph=np.array([row.dies_without_graph for row in rows], dtype=np.int64),
+        weight_gradient=np.array([bool(row.parameter) for row in rows], dtype=bool),
+        parameters=[row.parameter for row in rows if row.parameter],
+        cached=np.array([row.cached for row in rows], dtype=bool),
+        streams=np.array(streams, dtype=np.int64) if any(streams) else None,
+        through_view=np.flatnonzero([row.through_view for row in rows]),
+    )
+
+
 @dataclass(frozen=True)
 class Template:
     """The tensors of a block, in columns. `born` and `dies` count from the block's first backward instant where
@@ -73,6 +146,8 @@ class Template:
     dies_backward: npt.NDArray[np.bool_]
     weight_gradient: npt.NDArray[np.bool_]
     """Whether the entry is a parameter's gradient: it outlives the block, or it is added to one that exists."""
+    parameters: list[str]
+    """The names of those parameters as they are stored, one for each such entry."""
     dies_without_graph: npt.NDArray[np.int64]
     """`dies` when the block runs under no_grad and nothing is saved, counted from the first forward instant."""
     cached: npt.NDArray[np.bool_]
@@ -100,10 +175,17 @@ class Template:
     """Bytes of a second tensor that the block returns to a reentrant checkpoint. `CheckpointFunction.backward` keeps it,
     together with the gradient of zeros that autograd makes for it (torch `csrc/autograd/python_function.cpp`
     materialize_grads)."""
+    forward_marks: Mapping[Mark, Sequence[int]] = field(default_factory=dict)
+    """The forward instants of marked operations, ascending."""
+    backward_marks: Mapping[Mark, Sequence[int]] = field(default_factory=dict)
+    """The backward instants of marked operations that have a backward, ascending."""
     elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
     """How the block uses tensors that other blocks own, by their names."""
     streams: npt.NDArray[np.int64] | None = None
     """The stream on which each entry is allocated; None: all on the computing stream."""
+    through_view: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Indices of the gradients that exist for one instant, since they are added to another or read at once, and that no
+    norm makes: they pass through the backward of a view first."""
     modules: list[str] = field(default_factory=list)
     """The module of each entry, if the block covers several modules; empty: all belong to the module under which the block
     runs."""
@@ -125,6 +207,11 @@ class Template:
     def gradient_columns(self) -> npt.NDArray[np.int64]:
         """Indices of the entries that are a parameter's gradient."""
         return np.flatnonzero(self.weight_gradient)
+
+    @cached_property
+    def parameter_numbers(self) -> npt.NDArray[np.int64]:
+        """`parameters` as the numbers of `Texts`."""
+        return Texts.of(self.parameters).numbers
 
     @cached_property
     def gradients_of(self) -> dict[str, npt.NDArray[np.int64]]:

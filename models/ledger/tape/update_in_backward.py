@@ -11,8 +11,9 @@ operations.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,14 +26,37 @@ from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 Ints = npt.NDArray[np.int64]
 
 
-@dataclass(frozen=True, slots=True)
-class Alone:
-    """The optimizer of one parameter. `gradient_bytes`: the size of the gradient; `num_bytes`: the most that its step
-    allocates at once; `states`: (name, module, bytes) of the states that it makes."""
+class Parameter(NamedTuple):
+    """A parameter, by its module and its name there as they are stored (`layouts.base.StoredTensor`)."""
 
     module: str
     name: str
-    gradient_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Gradients:
+    """The gradients among the entries of a timeline."""
+
+    entries: Ints
+    """Indices of the entries that are a parameter's gradient, [num_gradients]."""
+    parameters: Sequence[Parameter]
+    """Their parameters, [num_gradients]."""
+    through_view: Ints
+    """Indices of the entries that are a gradient as in `Template.through_view`."""
+
+    @classmethod
+    def of(cls, timeline: Timeline, entries: Ints, names: Sequence[str], through_view: Ints) -> Gradients:
+        """Gradients of parameters of these names, in the modules that the entries belong to."""
+        modules = (timeline.modules[index] for index in entries.tolist())
+        return cls(entries, [Parameter(*both) for both in zip(modules, names, strict=True)], through_view)
+
+
+@dataclass(frozen=True, slots=True)
+class Alone:
+    """The optimizer of one parameter. `num_bytes`: the most that its step allocates at once; `states`: (name, module,
+    bytes) of the states that it makes."""
+
+    parameter: Parameter
     num_bytes: int
     states: tuple[tuple[str, str, int], ...] = ()
 
@@ -43,25 +67,25 @@ class UpdateInBackward:
 
     bytes_per_gradient_byte: int = 0
     """Bytes of temporaries for each byte of a gradient, if each is applied when the next one is ready."""
-    summed: frozenset[str] = frozenset()
-    """Gradients of weights that are used twice: only their sum reaches the parameter, at the end of backward."""
+    tied: Mapping[Parameter, Parameter] = field(default_factory=dict)
+    """Parameters that are another one: only the sum of both gradients reaches that, at the end of backward."""
     alone: tuple[Alone, ...] = ()
     """The optimizers of single parameters, if each has one: a gradient is applied as soon as it is ready."""
 
 
-def updated_in_backward(timeline: Timeline, gradients: Ints, ends: Sequence[int], update: UpdateInBackward) -> Timeline:
-    """`timeline` with one more instant for every update.
-
-    `gradients`: indices of the entries that are a parameter's gradient, [num_gradients]; `ends`: the instants at which the
-    backward of each micro-batch ends.
-    """
-    last = np.array(ends, dtype=np.int64)
-    end_of = last[np.searchsorted(last, timeline.born[gradients], side="right")]
-    summed = np.array([timeline.names[index] in update.summed for index in gradients], dtype=bool)
-    comes = np.where(summed, end_of - 1, timeline.born[gradients])
+def updated_in_backward(
+    timeline: Timeline, gradients: Gradients, ends: Sequence[int], update: UpdateInBackward
+) -> Timeline:
+    """`timeline` with one more instant for every update. `ends`: the instants at which the backward of each micro-batch
+    ends."""
+    last, entries = np.array(ends, dtype=np.int64), gradients.entries
+    end_of = last[np.searchsorted(last, timeline.born[entries], side="right")]
+    summed = np.array([parameter in update.tied for parameter in gradients.parameters], dtype=bool)
+    comes = np.where(summed, end_of - 1, timeline.born[entries])
     # of one operation, the bias's gradient is ready before the matrix's, which still has to be transposed
-    order = np.lexsort((timeline.num_bytes[gradients], comes))
-    gradients, comes, end_of = gradients[order], comes[order], end_of[order]
+    order = np.lexsort((timeline.num_bytes[entries], comes))
+    parameters = [gradients.parameters[index] for index in order]
+    entries, comes, end_of = entries[order], comes[order], end_of[order]
     before_end = end_of - 1
     follows = comes if update.alone else np.append(comes[1:], before_end[-1:])
     after = np.minimum(follows, before_end)  # the instant of the operation after which each is applied
@@ -76,11 +100,18 @@ def updated_in_backward(timeline: Timeline, gradients: Ints, ends: Sequence[int]
     born = np.where(handed_in, shifted(timeline.born - 1) + 1, shifted(timeline.born))
     # a projection's input is a view, whose backward adds its gradient to another. If an update applies the gradient before,
     # that view's backward runs after it (traced: OLMoE's); if each gradient is applied at once, it has run already
-    added = np.array([name.endswith(".gradient") and "norm" not in name for name in timeline.names], dtype=bool)
-    added &= (timeline.dies == timeline.born + 1) & (not update.alone)
-    dies = np.maximum(np.where(added, shifted(timeline.dies), shifted(timeline.dies - 1) + 1), born)
-    dies[gradients] = applied + bool(update.alone)
-    made = _update_allocations(timeline, gradients, applied, update, len(timeline.phases) + len(after))
+    dies = shifted(timeline.dies - 1) + 1
+    if not update.alone:
+        dies[gradients.through_view] = shifted(timeline.dies[gradients.through_view])
+    dies = np.maximum(dies, born)
+    dies[entries] = applied + bool(update.alone)
+    made = _update_allocations(
+        timeline,
+        replace(gradients, entries=entries, parameters=parameters),
+        applied,
+        update,
+        len(timeline.phases) + len(after),
+    )
     labels = np.insert(np.array(timeline.labels, dtype=object), after + 1, "update")
     return replace(
         timeline,
@@ -97,38 +128,23 @@ def updated_in_backward(timeline: Timeline, gradients: Ints, ends: Sequence[int]
     )
 
 
-def _update_allocations(timeline: Timeline, gradients: Ints, applied: Ints, update: UpdateInBackward, end: int) -> Timeline:
+def _update_allocations(
+    timeline: Timeline, gradients: Gradients, applied: Ints, update: UpdateInBackward, end: int
+) -> Timeline:
     """What the updates allocate: temporaries, each at its own instant of `applied`, and states, until `end`."""
-    entries = []
-    optimizers = _optimizers(timeline, gradients, update.alone) if update.alone else [None] * len(gradients)
-    for gradient, instant, own in zip(gradients.tolist(), applied.tolist(), optimizers, strict=True):
-        size = _rounded(own.num_bytes) if own else int(timeline.num_bytes[gradient]) * update.bytes_per_gradient_byte
-        entries.append(Entry("update", Category.OPTIMIZER_TEMPORARIES, size, instant, instant + 1, "optimizer"))
-        entries += [
+    made = []
+    optimizers = {one.parameter: one for one in update.alone}
+    for entry, parameter, instant in zip(gradients.entries.tolist(), gradients.parameters, applied.tolist(), strict=True):
+        own = optimizers.pop(update.tied.get(parameter, parameter), None)
+        size = _rounded(own.num_bytes) if own else int(timeline.num_bytes[entry]) * update.bytes_per_gradient_byte
+        made.append(Entry("update", Category.OPTIMIZER_TEMPORARIES, size, instant, instant + 1, "optimizer"))
+        made += [
             Entry(name, Category.OPTIMIZER_STATES, _rounded(num_bytes), instant, end, module)
             for name, module, num_bytes in (own.states if own else ())
         ]
-    return Timeline.from_entries(entries, ())
+    return Timeline.from_entries(made, ())
 
 
 def _rounded(num_bytes: int) -> int:
     """The size of the block that the allocator gives."""
     return round_up(num_bytes, MIN_BLOCK_BYTES)
-
-
-def _optimizers(timeline: Timeline, gradients: Ints, alone: Sequence[Alone]) -> list[Alone | None]:
-    """The optimizer that steps on each gradient: its parameter's, by name. Where a block has another name for the parameter
-    (the last norm, a table used as the head): any remaining optimizer whose gradient has the same size, in the same module
-    if possible."""
-    named = {(optimizer.module, f"{optimizer.name}.grad"): optimizer for optimizer in alone}
-    keys = [(timeline.modules[index], timeline.names[index]) for index in gradients.tolist()]
-    found = [named.pop(key, None) for key in keys]
-    left = list(named.values())
-    for place, (module, _) in enumerate(keys):
-        if found[place] is None:
-            size = int(timeline.num_bytes[gradients[place]])
-            alike = [one for one in left if _rounded(one.gradient_bytes) == size]
-            if alike:
-                found[place] = min(alike, key=lambda one: one.module != module)
-                left = [one for one in left if one is not found[place]]
-    return found

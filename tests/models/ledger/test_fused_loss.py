@@ -6,7 +6,7 @@ from peakcast import catalog
 from peakcast.core.fields import FrozenMapping
 from peakcast.jobs.spec import Finetuning, Precision, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.fused_loss import passing_bytes
-from peakcast.models.ledger.huggingface.layers import block_context
+from peakcast.models.ledger.huggingface.contexts import block_context
 
 SINGLE = Precision(parameters="float32", compute="float32")
 AUTOCAST = {"precision": Precision(parameters="float32"), "framework_options": FrozenMapping({"autocast": True})}
@@ -31,7 +31,7 @@ MATRIX, LOGITS, ROWS = 16 * 4, 2 * 16, 2 * 4
 def test_what_a_chunk_holds_in_passing(changes, expected):
     job = TrainingJob(architecture=catalog.architecture("llama-3.2-1b"), sequence_length=8).replace(**changes)
     context = block_context(job, None)
-    assert passing_bytes(context, 4, 16, 8 * 4 * context.weight_bytes) == expected
+    assert passing_bytes(context, 4, 16, 8 * 4 * context.precision.weight_bytes) == expected
 
 
 def test_what_is_narrow_already_is_not_cast():

@@ -11,7 +11,8 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.jobs.architecture import Architecture, MixtureOfExperts
 from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Offload, Optimizer, Precision, TrainingJob
 from peakcast.models.baseline.ledger import ledger
-from peakcast.models.ledger.huggingface.layers import Blocks, block_context
+from peakcast.models.ledger.huggingface.contexts import block_context
+from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.timelines.timeline import Category, Phase
 
 TINY = Architecture(

@@ -10,7 +10,8 @@ from peakcast.models.ledger.compiled import network as network
 from peakcast.models.ledger.compiled.graphs_in_turn import GraphsInTurn
 from peakcast.models.ledger.compiled.inductor_graph import InductorGraph, Life
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.huggingface.layers import Blocks, block_context
+from peakcast.models.ledger.huggingface.contexts import block_context
+from peakcast.models.ledger.huggingface.layers import Blocks
 
 SMALL = {
     "name": "llama-3.1-8b", "hidden_size": 512, "intermediate_size": 1792, "num_attention_heads": 8,
@@ -30,7 +31,8 @@ def graphs(kept, **changes):
     regions = {"compile": True, "framework": "torch", "framework_options": {"compiled_regions": "layers"}}
     job = expand({"include": [{**regions, **changes}]})[0]
     context = Blocks(job, block_context(job, None)).contexts[0]
-    return layer.graphs(replace(context, cached_matmuls=kept or 0), kept is not None)
+    recomputed = replace(context, backward=replace(context.backward, cached_matmuls=kept or 0))
+    return layer.graphs(recomputed, kept is not None)
 
 
 @pytest.mark.parametrize(

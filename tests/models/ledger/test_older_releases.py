@@ -16,7 +16,7 @@ from peakcast.measurements.store import datasets_folder, read_csv
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.blocks.layer import decoder_layer
-from peakcast.models.ledger.huggingface.layers import block_context
+from peakcast.models.ledger.huggingface.contexts import block_context
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
 
 NETWORK = Architecture(

@@ -9,7 +9,7 @@ from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import Optimizer, Precision, TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.baseline.ledger import ledger
-from peakcast.models.ledger.huggingface.ledger import paged_state_bytes
+from peakcast.models.ledger.huggingface.host import paged_state_bytes
 from peakcast.models.ledger.optimizers.choice import RULES
 from peakcast.models.ledger.tape.local_variables import Locals
 from peakcast.timelines.timeline import Category, Phase

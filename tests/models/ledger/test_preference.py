@@ -6,6 +6,7 @@ import pytest
 
 from peakcast.collectors.measure.grid import expand
 from peakcast.core.errors import SpecError
+from peakcast.core.units import BF16
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.conventions import adapter_dtype
 from peakcast.jobs.spec import Loss, Parallelism, TrainingJob, job_to_mapping
@@ -15,7 +16,6 @@ from peakcast.models.ledger.parameters.inventory import num_parameters
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Category, Phase
 
-BF16 = 2
 DPO, PRECOMPUTED = {"kind": "dpo"}, {"kind": "dpo", "reference": "precomputed"}
 LORA = {"method": "lora", "rank": 8}
 

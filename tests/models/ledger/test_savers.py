@@ -10,7 +10,7 @@ from peakcast.jobs.spec import ActivationCheckpointing, Loss, Offload, TrainingJ
 from peakcast.models.baseline.host import host_bytes
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.blocks.fused_loss import fused_loss_chunk
-from peakcast.models.ledger.huggingface.ledger import pinned_activation_bytes
+from peakcast.models.ledger.huggingface.host import pinned_activation_bytes
 from peakcast.timelines.timeline import Category, Phase
 
 TOKENS, H, K, F, V, A, LAYERS = 1024, 512, 256, 1536, 4096, 8, 3

@@ -1,8 +1,11 @@
 """The tape's rules of life, counted by hand."""
 
+from contextlib import nullcontext
+
 from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Step
-from peakcast.models.ledger.tape.tape import Tape, WeightGradient
+from peakcast.models.ledger.tape.tape import Saved, Tape, WeightGradient
 from peakcast.timelines.timeline import Category, Phase
 
 KIB = 1024
@@ -72,11 +75,10 @@ def test_a_template_says_when_the_gradient_that_was_handed_in_is_added_to():
 
 def test_a_recomputation_stops_before_what_keeps_its_inputs_and_after_what_keeps_its_result():
     """Inputs are kept before an operation runs."""
-    for keeps, runs in (({"saves_output": True}, 2), ({"extra_saved_bytes": [KIB]}, 2), ({"saves": True}, 1)):
+    for saves, runs in ((Saved(output=True), 2), (Saved(extra_bytes=[KIB]), 2), (None, 1)):
         tape = Tape()
         x = tape.operation("a", [tape.input(KIB)], KIB)
-        kept = {"saves": [x]} if "saves" in keeps else keeps
-        template = tape.finish(tape.operation("c", [tape.operation("b", [x], KIB, **kept)], KIB))
+        template = tape.finish(tape.operation("c", [tape.operation("b", [x], KIB, saves=saves or [x])], KIB))
         assert template.num_recomputed == runs
 
 
@@ -141,8 +143,33 @@ def test_without_a_graph_only_what_is_held_outlives_the_block():
 def test_a_kernel_makes_its_temporaries_and_what_it_keeps_before_its_result():
     """ATen's dropout: the mask, then the result; a projection that contains a norm: the normed input, then its product."""
     tape = Tape()
-    output = tape.operation("dropout", [tape.input(4096)], 4096, extra_saved_bytes=[2048], forward_temporary_bytes=1024)
+    output = tape.operation(
+        "dropout", [tape.input(4096)], 4096, saves=Saved(extra_bytes=[2048]), forward_temporary_bytes=1024
+    )
     template = tape.finish(output)
     made = [name for name, born, later in zip(template.names, template.born, template.born_backward, strict=True)
             if name != "hidden_states" and born == 0 and not later]  # fmt: skip
     assert made == ["dropout.temporary", "dropout.saved", "dropout"]
+
+
+def test_a_gradient_that_is_added_at_once_passes_through_a_view_unless_a_norm_makes_it():
+    """Two operations read x; the second to run backward adds to the gradient of the first, and its own ends there."""
+    for in_norm in (True, False):
+        tape = Tape()
+        x = tape.operation("x", [tape.input(KIB)], KIB)
+        with tape.marked(Mark.NORM) if in_norm else nullcontext():
+            first = tape.operation("first", [x], KIB)
+        template = tape.finish(ops.multiply(tape, first, tape.operation("second", [x], KIB), "product"))
+        made = [template.names[index] for index in template.through_view]
+        assert ("first.gradient" in made) is not in_norm
+
+
+def test_marked_operations_are_found_in_both_passes():
+    tape = Tape()
+    x = tape.operation("a", [tape.input(KIB)], KIB)
+    with tape.marked(Mark.LM_HEAD):
+        x = tape.operation("c", [tape.operation("b", [x], KIB)], KIB)
+        tape.operation("index", [], KIB)
+    template = tape.finish(x)
+    assert template.forward_marks == {Mark.LM_HEAD: [1, 2, 3]}
+    assert template.backward_marks == {Mark.LM_HEAD: [0, 1]}  # "index" has no backward

@@ -6,6 +6,7 @@ import pytest
 
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
+from peakcast.core.units import BF16
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import ActivationCheckpointing, Parallelism, TrainingJob
 from peakcast.models.baseline.ledger import ledger
@@ -13,7 +14,6 @@ from peakcast.models.ledger.layouts.pipeline import most_in_flight, turns_of_ran
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Category, Phase
 
-BF16 = 2
 WIDTH, INNER, VOCABULARY, ROWS, LAYERS = 256, 512, 4096, 128, 8
 LAYER = 4 * WIDTH * WIDTH + 3 * WIDTH * INNER + 2 * WIDTH
 STREAM = ROWS * WIDTH * BF16

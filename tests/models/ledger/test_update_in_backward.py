@@ -9,7 +9,13 @@ from peakcast.jobs.spec import Loss, Optimizer, Parallelism, Precision, Training
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.layouts.fsdp2 import REDUCE_SCATTER
 from peakcast.models.ledger.scope.scope import out_of_scope
-from peakcast.models.ledger.tape.update_in_backward import Alone, UpdateInBackward, updated_in_backward
+from peakcast.models.ledger.tape.update_in_backward import (
+    Alone,
+    Gradients,
+    Parameter,
+    UpdateInBackward,
+    updated_in_backward,
+)
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 F, B, G, T, A = Phase.FORWARD, Phase.BACKWARD, Category.GRADIENTS, Category.TEMPORARIES, Category.ACTIVATIONS
@@ -18,10 +24,16 @@ ENDS = [3]
 """One forward, two operations of backward, its end, the optimizer's step."""
 
 
-def updated(*entries, summed=()):
+def updated(*entries, tied=None, through_view=()):
     timeline = Timeline.from_entries([Entry(*entry) for entry in entries], PHASES, ["", "second", "first", "ends", ""])
-    gradients = np.array([index for index, entry in enumerate(entries) if entry[1] == G])
-    return updated_in_backward(timeline, gradients, ENDS, UpdateInBackward(4, frozenset(summed)))
+    gradients = [index for index, entry in enumerate(entries) if entry[1] == G]
+    update = UpdateInBackward(4, tied or {})
+    return updated_in_backward(timeline, gradients_of(timeline, gradients, through_view), ENDS, update)
+
+
+def gradients_of(timeline, entries, through_view=()):
+    names = [timeline.names[index].removesuffix(".grad") for index in entries]
+    return Gradients.of(timeline, np.array(entries), names, np.array(through_view, dtype=np.int64))
 
 
 def test_a_gradient_is_used_up_after_the_operation_that_makes_the_next_one():
@@ -44,7 +56,9 @@ def test_a_bias_comes_before_its_matrix():
 
 def test_of_a_weight_used_twice_the_sum_is_there_when_backward_ends():
     timeline = updated(
-        ("lm_head.weight.grad", G, 100, 1, 5), ("first.weight.grad", G, 10, 1, 5), summed={"lm_head.weight.grad"}
+        ("lm_head.weight.grad", G, 100, 1, 5),
+        ("first.weight.grad", G, 10, 1, 5),
+        tied={Parameter("", "lm_head.weight"): Parameter("", "embed_tokens.weight")},
     )
     assert timeline.totals.tolist() == [0, 110, 110, 100 + 4 * 10, 4 * 100, 0, 0]
 
@@ -56,7 +70,8 @@ def test_what_a_block_hands_on_and_a_gradient_that_is_added_to_another_are_there
         ("second.weight.grad", G, 10, 1, 5),
         ("gradient", T, 1000, 3, 4),
         ("first.gradient", T, 100, 2, 3),
-        ("first_norm.gradient", T, 7, 2, 3),
+        ("norm.gradient", T, 7, 2, 3),
+        through_view=[3],
     )
     assert timeline.totals[3] == 1000 + 100 + 10 + 4 * 10
 
@@ -69,10 +84,30 @@ def test_with_an_optimizer_for_each_parameter_a_gradient_is_applied_as_it_comes(
         ["", "second", "first", "ends", ""],
     )
     states = tuple((f"first.weight.{name}", "", 512) for name in ("exp_avg", "exp_avg_sq"))
-    alone = (Alone("", "second.weight", 1024, 0), Alone("", "first.weight", 512, 300, states))
-    made = updated_in_backward(timeline, np.array([0, 1]), ENDS, UpdateInBackward(alone=alone))
+    alone = (Alone(Parameter("", "second.weight"), 0), Alone(Parameter("", "first.weight"), 300, states))
+    made = updated_in_backward(timeline, gradients_of(timeline, [0, 1]), ENDS, UpdateInBackward(alone=alone))
     assert made.labels == ["", "second", "update", "first", "update", "ends", ""]
     assert made.totals.tolist() == [0, 1024, 1024, 512, 512 + 512 + 1024, 1024, 1024]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("name", ["gemma-2-2b", "gpt2", "qwen2.5-0.5b", "bloom-1b1", "t5-small", "olmoe-1b-7b"])
+def test_every_parameter_that_trains_is_updated_once_by_its_own_optimizer(name, compiled):
+    """Whatever a block calls the operation that makes its gradient, the first step makes each parameter's states once."""
+    job = TrainingJob(
+        architecture=catalog.architecture(name),
+        framework="torch",
+        sequence_length=64,
+        compile=compiled,
+        framework_options=FrozenMapping({"optimizer_in_backward": True}),
+    )
+    made, kept = (states_of(ledger(job, step=step)) for step in ("first", "steady"))
+    assert made == kept
+
+
+def states_of(timeline: Timeline) -> list[tuple[str, str, int]]:
+    rows = zip(timeline.modules, timeline.names, timeline.num_bytes.tolist(), timeline.categories.tolist(), strict=True)
+    return sorted((module, name, size) for module, name, size, category in rows if category == Category.OPTIMIZER_STATES)
 
 
 def test_what_an_optimizer_in_backward_cannot_do_is_named():

@@ -9,7 +9,7 @@ from peakcast.core.units import power_of_two
 from peakcast.jobs.spec import Finetuning, Offload, Precision
 from peakcast.models.baseline.host import host_bytes
 from peakcast.models.baseline.ledger import ledger
-from peakcast.models.ledger.huggingface.layers import block_context
+from peakcast.models.ledger.huggingface.contexts import block_context
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.zero import Buckets
@@ -115,7 +115,7 @@ def test_zero3_adapters_are_fp32_and_frozen_weights_keep_their_inputs_with_its_l
     stage2, stage3 = (stored_parameters(job(name, finetuning=lora)) for name in ("zero2", "zero3"))
     assert {t.element_bytes for t in stage2 if t.trains} == {BF16}
     assert {t.element_bytes for t in stage3 if t.trains} == {FP32}
-    kept = [block_context(job(name, finetuning=lora), None).linears_keep_input for name in ("zero2", "zero3")]
+    kept = [block_context(job(name, finetuning=lora), None).linears.keep_input for name in ("zero2", "zero3")]
     assert kept == [False, True]
 
 

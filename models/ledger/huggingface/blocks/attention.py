@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention, attention_kernel
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.eager_attention import repeat_key_value
@@ -12,11 +13,9 @@ from peakcast.models.ledger.huggingface.blocks.fused_lora import fused_projectio
 from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.models.ledger.tape.tape import Output, Tape, Tensor
 from peakcast.networks.families import family_of
 from peakcast.networks.rotary import rotated_width
-
-FP32 = 4
 
 
 def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
@@ -24,7 +23,7 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     context, architecture, tape = build.context, build.context.architecture, build.tape
     rows, width, family = context.rows, architecture.hidden_size, family_of(architecture)
     query, key_value = architecture.query_size, architecture.key_value_size
-    size = context.compute_bytes
+    size = context.precision.compute_bytes
     x = gather_sequence(tape, x, context.group, "self_attn")
     bias, names = architecture.attention_bias, family_of(architecture).names
     fused = x
@@ -43,16 +42,16 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
         q, k, v = _projected_one_by_one(build, x, bias)
     variables = [x, q, k] if family.rotary.inline else [x]
     variables += [fused] if family.attention.names_fused_projection else []
-    if architecture.position_embedding == "rope" and context.rotates:
+    if architecture.position_embedding == "rope" and context.layer.rotates:
         q, k, parts = _rotary(build, q, k)
         variables += parts if family.rotary.inline else []
-    if context.cache:
+    if context.cache.does:
         k, v = update_cache(build, k, v)
-    if context.repeats_key_value and attention_kernel(context) == "flash_attention_2":
+    if context.attention.repeats_key_value and attention_kernel(context) == "flash_attention_2":
         k, v = repeat_key_value(build, q, k, v)
     output = attention(build, q, k, v)
     # flash attention's output has the layout of the queries
-    by_head = attention_kernel(context) in ("flash", "flash_attention_2") and not context.mask_of_batch
+    by_head = attention_kernel(context) in ("flash", "flash_attention_2") and not context.packing.mask_of_batch
     if architecture.rotary_in_parts and by_head and not _rotates_in_place(build):
         output = ops.copy(tape, output, "self_attn.contiguous")
     bias = architecture.attention_output_bias
@@ -107,7 +106,7 @@ def _rotates_in_place(build: BlockBuilder) -> bool:
 def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
     """`apply_rotary_pos_emb`: rotated q and k, computed in fp32 if the family's code says so, and the rotated parts that
     were joined with parts that are not rotated. Variables refer to the arguments until both are rotated."""
-    tape, element = build.tape, build.context.compute_bytes
+    tape, element = build.tape, build.context.precision.compute_bytes
     architecture, family = build.context.architecture, family_of(build.context.architecture)
     if _rotates_in_place(build):  # forward and backward, on contiguous tensors (liger_kernel 0.8 ops/rope.py)
         rotated = ops.copy if architecture.fused_qkv else ops.in_place
@@ -116,7 +115,7 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
         return q, k, []
     kind = family.rotary.products if element != FP32 else "narrow"
     # the tables have the embeddings' dtype; wide ones widen q and k, which stay wide until attention
-    tables_wide = kind == "promoted" or (kind == "narrow" and build.context.weight_bytes > element)
+    tables_wide = kind == "promoted" or (kind == "narrow" and build.context.precision.weight_bytes > element)
     arguments, narrow, parts = [q, k], [q.num_bytes, k.num_bytes], []
     wide = [build.context.rows * width * FP32 for width in (architecture.query_size, architecture.key_value_size)]
     if kind == "cast":
@@ -132,8 +131,8 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
         tables, turned, width = _tables_of_layer(build), [], rotated_width(architecture)
         for x, name, whole in zip((q, k), "qk", promoted, strict=True):
             size = x.num_bytes * width // architecture.head_dim
-            part = tape.operation(f"self_attn.rotary_{name}.part", [x], size, view_of=x)
-            rest = tape.operation(f"self_attn.rotary_{name}.rest", [x], x.num_bytes - size, view_of=x)
+            part = tape.operation(f"self_attn.rotary_{name}.part", [x], Output(size, view_of=x))
+            rest = tape.operation(f"self_attn.rotary_{name}.rest", [x], Output(x.num_bytes - size, view_of=x))
             size = whole * width // architecture.head_dim
             turned.append((rotate(tape, part, size, f"self_attn.rotary_{name}", tables), rest, whole))
         q, k = (_join(tape, *each) for each in turned)
@@ -167,7 +166,8 @@ def _tables_of_layer(build: BlockBuilder) -> list[Tensor]:
     similar)."""
     architecture, family = build.context.architecture, family_of(build.context.architecture)
     width = rotated_width(architecture) * (2 if family.rotary.tables_of_all_positions else family.rotary.tables_per_layer)
-    size = build.context.sequence * width * (FP32 if family.rotary.products == "promoted" else build.context.weight_bytes)
+    element = FP32 if family.rotary.products == "promoted" else build.context.precision.weight_bytes
+    size = build.context.sequence * width * element
     return [build.tape.operation("self_attn.rotary_tables", [], size, gradients=[])] if size else []
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from peakcast.catalog.kernel_workspaces import flash_backward
-from peakcast.core.units import round_up
+from peakcast.core.units import FP32, INT64, round_up
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -18,11 +18,9 @@ from peakcast.models.ledger.huggingface.blocks.eager_attention import eager_atte
 from peakcast.models.ledger.huggingface.blocks.ring_attention import RingTensors, backward_bytes, forward_bytes
 from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads, joins_heads
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
-FP32 = 4
-INT64 = 8
 Kernel = Callable[[BlockBuilder, Tensor, Tensor, Tensor], Tensor]
 
 
@@ -31,9 +29,11 @@ def attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     values themselves, and flash attention a view of the filled part (transformers 5.17 `sdpa_attention.py`,
     `_upad_input`)."""
     context = build.context
-    if context.cache_length > context.keys:
+    if context.cache.length > context.keys:
         k, v = (
-            build.tape.operation("self_attn.filled", [x], x.num_bytes // context.cache_length * context.keys, view_of=x)
+            build.tape.operation(
+                "self_attn.filled", [x], Output(x.num_bytes // context.cache.length * context.keys, view_of=x)
+            )
             for x in (k, v)
         )
     return KERNELS[attention_kernel(context)](build, q, k, v)
@@ -45,17 +45,18 @@ def attention_kernel(context: HFContext) -> str:
     `check_batch_size_and_num_heads_dense`); everything else is computed step by step ("math")."""
     if context.ring.ranks > 1:
         return "ring"
-    if context.attention == "eager":
+    if context.attention.implementation == "eager":
         return "eager"
-    if context.attention in ("flash_attention_2", "flex"):
-        return context.attention
+    if context.attention.implementation in ("flash_attention_2", "flex"):
+        return context.attention.implementation
     architecture = context.architecture
     grouped = attention_key_heads(architecture) != architecture.num_attention_heads
-    grouped = grouped and not context.sdpa_repeats_key_value
+    grouped = grouped and not context.attention.sdpa_repeats_key_value
     one_width = architecture.mla is None and architecture.head_dim <= 256
-    if context.masked:
-        return "efficient" if family_of(architecture).attention.shares_key_heads or not grouped else "math"
-    if context.compute_bytes != FP32 and one_width and (family_of(architecture).attention.shares_key_heads or not grouped):
+    shared = family_of(architecture).attention.shares_key_heads or not grouped
+    if context.layer.masked:
+        return "efficient" if shared else "math"
+    if context.precision.compute_bytes != FP32 and one_width and shared:
         return "flash"
     return "math" if grouped else "efficient"
 
@@ -64,7 +65,7 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Flash attention, sdpa's or the package's."""
     context, mla = build.context, build.context.architecture.mla
     variables = q, k, v = _as_sdpa_takes_them(build, q, k, v)
-    repeated = context.repeats_key_value or (context.attention == "sdpa" and context.sdpa_repeats_key_value)
+    implementation, repeated = context.attention.implementation, context.attention.copies_key_value
     q, k, v = _to_compute_dtype(build, q, k, v, repeated=repeated)
     whole, narrow, taken, unpadded = q.num_bytes, 0, context.rows, False
     indices, widened = list[Tensor](), list[Tensor]()
@@ -72,24 +73,23 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         narrow = v.num_bytes // context.keys * context.sequence
         v = build.tape.operation("self_attn.widen_v", [v], k.num_bytes)  # transformers 5.17 integrations/flash_attention.py
         widened = [v]
-    if context.valid_rows and context.attention == "flash_attention_2":
-        taken, unpadded = context.valid_rows, True
+    if context.packing.valid_rows and implementation == "flash_attention_2":
+        taken, unpadded = context.packing.valid_rows, True
         q, k, v = (_without_padding(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
-    elif context.cache_length > context.keys and context.attention == "flash_attention_2":
+    elif context.cache.length > context.keys and implementation == "flash_attention_2":
         unpadded = True
         q, k, v, *indices = _filled(build, q, k, v)
-    elif context.num_sequences:
+    elif context.packing.num_sequences:
         q, k, v = (_contiguous(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v")))
     log_sum_exp = FP32 * taken * context.architecture.num_attention_heads
     output = build.tape.operation(
         "self_attn.flash_attention",
         [q, k, v],
-        q.num_bytes,
-        saves=[q, k, v],
-        saves_output=True,
-        extra_saved_bytes=[log_sum_exp, INT64, INT64],  # softmax statistics, random seed and offset
+        # the package's is on no list of what checkpointing keeps
+        Output(q.num_bytes, kind="" if implementation == "flash_attention_2" else "attention"),
+        # softmax statistics, random seed and offset
+        saves=Saved([q, k, v], output=True, extra_bytes=[log_sum_exp, INT64, INT64]),
         backward_temporary_bytes=flash_backward_bytes(context) if context.gpu else 0,
-        kind="" if context.attention == "flash_attention_2" else "attention",  # the package's is on no list of what is kept
     )
     if unpadded:
         output = build.tape.operation("self_attn.pad", [output], whole)
@@ -98,7 +98,7 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     for variable in widened:
         build.tape.hold(variable)
     output = build.tape.operation("self_attn.crop", [output], narrow) if narrow else output
-    if context.attention == "sdpa" and (context.sdpa_copies or context.cudnn_attention):
+    if context.attention.sdpa_copies or context.attention.cudnn:
         # the output has the layout of the queries, or lies head by head
         output = ops.copy(build.tape, output, "self_attn.contiguous")
         for variable in variables:
@@ -112,12 +112,12 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _as_sdpa_takes_them(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v as releases of transformers before 4.56 pass them to sdpa (`sdpa_attention_forward`)."""
     context = build.context
-    if context.attention != "sdpa":
+    if context.attention.implementation != "sdpa":
         return q, k, v
     key_heads, before = attention_key_heads(context.architecture), (k, v)
-    if context.sdpa_repeats_key_value:
+    if context.attention.sdpa_repeats_key_value:
         k, v = repeat_key_value(build, q, k, v)
-    if context.sdpa_copies:
+    if context.attention.sdpa_copies:
         q = ops.copy(build.tape, q, "self_attn.contiguous_q")
         if (k, v) == before or key_heads == 1:  # repeating has copied them already, except a single head, which is a view
             k, v = (ops.copy(build.tape, x, f"self_attn.contiguous_{name}") for x, name in ((k, "k"), (v, "v")))
@@ -138,21 +138,18 @@ def _ring(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's ring attention over the ranks that share the sequence. Its temporaries count at their fullest moment."""
     context = build.context
     q, k, v = _to_compute_dtype(build, q, k, v)
-    statistics = FP32 * context.rows * context.architecture.num_attention_heads
-    tensors = RingTensors(query=q.num_bytes, key=k.num_bytes, element=context.compute_bytes, statistics=statistics)
+    statistics, element = FP32 * context.rows * context.architecture.num_attention_heads, context.precision.compute_bytes
+    tensors = RingTensors(query=q.num_bytes, key=k.num_bytes, element=element, statistics=statistics)
     gradients = q.num_bytes + k.num_bytes + v.num_bytes
     output = build.tape.operation(
         "self_attn.ring_attention",
         [q, k, v],
-        q.num_bytes,
-        saves=[q, k, v],
-        saves_output=True,
-        extra_saved_bytes=[statistics, INT64, INT64],
+        Output(q.num_bytes, kind="attention"),
+        saves=Saved([q, k, v], output=True, extra_bytes=[statistics, INT64, INT64]),
         forward_temporary_bytes=forward_bytes(context.ring, tensors) - q.num_bytes - statistics,
         backward_temporary_bytes=backward_bytes(context.ring, tensors)
         - gradients
         + (flash_backward_bytes(context) if context.gpu else 0),
-        kind="attention",
     )
     return ops.copy(build.tape, output, "self_attn.contiguous") if context.ring.copies_output else output
 
@@ -162,7 +159,7 @@ def _without_padding(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
     kernels that do nothing (`tracing/flash_attention_stub.py`). Source: transformers 5.17 modeling_flash_attention_utils.py
     `_upad_input`, `_pad_input`."""
     context = build.context
-    return build.tape.operation(f"self_attn.unpad_{name}", [x], x.num_bytes // context.rows * context.valid_rows)
+    return build.tape.operation(f"self_attn.unpad_{name}", [x], x.num_bytes // context.rows * context.packing.valid_rows)
 
 
 def _filled(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -196,26 +193,24 @@ def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     output = tape.operation(
         "self_attn.flex_attention",
         [q, k, v],
-        v.num_bytes if repeats else v.num_bytes * heads // key_heads,
-        saves=[q, k, v],
-        extra_saved_bytes=[statistics],
+        # compiled by itself: only checkpointing policies that name it keep its output
+        Output(v.num_bytes if repeats else v.num_bytes * heads // key_heads, kind="flex"),
+        saves=Saved([q, k, v], extra_bytes=[statistics]),
         backward_temporary_bytes=statistics,
-        kind="flex",  # compiled by itself: only checkpointing policies that name it keep its output
     )
     # its gradient must have its layout: backward copies unless that is token by token (torch runtime_wrappers.py
     # coerce_tangent_and_suggest_memory_format)
     output = tape.operation(
         "self_attn.flex_attention.delta",
         [output],
-        output.num_bytes,
+        Output.view(output),
         saves=[output],
         gradients=[(output, None)],
-        view_of=output,
         backward_temporary_bytes=2 * statistics + (output.num_bytes if by_head else 0),
     )
     narrow = returned
-    if context.compute_bytes < FP32:
-        size = statistics // FP32 * context.compute_bytes
+    if context.precision.compute_bytes < FP32:
+        size = statistics // FP32 * context.precision.compute_bytes
         narrow = tape.operation("self_attn.flex_attention.narrow", [returned], size, gradients=[])
     build.variables.append(narrow)
     if context.architecture.attention_sinks:
@@ -229,13 +224,14 @@ def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 def _scaled_for_sinks(build: BlockBuilder, output: Tensor, row_bytes: int) -> Tensor:
     """FlexAttention's output times exp(statistic - logsumexp of statistic and sink), each of `row_bytes` (gpt-oss)."""
     context, tape = build.context, build.tape
-    sinks = WeightGradient("self_attn.sinks.grad", context.architecture.num_attention_heads * context.weight_bytes)
+    size = context.architecture.num_attention_heads * context.precision.weight_bytes
+    sinks = WeightGradient("self_attn.sinks.grad", size)
     factor = tape.operation(
         "self_attn.sinks.factor",
         [output],
         row_bytes,
-        saves_output=True,
-        extra_saved_bytes=[2 * row_bytes, row_bytes],  # statistic and sink side by side; their logsumexp
+        # statistic and sink side by side; their logsumexp
+        saves=Saved(output=True, extra_bytes=[2 * row_bytes, row_bytes]),
         gradients=[],
         weight_gradients=[sinks] if context.trainable else [],
         forward_temporary_bytes=row_bytes,  # the difference
@@ -265,15 +261,14 @@ def flash_backward_bytes(context: HFContext) -> int:
     queries, dk and dv for all heads. Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp mha_bwd."""
     architecture = context.architecture
     heads, dim = architecture.num_attention_heads, architecture.head_dim
-    rows = context.valid_rows or context.rows
+    rows = context.packing.valid_rows or context.rows
     padded = context.batch * round_up(context.sequence, 128)
-    if context.valid_rows or context.num_sequences:  # mha_varlen_bwd: 128 rows more for each sequence
-        padded = rows + 128 * (context.num_sequences or context.batch)
+    if context.packing.valid_rows or context.packing.num_sequences:  # mha_varlen_bwd: 128 rows more for each sequence
+        padded = rows + 128 * (context.packing.num_sequences or context.batch)
     accumulator, row_sums = flash_backward(padded, heads, dim)
     expanded = 0
-    repeated = context.repeats_key_value or (context.attention == "sdpa" and context.sdpa_repeats_key_value)
-    if architecture.num_key_value_heads != heads and not repeated:
-        expanded = 2 * context.compute_bytes * rows * heads * dim
+    if architecture.num_key_value_heads != heads and not context.attention.copies_key_value:
+        expanded = 2 * context.precision.compute_bytes * rows * heads * dim
     return accumulator + row_sums + expanded
 
 
@@ -283,14 +278,14 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     host and back. transformers copies key heads for every query head."""
     context, tape = build.context, build.tape
     heads = context.architecture.num_attention_heads
-    if context.sdpa_repeats_key_value or context.sdpa_copies:
+    if context.attention.sdpa_repeats_key_value or context.attention.sdpa_copies:
         q, k, v = _as_sdpa_takes_them(build, q, k, v)
-    repeated = (k, v) if context.sdpa_repeats_key_value else repeat_key_value(build, q, k, v)
+    repeated = (k, v) if context.attention.sdpa_repeats_key_value else repeat_key_value(build, q, k, v)
     q, k, v = _to_compute_dtype(build, q, *repeated, repeated=True)
     bias = []
     # if compiled, and in older releases, all layers share one mask (`hold_masks`)
-    if context.masked and "mask" not in context.compiled and not context.mask_is_additive:
-        size = context.batch * context.sequence * context.keys * context.compute_bytes
+    if context.layer.masked and "mask" not in context.compiled and not context.attention.mask_is_additive:
+        size = context.batch * context.sequence * context.keys * context.precision.compute_bytes
         mask = tape.operation("self_attn.additive_mask", [], size, gradients=[])
         # saved as a view of all heads, which `save_on_cpu` copies at full size (torch `cuda/attention.cu` preprocess_mask)
         bias.append(Tensor(mask.storage, size * heads, requires_grad=False))
@@ -298,13 +293,11 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     output = tape.operation(
         "self_attn.efficient_attention",
         [q, k, v, *bias],
-        v.num_bytes // context.keys * context.sequence,
-        saves=[q, k, v, *bias],
-        saves_output=True,
-        extra_saved_bytes=[] if context.cache else kept,  # without a graph the kernel makes no statistics
+        Output(v.num_bytes // context.keys * context.sequence, kind="attention"),
+        # without a graph the kernel makes no statistics
+        saves=Saved([q, k, v, *bias], output=True, extra_bytes=[] if context.cache.does else kept),
         # the row sums "delta" of the backward (attention_backward.cu)
         backward_temporary_bytes=FP32 * context.rows * heads if context.gpu else 0,
-        kind="attention",
     )
     for variable in repeated:  # variables of transformers' `sdpa_attention_forward` refer to them
         tape.hold(variable)
@@ -319,9 +312,9 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     local = [q32, k32, v32] = [to_float32(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
     query = ops.scale(tape, q32, "self_attn.math.scale_q")
     local.append(query)
-    if context.masked or context.sequence > 1:  # a single token needs no mask
-        mask_bytes = (context.batch * context.compute_bytes if context.masked else FP32) * context.sequence * context.keys
-        local.append(tape.operation("self_attn.math.mask", [], mask_bytes, gradients=[]))
+    if context.layer.masked or context.sequence > 1:  # a single token needs no mask
+        element = context.batch * context.precision.compute_bytes if context.layer.masked else FP32
+        local.append(tape.operation("self_attn.math.mask", [], element * context.sequence * context.keys, gradients=[]))
     if family_of(architecture).attention.shares_key_heads:
         k32, v32 = repeat_key_value(build, q32, k32, v32, interleaved=True)
         local += [k32, v32]
@@ -336,11 +329,12 @@ def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     # inside one operator, _safe_softmax also makes a bool for every score and selects into a new tensor
     hidden = 5 * elements if context.gpu else 0
     weights = tape.operation(
-        "self_attn.math.softmax", [scores], scores.num_bytes, saves_output=True, forward_temporary_bytes=hidden
+        "self_attn.math.softmax", [scores], scores.num_bytes, saves=Saved(output=True), forward_temporary_bytes=hidden
     )
     weights = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.math.dropout")
-    if context.compute_bytes != FP32:  # the second output, which nothing uses
-        local.append(tape.operation("self_attn.math.weights", [weights], elements * context.compute_bytes, gradients=[]))
+    if context.precision.compute_bytes != FP32:  # the second output, which nothing uses
+        size = elements * context.precision.compute_bytes
+        local.append(tape.operation("self_attn.math.weights", [weights], size, gradients=[]))
     v32 = _broadcast_heads(build, q32, v32)
     output = ops.matmul(tape, weights, v32, q32.num_bytes, "self_attn.math.output")
     local.append(output)
@@ -358,7 +352,7 @@ def _broadcast_heads(build: BlockBuilder, q: Tensor, x: Tensor) -> Tensor:
     if x.num_bytes == size:
         return x
     view = x if build.context.batch == 1 else None
-    return build.tape.operation("self_attn.math.expand", [x], size, view_of=view)
+    return build.tape.operation("self_attn.math.expand", [x], Output(size, view_of=view))
 
 
 def _to_compute_dtype(
@@ -367,12 +361,12 @@ def _to_compute_dtype(
     """q, k and v in the dtype in which attention runs. Under autocast it saves narrow copies of wide ones. `repeated`: k
     and v have been repeated for every query head."""
     context, architecture = build.context, build.context.architecture
-    if not context.autocast:
+    if not context.precision.autocast:
         return q, k, v
     widths = architecture_widths(architecture)
     if repeated and architecture.mla is None:
         widths = (widths[0],) * 3
-    narrow = [context.rows * width * context.compute_bytes for width in widths]
+    narrow = [context.rows * width * context.precision.compute_bytes for width in widths]
     q, k, v = (
         ops.cast(build.tape, x, size, f"self_attn.{name}_cast") if x.num_bytes > size else x
         for x, size, name in zip((q, k, v), narrow, ("q", "k", "v"), strict=True)

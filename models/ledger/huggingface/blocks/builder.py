@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from peakcast.core.units import FP32
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import Finetuning
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -22,10 +23,10 @@ from peakcast.models.ledger.huggingface.blocks.traits import multiplies_itself
 from peakcast.models.ledger.parameters.adapter_methods import METHODS, ON_NETWORK, matrix_of
 from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
-FP32 = 4
 NOT_ADAPTED = ("lm_head", "mlp.gate")
 """What "all-linear" leaves out: the head, and a router, which is not an nn.Linear in transformers 5."""
 CAST = ".weight_cast"
@@ -64,7 +65,7 @@ class BlockBuilder:
     def columns(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:
         """A projection that tensor parallelism splits by its outputs. If this part of the layer computes on whole tensors,
         the outputs are gathered."""
-        group, whole = self.context.group, self.rows * out_features * self.context.compute_bytes
+        group, whole = self.context.group, self.rows * out_features * self.context.precision.compute_bytes
         if not group.gathers(name):
             return self.projection(x, in_features, out_features, name, bias, split="columns")
         part = self.projection(x, in_features, out_features // group.ranks, name, bias, split="columns")
@@ -92,11 +93,11 @@ class BlockBuilder:
             if adapted:  # "defensively clone" (peft lora/bnb.py)
                 result = self.tape.operation(f"{name}.clone", [result], result.num_bytes, gradients=[(result, None)])
         else:
-            trains, size = context.trainable, context.weight_bytes
+            trains, size = context.trainable, context.precision.weight_bytes
             # if equally wide, the adapter's product gives x a gradient first, a view of a 2-d tensor (`ViewBackward`); not
             # so stage 3's own Linear, which multiplies three (DeepSpeed 0.19.8 zero/linear.py)
-            alike = x.num_bytes == self.rows * in_features * context.adapter_input_bytes and not context.linears_keep_input
-            cast = context.autocast and context.adapter_bytes > context.compute_bytes
+            alike = x.num_bytes == self.rows * in_features * context.adapters.input_bytes and not context.linears.keep_input
+            cast = context.precision.autocast and context.adapters.weight_bytes > context.precision.compute_bytes
             adds = adapted and alike and not (tuning.dropout or cast) and x.requires_grad
             result = self._split_linear(x, in_features, out_features, name, bias, trains, size, split, adds_to_view=adds)
         if not adapted:
@@ -141,9 +142,9 @@ class BlockBuilder:
         """Add a LoRA adapter's output to `result`. If the matrix is split by columns so is lora_B; if by rows, so is lora_A
         (peft 0.21 `lora/model.py` add_lora_tp_hooks_dtensor)."""
         context, tape, tuning = self.context, self.tape, self.context.finetuning
-        rank, wide, rows = tuning.rank or 0, context.adapter_bytes, self.rows
-        narrow_bytes, variables, argument = result.num_bytes, [x], rows * in_features * context.adapter_input_bytes
-        if x.num_bytes != argument and not (tuning.quantization and context.autocast):
+        rank, wide, rows = tuning.rank or 0, context.adapters.weight_bytes, self.rows
+        narrow_bytes, variables, argument = result.num_bytes, [x], rows * in_features * context.adapters.input_bytes
+        if x.num_bytes != argument and not (tuning.quantization and context.precision.autocast):
             x = ops.cast(tape, x, argument, f"{name}.lora.to_adapter_dtype")  # each adapted module makes its own copy
         variables.append(x)
         x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
@@ -164,14 +165,16 @@ class BlockBuilder:
         as its input and output in the adapter's dtype."""
         context, tuning, rows = self.context, self.context.finetuning, self.rows
         method, matrix = METHODS[tuning.method], matrix_of(tuning, name, (out_features, in_features))
-        kept, wide, narrow = method.keeps(matrix, rows), context.adapter_bytes, context.compute_bytes
+        kept, wide, narrow = method.keeps(matrix, rows), context.adapters.weight_bytes, context.precision.compute_bytes
         made = [one for one in method.on_matrix(matrix) if one.trains]
         return self.tape.operation(
             f"{name}.adapter",
             [x, result],
             result.num_bytes,
-            saves=[x] * kept.inputs + [result] * kept.result,
-            extra_saved_bytes=[*(size * wide for size in kept.wide), *(size * narrow for size in kept.narrow)],
+            saves=Saved(
+                [x] * kept.inputs + [result] * kept.result,
+                extra_bytes=[*(size * wide for size in kept.wide), *(size * narrow for size in kept.narrow)],
+            ),
             gradients=[(x, x.num_bytes), (result, None)],
             weight_gradients=[WeightGradient(f"{name}.{one.name}.grad", one.numel * wide) for one in made],
             forward_temporary_bytes=rows * (in_features + out_features) * wide,
@@ -182,20 +185,19 @@ class BlockBuilder:
         """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and again in backward. Only old
         bitsandbytes keeps the input."""
         context, tape = self.context, self.tape
-        rows, compute = self.rows, context.compute_bytes
+        rows, compute = self.rows, context.precision.compute_bytes
         wide = x.num_bytes
         if wide > rows * in_features * compute:
             x = ops.cast(tape, x, rows * in_features * compute, f"{name}.to_compute_dtype")
-        matrix = 0 if context.unpacks_in_place else in_features * out_features * compute
+        matrix = 0 if context.linears.unpack_in_place else in_features * out_features * compute
         result = tape.operation(
             name,
             [x],
-            rows * out_features * compute,
+            Output(rows * out_features * compute, kind="matmul"),
             forward_temporary_bytes=matrix,
             backward_temporary_bytes=matrix,
-            kind="matmul",
         )
-        if context.quantized_linears_keep_input:
+        if context.linears.quantized_keep_input:
             tape.keep_with_graph(x)
         if wide > rows * in_features * compute:
             result = ops.cast(tape, result, rows * out_features * (wide // (rows * in_features)), f"{name}.to_input_dtype")
@@ -222,7 +224,7 @@ class BlockBuilder:
         calls_linear = plain or not multiplies_itself(context.architecture)
         if self._computes_in_float8(in_features, out_features, name) and trainable:
             return float8_linear(tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias)
-        compute = context.compute_bytes if context.autocast else weight_bytes
+        compute = context.precision.compute_bytes if context.precision.autocast else weight_bytes
         if weight_bytes <= compute:
             result = ops.linear(
                 tape,
@@ -234,7 +236,7 @@ class BlockBuilder:
                 element_bytes=compute,
                 bias=bias,
                 trainable=trainable,
-                keeps_input=context.linears_keep_input and calls_linear,
+                keeps_input=context.linears.keep_input and calls_linear,
                 num_matrices=self.num_matrices,
                 adds_to_view=adds_to_view,
                 incoming_stays=incoming_stays,
@@ -259,12 +261,11 @@ class BlockBuilder:
         result = tape.operation(
             name,
             [narrow, weight],
-            rows * out_features * compute,
+            Output(rows * out_features * compute, kind="matmul"),
             saves=([narrow] if trainable else []) + ([weight] if narrow.requires_grad else []),
             weight_gradients=[tape.summed(f"{name}.bias.grad", out_features, rows, out_features * weight_bytes)]
             if bias and trainable
             else [],
-            kind="matmul",
         )
         tape.hold(x)  # the module's argument, until it returns
         return result
@@ -279,11 +280,12 @@ class BlockBuilder:
         are multiples of 16."""
         context = self.context
         fits = in_features % 16 == out_features % 16 == 0 and self.num_matrices == 1
-        return context.float8 and fits and name not in context.float8_skips
+        return context.linears.float8 and fits and name not in context.linears.float8_skips
 
     def norm(self, x: Tensor, width: int, name: str, rows: int | None = None, *, fused: bool = True) -> Tensor:
         """The architecture's norm over the last `width` elements. `fused`: by a fused kernel if the job has one."""
-        output = self._norm(x, width, name, self.rows if rows is None else rows, fused=fused)
+        with self.tape.marked(Mark.NORM):
+            output = self._norm(x, width, name, self.rows if rows is None else rows, fused=fused)
         self.tape.hold(x)  # the module's argument, until it returns
         return output
 
@@ -299,7 +301,7 @@ class BlockBuilder:
                 rows,
                 width,
                 name,
-                weight_bytes=context.norm_weight_bytes,
+                weight_bytes=context.precision.norm_weight_bytes,
                 trainable=context.norms_train,
                 in_place=context.architecture.norm_placement == "pre",
             )
@@ -311,7 +313,7 @@ class BlockBuilder:
                 width,
                 name,
                 element_bytes=x.num_bytes // (rows * width),
-                weight_bytes=context.norm_weight_bytes,
+                weight_bytes=context.precision.norm_weight_bytes,
                 trainable=context.norms_train,
                 weight_in_fp32=family.norm.weight_in_float32,
                 of_input=family.norm.multiplies_input,
@@ -321,8 +323,8 @@ class BlockBuilder:
             return ops.python_layer_norm(
                 self.tape, x, rows, width, name, element_bytes=narrow // (rows * width), trainable=context.norms_train
             )
-        compute = rows * width * context.compute_bytes
-        if family.norm.without_autocast and context.autocast:
+        compute = rows * width * context.precision.compute_bytes
+        if family.norm.without_autocast and context.precision.autocast:
             x = ops.cast(self.tape, x, compute, f"{name}.to_compute_dtype") if x.num_bytes > compute else x
         elif (self.context.native_norm_in_float32 or kind == "nonparametric") and x.num_bytes < rows * width * FP32:
             x = ops.cast(self.tape, x, rows * width * FP32, f"{name}.to_float32")

@@ -1,4 +1,4 @@
-"""What a Hugging Face block depends on.
+"""What a Hugging Face block depends on, in groups of settings that belong together.
 
 Source for what autocast caches: torch/csrc/autograd autocast_mode.cpp, `cached_cast`.
 """
@@ -7,19 +7,127 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from peakcast.core.units import FP32
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.loss import LossKind
 from peakcast.jobs.spec import Finetuning
 from peakcast.models.ledger.huggingface.blocks.ring_attention import ALONE, Ring
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE, TensorParallel
 
-FP32 = 4
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Precision:
+    """Bytes of one element of weights and results."""
+
+    weight_bytes: int
+    """Of the (unquantised) base weights."""
+    compute_bytes: int
+    """Inside matrix products. Only under autocast is it narrower than the weights or inputs."""
+    end_weight_bytes: int
+    """Of the token table and the lm_head, more than `weight_bytes` if a trainer casts them to fp32."""
+    norm_weight_bytes: int
+    """Of the norms' weights, more than `weight_bytes` if a trainer casts norms to fp32."""
+    autocast: bool
+    float16: bool = False
+    """Whether matrix products are in float16; CUDA's softmax then widens its input itself (torch `native/SoftMax.cpp`
+    half_to_float)."""
+    narrows_final_norm: bool = False
+    """Whether FSDP2 casts the last norm's output to the dtype in which it gathers, because the norm is in an FSDP2
+    group."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Linears:
+    """How Linear layers run: in which number format, and what they keep beyond what their gradients need."""
+
+    float8: bool = False
+    """Whether Linears compute in float8, except those in `float8_skips`."""
+    float8_skips: frozenset[str] = frozenset({"lm_head"})
+    keep_input: bool = False
+    """Whether a Linear saves its input even if its weight is frozen: DeepSpeed's stage 3 has a Linear of its own (0.19
+    `runtime/zero/linear.py`)."""
+    quantized_keep_input: bool = False
+    """Whether bitsandbytes keeps the input of a frozen 4-bit matrix, for a gradient that nothing needs (before 0.43.2)."""
+    unpack_in_place: bool = False
+    """Whether quantised matrices are unpacked into one buffer that always exists (exllama), instead of a new one for each
+    call."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Adapters:
+    """Bytes of one element of adapters and of what they read."""
+
+    weight_bytes: int
+    input_bytes: int
+    """Of an adapter's input, which peft casts to the dtype of the adapter's weight. It is wider than the adapter computes
+    in if the weight is gathered in another dtype afterwards."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Attention:
+    """Which attention runs, and which copies the release of transformers makes for it."""
+
+    implementation: str
+    """As `attn_implementation`: "eager", "sdpa", "flash_attention_2" or "flex"."""
+    repeats_key_value: bool = False
+    """Whether flash attention gets a copy of each key and value head for every query head (older transformers)."""
+    sdpa_repeats_key_value: bool = False
+    """Whether sdpa gets such copies even if nothing is masked (transformers before 4.54)."""
+    sdpa_copies: bool = False
+    """Whether sdpa gets contiguous copies, so that its output is contiguous too (transformers 4.48 to 4.55)."""
+    cudnn: bool = False
+    """Whether sdpa runs cuDNN's kernel instead of flash attention: its output lies head by head, and the output projection
+    reads a copy."""
+    mask_is_additive: bool = False
+    """Whether sdpa's mask has numbers in the embeddings' dtype, as before transformers 4.53, instead of bools."""
+
+    @property
+    def copies_key_value(self) -> bool:
+        """Whether the kernel gets a copy of each key and value head for every query head."""
+        return self.repeats_key_value or self.sdpa_repeats_key_value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Experts:
+    """How a mixture of experts runs."""
+
+    implementation: str = "grouped_mm"
+    """In grouped matrix products ("grouped_mm"), one after the other ("loop"), or as torchtitan's module."""
+    ranks: int = 1
+    """Number of ranks with different experts."""
+    fullest_load: int = 1
+    """For experts that run one after the other: equal shares of the rows that the fullest expert takes; 1: all take one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossRules:
+    """Which loss is computed, from logits in which dtype, in which pieces."""
+
+    kind: LossKind = "cross_entropy"
+    """For all but cross entropy, `preference_heads.py` has the head."""
+    logits_upcast: str = "loss"
+    """Where logits become fp32, as the convention `logits_upcast` says."""
+    slices_whole_dimensions: bool = False
+    """Whether autograd records `x[..., :-1, :]` as two slices, each with a gradient of its own; the last one covers the
+    whole dimension (torch before 2.9)."""
+    in_stages: bool = False
+    """Whether a pipeline's schedule computes the loss, after the model's forward has returned."""
+    logits_chunks: int = 1
+    """Number of chunks of whole logits that a chunked loss processes one after the other."""
+    logits_chunks_apart: bool = False
+    """Whether each of these chunks is a matrix product of its own."""
+    fused_chunks: int = 0
+    """Number of chunks of torchtitan's or Unsloth's fused loss; 0: the fused loss is Liger's."""
+    fused_temporary_bytes: int = 0
+    """Bytes, per element of the lm_head, of a temporary that each chunk of the fused loss makes."""
+    reduced_bytes: int = 0
+    """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without mixed precision."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kernels:
-    """Which kernels run, by the conventions `norm_kernel`, `rotary_kernel`, `gated_activation_kernel`, `loss_kernel` and
-    `lora_kernel`. False or "eager": the family's own code."""
+    """Which fused kernels run, by the conventions `norm_kernel`, `rotary_kernel`, `gated_activation_kernel`, `loss_kernel`
+    and `lora_kernel`. False or "eager": the family's own code."""
 
     norm: bool = False
     rotary: bool = False
@@ -27,76 +135,20 @@ class Kernels:
     loss: str = "eager"
     lora: str = "eager"
 
+    @property
+    def fused_loss(self) -> bool:
+        """Whether lm_head and loss are one operation that makes no whole logits."""
+        return self.loss in ("fused_linear", "chunked")
+
     def layer_compiled(self) -> Kernels:
         """These kernels in a compiled layer, which fuses norms, rotation and gated activation too."""
         return replace(self, norm=True, rotary=True, gated_activation=True)
 
 
-EAGER = Kernels()
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HFContext:
-    """Everything that a block's tensors depend on. Hashable: blocks with equal contexts share one template."""
+class BackwardRules:
+    """How backward gets what forward computed: kept on the GPU, kept on the host, or computed again."""
 
-    architecture: Architecture
-    batch: int
-    sequence: int
-    weight_bytes: int
-    """Bytes of one element of the (unquantised) base weights."""
-    compute_bytes: int
-    """Bytes of one element inside matrix products. Only under autocast is it narrower than the weights or inputs."""
-    autocast: bool
-    float16: bool = False
-    """Whether matrix products are in float16; CUDA's softmax then widens its input itself (torch `native/SoftMax.cpp`
-    half_to_float)."""
-    end_weight_bytes: int
-    """Bytes of one element of the token table and the lm_head, more than `weight_bytes` if a trainer casts them to fp32."""
-    norm_weight_bytes: int
-    """Bytes of one element of the norms' weights, more than `weight_bytes` if a trainer casts norms to fp32."""
-    attention: str
-    finetuning: Finetuning
-    unpacks_in_place: bool = False
-    """Whether quantised matrices are unpacked into one buffer that always exists (exllama), instead of a new one for each
-    call."""
-    adapter_bytes: int
-    adapter_input_bytes: int
-    """Bytes of one element of an adapter's input, which peft casts to the dtype of the adapter's weight. It is wider than
-    the adapter computes in if the weight is gathered in another dtype afterwards."""
-    logits_upcast: str
-    slices_whole_dimensions: bool = False
-    """Whether autograd records `x[..., :-1, :]` as two slices, each with a gradient of its own; the last one covers the
-    whole dimension (torch before 2.9)."""
-    first_layer: bool = False
-    """Whether the first layer reads the embedding's output in the weights' dtype while later ones read a wider residual
-    stream."""
-    repeats_key_value: bool = False
-    """Whether flash attention gets a copy of each key and value head for every query head (older transformers)."""
-    sdpa_repeats_key_value: bool = False
-    """Whether sdpa gets such copies even if nothing is masked (transformers before 4.54)."""
-    sdpa_copies: bool = False
-    """Whether sdpa gets contiguous copies, so that its output is contiguous too (transformers 4.48 to 4.55)."""
-    cudnn_attention: bool = False
-    """Whether sdpa runs cuDNN's kernel instead of flash attention: its output lies head by head, and the output projection
-    reads a copy."""
-    mask_is_additive: bool = False
-    """Whether sdpa's mask has numbers in the embeddings' dtype, as before transformers 4.53, instead of bools."""
-    input_requires_grad: bool = True
-    """False for the first layer of a network with adapters and no checkpointing: nothing before an adapter is saved."""
-    rotates: bool = True
-    """Whether the layer rotates queries and keys, if the architecture has rotary positions."""
-    masked: bool = False
-    """Whether the layer's attention gets an explicit mask."""
-    mask_of_batch: bool = False
-    """Whether every sequence of the batch has its own mask (padding, packed sequences)."""
-    valid_rows: int = 0
-    """Number of tokens that are not padding, to which flash attention is restricted; 0 if there is no padding."""
-    num_sequences: int = 0
-    """Number of sequences that are joined in one row; 0 if they are not joined."""
-    routed: bool = False
-    """Whether the layer's feed-forward is a mixture of experts."""
-    parts: str = ""
-    """The parts of a hybrid's layer, as in `Architecture.layer_types`."""
     checkpointed: bool = False
     """Whether the checkpoint, not the layer, owns the layer's input."""
     reentrant: bool = False
@@ -106,65 +158,99 @@ class HFContext:
     """n if selective checkpointing keeps the first of every n matrix products of a checkpointed layer; 0: none."""
     cached_kinds: frozenset[str] = frozenset({"attention"})
     """The kinds of operations (`operations.KINDS`) whose outputs selective checkpointing keeps."""
-    expert_ranks: int = 1
-    """Number of ranks with different experts."""
-    experts: str = "grouped_mm"
-    """How experts run: in grouped matrix products ("grouped_mm"), one after the other ("loop"), or as torchtitan's
-    module."""
-    fullest_expert_load: int = 1
-    """For experts that run one after the other: equal shares of the rows that the fullest expert takes; 1: all take one."""
-    kernels: Kernels = EAGER
-    """Which fused kernels replace the family's own code."""
-    compiled: frozenset[str] = frozenset()
-    """What torch.compile compiles: names from COMPILED in `layers.py`. Inductor fuses a layer's norms, rotation and
-    silu·up as Liger's kernels do, and saves the same (`Kernels.layer_compiled`)."""
-    compiles_adapters: bool = False
-    """Whether the graph of a layer that is compiled by itself is known with its adapters."""
-    reduced_bytes: int = 0
-    """Bytes of one element of a gradient while FSDP reduces it under mixed precision; 0 without mixed precision."""
-    loss_chunks: int = 0
-    """Number of chunks of torchtitan's or Unsloth's fused loss; 0: the fused loss is Liger's."""
-    logits_chunks: int = 1
-    """Number of chunks of the logits that a chunked loss processes one after the other."""
-    logits_chunks_apart: bool = False
-    """Whether each of these chunks is a matrix product of its own."""
-    loss: LossKind = "cross_entropy"
-    """The kind of loss; for all but cross entropy, `preference_heads.py` has the head."""
-    fused_loss_temporary_bytes: int = 0
-    """Bytes, per element of the lm_head, of a temporary that each chunk of the fused loss makes."""
-    quantized_linears_keep_input: bool = False
-    """Whether bitsandbytes keeps the input of a frozen 4-bit matrix, for a gradient that nothing needs (before 0.43.2)."""
-    linears_keep_input: bool = False
-    """Whether a Linear saves its input even if its weight is frozen: DeepSpeed's stage 3 has a Linear of its own (0.19
-    `runtime/zero/linear.py`)."""
-    splits_backward: bool = False
-    in_stages: bool = False
-    """Whether a pipeline's schedule computes the loss, after the model's forward has returned."""
     saves_on_cpu: bool = False
     """Whether all saved tensors are offloaded to the host."""
-    narrows_final_norm: bool = False
-    """Whether FSDP2 casts the last norm's output to the dtype in which it gathers, because the norm is in an FSDP2
-    group."""
-    gpu: tuple[int, int] | None = None
-    """(multiprocessors, threads of each) of the GPU, to count what kernels allocate for themselves; None: not counted, as
-    traces do not see it."""
-    float8: bool = False
-    """Whether Linears compute in float8, except those in `float8_skips`."""
-    float8_skips: frozenset[str] = frozenset({"lm_head"})
-    group: TensorParallel = WHOLE
-    """The tensor-parallel group. In a layer's context, `architecture` describes one rank's part."""
-    ring: Ring = ALONE
-    """The ranks that share each sequence; `sequence` is then this rank's part of it."""
-    neftune: bool = False
-    """Whether training adds noise to the token embeddings."""
-    cache: str = ""
-    """In generation: what the layer's cache does with new keys and values (`kv_cache.py`); "" without a cache."""
-    latent_cache: bool = True
+    in_two_parts: bool = False
+    """Whether gradients of weights are computed after those of all inputs, as in a zero-bubble pipeline."""
+
+    @property
+    def frees_recomputed(self) -> bool:
+        """Whether a tensor recomputed for a node's backward is freed as soon as the node has run: non-reentrant
+        checkpointing returns each only once (torch `utils/checkpoint.py` _checkpoint_hook)."""
+        return self.checkpointed and not self.reentrant
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerRules:
+    """What differs between the layers of one network."""
+
+    reads_embedding: bool = False
+    """Whether the layer reads the embedding's output in the weights' dtype, while later ones read a wider residual
+    stream."""
+    input_requires_grad: bool = True
+    """False for the first layer of a network with adapters and no checkpointing: nothing before an adapter is saved."""
+    rotates: bool = True
+    """Whether the layer rotates queries and keys, if the architecture has rotary positions."""
+    masked: bool = False
+    """Whether the layer's attention gets an explicit mask."""
+    routed: bool = False
+    """Whether the layer's feed-forward is a mixture of experts."""
+    parts: str = ""
+    """The parts of a hybrid's layer, as in `Architecture.layer_types`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Packing:
+    """How sequences of different lengths share a micro-batch: padded, or joined in one row."""
+
+    mask_of_batch: bool = False
+    """Whether every sequence of the batch has its own mask."""
+    valid_rows: int = 0
+    """Number of tokens that are not padding, to which flash attention is restricted; 0 if there is no padding."""
+    num_sequences: int = 0
+    """Number of sequences that are joined in one row; 0 if they are not joined."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cache:
+    """Generation's key-value cache in one layer."""
+
+    does: str = ""
+    """What the cache does with new keys and values (`kv_cache.py`); "" without a cache."""
+    latent: bool = True
     """Whether multi-latent attention caches the compressed form, not the expanded keys and values."""
-    cache_length: int = 0
+    length: int = 0
     """Number of tokens in the keys that the cache returns."""
     key_length: int = 0
     """Number of those tokens that attention reads; 0 for the sequence itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HFContext:
+    """Everything that a block's tensors depend on. Hashable: blocks with equal contexts share one template."""
+
+    architecture: Architecture
+    """The network; under tensor parallelism, one rank's part of a layer."""
+    batch: int
+    sequence: int
+    """Number of tokens of each sequence; if `ring` shares sequences, of this rank's part of each."""
+    precision: Precision
+    attention: Attention
+    finetuning: Finetuning
+    adapters: Adapters
+    linears: Linears = Linears()
+    experts: Experts = Experts()
+    loss: LossRules = LossRules()
+    kernels: Kernels = Kernels()
+    """Which fused kernels replace the family's own code."""
+    compiled: frozenset[str] = frozenset()
+    """What torch.compile compiles: names from COMPILED in `contexts.py`. Inductor fuses a layer's norms, rotation and
+    silu·up as Liger's kernels do, and saves the same (`Kernels.layer_compiled`)."""
+    compiles_adapters: bool = False
+    """Whether the graph of a layer that is compiled by itself is known with its adapters."""
+    backward: BackwardRules = BackwardRules()
+    layer: LayerRules = LayerRules()
+    packing: Packing = Packing()
+    cache: Cache = Cache()
+    group: TensorParallel = WHOLE
+    """The tensor-parallel group."""
+    ring: Ring = ALONE
+    """The ranks that share each sequence."""
+    neftune: bool = False
+    """Whether training adds noise to the token embeddings."""
+    gpu: tuple[int, int] | None = None
+    """(multiprocessors, threads of each) of the GPU, to count what kernels allocate for themselves; None: not counted, as
+    traces do not see it."""
 
     @property
     def rows(self) -> int:
@@ -174,7 +260,7 @@ class HFContext:
     @property
     def keys(self) -> int:
         """Number of tokens in the keys that attention reads."""
-        return self.key_length or self.sequence
+        return self.cache.key_length or self.sequence
 
     @property
     def stream_rows(self) -> int:
@@ -184,13 +270,8 @@ class HFContext:
     @property
     def input_bytes(self) -> int:
         """Bytes of one layer's input."""
-        size = self.end_weight_bytes if self.first_layer else self.stream_bytes
+        size = self.precision.end_weight_bytes if self.layer.reads_embedding else self.stream_bytes
         return self.stream_rows * self.architecture.hidden_size * size
-
-    @property
-    def fused_loss(self) -> bool:
-        """Whether lm_head and loss are one operation that makes no whole logits."""
-        return self.kernels.loss in ("fused_linear", "chunked")
 
     @property
     def trainable(self) -> bool:
@@ -207,29 +288,24 @@ class HFContext:
         """Bytes of one element of the residual stream between layers: as the embedding's output, or wider if an fp32 norm
         makes a quantised Linear return fp32 (bitsandbytes `Linear4bit.forward` returns its input's dtype)."""
         if not self.finetuning.quantization:
-            return self.weight_bytes
-        return FP32 if self.native_norm_in_float32 else self.norm_weight_bytes
-
-    @property
-    def lets_go(self) -> bool:
-        """Whether a tensor recomputed for a node's backward is freed as soon as the node has run: non-reentrant
-        checkpointing returns each only once (torch `utils/checkpoint.py` _checkpoint_hook)."""
-        return self.checkpointed and not self.reentrant
+            return self.precision.weight_bytes
+        return FP32 if self.native_norm_in_float32 else self.precision.norm_weight_bytes
 
     @property
     def native_norm_in_float32(self) -> bool:
         """Whether norms run in fp32 because torch's own layer_norm is on autocast's fp32 list."""
-        return self.autocast and self.architecture.normalization != "rmsnorm"
+        return self.precision.autocast and self.architecture.normalization != "rmsnorm"
 
 
 def autocast_copy_bytes(context: HFContext) -> int:
     """Bytes per element of the narrow copies of wide trained matrices, which autocast caches until its context exits, even
     if no graph saves them (torch/csrc/autograd autocast_mode.cpp, `cached_cast`); 0 if there are none."""
-    wide = context.adapter_bytes if context.finetuning.method != "full" else context.weight_bytes
-    return context.compute_bytes if context.autocast and wide > context.compute_bytes else 0
+    precision = context.precision
+    wide = precision.weight_bytes if context.trainable else context.adapters.weight_bytes
+    return precision.compute_bytes if precision.autocast and wide > precision.compute_bytes else 0
 
 
 def is_cast_by_autocast(context: HFContext, name: str, shape: tuple[int, ...]) -> bool:
     """Whether autocast makes a narrow copy of this weight: of matrices, except experts in grouped products, which are on
     none of its lists (transformers 5.17 `integrations/moe.py` _grouped_mm)."""
-    return len(shape) > 1 and (context.experts == "loop" or not name.startswith("mlp.experts."))
+    return len(shape) > 1 and (context.experts.implementation == "loop" or not name.startswith("mlp.experts."))

@@ -5,21 +5,19 @@ Source: transformers 5.17 `models/<model_type>/modeling_<model_type>.py`, `eager
 
 from __future__ import annotations
 
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads, joins_heads
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.networks.families import family_of
-
-FP32 = 4
-INT64 = 8
 
 
 def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """`eager_attention_forward`: scores, softmax (in most families in fp32 and converted back), times v."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
-    heads, size = architecture.num_attention_heads, context.compute_bytes
+    heads, size = architecture.num_attention_heads, context.precision.compute_bytes
     eager = family_of(architecture).eager_attention
     elements = context.batch * heads * context.sequence * context.keys
     query_bytes = q.num_bytes // (context.rows * _query_width(architecture))
@@ -27,12 +25,12 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     # not a single head that is expanded, nor what multi-latent attention expands of its cache
     key_heads = attention_key_heads(architecture)
     single = key_heads == 1 < heads
-    cached = context.cache not in ("", "passes") and not ((architecture.mla and context.latent_cache) or single)
+    cached = context.cache.does not in ("", "passes") and not ((architecture.mla and context.cache.latent) or single)
     laid_out = key_heads not in (1, heads) or cached
     k, v = repeat_key_value(build, q, k, v)
     if eager.scores_in_float32 and size != FP32:
         q, k = to_float32(build, q, "q"), to_float32(build, k, "k")
-        size = size if context.autocast else FP32
+        size = size if context.precision.autocast else FP32
     if eager.joins_heads_first:
         v = _joined(build, v, "v", by_head=cached)
     joined = joins_heads(architecture)
@@ -61,8 +59,8 @@ def eager_attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Ten
     if eager.scales_in_place:
         tape.hold(scaled)
     weights = returned = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.attention_dropout")
-    if weights.num_bytes != elements * context.compute_bytes:
-        weights = ops.cast(tape, weights, elements * context.compute_bytes, "self_attn.weights_cast")
+    if weights.num_bytes != elements * context.precision.compute_bytes:
+        weights = ops.cast(tape, weights, elements * context.precision.compute_bytes, "self_attn.weights_cast")
     v_used = v if eager.joins_heads_first else _joined(build, v, "v", by_head=laid_out)
     summed = v.num_bytes // context.keys * context.sequence
     output = ops.matmul(tape, weights, v_used, summed, "self_attn.weighted_sum")
@@ -82,8 +80,8 @@ def _softmax(build: BlockBuilder, scores: Tensor, elements: int, query_bytes: in
     families, converted to the queries' dtype; the scores' variable is reassigned only after that."""
     context, tape = build.context, build.tape
     wide, eager = elements * FP32, family_of(context.architecture).eager_attention
-    narrow = elements * (query_bytes if eager.softmax == "float32" else context.compute_bytes)
-    widened = scores.num_bytes < wide and (eager.softmax == "float32" or context.autocast)
+    narrow = elements * (query_bytes if eager.softmax == "float32" else context.precision.compute_bytes)
+    widened = scores.num_bytes < wide and (eager.softmax == "float32" or context.precision.autocast)
     weights = softmax(build, scores, wide if widened else scores.num_bytes, "self_attn.softmax")
     tape.hold(scores)
     if weights.num_bytes != narrow and eager.softmax != "wide":
@@ -95,14 +93,14 @@ def _softmax(build: BlockBuilder, scores: Tensor, elements: int, query_bytes: in
 
 def softmax(build: BlockBuilder, x: Tensor, num_bytes: int, name: str) -> Tensor:
     """A softmax whose output has `num_bytes`. For a wider dtype its input is converted first, except float16."""
-    if x.num_bytes != num_bytes and not build.context.float16:
+    if x.num_bytes != num_bytes and not build.context.precision.float16:
         x = ops.cast(build.tape, x, num_bytes, f"{name}.to_float32")
-    return build.tape.operation(name, [x], num_bytes, saves_output=True)
+    return build.tape.operation(name, [x], num_bytes, saves=Saved(output=True))
 
 
 def _add_mask(build: BlockBuilder, scores: Tensor, elements: int) -> Tensor:
     """Scores plus the mask, which has the embeddings' dtype: under autocast a wide mask widens the scores."""
-    size = max(scores.num_bytes, elements * build.context.weight_bytes)
+    size = max(scores.num_bytes, elements * build.context.precision.weight_bytes)
     passed_on = None if size == scores.num_bytes else scores.num_bytes
     return build.tape.operation("self_attn.add_mask", [scores], size, gradients=[(scores, passed_on)])
 
@@ -114,16 +112,15 @@ def _softmax_with_sinks(
     the extra column is cut off. Returns as `_softmax`."""
     context, tape = build.context, build.tape
     heads, rows = context.architecture.num_attention_heads, context.rows * context.architecture.num_attention_heads
-    element = max(context.weight_bytes, context.compute_bytes)  # concatenated with the parameters, in the wider dtype
+    # concatenated with the parameters, in the wider dtype
+    element = max(context.precision.weight_bytes, context.precision.compute_bytes)
     whole = (elements + rows) * element
-    sinks = [WeightGradient("self_attn.sinks.grad", heads * context.weight_bytes)] if context.trainable else []
+    sinks = [WeightGradient("self_attn.sinks.grad", heads * context.precision.weight_bytes)] if context.trainable else []
     argument = scores
     if scores.num_bytes != elements * element:
         argument = ops.cast(tape, scores, elements * element, "self_attn.sinks.to_float32")
-    combined = tape.operation(
-        "self_attn.sinks", [argument], whole, weight_gradients=sinks, gradients=[(argument, None)]
-    )
-    largest = tape.operation("self_attn.sinks.max", [combined], rows * element, extra_saved_bytes=[rows * INT64])
+    combined = tape.operation("self_attn.sinks", [argument], whole, weight_gradients=sinks, gradients=[(argument, None)])
+    largest = tape.operation("self_attn.sinks.max", [combined], rows * element, saves=Saved(extra_bytes=[rows * INT64]))
     shifted = tape.operation(
         "self_attn.sinks.subtract",
         [combined, largest],
@@ -132,9 +129,9 @@ def _softmax_with_sinks(
         backward_temporary_bytes=whole,
     )
     probabilities = ops.unary_of_result(tape, shifted, "self_attn.softmax")
-    weights = tape.operation("self_attn.sinks.cut", [probabilities], elements * element, view_of=probabilities)
-    if element != context.compute_bytes:
-        weights = ops.cast(tape, weights, elements * context.compute_bytes, "self_attn.softmax.to_narrow")
+    weights = tape.operation("self_attn.sinks.cut", [probabilities], Output(elements * element, view_of=probabilities))
+    if element != context.precision.compute_bytes:
+        weights = ops.cast(tape, weights, elements * context.precision.compute_bytes, "self_attn.softmax.to_narrow")
     tape.hold(scores)
     return weights, [shifted, probabilities]
 
@@ -169,11 +166,11 @@ def repeat_key_value(
         return k, v
     single = key_heads == 1 and not interleaved  # one head is expanded as a view
     copies = build.context.architecture.num_attention_heads // key_heads
-    repeated = tape.operation("self_attn.repeat_k", [k], k.num_bytes * copies, view_of=k if single else None)
-    return repeated, tape.operation("self_attn.repeat_v", [v], v.num_bytes * copies, view_of=v if single else None)
+    repeated = tape.operation("self_attn.repeat_k", [k], Output(k.num_bytes * copies, view_of=k if single else None))
+    return repeated, tape.operation("self_attn.repeat_v", [v], Output(v.num_bytes * copies, view_of=v if single else None))
 
 
 def to_float32(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
     """x in fp32."""
-    size = build.context.compute_bytes
+    size = build.context.precision.compute_bytes
     return ops.cast(build.tape, x, x.num_bytes // size * FP32, f"self_attn.math.{name}32") if size != FP32 else x

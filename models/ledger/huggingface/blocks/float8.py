@@ -9,7 +9,7 @@ float8_ops.py preprocess_addmm. Compiled, these conversions fuse; that is not mo
 
 from __future__ import annotations
 
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 
 CONVERSION_BYTES = 4 + 4 + 1
 """Bytes per element at the fullest moment of a conversion: the scaled fp32 tensor, its clamped copy, the result."""
@@ -34,13 +34,11 @@ def float8_linear(
     output = tape.operation(
         name,
         [x],
-        outputs * element_bytes,
-        saves=[x],
+        Output(outputs * element_bytes, kind="matmul"),
+        saves=Saved([x], by_function=True),
         weight_gradients=[WeightGradient(f"{name}.weight.grad", weight * element_bytes)],
         forward_temporary_bytes=max(forward, inputs + weight),
         backward_temporary_bytes=max(backward - made, 0),
-        kind="matmul",
-        is_function=True,
     )
     if not bias:
         return output

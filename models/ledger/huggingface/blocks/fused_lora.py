@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder, is_adapter_target
-from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Saved, Tensor, WeightGradient
 
 
 def is_fused(build: BlockBuilder, names: Sequence[str], bias: bool) -> bool:
@@ -44,10 +44,9 @@ def fused_projections(build: BlockBuilder, x: Tensor, in_features: int, outputs:
         ".lora_".join((outputs[0][0], "function")),
         made,
         [x],
-        saves=kept,
+        saves=Saved(kept, by_function=True, become_gradients=in_place),
         weight_gradients=gradients,
         backward_temporary_bytes=max(matrix + product, _masked_bytes(build, x.num_bytes, in_features)),
-        gradients_in_place=in_place,
     )
     build.tape.hold(x)  # the module's argument, until it returns
     return results
@@ -68,10 +67,13 @@ def fused_feed_forward(build: BlockBuilder, x: Tensor, width: int, inner: int, n
         "mlp.lora_function",
         [down],
         [x],
-        saves=[x, gate, up, *dropped_gate, *dropped_up, *dropped_down],
+        saves=Saved(
+            [x, gate, up, *dropped_gate, *dropped_up, *dropped_down],
+            by_function=True,
+            become_gradients=build.context.finetuning.quantization != "gptq",
+        ),
         weight_gradients=gradients,
         backward_temporary_bytes=up.num_bytes + passing,
-        gradients_in_place=build.context.finetuning.quantization != "gptq",
     )
     tape.hold(x)  # the module's argument, until it returns
     return result
@@ -81,7 +83,7 @@ def _projected(
     build: BlockBuilder, x: Tensor, in_features: int, out_features: int, name: str
 ) -> tuple[Tensor, list[Tensor]]:
     """One projection with its adapter, outside any graph, and the copy of x after dropout, if there is dropout."""
-    tape, tuning, compute = build.tape, build.context.finetuning, build.context.compute_bytes
+    tape, tuning, compute = build.tape, build.context.finetuning, build.context.precision.compute_bytes
     x = _without_graph(x)
     matrix = _matrix_bytes(build, in_features, out_features)
     y = tape.operation(name, [x], build.rows * out_features * compute, forward_temporary_bytes=matrix)
@@ -102,7 +104,7 @@ def _without_graph(x: Tensor) -> Tensor:
 def _matrix_bytes(build: BlockBuilder, in_features: int, out_features: int) -> int:
     """Bytes of a dequantised weight; 0 if the weight is not quantised."""
     quantized = build.context.finetuning.quantization is not None
-    return in_features * out_features * build.context.compute_bytes if quantized else 0
+    return in_features * out_features * build.context.precision.compute_bytes if quantized else 0
 
 
 def _masked_bytes(build: BlockBuilder, input_bytes: int, in_features: int) -> int:
@@ -114,7 +116,7 @@ def _masked_bytes(build: BlockBuilder, input_bytes: int, in_features: int) -> in
 
 def _adapter_gradients(build: BlockBuilder, in_features: int, out_features: int, name: str) -> list[WeightGradient]:
     """The gradients of an adapter's two matrices."""
-    rank, size = build.context.finetuning.rank or 0, build.context.adapter_bytes
+    rank, size = build.context.finetuning.rank or 0, build.context.adapters.weight_bytes
     return [
         WeightGradient(f"{name}.lora_A.weight.grad", rank * in_features * size),
         WeightGradient(f"{name}.lora_B.weight.grad", out_features * rank * size),

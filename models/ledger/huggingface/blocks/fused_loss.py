@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from peakcast.core.units import power_of_two
+from peakcast.core.units import FP32, INT64, power_of_two
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape.local_variables import Locals
-from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
-
-FP32 = 4
-INT64 = 8
 
 
 def fused_loss(build: BlockBuilder, hidden: Tensor) -> None:
     """Append lm_head and loss by the job's kernel: Unsloth's, torchtitan's, or Liger's."""
     if build.context.kernels.loss == "chunked":
         chunked_cross_entropy(build, hidden)
-    elif build.context.loss_chunks:
+    elif build.context.loss.fused_chunks:
         loss_in_chunks(build, hidden)
     else:
         fused_linear_cross_entropy(build, hidden)
@@ -34,21 +32,20 @@ def chunked_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
     """
     context, tape, rows = build.context, build.tape, build.context.rows
     width, vocabulary = context.architecture.hidden_size, context.architecture.vocab_size
-    weight = vocabulary * width * context.end_weight_bytes if context.trainable else 0
-    tokens = -(-rows // max(context.loss_chunks, 1))
+    weight = vocabulary * width * context.precision.end_weight_bytes if context.trainable else 0
+    tokens = -(-rows // max(context.loss.fused_chunks, 1))
     gradient = tokens * width * (hidden.num_bytes // (rows * width)) + weight  # of a chunk, before it is stored or added
     tape.begin_loss()
-    labels = tape.operation("shift_labels", [], rows * INT64, gradients=[], category=Category.INPUTS)
-    tape.operation(
-        "lm_head.chunked_cross_entropy",
-        [hidden],
-        FP32,
-        extra_saved_bytes=[hidden.num_bytes, *([weight] if weight else [])],
-        gradients_in_place=True,
-        weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if weight else [],
-        forward_temporary_bytes=tokens * vocabulary * context.compute_bytes + gradient,
-        category=Category.LOGITS,
-    )
+    labels = tape.operation("shift_labels", [], Output(rows * INT64, category=Category.INPUTS), gradients=[])
+    with tape.marked(Mark.LM_HEAD):
+        tape.operation(
+            "lm_head.chunked_cross_entropy",
+            [hidden],
+            Output(FP32, category=Category.LOGITS),
+            saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if weight else [])], become_gradients=True),
+            weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if weight else [],
+            forward_temporary_bytes=tokens * vocabulary * context.precision.compute_bytes + gradient,
+        )
     tape.hold(labels)
 
 
@@ -60,19 +57,18 @@ def fused_linear_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
     """
     context, tape, rows = build.context, build.tape, build.context.rows
     width, vocabulary = context.architecture.hidden_size, context.architecture.vocab_size
-    weight = vocabulary * width * context.weight_bytes
+    weight = vocabulary * width * context.precision.weight_bytes
     tape.begin_loss()
-    labels = tape.operation("pad_labels", [], 2 * rows * INT64, gradients=[], category=Category.INPUTS)
-    tape.operation(
-        "lm_head.fused_linear_cross_entropy",
-        [hidden],
-        FP32,
-        extra_saved_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])],
-        gradients_in_place=True,
-        weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
-        forward_temporary_bytes=passing_bytes(context, width, vocabulary, hidden.num_bytes) + rows * (FP32 + 1),
-        category=Category.LOGITS,
-    )
+    labels = tape.operation("pad_labels", [], Output(2 * rows * INT64, category=Category.INPUTS), gradients=[])
+    with tape.marked(Mark.LM_HEAD):
+        tape.operation(
+            "lm_head.fused_linear_cross_entropy",
+            [hidden],
+            Output(FP32, category=Category.LOGITS),
+            saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])], become_gradients=True),
+            weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
+            forward_temporary_bytes=passing_bytes(context, width, vocabulary, hidden.num_bytes) + rows * (FP32 + 1),
+        )
     tape.hold(labels)  # variables of transformers and Liger refer to them until the kernel returns
 
 
@@ -81,10 +77,10 @@ def passing_bytes(context: HFContext, width: int, vocabulary: int, hidden_bytes:
     directly into their destination. For those that it does cast it makes narrow copies: the trained weight's is cached
     until the forward ends, its transpose's (not a leaf) never. The weight's product is added directly to its destination,
     except in fp32; before 0.8.3 each was made, widened and then added."""
-    rows, element = context.rows, context.compute_bytes
+    rows, element = context.rows, context.precision.compute_bytes
     budget = family_of(context.architecture).liger.loss_budget
     chunk, matrix = fused_loss_chunk(rows, width * budget, vocabulary), vocabulary * width
-    casts, held = context.autocast and element < context.weight_bytes, Locals()
+    casts, held = context.precision.autocast and element < context.precision.weight_bytes, Locals()
     input_element = element if hidden_bytes > rows * width * element else 0  # else the norm's output is narrow already
     for tokens in (chunk, *([min(chunk, rows - chunk)] if chunk < rows else [])):  # the second finds what the first leaves
         if casts:
@@ -100,7 +96,7 @@ def passing_bytes(context: HFContext, width: int, vocabulary: int, hidden_bytes:
         if context.trainable:
             if casts:
                 held.let("input_cast", tokens * width * input_element)
-            held.let("product", matrix * (FP32 if element == FP32 else context.fused_loss_temporary_bytes))
+            held.let("product", matrix * (FP32 if element == FP32 else context.loss.fused_temporary_bytes))
             held.free("input_cast", "product")
         held.free("logits")
     return held.most_bytes()
@@ -117,22 +113,22 @@ def loss_in_chunks(build: BlockBuilder, hidden: Tensor) -> None:
     """
     context, tape, rows = build.context, build.tape, build.context.rows
     width, vocabulary = context.architecture.hidden_size, context.architecture.vocab_size
-    weight = vocabulary * width * context.weight_bytes
-    logits = -(-rows // context.loss_chunks) * vocabulary
-    in_loss = logits * (context.compute_bytes + 3 * FP32)
-    in_product = logits * 2 * context.compute_bytes + (weight if context.trainable else 0)
-    widened = vocabulary * width * max(context.reduced_bytes - context.weight_bytes, 0) if context.trainable else 0
+    weight = vocabulary * width * context.precision.weight_bytes
+    logits = -(-rows // context.loss.fused_chunks) * vocabulary
+    in_loss = logits * (context.precision.compute_bytes + 3 * FP32)
+    in_product = logits * 2 * context.precision.compute_bytes + (weight if context.trainable else 0)
+    wider = max(context.loss.reduced_bytes - context.precision.weight_bytes, 0) if context.trainable else 0
+    widened = vocabulary * width * wider
     tape.begin_loss()
-    tape.operation(
-        "lm_head.loss_in_chunks",
-        [hidden],
-        FP32,
-        extra_saved_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])],
-        gradients_in_place=True,
-        weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
-        forward_temporary_bytes=max(in_loss, in_product) + rows * width * FP32 + widened,
-        category=Category.LOGITS,
-    )
+    with tape.marked(Mark.LM_HEAD):
+        tape.operation(
+            "lm_head.loss_in_chunks",
+            [hidden],
+            Output(FP32, category=Category.LOGITS),
+            saves=Saved(extra_bytes=[hidden.num_bytes, *([weight] if context.trainable else [])], become_gradients=True),
+            weight_gradients=[WeightGradient("lm_head.weight.grad", weight)] if context.trainable else [],
+            forward_temporary_bytes=max(in_loss, in_product) + rows * width * FP32 + widened,
+        )
 
 
 def fused_loss_chunk(rows: int, width: int, vocabulary: int) -> int:

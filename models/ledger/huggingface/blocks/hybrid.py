@@ -10,33 +10,34 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from peakcast.core.units import FP32
 from peakcast.jobs.architecture import StateSpace
 from peakcast.models.ledger.huggingface.blocks.attention import self_attention
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.layer import decoder_layer, feed_forward
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 
-FP32 = 4
 SCAN_CHUNK = 2048
 """Tokens between two states that Mamba's scan saves (mamba_ssm csrc/selective_scan/selective_scan.cpp, kMaxChunkSize)."""
 
 
 def layer_template(context: HFContext) -> Template:
     """The template of a decoder's layer, or of a hybrid's."""
-    return hybrid_layer(context) if context.parts else decoder_layer(context)
+    return hybrid_layer(context) if context.layer.parts else decoder_layer(context)
 
 
 @lru_cache(maxsize=128)
 def hybrid_layer(context: HFContext) -> Template:
     """One layer with the context's parts: [micro_batch_size, sequence_length, hidden_size] in and out."""
-    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.backward.saves_on_cpu)
     build = BlockBuilder(tape, context)
-    hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
+    owned = not context.backward.checkpointed
+    hidden = tape.input(context.input_bytes, requires_grad=context.layer.input_requires_grad, owned=owned)
     output = hidden
-    for number, group in enumerate(context.parts.split("+")):
+    for number, group in enumerate(context.layer.parts.split("+")):
         normed = build.norm(output, context.architecture.hidden_size, f"norm_{number}")
         results = [_part(build, normed, part) for part in group.split("|")]
         result = results[0]
@@ -45,7 +46,7 @@ def hybrid_layer(context: HFContext) -> Template:
         output = ops.add(tape, output, result, "residual_add")
     for variable in (hidden, *build.variables):
         tape.hold(variable)
-    return tape.finish(output, cached_matmuls=context.cached_matmuls, cached_kinds=context.cached_kinds)
+    return tape.finish(output, cached_matmuls=context.backward.cached_matmuls, cached_kinds=context.backward.cached_kinds)
 
 
 def _part(build: BlockBuilder, x: Tensor, part: str) -> Tensor:
@@ -59,7 +60,7 @@ def _part(build: BlockBuilder, x: Tensor, part: str) -> Tensor:
 def _mixer(build: BlockBuilder, x: Tensor, ssm: StateSpace) -> Tensor:
     """The projection in, the scan with everything fused into it, the projection out."""
     context, width = build.context, build.context.architecture.hidden_size
-    rows, size = context.rows, context.compute_bytes
+    rows, size = context.rows, context.precision.compute_bytes
     projected = build.projection(x, width, ssm.input_size, "mamba.in_proj", ssm.projection_bias)
     if ssm.version == 1:
         chunks = -(-context.sequence // SCAN_CHUNK)
@@ -75,8 +76,7 @@ def _mixer(build: BlockBuilder, x: Tensor, ssm: StateSpace) -> Tensor:
         "mamba.scan",
         [projected],
         rows * ssm.inner_size * size,
-        saves=[projected],
-        extra_saved_bytes=kept,
+        saves=Saved([projected], extra_bytes=kept),
         weight_gradients=_gradients(ssm, context) if context.trainable else [],
     )
     return build.projection(scanned, ssm.inner_size, width, "mamba.out_proj", ssm.projection_bias)
@@ -90,4 +90,4 @@ def _gradients(ssm: StateSpace, context: HFContext) -> list[WeightGradient]:
         numel += (ssm.time_step_rank + 2 * ssm.state_size) * (ssm.norm == "time_step_and_states")
     else:
         numel += 3 * ssm.num_heads + ssm.inner_size * (ssm.norm == "gated")
-    return [WeightGradient("mamba.scan.weights.grad", numel * context.weight_bytes)]
+    return [WeightGradient("mamba.scan.weights.grad", numel * context.precision.weight_bytes)]

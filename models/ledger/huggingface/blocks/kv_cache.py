@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Tensor
 
-CACHES = ("key_cache", "value_cache")
-FP32 = 4
-INT64 = 8
+CACHES = {"key_cache": Mark.KEY_CACHE, "value_cache": Mark.VALUE_CACHE}
+"""Names of a layer's caches, and of the operations that update them."""
 
 
 class CacheTurn(NamedTuple):
@@ -53,28 +54,30 @@ def layer_cache_bytes(context: HFContext, length: int) -> tuple[int, int]:
     models/deepseek_v3/modeling_deepseek_v3.py), or in earlier releases all heads."""
     architecture, mla, tokens = context.architecture, context.architecture.mla, context.batch * length
     keys = values = attention_key_heads(architecture) * architecture.head_dim
-    if mla is not None and context.latent_cache:
+    if mla is not None and context.cache.latent:
         keys, values = mla.kv_lora_rank, mla.qk_rope_head_dim
     elif mla is not None:
         heads = architecture.num_attention_heads
         keys, values = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), heads * mla.v_head_dim
-    return tokens * keys * context.compute_bytes, tokens * values * context.compute_bytes
+    return tokens * keys * context.precision.compute_bytes, tokens * values * context.precision.compute_bytes
 
 
 def update_cache(build: BlockBuilder, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """`past_key_values.update(k, v)`: the cached tensors, which the step holds; k and v live until both are stored."""
     context, tape, cached = build.context, build.tape, []
-    sizes = layer_cache_bytes(context, context.cache_length)
-    if context.cache == "passes":
-        for name in CACHES:
-            tape.operation(name, [k, v], 0)
+    sizes = layer_cache_bytes(context, context.cache.length)
+    if context.cache.does == "passes":
+        for name, mark in CACHES.items():
+            with tape.marked(mark):
+                tape.operation(name, [k, v], 0)
         return k, v
     rolled = []
-    if context.cache == "rolls":
+    if context.cache.does == "rolls":
         rolled = [tape.operation(f"{name}.rolled", [k, v], size) for name, size in zip(CACHES, sizes, strict=True)]
-    positions = 2 * context.sequence * INT64 if context.cache == "stores" else 0  # index_copy_ at cache_position
-    for name, size in zip(CACHES, sizes, strict=True):
-        stored = tape.operation(name, [k, v, *rolled], 0, forward_temporary_bytes=positions)
+    positions = 2 * context.sequence * INT64 if context.cache.does == "stores" else 0  # index_copy_ at cache_position
+    for (name, mark), size in zip(CACHES.items(), sizes, strict=True):
+        with tape.marked(mark):
+            stored = tape.operation(name, [k, v, *rolled], 0, forward_temporary_bytes=positions)
         stored.num_bytes = size
         cached.append(stored)
     return cached[0], cached[1]
@@ -88,6 +91,6 @@ def returned_cache_bytes(context: HFContext) -> int:
     Source: transformers 4.48.1 models/gpt_bigcode/modeling_gpt_bigcode.py, `present = key_value`; bitsandbytes 0.43
     nn/modules.py Linear4bit.forward.
     """
-    architecture, widened = context.architecture, context.autocast and context.finetuning.quantization is not None
+    architecture, widened = context.architecture, context.precision.autocast and context.finetuning.quantization is not None
     columns = architecture.query_size + 2 * architecture.key_value_size
-    return context.rows * columns * (FP32 if widened else context.compute_bytes)
+    return context.rows * columns * (FP32 if widened else context.precision.compute_bytes)

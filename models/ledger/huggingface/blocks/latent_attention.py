@@ -5,6 +5,7 @@ Source: transformers 5.17 `models/deepseek_v3/modeling_deepseek_v3.py` DeepseekV
 
 from __future__ import annotations
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
@@ -12,15 +13,13 @@ from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Tape, Tensor
 from peakcast.networks.families import family_of
 
-FP32 = 4
-
 
 def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     """Attention of one layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
     mla = architecture.mla
     assert mla is not None
-    rows, size = context.rows, context.compute_bytes
+    rows, size = context.rows, context.precision.compute_bytes
     width, heads = architecture.hidden_size, architecture.num_attention_heads
     plain, rotated, value = mla.qk_nope_head_dim, mla.qk_rope_head_dim, mla.v_head_dim
     bias = architecture.attention_bias
@@ -40,9 +39,9 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     else:
         q_rot, k_rot = _rotate_pairs(tape, q_rot, "self_attn.rotary_q"), _rotate_pairs(tape, k_rot, "self_attn.rotary_k")
     tokens, expand = rows, build
-    if context.cache and context.latent_cache:  # the cache is compressed: earlier tokens are expanded again with the new
+    if context.cache.does and context.cache.latent:  # compressed: earlier tokens are expanded again with the new
         latent, k_rot = update_cache(build, latent, k_rot)
-        tokens = context.batch * context.cache_length
+        tokens = context.batch * context.cache.length
         expand = build.for_rows(tokens, 1)
     queries = tape.operation(
         "self_attn.join_q", [q_pass, q_rot], rows * query * size, gradients=[(q_pass, None), (q_rot, None)]
@@ -57,7 +56,7 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
         gradients=[(k_pass, k_pass.num_bytes), (k_rot, k_rot.num_bytes)],
         backward_temporary_bytes=rows * query * size,
     )
-    if context.cache and not context.latent_cache:
+    if context.cache.does and not context.cache.latent:
         keys, values = update_cache(build, keys, values)
     output = attention(build, queries, keys, values)
     output = build.projection(output, heads * value, width, "self_attn.o_proj", bias)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import lru_cache
 
+from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.attention import self_attention
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
@@ -20,7 +21,7 @@ from peakcast.models.ledger.huggingface.blocks.routed import routed_feed_forward
 from peakcast.models.ledger.huggingface.blocks.routed_torchtitan import torchtitan_feed_forward
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 from peakcast.models.ledger.tape.template import Template
 from peakcast.networks.families import family_of
 
@@ -28,10 +29,16 @@ from peakcast.networks.families import family_of
 @lru_cache(maxsize=256)
 def decoder_layer(context: HFContext) -> Template:
     """The template of one decoder layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
-    architecture = context.architecture
-    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu, splits_backward=context.splits_backward)
+    architecture, backward = context.architecture, context.backward
+    tape = Tape(
+        gpu=context.gpu,
+        saves_on_cpu=backward.saves_on_cpu,
+        splits_backward=backward.in_two_parts,
+        modules=called(architecture),
+    )
     build = BlockBuilder(tape, context)
-    hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
+    owned = not backward.checkpointed
+    hidden = tape.input(context.input_bytes, requires_grad=context.layer.input_requires_grad, owned=owned)
     if architecture.parallel_block:
         output = _parallel_block(build, hidden)
     else:
@@ -40,9 +47,17 @@ def decoder_layer(context: HFContext) -> Template:
         output = _sublayer(build, output, feed_forward, "pre_feedforward_layernorm", "post_feedforward_layernorm")
     for variable in (hidden, *build.variables):  # the model's loop variable refers to the layer's input until it returns
         tape.hold(variable)
-    handed_on = context.checkpointed and context.reentrant and family_of(architecture).attention.returns_weights
+    handed_on = backward.checkpointed and backward.reentrant and family_of(architecture).attention.returns_weights
     beside = build.attention_weights if handed_on else None
-    return tape.finish(output, cached_matmuls=context.cached_matmuls, cached_kinds=context.cached_kinds, beside=beside)
+    return tape.finish(
+        output, cached_matmuls=backward.cached_matmuls, cached_kinds=backward.cached_kinds, beside=beside
+    )
+
+
+def called(architecture: Architecture) -> dict[str, str]:
+    """By name of an operation, the module that runs it, where that has another name: with one norm for each sub-layer,
+    the second is called after what it follows."""
+    return {"pre_feedforward_layernorm": "post_attention_layernorm"} if architecture.norm_placement == "pre" else {}
 
 
 def _sublayer(
@@ -90,11 +105,7 @@ def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
         build.tape.hold(variable)
     view = fed if family_of(architecture).layer.adds_in_place else None
     both = build.tape.operation(
-        "parallel_add",
-        [fed, attention],
-        fed.num_bytes,
-        gradients=[(fed, None), (attention, None)],
-        view_of=view,
+        "parallel_add", [fed, attention], Output(fed.num_bytes, view_of=view), gradients=[(fed, None), (attention, None)]
     )
     output = ops.add(build.tape, both, x, "residual_add")
     build.variables.extend([fed, attention])
@@ -103,12 +114,13 @@ def _parallel_block(build: BlockBuilder, x: Tensor) -> Tensor:
 
 def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     """The feed-forward of a layer, dense or routed: [micro_batch_size · sequence_length, hidden_size] in and out."""
-    if build.context.routed:
-        return (torchtitan_feed_forward if build.context.experts == "torchtitan" else routed_feed_forward)(build, x)
+    if build.context.layer.routed:
+        torchtitan = build.context.experts.implementation == "torchtitan"
+        return (torchtitan_feed_forward if torchtitan else routed_feed_forward)(build, x)
     architecture, tape = build.context.architecture, build.tape
     width, inner = architecture.hidden_size, architecture.intermediate_size
     bias, names = architecture.mlp_bias, family_of(architecture).names
-    rows, size = build.context.rows, build.context.compute_bytes
+    rows, size = build.context.rows, build.context.precision.compute_bytes
     x = arguments = gather_sequence(tape, x, build.context.group, "mlp")
     if architecture.gated_mlp and architecture.fused_gate_up:  # one matrix; the halves are views
         fused = build.columns(x, width, 2 * inner, f"mlp.{names.gate_up}", bias)
@@ -142,4 +154,4 @@ def feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
 
 def _swiglu(tape: Tape, gate: Tensor, up: Tensor) -> Tensor:
     """Liger's silu(gate)·up, whose backward writes into gate and up (liger_kernel 0.8 ops/swiglu.py)."""
-    return tape.operation("mlp.swiglu", [gate, up], up.num_bytes, saves=[gate, up], gradients_in_place=True)
+    return tape.operation("mlp.swiglu", [gate, up], up.num_bytes, saves=Saved([gate, up], become_gradients=True))

@@ -10,15 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from peakcast.core.units import FP32, INT32, INT64
 from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.timelines.timeline import Category
 
-FP32 = 4
-INT32 = 4
-INT64 = 8
 TOKEN_CHUNK = 4096
 """TOKEN_CHUNK_SIZE of chunked_logprob.py."""
 VOCABULARY_CHUNK = 32768
@@ -33,25 +32,24 @@ def token_log_probabilities(tape: Tape, hidden: Tensor, context: HFContext) -> N
     architecture, width = context.architecture, context.architecture.hidden_size
     scored, vocabulary = scored_rows(context), architecture.vocab_size
     element, trains = context.stream_bytes, context.trainable
-    shifted = tape.operation("lm_head.shift", [hidden], hidden.num_bytes, view_of=hidden)
+    shifted = tape.operation("lm_head.shift", [hidden], Output.view(hidden))
     copied = tape.operation("lm_head.scored", [shifted], scored * width * element)
-    tile = min(scored, TOKEN_CHUNK) * VOCABULARY_CHUNK * context.compute_bytes
-    cast = context.compute_bytes if context.compute_bytes != element else 0
+    tile = min(scored, TOKEN_CHUNK) * VOCABULARY_CHUNK * context.precision.compute_bytes
+    cast = context.precision.compute_bytes if context.precision.compute_bytes != element else 0
     passing = 0 if element == FP32 else FP32 * width * (scored + (vocabulary if trains else 0))
-    weights = [WeightGradient("lm_head.weight.grad", vocabulary * width * context.weight_bytes)] if trains else []
+    weights = [WeightGradient("lm_head.weight.grad", vocabulary * width * context.precision.weight_bytes)] if trains else []
     if trains and architecture.lm_head_bias:
-        weights.append(WeightGradient("lm_head.bias.grad", vocabulary * context.weight_bytes))
-    tape.operation(
-        "lm_head.log_probabilities",
-        [copied],
-        scored * FP32,
-        saves=[copied],
-        extra_saved_bytes=[scored * INT64, scored * FP32, scored * FP32],
-        weight_gradients=weights,
-        forward_temporary_bytes=STATISTICS * scored * FP32 + tile + cast * width * _cast(scored, vocabulary),
-        backward_temporary_bytes=passing + tile + cast * width * _cast(scored, vocabulary, keeps_weight=True),
-        category=Category.LOGITS,
-    )
+        weights.append(WeightGradient("lm_head.bias.grad", vocabulary * context.precision.weight_bytes))
+    with tape.marked(Mark.LOG_PROBABILITIES):
+        tape.operation(
+            "lm_head.log_probabilities",
+            [copied],
+            Output(scored * FP32, category=Category.LOGITS),
+            saves=Saved([copied], extra_bytes=[scored * INT64, scored * FP32, scored * FP32]),
+            weight_gradients=weights,
+            forward_temporary_bytes=STATISTICS * scored * FP32 + tile + cast * width * _cast(scored, vocabulary),
+            backward_temporary_bytes=passing + tile + cast * width * _cast(scored, vocabulary, keeps_weight=True),
+        )
 
 
 def score(build: BlockBuilder, hidden: Tensor) -> None:
@@ -60,10 +58,11 @@ def score(build: BlockBuilder, hidden: Tensor) -> None:
     only."""
     context, tape = build.context, build.tape
     rows, width = context.rows, context.architecture.hidden_size
-    scores = build.linear(hidden, width, 1, "lm_head.score", False, True, context.weight_bytes)
-    tape.operation("lm_head.last_position", [], rows * INT32, gradients=[], forward_temporary_bytes=2 * rows * INT32)
-    pooled = tape.operation("lm_head.pooled", [scores], context.batch * context.compute_bytes)
-    tape.operation("loss", [pooled], FP32, extra_saved_bytes=[FP32])
+    with tape.marked(Mark.LM_HEAD):
+        scores = build.linear(hidden, width, 1, "lm_head.score", False, True, context.precision.weight_bytes)
+        tape.operation("lm_head.last_position", [], rows * INT32, gradients=[], forward_temporary_bytes=2 * rows * INT32)
+        pooled = tape.operation("lm_head.pooled", [scores], context.batch * context.precision.compute_bytes)
+    tape.operation("loss", [pooled], FP32, saves=Saved(extra_bytes=[FP32]))
 
 
 def scored_rows(context: HFContext) -> int:

@@ -11,11 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from peakcast.core.units import FP32
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.tape.local_variables import Locals
-
-FP32 = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,18 +12,16 @@ from __future__ import annotations
 
 import math
 
+from peakcast.core.units import FP32, INT32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.router import route
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
 MOST_GROUPS = 16
-FP32 = 4
-INT32 = 4
-INT64 = 8
 
 
 def routed_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
@@ -32,7 +30,7 @@ def routed_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     assert moe is not None
     gated = _shared_expert(build, x, moe) if moe.shared_expert_gate else None
     weights, variables = route(build, x, moe)
-    experts = _looped_experts if build.context.experts == "loop" else _grouped_experts
+    experts = _looped_experts if build.context.experts.implementation == "loop" else _grouped_experts
     output = experts(build, x, weights, moe)
     if gated is not None:
         gate = build.projection(x, build.context.architecture.hidden_size, 1, "mlp.shared_expert_gate", False)
@@ -85,7 +83,7 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
     down = _grouped_linear(build, product, moe, pairs, inner, width, "mlp.experts.down_proj", down_bias)
     down = _masked(build, down, "mlp.experts.mask_down")
     wide = pairs * width * max(size, weight_rows)
-    gone = down.num_bytes if context.lets_go else 0
+    gone = down.num_bytes if context.backward.frees_recomputed else 0
     weighted = tape.operation(
         "mlp.experts.weighted",
         [down, sorted_weights],
@@ -95,10 +93,10 @@ def _grouped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtu
         # both products, before they are narrowed
         backward_temporary_bytes=2 * wide - gone if wide > down.num_bytes else wide,
     )
-    summed = pairs * width * FP32 if context.autocast else wide  # sum is on autocast's fp32 list
+    summed = pairs * width * FP32 if context.precision.autocast else wide  # sum is on autocast's fp32 list
     restored = tape.operation("mlp.experts.restore", [weighted, order], wide, saves=[order])
     by_token = tape.operation(  # its backward copies the expanded gradient, before a checkpoint recomputes
-        "mlp.experts.by_token", [restored], wide, view_of=restored, gradients=[(restored, wide)]
+        "mlp.experts.by_token", [restored], Output(wide, view_of=restored), gradients=[(restored, wide)]
     )
     total = tape.operation(  # its backward is a view of the gradient if the dtype is the same
         "mlp.experts.sum",
@@ -117,17 +115,17 @@ def _bias(build: BlockBuilder, ids: Tensor, moe: MixtureOfExperts, rows: int, wi
     """The bias of each row's expert; empty if experts have no bias."""
     if not moe.expert_bias:
         return []
-    context = build.context
-    weight = WeightGradient(f"{name}.grad", moe.num_experts // context.expert_ranks * width * context.weight_bytes)
+    context, element = build.context, build.context.precision.weight_bytes
+    weight = WeightGradient(f"{name}.grad", moe.num_experts // context.experts.ranks * width * element)
     weights = [weight] if context.trainable else []
-    size = rows * width * context.weight_bytes
+    size = rows * width * element
     return [build.tape.operation(name, [ids], size, saves=[ids] if weights else [], weight_gradients=weights)]
 
 
 def _clamped_product(build: BlockBuilder, both: Tensor, elements: int) -> Tensor:
     """gpt-oss's `_apply_gate`: (up + 1) · gate · sigmoid(alpha · gate), with gate and up clamped."""
     tape, half = build.tape, both.num_bytes // 2
-    gate, up = (tape.operation(f"mlp.experts.{part}", [both], half, view_of=both) for part in ("gate", "up"))
+    gate, up = (tape.operation(f"mlp.experts.{part}", [both], Output(half, view_of=both)) for part in ("gate", "up"))
     gate = ops.unary(tape, gate, "mlp.experts.clamp_gate", backward_temporary_bytes=elements)
     up = ops.unary(tape, up, "mlp.experts.clamp_up", backward_temporary_bytes=2 * elements)
     scaled = ops.scale(tape, gate, "mlp.experts.alpha")
@@ -151,19 +149,18 @@ def _grouped_linear(
 ) -> Tensor:
     """A grouped matrix product of rows sorted by expert, and its bias."""
     context = build.context
-    weight = moe.num_experts // context.expert_ranks * in_features * out_features * context.weight_bytes
+    weight = moe.num_experts // context.experts.ranks * in_features * out_features * context.precision.weight_bytes
     product = build.tape.operation(
         name,
         [x],
-        rows * out_features * context.weight_bytes,
-        saves=[x] if context.trainable else [],
+        rows * out_features * context.precision.weight_bytes,
+        saves=Saved([x] if context.trainable else [], parameter_bytes=weight),
         weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.trainable else [],
-        saved_parameter_bytes=weight,
     )
     for rows_of_bias in bias:
         gradients = [(product, None), (rows_of_bias, None)]
         product = build.tape.operation(
-            f"{name}.add_bias", [product, rows_of_bias], product.num_bytes, gradients=gradients, view_of=product
+            f"{name}.add_bias", [product, rows_of_bias], Output.view(product), gradients=gradients
         )
     return product
 
@@ -175,7 +172,7 @@ def _masked(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
 
 def _masked_in_place(build: BlockBuilder, x: Tensor) -> Tensor:
     """`masked_fill_` of the rows that experts take."""
-    return build.tape.operation("mlp.experts.mask_taken", [x], x.num_bytes, view_of=x)
+    return build.tape.operation("mlp.experts.mask_taken", [x], Output.view(x))
 
 
 def _looped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: MixtureOfExperts) -> Tensor:
@@ -186,7 +183,7 @@ def _looped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtur
     tape.operation("mlp.router.done", [mask], 0)
     output = tape.operation("mlp.final_hidden_states", [], x.num_bytes)
     groups = math.gcd(moe.num_experts, MOST_GROUPS) if moe.num_experts > MOST_GROUPS else moe.num_experts
-    for taken in rows_of_groups(rows, moe, groups, build.context.fullest_expert_load):
+    for taken in rows_of_groups(rows, moe, groups, build.context.experts.fullest_load):
         experts = build.for_rows(taken, moe.num_experts // groups)
         output = _expert(experts, x, weights, output, moe.moe_intermediate_size)
     return output
@@ -218,8 +215,7 @@ def _expert(experts: BlockBuilder, x: Tensor, weights: Tensor, output: Tensor, i
     return tape.operation(
         "mlp.experts.index_add",
         [output, weighted],
-        output.num_bytes,
-        view_of=output,
+        Output.view(output),
         gradients=[(output, None), (weighted, weighted.num_bytes)],
     )
 

@@ -8,13 +8,11 @@ token_dispatcher.py (LocalTokenDispatcher), ops/scatter_add.py. Its selective ch
 
 from __future__ import annotations
 
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
-
-FP32 = 4
-INT64 = 8
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 
 
 def torchtitan_feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
@@ -37,9 +35,9 @@ def _router(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tens
     context, tape, rows = build.context, build.tape, build.context.rows
     width, num, top_k = context.architecture.hidden_size, moe.num_experts, moe.num_experts_per_tok
     wide = rows * num * FP32
-    if context.weight_bytes < FP32:
+    if context.precision.weight_bytes < FP32:
         x = ops.cast(tape, x, rows * width * FP32, "mlp.router.input_to_float32")
-        gradient = WeightGradient("mlp.gate.weight.grad", num * width * context.weight_bytes)
+        gradient = WeightGradient("mlp.gate.weight.grad", num * width * context.precision.weight_bytes)
         weight = tape.operation(
             "mlp.router.weight_to_float32",
             [],
@@ -53,15 +51,13 @@ def _router(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tens
         logits = tape.operation("mlp.router.logits", [x], wide, saves=saves, weight_gradients=made)
     scores = ops.unary_of_result(tape, logits, "mlp.router.scores")
     biased = tape.operation("mlp.router.add_bias", [scores], wide, gradients=[])
-    tape.operation("mlp.router.topk.values", [biased], rows * top_k * FP32, gradients=[], kind="topk")
-    chosen = tape.operation("mlp.router.topk", [biased], rows * top_k * INT64, gradients=[], kind="topk")
+    tape.operation("mlp.router.topk.values", [biased], Output(rows * top_k * FP32, kind="topk"), gradients=[])
+    chosen = tape.operation("mlp.router.topk", [biased], Output(rows * top_k * INT64, kind="topk"), gradients=[])
     chosen.requires_grad = False
     weights = tape.operation("mlp.router.gather", [scores, chosen], rows * top_k * FP32, saves=[chosen])
     total = tape.operation("mlp.router.sum", [weights], rows * FP32)
     total = tape.operation("mlp.router.sum.add", [total], rows * FP32, gradients=[(total, None)])
-    weights = tape.operation(
-        "mlp.router.normalise", [weights, total], rows * top_k * FP32, saves=[weights, total]
-    )
+    weights = tape.operation("mlp.router.normalise", [weights, total], rows * top_k * FP32, saves=[weights, total])
     return scores, chosen, ops.scale(tape, weights, "mlp.router.scale")
 
 
@@ -77,7 +73,7 @@ def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, mo
     token = tape.operation("mlp.experts.token", [order], pairs * INT64, gradients=[])
     taken = tape.operation("mlp.experts.take", [x, token], pairs * width * size, saves=[token])
     places: Tensor | None = None
-    if context.expert_ranks > 1:
+    if context.experts.ranks > 1:
         taken, places = _send(tape, taken, pairs)
     gate = _grouped(build, taken, moe, width, inner, "mlp.experts.w1")
     activated = ops.unary(tape, gate, "mlp.experts.act")
@@ -113,7 +109,7 @@ def _experts(build: BlockBuilder, x: Tensor, chosen: Tensor, weights: Tensor, mo
 def _send(tape: Tape, taken: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
     """AllToAllTokenDispatcher.dispatch: the rows that all ranks send to this one's experts, sorted by expert, and where
     each belongs. Assumes: routing is balanced, so as many rows arrive as leave."""
-    sent = tape.operation("mlp.experts.send", [taken], taken.num_bytes, kind="all_to_all")
+    sent = tape.operation("mlp.experts.send", [taken], Output(taken.num_bytes, kind="all_to_all"))
     segments = tape.operation("mlp.experts.segments", [], pairs * INT64)
     places = tape.operation("mlp.experts.places", [segments], pairs * INT64, forward_temporary_bytes=2 * pairs * INT64)
     sorted_by_expert = tape.operation("mlp.experts.permute", [sent, places], taken.num_bytes, saves=[places])
@@ -125,21 +121,20 @@ def _send(tape: Tape, taken: Tensor, pairs: int) -> tuple[Tensor, Tensor]:
 def _return_rows(tape: Tape, down: Tensor, places: Tensor) -> Tensor:
     """AllToAllTokenDispatcher.combine up to the weighting: the experts' outputs, back on the rank that sent the rows."""
     unsorted = tape.operation("mlp.experts.unpermute", [down, places], down.num_bytes, saves=[places])
-    return tape.operation("mlp.experts.return", [unsorted], down.num_bytes, kind="all_to_all")
+    return tape.operation("mlp.experts.return", [unsorted], Output(down.num_bytes, kind="all_to_all"))
 
 
 def _grouped(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts, inputs: int, outputs: int, name: str) -> Tensor:
     """A grouped matrix product of rows sorted by expert."""
     context = build.context
     pairs = context.rows * moe.num_experts_per_tok
-    weight = moe.num_experts // context.expert_ranks * inputs * outputs * context.weight_bytes
+    weight = moe.num_experts // context.experts.ranks * inputs * outputs * context.precision.weight_bytes
     return build.tape.operation(
         name,
         [x],
-        pairs * outputs * context.weight_bytes,
-        saves=[x] if context.trainable else [],
+        pairs * outputs * context.precision.weight_bytes,
+        saves=Saved([x] if context.trainable else [], parameter_bytes=weight),
         weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.trainable else [],
-        saved_parameter_bytes=weight,
     )
 
 

@@ -5,15 +5,13 @@ Source: transformers 5.17 `models/<model_type>/modeling_<model_type>.py`, the cl
 
 from __future__ import annotations
 
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.eager_attention import softmax
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tensor, WeightGradient
+from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.networks.families import family_of
-
-FP32 = 4
-INT64 = 8
 
 
 def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor, list[Tensor]]:
@@ -28,7 +26,7 @@ def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor
         chosen, indices = _top(build, logits, logits.num_bytes // num * top_k, moe)
         weights = ops.unary_of_result(tape, chosen, "mlp.router.scores")
     else:
-        if moe.router_correction_bias and context.autocast:  # sigmoid is on none of autocast's lists
+        if moe.router_correction_bias and context.precision.autocast:  # sigmoid is on none of autocast's lists
             scores, chosen_bytes = ops.unary_of_result(tape, logits, "mlp.router.scores"), logits.num_bytes // num * top_k
         else:
             scores = softmax(build, logits, wide, "mlp.router.scores")
@@ -39,15 +37,13 @@ def route(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tensor
         weights = tape.operation(
             "mlp.router.normalise",
             [weights, total],
-            chosen_bytes,
-            saves=[total],
-            extra_saved_bytes=[chosen_bytes],
-            view_of=weights,
+            Output(chosen_bytes, view_of=weights),
+            saves=Saved([total], extra_bytes=[chosen_bytes]),
             backward_temporary_bytes=2 * chosen_bytes,
         )
     if code.router_in_float32:  # DeepSeek's routers scale the weights
         weights = ops.scale(tape, weights, "mlp.router.scale")
-    narrow = rows * top_k * context.weight_bytes
+    narrow = rows * top_k * context.precision.weight_bytes
     if code.weights == "narrow" and weights.num_bytes != narrow:
         weights = ops.cast(tape, weights, narrow, "mlp.router.to_narrow")
     return weights, [logits, weights, indices]
@@ -58,19 +54,19 @@ def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
     context, tape, rows = build.context, build.tape, build.context.rows
     width, num = context.architecture.hidden_size, moe.num_experts
     code = family_of(context.architecture).experts
-    if code.router_in_float32 and context.weight_bytes < FP32:
+    if code.router_in_float32 and context.precision.weight_bytes < FP32:
         x = ops.cast(tape, x, rows * width * FP32, "mlp.router.input_to_float32")
         weight = tape.operation(
             "mlp.router.weight_to_float32",
             [],
             num * width * FP32,
-            weight_gradients=[WeightGradient("mlp.gate.weight.grad", num * width * context.weight_bytes)]
+            weight_gradients=[WeightGradient("mlp.gate.weight.grad", num * width * context.precision.weight_bytes)]
             if context.trainable
             else [],
         )
         size = FP32
-        if context.autocast:  # autocast narrows what has just been widened
-            size = context.compute_bytes
+        if context.precision.autocast:  # autocast narrows what has just been widened
+            size = context.precision.compute_bytes
             x = ops.cast(tape, x, rows * width * size, "mlp.router.input_to_narrow")
             weight = ops.cast(tape, weight, num * width * size, "mlp.router.weight_to_narrow")
         saves = [x, weight] if context.trainable else [weight]

@@ -11,18 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from peakcast.core.units import round_up
+from peakcast.core.units import FP32, INT64, round_up
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.ends import embedding_backward_bytes
+from peakcast.models.ledger.huggingface.blocks.token_table import lookup_backward_bytes
 from peakcast.models.ledger.parameters.t5 import CROSS, FEED_FORWARD, SELF, up_projections
 from peakcast.models.ledger.tape import primitives as ops
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 
-FP32 = 4
-INT64 = 8
 RELATIVE = f"{SELF}.relative_attention_bias"
 POSITION_BIAS, CROSS_POSITION_BIAS, ENCODER_STATES = "position_bias", "cross_position_bias", "encoder_states"
 
@@ -45,21 +44,22 @@ class T5Layer:
 
 def position_bias_bytes(context: HFContext) -> int:
     """Bytes of the bias of relative positions [1, num_attention_heads, sequence, sequence], in the table's dtype."""
-    return context.architecture.num_attention_heads * context.sequence**2 * context.weight_bytes
+    return context.architecture.num_attention_heads * context.sequence**2 * context.precision.weight_bytes
 
 
 def cross_position_bias_bytes(context: HFContext, source_length: int) -> int:
     """Bytes of the zeros [1, num_attention_heads, sequence, source_length], in the queries' dtype."""
-    return context.architecture.num_attention_heads * context.sequence * source_length * context.compute_bytes
+    return context.architecture.num_attention_heads * context.sequence * source_length * context.precision.compute_bytes
 
 
 @lru_cache(maxsize=64)
 def t5_layer(layer: T5Layer) -> Template:
     """One layer: [micro_batch_size, sequence_length, hidden_size] in and out."""
     context = layer.context
-    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.backward.saves_on_cpu)
     build = BlockBuilder(tape, context)
-    hidden = tape.input(context.input_bytes, requires_grad=context.input_requires_grad, owned=not context.checkpointed)
+    owned = not context.backward.checkpointed
+    hidden = tape.input(context.input_bytes, requires_grad=context.layer.input_requires_grad, owned=owned)
     size = position_bias_bytes(context)
     bias = tape.elsewhere(size, POSITION_BIAS, requires_grad=context.trainable)
     named: list[Tensor] = []
@@ -69,18 +69,18 @@ def t5_layer(layer: T5Layer) -> Template:
         states = context.batch * layer.source_length * context.architecture.hidden_size * context.stream_bytes
         source = tape.elsewhere(states, ENCODER_STATES)
         size = cross_position_bias_bytes(context, layer.source_length)
-        zeros = tape.elsewhere(size, CROSS_POSITION_BIAS, requires_grad=context.checkpointed)
+        zeros = tape.elsewhere(size, CROSS_POSITION_BIAS, requires_grad=context.backward.checkpointed)
         x = _attend(build, layer, x, CROSS, source, zeros, named)
     output = _feed_forward(build, x)
     for variable in (hidden, *named[-1:], *build.variables):
         tape.hold(variable)
-    return tape.finish(output, cached_matmuls=context.cached_matmuls, cached_kinds=context.cached_kinds)
+    return tape.finish(output, cached_matmuls=context.backward.cached_matmuls, cached_kinds=context.backward.cached_kinds)
 
 
 @lru_cache(maxsize=64)
 def encoder_end(context: HFContext) -> Template:
     """The encoder's last norm and dropout, whose output the decoder reads."""
-    tape = Tape(gpu=context.gpu, saves_on_cpu=context.saves_on_cpu)
+    tape = Tape(gpu=context.gpu, saves_on_cpu=context.backward.saves_on_cpu)
     build = BlockBuilder(tape, context)
     rows, width = context.rows, context.architecture.hidden_size
     normed = build.norm(tape.input(rows * width * context.stream_bytes), width, "encoder.final_layer_norm")
@@ -111,7 +111,7 @@ def _attend(
     q = build.projection(normed, width, inner, f"{name}.q", False)
     k = key_build.projection(keys, width, inner, f"{name}.k", False)
     v = key_build.projection(keys, width, inner, f"{name}.v", False)
-    if layer.decodes and not context.checkpointed:  # its configuration has use_cache: `torch.cat` with an empty cache
+    if layer.decodes and not context.backward.checkpointed:  # use_cache is on: `torch.cat` with an empty cache
         made = (k, v)
         k, v = ops.copy(tape, k, f"{name}.cached_k"), ops.copy(tape, v, f"{name}.cached_v")
         for tensor in made:
@@ -119,7 +119,7 @@ def _attend(
     if source is None and layer.first:
         _relative_positions(build, bias, bidirectional=not layer.decodes)
     masked = source is None and layer.decodes
-    attend = _eager if context.attention == "eager" else _efficient
+    attend = _eager if context.attention.implementation == "eager" else _efficient
     y = attend(build, q, k, v, bias, name, key_length=key_length, masked=masked, named=named)
     y = build.projection(y, inner, width, f"{name}.o", False)
     for variable in (normed, q, k, v):
@@ -142,7 +142,7 @@ def _relative_positions(build: BlockBuilder, bias: Tensor, *, bidirectional: boo
     """`compute_bias`: distances mapped to buckets in int64, then a lookup that saves the buckets."""
     context, architecture = build.context, build.context.architecture
     pairs, heads = context.sequence**2, architecture.num_attention_heads
-    table = architecture.relative_attention_num_buckets * heads * context.weight_bytes
+    table = architecture.relative_attention_num_buckets * heads * context.precision.weight_bytes
     # live at most: six int64 tensors and a bool (both directions), five and a bool (one)
     temporary = pairs * (6 * INT64 + 1 if bidirectional else 5 * INT64 + 1)
     distances = build.tape.operation("relative_position", [], pairs * INT64, gradients=[])
@@ -155,17 +155,18 @@ def _relative_positions(build: BlockBuilder, bias: Tensor, *, bidirectional: boo
     )
     inside = 0
     if context.gpu:  # and a contiguous copy of the gradient, which comes with its heads first
-        inside = bias.num_bytes + embedding_backward_bytes(pairs, heads, architecture.relative_attention_num_buckets)
+        inside = bias.num_bytes + lookup_backward_bytes(pairs, heads, architecture.relative_attention_num_buckets)
     trains = [WeightGradient(f"{RELATIVE}.weight.grad", table)] if context.trainable else []
-    build.tape.operation(
-        RELATIVE,
-        [buckets],
-        0,
-        saves=[buckets],
-        gradients=[],
-        weight_gradients=trains,
-        backward_temporary_bytes=inside,
-    )
+    with build.tape.marked(Mark.RELATIVE_POSITIONS):
+        build.tape.operation(
+            RELATIVE,
+            [buckets],
+            0,
+            saves=[buckets],
+            gradients=[],
+            weight_gradients=trains,
+            backward_temporary_bytes=inside,
+        )
     build.tape.hold(distances)
 
 
@@ -186,8 +187,8 @@ def _efficient(
     mask = bias
     if masked:
         kept = [context.sequence * key_length] if bias.requires_grad else []  # where() keeps its bool condition
-        mask = tape.operation(f"{name}.position_bias_mask", [bias], bias.num_bytes, extra_saved_bytes=kept)
-    wide, narrow = mask, context.sequence * key_length * heads * context.compute_bytes
+        mask = tape.operation(f"{name}.position_bias_mask", [bias], bias.num_bytes, saves=Saved(extra_bytes=kept))
+    wide, narrow = mask, context.sequence * key_length * heads * context.precision.compute_bytes
     if mask.num_bytes > narrow:  # autocast casts every floating-point argument of attention
         mask = ops.cast(tape, mask, narrow, f"{name}.mask_cast")
     # the mask's gradient for every sequence, before these are summed
@@ -196,12 +197,13 @@ def _efficient(
     output = tape.operation(
         f"{name}.efficient_attention",
         [q, k, v, mask],
-        q.num_bytes,
-        saves=[q, k, v, mask],
-        saves_output=True,
-        extra_saved_bytes=[FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64],
+        Output(q.num_bytes, kind="attention"),
+        saves=Saved(
+            [q, k, v, mask],
+            output=True,
+            extra_bytes=[FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64],
+        ),
         backward_temporary_bytes=summed + inside,
-        kind="attention",
     )
     tape.hold(wide)
     return output
@@ -222,7 +224,7 @@ def _eager(
     """`eager_attention_forward`: scores times one, plus the bias, plus the mask, softmax in the scores' own dtype."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
     elements = context.batch * architecture.num_attention_heads * context.sequence * key_length
-    scores = ops.matmul(tape, q, k, elements * context.compute_bytes, f"{name}.scores")
+    scores = ops.matmul(tape, q, k, elements * context.precision.compute_bytes, f"{name}.scores")
     scores = ops.scale(tape, scores, f"{name}.scaling")
     # a bias looked up in a wide table widens the scores
     size = max(scores.num_bytes, bias.num_bytes * context.batch)
@@ -232,14 +234,14 @@ def _eager(
     if masked:
         scores = tape.operation(f"{name}.add_mask", [scores], scores.num_bytes, gradients=[(scores, None)])
     wide = scores
-    if context.autocast and scores.num_bytes < elements * FP32:  # softmax is on autocast's fp32 list
+    if context.precision.autocast and scores.num_bytes < elements * FP32:  # softmax is on autocast's fp32 list
         wide = ops.cast(tape, scores, elements * FP32, f"{name}.softmax.to_float32")
     weights = ops.unary_of_result(tape, wide, f"{name}.softmax")
     tape.hold(scores)
     weights = build.dropout(weights, architecture.attention_dropout, elements, f"{name}.attention_dropout")
     variable = weights
-    if weights.num_bytes > elements * context.compute_bytes:
-        weights = ops.cast(tape, weights, elements * context.compute_bytes, f"{name}.weights_cast")
+    if weights.num_bytes > elements * context.precision.compute_bytes:
+        weights = ops.cast(tape, weights, elements * context.precision.compute_bytes, f"{name}.weights_cast")
     output = ops.matmul(tape, weights, v, q.num_bytes, f"{name}.weighted_sum", forward_temporary_bytes=q.num_bytes)
     named.append(variable)  # attention returns the weights too
     return output
@@ -258,12 +260,13 @@ def _feed_forward(build: BlockBuilder, x: Tensor) -> Tensor:
     variables = [normed]
     if architecture.gated_mlp:
         variables += [y, build.projection(normed, width, inner, up[1], False)]
-        y = ops.multiply(tape, variables[1], variables[2], f"{FEED_FORWARD}.product", recomputed=context.lets_go)
+        recomputed = context.backward.frees_recomputed
+        y = ops.multiply(tape, variables[1], variables[2], f"{FEED_FORWARD}.product", recomputed=recomputed)
     y = build.dropout(y, architecture.hidden_dropout, rows * inner, f"{FEED_FORWARD}.inner_dropout")
     if (
-        context.autocast and y.num_bytes < rows * inner * context.weight_bytes
+        context.precision.autocast and y.num_bytes < rows * inner * context.precision.weight_bytes
     ):  # to `wo.weight.dtype`; autocast takes it back
-        y = ops.cast(tape, y, rows * inner * context.weight_bytes, f"{FEED_FORWARD}.to_weight_dtype")
+        y = ops.cast(tape, y, rows * inner * context.precision.weight_bytes, f"{FEED_FORWARD}.to_weight_dtype")
     variables.append(y)
     y = build.projection(y, inner, width, f"{FEED_FORWARD}.wo", False)
     for tensor in variables:

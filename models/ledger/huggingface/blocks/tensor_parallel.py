@@ -14,7 +14,7 @@ from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.parameters.tensor import ParameterTensor
-from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.models.ledger.tape.tape import Output, Tape, Tensor
 from peakcast.networks.families import family_of
 
 Split = Literal["", "columns", "rows"]
@@ -111,7 +111,7 @@ def enter_columns(tape: Tape, x: Tensor, group: TensorParallel, name: str) -> Te
     """x before a matrix that is split by columns; if all ranks have all of x, backward sums their gradients."""
     if group.ranks == 1 or group.sequence:
         return x
-    return tape.operation(f"{name}.all_reduce_gradient", [x], x.num_bytes, view_of=x)
+    return tape.operation(f"{name}.all_reduce_gradient", [x], Output.view(x))
 
 
 def leave_rows(tape: Tape, x: Tensor, group: TensorParallel, name: str) -> Tensor:
@@ -123,11 +123,10 @@ def leave_rows(tape: Tape, x: Tensor, group: TensorParallel, name: str) -> Tenso
     return tape.operation(
         f"{name}.reduce_scatter",
         [x],
-        x.num_bytes // group.ranks,
+        Output(x.num_bytes // group.ranks, kind="reduce_scatter"),
         gradients=[(x, x.num_bytes)],
         forward_temporary_bytes=x.num_bytes,
         backward_temporary_bytes=x.num_bytes,
-        kind="reduce_scatter",
     )
 
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from peakcast.core.units import round_up
+from peakcast.core.units import BOOL, FP32, round_up
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.exchange import exchanged_attention
-from peakcast.models.ledger.megatron.blocks.primitives import BOOL, FP32, norm
+from peakcast.models.ledger.megatron.blocks.primitives import norm
 from peakcast.models.ledger.megatron.blocks.recompute import checkpointed_together
-from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 from peakcast.timelines.timeline import Category
 
 INT32, INT64 = 4, 8
@@ -89,7 +89,7 @@ def _rotate(tape: Tape, x: Tensor, context: MegatronContext, name: str) -> Tenso
         name,
         [x],
         x.num_bytes,
-        extra_saved_bytes=[table, table],
+        saves=Saved(extra_bytes=[table, table]),
         forward_temporary_bytes=3 * rotated,
         backward_temporary_bytes=2 * rotated,
     )
@@ -129,9 +129,7 @@ def _kernel(tape: Tape, name: str, query: Tensor, key: Tensor, value: Tensor, co
         name,
         [query, key, value],
         _output_bytes(context),
-        saves=[query, key, value],
-        saves_output=True,
-        extra_saved_bytes=statistics,
+        saves=Saved([query, key, value], output=True, extra_bytes=statistics),
         backward_temporary_bytes=inside,
     )
 
@@ -169,7 +167,9 @@ def _unfused(tape: Tape, query: Tensor, key: Tensor, value: Tensor, context: Meg
     if context.padding and mask is not None:  # `masked_fill(attention_mask, 0)`
         probabilities = tape.operation("mask_padding", [probabilities], narrow, saves=[mask])
     if context.attention_dropout > 0:
-        probabilities = tape.operation("attention_dropout", [probabilities], narrow, extra_saved_bytes=[scores * BOOL])
+        probabilities = tape.operation(
+            "attention_dropout", [probabilities], narrow, saves=Saved(extra_bytes=[scores * BOOL])
+        )
     output = tape.operation("weighted_sum", [probabilities, value], _output_bytes(context), saves=[probabilities, value])
     output = tape.operation("context_contiguous", [output], output.num_bytes, gradients=[(output, None)])
     for variable in (raw, probabilities, key, value, *([] if mask is None else [mask])):  # variables of the core's forward
@@ -205,7 +205,7 @@ def _softmax(tape: Tape, scores: Tensor, mask: Tensor | None, context: MegatronC
     the view's part of it and fills that in (torch csrc/autograd/functions/tensor.cpp `CopySlices`)."""
     narrow, wide = scores.num_bytes, context.score_elements * FP32
     if context.fused_softmax:  # its backward is in place too (Transformer Engine `csrc/extensions/softmax.cpp`)
-        return tape.operation("softmax", [scores], narrow, saves_output=True, gradients=[(scores, None)])
+        return tape.operation("softmax", [scores], narrow, saves=Saved(output=True), gradients=[(scores, None)])
     widened = context.wide_softmax and wide != narrow
     if widened:
         scores = tape.operation("softmax.to_float32", [scores], wide)
@@ -217,13 +217,12 @@ def _softmax(tape: Tape, scores: Tensor, mask: Tensor | None, context: MegatronC
     scores = tape.operation(
         "softmax.mask",
         [scores, *masks],
-        scores.num_bytes,
+        Output.view(scores),
         saves=masks,
-        view_of=scores,
         gradients=[(scores, scores.num_bytes)],
         backward_temporary_bytes=0 if widened else 2 * narrow,
     )
-    result = tape.operation("softmax", [scores], scores.num_bytes, saves_output=True)
+    result = tape.operation("softmax", [scores], scores.num_bytes, saves=Saved(output=True))
     if result.num_bytes != narrow:
         result = tape.operation("softmax.to_narrow", [result], narrow)
     for variable in (scores, *masks):
@@ -235,4 +234,4 @@ def _causal_mask(tape: Tape, context: MegatronContext) -> Tensor:
     """torch.triu(torch.ones(sq, sq), diagonal=1).bool() (megatron-core 0.16.1 `get_default_causal_mask`)."""
     pairs = context.sequence**2
     mask = tape.operation("causal_mask.triu", [], FP32 * pairs, gradients=[], forward_temporary_bytes=FP32 * pairs)
-    return tape.operation("causal_mask", [mask], BOOL * pairs, gradients=[], category=Category.INPUTS)
+    return tape.operation("causal_mask", [mask], Output(BOOL * pairs, category=Category.INPUTS), gradients=[])

@@ -7,12 +7,10 @@ DeepEP's branch hybrid-ep at commit 0237ba62 `deep_ep/hybrid_ep_buffer.py`, `csr
 
 from __future__ import annotations
 
+from peakcast.core.units import BOOL, INT32, INT64
 from peakcast.models.ledger.megatron.blocks.context import ExpertContext, MegatronContext
-from peakcast.models.ledger.megatron.blocks.primitives import BOOL
-from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 
-INT64 = 8
-INT32 = 4
 FLOAT32 = 4
 
 
@@ -68,7 +66,7 @@ class Dispatch:
         if experts.group_size > 1:
             # the tokens go into the global memory buffer; in backward their gradient is reduce-scattered there
             x = tape.operation(
-                "dispatch.all_gather", [x], every * self.width, output_name="global_memory_buffer.view", view_of=x
+                "dispatch.all_gather", [x], Output(every * self.width, view_of=x, name="global_memory_buffer.view")
             )
             probabilities = tape.operation(
                 "dispatch.all_gather_probabilities", [probabilities], every * experts.num_experts * experts.router_bytes
@@ -81,8 +79,7 @@ class Dispatch:
             "dispatch.select_probabilities",
             [transposed],
             self.rows * experts.router_bytes,
-            saves=[transposed],
-            extra_saved_bytes=[local * BOOL],
+            saves=Saved([transposed], extra_bytes=[local * BOOL]),
         )
         return rows, selected
 
@@ -113,8 +110,7 @@ class Dispatch:
                 "dispatch.select_probabilities",
                 [transposed],
                 self.sent * element,
-                saves=[transposed],
-                extra_saved_bytes=[mask * BOOL],
+                saves=Saved([transposed], extra_bytes=[mask * BOOL]),
             )
         self._alive += [rows, chosen]
         exchanged = self.rows // experts.expert_tensor_parallel_size
@@ -156,14 +152,14 @@ class Dispatch:
             "dispatch.topk_probabilities",
             [probabilities],
             chosen * FLOAT32,
-            extra_saved_bytes=[chosen * INT64],
+            saves=Saved(extra_bytes=[chosen * INT64]),
             backward_temporary_bytes=self.tokens * experts.num_experts * experts.router_bytes,
         )
         x = tape.operation(
             "dispatch.deepep",
             [x],
             arrived * self.width,
-            extra_saved_bytes=[self.tokens * experts.group_size * (BOOL + INT32) + arrived * INT32],
+            saves=Saved(extra_bytes=[self.tokens * experts.group_size * (BOOL + INT32) + arrived * INT32]),
         )
         weights = tape.operation("dispatch.deepep_probabilities", [weights], arrived * experts.top_k * FLOAT32)
         self._alive += [x, weights]
@@ -171,9 +167,9 @@ class Dispatch:
             "dispatch.multihot_probabilities",
             [weights],
             local * FLOAT32,
-            # int64 and a mask of the whole map; row and column of the chosen entries, which indexing saves
+            # row and column of the chosen entries, which indexing saves; int64 and a mask of the whole map
+            saves=Saved(extra_bytes=[4 * self.rows * INT64]),
             forward_temporary_bytes=local * INT64 + arrived * experts.top_k * BOOL,
-            extra_saved_bytes=[4 * self.rows * INT64],
         )
         self._alive.append(held)
         rows = self._permute(x, None, arrived, self.rows, local)
@@ -225,8 +221,8 @@ class Dispatch:
             "dispatch.permute",
             reads,
             rows * self.width,
+            saves=Saved(extra_bytes=[_permutation_bytes(self.experts, tokens, rows, map_elements)]),
             gradients=[(x, tokens * self.width)],
-            extra_saved_bytes=[_permutation_bytes(self.experts, tokens, rows, map_elements)],
             forward_temporary_bytes=temporary,
         )
 
@@ -264,7 +260,7 @@ class Dispatch:
             return x
         padded = self.experts.capacity_factor and self.experts.pad_to_capacity
         kept = [self.rows * INT32] if self.experts.permute_fusion and not padded else []
-        return self.tape.operation(name, [x], x.num_bytes, extra_saved_bytes=kept)
+        return self.tape.operation(name, [x], x.num_bytes, saves=Saved(extra_bytes=kept))
 
 
 def _permutation_bytes(experts: ExpertContext, tokens: int, rows: int, map_elements: int) -> int:

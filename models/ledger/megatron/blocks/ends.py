@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from peakcast.core.units import BOOL, FP32, INT64
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
-from peakcast.models.ledger.megatron.blocks.primitives import BOOL, FP32, column_linear
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.megatron.blocks.primitives import column_linear
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category
-
-INT64 = 8
 
 
 @lru_cache(maxsize=256)
@@ -33,8 +33,8 @@ def embed(tape: Tape, context: MegatronContext) -> Tensor:
         "word_embeddings",
         [],
         full,
+        saves=Saved(extra_bytes=[context.rows * INT64, context.rows * BOOL] if context.tensor_parallel_size > 1 else []),
         weight_gradients=[WeightGradient("word_embeddings.weight.grad", weight)],
-        extra_saved_bytes=[context.rows * INT64, context.rows * BOOL] if context.tensor_parallel_size > 1 else [],
     )
     if context.positions:
         positions = tape.operation(
@@ -56,14 +56,15 @@ def embed(tape: Tape, context: MegatronContext) -> Tensor:
             "embedding_dropout",
             [hidden],
             context.stream_bytes,
-            extra_saved_bytes=[context.stream_rows * context.hidden * BOOL],
+            saves=Saved(extra_bytes=[context.stream_rows * context.hidden * BOOL]),
         )
     return hidden
 
 
 def output_layer(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     """The logits [rows, vocabulary] for [stream_rows, hidden]."""
-    logits = column_linear(tape, x, context, context.vocabulary, "output_layer", context.output_bias)
+    with tape.marked(Mark.LM_HEAD):
+        logits = column_linear(tape, x, context, context.vocabulary, "output_layer", context.output_bias)
     logits.storage.category = Category.LOGITS
     return logits
 
@@ -81,12 +82,9 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
         return tape.operation(
             "vocab_parallel_cross_entropy",
             [logits],
-            context.rows * FP32,
-            saves=[] if apart else [logits],
-            extra_saved_bytes=[wide] if apart else [],
-            gradients_in_place=not apart,
+            Output(context.rows * FP32, category=Category.LOGITS),
+            saves=Saved([] if apart else [logits], extra_bytes=[wide] if apart else [], become_gradients=not apart),
             forward_temporary_bytes=3 * context.rows * FP32 * (1 + context.tensor_parallel_size),
-            category=Category.LOGITS,
         )
     in_place = context.element_bytes == FP32  # .float() of fp32 logits is the logits themselves
     # compiled kernels cannot work in place: the exponentials are a second fp32 copy, and so is their gradient
@@ -98,12 +96,13 @@ def cross_entropy(tape: Tape, logits: Tensor, context: MegatronContext) -> Tenso
     return tape.operation(
         "vocab_parallel_cross_entropy",
         [logits],
-        context.rows * FP32,
-        saves=[logits] if in_place else [],
-        extra_saved_bytes=[context.rows * BOOL, context.rows * INT64] + ([] if in_place else [wide]),
+        Output(context.rows * FP32, category=Category.LOGITS),
+        saves=Saved(
+            [logits] if in_place else [],
+            extra_bytes=[context.rows * BOOL, context.rows * INT64] + ([] if in_place else [wide]),
+            become_gradients=in_place,  # the saved softmax, which is the logits' storage, becomes the gradient
+        ),
         gradients=[(logits, logits.num_bytes)],
-        gradients_in_place=in_place,  # the saved softmax, which is the logits' storage, becomes the gradient
         forward_temporary_bytes=max(second_copy, passing),
         backward_temporary_bytes=second_copy + rounded,
-        category=Category.LOGITS,
     )

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.tape.operations import NO_SIDE_STREAM, SideStream
-from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +47,9 @@ def exchanged_attention(
         name,
         operands,
         output,
-        saves=operands[: exchange.keeps_inputs],
-        saves_output=exchange.keeps_result,
-        extra_saved_bytes=[*exchange.kept, *statistics],
+        saves=Saved(
+            operands[: exchange.keeps_inputs], output=exchange.keeps_result, extra_bytes=[*exchange.kept, *statistics]
+        ),
         forward_temporary_bytes=exchange.forward,
         backward_temporary_bytes=(*exchange.backward, kernel_bytes),
         side=exchange.side,
@@ -67,9 +67,7 @@ def _ring(context: MegatronContext, query: int, key: int, value: int, output: in
     outputs = (output,) * (turns - halves) + (output // 2,) * halves
     pair = key + value
     forward = ((pair,) * (turns - 1)) + outputs[0::2]
-    return Exchanging(
-        1, True, (pair,), forward, (2 * pair, 2 * pair, query), SideStream(forward_temporaries=outputs[1::2])
-    )
+    return Exchanging(1, True, (pair,), forward, (2 * pair, 2 * pair, query), SideStream(forward_temporaries=outputs[1::2]))
 
 
 def _heads(context: MegatronContext, query: int, key: int, value: int, output: int) -> Exchanging:

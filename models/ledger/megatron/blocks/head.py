@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.ends import cross_entropy, embed, output_layer
 from peakcast.models.ledger.megatron.blocks.layer import layer_operations
-from peakcast.models.ledger.megatron.blocks.primitives import FP32, column_linear, norm
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.megatron.blocks.primitives import column_linear, norm
+from peakcast.models.ledger.tape.tape import Output, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 
 
@@ -59,7 +60,7 @@ def encoder_end(context: MegatronContext) -> Template:
 def _final_norm(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
     """The final norm, if the network has one."""
     if not context.final_norms:
-        return tape.operation("final_states", [hidden], hidden.num_bytes, view_of=hidden, gradients=[(hidden, None)])
+        return tape.operation("final_states", [hidden], Output.view(hidden), gradients=[(hidden, None)])
     return norm(tape, hidden, context, context.stream_rows, context.hidden, "final_layernorm")
 
 
@@ -113,7 +114,9 @@ def _join(tape: Tape, hidden: Tensor, embedded: Tensor, context: MegatronContext
         full = context.gathered_bytes
         joined = tape.operation("mtp.gather", [joined], full, forward_temporary_bytes=full)
     if context.sequence_parallel:
-        joined = tape.operation("mtp.scatter", [joined], size, view_of=joined, gradients=[(joined, joined.num_bytes)])
+        joined = tape.operation(
+            "mtp.scatter", [joined], Output(size, view_of=joined), gradients=[(joined, joined.num_bytes)]
+        )
     return joined
 
 
@@ -123,8 +126,7 @@ def _attach_loss(tape: Tape, final: Tensor, loss: Tensor) -> Tensor:
     return tape.operation(
         "mtp.attach_loss",
         [final, masked],
-        final.num_bytes,
-        view_of=final,
+        Output.view(final),
         saves=[masked],
         gradients=[(final, None), (masked, masked.num_bytes)],
     )

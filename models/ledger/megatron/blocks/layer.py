@@ -24,6 +24,7 @@ from peakcast.models.ledger.megatron.blocks.primitives import (
     row_linear,
 )
 from peakcast.models.ledger.megatron.blocks.recompute import checkpointed
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.offloading import Offload
 from peakcast.models.ledger.tape.tape import Tape, Tensor
 from peakcast.models.ledger.tape.template import Template
@@ -84,7 +85,8 @@ def _attended(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
             tape.hold(variable)
         if context.recompute_norms:
             tape.make_again(*norms)
-        middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
+        with tape.marked(Mark.ATTENTION_ADD):
+            middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
     else:
         begin = tape.num_tensors
         normalized = own_norm(tape, hidden, context, "input_layernorm")
@@ -97,7 +99,8 @@ def _attended(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
             tape.hold(variable)
         if context.recompute_norms:
             tape.make_again(*norms)
-        middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
+        with tape.marked(Mark.ATTENTION_ADD):
+            middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
         tape.hold(normalized)  # a variable of `_forward_attention` refers to it
     if context.source_sequence:
         middle = _cross_attention(tape, middle, context)
@@ -136,7 +139,8 @@ def feed_forward(tape: Tape, x: Tensor, context: MegatronContext) -> Tensor:
     if context.recompute_feed_forward:
         alone = replace(context, without_graph=True)
         parts = (lambda part, held: _dense(part, held, context), lambda part, held: _dense(part, held, alone))
-        output = checkpointed(tape, normalized, "mlp", *parts)
+        with tape.marked(Mark.RECOMPUTED_FEED_FORWARD):
+            output = checkpointed(tape, normalized, "mlp", *parts)
     else:
         output = _dense(tape, normalized, context)
     tape.hold(normalized)  # a variable of `_forward_mlp` refers to it

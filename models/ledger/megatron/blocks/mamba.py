@@ -10,15 +10,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from peakcast.core.units import FP32
 from peakcast.models.ledger.megatron.blocks.context import MambaContext, MegatronContext
-from peakcast.models.ledger.megatron.blocks.primitives import (
-    FP32,
-    bias_dropout_add,
-    column_linear_of_norm,
-    own_norm,
-    row_linear,
-)
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.megatron.blocks.primitives import bias_dropout_add, column_linear_of_norm, own_norm, row_linear
+from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
 
 CHUNK = 128
 """Tokens between two states of the scan (`MambaMixer`, chunk_size)."""
@@ -38,8 +33,7 @@ def mamba_layer(tape: Tape, hidden: Tensor, context: MegatronContext, mamba: Mam
         "gated_norm",
         [scanned],
         size * mamba.inner,
-        saves=[scanned],
-        extra_saved_bytes=[context.rows * mamba.groups * FP32],
+        saves=Saved([scanned], extra_bytes=[context.rows * mamba.groups * FP32]),
         weight_gradients=[WeightGradient("gated_norm.weight.grad", mamba.inner * context.element_bytes)],
     )
     output = row_linear(tape, scanned, context, mamba.inner, "linear_out_proj")
@@ -62,8 +56,7 @@ def _scan(tape: Tape, projected: Tensor, context: MegatronContext, mamba: MambaC
         "mamba.scan",
         [projected],
         inner,
-        saves=[projected],
-        extra_saved_bytes=[inner],
+        saves=Saved([projected], extra_bytes=[inner]),
         weight_gradients=[WeightGradient("mamba.scan.weights.grad", parameters * size)],
         # states in fp32, then converted to the narrow dtype
         forward_temporary_bytes=(convolved, steps, states, states * size // FP32, pairs),

@@ -18,7 +18,7 @@ from peakcast.models.ledger.megatron.blocks.primitives import (
     quantized_gradient_bytes,
     weight_gradients,
 )
-from peakcast.models.ledger.tape.tape import Tape, Tensor
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 
 
 def latent_attention(
@@ -70,8 +70,7 @@ def _duplicated_linear(tape: Tape, x: Tensor, context: MegatronContext, out_feat
         name,
         [x],
         output,
-        saves=saves,
-        extra_saved_bytes=kept,
+        saves=Saved(saves, extra_bytes=kept),
         weight_gradients=weight_gradients(context, name, out_features * context.hidden, 0),
         forward_temporary_bytes=other_layout_bytes(context, context.stream_rows * context.hidden),
         backward_temporary_bytes=quantized_gradient_bytes(context, output),
@@ -105,7 +104,7 @@ def _rotate(
                 name,
                 [part],
                 size,
-                extra_saved_bytes=[table, table],
+                saves=Saved(extra_bytes=[table, table]),
                 forward_temporary_bytes=3 * size,
                 backward_temporary_bytes=2 * size,
             )
@@ -128,7 +127,7 @@ def _rotate_fused(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Fused: the query is rotated in place; one kernel makes key and value."""
     head = context.rows * context.heads * context.element_bytes
-    query = tape.operation("rotary_q", [query], query.num_bytes, view_of=query, gradients=[(query, None)])
+    query = tape.operation("rotary_q", [query], Output.view(query), gradients=[(query, None)])
     both = tape.operation(
         "rotary_kv",
         [expanded, position],

@@ -23,7 +23,8 @@ from peakcast.models.ledger.megatron.blocks.primitives import (
 )
 from peakcast.models.ledger.megatron.blocks.recompute import checkpointed, made_again
 from peakcast.models.ledger.megatron.blocks.router import router
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
 
 MOST_EXPERTS_IN_A_ROW = 16
 """If more local experts than this run one after the other, they are written as this many groups of equal experts."""
@@ -32,10 +33,12 @@ MOST_EXPERTS_IN_A_ROW = 16
 def routed_feed_forward(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
     """The feed-forward of a layer: [stream_rows, hidden] in and out. The norm before it is a module of its own."""
     begin = tape.num_tensors
-    x = norm(tape, x, context, context.stream_rows, context.hidden, "pre_mlp_layernorm")
+    with tape.marked(Mark.FEED_FORWARD_NORM):
+        x = norm(tape, x, context, context.stream_rows, context.hidden, "pre_mlp_layernorm")
     end = tape.num_tensors
     if experts.recompute_layer:
-        output = checkpointed(tape, x, "moe", lambda part, held: mixture_of_experts(part, held, context, experts))
+        with tape.marked(Mark.RECOMPUTED_EXPERTS):
+            output = checkpointed(tape, x, "moe", lambda part, held: mixture_of_experts(part, held, context, experts))
     else:
         output = mixture_of_experts(tape, x, context, experts)
         tape.hold(x)
@@ -49,7 +52,8 @@ def mixture_of_experts(tape: Tape, x: Tensor, context: MegatronContext, experts:
     shared = _shared_expert(tape, x, context, experts) if experts.shared_ffn else None
     probabilities = router(tape, x, context, experts)
     dispatch = Dispatch(tape, context, experts)
-    rows, chosen = dispatch.send(x, probabilities)
+    with tape.marked(Mark.DISPATCH):
+        rows, chosen = dispatch.send(x, probabilities)
     run = _grouped if experts.grouped else _one_by_one
     computed = run(tape, rows, chosen, dispatch.rows, context, experts)
     output = dispatch.combine(computed)
@@ -129,8 +133,7 @@ def _expert_linear(
         name,
         [x],
         output,
-        saves=saves if again_bytes is None else [],
-        extra_saved_bytes=kept,
+        saves=Saved(saves if again_bytes is None else [], extra_bytes=kept),
         weight_gradients=gradients * count,
         forward_temporary_bytes=other_layout_bytes(context, rows * in_features),
         backward_temporary_bytes=(again_bytes or 0) + quantized,
@@ -214,8 +217,7 @@ def _shared_expert(tape: Tape, x: Tensor, context: MegatronContext, experts: Exp
         "shared_experts.gate",
         [x],
         context.stream_rows * context.element_bytes,
-        saves=[x],
-        saves_output=True,
+        saves=Saved([x], output=True),
         weight_gradients=[WeightGradient("shared_experts.gate_weight.grad", context.hidden * context.element_bytes)],
     )
     return tape.operation("shared_experts.gated", [output, score], output.num_bytes, saves=[output, score])

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from peakcast.core.units import BOOL, FP8, FP32
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
-
-FP32 = 4
-FP8 = 1
-BOOL = 1
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
 
 
 def norm_statistics(context: MegatronContext, rows: int) -> list[int]:
@@ -47,8 +45,7 @@ def norm(tape: Tape, x: Tensor, context: MegatronContext, rows: int, width: int,
         name,
         [x],
         rows * width * context.element_bytes,
-        saves=[x],
-        extra_saved_bytes=norm_statistics(context, rows),
+        saves=Saved([x], extra_bytes=norm_statistics(context, rows)),
         weight_gradients=norm_gradients(context, name, width),
     )
 
@@ -107,8 +104,7 @@ def norm_column_linear(
         name,
         [x],
         output,
-        saves=[x],
-        extra_saved_bytes=[kept, *norm_statistics(context, context.stream_rows)],
+        saves=Saved([x], extra_bytes=[kept, *norm_statistics(context, context.stream_rows)]),
         weight_gradients=[
             *weight_gradients(context, name, out_features * width, out_features if bias else 0),
             *norm_gradients(context, f"{name}.norm", width),
@@ -170,8 +166,7 @@ def column_linear(
         saves=[x],
         weight_gradients=gradients,
         forward_temporary_bytes=output * bias if own else gathered,  # the product before `+ bias`
-        backward_temporary_bytes=gathered * (1 if own else 2)
-        + fused_weight_gradient_bytes(context, out_features * width),
+        backward_temporary_bytes=gathered * (1 if own else 2) + fused_weight_gradient_bytes(context, out_features * width),
     )
 
 
@@ -203,8 +198,7 @@ def _column_linear_in_fp8(
         name,
         [x],
         output,
-        saves=saves,
-        extra_saved_bytes=kept,
+        saves=Saved(saves, extra_bytes=kept),
         weight_gradients=gradients,
         forward_temporary_bytes=gathered,
         backward_temporary_bytes=backward,
@@ -238,9 +232,7 @@ def row_linear(tape: Tape, x: Tensor, context: MegatronContext, in_features: int
     )
 
 
-def _row_linear_in_fp8(
-    tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str, full: int
-) -> Tensor:
+def _row_linear_in_fp8(tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str, full: int) -> Tensor:
     """`row_linear` in FP8: saves its input in FP8. Unless scaling is delayed, attention's output projection saves the input
     itself, which attention saves too (megatron-core 0.16.1 `attention.py`, `set_save_original_input`); with one scale for
     the whole tensor, backward quantises it in both layouts. Under sequence parallelism the gradient is gathered in FP8
@@ -252,8 +244,7 @@ def _row_linear_in_fp8(
         name,
         [x],
         context.stream_bytes,
-        saves=[x] if original else [],
-        extra_saved_bytes=[] if original or context.without_graph else [narrow],
+        saves=Saved([x] if original else [], extra_bytes=[] if original or context.without_graph else [narrow]),
         weight_gradients=weight_gradients(context, name, in_features * context.hidden, 0),
         forward_temporary_bytes=full + narrow,
         backward_temporary_bytes=quantized_gradient_bytes(context, context.gathered_bytes) + again,
@@ -273,15 +264,16 @@ def bias_dropout_add(tape: Tape, x: Tensor, residual: Tensor, context: MegatronC
     inside = context.without_graph and context.bias_dropout_fusion and not context.linear_bias
     bias = [WeightGradient(f"{name}.bias.grad", context.hidden * context.element_bytes)] if context.linear_bias else []
     unfused = 0 if context.bias_dropout_fusion else context.stream_bytes * (int(context.linear_bias) + int(drops))
-    return tape.operation(
-        name,
-        [x, residual],
-        context.stream_bytes,
-        extra_saved_bytes=[dropout_mask_bytes(context)] if drops and not inside else [],
-        gradients=[(x, context.stream_bytes if drops else None), (residual, None)],
-        weight_gradients=bias,
-        forward_temporary_bytes=unfused,
-    )
+    with tape.marked(Mark.RESIDUAL_ADD):
+        return tape.operation(
+            name,
+            [x, residual],
+            context.stream_bytes,
+            saves=Saved(extra_bytes=[dropout_mask_bytes(context)] if drops and not inside else []),
+            gradients=[(x, context.stream_bytes if drops else None), (residual, None)],
+            weight_gradients=bias,
+            forward_temporary_bytes=unfused,
+        )
 
 
 def gated_activation(tape: Tape, gate: Tensor, up: Tensor, context: MegatronContext, names: tuple[str, str]) -> Tensor:

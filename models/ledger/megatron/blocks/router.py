@@ -6,12 +6,9 @@ probabilities are fp32. All tensors are [tokens, num_experts] or [tokens, top_k]
 
 from __future__ import annotations
 
+from peakcast.core.units import BOOL, FP32, INT32, INT64
 from peakcast.models.ledger.megatron.blocks.context import ExpertContext, MegatronContext
-from peakcast.models.ledger.megatron.blocks.primitives import BOOL, FP32
-from peakcast.models.ledger.tape.tape import Tape, Tensor, WeightGradient
-
-INT64 = 8
-INT32 = 4
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 
 
 def router(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
@@ -26,7 +23,9 @@ def router(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertConte
         probabilities = _top_k(tape, logits, context, experts)
     if experts.capacity_factor:  # apply_router_token_dropping: times the mask of tokens within capacity
         mask = context.stream_rows * experts.num_experts * BOOL
-        probabilities = tape.operation("router.drop", [probabilities], probabilities.num_bytes, extra_saved_bytes=[mask])
+        probabilities = tape.operation(
+            "router.drop", [probabilities], probabilities.num_bytes, saves=Saved(extra_bytes=[mask])
+        )
     return _auxiliary_loss(tape, logits, probabilities, context, experts) if experts.aux_loss else probabilities
 
 
@@ -52,10 +51,8 @@ def _z_loss(tape: Tape, logits: Tensor, context: MegatronContext) -> Tensor:
     return tape.operation(
         "router.z_loss",
         [logits],
-        logits.num_bytes,
-        view_of=logits,
-        saves=[logits],
-        extra_saved_bytes=[context.stream_rows * min(per_token, FP32)] * 2,
+        Output.view(logits),
+        saves=Saved([logits], extra_bytes=[context.stream_rows * min(per_token, FP32)] * 2),
         backward_temporary_bytes=logits.num_bytes,
         gradients=[(logits, None)],
     )
@@ -66,10 +63,10 @@ def _sinkhorn(tape: Tape, logits: Tensor, context: MegatronContext, experts: Exp
     elements = context.stream_rows * experts.num_experts
     tape.operation("router.sinkhorn", [], 0, forward_temporary_bytes=3 * elements * FP32)
     if experts.top_k == 1:
-        scores = tape.operation("router.sigmoid", [logits], logits.num_bytes, saves_output=True)
+        scores = tape.operation("router.sigmoid", [logits], logits.num_bytes, saves=Saved(output=True))
     else:
-        scores = tape.operation("router.softmax", [logits], elements * FP32, saves_output=True)
-    return tape.operation("router.mask", [scores], logits.num_bytes, extra_saved_bytes=[elements * BOOL])
+        scores = tape.operation("router.softmax", [logits], elements * FP32, saves=Saved(output=True))
+    return tape.operation("router.mask", [scores], logits.num_bytes, saves=Saved(extra_bytes=[elements * BOOL]))
 
 
 def _top_k(tape: Tape, logits: Tensor, context: MegatronContext, experts: ExpertContext) -> Tensor:
@@ -78,31 +75,33 @@ def _top_k(tape: Tape, logits: Tensor, context: MegatronContext, experts: Expert
     every = context.stream_rows * experts.num_experts
     indices, width = chosen * INT64, experts.router_bytes
     if experts.router_fusion:  # saves the map and the scores (Transformer Engine 2.8 `pytorch/router.py`)
-        return tape.operation("router.top_k", [logits], every * width, extra_saved_bytes=[every * BOOL, every * width])
+        return tape.operation(
+            "router.top_k", [logits], every * width, saves=Saved(extra_bytes=[every * BOOL, every * width])
+        )
     if experts.score_function == "sigmoid":
         scores = _convert(tape, logits, every * FP32, "router.to_float32")
-        scores = tape.operation("router.sigmoid", [scores], every * FP32, saves_output=True)
+        scores = tape.operation("router.sigmoid", [scores], every * FP32, saves=Saved(output=True))
         scores = _convert(tape, scores, every * width, "router.to_router_dtype")
         scores = tape.operation(
             "router.top_k",
             [scores],
             chosen * width,
-            extra_saved_bytes=[indices],
+            saves=Saved(extra_bytes=[indices]),
             forward_temporary_bytes=every * max(width, FP32) if experts.expert_bias else 0,
         )
         if experts.top_k > 1:
             total = context.stream_rows * width
             scores = tape.operation(
-                "router.normalise", [scores], chosen * width, saves=[scores], extra_saved_bytes=[total]
+                "router.normalise", [scores], chosen * width, saves=Saved([scores], extra_bytes=[total])
             )
         scores = tape.operation("router.scale", [scores], chosen * width)
     elif experts.pre_softmax:
-        scores = tape.operation("router.softmax", [logits], every * FP32, saves_output=True)
+        scores = tape.operation("router.softmax", [logits], every * FP32, saves=Saved(output=True))
         scores = _convert(tape, scores, every * width, "router.to_router_dtype")
-        scores = tape.operation("router.top_k", [scores], chosen * width, extra_saved_bytes=[indices])
+        scores = tape.operation("router.top_k", [scores], chosen * width, saves=Saved(extra_bytes=[indices]))
     else:
-        scores = tape.operation("router.top_k", [logits], chosen * width, extra_saved_bytes=[indices])
-        scores = tape.operation("router.softmax", [scores], chosen * FP32, saves_output=True)
+        scores = tape.operation("router.top_k", [logits], chosen * width, saves=Saved(extra_bytes=[indices]))
+        scores = tape.operation("router.softmax", [scores], chosen * FP32, saves=Saved(output=True))
         scores = _convert(tape, scores, chosen * width, "router.to_router_dtype")
     # the map: int32 zeros, scattered into, then converted to bool (the indices are saved already)
     return tape.operation("router.scatter", [scores], every * width, forward_temporary_bytes=2 * every * INT32)
@@ -125,15 +124,14 @@ def _auxiliary_loss(
         "router.auxiliary_loss",
         [logits],
         FP32,
-        extra_saved_bytes=[*kept, experts.num_experts * INT64],
+        saves=Saved(extra_bytes=[*kept, experts.num_experts * INT64]),
         forward_temporary_bytes=every * (INT32 + BOOL) + context.stream_rows * experts.top_k * (INT64 + FP32),
         backward_temporary_bytes=every * FP32,
     )
     return tape.operation(
         "router.attach_auxiliary_loss",
         [probabilities, loss],
-        probabilities.num_bytes,
-        view_of=probabilities,
+        Output.view(probabilities),
         saves=[loss],
         gradients=[(probabilities, None), (loss, FP32)],
     )

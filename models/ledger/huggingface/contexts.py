@@ -1,0 +1,277 @@
+"""The contexts of a job's blocks: what its versions, conventions and layout say about each block's tensors.
+
+One context holds for the whole network (`block_context`); each layer has its own, equal for layers that are alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from peakcast.core.units import DTYPE_BYTES, FP32
+from peakcast.jobs.architecture import Architecture
+from peakcast.jobs.conventions import DRIVEN_BY, adapter_dtype, conventions, makes_whole_logits, mixes_precision
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.huggingface.blocks.context import (
+    Adapters,
+    Attention,
+    BackwardRules,
+    Cache,
+    Experts,
+    HFContext,
+    Kernels,
+    LayerRules,
+    Linears,
+    LossRules,
+    Packing,
+    Precision,
+)
+from peakcast.models.ledger.huggingface.blocks.ring_attention import ring_of
+from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
+from peakcast.models.ledger.huggingface.blocks.traits import rotates, slides
+from peakcast.models.ledger.layouts import (
+    adapters_are_units,
+    adapters_are_whole,
+    expert_ranks,
+    finds_final_norm,
+    gathered_dtype,
+    reduced_bytes,
+)
+from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK, virtual_tokens
+from peakcast.networks.families import family_of
+
+COMPILED: dict[tuple[str, str], frozenset[str]] = {
+    ("network", "huggingface"): frozenset({"layers", "ends", "loss", "mask"}),
+    ("network", "torch"): frozenset({"layers", "ends", "loss", "mask"}),
+    ("layers", "huggingface"): frozenset({"layers", "ends"}),
+    ("layers", "torch"): frozenset({"layers", "loss"}),
+    ("loss", "torch"): frozenset({"loss"}),
+}
+"""(regions, stack) -> the parts that are compiled: "layers"; "ends", the embedding and the final norm; "loss"; "mask", the
+computation of the mask (`collectors/stacks/parts/compiled.py`)."""
+
+
+def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) -> HFContext:
+    """What every block of `job` depends on, on global `rank`. `gpu`: (multiprocessors, threads of each), to include what
+    kernels allocate for themselves."""
+    convention = conventions(job)
+    compiled, kernels = _compiled(job, convention), _kernels(convention)
+    group = tensor_parallel(job)
+    joined = job.batch.form == "padding_free"
+    divided = job.sequence_length // job.parallelism.context_parallel_size
+    return HFContext(
+        architecture=group.layer(job.architecture),
+        batch=1 if joined else job.micro_batch_size,
+        sequence=job.num_tokens if joined else divided + virtual_tokens(job.finetuning),
+        precision=_precision(job, convention),
+        attention=_attention(job, convention),
+        finetuning=job.finetuning,
+        adapters=_adapters(job),
+        linears=_linears(job, convention),
+        experts=_experts(job, convention),
+        loss=_loss(job, convention),
+        kernels=kernels.layer_compiled() if "ends" in compiled else kernels,
+        compiled=compiled,
+        compiles_adapters=_compiles_adapters(job),
+        backward=_backward(job, convention),
+        packing=_packing(job),
+        cache=Cache(latent=bool(convention.get("latent_cache", True))),
+        group=group,
+        ring=ring_of(job, rank),
+        neftune=bool(convention.get("neftune")),
+        gpu=gpu,
+    )
+
+
+def _compiled(job: TrainingJob, convention: Mapping[str, Any]) -> frozenset[str]:
+    """The parts of the network that are compiled: names from COMPILED."""
+    if not job.compile:
+        return frozenset()
+    parts = COMPILED[convention["compiled_regions"], DRIVEN_BY.get(job.framework, job.framework)]
+    return parts if convention.get("compiles_loss", True) else parts - {"loss"}
+
+
+def _compiles_adapters(job: TrainingJob) -> bool:
+    """Whether a layer that is compiled by itself with its adapters was traced: plain ones, on one GPU."""
+    tuning, architecture = job.finetuning, job.architecture
+    plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout)
+    alone = job.parallelism.world_size == 1 and not conventions(job).get("autocast")
+    return plain and alone and not (architecture.fused_qkv or architecture.fused_gate_up)
+
+
+def _precision(job: TrainingJob, convention: Mapping[str, Any]) -> Precision:
+    weight = int(DTYPE_BYTES[gathered_dtype(job)])
+    autocast = bool(convention.get("autocast"))
+    return Precision(
+        weight_bytes=weight,
+        compute_bytes=int(DTYPE_BYTES[job.precision.wide_compute]) if autocast else weight,
+        end_weight_bytes=FP32 if convention.get("ends_in_float32") else weight,
+        norm_weight_bytes=FP32 if convention.get("norms_in_float32") else weight,
+        autocast=autocast,
+        float16=(job.precision.wide_compute if autocast else gathered_dtype(job)) == "float16",
+        narrows_final_norm=_narrows_final_norm(job),
+    )
+
+
+def _attention(job: TrainingJob, convention: Mapping[str, Any]) -> Attention:
+    implementation = str(convention.get("sdpa", "sdpa")) if job.attention == "sdpa" else job.attention
+    sdpa = implementation == "sdpa"
+    return Attention(
+        implementation=implementation,
+        repeats_key_value=bool(convention.get("flash_attention_repeats_key_value")),
+        sdpa_repeats_key_value=sdpa and bool(convention.get("sdpa_repeats_key_value")),
+        sdpa_copies=sdpa and bool(convention.get("sdpa_copies")),
+        cudnn=sdpa and bool(convention.get("cudnn_attention")),
+        mask_is_additive=bool(convention.get("sdpa_mask_is_additive")),
+    )
+
+
+def _adapters(job: TrainingJob) -> Adapters:
+    gathered = mixes_precision(job) and not adapters_are_whole(job)
+    width = gathered_dtype(job) if gathered else adapter_dtype(job)
+    return Adapters(weight_bytes=int(DTYPE_BYTES[width]), input_bytes=_adapter_input_bytes(job))
+
+
+def _linears(job: TrainingJob, convention: Mapping[str, Any]) -> Linears:
+    return Linears(
+        float8=job.precision.compute == "float8" and not job.compile,
+        keep_input=job.parallelism.zero_stage == 3,
+        quantized_keep_input=bool(convention.get("quantized_linears_keep_input")),
+        unpack_in_place=bool(convention.get("gptq_kernel")),
+    )
+
+
+def _experts(job: TrainingJob, convention: Mapping[str, Any]) -> Experts:
+    return Experts(
+        implementation=str(convention.get("experts_implementation", "grouped_mm")),
+        ranks=expert_ranks(job),
+        fullest_load=int(convention.get("fullest_expert_load", 1)),
+    )
+
+
+def _loss(job: TrainingJob, convention: Mapping[str, Any]) -> LossRules:
+    return LossRules(
+        kind="cross_entropy" if makes_whole_logits(job) else job.loss.kind,
+        logits_upcast=str(convention.get("logits_upcast", "loss")),
+        slices_whole_dimensions=bool(convention.get("slices_whole_dimensions")),
+        in_stages=job.parallelism.pipeline_parallel_size > 1,
+        logits_chunks=max(1, int(convention.get("logits_chunks", 1))),
+        logits_chunks_apart=bool(convention.get("logits_chunks_apart")),
+        fused_chunks=int(convention.get("loss_chunks", 0)),
+        fused_temporary_bytes=int(convention.get("fused_loss_temporary_bytes", 0)),
+        reduced_bytes=reduced_bytes(job) or 0 if convention.get("loss_chunks") else 0,
+    )
+
+
+def _kernels(convention: Mapping[str, Any]) -> Kernels:
+    """Which fused kernels the convention replaces modules by."""
+    return Kernels(
+        norm=convention.get("norm_kernel") == "fused",
+        rotary=convention.get("rotary_kernel") == "fused",
+        gated_activation=convention.get("gated_activation_kernel") == "fused",
+        loss=str(convention.get("loss_kernel", "eager")),
+        lora=str(convention.get("lora_kernel", "eager")),
+    )
+
+
+def _backward(job: TrainingJob, convention: Mapping[str, Any]) -> BackwardRules:
+    return BackwardRules(
+        cached_kinds=frozenset(convention["selective_checkpointing_keeps"]),
+        saves_on_cpu=job.offload.activations and job.activation_checkpointing.mode == "none",
+    )
+
+
+def _packing(job: TrainingJob) -> Packing:
+    return Packing(
+        mask_of_batch=job.batch.form != "rows",
+        valid_rows=job.num_tokens if job.batch.form == "masked" else 0,
+        num_sequences=job.micro_batch_size if job.batch.form == "padding_free" else 0,
+    )
+
+
+def _narrows_final_norm(job: TrainingJob) -> bool:
+    """Whether accelerate puts the last norm into one FSDP2 group with the lm_head, so that FSDP2 casts the norm's output
+    (accelerate 1.15 `fsdp2_prepare_model`, `set_mixed_precision`; torch 2.13 `_register_group_forward_hooks`)."""
+    sharded = job.parallelism.sharding in ("fsdp2", "hsdp") and mixes_precision(job) and job.framework == "huggingface"
+    return sharded and finds_final_norm(job) and conventions(job)["fsdp2_units"] == "ends"
+
+
+def first_context(job: TrainingJob, context: HFContext) -> HFContext:
+    """`context` for a training's first forward. Without `use_orig_params`, parameters of FSDP1's units become views of the
+    gathered tensor only when a unit has been gathered once; until then they are views of the tensor it was built from
+    (torch 2.13 `_flat_param.py`, `_use_unsharded_views`). Recomputed layers use the later views (`found_again`)."""
+    layout = job.parallelism
+    sharded = layout.sharding == "fsdp1" and layout.num_replicas > 1 and job.finetuning.method != "full"
+    return _with_adapter_inputs(context, int(DTYPE_BYTES[adapter_dtype(job)])) if sharded else context
+
+
+def found_again(job: TrainingJob, context: HFContext) -> HFContext:
+    """`context` for any later forward, or for a recomputation."""
+    return _with_adapter_inputs(context, _adapter_input_bytes(job))
+
+
+def _with_adapter_inputs(context: HFContext, input_bytes: int) -> HFContext:
+    return replace(context, adapters=replace(context.adapters, input_bytes=input_bytes))
+
+
+def keeping_matmuls(job: TrainingJob, context: HFContext) -> HFContext:
+    """`context` of a recomputed layer, with the matrix products that selective checkpointing keeps."""
+    selective = job.activation_checkpointing.mode == "selective"
+    every = int(conventions(job).get("selective_checkpointing_matmuls", 1)) if selective else 0
+    return replace(context, backward=replace(context.backward, cached_matmuls=every))
+
+
+def _adapter_input_bytes(job: TrainingJob) -> int:
+    """Bytes of one element of an adapter's input."""
+    narrowed = mixes_precision(job) and not adapters_are_units(job)
+    return int(DTYPE_BYTES[gathered_dtype(job) if narrowed else adapter_dtype(job)])
+
+
+def target_context(context: HFContext, job: TrainingJob) -> HFContext:
+    """The context of the tokens that are predicted: for an encoder-decoder, as many as the decoder reads."""
+    return replace(context, sequence=job.decoder_sequence_length) if job.decoder_sequence_length else context
+
+
+def layer_contexts(context: HFContext, job: TrainingJob) -> list[HFContext]:
+    """The context of every decoder layer; equal layers have the same object."""
+    kinds: dict[tuple[bool, bool, bool, bool, str], HFContext] = {}
+    parts = job.architecture.layer_types
+    found = []
+    for index in range(job.architecture.num_hidden_layers):
+        slid, named = slides(job.architecture, index, context.sequence), parts[index] if parts else ""
+        kind = index == 0, job.architecture.is_moe_layer(index), slid, rotates(job.architecture, index), named
+        if kind not in kinds:
+            kinds[kind] = _layer_context(context, job, index)
+        found.append(kinds[kind])
+    return found
+
+
+def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContext:
+    """The context of decoder layer `index`."""
+    architecture, linears = context.architecture, context.linears
+    adapters_alone = job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
+    if linears.float8 and index == 0:
+        # accelerate 1.15 utils/ao.py filter_first_and_last_linear_layers: q_proj (or the fused one) of layer 0, and lm_head
+        skips = linears.float8_skips | {f"self_attn.{_first_linear(architecture)}"}
+        linears = replace(linears, float8_skips=skips)
+    layer = LayerRules(
+        reads_embedding=index == 0 and context.stream_bytes != context.precision.end_weight_bytes,
+        # peft's enable_input_require_grads comes with checkpointing only
+        input_requires_grad=index > 0 or not adapters_alone or job.finetuning.method in ON_NETWORK,
+        rotates=rotates(architecture, index),
+        masked=context.packing.mask_of_batch
+        or "mask" in context.compiled
+        or family_of(architecture).masks.always
+        or slides(architecture, index, context.sequence),
+        routed=architecture.is_moe_layer(index),
+        parts=architecture.layer_types[index] if architecture.layer_types else "",
+    )
+    kernels = context.kernels.layer_compiled() if "layers" in context.compiled else context.kernels
+    return replace(context, layer=layer, linears=linears, kernels=kernels)
+
+
+def _first_linear(architecture: Architecture) -> str:
+    """The name of the first projection of attention."""
+    names = family_of(architecture).names
+    return names.qkv if architecture.fused_qkv else names.q

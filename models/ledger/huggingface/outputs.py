@@ -1,0 +1,74 @@
+"""What the training loop's variable `outputs` refers to: the logits, and what their graph keeps as long as it exists.
+
+A plain loop assigns `outputs` again only when the next forward has returned, so two sets of logits exist at once. The
+Trainer drops them before backward or at its end, depending on its release (conventions `trainer` and `outputs_dropped`).
+"""
+
+from __future__ import annotations
+
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.huggingface.blocks.head import logits_bytes_kept_by_outputs
+from peakcast.models.ledger.huggingface.contexts import target_context
+from peakcast.models.ledger.huggingface.layers import Blocks
+from peakcast.models.ledger.huggingface.model import arguments_of_layers
+from peakcast.models.ledger.tape.step import FOREVER, Run, Step
+from peakcast.networks.families import family_of
+from peakcast.timelines.timeline import Category
+
+
+def hold_outputs(timeline: Step, job: TrainingJob, context: HFContext, loss: Run, last: bool) -> None:
+    """Hold a micro-batch's outputs from forward until now, the end of backward, or, for a plain loop's `last` micro-batch,
+    for the rest of the step. `loss`: the run of its head."""
+    if conventions(job).get("outputs_dropped"):
+        return
+    target = target_context(context, job)
+    dies = timeline.now if conventions(job).get("trainer") or not last else FOREVER
+    born = loss.forward_start + loss.template.num_forward
+    if "loss" in context.compiled and loss.backward_start is not None:  # until then the compiled loss saves the logits
+        born = loss.backward_start + 1 + loss.template.in_backward.get("d_logits", 0)
+    timeline.hold("outputs.logits", Category.LOGITS, _logits_bytes(job, target), born, dies, "head")
+    for name, num_bytes in _kept_by_graph(job, target):
+        timeline.hold(name, Category.ACTIVATIONS, num_bytes, timeline.now, dies, "embedding")
+
+
+def hold_outputs_of_before(
+    timeline: Step, job: TrainingJob, context: HFContext, start: int, loss_made: int, *, first: bool
+) -> None:
+    """Hold what earlier forwards have left behind while a micro-batch, which began at `start`, runs forward. `loss_made`:
+    the instant at which its own outputs exist; `first`: it is the training's first forward."""
+    target = target_context(context, job)
+    if first:
+        # the loss is outside a network that is compiled whole: a reference cycle keeps the logits of the first forward
+        if family_of(job.architecture).ends.loss_apart and "mask" in context.compiled:
+            logits = logits_bytes_kept_by_outputs(target, widened=False)
+            timeline.hold("logits", Category.LOGITS, logits, loss_made + 1, FOREVER, "head")
+    elif not conventions(job).get("outputs_dropped") and not conventions(job).get("trainer"):
+        timeline.hold("outputs.logits", Category.LOGITS, _logits_bytes(job, target), start, loss_made, "head")
+        for name, num_bytes in _kept_by_graph(job, target):
+            timeline.hold(name, Category.ACTIVATIONS, num_bytes, start, loss_made, "embedding")
+        if job.architecture.kind == "encoder_decoder":
+            from peakcast.models.ledger.huggingface.encoder_decoder import outputs_of
+
+            timeline.hold_all(outputs_of(job, context), Category.ACTIVATIONS, start, loss_made)
+
+
+def _logits_bytes(job: TrainingJob, target: HFContext) -> int:
+    """Bytes of `outputs.logits`. Under autocast, accelerate's `convert_outputs_to_fp32` widens them to fp32."""
+    return logits_bytes_kept_by_outputs(target, widened=bool(conventions(job).get("trainer")))
+
+
+def _kept_by_graph(job: TrainingJob, context: HFContext) -> list[tuple[str, int]]:
+    """(name, bytes) of what the graph still keeps after backward, as long as `outputs` refers to it. peft's
+    enable_input_require_grads makes the embedding's output a leaf, which keeps its gradient; and nodes of reentrant
+    checkpoints keep their arguments."""
+    checkpointing = job.activation_checkpointing
+    kept: list[tuple[str, int]] = []
+    if checkpointing.mode == "none" or conventions(job).get("trainer"):
+        return kept
+    if job.finetuning.method != "full":
+        kept += [("embedding.output", context.input_bytes), ("embedding.output.grad", context.input_bytes)]
+    if checkpointing.use_reentrant and job.architecture.kind == "decoder":
+        kept += arguments_of_layers(job, Blocks(job, context).contexts)
+    return kept

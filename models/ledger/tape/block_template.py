@@ -1,0 +1,99 @@
+"""A block's rows as its template, with what layouts and checkpoints ask about the block."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+
+from peakcast.core.units import round_up
+from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
+from peakcast.models.ledger.tape.autograd import weights_backward
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.operations import Operation
+from peakcast.models.ledger.tape.storages import Block
+from peakcast.models.ledger.tape.template import HANDED_IN, Elsewhere, Later, Row, Template, Waiting, columns_of
+
+
+def block_template(
+    block: Block,
+    rows: Sequence[Row],
+    *,
+    elsewhere: Mapping[str, Elsewhere],
+    added_to_handed_in: int | None,
+    beside_bytes: int = 0,
+    later: Later | None = None,
+) -> Template:
+    """The template of `rows`. `added_to_handed_in`: None if backward reads the gradient handed in to its end."""
+    backward = [block.operations[index] for index in block.order]
+    return Template(
+        **columns_of(rows),
+        num_forward=len(block.operations),
+        num_recomputed=_recomputed(block),
+        num_backward=len(backward),
+        forward_labels=[operation.name for operation in block.operations],
+        backward_labels=[operation.name for operation in backward],
+        input_bytes=_input_bytes(block),
+        keeps_input=block.input is not None and block.input.storage.last_saver is not None,
+        asks_late_bytes=_asks_late_bytes(block, rows),
+        saved_bytes=[size for operation in backward for size in operation.saved_bytes if size],
+        loss_from=block.loss_from,
+        added_to_handed_in=len(backward) if added_to_handed_in is None else added_to_handed_in,
+        forward_marks={mark: sorted(marked) for mark, marked in block.marks.items()},
+        backward_marks=_backward_marks(block),
+        beside_bytes=beside_bytes,
+        elsewhere=dict(elsewhere),
+        later=later,
+    )
+
+
+def _input_bytes(block: Block) -> int:
+    """Bytes of the block's input."""
+    return 0 if block.input is None else block.input.num_bytes
+
+
+def _recomputed(block: Block) -> int:
+    """How many forward instants a recomputation runs, until the last saved tensor exists. Inputs are saved before an
+    operation runs; its output, and what it makes beside that, after (torch tools/autograd/gen_variable_type.py)."""
+    last = max((index for index in block.order if any(block.operations[index].saved_bytes)), default=-1)
+    return last + (last >= 0 and block.operations[last].keeps_results)
+
+
+def _backward_marks(block: Block) -> dict[Mark, list[int]]:
+    """The backward instants of marked operations."""
+    instants = {index: instant for instant, index in enumerate(block.order)} if block.marks else {}
+    marks = (
+        (mark, sorted(instants[index] for index in marked if index in instants)) for mark, marked in block.marks.items()
+    )
+    return {mark: found for mark, found in marks if found}
+
+
+def _asks_late_bytes(block: Block, rows: Sequence[Row]) -> int:
+    """Bytes of the block's own gradients that exist when backward first reads a saved tensor."""
+    asks = next((instant for instant, index in enumerate(block.order) if any(block.operations[index].saved_bytes)), 0)
+    own = (row for row in rows if row.born_backward and row.name != HANDED_IN)
+    return sum(row.num_bytes for row in own if row.born < asks < row.dies)
+
+
+def second_half(block: Block, waiting: Sequence[Waiting]) -> Later:
+    """The second half of a split backward: a template for each operation with weights, of an instant in which it makes
+    their gradients; and the tensors that wait for it."""
+    weights = tuple(_weights_template(block, block.operations[index]) for index in block.turns)
+    return Later(weights, tuple(replace(one, num_bytes=round_up(one.num_bytes, MIN_BLOCK_BYTES)) for one in waiting))
+
+
+def _weights_template(block: Block, operation: Operation) -> Template:
+    """The template of an instant in which `operation` makes the gradients of its weights, and nothing else."""
+    return Template(
+        **columns_of(weights_backward(operation, 0, 0)),
+        num_forward=0,
+        num_recomputed=0,
+        num_backward=1,
+        forward_labels=[],
+        backward_labels=[operation.name],
+        input_bytes=_input_bytes(block),
+        keeps_input=False,
+        asks_late_bytes=0,
+        saved_bytes=[],
+        loss_from=0,
+        added_to_handed_in=1,
+    )

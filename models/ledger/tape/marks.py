@@ -1,0 +1,45 @@
+"""Operations of a block that code outside the block looks up.
+
+A block marks them while it appends them to its tape (`Tape.marked`), and its template says at which instants they run
+(`Template.forward_marks`, `Template.backward_marks`). Names of operations are for people: nothing depends on them.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class Mark(Enum):
+    """What an operation is to code outside its block."""
+
+    LM_HEAD = auto()
+    """The lm_head with what belongs to its module, or a loss that includes it; Megatron-LM's output layer."""
+    TIED_TABLE = auto()
+    """Backward adds the two gradients of a table that embedding and lm_head share."""
+    LOG_PROBABILITIES = auto()
+    """Preference training's head multiplies by parts of the lm_head's weight."""
+    OUTPUT_SCALING = auto()
+    """A decoder scales its output before the lm_head."""
+    LAST_POSITION = auto()
+    """Generation takes the last position's hidden states."""
+    NEXT_TOKEN_LOGITS = auto()
+    """Generation makes the logits from which the next token is chosen."""
+    KEY_CACHE = auto()
+    VALUE_CACHE = auto()
+    """A layer updates its cache."""
+    RELATIVE_POSITIONS = auto()
+    """A stack's first layer looks up the bias of relative positions."""
+    NORM = auto()
+    """A norm of a Hugging Face network, whose input is the stream itself; a projection's is a view of it."""
+    ATTENTION_ADD = auto()
+    """A Megatron-LM layer adds attention's output to the residual stream."""
+    RESIDUAL_ADD = auto()
+    """A Megatron-LM layer adds any sub-layer's output to the residual stream."""
+    FEED_FORWARD_NORM = auto()
+    """The norm before a Megatron-LM feed-forward."""
+    RECOMPUTED_FEED_FORWARD = auto()
+    """One operation that stands for a whole recomputed feed-forward."""
+    RECOMPUTED_EXPERTS = auto()
+    """One operation that stands for a whole recomputed mixture of experts."""
+    DISPATCH = auto()
+    """A mixture of experts sends tokens to their experts."""

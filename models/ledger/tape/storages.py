@@ -1,0 +1,135 @@
+"""When a block's storages are freed: after their last reader in forward or, if autograd saved them, in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.operations import Operation, Storage, Tensor
+from peakcast.models.ledger.tape.split_backward import waits_until
+from peakcast.models.ledger.tape.template import TEMPORARIES, Row, Waiting, backward_row
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A block as its tape recorded it, and the order of its backward."""
+
+    operations: Sequence[Operation]
+    storages: Sequence[Storage]
+    savers: Mapping[int, Sequence[int]]
+    """By `id` of a storage, the operations that save it."""
+    order: Sequence[int]
+    """The operations in the order in which their backward runs: the reverse of the order in which forward made them."""
+    turns: Mapping[int, int]
+    """If backward is split in two: by operation, the position of its weights in the second half. Else empty."""
+    input: Tensor | None
+    elsewhere: Mapping[str, Tensor]
+    """Tensors that other blocks own."""
+    loss_from: int
+    """The first operation of the loss."""
+    marks: Mapping[Mark, Sequence[int]]
+    """The operations that are marked."""
+    saves_on_cpu: bool
+    splits_backward: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SelectiveCheckpoint:
+    """What selective checkpointing keeps: the first of every `matmuls` matrix products (0: it is not used) and every
+    operation of `kinds`."""
+
+    matmuls: int = 0
+    kinds: frozenset[str] = frozenset({"attention"})
+
+    def kept(self, storages: Sequence[Storage]) -> set[int]:
+        """Ids of the storages that it keeps."""
+        if not self.matmuls:
+            return set()
+        products = [storage for storage in storages if storage.kind == "matmul"]
+        return {id(one) for one in products[:: self.matmuls]} | {id(one) for one in storages if one.kind in self.kinds}
+
+
+def forward_temporaries(operations: Sequence[Operation]) -> list[Row]:
+    """Rows of the tensors that live while one operation runs forward."""
+    return [
+        Row(f"{one.name}.temporary", TEMPORARIES, size, at, at + 1, dies_without_graph=at + 1, stream=stream)
+        for at, one in enumerate(operations)
+        for size, stream in one.forward_temporaries
+    ]
+
+
+class StorageLives:
+    """The lives of a block's storages. `rows`: of those that the block frees itself; `waiting`: of those that the second
+    half of a split backward still needs; `released`: by operation, the bytes of saved tensors that its backward frees."""
+
+    def __init__(self, block: Block, checkpoint: SelectiveCheckpoint, beside: Tensor | None) -> None:
+        self.rows: list[Row] = []
+        self.waiting: list[Waiting] = []
+        self.released: dict[int, int] = {}
+        self._block, self._beside = block, beside
+        self._ran = {operation: instant + 1 for instant, operation in enumerate(block.order)}
+        """By operation, the instant after its backward."""
+        self._cached = checkpoint.kept(block.storages)
+        self._last_saver = max((i for i, one in enumerate(block.operations) if any(one.saved_bytes)), default=0)
+        for storage in block.storages:
+            if storage.num_bytes > 0:
+                self._add(storage)
+
+    def _add(self, storage: Storage) -> None:
+        """Add the rows of one storage."""
+        last, freed = storage.last_read, self._saved_until(storage)
+        if storage.made_again is not None:
+            last = min(last, storage.made_again)
+            if freed is not None:
+                again = self._ran[storage.made_again] - 1
+                self.rows.append(
+                    backward_row(storage.name, storage.num_bytes, again, freed, storage.stream, storage.category)
+                )
+                freed = None
+        if self._block.splits_backward and freed is not None:
+            self._wait(storage, freed)
+        else:
+            self._free(storage, last + 1, freed)
+
+    def _saved_until(self, storage: Storage) -> int | None:
+        """The backward instant at which the last operation that saved it has run and autograd frees it (engine.cpp
+        `release_variables`); None if autograd does not keep it on the GPU."""
+        if self._block.saves_on_cpu or storage.last_saver is None:
+            return None
+        return self._ran.get(storage.last_saver)
+
+    def _wait(self, storage: Storage, freed: int) -> None:
+        """The first half of a split backward retains the graph, so the storage waits for the second half."""
+        until, on_top = waits_until(self._block.savers[id(storage)], self._block.turns)
+        self.waiting.append(
+            Waiting(
+                *(storage.name, storage.category, storage.num_bytes, storage.born),
+                born_backward=False,
+                until=until,
+                until_on_top=on_top,
+                inputs_until=freed,
+            )
+        )
+
+    def _free(self, storage: Storage, read_until: int, saved_until: int | None) -> None:
+        """Add its row: it dies after its last reader or, if saved, in backward. To the end of backward live attributes of
+        graph nodes, what a reentrant checkpoint's backward holds, and results that selective checkpointing keeps for an
+        operation before which the recomputation stops."""
+        num_bytes, cached = storage.num_bytes, id(storage) in self._cached
+        in_backward, dies = saved_until is not None, read_until if saved_until is None else saved_until
+        not_read_again = cached and storage.born >= self._last_saver
+        is_beside = self._beside is not None and storage is self._beside.storage
+        if not_read_again or storage.of_graph or is_beside:
+            in_backward, dies = True, len(self._block.order)
+        if dies == saved_until and storage.last_saver is not None:
+            self.released[storage.last_saver] = self.released.get(storage.last_saver, 0) + num_bytes
+        self.rows.append(
+            Row(
+                *(storage.name, storage.category, num_bytes, storage.born, dies),
+                dies_backward=in_backward,
+                dies_without_graph=read_until,
+                cached=cached,
+                stream=storage.stream,
+            )
+        )
