@@ -197,7 +197,7 @@ class Dispatch:
             [x],
             self.rows * self.width,
             gradients=[(x, self.tokens * self.width)],
-            extra_saved_bytes=handle,
+            saves=Saved(extra_bytes=handle),
             forward_temporary_bytes=every * experts.num_experts * BOOL,  # the routing map of the whole group
         )
         return rows, tape.operation("dispatch.hybridep_probabilities", [probabilities], self.rows * FLOAT32)
