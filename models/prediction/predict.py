@@ -24,6 +24,7 @@ from peakcast.models.prediction.device_scope import device_findings
 from peakcast.models.prediction.outside_findings import outside_estimated
 from peakcast.models.prediction.reserved_findings import reserved_findings
 from peakcast.models.prediction.verdict import judge, leaves_out, limits, prevented
+from peakcast.models.prediction.version_findings import versions_matter
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -52,7 +53,9 @@ def predict(
     reasons = reasons_outside(job, device, row, calibration, known)
     intervals = combine(job, base, row, calibration, device.name, known)
     judged = judge(intervals, limits(job, device), reasons)
-    noticed = (*reasons, judged.finding, retries(base), outside_estimated(base, intervals["peak_device_bytes"].point))
+    noticed = [*reasons, judged.finding, retries(base), outside_estimated(base, intervals["peak_device_bytes"].point)]
+    if ledger is None:
+        noticed.append(versions_matter(job, device, base))
     return Prediction(
         gpu=device.name,
         rank=base.rank,

@@ -57,6 +57,7 @@ KINDS = {
     "setting_not_measured": Kind("no measured run has this setting", 1, together=UNSEEN, routine=True),
     "size_not_measured": Kind("a size of the job is far outside the measured range", 1, together=UNSEEN, routine=True),
     "version_not_measured": Kind("measured runs have other releases of this package", 1, together=UNSEEN, routine=True),
+    "versions_not_given": Kind("no version is given, and with earlier releases the job needs another amount", routine=True),
     "version_not_modelled": Kind("no convention of this package's releases is known", 1),
     "gpu_not_measured": Kind("the bars come from measurements on another GPU type", 1, routine=True),
     "not_calibrated": Kind("no measurements stand behind the bars", routine=True),
@@ -75,7 +76,7 @@ KINDS = {
 OF_THE_CACHE = frozenset(("reserved_beyond_replay", "allocator_retries"))
 """Codes of findings about the allocator's cache, which do not affect allocated memory."""
 CAUSES = OF_THE_CACHE | {
-    "not_modelled", "nearly_modelled", "setting_ignored", "setting_not_modelled", "outside_estimated",
+    "not_modelled", "nearly_modelled", "setting_ignored", "setting_not_modelled", "outside_estimated", "versions_not_given",
 }  # fmt: skip
 """Codes of findings that name a cause of error. Other findings say that something was not measured, or how it was read."""
 

@@ -291,7 +291,8 @@ Compiled = Literal[
     "checkpointing of a whole network",
     "full checkpointing of layers",
     "selective checkpointing of layers",
-    "adapters",
+    "adapters of a whole network",
+    "adapters of layers",
     "layers in shards",
     "layers in shards with accelerate",
 ]

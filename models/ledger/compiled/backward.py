@@ -35,9 +35,9 @@ class LayerOps(LayerForward):
         """The operations from HANDED_IN (and NARROWED, if products are narrower) to `d_input`. `is_result`: whether
         `d_input` leaves the graph."""
         incoming, narrow = (NARROWED, "d_middle.narrow") if self.casts else (HANDED_IN, "d_middle")
-        if "down" in self.adapted:
+        if "down" in self.adapted and self.widens:
             incoming = f"{HANDED_IN}.copy"
-        if "o" in self.adapted:
+        if "o" in self.adapted and self.widens:
             narrow = "d_middle.copy"
         if self.changes_sums:
             incoming, narrow = "d_down", "d_o.narrow"
@@ -51,7 +51,7 @@ class LayerOps(LayerForward):
         if self.sandwiched:
             joined = ("norm_2.partial",) if self.normed_apart else ()
             ops += self._norm_weight("post_1", (*added, "o", "post_1.rstd"), joined)
-        ops += self._adapter_back("o", "d_middle.wide", self.attended, "d_attended.wide", self.q)
+        ops += self._adapter_back("o", self._of_adapter("d_middle"), self.attended, "d_attended.wide", self.q)
         ops += self.back("o", (narrow, self.attended), "d_attended", narrow, self.q)
         ops += self._bias("o", narrow, self.context.architecture.attention_output_bias)
         ops += self._attention_back()
@@ -127,7 +127,7 @@ class LayerOps(LayerForward):
         """From the gradient of the feed-forward's output to those of the products' inputs."""
         architecture, hidden, inner = self.context.architecture, self.hidden, self.inner
         through = [
-            *self._adapter_back("down", f"{HANDED_IN}.wide", "product", "d_product.wide", inner),
+            *self._adapter_back("down", self._of_adapter(HANDED_IN), "product", "d_product.wide", inner),
             *self.back("down", ("product", incoming), "d_product", incoming, inner),
             *self._bias("down", incoming, architecture.mlp_bias),
         ]
@@ -148,12 +148,12 @@ class LayerOps(LayerForward):
         return [
             *through,
             op("d_up", of_up, inner, replaces=of_up if in_place else ()),
-            *self._widened("d_up", of_up, inner, ("up",)),
-            *self._adapter_back("up", "d_up.wide", "norm_2", "d_norm_2.wide_of_up", hidden),
+            *self._scaled("d_up", of_up, inner, ("up",)),
+            *self._adapter_back("up", self._of_adapter("d_up"), "norm_2", "d_norm_2.wide_of_up", hidden),
             *self.back("up", ("d_up", "norm_2"), "d_norm_2_of_up", "d_up", hidden),
             op("d_gate", of_gate, inner, fuses="d_up", replaces=of_gate if in_place else ()),
-            *self._widened("d_gate", of_gate, inner, ("gate",)),
-            *self._adapter_back("gate", "d_gate.wide", "norm_2", "d_norm_2.wide_of_gate", hidden),
+            *self._scaled("d_gate", of_gate, inner, ("gate",)),
+            *self._adapter_back("gate", self._of_adapter("d_gate"), "norm_2", "d_norm_2.wide_of_gate", hidden),
             *self.back("gate", ("d_gate", "norm_2"), "d_norm_2_of_gate", "d_gate", hidden),
         ]
 
@@ -186,14 +186,14 @@ class LayerOps(LayerForward):
         if self.masked:
             ops += self._rotated_back("k", self.k) + self._rotated_back("q", self.q)
             ops += [op("d_v", "d_v_expanded", self.k)] if self.grouped else []
-            ops += self._widened("d_v", "d_v_expanded" if self.grouped else "d_v", self.k, ("v",))
+            ops += self._scaled("d_v", "d_v_expanded" if self.grouped else "d_v", self.k, ("v",))
         for name in ("v", "k", "q"):
             size = self.q if name == "q" else self.k
             if name != "v" and not self.masked:
                 ops += self._rotated_back(name, size)
             elif name != "v" and self.lays_out:
                 ops.append(op(f"d_{name}", f"d_{name}_by_head", size, replaces=f"d_{name}_by_head"))
-            ops += self._adapter_back(name, f"d_{name}.wide", "norm_1", f"d_norm_1.wide_of_{name}", hidden)
+            ops += self._adapter_back(name, self._of_adapter(f"d_{name}"), "norm_1", f"d_norm_1.wide_of_{name}", hidden)
             ops += self.back(name, (f"d_{name}", "norm_1"), f"d_norm_1_of_{name}", f"d_{name}", hidden)
             ops += self._bias(name, f"d_{name}", architecture.attention_bias)
         return ops
@@ -231,7 +231,7 @@ class LayerOps(LayerForward):
         return [
             self._gradient(f"{name}.lora_B.weight", (gradient, f"{name}.lora_A"), outputs * row, wide=True),
             op(inner, gradient, context.rows * row, wide=True),
-            self._gradient(f"{name}.lora_A.weight", (inner, f"{read}.wide"), inputs * row, wide=True),
+            self._gradient(f"{name}.lora_A.weight", (inner, self._copied(read)), inputs * row, wide=True),
             op(result, inner, size // context.precision.compute_bytes * context.adapters.weight_bytes, wide=True),
         ]
 
@@ -242,7 +242,7 @@ class LayerOps(LayerForward):
         read_by = "o" if name == "d_middle" else "down"
         apart = name == "d_middle" and self.normed_apart
         writes = {name: self.hidden * FP32 // self.context.precision.compute_bytes if apart else self.stream}
-        narrow, wide = f"{name}.narrow", f"{name}.wide"
+        narrow, copied = f"{name}.narrow", self._of_adapter(name)
         if name == "d_middle" and self.changes_sums:
             writes["d_o.narrow"] = self.hidden
         if normed:
@@ -250,9 +250,9 @@ class LayerOps(LayerForward):
         if self.casts:
             writes[narrow] = self.hidden
         if read_by in self.adapted:
-            writes[wide] = self.hidden // self.context.precision.compute_bytes * self.context.adapters.weight_bytes
-            writes[f"{name}.copy"] = self.hidden
-        always = {wide, normed} & writes.keys()
+            writes[copied] = self.hidden // self.context.precision.compute_bytes * self.context.adapters.weight_bytes
+            writes |= {f"{name}.copy": self.hidden} if self.widens else {}
+        always = {copied if self.widens else "", normed} & writes.keys()
         widened = writes.keys() - {narrow, "d_o.narrow"} if self.casts or apart else always
         return op(name, reads, writes=writes, wide=widened, replaces=replaces, is_result=is_result)
 
@@ -297,7 +297,7 @@ class LayerOps(LayerForward):
             ops, given = [op("d_k_of_sines", "d_k_expanded", through, wide=wide)], ("d_k_of_sines", "d_k_expanded")
         if not by_head:
             result = f"d_{name}_by_head" if self.lays_out else f"d_{name}"
-            return [*ops, op(result, given, size), *self._widened(f"d_{name}", given, size, (name,))]
+            return [*ops, op(result, given, size), *self._scaled(f"d_{name}", given, size, (name,))]
         head, weight = self.context.architecture.head_dim, self.context.precision.weight_bytes
         partial = size // (self.context.precision.compute_bytes * ROWS_SUMMED) * FP32
         return [

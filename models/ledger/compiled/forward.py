@@ -103,6 +103,8 @@ class LayerForward:
         """Whether dropout is applied to a sub-layer's output before it is added to the stream."""
         self.centers = architecture.normalization == "layernorm"
         self.adapted = adapted(context)
+        self.widens = context.adapters.weight_bytes > size
+        """Whether adapters are wider than products, so that each reads a copy of what its product reads."""
         fused = architecture.fused_qkv and architecture.position_embedding == "rope"
         self.parts_read = {"qkv": self.k} if fused else {}
         """Name -> bytes of the part of a saved tensor that backward reads: values are a part of the fused projection's
@@ -223,7 +225,7 @@ class LayerForward:
             return [
                 op(name, reads, size),
                 *widened,
-                op(f"{name}.lora_A", f"{reads}.wide", rows * self.rank * wide, wide=True),
+                op(f"{name}.lora_A", self._copied(reads), rows * self.rank * wide, wide=True),
                 op(f"{name}.lora_B", f"{name}.lora_A", size // self.context.precision.compute_bytes * wide, wide=True),
             ]
         if not self.casts:
@@ -241,8 +243,21 @@ class LayerForward:
 
     def _widened(self, name: str, reads: str | Names, size: int, of: Iterable[str]) -> list[Op]:
         """The fp32 copy of `name` that the adapters of products `of` read; the same kernel makes it."""
-        wide = size // self.context.precision.compute_bytes * self.context.adapters.weight_bytes
-        return [op(f"{name}.wide", reads, wide, wide=True, fuses=name)] if self.adapted.intersection(of) else []
+        return self._scaled(name, reads, size, of) if self.widens else []
+
+    def _scaled(self, name: str, reads: str | Names, size: int, of: Iterable[str]) -> list[Op]:
+        """The copy of the gradient `name`, times the adapters' factor, that the adapters of products `of` get."""
+        copied = size // self.context.precision.compute_bytes * self.context.adapters.weight_bytes
+        made = op(self._of_adapter(name), reads, copied, wide=self.widens, fuses=name)
+        return [made] if self.adapted.intersection(of) else []
+
+    def _copied(self, name: str) -> str:
+        """The name of what an adapter reads where its product reads `name`."""
+        return f"{name}.wide" if self.widens else name
+
+    def _of_adapter(self, name: str) -> str:
+        """The name of the copy of a gradient that an adapter gets."""
+        return f"{name}.wide" if self.widens else f"{name}.scaled"
 
     @property
     def rank(self) -> int:

@@ -14,10 +14,11 @@ from functools import lru_cache
 
 from peakcast.core.units import INT64
 from peakcast.models.ledger.compiled.backward import LayerOps
+from peakcast.models.ledger.compiled.forward import adapted
 from peakcast.models.ledger.compiled.graphs_in_turn import both_graphs
 from peakcast.models.ledger.compiled.inductor_graph import InductorGraph
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.compiled.ops import INPUT, NARROWED, OUTPUT, PRODUCTS, SEEDS, op, recomputed
+from peakcast.models.ledger.compiled.ops import INPUT, NARROWED, OUTPUT, PRODUCTS, SEEDS, op, recomputed, wanted
 from peakcast.models.ledger.compiled.template import Given, compiled_template
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention_kernel
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -30,7 +31,8 @@ from peakcast.timelines.timeline import Category
 def is_compiled_alone(context: HFContext) -> bool:
     """Whether this module describes the graphs of the context's layer."""
     dense = "alone" in family_of(context.architecture).traces.compiled and not context.layer.routed
-    plain = dense and context.trainable and not (context.layer.masked or context.packing.num_sequences)
+    plain = dense and (context.trainable or context.compiles_adapters)
+    plain = plain and not (context.layer.masked or context.packing.num_sequences)
     whole = context.group == WHOLE and not (context.backward.in_two_parts or context.backward.saves_on_cpu)
     return "layers" in context.compiled and plain and whole and attention_kernel(context) == "flash"
 
@@ -44,9 +46,13 @@ def compiled_layer(context: HFContext, recomputes: bool) -> Template:
 
 
 def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, InductorGraph]:
-    """The layer's forward and backward graphs."""
-    ops = LayerOps(context, recomputes=recomputes)
+    """The layer's forward and backward graphs. An input without a gradient, as of the first layer with adapters, is not
+    saved: the sum after attention is, and what leads to no adapter has no backward."""
+    sums_again = context.layer.input_requires_grad and "o" not in adapted(context)
+    ops = LayerOps(context, sums_again=sums_again, recomputes=recomputes)
     forward, backward = ops.forward(), ops.backward()
+    if not context.layer.input_requires_grad:
+        backward = wanted([one for one in backward if one.name != "d_input"])
     if ops.drops:
         forward.insert(0, op(SEEDS, (), 2 * INT64))
     if ops.casts:
@@ -69,5 +75,8 @@ def kept_of(context: HFContext, forward: Sequence[Op], recomputes: bool) -> set[
 def _template(context: HFContext, first: InductorGraph, second: InductorGraph) -> Template:
     """Both graphs as one block. Parameter gradients leave the backward graph when it ends."""
     hidden, owned = context.input_bytes, 0 if context.backward.checkpointed else context.input_bytes
-    given = Given(INPUT, Category.ACTIVATIONS, owned, False), Given(HANDED_IN, Category.TEMPORARIES, hidden, True)
+    given = (
+        Given(INPUT, Category.ACTIVATIONS, owned, False, read_again=context.layer.input_requires_grad),
+        Given(HANDED_IN, Category.TEMPORARIES, hidden, True),
+    )
     return compiled_template(first, second, given, input_bytes=hidden)

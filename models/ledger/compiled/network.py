@@ -25,6 +25,7 @@ from peakcast.models.ledger.compiled.ops import (
     names,
     op,
     recomputed,
+    wanted,
 )
 from peakcast.models.ledger.compiled.template import Given, compiled_template
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -127,7 +128,7 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
     if not apart:
         everything = [*loss_back, *everything]
     differs = {each.name: each for each in repeated}
-    everything = recomputed([differs.get(each.name, each) for each in forward], _wanted(everything), kept)
+    everything = recomputed([differs.get(each.name, each) for each in forward], wanted(everything), kept)
     seen = {f"{index}.{name}": size for index, (each, _, _) in enumerate(parts) for name, size in each.parts_read.items()}
     first, second = both_graphs(forward, everything, kept, {"logits"} if apart else {"logits", "loss"}, seen)
     if not apart:
@@ -147,17 +148,6 @@ def _masks(context: HFContext, layers: int) -> list[str]:
     """The name of each layer's mask. Layers with a sliding window have a mask of their own, even if it hides nothing."""
     kinds = attends_to_everything(context.architecture)
     return [MASK if kind == kinds[0] else f"{MASK}.other" for kind in kinds[:layers]]
-
-
-def _wanted(ops: list[Op]) -> list[Op]:
-    """Those of `ops` from which a result is computed."""
-    read: set[str] = set()
-    found = []
-    for one in reversed(ops):
-        if one.is_result or not read.isdisjoint(one.writes):
-            found.append(one)
-            read.update(one.reads)
-    return found[::-1]
 
 
 def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:

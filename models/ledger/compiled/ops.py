@@ -99,3 +99,14 @@ def recomputed(forward: Sequence[Op], backward: Sequence[Op], kept: set[str]) ->
             ordered[name] = forward[place[name]]
         ordered[one.name] = one
     return list(ordered.values())
+
+
+def wanted(ops: Sequence[Op]) -> list[Op]:
+    """Those of `ops` from which a result is computed."""
+    read: set[str] = set()
+    found = []
+    for one in reversed(ops):
+        if one.is_result or not read.isdisjoint(one.writes):
+            found.append(one)
+            read.update(one.reads)
+    return found[::-1]

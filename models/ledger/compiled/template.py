@@ -21,6 +21,8 @@ class Given:
     """Whether it comes during backward (else during forward)."""
     born: int = 0
     """The instant at which it comes."""
+    read_again: bool = True
+    """Whether backward reads it; else it is freed when forward ends."""
 
 
 def compiled_template(
@@ -37,11 +39,12 @@ def compiled_template(
     backward, kept_until = second.lives()
     rows = [
         Row(
-            *(one.name, int(one.category), one.num_bytes, one.born, max(second.last_read(one.name), 1)),
+            *(one.name, int(one.category), one.num_bytes, one.born, dies),
             born_backward=one.in_backward,
-            dies_backward=True,
+            dies_backward=one.read_again,
         )
         for one in given
+        for dies in (max(second.last_read(one.name), 1) if one.read_again else len(first.order),)
     ]
     for life in lives:
         kept = life.name in kept_until

@@ -73,6 +73,7 @@ def block_context(job: TrainingJob, gpu: tuple[int, int] | None, rank: int = 0) 
         loss=_loss(job, convention),
         kernels=kernels.layer_compiled() if "ends" in compiled else kernels,
         compiled=compiled,
+        compiles_adapters=_compiles_adapters(job),
         backward=_backward(job, convention),
         packing=_packing(job),
         cache=Cache(latent=bool(convention.get("latent_cache", True))),
@@ -89,6 +90,14 @@ def _compiled(job: TrainingJob, convention: Mapping[str, Any]) -> frozenset[str]
         return frozenset()
     parts = COMPILED[convention["compiled_regions"], DRIVEN_BY.get(job.framework, job.framework)]
     return parts if convention.get("compiles_loss", True) else parts - {"loss"}
+
+
+def _compiles_adapters(job: TrainingJob) -> bool:
+    """Whether a layer that is compiled by itself with its adapters was traced: plain ones, on one GPU."""
+    tuning, architecture = job.finetuning, job.architecture
+    plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout)
+    alone = job.parallelism.world_size == 1 and not conventions(job).get("autocast")
+    return plain and alone and not (architecture.fused_qkv or architecture.fused_gate_up)
 
 
 def _precision(job: TrainingJob, convention: Mapping[str, Any]) -> Precision:

@@ -285,11 +285,12 @@ class FSDP1(ShardedLayout):
         self._free_gathered(step, self._resharded_late)
 
     def while_forward(self, step: Step, run: Run) -> None:
-        """An adapter's matrix is gathered only for its own product, also in a recomputation."""
-        units = self._of_operations.get(run.module)
-        if units is None:
-            return
+        """An adapter's matrix is gathered only for its own product, also in a recomputation. Adapters that are switched off
+        do not run."""
         instants = run.template.in_forward
+        units = [unit for unit in self._of_operations.get(run.module, ()) if unit.operation in instants]
+        if not units:
+            return
         adapters = {instants[unit.operation]: unit for unit in units}
         for at, unit in sorted(adapters.items()):
             with step.within(run.forward_start + at):

@@ -69,9 +69,10 @@ class Modules:
         if self.tied and not head_of_root:
             self.tensors.setdefault(head, []).extend(replace(t, name=f"{LM_HEAD}.weight") for t in table)
         of_head = [t for t in self.tensors.get(head, []) if t.of_lm_head]
-        self.of_root = tuple(table if self.tied else of_head) if head_of_root else ()
+        self.of_root = tuple(table if self.tied else of_head) if head_of_root and head in self.tensors else ()
         """Weights that the network's own forward reads without running their module: external parameters of the root,
-        gathered from its second forward on when the root begins (`ZeROOrderedDict`, `register_external_parameter`)."""
+        gathered from its second forward on when the root begins (`ZeROOrderedDict`, `register_external_parameter`). A
+        pipeline's stage before the last reads none."""
         if self.of_root:
             self.tensors[head] = [t for t in self.tensors[head] if t not in of_head]
         read = {path_of(name) for name in counted_as(family).modules.reads.values()}

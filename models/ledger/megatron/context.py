@@ -146,6 +146,7 @@ def _ends(job: TrainingJob) -> EndsContext:
         vocabulary=round_up(architecture.vocab_size, tensor) // tensor,
         positions=architecture.max_position_embeddings if architecture.position_embedding == "learned" else 0,
         token_types=architecture.type_vocab_size,
+        predicted_logits_outlive_loss=bool(conventions(job).get("predicted_logits_outlive_loss")),
         masked_tokens=encoder,
         output_bias=encoder or (two_stacks and architecture.tie_word_embeddings),
         # T5 has Transformer Engine's norms or none (megatron-core 0.16.1 `t5_spec.py`, TENorm)
@@ -185,7 +186,7 @@ def expert_context(job: TrainingJob) -> ExpertContext:
         shared_gate=moe.shared_expert_gate,
         expert_parallel_size=layout.expert_parallel_size,
         expert_tensor_parallel_size=expert_tensor,
-        dispatcher=str(convention.get("moe_token_dispatcher_type", "allgather")),  # type: ignore[arg-type]
+        dispatcher=_dispatcher(convention),  # type: ignore[arg-type]
         grouped=bool(convention.get("moe_grouped_gemm")),
         joined_weights=bool(convention.get("moe_grouped_gemm")) and bool(convention.get("moe_use_legacy_grouped_gemm")),
         placeholders_anew=bool(convention.get("moe_grouped_gemm"))
@@ -213,6 +214,14 @@ def expert_context(job: TrainingJob) -> ExpertContext:
         recompute_shared=recomputes(job, "shared_experts"),
         overlap_shared=bool(convention.get("moe_shared_expert_overlap")),
     )
+
+
+def _dispatcher(convention: Mapping[str, Any]) -> str:
+    """Who sends tokens to experts: with moe-token-dispatcher-type=flex its backend."""
+    chosen = str(convention.get("moe_token_dispatcher_type", "allgather"))
+    if chosen == "flex":
+        return str(convention.get("moe_flex_dispatcher_backend", "deepep"))
+    return chosen.removesuffix("_seq")  # an older exchange, which has a finding
 
 
 def _fused_weighted_activation(job: TrainingJob) -> bool:

@@ -285,17 +285,21 @@ class Turns:
         step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
 
     def _hold_encoder_states(self, runs: list[Run]) -> None:
-        """Hold what an encoder passes to its decoder: every decoder layer saves it and adds to its gradient."""
+        """Hold what an encoder passes to its decoder: every decoder layer saves it and adds to its gradient. In float8 a
+        layer saves a copy of its own, and nothing reads the states after the last layer's forward."""
         end = next((place for place, run in enumerate(runs) if run.module == "encoder"), None)
         if end is None:  # it is recomputed, or on another stage; both are out of scope
             return
         made, read = runs[end], runs[end + 2 : -1]  # the decoder's embedding is between them, the head comes after
         first, last = (layer.template.elsewhere[ENCODER_STATES] for layer in (read[0], read[-1]))
-        assert first.kept_until is not None
         assert last.gradient_from is not None
         assert made.backward_start is not None
         size, hold = self.share.context.stream_bytes, self.step.hold
-        born, kept = made.forward_start + made.template.num_forward, (read[0].backward_start or 0) + first.kept_until
+        born = made.forward_start + made.template.num_forward
+        if first.kept_until is None:
+            kept = read[-1].forward_start + read[-1].template.num_forward
+        else:
+            kept = (read[0].backward_start or 0) + first.kept_until
         hold(ENCODER_STATES, Category.ACTIVATIONS, size, born, kept, "encoder")
         gradient = (read[-1].backward_start or 0) + last.gradient_from
         hold(f"{ENCODER_STATES}.grad", Category.TEMPORARIES, size, gradient, made.backward_start, "encoder")

@@ -79,7 +79,7 @@ def _of_megatron(job: TrainingJob) -> Iterator[Finding]:
         why = "Megatron makes whole logits; framework_options.cross_entropy_loss_fusion is its own fusion"
         yield _ignored("loss.fused_linear_cross_entropy", True, why, "less")
     if conventions(job).get("moe_token_dispatcher_type") == "flex":
-        why = "tensors are counted, and DeepEP's own buffers on the GPU, which PyTorch does not allocate, are not"
+        why = "tensors are counted; DeepEP's or HybridEP's own buffers on the GPU, which PyTorch does not allocate, are not"
         yield _ignored("framework_options.moe_token_dispatcher_type", "flex", why, "more")
 
 

@@ -136,8 +136,8 @@ _OPTIONS = Section("options", (
             "cp-comm-type={exchanges} is not modelled; {known_exchanges} in every layer is."),
     nearly_more("offload.activations", job.offloads_activations & option("offload_modules"),
                 "Offloaded activations are counted as if copies took no time. They live until their copy has ended and "
-                "come back before they are read; two published runs, which run two micro-batches at once as well, have 11 "
-                "% more."),
+                "come back before they are read; two published runs, which run two micro-batches at once as well, have 13 "
+                "% more after their first step."),
 ))
 
 _EXPERTS = Section("latent attention, multi-token prediction and experts", (
@@ -153,9 +153,12 @@ _EXPERTS = Section("latent attention, multi-token prediction and experts", (
             "layer runs more than once for a micro-batch."),
     unknown("framework_options", job.full_checkpointing & job.predicts_further_tokens,
             "Full recomputation together with multi-token prediction is not modelled."),
-    more("framework_options.moe_flex_dispatcher_backend",
-         megatron.flex_dispatcher & option("moe_flex_dispatcher_backend", "hybridep"),
-         "The flex token dispatcher with HybridEP is not modelled: it keeps communication buffers of its own."),
+    nearly_more("framework_options.moe_flex_dispatcher_backend",
+                megatron.flex_dispatcher & option("moe_flex_dispatcher_backend", "hybridep"),
+                "HybridEP is counted as its source has it; two published runs have 1 % more."),
+    unknown("framework_options.moe_token_dispatcher_type",
+            job.experts & option("moe_token_dispatcher_type", "alltoall_seq"),
+            "moe-token-dispatcher-type=alltoall_seq is counted as alltoall, which newer releases have in its place."),
     unknown("framework_options.moe_expert_capacity_factor", megatron.flex_dispatcher & option("moe_expert_capacity_factor"),
             "framework_options.moe_expert_capacity_factor is not modelled with the flex token dispatcher."),
     unknown("framework_options.moe_token_dispatcher_type", megatron.flex_dispatcher & ~job.expert_parallel,

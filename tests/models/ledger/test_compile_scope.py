@@ -24,6 +24,14 @@ COVERED = {
     "whole, checkpointed": {"activation_checkpointing": {"mode": "full"}},
     "whole, with a small vocabulary": {"architecture": {"name": "llama-2-7b", "vocab_size": 1024}},
     "whole, with adapters": {"finetuning": {"method": "lora", "rank": 8, "targets": ["all-linear"]}},
+    "layers with adapters": {**LAYERS, "finetuning": {"method": "lora", "rank": 8, "targets": ["all-linear"]}},
+    "layers with bfloat16 adapters": {**LAYERS, "finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"}},
+    "torchtune's adapters, checkpointed": {
+        "framework": "torch",
+        "versions": {"torchtune": "0.6.1"},
+        "finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"},
+        "activation_checkpointing": {"mode": "full"},
+    },
     "whole, of Gemma": {"architecture": "gemma-2b"},
     "whole, of Gemma 2": {"architecture": "gemma-2-2b"},
     "whole, of GPT-2": {"architecture": "gpt2", "sequence_length": 512},
@@ -73,7 +81,12 @@ NAMED = {
         "architecture": "gpt2",
         "activation_checkpointing": {"mode": "full"},
     },
-    "adapters of 'phi-3-mini'": {
+    "adapters of layers of 'qwen3-0.6b'": {
+        **LAYERS,
+        "architecture": "qwen3-0.6b",
+        "finetuning": {"method": "lora", "rank": 8},
+    },
+    "adapters of a whole network of 'phi-3-mini'": {
         "architecture": "phi-3-mini",
         "finetuning": {"method": "lora", "rank": 8, "targets": ["qkv_proj"]},
     },
@@ -92,7 +105,16 @@ NAMED = {
         "framework": "torch",
         "framework_options": {"autocast": True, "compiled_regions": "layers"},
     },
-    "in a whole network without checkpointing": {**LAYERS, "finetuning": {"method": "lora", "rank": 8}},
+    "adapters on several ranks": {
+        **LAYERS,
+        "finetuning": {"method": "lora", "rank": 8},
+        "parallelism": {"data_parallel_size": 2, "sharding": "fsdp2"},
+    },
+    "other than full around what is compiled": {
+        **LAYERS,
+        "finetuning": {"method": "lora", "rank": 8},
+        "activation_checkpointing": {"mode": "full"},
+    },
     "plain ones without dropout": {"finetuning": {"method": "lora", "rank": 8, "dropout": 0.1}},
     "adapters that are not float32": {
         "finetuning": {"method": "lora", "rank": 8, "adapter_dtype": "bfloat16"},
@@ -122,6 +144,25 @@ def test_every_other_kind_is_named_and_pointed_at_the_trace(words):
 
 def test_nothing_compiled_nothing_said():
     assert out_of_scope(job(compile=False, framework_options={"compiled_regions": "layers"})) == ""
+
+
+def alive_at_the_loss(**changes):
+    """(name, module) of what lives while the loss of layers compiled with adapters is computed."""
+    timeline = ledger(job(**LAYERS, finetuning={"method": "lora", "rank": 8, **changes}))
+    at = next(instant for instant, phase in enumerate(timeline.phases) if phase == Phase.LOSS)
+    lives = zip(timeline.names, timeline.modules, timeline.born, timeline.dies, strict=True)
+    return {(name, module) for name, module, born, dies in lives if born <= at < dies}
+
+
+def test_a_first_layer_whose_input_has_no_gradient_saves_the_sum_after_attention_in_its_place():
+    alive = alive_at_the_loss()
+    assert {("middle", "layers.0"), ("hidden_states", "layers.1")} <= alive
+    assert not {("hidden_states", "layers.0"), ("middle", "layers.1")} & alive
+
+
+def test_only_adapters_that_are_wider_than_products_read_copies():
+    assert ("norm_1.wide", "layers.1") in alive_at_the_loss()
+    assert not any(name.endswith(".wide") for name, _ in alive_at_the_loss(adapter_dtype="bfloat16"))
 
 
 def test_a_network_compiled_whole_has_its_loss_inside_and_keeps_less():

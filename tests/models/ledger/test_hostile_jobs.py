@@ -98,6 +98,17 @@ def test_any_mixture_of_fields_is_answered_or_refused_with_the_parameter() -> No
     assert [refusal.message for refusal in refusals if not refusal.parameter] == []
 
 
+@pytest.mark.parametrize("changes", [{"loss": {"kind": "kto"}}, {"activation_checkpointing": {"mode": "full"}}])
+def test_zero_3_under_a_pipeline_is_answered_with_its_reason(changes: dict[str, Any]) -> None:
+    """Its first stage has no head; and where backward is made in two halves, a recomputation may keep nothing."""
+    layout = {"zero_stage": 3, "data_parallel_size": 2, "pipeline_parallel_size": 2, "virtual_pipeline_stages": 2}
+    schedule = {} if "loss" in changes else {"pipeline_schedule": "dualpipe_v"}
+    job = {"architecture": NETWORKS["llama"], "framework": "torch", "sequence_length": 32, "gradient_accumulation_steps": 8}
+    found = peakcast.predict(job | changes | {"parallelism": layout | schedule}, "H100-80GB")
+    assert found.peak_allocated_bytes.baseline > 0
+    assert any("zero_stage=3" in finding.sentence for finding in found.findings)
+
+
 @pytest.mark.parametrize("targets", [["nothing"], ["lm_head"]])
 def test_adapters_on_nothing_are_refused_with_the_names_there_are(targets: list[str]) -> None:
     job = {"architecture": "llama-3.2-1b", "finetuning": {"method": "lora", "rank": 8, "targets": targets}}

@@ -1,4 +1,5 @@
-"""DeepEP's dispatch, counted by hand: how many tokens a rank gets, what is made of them; what is not covered, by name."""
+"""DeepEP's and HybridEP's dispatch, counted by hand: how many tokens a rank gets, what is made of them; what is not
+covered, by name."""
 
 from __future__ import annotations
 
@@ -75,6 +76,21 @@ def test_what_arrives_is_copied_for_experts_and_added_up_before_it_goes_back() -
     assert made(flex, "dispatch.deepep_probabilities") == {in_blocks(arrived * TOP * 4)}
     assert made(flex, "dispatch.multihot_probabilities") == {in_blocks(arrived * EXPERTS // 4 * 4)}
     assert made(flex, "combine.deepep") == {T * H * 2}
+
+
+def test_hybridep_makes_rows_for_experts_at_once() -> None:
+    """What arrives and what goes back lies in buffers outside PyTorch, so nothing is permuted or added up beside them."""
+    hybrid = job(moe_flex_dispatcher_backend="hybridep")
+    assert made(hybrid, "dispatch.hybridep") == {T * TOP * H * 2}
+    assert made(hybrid, "dispatch.hybridep_probabilities") == {in_blocks(T * TOP * 4)}
+    assert made(hybrid, "combine.hybridep") == {T * H * 2}
+    assert made(hybrid, "dispatch.permute") == made(hybrid, "combine.unpermute") == set()
+
+
+def test_an_older_exchange_is_counted_as_the_newer_with_a_word() -> None:
+    older, newer = (job(moe_token_dispatcher_type=kind) for kind in ("alltoall_seq", "alltoall"))
+    assert megatron_ledger(older).peak() == megatron_ledger(newer).peak()
+    assert "alltoall_seq" in out_of_scope(older)
 
 
 def test_buffers_outside_pytorch_are_a_finding() -> None:

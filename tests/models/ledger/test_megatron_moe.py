@@ -27,7 +27,7 @@ from peakcast.models.ledger.megatron.share import rank_share
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.tape import Tape
 from peakcast.models.ledger.tape.template import Template
-from peakcast.timelines.timeline import Category, Timeline
+from peakcast.timelines.timeline import Category, Phase, Timeline
 
 H, FFN, T = 256, 512, 256
 """Hidden size, expert width and tokens of the small layer."""
@@ -359,3 +359,14 @@ def test_scope_of_mixtures():
     full = make(1, **engine, mtp_num_layers=1, recompute_granularity="full", recompute_method="uniform",
                 recompute_num_layers=1)  # fmt: skip
     assert "Full recomputation" in out_of_scope(full)
+
+
+@pytest.mark.parametrize(("version", "blocks"), [("0.16.1", 2), ("0.18.0", 1)])
+def test_logits_predicted_ahead_end_with_the_function_that_has_their_loss(version: str, blocks: int):
+    """Narrow logits while the last loss is computed: the last token's own, and until megatron-core 0.17 those ahead too."""
+    job = make(1, **SMALL, mtp_num_layers=1, cross_entropy_loss_fusion=True)
+    timeline = megatron_ledger(job.replace(versions=FrozenMapping({"megatron_core": version})))
+    at = int(np.flatnonzero(timeline.phases == Phase.LOSS)[0])
+    assert timeline.labels[at] == "vocab_parallel_cross_entropy"
+    lives = zip(timeline.names, timeline.born, timeline.dies, strict=True)
+    assert sum(name == "output_layer" and born <= at < dies for name, born, dies in lives) == blocks

@@ -77,6 +77,16 @@ def test_the_encoders_states_live_until_the_first_decoder_layer_has_gone_back():
     assert instants[-1] < timeline.dies[gradient]
 
 
+def test_in_float8_the_encoders_states_are_kept_for_the_decoders_forward_alone():
+    """Cross attention saves them in 8 bits."""
+    timeline = megatron_ledger(make(global_batch_size=4, fp8_format="hybrid"))
+    states = timeline.names.index("encoder_hidden_states")
+    reads = [at for at, label in enumerate(timeline.labels) if label == "cross_attention.linear_kv"]
+    last = max(at for at in reads if timeline.phases[at] == Phase.FORWARD)
+    ends = next(at for at, phase in enumerate(timeline.phases) if phase == Phase.BACKWARD)
+    assert last < timeline.dies[states] <= ends
+
+
 @pytest.mark.parametrize("flags", [{"pipeline_model_parallel_size": 2}, {"recompute_activations": True}])
 def test_what_is_not_modelled_is_said(flags: dict[str, Any]):
     assert "without pipeline and context parallelism" in out_of_scope(make(2, **flags))

@@ -168,3 +168,12 @@ def test_whole_logits_under_zero3_are_made_by_the_head_as_the_cross_entropys_are
     plain = job(**zero3)
     whole = job(**zero3, loss=PRECOMPUTED, framework_options={"preference_logits": "whole"})
     assert ledger(whole).peak().num_bytes == ledger(plain).peak().num_bytes
+
+
+def test_fsdp1_gathers_no_adapter_for_a_reference_that_runs_without_them():
+    """With `use_orig_params` each adapter's weight is a unit of its own, gathered while its module runs."""
+    shares = {"data_parallel_size": 2, "sharding": "fsdp1"}
+    timeline = ledger(job(loss=DPO, finetuning=LORA, parallelism=shares, framework_options={"fsdp1_use_orig_params": True}))
+    begun = {Phase(timeline.phases[at]) for at, of in zip(timeline.born, timeline.modules, strict=True) if "lora" in of}
+    assert Phase.FORWARD in begun
+    assert Phase.LOSS not in begun

@@ -236,6 +236,8 @@ class HFContext:
     compiled: frozenset[str] = frozenset()
     """What torch.compile compiles: names from COMPILED in `contexts.py`. Inductor fuses a layer's norms, rotation and
     silu·up as Liger's kernels do, and saves the same (`Kernels.layer_compiled`)."""
+    compiles_adapters: bool = False
+    """Whether the graph of a layer that is compiled by itself is known with its adapters."""
     backward: BackwardRules = BackwardRules()
     layer: LayerRules = LayerRules()
     packing: Packing = Packing()

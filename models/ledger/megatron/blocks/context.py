@@ -24,7 +24,7 @@ class ExpertContext:
     shared_gate: bool
     expert_parallel_size: int
     expert_tensor_parallel_size: int
-    dispatcher: Literal["allgather", "alltoall", "flex"]
+    dispatcher: Literal["allgather", "alltoall", "deepep", "hybridep"]
     grouped: bool
     """Whether one grouped product computes all local experts, instead of a loop over them."""
     joined_weights: bool
@@ -235,6 +235,8 @@ class EndsContext:
     """Rows of the learned position embedding, 0 for none."""
     token_types: int
     """Rows of the token type embedding; 0 for none. A BERT that has them also has a pooler and two logits."""
+    predicted_logits_outlive_loss: bool
+    """Whether the last narrow logits of multi-token prediction live until the model's forward returns."""
     masked_tokens: bool
     """Whether it is BERT, which has a head before its output layer."""
     output_bias: bool

@@ -1,7 +1,8 @@
-"""How tokens of a Megatron-LM mixture of experts get to their experts and back: all-gather, all-to-all or DeepEP.
+"""How tokens of a Megatron-LM mixture of experts get to their experts and back: all-gather, all-to-all, DeepEP or HybridEP.
 
 Source: megatron-core 0.16.1 `transformer/moe/token_dispatcher.py`, `fused_a2a.py`, `moe_utils.py` (`permute`, `unpermute`,
-`sort_chunks_by_idxs`), `tensor_parallel/mappings.py`; Transformer Engine 2.8 `pytorch/permutation.py` for the fused forms.
+`sort_chunks_by_idxs`), `tensor_parallel/mappings.py`; Transformer Engine 2.8 `pytorch/permutation.py` for the fused forms;
+DeepEP's branch hybrid-ep at commit 0237ba62 `deep_ep/hybrid_ep_buffer.py`, `csrc/hybrid_ep/executor/executor.cu`.
 """
 
 from __future__ import annotations
@@ -30,18 +31,25 @@ class Dispatch:
 
     def send(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
         """[stream_rows, hidden] and [stream_rows, num_experts] to [rows, hidden] and [rows]."""
-        ways = {"allgather": self._send_by_gathering, "alltoall": self._send_by_exchange, "flex": self._send_by_deepep}
+        ways = {
+            "allgather": self._send_by_gathering,
+            "alltoall": self._send_by_exchange,
+            "deepep": self._send_by_deepep,
+            "hybridep": self._send_by_hybridep,
+        }
         sent = ways[self.experts.dispatcher](x, probabilities)
         self._computing = sent
         return sent
 
     def combine(self, output: Tensor) -> Tensor:
         """The experts' [rows, hidden] back to [stream_rows, hidden]."""
-        if self.experts.dispatcher == "allgather":
-            return self._combine_by_scattering(output)
-        if self.experts.dispatcher == "flex":
-            return self._combine_by_deepep(output)
-        return self._combine_by_exchange(output)
+        ways = {
+            "allgather": self._combine_by_scattering,
+            "alltoall": self._combine_by_exchange,
+            "deepep": self._combine_by_deepep,
+            "hybridep": self._combine_by_hybridep,
+        }
+        return ways[self.experts.dispatcher](output)
 
     def release(self) -> None:
         """The layer's forward returns, and with it its variables end."""
@@ -176,7 +184,32 @@ class Dispatch:
         self._alive.append(restored)
         return tape.operation("combine.deepep", [restored], self.tokens * self.width)
 
-    # -- shared by all three ----------------------------------------------------------------------------------------------
+    # -- HybridEP: tokens are sorted by expert on their way, in buffers that PyTorch does not allocate ---------------------
+
+    def _send_by_hybridep(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:
+        """`_HybridEPManager`. The exchange's handle: where each token goes, which of this rank's experts each token of the
+        group chose, and the row of each token that arrived for each expert."""
+        experts, tape = self.experts, self.tape
+        every, arrived = self.tokens * experts.group_size, experts.received_tokens(self.tokens)
+        handle = [every * INT32, every * experts.local_experts * BOOL, arrived * experts.local_experts * INT32]
+        rows = tape.operation(
+            "dispatch.hybridep",
+            [x],
+            self.rows * self.width,
+            gradients=[(x, self.tokens * self.width)],
+            saves=Saved(extra_bytes=handle),
+            forward_temporary_bytes=every * experts.num_experts * BOOL,  # the routing map of the whole group
+        )
+        return rows, tape.operation("dispatch.hybridep_probabilities", [probabilities], self.rows * FLOAT32)
+
+    def _combine_by_hybridep(self, output: Tensor) -> Tensor:
+        """The experts' outputs, which HybridEP adds to the tokens that arrived, sends back and adds."""
+        for tensor in self._computing:
+            self.tape.hold(tensor)
+        self._alive.append(output)
+        return self.tape.operation("combine.hybridep", [output], self.tokens * self.width)
+
+    # -- shared ------------------------------------------------------------------------------------------------------------
 
     def _permute(self, x: Tensor, mask: Tensor | None, tokens: int, rows: int, map_elements: int) -> Tensor:
         """Rows in the order of their experts. Unfused, backward adds into a new tensor of all tokens."""
@@ -244,7 +277,10 @@ def held_by_dispatcher(context: MegatronContext, experts: ExpertContext) -> tupl
         rows, every = experts.received_rows(tokens), tokens * experts.group_size
         local = every * experts.local_experts
         return 0, local * BOOL + rows * element + _permutation_bytes(experts, every, rows, local)
-    if experts.dispatcher == "flex":
+    if experts.dispatcher == "hybridep":
+        chosen = tokens * experts.num_experts
+        return 0, chosen * (BOOL + element) + experts.received_rows(tokens) * FLOAT32
+    if experts.dispatcher == "deepep":
         arrived = experts.received_tokens(tokens)
         local = arrived * experts.local_experts
         indices = arrived * experts.top_k * INT64

@@ -21,7 +21,8 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
     """The template of the final norm, output layer [rows, vocabulary] and cross-entropy. With multi-token prediction, for
     each token predicted ahead: a further decoder layer of this `context`, an output layer and a loss.
 
-    The last narrow logits, and the last of those predicted ahead, live until the model's forward returns.
+    The last narrow logits live until the model's forward returns; in older releases so do the last of those predicted
+    ahead, which now end with the function that has their loss (`process_mtp_loss`).
     """
     tape = Tape()
     hidden = tape.input(context.stream_bytes, owned=not context.runs.input_held)
@@ -33,6 +34,8 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
             logits = [*logits[-1:], output_layer(tape, prediction, context)]
             tape.hold(logits[0])  # until its variable is reassigned to the next
             final = _attach_loss(tape, final, cross_entropy(tape, logits[-1], context))
+        if not context.ends.predicted_logits_outlive_loss:
+            tape.hold(logits.pop())
     if context.ends.masked_tokens:
         final = _masked_token_head(tape, final, context)
     logits = [*logits[-1:], output_layer(tape, final, context)]
