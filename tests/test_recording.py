@@ -86,6 +86,6 @@ def test_a_recipe_that_is_asked_for_and_not_there_widens_the_answer() -> None:
 
 
 def test_a_batch_does_not_pass_the_baseline_by(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SpecError, match="--baseline is of a single question; leave it out beside --batch"):
+    with pytest.raises(SpecError, match="--baseline is of a single question; leave it out with --batch"):
         cli.app(["predict", "--batch", "questions.jsonl", "--baseline", "recipe"], standalone_mode=False)
     assert capsys.readouterr().out == ""

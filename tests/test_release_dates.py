@@ -33,9 +33,9 @@ def test_a_commit_or_a_month_stands_for_the_releases_of_its_time(versions: dict[
 
 def test_what_a_commit_is_taken_for_is_said() -> None:
     (found,) = not_compared({"torchtitan": "3b39d7ab0", "torch": "2.8.0.dev202503"})
-    assert "0.0.2 is taken, of the time of torch 2.8.0.dev202503" in found.sentence
+    assert "0.0.2 is assumed, from the time of torch 2.8.0.dev202503" in found.sentence
     assert remarks({"lightning_thunder": "2024-09"}) == [
-        "torch 2.5.0 is taken, of the time of the other versions (catalog/dates.toml)."
+        "torch 2.5.0 is assumed, from the time of the other versions (catalog/dates.toml)."
     ]
 
 

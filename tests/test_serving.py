@@ -214,7 +214,10 @@ def test_columns_are_served_too(server):
         ({"dataframe_records": [{"seq_length": 131072, "micro_batchsize": 512}]}, "did you mean 'sequence_length'"),
         ({"dataframe_records": [JOB | {"micro_batchsize": 512}]}, "did you mean 'micro_batch_size'"),
         ({"dataframe_records": [JOB, JOB | {"micro_batchsize": 512}]}, "did you mean 'micro_batch_size'"),
-        ({"dataframe_records": [{"job": json.dumps(JOB), "micro_batch_size": 512}]}, "micro_batch_size stands beside job"),
+        (
+            {"dataframe_records": [{"job": json.dumps(JOB), "micro_batch_size": 512}]},
+            "micro_batch_size is given together with job",
+        ),
         ({"dataframe_split": {"columns": ["job", "job"], "data": [["{}", "{}"]]}}, "column job stands 2 times"),
         ({"dataframe_split": {"columns": [], "data": []}}, "0 rows"),
         ({"dataframe_records": [{}]}, "the row is empty"),

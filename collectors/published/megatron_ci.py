@@ -70,6 +70,14 @@ ONE_NODE = {("GB200", "_1node"): 4}
 """(GPU type, end of a case's name) -> number of GPUs, for cases whose recipe does not say it. All 27 others with such names
 have this number, and `allocated_bytes_after_step` fits it."""
 
+FROM_STATES = {
+    "deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release": 32,
+    "deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release_sm": 32,
+}
+"""Case -> number of GPUs, for cases whose recipe is not public and whose layout would run on fewer: the multiple of the
+layout whose weights, gradients and states explain `allocated_bytes_after_step` (54.5 GiB; the ledger has 54.3 with 32 GPUs
+and 74.1 with 16)."""
+
 COMMON_ASSUMPTIONS = (
     "The values are of the last rank, world size − 1, as the tests log them.",
     "steady_allocated_bytes is allocated_bytes.all.current after a step, which step is not recorded.",
@@ -150,7 +158,9 @@ def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str]]:
         arguments["vocab-size"] = known[0]
         facts.append(f"vocab-size is taken as {known[0]}: {known[1]}.")
     recorded, fewest = _num_gpus(record), _fewest_gpus(arguments)
-    if recorded != record["num_gpus"]:
+    if record["case"] in FROM_STATES:
+        facts.append(NUM_GPUS_FROM["after-step bytes"])
+    elif recorded != record["num_gpus"]:
         facts.append(f"num_gpus={recorded} is assumed, as of all cases of one node of {record['gpu']} that have recipes.")
     elif assumed := NUM_GPUS_FROM[record["num_gpus_from"]]:
         facts.append(assumed)
@@ -177,7 +187,7 @@ def _as_of_its_day(translation: Translation, day: str) -> Translation:
 def _num_gpus(record: Mapping[str, Any]) -> int | None:
     """The recorded number of GPUs; if the source only assumed one, the number that the case's name implies (`ONE_NODE`)."""
     named = (number for (gpu, end), number in ONE_NODE.items() if record["gpu"] == gpu and record["case"].endswith(end))
-    recorded: int | None = record["num_gpus"]
+    recorded: int | None = FROM_STATES.get(record["case"], record["num_gpus"])
     return next(named, recorded) if record["num_gpus_from"] == "8 taken" else recorded
 
 

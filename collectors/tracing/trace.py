@@ -52,8 +52,9 @@ def trace_job(
     except subprocess.TimeoutExpired as error:
         raise CollectorError(f"the trace took longer than {timeout_seconds:g} s; give it more time.") from error
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise CollectorError(f"the trace failed: {last.removeprefix('peakcast: ')}")
+        lines = done.stderr.strip().splitlines() or ["no message"]
+        own = [line for line in lines if line.startswith("peakcast: ")]  # libraries may print more as the process ends
+        raise CollectorError(f"the trace failed: {(own or lines)[-1].removeprefix('peakcast: ')}")
     answer = json.loads(done.stdout.strip().splitlines()[-1])
     return {step: timeline_from_mapping(answer[step]) for step in ("first", "steady")}
 

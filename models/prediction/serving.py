@@ -86,8 +86,9 @@ def job_of(row: Mapping[str, Any]) -> dict[str, Any]:
                 raise SpecError(f"job is not valid JSON ({error}); write a job file's mapping.", parameter=JOB) from error
         if not isinstance(text, dict):
             raise SpecError(f"job must be a mapping as JSON, not {type(text).__name__}.", parameter=JOB, value=text)
-        if beside := sorted(set(given) - {JOB}):
-            raise SpecError(f"{beside[0]} stands beside job, which says it all; keep one of them.", parameter=beside[0])
+        if others := sorted(set(given) - {JOB}):
+            sentence = f"{others[0]} is given together with job, which already says it; keep one of them."
+            raise SpecError(sentence, parameter=others[0])
         return text
     unknown = [name for name in given if name not in job_columns()]
     if unknown:

@@ -52,7 +52,7 @@ def versions_matter(job: TrainingJob, device: Device, base: Baseline) -> Finding
     if abs(change) < NOTABLE:
         return None
     sentence = (
-        f"no versions are given, so the newest releases are taken: those of {named} would allocate {format_gib(peak)} in a "
-        f"step, {change:+.0%}; say which yours are in versions."
+        f"no versions are given, so the newest releases are assumed: those of {named} would allocate {format_gib(peak)} in "
+        f"a step, {change:+.0%}; say which yours are in versions."
     )
     return Finding("versions_not_given", "versions", "more" if change > 0 else "less", sentence)

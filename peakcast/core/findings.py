@@ -65,7 +65,7 @@ KINDS = {
     "host_memory_not_given": Kind("the host memory that is needed is more than a usual node has"),
     "reserved_beyond_replay": Kind("published runs of such jobs hold more than the simulated allocator reserves"),
     "allocator_retries": Kind("the simulated allocator runs out of memory and frees its cache to go on"),
-    "default_changed": Kind("the default of a setting does not suit this network; the sentence says what is taken"),
+    "default_changed": Kind("the default of a setting does not suit this network; the sentence says what is assumed"),
     "value_assumed": Kind("a script that ran on fake tensors read a value that only a run on data has, and was given one"),
     "script_part_skipped": Kind("a part of a script, such as saving a checkpoint, that a dry run skips"),
     "outside_estimated": Kind(

@@ -158,7 +158,7 @@ def remarks(versions: Mapping[str, Any]) -> list[str]:
     """Sentences about the versions that a container stands for, and about numbers that may have lost a zero."""
     found = []
     if "torch" not in versions and (torch := of_their_time(versions).get("torch")):
-        found.append(f"torch {torch} is taken, of the time of the other versions (catalog/dates.toml).")
+        found.append(f"torch {torch} is assumed, from the time of the other versions (catalog/dates.toml).")
     if (image := containers().get(tag_of(versions.get(CONTAINER, "")))) is not None:
         has = [f"{name} {image[name]}" for name in image if name != "source" and name not in versions]
         found.append(
@@ -169,8 +169,8 @@ def remarks(versions: Mapping[str, Any]) -> list[str]:
     for name, version in versions.items():
         if isinstance(version, float) and re.fullmatch(r"\d+\.\d", str(version)):
             found.append(
-                f"versions.{name}={version} is a number, to which {version}0 is the same: {version} is taken. Write it in "
-                f'quotes ("{version}").'
+                f"versions.{name}={version} is a number, to which {version}0 is the same: {version} is assumed. Write it "
+                f'in quotes ("{version}").'
             )
     return found
 
@@ -181,8 +181,8 @@ def not_compared(versions: Mapping[str, Any]) -> list[Finding]:
     for name, version in versions.items():
         if name in taken:
             said[name] = (
-                f"versions.{name}={version!r} is no release (a commit, perhaps): {taken[name]} is taken, of the time of "
-                f"torch {versions.get('torch')} (catalog/dates.toml)."
+                f"versions.{name}={version!r} is no release (a commit, perhaps): {taken[name]} is assumed, from the time "
+                f"of torch {versions.get('torch')} (catalog/dates.toml)."
             )
         elif name == CONTAINER:
             if tag_of(version) not in containers():

@@ -139,7 +139,7 @@ def assumed_versions(job: TrainingJob) -> str:
     if not assumed:
         return ""
     ways = f"--versions {(['torch'] * len(torch) + newest)[0]}=..., --container with the tag of NVIDIA's image, or --here"
-    return f"versions not given are taken as {' and '.join(assumed)}; if yours differ, say so ({ways})."
+    return f"versions not given are assumed to be {' and '.join(assumed)}; if yours differ, say so ({ways})."
 
 
 def unmodelled_versions(job: TrainingJob) -> list[Finding]:

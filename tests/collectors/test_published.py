@@ -3,6 +3,7 @@
 import json
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,9 +12,10 @@ from peakcast.collectors.published.__main__ import READERS, import_published, ma
 from peakcast.collectors.published.counts import counts_page
 from peakcast.collectors.published.fms_a100 import read_fms_a100
 from peakcast.collectors.published.fms_history import read_fms_history
-from peakcast.collectors.published.megatron_ci import read_megatron_ci
+from peakcast.collectors.published.megatron_ci import FROM_STATES, read_megatron_ci
 from peakcast.core.errors import RecordError
 from peakcast.measurements.store import datasets_folder, load
+from peakcast.models.baseline.ledger import ledger
 
 PUBLISHED = datasets_folder() / "published"
 SOURCES = PUBLISHED / "sources"
@@ -150,9 +152,23 @@ def test_release_cases_give_the_peak_of_their_first_ten_steps(megatron):
 
 def test_a_job_whose_gpus_are_not_recorded_has_the_fewest_that_its_layout_needs(megatron):
     rows = [r for r in megatron if "the number of GPUs is not recorded" in r.spoiled]
-    assert len(rows) == 11
-    (row,) = (r for r in rows if r.case.startswith("deepseekv3_proxy_flex_tp2pp2emp16etp1cp1_gb_200_release/"))
-    assert row.job.parallelism.world_size == 2 * 8  # two stages, each with experts over 8 GPUs
+    assert len(rows) == 9
+    for row in (r for r in rows if r.case.startswith("nemotron3_super_release_gb200/")):
+        assert row.job.parallelism.world_size == 64  # one stage, with experts over 64 GPUs
+
+
+@pytest.mark.parametrize("case", FROM_STATES)
+def test_a_number_of_gpus_from_what_stays_after_a_step_is_the_only_one_that_explains_it(megatron, case):
+    """Weights, gradients and this rank's part of the optimizer's states."""
+    (row,) = (r for r in megatron if r.case.startswith(f"{case}/"))
+    layout = row.job.parallelism
+    stays = {}
+    for data_parallel in (layout.data_parallel_size // 2, layout.data_parallel_size, 2 * layout.data_parallel_size):
+        job = row.job.replace(parallelism=replace(layout, data_parallel_size=data_parallel))
+        stays[data_parallel] = int(ledger(job, rank=job.parallelism.world_size - 1).totals[-1])
+    off = {size: abs(found / row.steady_allocated_bytes - 1) for size, found in stays.items()}
+    assert off.pop(layout.data_parallel_size) < 0.006
+    assert min(off.values()) > 0.1
 
 
 def test_out_of_scope_families_say_why(megatron):

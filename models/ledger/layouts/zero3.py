@@ -187,9 +187,10 @@ class Zero3(Partitions):
         template = run.template
         if again[-1].ends > run.forward_start + template.num_recomputed:
             again[-1] = again[-1].unreleased()  # it stops inside an operation, before the module's release
-        kept = template.dies_backward & ~template.born_backward
-        asks = (run.backward_start or 0) + int(template.dies[kept].min()) - 1
-        return within_first(turns, again, asks)
+        kept = template.dies[template.dies_backward & ~template.born_backward]
+        if not len(kept):  # nothing asks for a saved tensor
+            return [*again, *turns]
+        return within_first(turns, again, (run.backward_start or 0) + int(kept.min()) - 1)
 
     def _without_missing_releases(self, turns: list[Turn], ended: int) -> list[Turn]:
         """`turns` without the releases that never happen. Modules that ran forward once more without a graph, after

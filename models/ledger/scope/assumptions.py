@@ -32,7 +32,7 @@ def targets_taken(job: TrainingJob) -> str:
 
 def _default_targets_assumed(architecture: Architecture) -> str:
     return (
-        f"adapters are taken to be on {', '.join(default_adapter_targets(architecture))}: finetuning.targets names none, "
+        f"adapters are assumed to be on {', '.join(default_adapter_targets(architecture))}: finetuning.targets names none, "
         f"and peft, which has no default for model_type={architecture.model_type!r}, raises an error without; name some "
         f"of {', '.join(projections(architecture))}."
     )
@@ -44,13 +44,13 @@ def kernels_taken(job: TrainingJob) -> str:
     layers = all(chosen.get(name) == "fused" for name in LAYER_KERNELS)
     if chosen.get("loss_kernel") == "fused_linear" and not chosen.get("loss_chunks") and not layers:
         return (
-            "Liger's fused loss is taken alone, without its kernels inside layers, which use_liger_kernel brings too: set "
-            "framework_options.liger_kernels=true, or name versions.liger_kernel, if they run."
+            "Liger's fused loss is assumed alone, without its kernels inside layers, which use_liger_kernel brings too: "
+            "set framework_options.liger_kernels=true, or name versions.liger_kernel, if they run."
         )
     whole = family_of(job.architecture).libraries.liger != "layers"
     if chosen.get("liger_kernels") and not fuses_loss(job) and whole:
         return (
-            "Liger's kernels inside layers are taken alone, with all logits there: set "
+            "Liger's kernels inside layers are assumed alone, with all logits there: set "
             "loss.fused_linear_cross_entropy=true if use_liger_kernel is what runs."
         )
     return ""

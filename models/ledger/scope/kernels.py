@@ -14,7 +14,7 @@ ATTENTION = Section("attention kernels", (
     fails("attention", job.flex & ~trait("attention.flex"),
           "model_type={architecture.model_type!r} has no flex_attention in transformers; use sdpa."),
     more("attention", job.flex & setting("architecture.attention_sinks") & job.autocast,
-         "attention sinks beside flex_attention under autocast: what they widen is not all counted; use eager."),
+         "attention sinks with flex_attention under autocast: what they widen is not all counted; use eager."),
     fails("attention", job.flex & job.trains & above("architecture.attention_dropout", 0),
           "flex_attention has no dropout: transformers refuses attention_dropout={architecture.attention_dropout}."),
     fails("attention", job.flash & setting("precision.parameters", "float32") & ~(job.autocast | job.mixed_precision),

@@ -11,8 +11,8 @@ from peakcast.models.ledger.scope.table import Section, fails, less, more, nearl
 _DDP = Section("DDP", when=job.asks_ddp, rows=(
     nearly_less("framework_options.ddp_gradient_as_bucket_view",
                 job.accumulates & option("accumulates_without_sync") & option("ddp_gradient_as_bucket_view"),
-                "ddp_gradient_as_bucket_view beside gradient accumulation without synchronisation is counted up to 0.8 % "
-                "too high: gradients leave for their buckets one by one."),
+                "ddp_gradient_as_bucket_view together with gradient accumulation without synchronisation is counted up to "
+                "0.8 % too high: gradients leave for their buckets one by one."),
 ))
 
 _FSDP2 = Section("FSDP2", when=job.asks_fsdp2, rows=(
@@ -109,12 +109,12 @@ _EXPERT_PARALLEL = Section(
     start="expert_parallel_size={parallelism.expert_parallel_size} is modelled for Megatron and torchtitan's experts",
     rows=(
     less("parallelism.expert_parallel_size", job.experts_on_every_rank,
-         "; with ZeRO or FSDP1 every rank is taken to have all experts."),
+         "; with ZeRO or FSDP1 every rank is assumed to have all experts."),
     more("parallelism.expert_parallel_size", ~(job.plain_torch & job.torchtitans_experts),
          "; for others experts are divided, and what the exchange of tokens allocates is left out."),
     Section("expert parallelism", start=": compared with its trace ", rows=(
         unknown("parallelism.expert_parallel_size", ~setting("parallelism.sharding", "fsdp2") | job.parallel_otherwise,
-                "under FSDP2 beside no other parallelism only."),
+                "under FSDP2 without other parallelism only."),
         unknown("parallelism.expert_parallel_size", ~job.trains | job.adapts, "where all weights train only."),
         unknown("parallelism.expert_parallel_size", ~job.optimizer("adamw"),
                 "with AdamW only, not optimizer.name={optimizer.name!r}."),
@@ -238,15 +238,15 @@ ZERO = Section(
                 "on one rank with its weights on the GPU only: from the host, first steps are counted up to 0.5 % too "
                 "low."),
     unknown(_STAGE, job.zero1 & job.overlaps_reduction & (job.ties_embeddings & job.accumulates | _TRACED_PLAIN),
-            "with overlap_comm only where no table is shared beside several micro-batches, without offloading, quantised "
-            "weights, experts and preferences."),
+            "with overlap_comm only without a shared table if there are several micro-batches, and without offloading, "
+            "quantised weights, experts and preferences."),
     unknown(_STAGE, option("contiguous_gradients", False) & (~job.zero3 & job.overlaps_reduction | _TRACED_PLAIN),
-            "with contiguous_gradients=true only beside offloading, quantised weights, experts, preferences, "
+            "with contiguous_gradients=true only with offloading, quantised weights, experts, preferences, "
             "overlap_comm."),
     unknown(_STAGE, job.changes_dtype,
             "computed in the dtype of the weights only, not {precision.parameters!r} in {precision.compute!r}."),
     more("framework_options.overlap_comm", ~job.zero3 & job.overlaps_reduction & job.offloads_optimizer,
-         "without overlap_comm beside an optimizer on the host only: gradients larger than a bucket then stay longer."),
+         "without overlap_comm only with an optimizer on the host: gradients larger than a bucket then stay longer."),
     more("finetuning.method", job.zero3 & differs("adapters under ZeRO-3") & job.adapts,
          "without adapters on GPT-Neo only, whose frozen weights stay gathered longer in backward."),
     unknown(_STAGE, job.zero3 & job.experts & job.some_layers,
@@ -259,5 +259,5 @@ ZERO = Section(
     unknown("optimizer.name", ~job.optimizer("adamw", "adam"),
             "with torch's AdamW only, not optimizer.name={optimizer.name!r}."),
     unknown("activation_checkpointing.mode", job.selective, "without selective checkpointing only."),
-    unknown(_STAGE, job.parallel_otherwise, "beside no other parallelism."),
+    unknown(_STAGE, job.parallel_otherwise, "without other parallelism."),
 ))

@@ -41,7 +41,7 @@ _MUON = Section("Muon", when=megatron.muon, rows=(
     more("framework_options.overlap_param_gather",
          job.zero & option("overlap_param_gather") & ~option("use_layer_wise_param_layout"),
          "Muon's overlapped all-gather of tensors that are dealt out (overlap-param-gather before megatron-core 0.18 or "
-         "with no-use-layer-wise-param-layout) is not modelled: it gathers a bucket beside the parameters."),
+         "with no-use-layer-wise-param-layout) is not modelled: it gathers a bucket in addition to the parameters."),
     unknown("framework_options.fp8_param_gather", option("fp8_param_gather"), "Muon over FP8 parameters is not modelled."),
 ))
 

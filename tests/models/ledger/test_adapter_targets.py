@@ -30,6 +30,6 @@ def test_what_peft_does_not_know_has_no_default(family):
 
 def test_without_targets_and_a_default_the_answer_says_what_it_took():
     adapted = {name: TrainingJob(architecture=architecture(name), finetuning=LORA) for name in ("phi-3-mini", "qwen3-8b")}
-    assert "taken to be on qkv_proj" in targets_taken(adapted["phi-3-mini"])
+    assert "assumed to be on qkv_proj" in targets_taken(adapted["phi-3-mini"])
     assert "gate_up_proj" in targets_taken(adapted["phi-3-mini"])  # the way out: what can be named
     assert targets_taken(adapted["qwen3-8b"]) == ""

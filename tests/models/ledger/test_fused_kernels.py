@@ -144,9 +144,9 @@ def test_a_fused_loss_with_ligers_version_has_its_layer_kernels_too():
     with_version = job(loss=fused, versions=FrozenMapping({"liger_kernel": "0.8.5"}))
     assert conventions(with_version)["gated_activation_kernel"] == "fused"
     assert kernels_taken(with_version) == ""
-    assert "fused loss is taken alone" in kernels_taken(job(loss=fused))
+    assert "fused loss is assumed alone" in kernels_taken(job(loss=fused))
     layers = FrozenMapping({"liger_kernels": True})
-    assert "kernels inside layers are taken alone" in kernels_taken(job(framework_options=layers))
+    assert "kernels inside layers are assumed alone" in kernels_taken(job(framework_options=layers))
     assert kernels_taken(job()) == ""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.zero3_visits import Course, Pass, Passage
 from peakcast.models.ledger.recorded.turns import RecordedModules, turns_of
 from peakcast.models.recipes.depth import deepened, repeats
 from peakcast.models.recipes.walk import Visit
@@ -20,9 +21,10 @@ def test_a_module_around_others_keeps_its_own_weights_until_it_is_left() -> None
         Visit("forward", False, "outer", 5, OUTER),
     )
     begins, inner, ends = turns_of("layers.0", visits, WEIGHTS)
-    assert (begins.begins, begins.stays, begins.releases) == (0, True, False)
-    assert (inner.begins, inner.ends, inner.releases, inner.tensors) == (1, 3, True, (WEIGHTS["layers.0", "inner.w"],))
-    assert (ends.ends, ends.enters, ends.tensors) == (5, False, begins.tensors)
+    assert (begins.begins, begins.course) == (0, Course.BEGINS)
+    assert (inner.begins, inner.ends, inner.course) == (1, 3, Course.WHOLE)
+    assert inner.tensors == (WEIGHTS["layers.0", "inner.w"],)
+    assert (ends.ends, ends.course, ends.tensors) == (5, Course.ENDS, begins.tensors)
 
 
 def test_a_module_that_is_never_left_releases_nothing() -> None:
@@ -37,10 +39,10 @@ def test_what_a_checkpoint_runs_again_is_a_turn_of_its_own() -> None:
         Visit("backward", False, "inner", 4, INNER),
     )
     asks, again, goes_on = turns_of("layers.0", visits, WEIGHTS)
-    assert asks.stays
-    assert again.computes_again
-    assert not again.releases  # the checkpoint stopped inside it
-    assert not goes_on.enters
+    assert asks.course is Course.BEGINS
+    assert again.during is Pass.RECOMPUTATION
+    assert again.course is Course.UNRELEASED  # the checkpoint stopped inside it
+    assert goes_on.course is Course.ENDS
 
 
 def test_layers_of_a_deep_network_have_turns_with_weights_of_their_own() -> None:
@@ -50,7 +52,7 @@ def test_layers_of_a_deep_network_have_turns_with_weights_of_their_own() -> None
     tensors = [StoredTensor("w", f"layers.{layer}", (16, 32), 2, 2, True) for layer in range(9)]
     modules = RecordedModules(short, deep, names, tensors)
     for layer in (0, 3, 8):
-        (turn,) = modules.turns(f"layers.{layer}", [], 100, backward=True)
+        (turn,) = modules.turns(Passage(f"layers.{layer}", [], 100, Pass.BACKWARD))
         assert turn.tensors == (tensors[layer],)
         assert turn.begins == 100
-        assert modules.turns(f"layers.{layer}", [], 0)[0].name == turn.name
+        assert modules.turns(Passage(f"layers.{layer}", [], 0))[0].name == turn.name
