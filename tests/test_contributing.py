@@ -86,7 +86,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 LONGEST = ("Add a model family", "Add a published source")
-"""The first traces networks, the second imports every table again."""
+"""The first records and traces networks, the second imports every table again."""
 TITLES = [pytest.param(title, marks=[pytest.mark.whole] * (title in LONGEST)) for title in EXAMPLES]
 
 
@@ -101,7 +101,7 @@ def test_an_example_does_what_the_guide_says(title: str, checkout: Path) -> None
     subprocess.run(["git", "add", "--all"], cwd=checkout, check=True)
     environment = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "PEAKCAST_"))}
     environment |= {"PYTHONPATH": str(checkout), "PATH": f"{checkout.parent / 'programs'}:{environment['PATH']}"}
-    environment |= {"GIT_DIR": str(checkout / ".git")}
+    environment |= {"GIT_DIR": str(checkout / ".git"), "PEAKCAST_RECIPES": str(checkout.parent / "recipes")}
     checks = [f"python -P -m ruff check {' '.join(python)}"] if python else []
     for command in (*checks, *commands(section)):
         done = subprocess.run(

@@ -13,7 +13,7 @@ from peakcast.models.recipes import shelf, shipped
 
 transformers = pytest.importorskip("transformers")
 
-AGAIN = "jais2"
+AGAIN = "persimmon"
 CHECKPOINTED = {"activation_checkpointing.mode": "full", "framework": "huggingface"}
 SMALL = {"hidden_size": 1536, "num_hidden_layers": 5, "num_attention_heads": 12, "vocab_size": 50257}
 CELLS: dict[str, dict[str, Any]] = {
