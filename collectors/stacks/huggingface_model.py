@@ -102,7 +102,8 @@ def _trainable(architecture: Architecture) -> Architecture:
     if architecture.model_type not in transformers.CONFIG_MAPPING:
         raise CollectorError(
             f"model_type={architecture.model_type!r} is not part of transformers {transformers.__version__} (its code is "
-            f"on the hub and is not run here), so {architecture.name!r} cannot be built; measure another family.",
+            f"on the hub and is not run here), so {architecture.name!r} cannot be built; if a script of yours trains it, "
+            "ask with that (`peakcast dryrun`).",
             parameter="model_type",
             value=architecture.model_type,
         )

@@ -20,9 +20,12 @@ MAPPINGS = (
 
 
 def defaults_of(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The defaults in the signature of the class that reads `config`, and of classes that read its parts, by flat names."""
+    """The defaults in the signature of the class that reads `config`, and of classes that read its parts, by flat names.
+    None if transformers has no such class."""
     import transformers
 
+    if config["model_type"] not in transformers.CONFIG_MAPPING:
+        return
     read_by = transformers.CONFIG_MAPPING[config["model_type"]]
     parts = getattr(read_by, "sub_configs", None) or {}
     for name, parameter in inspect.signature(read_by.__init__).parameters.items():

@@ -322,6 +322,7 @@ def _common_prefix(names: Sequence[str]) -> str:
 
 
 _WAYS = {
+    "target_modules": "name the adapted layers (finetuning.targets), such as all-linear, or ask with your script",
     "pixel_values": "it takes no step without images: give images.per_sequence and images.height, or ask with your script",
     "scalar type": "it mixes dtypes: try float32 weights (precision.parameters), or ask with your script",
     "dtype": "its dtypes do not fit: try float32 weights (precision.parameters), or ask with your script",

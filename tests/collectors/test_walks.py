@@ -6,6 +6,7 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from peakcast.collectors.tracing.families import defaults_of
 from peakcast.collectors.tracing.walks import refusal
 
 
@@ -38,3 +39,19 @@ def test_a_network_that_needs_images_asks_for_them() -> None:
 
     said = raised(lambda: blip())  # type: ignore[call-arg]
     assert "give images.per_sequence and images.height" in said
+
+
+def test_adapters_without_targets_are_asked_for_them() -> None:
+    import peft
+    from transformers import HeliumConfig, HeliumForCausalLM
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    model = HeliumForCausalLM(HeliumConfig(**sizes, head_dim=8, num_key_value_heads=2, vocab_size=32))
+    said = raised(lambda: peft.get_peft_model(model, peft.LoraConfig()))
+    assert "name the adapted layers (finetuning.targets)" in said
+
+
+def test_a_family_that_the_library_lacks_has_no_defaults() -> None:
+    """What is said of it then is what the library says when the network is built."""
+    assert list(defaults_of({"model_type": "no_such_family"})) == []
+    assert dict(defaults_of({"model_type": "gpt2"}))["n_embd"] == 768
