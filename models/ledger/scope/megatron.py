@@ -101,6 +101,7 @@ _FLOAT8 = Section("float8", when=job.float8, rows=(
 
 _TRAINING = Section("training", (
     unknown("task", job.generates, "task={task!r} is not modelled; only training is."),
+    fails("attention", job.flex, "Megatron-LM has no flex attention; use flash_attention_2 or eager."),
     unknown("finetuning.method", job.adapts, "finetuning.method={finetuning.method!r} is not modelled; full is."),
     less("optimizer.name", ~(megatron.adam | megatron.muon | job.optimizer("sgd")),
          "optimizer.name={optimizer.name!r} is not modelled with Megatron-LM; adam, muon and sgd are."),
