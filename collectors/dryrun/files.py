@@ -125,6 +125,13 @@ def _install_reading(overlay: Overlay) -> None:
 
 
 def _install_changes(overlay: Overlay) -> None:
+    """Lead what makes, removes and moves files to the overlay."""
+    _install_making(overlay)
+    _install_removing(overlay)
+    _install_moving(overlay)
+
+
+def _install_making(overlay: Overlay) -> None:
     def made(path: Any, *arguments: Any, **keywords: Any) -> None:
         shadow = overlay.shadow(path)
         if shadow is None:
@@ -133,6 +140,12 @@ def _install_changes(overlay: Overlay) -> None:
         if os.path.isdir(path):
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), os.fspath(path))
         _make_folders(shadow)
+
+    os.mkdir = made
+
+
+def _install_removing(overlay: Overlay) -> None:
+    """Files that were there before stay."""
 
     def gone(function: Callable[..., Any]) -> Callable[..., None]:
         def remove(path: Any, *arguments: Any, **keywords: Any) -> None:
@@ -146,20 +159,6 @@ def _install_changes(overlay: Overlay) -> None:
 
         return remove
 
-    def moved(function: Callable[..., Any]) -> Callable[..., None]:
-        def move(source: Any, target: Any, *arguments: Any, **keywords: Any) -> None:
-            if overlay.shadow(source) is None or overlay.read(source) != source:
-                function(overlay.read(source), overlay.write(target, keeps=False), *arguments, **keywords)
-
-        return move
-
-    os.mkdir = made
-    for name in ("remove", "unlink", "rmdir"):
-        setattr(os, name, gone(getattr(os, name)))
-    for name in ("rename", "replace", "link", "symlink"):
-        setattr(os, name, moved(getattr(os, name)))
-    for name in ("chmod", "utime", "chown"):
-        setattr(os, name, gone(getattr(os, name)))
     removed = shutil.rmtree
 
     def remove_tree(path: Any, *arguments: Any, **keywords: Any) -> None:
@@ -167,7 +166,21 @@ def _install_changes(overlay: Overlay) -> None:
         if overlay.shadow(path) is None or place != path:
             removed(place, *arguments, **keywords)
 
+    for name in ("remove", "unlink", "rmdir", "chmod", "utime", "chown"):
+        setattr(os, name, gone(getattr(os, name)))
     shutil.rmtree = remove_tree  # type: ignore[assignment]
+
+
+def _install_moving(overlay: Overlay) -> None:
+    def moved(function: Callable[..., Any]) -> Callable[..., None]:
+        def move(source: Any, target: Any, *arguments: Any, **keywords: Any) -> None:
+            if overlay.shadow(source) is None or overlay.read(source) != source:
+                function(overlay.read(source), overlay.write(target, keeps=False), *arguments, **keywords)
+
+        return move
+
+    for name in ("rename", "replace", "link", "symlink"):
+        setattr(os, name, moved(getattr(os, name)))
 
 
 class _Guard:

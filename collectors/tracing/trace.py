@@ -111,20 +111,7 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
     """Prepare this process permanently so that `tracer` can trace jobs like `job`. Returns a context in which the trace
     must run."""
     from peakcast.collectors.stacks import layouts
-    from peakcast.collectors.stacks.layouts import torchtitan_experts
-    from peakcast.collectors.stacks.parts import quantized_fakes
-    from peakcast.collectors.tracing import (
-        deepspeed_fakes,
-        dtensors,
-        fake_cuda,
-        fake_streams,
-        kernel_packages,
-        known_values,
-        megatron_fakes,
-        patches,
-        triton_stub,
-        trl_fakes,
-    )
+    from peakcast.collectors.tracing import deepspeed_fakes, dtensors, fake_cuda, known_values, patches
 
     if job.framework == "deepspeed":
         deepspeed_fakes.install()
@@ -132,15 +119,45 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
     patches.install(masks_of_batch=job.batch.form != "rows")
     if job.images.per_sequence:
         known_values.install()
-    squares = job.architecture.hidden_act == "relu2"
-    compiles_part = job.framework == "megatron" and (squares or bool(conventions(job)["cross_entropy_loss_fusion"]))
-    if compiles(job) or compiles_part:
+    compiled = compiles(job) or _compiles_part(job)
+    if compiled:
         from peakcast.collectors.tracing import inductor
 
         inductor.load()
+    _install_packages(job, compiled=compiled)
+    _install_streams(job)
+    if job.parallelism.world_size > 1:
+        dtensors.install()
+    layouts.start_group(job, rank)
+    if job.framework == "megatron":
+        _install_megatron(job, tracer)
+    compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+    if compiled:
+        compiling = inductor.compiling(tracer)
+        if job.attention == "flex":
+            inductor.forget_flex_attention()
+    if job.attention == "flash_attention_2":
+        from peakcast.collectors.tracing import flash_attention_stub
+
+        flash_attention_stub.install(packed=job.batch.form == "padding_free", padded=job.task != "inference")
+    return compiling
+
+
+def _compiles_part(job: TrainingJob) -> bool:
+    """Whether Megatron compiles a function of its own: squared ReLU, or its fused cross entropy."""
+    squares = job.architecture.hidden_act == "relu2"
+    return job.framework == "megatron" and (squares or bool(conventions(job)["cross_entropy_loss_fusion"]))
+
+
+def _install_packages(job: TrainingJob, *, compiled: bool) -> None:
+    """Replace the parts of other packages that need a GPU: Triton's kernels, bitsandbytes', TRL's, torchtitan's experts."""
+    from peakcast.collectors.stacks.layouts import torchtitan_experts
+    from peakcast.collectors.stacks.parts import quantized_fakes
+    from peakcast.collectors.tracing import kernel_packages, megatron_fakes, triton_stub, trl_fakes
+
     if job.loss.fused_linear_cross_entropy or job.framework_options.get("liger_kernels"):
         triton_stub.install()
-    if not (compiles(job) or compiles_part):
+    if not compiled:
         kernel_packages.install()
     if job.finetuning.quantization == "nf4":
         quantized_fakes.install()
@@ -150,35 +167,32 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         _import_torchtitan()
     if torchtitan_experts.are_divided(job):
         megatron_fakes.answer_counts(_routed_rows(job))
+
+
+def _install_streams(job: TrainingJob) -> None:
+    """Replace CUDA's streams and events, and what the Trainer asks of the GPU, for jobs that use them."""
+    from peakcast.collectors.tracing import fake_streams, patches
+
     loops_itself = conventions(job).get("loop") == "trainer"  # the Trainer sets the device
     if loops_itself:
         patches.install_for_trainer()
     waits = "8bit" in job.optimizer.name  # bitsandbytes' step waits for the GPU
     if job.parallelism.world_size > 1 or job.framework in ("megatron", "deepspeed") or loops_itself or waits:
         fake_streams.install()
-    if job.parallelism.world_size > 1:
-        dtensors.install()
-    layouts.start_group(job, rank)
-    if job.framework == "megatron":
-        engine = conventions(job)["adam_library"] != "torch"
-        dispatcher = str(conventions(job)["moe_token_dispatcher_type"])
-        shares = job.parallelism.expert_tensor_parallel_size or job.parallelism.tensor_parallel_size
-        blocks = conventions(job)["fp8_recipe"] == "mxfp8"  # no GPU before Blackwell has it
-        seen = megatron_fakes.BLACKWELL if blocks else megatron_fakes.HOPPER
-        megatron_fakes.install(tracer, engine=engine, compiles=compiles_part, gpu=seen)
-        if job.architecture.moe is not None:
-            megatron_fakes.balance(_routed_rows(job), shares, dispatcher)
-    compiling: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-    if compiles(job) or compiles_part:
-        compiling = inductor.compiling(tracer)
-        if job.attention == "flex":
-            inductor.forget_flex_attention()
-    joined = job.batch.form == "padding_free"
-    if job.attention == "flash_attention_2":
-        from peakcast.collectors.tracing import flash_attention_stub
 
-        flash_attention_stub.install(packed=joined, padded=job.task != "inference")
-    return compiling
+
+def _install_megatron(job: TrainingJob, tracer: Any) -> None:
+    """Replace what megatron-core and Transformer Engine need a GPU for; tokens go to experts in equal shares."""
+    from peakcast.collectors.tracing import megatron_fakes
+
+    convention, layout = conventions(job), job.parallelism
+    blocks = convention["fp8_recipe"] == "mxfp8"  # no GPU before Blackwell has it
+    seen = megatron_fakes.BLACKWELL if blocks else megatron_fakes.HOPPER
+    engine = convention["adam_library"] != "torch"
+    megatron_fakes.install(tracer, engine=engine, compiles=_compiles_part(job), gpu=seen)
+    if job.architecture.moe is not None:
+        shares = layout.expert_tensor_parallel_size or layout.tensor_parallel_size
+        megatron_fakes.balance(_routed_rows(job), shares, str(convention["moe_token_dispatcher_type"]))
 
 
 def num_nonzero(job: TrainingJob) -> int | None:

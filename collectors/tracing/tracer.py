@@ -198,13 +198,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, OUTER) for kind in types):
             return NotImplemented  # it runs operations on its inner tensors, each of which comes here
-        if func is torch.ops._c10d_functional.wait_tensor.default:
-            return args[0]  # as csrc/distributed/c10d/Functional.cpp does; the rule for fake tensors makes another tensor
-        if func is COMPILED_CODE:  # a region wrapped so that checkpointing can save its outputs
-            return self._within_operator(args[0], args[1:], {})
-        if self._fused is None and (kernel := gpu_kernel(func)) is not None:
-            with contextlib.suppress(Exception):  # it launches a missing kernel, or reads a value
-                return self._within_operator(kernel, args, kwargs or {})
+        if (found := self._instead(func, args, kwargs or {})) is not NotImplemented:
+            return found
         if func is graphsafe_run_with_rng_state:  # around an operator that compiled code recomputes
             func, *args = args
             kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
@@ -212,12 +207,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             func = torch.ops.aten.scatter_.src
         result = func(*args, **(kwargs or {}))
         if self._fused is None:
-            self._phases.append(int(self.phase))
-            self._labels.append(label(func).removeprefix("aten."))
-            if not func.is_view:
-                self._blocks_in_use.launch(self.now)
-            if _waits(label(func), args, kwargs or {}, result):
-                self.done(self.now)
+            self._next_instant(func, args, kwargs or {}, result)
         instant = self.now - 1
         leaves = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
         for leaf in reversed(leaves) if label(func) in LAST_RESULT_FIRST else leaves:
@@ -230,6 +220,26 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             for workspace in taken(func, args, result, self.gpu):
                 self._take(workspace, instant)
         return result
+
+    def _instead(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator that is not run as its rule for fake tensors has it; NotImplemented for others."""
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            return args[0]  # as csrc/distributed/c10d/Functional.cpp does; the rule for fake tensors makes another tensor
+        if func is COMPILED_CODE:  # a region wrapped so that checkpointing can save its outputs
+            return self._within_operator(args[0], args[1:], {})
+        if self._fused is None and (kernel := gpu_kernel(func)) is not None:
+            with contextlib.suppress(Exception):  # it launches a missing kernel, or reads a value
+                return self._within_operator(kernel, args, kwargs)
+        return NotImplemented
+
+    def _next_instant(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Count an operator that has run as an instant."""
+        self._phases.append(int(self.phase))
+        self._labels.append(label(func).removeprefix("aten."))
+        if not func.is_view:
+            self._blocks_in_use.launch(self.now)
+        if _waits(label(func), args, kwargs, result):
+            self.done(self.now)
 
     def _within_operator(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operator's Python function, and record what it allocates."""
