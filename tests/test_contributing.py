@@ -85,8 +85,8 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-LONGEST = ("Add a model family", "Add a published source")
-"""The first records and traces networks, the second imports every table again."""
+LONGEST = ("Add a model family", "Add an optimizer", "Add a published source")
+"""The first two record and trace networks, the last imports every table again."""
 TITLES = [pytest.param(title, marks=[pytest.mark.whole] * (title in LONGEST)) for title in EXAMPLES]
 
 

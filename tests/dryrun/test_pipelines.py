@@ -20,7 +20,7 @@ def parameters_of(rank, chunks=1, ranks=3):
 RANKS = [
     (0, 1, []),
     pytest.param(2, 1, [0, 1], marks=pytest.mark.whole),
-    (1, 2, [0, 2, 3]),
+    pytest.param(1, 2, [0, 2, 3], marks=pytest.mark.whole),
 ]
 
 
