@@ -85,7 +85,7 @@ def megatron(
 ) -> None:
     """Predict the peak memory of a Megatron-LM run: put `peakcast megatron` in the place of `pretrain_gpt.py`."""
     from peakcast.dialects.common.asked_versions import asked_versions
-    from peakcast.dialects.recognise import from_arguments
+    from peakcast.dialects.megatron_arguments import from_arguments
     from peakcast.printing import answers as render
 
     asked = from_arguments(arguments or [], os.environ, num_gpus, asked_versions(versions, container, here))

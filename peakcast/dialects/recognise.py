@@ -384,26 +384,3 @@ def _read(file: str | Path | Document) -> Companion:
 def _some(values: Mapping[str, Any]) -> str:
     keys = [str(key)[:40] for key in values]
     return ", ".join(keys[:8]) + (", ..." if len(keys) > 8 else "") if keys else "none"
-
-
-def from_arguments(
-    words: Sequence[str], env: Mapping[str, str], num_gpus: int | None = None, versions: AskedVersions = NO_VERSIONS
-) -> Translation:
-    """The job of Megatron-LM's own command line: the words after `pretrain_gpt.py`. Raises: SpecError."""
-    from peakcast.dialects.megatron.launch import from_megatron_flags
-    from peakcast.dialects.shell.launch import flags_to_mapping
-
-    values, others = flags_to_mapping(words)
-    if others:
-        raise SpecError(f"{others[0]!r} belongs to no flag; Megatron-LM takes flags only.", parameter=others[0])
-    if num_gpus is None and env.get("WORLD_SIZE", "").isdecimal():
-        num_gpus = int(env["WORLD_SIZE"])
-    known = {name: value for name, value in env.items() if name in _megatron_variables()}
-    pasted = Pasted(values=values, where="the command line", folder=Path(), num_gpus=num_gpus, env=known, versions=versions)
-    return with_versions(from_megatron_flags(pasted), versions)
-
-
-def _megatron_variables() -> frozenset[str]:
-    from peakcast.dialects.megatron.flags import ENVIRONMENT
-
-    return frozenset((*ENVIRONMENT, "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"))

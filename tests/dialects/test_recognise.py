@@ -10,8 +10,9 @@ import pytest
 
 from peakcast import api
 from peakcast.core.errors import CatalogError, PeakcastError, SpecError
+from peakcast.dialects.megatron_arguments import from_arguments
 from peakcast.dialects.opening import opened
-from peakcast.dialects.recognise import Beside, dialect_of, from_arguments
+from peakcast.dialects.recognise import Beside, dialect_of
 from peakcast.doors.batch import predict_batch
 from peakcast.doors.questions import translation_of
 
