@@ -22,8 +22,6 @@ SIZES: dict[str, Callable[[int], bool]] = {
     f"< {SIZES_GIB[0]} GiB": lambda measured: measured < SMALL_BYTES,
 }
 """Classes of measured peaks by size: workspaces and buffers are a large part of small peaks."""
-EVERY_GPU = "all"
-"""Stands for all GPU types together."""
 
 
 @dataclass(frozen=True, kw_only=True)

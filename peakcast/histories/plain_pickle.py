@@ -24,7 +24,6 @@ MAX_NUMBER_BYTES = 9
 """Bytes of a 64-bit number in two's complement, with room for its sign."""
 CHUNK_BYTES = 1 << 20
 
-_MARK = object()
 _SMALL: dict[int, Any] = {ord("N"): None, 0x88: True, 0x89: False, ord(")"): ()}
 _NUMBERS = {
     ord("K"): (1, struct.Struct("<B")),
