@@ -16,6 +16,7 @@ from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.layouts.ddp import DDP
 from peakcast.models.ledger.layouts.fsdp1 import FSDP1
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2
+from peakcast.models.ledger.layouts.looped_experts import expert_by_expert
 from peakcast.models.ledger.layouts.module_tree import Block, block_of
 from peakcast.models.ledger.layouts.units import units_by_layer
 from peakcast.models.ledger.parameters.module_order import in_order_of_modules
@@ -153,6 +154,8 @@ def _zero(
     offloads, width = job.offload.optimizer, int(DTYPE_BYTES[job.precision.parameters])
     if stage < 3:
         rank = ranks_that_differ(job)[0] if rank is None else rank
+        if chosen.get("experts_implementation") == "loop":
+            tensors = expert_by_expert(tensors)
         return Zero12(
             tensors,
             stage=stage,
