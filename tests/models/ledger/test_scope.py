@@ -76,6 +76,13 @@ def test_what_lies_beside_it_is_in_scope(name, changes):
     assert reason(name, **changes) == ""
 
 
+def test_float8_needs_layers_that_are_linear():
+    """torchao converts nn.Linear alone: GPT-2 has Conv1D instead, and GPTBigCode, otherwise written like it, does not."""
+    changes = {"precision": Precision(compute="float8")}
+    assert "nn.Linear" in reason("gpt2", **changes)
+    assert reason("starcoder-15b", **changes) == ""
+
+
 def test_flash_attention_of_float32_weights_runs_where_something_computes_in_half_precision():
     wide = {"precision": MIXED, "framework": "torch", **FLASH}
     why = reason("llama-3.2-1b", **wide)
