@@ -244,7 +244,8 @@ ZERO = Section(
             "with contiguous_gradients=true only with offloading, quantised weights, experts, preferences, "
             "overlap_comm."),
     unknown(_STAGE, job.changes_dtype,
-            "computed in the dtype of the weights only, not {precision.parameters!r} in {precision.compute!r}."),
+            "computed in the dtype of the weights only, not {precision.parameters!r} in {precision.compute!r}; where its "
+            "configuration enables bf16 or fp16, weights are narrow and precision.main_parameters is 'float32'."),
     more("framework_options.overlap_comm", ~job.zero3 & job.overlaps_reduction & job.offloads_optimizer,
          "without overlap_comm only with an optimizer on the host: gradients larger than a bucket then stay longer."),
     more("finetuning.method", job.zero3 & differs("adapters under ZeRO-3") & job.adapts,
