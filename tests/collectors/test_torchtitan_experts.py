@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from peakcast.collectors.measure.grid import expand
@@ -81,7 +79,7 @@ def test_the_ledger_equals_what_was_traced(name):
     assert peaks(ledger(job(name), step="steady")) == pytest.approx(TRACED[name], rel=1e-3)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed")
+@pytest.mark.needs("torchtitan")
 @pytest.mark.parametrize("name", CELLS)
 def test_a_trace_gives_the_same_today(name):
     assert peaks(trace_job(job(name))["steady"]) == pytest.approx(TRACED[name], rel=1e-5)
