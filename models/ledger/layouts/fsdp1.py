@@ -196,7 +196,7 @@ class FSDP1(ShardedLayout):
             unit.accumulated = flat
 
     def reshards_in_backward(self) -> bool:
-        """Besides: with SHARD_GRAD_OP, not in a micro-batch that reduces nothing (`_should_free_in_backward`)."""
+        """With SHARD_GRAD_OP only in micro-batches that reduce gradients (`_should_free_in_backward`)."""
         return super().reshards_in_backward() and not (self.stays_after_forward and self.waits and not self.last)
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:

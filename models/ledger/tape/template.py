@@ -235,9 +235,9 @@ class Template(Columns):
 
     @cached_property
     def made_bytes(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Bytes that the operation at each forward instant and at each backward instant allocates, temporaries included. A
-        tensor that takes the place of another when the operation ends is left out: its name is that of the operation
-        before."""
+        """Bytes that the operation at each forward instant and at each backward instant allocates, temporaries included.
+        They are found by name: a tensor that replaces another when an operation ends is born at the next instant, whose
+        operation did not allocate it."""
         made = np.zeros(self.num_forward, dtype=np.int64), np.zeros(self.num_backward, dtype=np.int64)
         labels = self.forward_labels, self.backward_labels
         for name, size, at, half in zip(self.names, self.num_bytes, self.born, self.born_backward.astype(int), strict=True):
