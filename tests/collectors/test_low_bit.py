@@ -4,7 +4,7 @@ import pytest
 
 from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.stacks import build
-from peakcast.collectors.tracing.trace import trace_job
+from peakcast.collectors.tracing.trace import check_traceable
 from peakcast.core.errors import CollectorError
 from peakcast.models.ledger.parameters.quantization import quantized_linear_bytes
 
@@ -121,7 +121,7 @@ def test_without_the_package_the_sentence_says_what_to_install(monkeypatch, chan
 def test_what_has_no_trace_is_refused_in_a_sentence(parameter, changes):
     (job,) = expand({"include": [{"architecture": TINY} | changes]})
     with pytest.raises(CollectorError, match=f"{parameter}=.* cannot be traced"):
-        trace_job(job)
+        check_traceable(job)
 
 
 @pytest.mark.needs("bitsandbytes")
