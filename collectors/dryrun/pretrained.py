@@ -120,7 +120,7 @@ class Stand:
                 if Path(str(name)).is_dir() or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
                     return fetched
             self._say(f"the tokenizer of {name} is not in the cache here: one stood in that made a token of each word.")
-            return _words_tokenizer()
+            return _words_tokenizer(_num_words(name))
 
         auto.from_pretrained = classmethod(from_pretrained)
 
@@ -195,16 +195,34 @@ def _dtype_of(name: str) -> str | None:
     return None
 
 
-def _words_tokenizer() -> Any:
+TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "mask_token": "<mask>"}
+CHAT_TOKENS = (
+    *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|finetune_right_pad_id|>", "<start_of_turn>", "<end_of_turn>"),
+    *("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>", "[PAD]", "[INST]", "[/INST]"),
+)
+"""Tokens that commands and chat templates name: those of Qwen, Llama 3, Gemma, Phi and Mistral."""
+
+
+def _num_words(name: Any) -> int:
+    """The number of words of the network called `name`, as many as scripts resize embeddings to; 0 if that is not known."""
+    from transformers import AutoConfig
+
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
+        return int(AutoConfig.from_pretrained(name).get_text_config().vocab_size)
+    return 0
+
+
+def _words_tokenizer(size: int) -> Any:
+    """A tokenizer of at least `size` words, one of which is "word"; each blank ends a token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = ("<unk>", "<s>", "</s>", "<pad>")
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate((*special, "word"))}, "<unk>"))
+    known = (*TOKENS.values(), "word", *CHAT_TOKENS)
+    others = (f"word{number}" for number in range(len(known), size))
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate((*known, *others))}, TOKENS["unk_token"]))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
+    made = PreTrainedTokenizerFast(tokenizer_object=words, **TOKENS)
     made.chat_template = "{% for message in messages %}{{ message['content'] }} </s>{% endfor %}"
     made.model_max_length = 2**20
     return made

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from peakcast.core.errors import ScriptError
+
 SCRIPT = """
 import os
 import numpy as np
@@ -64,3 +66,31 @@ def test_an_encoding_that_cannot_be_fetched_has_as_many_tokens():
         assert made.decode(made.encode("words and words")) == "words and words"
     assert Library.encoding_for_model("gpt-4o-mini").n_vocab == 200019
     assert len(notes.findings) == 3
+
+
+ABSENT = ("wandb", "tiktoken", "evaluate", "tensorboard")
+
+
+def test_absent_packages_and_downloads(run_script):
+    for name in ABSENT:
+        if importlib.util.find_spec(name) is not None:
+            pytest.skip(f"{name} is installed")
+    found = run_script("needs_others.py")
+    assert (found.job.micro_batch_size, found.job.sequence_length) == (2, 128)
+    said = " ".join(finding.sentence for finding in found.answer.findings)
+    assert "book.txt cannot be downloaded here" in said
+    assert all(f"{name} is not installed here" in said for name in ("wandb", "tiktoken", "evaluate"))
+    with pytest.raises(ScriptError, match="downloads"):  # no text
+        run_script("needs_others.py", "--url", "https://host.invalid/table.csv")
+
+
+def test_a_tokenizer_that_stands_in_has_as_many_words_and_the_tokens_of_chats():
+    pytest.importorskip("transformers")
+    from peakcast.collectors.dryrun.pretrained import _words_tokenizer
+
+    made = _words_tokenizer(151_936)
+    assert len(made) == made.vocab_size == 151_936  # scripts resize embeddings to it
+    assert {"<|im_end|>", "<|eot_id|>", "[PAD]"} <= set(made.get_vocab())
+    assert made.mask_token_id is not None
+    assert made("word word")["input_ids"] == [made.get_vocab()["word"]] * 2
+    assert len(_words_tokenizer(0)) < 64
