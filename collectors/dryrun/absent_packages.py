@@ -16,7 +16,7 @@ from peakcast.collectors.dryrun.noted import DIRECTLY, Notes, asker
 
 REPORTERS = (
     *("wandb", "tensorboardX", "mlflow", "comet_ml", "neptune", "swanlab", "trackio", "clearml", "aim"),
-    *("evaluate", "colorama", "termcolor", "dotenv"),
+    *("evaluate", "colorama", "termcolor", "watermark", "dotenv"),
 )
 """Packages whose functions may do nothing: loggers, metrics, colours and files of settings."""
 TOKENIZER = "tiktoken"

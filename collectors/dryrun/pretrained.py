@@ -40,7 +40,8 @@ class Stand:
         self._rows = Rows(*(lengths or (DEFAULT_LENGTH, DEFAULT_LENGTH)))
 
     def install(self) -> None:
-        """Change the modules that the script will import."""
+        """Change torch.hub, and the modules that the script will import."""
+        _no_weights_of_the_hub()
         when_imported("transformers.modeling_utils", self._in_modeling)
         when_imported("transformers.models.auto.configuration_auto", self._in_configurations)
         when_imported("transformers.models.auto.tokenization_auto", self._in_tokenizers)
@@ -147,6 +148,21 @@ class Stand:
 
     def _say(self, sentence: str) -> None:
         self.notes.add("script_part_skipped", "command", sentence)
+
+
+def _no_weights_of_the_hub() -> None:
+    """Make `torch.hub` fetch no weights, as torchvision asks it to, and networks load none."""
+    import torch
+
+    load = torch.nn.Module.load_state_dict
+
+    def load_state_dict(network: Any, state_dict: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not state_dict:
+            return torch.nn.modules.module._IncompatibleKeys([], [])
+        return load(network, state_dict, *arguments, **keywords)
+
+    torch.hub.load_state_dict_from_url = lambda *_, **__: {}
+    torch.nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
 
 
 def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:

@@ -130,6 +130,7 @@ class Session:
 
         from peakcast.collectors.dryrun.described import described
 
+        self.steps.tokens = self.steps.tokens or self.mode.batch
         with _disable_current_modes():
             seen = described(self.steps, self.question)
             evaluated = self.steps.evaluated()

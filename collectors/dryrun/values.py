@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -43,6 +44,8 @@ class ScriptMode(KnownValuesMode):
         """This rank's GPU. Any GPU that a script names means this one, as a single rank sees no other."""
         self.resizing: Resizing | None = None
         """Changes the size of the script's batches; None: they keep their size."""
+        self.batch: tuple[int, ...] = ()
+        """Shape of the largest batch of whole numbers that came to the GPU: the tokens of networks without modules."""
         self._sizes = FakeTensorMode()
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -52,8 +55,11 @@ class ScriptMode(KnownValuesMode):
             args = self.resizing.arguments(func, args, kwargs)
         if torch._guards.TracingContext.try_get() is None and self._is_real(func, args, kwargs):
             return func(*args, **kwargs)
-        if func is aten._to_copy.default and kwargs.get("device") == self.device and isinstance(args[0], FakeTensor):
-            args[0].constant = None  # otherwise a fake tensor with known numbers would move them
+        if func is aten._to_copy.default and kwargs.get("device") == self.device:
+            if isinstance(args[0], FakeTensor):
+                args[0].constant = None  # otherwise a fake tensor with known numbers would move them
+            if args[0].ndim > 1 and not args[0].is_floating_point():
+                self.batch = max(self.batch, tuple(args[0].shape), key=math.prod) if self.batch else tuple(args[0].shape)
         try:
             result = super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:
