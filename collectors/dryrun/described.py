@@ -149,7 +149,8 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
 
 
 def _bare(network: torch.nn.Module) -> torch.nn.Module:
-    """`network` without what DDP and `torch.compile` put around it."""
+    """`network` without what Lightning, DDP and `torch.compile` put around it."""
+    network = network._modules.get("_original_module") or network
     for wrapper in ("module", "_orig_mod", "module"):
         inner = network._modules.get(wrapper)
         network = network if inner is None or len(network._modules) > 1 else inner

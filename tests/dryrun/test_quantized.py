@@ -92,7 +92,7 @@ def test_rows_for_trainers_that_generate_are_prompts(monkeypatch):
     for name in [name for name in sys.modules if name.startswith("trl.trainer.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", sys)
-    assert Rows(4, 4).made(datasets).column_names == ["prompt"]
+    assert Rows(4, 4, print).made(datasets).column_names == ["prompt"]
 
 
 def test_other_methods_are_refused_in_a_sentence():

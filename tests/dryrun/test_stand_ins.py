@@ -94,3 +94,56 @@ def test_a_tokenizer_that_stands_in_has_as_many_words_and_the_tokens_of_chats():
     assert made.mask_token_id is not None
     assert made("word word")["input_ids"] == [made.get_vocab()["word"]] * 2
     assert len(_words_tokenizer(0)) < 64
+
+
+class Table:
+    """As much of `datasets.Dataset` as rows that stand in need."""
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.column_names = list(rows[0]) if rows else []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+    def map(self, function, **keywords):
+        return type(self)([{**row, **function(row)} for row in self.rows])
+
+    def filter(self, function, **keywords):
+        return type(self)([row for row in self.rows if function(row)])
+
+    def remove_columns(self, names):
+        return type(self)([{name: row[name] for name in row if name not in names} for row in self.rows])
+
+    rename_column = rename_columns = select_columns = remove_columns
+
+
+@pytest.mark.parametrize(
+    ("keeps", "length"),
+    [
+        (lambda row: len(row["ids"]) < 1024, 1023),
+        (lambda row: len(row["ids"]) <= 4000 and len(row["text"]) <= 3000, 3000),
+        (lambda row: len(row["ids"]) >= 4096, 4096),
+        (lambda row: False, None),
+        (lambda row, index: index > 5, None),
+    ],
+)
+def test_rows_that_a_filter_drops_are_cut_to_the_longest_that_it_keeps(keeps, length):
+    from peakcast.collectors.dryrun.rows import Rows
+
+    class Own(Table):
+        """Changed by this test alone."""
+
+    said = []
+    Rows(4096, 4096, said.append)._change(Own)
+    rows = Own([{"ids": list(range(4096)), "text": "x" * 4096, "label": 0}] * 3)
+    if keeps.__code__.co_argcount > 1:
+        with pytest.raises(TypeError):
+            rows.filter(keeps)
+        return
+    left = rows.filter(keeps)
+    assert [len(row["ids"]) for row in left.rows] == ([length] * 3 if length else [])
+    assert bool(said) is (length not in (None, 4096))
