@@ -238,7 +238,24 @@ def _words_tokenizer(size: int) -> Any:
     others = (f"word{number}" for number in range(len(known), size))
     words = Tokenizer(models.WordLevel({word: index for index, word in enumerate((*known, *others))}, TOKENS["unk_token"]))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    made = PreTrainedTokenizerFast(tokenizer_object=words, **TOKENS)
+
+    class WordsTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
+        """Cuts long texts itself: tokenizers would keep what it cuts, and of pairs of texts each part with each."""
+
+        def __call__(self, text: Any = None, text_pair: Any = None, *arguments: Any, **keywords: Any) -> Any:
+            if keywords.get("truncation") and not keywords.get("return_overflowing_tokens"):
+                most = keywords.get("max_length") or self.model_max_length
+                text, text_pair = _first_words(text, most), _first_words(text_pair, most)
+            return super().__call__(text, text_pair, *arguments, **keywords)
+
+    made = WordsTokenizer(tokenizer_object=words, **TOKENS)
     made.chat_template = "{% for message in messages %}{{ message['content'] }} </s>{% endfor %}"
     made.model_max_length = 2**20
     return made
+
+
+def _first_words(text: Any, most: int) -> Any:
+    """The first `most` words of a text, or of each text of a list."""
+    if isinstance(text, str):
+        return " ".join(text.split(maxsplit=most)[:most])
+    return [_first_words(one, most) for one in text] if isinstance(text, list) else text

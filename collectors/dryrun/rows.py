@@ -32,6 +32,8 @@ class Rows:
         self.shortest, self.longest = shortest, longest
         self._say = say
         self._remove: Any = None
+        self._asked: list[str] = []
+        """Columns of whose kind the script has asked."""
         self._prefers = False
 
     def __str__(self) -> str:
@@ -42,6 +44,7 @@ class Rows:
         """A `Dataset` of `datasets`, whose functions add columns when they are asked for them."""
         if self._remove is None:
             self._change(module.Dataset)
+            self._give_features(module)
         self._prefers = _is_loaded(PREFERENCE)
         columns = ("prompt", "chosen", "rejected") if self._prefers else ("prompt",) if _is_loaded(PROMPTS) else ("text",)
         return module.Dataset.from_dict({name: self._values(name, NUM_ROWS) for name in columns})
@@ -63,12 +66,25 @@ class Rows:
             rows = rows.add_column(column, self._values(column, len(rows)))
         return self._remove(rows, unasked) if missing and unasked else rows
 
+    def _give_features(self, module: Any) -> None:
+        """Make rows answer of which kind any column is: labels are of two classes, others are text. The column is added
+        when rows are mapped."""
+        kind, asked = module.Dataset, self._asked
+        features: property = kind.features
+
+        class Known(module.Features):  # type: ignore[misc,name-defined]
+            def __missing__(self, name: str) -> Any:
+                asked.append(name)
+                return module.ClassLabel(names=["0", "1"]) if name in NUMBERS else module.Value("string")
+
+        kind.features = property(lambda rows: Known(features.fget(rows) or {}))  # type: ignore[misc]
+
     def _change(self, kind: Any) -> None:
         """Make functions that map rows or name a column find it."""
         apply, keep, self._remove = kind.map, kind.filter, kind.remove_columns
 
         def mapped(rows: Any, *arguments: Any, **keywords: Any) -> Any:
-            rows = self._with(rows, _names(keywords.get("remove_columns")))
+            rows = self._with(rows, (*_names(keywords.get("remove_columns")), *self._asked))
             for _ in range(MOST_COLUMNS):
                 try:
                     return apply(rows, *arguments, **keywords)

@@ -96,6 +96,18 @@ def test_a_tokenizer_that_stands_in_has_as_many_words_and_the_tokens_of_chats():
     assert len(_words_tokenizer(0)) < 64
 
 
+def test_a_tokenizer_that_stands_in_cuts_pairs_of_long_texts():
+    pytest.importorskip("transformers")
+    from peakcast.collectors.dryrun.pretrained import _words_tokenizer
+
+    made, long = _words_tokenizer(0), "word " * 4096
+    pairs = made([long] * 64, ["word word"] + [long] * 63, truncation=True, max_length=128)  # else of a million parts
+    assert [len(ids) for ids in pairs["input_ids"]] == [128] * 64
+    assert made(long)["input_ids"] == [made.get_vocab()["word"]] * 4096
+    split = made([["word"] * 300], is_split_into_words=True, truncation=True, max_length=10)
+    assert [len(ids) for ids in split["input_ids"]] == [10]
+
+
 class Table:
     """As much of `datasets.Dataset` as rows that stand in need."""
 
