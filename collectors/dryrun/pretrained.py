@@ -175,9 +175,10 @@ def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:
     from peakcast.networks.undescribed import configuration_of
 
     try:
-        architecture = catalog.architecture(name.rpartition("/")[2])
+        known = name.rpartition("/")[2]
+        architecture, dtype = catalog.architecture(known), catalog.checkpoint_dtype(known)
         told = configuration_of(architecture) or hf_config_of(architecture)
-        return _with_class(module.AutoConfig.for_model(dtype="bfloat16", **told)), "peakcast's catalog, in bfloat16,"
+        return _with_class(module.AutoConfig.for_model(dtype=dtype, **told)), f"peakcast's catalog, in {dtype},"
     except (PeakcastError, ValueError):
         pass
     try:
