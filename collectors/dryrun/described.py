@@ -40,7 +40,7 @@ class Described:
 
 def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     """The job of the networks and optimizers that `steps` has seen."""
-    network = steps.networks[0] if steps.networks else _functions(steps.optimizers)
+    network = steps.networks[0] if steps.networks else Functions(steps.optimizers)
     parameters = list(network.parameters())
     config = next((part.config for part in network.modules() if hasattr(getattr(part, "config", None), "to_dict")), None)
     length, batch = _sizes(steps)
@@ -73,14 +73,14 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     return Described(_told(job), ())
 
 
-def _functions(optimizers: Sequence[Any]) -> torch.nn.Module:
-    """The trained tensors of a network that is no module."""
-    held = (one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"])
-    return Functions(torch.nn.Parameter(one) if not isinstance(one, torch.nn.Parameter) else one for one in held)
+class Functions(torch.nn.Module):
+    """The trained tensors of a network that is no module: its forward is functions of them."""
 
-
-class Functions(torch.nn.ParameterList):
-    """A network whose forward is functions of tensors."""
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        super().__init__()
+        held = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+        for number, one in enumerate(held):
+            self.register_parameter(str(number), one if isinstance(one, torch.nn.Parameter) else torch.nn.Parameter(one))
 
 
 def _sizes(steps: ScriptSteps) -> tuple[int, int]:

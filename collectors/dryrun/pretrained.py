@@ -37,7 +37,8 @@ class Stand:
 
     def __init__(self, notes: Notes, lengths: Sequence[int] | None) -> None:
         self.notes = notes
-        self._rows = Rows(*(lengths or (DEFAULT_LENGTH, DEFAULT_LENGTH)), self._say)
+        shortest, longest = lengths or (DEFAULT_LENGTH, DEFAULT_LENGTH)
+        self._rows = Rows(shortest, longest, self._say)
 
     def install(self) -> None:
         """Change torch.hub, and the modules that the script will import."""
