@@ -3,13 +3,16 @@ metrics by objects that do nothing, tiktoken by encodings that make a token of e
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import importlib.util
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+
+import torch
 
 from peakcast.collectors.dryrun import byte_tokenizers
 from peakcast.collectors.dryrun.noted import DIRECTLY, Notes, asker
@@ -71,7 +74,8 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Install the finder, for later imports of the script."""
         sys.meta_path.append(self)
         if importlib.util.find_spec("tensorboard") is None:
-            sys.modules[BOARD] = self.create_module(importlib.machinery.ModuleSpec(BOARD, self))
+            torch.utils.tensorboard = sys.modules[BOARD] = _Stub(BOARD)  # type: ignore[attr-defined]
+            sys.modules[BOARD].used = functools.partial(self._say, "tensorboard")  # type: ignore[attr-defined]
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
         """The specification of a stub, if the script itself has asked for its package."""
@@ -80,8 +84,7 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             return None
         if package not in self._found:
             self._found.add(package)
-            does = "encodings that make a token of each byte" if package == TOKENIZER else "functions that do nothing"
-            self._notes.add("script_part_skipped", "command", f"{package} is not installed here: {does} stood in for it.")
+            self._say(package)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: Any) -> types.ModuleType:
@@ -91,9 +94,18 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: types.ModuleType) -> None:
         """Does nothing: `create_module` has filled the stub."""
 
+    def _say(self, package: str) -> None:
+        does = "encodings that make a token of each byte" if package == TOKENIZER else "functions that do nothing"
+        self._notes.add("script_part_skipped", "command", f"{package} is not installed here: {does} stood in for it.")
+
 
 class _Stub(types.ModuleType):
+    """A module with anything in it; `used` is called when something is taken from it."""
+
+    used: Callable[[], None] = staticmethod(lambda: None)
+
     def __getattr__(self, name: str) -> Nothing:
         if name.startswith("__"):
             raise AttributeError(name)
+        self.used()
         return Nothing()

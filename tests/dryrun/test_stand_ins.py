@@ -79,7 +79,7 @@ def test_absent_packages_and_downloads(run_script):
     assert (found.job.micro_batch_size, found.job.sequence_length) == (2, 128)
     said = " ".join(finding.sentence for finding in found.answer.findings)
     assert "book.txt cannot be downloaded here" in said
-    assert all(f"{name} is not installed here" in said for name in ("wandb", "tiktoken", "evaluate"))
+    assert all(f"{name} is not installed here" in said for name in ABSENT)
     with pytest.raises(ScriptError, match="downloads"):  # no text
         run_script("needs_others.py", "--url", "https://host.invalid/table.csv")
 
