@@ -73,7 +73,7 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     return Described(_told(job), ())
 
 
-class Functions(torch.nn.Module):
+class Functions(torch.nn.Module):  # type: ignore[misc]
     """The trained tensors of a network that is no module: its forward is functions of them."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:

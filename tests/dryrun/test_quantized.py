@@ -87,7 +87,9 @@ def test_rows_for_trainers_that_generate_are_prompts(monkeypatch):
     """Of TRL's GRPO; those that prefer have two answers, and others text."""
     import sys
 
-    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("datasets.arrow_dataset")  # `datasets` alone may be the repository's folder
+    import datasets
+
     from peakcast.collectors.dryrun.rows import Rows
 
     for name in [name for name in sys.modules if name.startswith("trl.trainer.")]:

@@ -159,3 +159,18 @@ def test_rows_that_a_filter_drops_are_cut_to_the_longest_that_it_keeps(keeps, le
     left = rows.filter(keeps)
     assert [len(row["ids"]) for row in left.rows] == ([length] * 3 if length else [])
     assert bool(said) is (length not in (None, 4096))
+
+
+def test_rows_say_of_which_kind_a_column_is_and_then_have_it():
+    pytest.importorskip("datasets.arrow_dataset")
+    import datasets
+
+    from peakcast.collectors.dryrun.rows import Rows
+
+    rows = Rows(4, 4, print).made(datasets)
+    assert rows.features["label"].names == ["0", "1"]
+    mapped = rows.map(
+        lambda some: {"pairs": [f"{one} {other}" for one, other in zip(some["a"], some["b"], strict=True)]}, batched=True
+    )
+    assert mapped[0]["label"] == 0
+    assert mapped[0]["pairs"] == " ".join(["word"] * 8)
