@@ -83,7 +83,7 @@ def _launched(
     from peakcast.dialects.shell.script import read_script
     from peakcast.dialects.torchtitan.registry import registered
 
-    script = read_script(text, sourced=lambda name: _sourced(name, folder))
+    script = read_script(text, sourced=lambda name: _sourced(name, folder), where="" if folder is None else f"./{where}")
     launch = launch_of(script, text, where)
     if sentence := foreign((), {}, launch.program):
         raise SpecError(f"{where} {sentence}", parameter="job")
