@@ -121,6 +121,11 @@ DIALECTS: dict[str, Dialect] = {
         ),
         "megatron_bridge:from_megatron_bridge",
     ),
+    "nemo_2": Dialect(
+        "a NeMo 2 recipe",
+        ("trainer.strategy data.micro_batch_size|data.seq_length|data.global_batch_size",),
+        "nemo_2:from_nemo_2",
+    ),
     "nanotron": Dialect(
         "a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron.job:from_nanotron"
     ),

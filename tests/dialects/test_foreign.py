@@ -27,7 +27,7 @@ REFUSED = Path(__file__).parent / "refused"
 """Files in the shape and with the keys that the projects publish."""
 FOUND = {
     "a Megatron-Bridge configuration": [BRIDGE, OVERRIDES, PERFORMANCE, REFUSED / "bridge_performance.sh"],
-    "a NeMo 2 recipe": [NEMO_2, REFUSED / "nemo_llm.sh", "nemo.collections.llm.recipes.llama3_8b"],
+    "a NeMo 2 recipe": [NEMO_2, "nemo vlm finetune --factory x", "nemo.collections.llm.recipes.llama3_8b"],
     "an LLM Foundry configuration": [FOUNDRY],
     "an OLMo configuration": [OLMO],
     "a NeMo RL configuration": [NEMO_RL],

@@ -136,7 +136,8 @@ def _launch(command: Command) -> Launch | None:
                 own, rest = _launcher_flags(words[2:])
                 num_gpus = _processes("torchrun", own) if own else 1
                 return _program([f"tune run {rest[0]}" if rest else "tune run"], rest[1:], num_gpus, launcher, env)
-            return _program([" ".join([name, *words[1:2]])], words[2:], num_gpus, launcher, env)
+            verbs = 2 if name == "nemo" else 1  # nemo llm pretrain
+            return _program([" ".join([name, *words[1 : 1 + verbs]])], words[1 + verbs :], num_gpus, launcher, env)
         elif name == "run_train.sh":  # torchtitan's; reads its file and number of GPUs from the environment
             gpus = env.get("NGPU", "8")
             found = _program([name], words[1:], int(gpus) if re.fullmatch(r"[1-9]\d{0,5}", gpus) else None, launcher, env)

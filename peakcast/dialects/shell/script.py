@@ -335,7 +335,7 @@ class _Reader:
         """Follow the script `text` that is run by `words`, in a shell of its own, which sees what is exported."""
         variables, exported = self.variables.variables, self.exported
         self.exported = exported | set(prefix)
-        self.variables.variables = {name: variables[name] for name in exported if name in variables} | prefix
+        self.variables.variables = {**{name: variables[name] for name in exported if name in variables}, **prefix}
         self.variables.give(words[1:])
         self.read(text, words[0])
         self.variables.variables, self.exported = variables, exported
