@@ -116,8 +116,8 @@ def from_torchtune(pasted: Pasted) -> Translation:
         job = with_method(job, "dpo", "loss._component_", notes, whole_logits="torchtune (rlhf/loss/dpo.py)")
         if method == "full" and sharded:
             notes.unsupported.append(
-                "torchtune gathers its reference layer by layer (recipes/full_dpo_distributed.py); the answer is for one that "
-                "is gathered whole, as TRL does.",
+                "torchtune gathers its reference layer by layer (recipes/full_dpo_distributed.py); the answer is for one "
+                "that is gathered whole, as TRL does.",
                 "ref_checkpointer",
                 "less",
             )
@@ -126,8 +126,8 @@ def from_torchtune(pasted: Pasted) -> Translation:
             notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled.", key)
     if settings.raw("quantizer._component_"):
         notes.unsupported.append(
-            f"quantizer._component_={settings.raw('quantizer._component_')!r} is not modelled: training for quantisation makes "
-            "copies of weights and inputs as their quantised values.",
+            f"quantizer._component_={settings.raw('quantizer._component_')!r} is not modelled: training for quantisation "
+            "makes copies of weights and inputs as their quantised values.",
             "quantizer._component_",
             "more",
         )
