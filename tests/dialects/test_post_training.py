@@ -87,3 +87,13 @@ def test_hydras_null_is_no_value():
     )
     read = translation_of(command)
     assert (read.job.framework, read.job.parallelism.virtual_pipeline_stages, read.unknown) == ("megatron", 1, ())
+
+
+def test_ring_attention_of_openrlhf_needs_less_than_the_answer():
+    command = (
+        "deepspeed --module openrlhf.cli.train_dpo --pretrain llama-3-8b --micro_train_batch_size 1 --max_len 8192 "
+        "--zero_stage 3 --bf16 --ring_attn_size {}\n"
+    )
+    found = [translation_of(command.format(size)).findings for size in (1, 2)]
+    said = [[each.direction for each in some if "Ring" in each.sentence] for some in found]
+    assert said == [[], ["less"]]
