@@ -20,9 +20,10 @@ from typing import Any
 from peakcast.collectors.stacks.steps.stepping import name_gradients
 from peakcast.collectors.tracing import kernel_packages, known_values, zero3_linear
 from peakcast.collectors.tracing.families import defaults_of
-from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
+from peakcast.collectors.tracing.stretches import Cut, StretchTracer, block_name
 from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
 from peakcast.collectors.tracing.visits import FORWARD
+from peakcast.collectors.tracing.wrapping import Group, groups_of, wraps_blocks
 from peakcast.core.errors import CollectorError, PeakcastError
 from peakcast.dialects.common.network_values import NETWORK, with_values
 from peakcast.jobs.spec import Parallelism, TrainingJob
@@ -112,8 +113,8 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
                 name_gradients(training, tracer.name)
                 updated = {name for name, weight in weights if weight.grad is not None}
                 training.zero_grad()
-        wrapped = _wrapped(training.model)
-    return mapping_of(tracer, weights, updated, wrapped, _image_tokens(training), tracer.cuts[before:], end)
+        found = mapping_of(tracer, weights, updated, tracer.cuts[before:], end, groups_of(training.model))
+    return {**found, "wrapped": wraps_blocks(training.model), "image_tokens": _image_tokens(training)}
 
 
 def _constants(model: Any) -> Iterator[tuple[str, Any]]:
@@ -141,10 +142,9 @@ def mapping_of(
     tracer: StretchTracer,
     weights: Sequence[tuple[str, Any]],
     updated: Set[str],
-    wrapped: bool,
-    image_tokens: int,
     cuts: Sequence[Cut],
     end: int,
+    groups: Sequence[Group] = (),
 ) -> dict[str, Any]:
     """The walk with these `cuts` as JSON values; it ends before the operation `end`. `updated`: the names of `weights` that
     got gradients."""
@@ -169,8 +169,7 @@ def mapping_of(
         "stretches": [[tracer._labels[since:until], tracer._phases[since:until]] for since, until in spans],
         "entries": list(_entries(tracer, own, starts, start, end, num_places)),
         "visits": _visits(tracer, own, starts, first, num_places),
-        "wrapped": wrapped,
-        "image_tokens": image_tokens,
+        "groups": own.groups(groups, weights, num_places),
         "replaced": sorted(kernel_packages.replaced.items()),
         "parameters": own.parameters(weights, updated),
     }
@@ -239,13 +238,6 @@ def _image_tokens(training: Any) -> int:
     return tokens_of_image(training.job, training.batch, causal_model(training.model).config)
 
 
-def _wrapped(model: Any) -> bool:
-    """Whether FSDP makes a unit of each block: accelerate and the Trainer use the classes that the network names."""
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
-    named = set(getattr(network, "_no_split_modules", None) or ())
-    return all(type(block).__name__ in named for _, block in blocks_of(network))
-
-
 class _Names:
     """Names of tensors and of the places to which they belong; within a block, relative to the block."""
 
@@ -298,6 +290,15 @@ class _Names:
             found.append([module, own, list(weight.shape), weight.element_size(), name in updated])
         return found
 
+    def groups(self, groups: Sequence[Group], weights: Sequence[tuple[str, Any]], num_places: int) -> list[list[Any]]:
+        """[role, the block in which the first of its modules begins, the weights as their modules and names] of each."""
+        names, found = {id(weight): name for name, weight in weights}, []
+        for role, modules, own in groups:
+            place = min((self._first[module] for module in modules if module in self._first), default=0)
+            pairs = [self.owner(names[id(weight)], place) for weight in own if id(weight) in names]
+            found.append([role, block_name(place, num_places), pairs])
+        return found
+
     def _end(self, name: str) -> str:
         """Whether a weight outside of the blocks is first used before or after them."""
         module = name
@@ -307,7 +308,7 @@ class _Names:
                 break
         # if its module never runs, another one reads it: a fused loss reads the lm_head's
         place = self._first[module] if module else self._read.get(name, 0)
-        return "embedding" if place == 0 else "head" if place == self._last else f"between.{place}"
+        return block_name(place, self._last + 1)
 
 
 def _plain(name: str) -> str:

@@ -19,7 +19,7 @@ from peakcast.models.ledger.tape.polynomials import EXPONENTS
 from peakcast.models.recipes.depth import Repeats
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.sizes import Sizes
-from peakcast.models.recipes.walk import Visit, Walk, pairs_of
+from peakcast.models.recipes.walk import Visit, Walk, groups_of, pairs_of
 
 T = TypeVar("T")
 SCHEMA = 2
@@ -81,6 +81,7 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
         "even": recipe.even,
         "wrapped": walk.wrapped,
         "visits": [[[*map(one.__getattribute__, _VISIT)] for one in visits] for visits in walk.visits],
+        "groups": [[one.role, one.begins, [list(pair) for pair in one.weights]] for one in walk.groups],
         "image_tokens": walk.image_tokens,
         **({"replaced": [list(pair) for pair in walk.replaced]} if walk.replaced else {}),
         "versions": dict(recipe.versions),
@@ -118,6 +119,7 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         parameters=tuple((str(m), str(n), tuple(map(int, s)), int(b), bool(t)) for m, n, s, b, t in mapping["parameters"]),
         wrapped=bool(mapping["wrapped"]),
         visits=tuple(tuple(map(_visit, visits)) for visits in mapping["visits"]),
+        groups=groups_of(mapping.get("groups", ())),
         image_tokens=int(mapping.get("image_tokens", 0)),
         replaced=pairs_of(mapping.get("replaced", ())),
     )

@@ -44,7 +44,8 @@ BATCHES = (1, 2)
 LENGTH = 512
 LAYERS = 20
 """Enough layers for every pattern of layers that repeats; recipes for other depths are derived."""
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 1800.0
+"""Longest that one kind of network may take: ten times what most take, since other work may share the machine."""
 HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
 """Numbers of heads. A family whose defaults have equally many of both also has published networks with fewer key and value
 heads, which use other code."""
@@ -78,9 +79,13 @@ def record_all(
     python: str = sys.executable,
     processes: int = 1,
     progress: Progress | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Shipment:
     """Record `families`, or all families that transformers has and the ledger does not, into a subfolder of `folder` named
-    after the release. Existing files are kept. Raises: SpecError, CollectorError, RecordError."""
+    after the release. Existing files are kept. Each kind of network may take `timeout_seconds`.
+
+    Raises: SpecError, CollectorError, RecordError.
+    """
     from peakcast.collectors.measure.recording import Recorder
 
     if python == sys.executable:
@@ -101,7 +106,7 @@ def record_all(
     def record(family: str) -> None:
         if progress:
             progress(f"recipes of {family} ({next(done) + 1} of {len(asked)} families)")
-        with Recorder(python, TIMEOUT_SECONDS) as recorder:
+        with Recorder(python, timeout_seconds) as recorder:
             count, reason = _record_family(recorder, known[family], own / shipped.file_name(family), releases)
         if count:
             shipment.kinds[family] = count

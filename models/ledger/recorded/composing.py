@@ -16,6 +16,7 @@ from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
 from peakcast.models.ledger.layouts import layout_of
 from peakcast.models.ledger.layouts.base import Layout
 from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_optimizer_step
+from peakcast.models.ledger.recorded.ends import ends_of
 from peakcast.models.ledger.recorded.parameters import described, recorded_parameters
 from peakcast.models.ledger.recorded.turns import RecordedModules
 from peakcast.models.ledger.tape.columns import WIDTH, Recording
@@ -42,7 +43,7 @@ def recipe_ledger(
     job = described(job, recipe)
     network, tensors = _Network(recipe, job), recorded_parameters(job, recipe)
     modules = RecordedModules(recipe.walk, network.deep, network.names, tensors)
-    layout = layout_of(job, tensors, (), rank, modules)
+    layout = layout_of(job, tensors, (), rank, modules, ends_of(recipe, network.names, tensors))
     layout.first_step = step == "first"
     hand_updates(job, layout, step)
     timeline = Step(hooks=layout)
