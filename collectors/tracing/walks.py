@@ -55,6 +55,8 @@ class Walker:
         self._beside = 0
         """Number of blocks that the layer count does not include, such as a vision tower's; known from the walk of the
         whole network."""
+        self._stacks = 1
+        """2 for an encoder-decoder, of whose stacks each has the layer count's blocks."""
         self._knows_values = False
         self._has_walked = False
         prepare(self._job, None)
@@ -71,7 +73,8 @@ class Walker:
         tokens, and `changes` to the job (`peakcast.dialects.common.network_values`)."""
         asked = with_values(self._job, changes or {}).replace(micro_batch_size=batch, sequence_length=length)
         if layers is not None:
-            asked = asked.replace(architecture=with_layers(asked.architecture, max(1, layers - self._beside)))
+            of_each = max(1, (layers - self._beside) // self._stacks)
+            asked = asked.replace(architecture=with_layers(asked.architecture, of_each))
         self._knows_values |= bool(asked.images.per_sequence)
         try:
             found = self._walked(asked, steps)
@@ -85,7 +88,8 @@ class Walker:
             found = self._walked(asked, steps)
         self._has_walked = True
         if layers is None:
-            self._beside = max(0, found["num_places"] // 2 - asked.architecture.num_layers)
+            self._stacks = found["stacks"]
+            self._beside = max(0, found["num_places"] // 2 - self._stacks * asked.architecture.num_hidden_layers)
         return found
 
     def _walked(self, job: TrainingJob, steps: int) -> dict[str, Any]:
@@ -114,7 +118,9 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
                 updated = {name for name, weight in weights if weight.grad is not None}
                 training.zero_grad()
         found = mapping_of(tracer, weights, updated, tracer.cuts[before:], end, groups_of(training.model))
-    return {**found, "wrapped": wraps_blocks(training.model), "image_tokens": _image_tokens(training)}
+    two = _config(training).is_encoder_decoder and found["num_places"] // 2 == 2 * job.architecture.num_hidden_layers
+    found |= {"wrapped": wraps_blocks(training.model), "stacks": 1 + two, "image_tokens": _image_tokens(training)}
+    return found
 
 
 def _constants(model: Any) -> Iterator[tuple[str, Any]]:
@@ -232,10 +238,16 @@ def _place(stretch: int, num_places: int) -> int:
 
 def _image_tokens(training: Any) -> int:
     """Number of tokens that stand for each image of the batch; 0 without images."""
-    from peakcast.collectors.stacks.huggingface_training import causal_model
     from peakcast.collectors.stacks.images import tokens_of_image
 
-    return tokens_of_image(training.job, training.batch, causal_model(training.model).config)
+    return tokens_of_image(training.job, training.batch, _config(training))
+
+
+def _config(training: Any) -> Any:
+    """The network's configuration, as the library has it."""
+    from peakcast.collectors.stacks.huggingface_training import causal_model
+
+    return causal_model(training.model).config
 
 
 class _Names:

@@ -40,9 +40,10 @@ def kind_of(record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditio
     """All networks that `recipe`, which is one of `job`, represents; None if no other network confirms it. `record`: takes
     the arguments of `recipe.Record` and then values that differ from the job's."""
     layers = None if recipe.repeats is None else recipe.walk.num_layers
-    plain = recipe.layers == job.architecture.num_layers  # else a tower's blocks are counted as well
+    stacks = recipe.walk.stacks
+    plain = recipe.layers == stacks * job.architecture.num_hidden_layers  # else a tower's blocks are counted as well
     how = recipe.repeats if plain else None
-    shown = job.architecture if how is None or layers is None else with_layers(job.architecture, layers)
+    shown = job.architecture if how is None or layers is None else with_layers(job.architecture, layers // stacks)
     base = conditions(job.replace(architecture=shown), defaults)
     explored = _Explored(record, recipe, layers, base, implied(job, defaults))
     explored.look()
@@ -53,7 +54,7 @@ def kind_of(record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditio
         conditions=base,
         defaults=defaults,
         layers=shown.num_hidden_layers,
-        prefix=how.prefix if how else 0,
+        prefix=how.prefixes[0] if how else 0,
         unit=how.unit if how else 0,
         idle=tuple(sorted(explored.idle)),
         same_as=explored.same_as,

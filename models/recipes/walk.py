@@ -73,6 +73,8 @@ class Walk:
     """For each stretch, the modules that are entered and left, in order."""
     groups: tuple[Group, ...] = ()
     """Empty if it was not recorded what FSDP gathers together."""
+    stacks: int = 1
+    """2 for an encoder-decoder, whose two stacks are equally deep."""
     image_tokens: int = 0
     """Number of tokens that represent each image of the batch."""
     replaced: tuple[tuple[str, str], ...] = ()
@@ -80,7 +82,7 @@ class Walk:
 
     @property
     def num_layers(self) -> int:
-        """Number of blocks of the network."""
+        """Number of blocks of the network, of all stacks together."""
         return self.num_places // 2
 
     def same_program(self, other: Walk) -> bool:
@@ -129,6 +131,7 @@ class Walk:
             bool(mapping.get("wrapped", True)),
             tuple(visits),
             groups_of(mapping.get("groups", ())),
+            int(mapping.get("stacks", 1)),
             int(mapping.get("image_tokens", 0)),
             pairs_of(mapping.get("replaced", ())),
         )

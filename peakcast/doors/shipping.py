@@ -37,8 +37,15 @@ REGIMES: tuple[Mapping[str, Any], ...] = (
     {"activation_checkpointing": {"mode": "full"}, "finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"]}},
     {"activation_checkpointing": {"mode": "full"}, "precision": {"parameters": "float32", "compute": "bfloat16"}},
     {},
+    {"attention": "flash_attention_2", "activation_checkpointing": {"mode": "full"}},
+    {
+        "attention": "flash_attention_2",
+        "activation_checkpointing": {"mode": "full"},
+        "finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"]},
+    },
 )
-"""Changes to a job's defaults: with and without checkpointing, all weights and adapters, bfloat16 and autocast."""
+"""Changes to a job's defaults: with and without checkpointing, all weights and adapters, bfloat16 and autocast, and
+flash-attention's kernels, where the family can run them."""
 BATCHES = (1, 2)
 """Most libraries treat a micro-batch of one sequence in a special way."""
 LENGTH = 512

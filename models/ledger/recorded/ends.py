@@ -7,20 +7,20 @@ from collections.abc import Sequence
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.module_tree import Block, block_of
 from peakcast.models.ledger.layouts.units import Ends
-from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.depth import Deep, deep_names
 from peakcast.models.recipes.walk import Group, Walk
 
 
-def ends_of(recipe: Recipe, names: Sequence[str], tensors: Sequence[StoredTensor]) -> Ends | None:
+def ends_of(walk: Walk, deep: Deep, names: Sequence[str], tensors: Sequence[StoredTensor]) -> Ends | None:
     """The ends as they were recorded; None if they were not. `names`: those of the deep network's blocks."""
-    walk = recipe.walk
     if not walk.groups:
         return None
-    by_name = {(tensor.module, tensor.name): tensor for tensor in tensors}
+    by_name = {(tensor.module, tensor.name): tensor for tensor in tensors if tensor.sharded}
+    there = deep_names(walk, deep)
 
     def tensors_of(group: Group | None) -> tuple[StoredTensor, ...]:
-        pairs = group.weights if group else ()
-        return tuple(by_name[pair] for pair in pairs if pair in by_name and by_name[pair].sharded)
+        pairs = ((there.get(module, module), name) for module, name in (group.weights if group else ()))
+        return tuple(by_name[pair] for pair in pairs if pair in by_name)
 
     roles = {group.role: group for group in walk.groups}
     tail = roles.get("tail")
@@ -28,9 +28,9 @@ def ends_of(recipe: Recipe, names: Sequence[str], tensors: Sequence[StoredTensor
         table=tensors_of(roles.get("table")),
         tail=tensors_of(tail),
         shares_table="table" not in roles,
-        tail_begins=tail.begins if tail else Block.HEAD.value,
+        tail_begins=there[tail.begins] if tail else Block.HEAD.value,
         root=tuple(name for name in names if not walk.wrapped or block_of(name) is not Block.LAYER),
-        classes=tuple((group.begins, tensors_of(group)) for group in walk.groups if group.role == "class"),
+        classes=tuple((there[group.begins], tensors_of(group)) for group in walk.groups if group.role == "class"),
     )
 
 
