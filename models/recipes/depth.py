@@ -50,17 +50,20 @@ class Short:
     unit: int
 
 
-def short_depth(walk: Walk) -> Short | None:
-    """The shortest network that represents this deep one; None if no shorter one does."""
-    kinds = [_kind(walk, layer) for layer in range(walk.num_layers)]
-    blocks = [tuple(walk.labels[one] for one in _stretches(walk, 2 * layer + 1)) for layer in range(walk.num_layers)]
+def short_depth(walk: Walk, told: Sequence[object] = ()) -> Short | None:
+    """The shortest network that represents this deep one; None if no shorter one does. `told`: something by which layers of
+    a stack differ, besides what they do."""
     deep = walk.num_layers // walk.stacks
+    of_layer = [told[layer % deep] if told else None for layer in range(walk.num_layers)]
+    kinds = [(_kind(walk, layer), of_layer[layer]) for layer in range(walk.num_layers)]
+    own = [[walk.labels[one] for one in _stretches(walk, 2 * layer + 1)] for layer in range(walk.num_layers)]
+    blocks = list(zip(own, of_layer, strict=True))
     stacks = [slice(first, first + deep) for first in range(0, walk.num_layers, deep)]
     found = []
     for unit in range(1, min(LONGEST_UNIT, deep // 3) + 1):
-        options = [dict(_options(kinds[own], blocks[own], unit)) for own in stacks]
+        options = [dict(_options(kinds[stack], blocks[stack], unit)) for stack in stacks]
         for layers in set.intersection(*map(set, options)):
-            prefixes = tuple(stack * layers + one[layers] for stack, one in enumerate(options))
+            prefixes = tuple(index * layers + one[layers] for index, one in enumerate(options))
             found.append((layers, prefixes, unit))
     layers, prefixes, unit = min(found, default=(deep, (), 0))
     return Short(layers * walk.stacks, prefixes, unit) if layers < deep else None

@@ -73,10 +73,16 @@ class Recipe:
 
 
 def recorded(
-    record: Record, asked: Point, most: int | None = None, images: int = 0, nearer: Sequence[Point] = ()
+    record: Record,
+    asked: Point,
+    most: int | None = None,
+    images: int = 0,
+    nearer: Sequence[Point] = (),
+    told: Sequence[object] = (),
 ) -> Recipe:
     """The recipe of a network that covers `asked`; no sequence is longer than `most`, and each has `images` images. If the
-    farthest point confirms nothing, the first point of `nearer` that does is the end of the range.
+    farthest point confirms nothing, the first point of `nearer` that does is the end of the range. `told`: what the
+    configuration says of each layer, so that layers that repeat are told the same.
 
     A walk of the whole network shows which layers repeat. The other walks are of a network with two of each, for a few
     small batches and lengths that run the same operations as the asked one. An uneven length and a far one confirm the
@@ -93,7 +99,7 @@ def recorded(
     small = LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room
     if most is not None and small[2] > most >= FEWEST and not images:
         small = most // 4 // EVEN * EVEN, most // 2 // EVEN * EVEN, most * 3 // 4 // EVEN * EVEN
-    short, depth = short_depth(whole), None
+    short, depth = short_depth(whole, told if len(told) * whole.stacks == whole.num_layers else ()), None
     if short is not None:
         with suppress(CollectorError):  # the network has no fewer layers
             depth = short.layers if _repeats(whole, record(short.layers, *first, 1), short) is not None else None

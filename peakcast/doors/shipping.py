@@ -26,7 +26,7 @@ from peakcast.models.recipes.regime import regime
 from peakcast.models.recipes.shelf import LIBRARIES, public
 from peakcast.models.recipes.walk import Walk
 from peakcast.networks.families import family
-from peakcast.networks.layer_count import with_layers
+from peakcast.networks.layer_count import told_by_layer, with_layers
 from peakcast.networks.undescribed import for_tracing
 
 if TYPE_CHECKING:
@@ -168,7 +168,8 @@ def _recorded(recorder: Recorder, job: TrainingJob, releases: FrozenMapping) -> 
         def record(*sample: Any) -> Walk:
             return Walk.read(library.walk(*sample))
 
-        recipe = recorded(record, (job.micro_batch_size, LENGTH), job.architecture.most_positions)
+        asked, told = (job.micro_batch_size, LENGTH), told_by_layer(job.architecture)
+        recipe = recorded(record, asked, job.architecture.most_positions, told=told)
         kind = kind_of(record, recipe, job, library.defaults)
     if kind is None:
         raise CollectorError("no network with other numbers confirms what was recorded.")

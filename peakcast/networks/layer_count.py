@@ -33,6 +33,13 @@ def with_layers(architecture: Architecture, layers: int) -> Architecture:
     )
 
 
+def told_by_layer(architecture: Architecture) -> tuple[tuple[object, ...], ...]:
+    """For each layer, what lists with an entry per layer say in the configuration of a network without a family."""
+    config = json.loads(architecture.configuration or "{}")
+    lists = (value for value in config.values() if isinstance(value, list))
+    return tuple(zip(*(one for one in lists if len(one) == architecture.num_hidden_layers), strict=True))
+
+
 def _shortened(config: Mapping[str, Any], before: int, layers: int) -> dict[str, Any]:
     """`config` for `layers` instead of `before` layers: every count of layers, every list with an entry per layer and every
     mapping with settings per layer is shortened, at any depth."""

@@ -52,7 +52,7 @@ class ShardedLayout(Layout):
 
     def before_forward(self, step: Step, module: str) -> None:
         units = self._of_module.get(module, [])
-        for unit in sorted(units, key=lambda unit: unit.name != "root"):
+        for unit in sorted(units, key=lambda unit: (unit.name != "root", unit.hook is None)):
             if not unit.gathered:
                 self.gather(step, unit, Phase.FORWARD)
 

@@ -59,7 +59,7 @@ class Ends:
     shares_table: bool
     """Whether the lm_head reads the token embedding's weight."""
     tail_begins: str = Block.HEAD.value
-    """The block in which the first of the tail's modules runs, if that is not the embedding that it shares."""
+    """The block before which the first of the tail's modules runs, if that is not the token embedding."""
     root: tuple[str, ...] = ENDS
     """The blocks that have no unit of their own."""
     classes: tuple[tuple[str, tuple[StoredTensor, ...]], ...] = ()
@@ -123,6 +123,6 @@ def _with_ends(units: list[Unit], ends: Ends, first_layer_without_gradient: bool
     in_vain = first_layer_without_gradient
     first = Unit("embedding", ENDS[:1], ends.table, reduces_at_end=True, fetched_in_vain=in_vain)
     modules = tuple(dict.fromkeys((ends.tail_begins, Block.HEAD.value)))
-    at_end = first_layer_without_gradient and block_of(ends.tail_begins) is Block.EMBEDDING
+    at_end = first_layer_without_gradient and block_of(ends.tail_begins) is Block.LAYER
     tail = Unit("tail", modules, ends.tail, True, reduces_at_end=at_end, hook=Mark.LM_HEAD)
     return [*([first] if ends.table else []), *units, *([tail] if ends.tail else [])]  # a pipeline stage may lack either

@@ -24,11 +24,13 @@ def ends_of(walk: Walk, deep: Deep, names: Sequence[str], tensors: Sequence[Stor
 
     roles = {group.role: group for group in walk.groups}
     tail = roles.get("tail")
+    begins = names.index(there[tail.begins]) if tail else len(names) - 1
+    begins += begins % 2 == 0 and begins < len(names) - 1  # what comes before a layer begins with something else
     return Ends(
         table=tensors_of(roles.get("table")),
         tail=tensors_of(tail),
         shares_table="table" not in roles,
-        tail_begins=there[tail.begins] if tail else Block.HEAD.value,
+        tail_begins=names[begins],
         root=tuple(name for name in names if not walk.wrapped or block_of(name) is not Block.LAYER),
         classes=tuple((there[group.begins], tensors_of(group)) for group in walk.groups if group.role == "class"),
     )

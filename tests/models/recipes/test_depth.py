@@ -34,6 +34,12 @@ def test_a_deepened_walk_is_the_deep_networks_own(layers: int) -> None:
     assert [int(one) for one in deep.sources[:3]] == [0, 1, 2]
 
 
+def test_layers_that_are_told_otherwise_do_not_repeat() -> None:
+    """Where every second layer has a window that no length of the walks reaches."""
+    assert short_depth(walk(12), ["window", "all"] * 6) == Short(6, (1,), 2)
+    assert short_depth(walk(12), range(12)) is None
+
+
 def test_an_encoder_and_a_decoder_grow_together() -> None:
     """Two stacks of layers that are alike are one of twice as many."""
     assert short_depth(replace(walk(18), stacks=2)) == Short(8, (1, 5), 1)
