@@ -26,6 +26,8 @@ not show that."""
 COUNTED = re.compile(r"(num|n)_\w+|\w*(_heads|_experts|_k|topk)")
 """Names of numbers that count heads, experts and the like, in contrast to widths."""
 HEADS = re.compile(r"num_(attention_)?heads|n_heads?|\w*encoder_attention_heads|\w*decoder_attention_heads")
+POSITIONS = re.compile(r"(max_)?(n_)?position\w*|\w*_positions|n_ctx")
+"""Names of the number of a network's positions: fewer would not accept the sequences that are walked."""
 RANK = "finetuning.rank"
 """The only number that is not part of the network's configuration."""
 SMALLEST = 2
@@ -258,8 +260,11 @@ def _factors(values: Iterable[int], base: Iterable[int]) -> tuple[Fraction, ...]
 
 def _times(factor: int | Fraction) -> Change:
     """A change by a factor, for numbers that stay whole."""
+
     def changed(name: str, value: int, rises: bool) -> int:
-        return int(value * factor) if value * factor % 1 == 0 and (rises or factor < 1) else value
+        if value * factor % 1 or (factor > 1 and not rises) or (factor < 1 and _counts_positions(name)):
+            return value
+        return int(value * factor)
 
     return changed
 
@@ -281,7 +286,12 @@ def _uneven(name: str, value: int, rises: bool) -> int:
     """The change to numbers as uneven as in published networks: an odd vocabulary, 20 heads of 80."""
     if "vocab" in name:
         return value * 5 // 8 | 1
-    return value * 5 // 8 if value % 8 == 0 else value
+    return value * 5 // 8 if value % 8 == 0 and not _counts_positions(name) else value
+
+
+def _counts_positions(name: str) -> bool:
+    """Whether a condition is the number of a network's positions."""
+    return POSITIONS.fullmatch(name.rpartition(".")[2]) is not None
 
 
 LARGE = _times(4), _times(2)

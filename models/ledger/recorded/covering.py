@@ -118,7 +118,7 @@ def _otherwise_placed(job: TrainingJob) -> tuple[Finding, ...]:
         )
         return (found(sentence, "versions"),)
     if recipe is not None and _is_sharded(job):
-        return _gathered_otherwise(job, recipe)
+        return gathered_otherwise(job, recipe)
     return ()
 
 
@@ -128,7 +128,7 @@ def _is_sharded(job: TrainingJob) -> bool:
     return layout.num_replicas > 1 and layout.sharding != "none" and not layout.zero_stage
 
 
-def _gathered_otherwise(job: TrainingJob, recipe: Recipe) -> tuple[Finding, ...]:
+def gathered_otherwise(job: TrainingJob, recipe: Recipe) -> tuple[Finding, ...]:
     """What FSDP gathers together otherwise than it is counted."""
     name, layout = job.architecture.name, job.parallelism
     ends_apart = layout.sharding != "fsdp1" and conventions(job).get("fsdp2_units") == "ends"
@@ -138,6 +138,12 @@ def _gathered_otherwise(job: TrainingJob, recipe: Recipe) -> tuple[Finding, ...]
             "embedding; use fsdp1, or name the layers' class alone (fsdp_transformer_layer_cls_to_wrap)."
         )
         return (found(sentence, "parallelism.sharding", effect=FAILS),)
+    if layout.sharding != "fsdp1" and not mixes_precision(job) and (kept := _kept_wider(recipe)):
+        sentence = (
+            f"FSDP2 fails for {name!r}: it shards weights of one dtype together, and {kept} stays in float32; use float32 "
+            "weights with bfloat16 compute (mixed precision)."
+        )
+        return (found(sentence, "precision.parameters", effect=FAILS),)
     if any(group.role == "class" for group in recipe.walk.groups) and overlap(recipe.walk):
         sentence = (
             f"FSDP keeps the token embedding of {name!r} twice, in the group that its class makes (_no_split_modules) and "
@@ -157,6 +163,15 @@ def _gathered_otherwise(job: TrainingJob, recipe: Recipe) -> tuple[Finding, ...]
         )
         return (found(sentence, "parallelism.sharding", effect=MORE),)
     return ()
+
+
+def _kept_wider(recipe: Recipe) -> str:
+    """A weight that trains in a wider dtype than others of its layer; "" if there is none."""
+    trained = [(module, name, size) for module, name, _, size, trains in recipe.walk.parameters if trains]
+    least: dict[str, int] = {}
+    for module, _, size in trained:
+        least[module] = min(size, least.get(module, size))
+    return next((name for module, name, size in trained if module.startswith("layers.") and size > least[module]), "")
 
 
 def recorded_with(job: TrainingJob) -> str:

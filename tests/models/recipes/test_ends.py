@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from peakcast import catalog
-from peakcast.jobs.spec import Parallelism, TrainingJob
+from peakcast.jobs.spec import Parallelism, Precision, TrainingJob
 from peakcast.models.ledger.recorded.composing import recipe_ledger
+from peakcast.models.ledger.recorded.covering import gathered_otherwise
 from peakcast.models.ledger.recorded.ends import overlap
 from peakcast.models.recipes.recipe import Recipe, recorded
 from peakcast.models.recipes.walk import Group
@@ -25,6 +26,7 @@ JOB = TrainingJob(
     sequence_length=256,
     parallelism=Parallelism(data_parallel_size=RANKS, sharding="fsdp2"),
 )
+AUTOCAST = JOB.replace(precision=Precision(parameters="float32", gradients="float32", optimizer_states="float32"))
 
 
 def step(*groups: Group, **more: Any) -> Timeline:
@@ -81,3 +83,14 @@ def test_groups_that_share_a_weight_overlap() -> None:
     tail = Group("tail", "embedding", (TABLE, HEAD))
     assert not overlap(grouped(tail).walk)
     assert overlap(grouped(Group("class", "embedding", (TABLE,)), tail).walk)
+
+
+def test_layers_of_two_dtypes_cannot_be_sharded_together() -> None:
+    """A router that the library keeps in float32 (torch 2.13 `FSDPParamGroup._init_mp_dtypes`)."""
+    router = ("layers.3", "gate", (8, 64), 4, True)
+    recipe = grouped(Group("tail", "embedding", (TABLE, HEAD)))
+    for more, fails in (((), False), ((router,), True)):
+        walk = replace(recipe.walk, parameters=(*recipe.walk.parameters, *more))
+        found = gathered_otherwise(JOB, replace(recipe, walk=walk))
+        assert any(one.code == "run_would_fail" and "gate stays in float32" in one.sentence for one in found) is fails
+    assert gathered_otherwise(AUTOCAST, replace(recipe, walk=walk)) == ()
