@@ -10,8 +10,10 @@ from typing import Any
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import canonical_json
 
-COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_encoder_layers", "num_decoder_layers")
-COUNTS += ("encoder_layers", "decoder_layers")
+COUNTS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    *("num_encoder_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"),
+)
 """Names that configurations use for the number of layers."""
 TOWERS = ("vision_config", "audio_config", "vq_config", "qformer_config", "vision_tower_config")
 """Parts of a configuration that have layers of their own."""

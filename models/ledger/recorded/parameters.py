@@ -26,8 +26,8 @@ def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor,
     for module, name, shape, size, trains in recipe.walk.parameters:
         found.setdefault(module, []).append((name, shape, size, trains))
     deep = deepened(recipe.walk, recipe.repeats, recipe.layers)
-    order = [(block_name(place, deep.num_places), int(source)) for place, source in enumerate(deep.sources)]
-    order = [(name, block_name(source, recipe.walk.num_places)) for name, source in order]
+    before, after = recipe.walk.num_places, deep.num_places
+    order = [(block_name(place, after), block_name(source, before)) for place, source in enumerate(deep.sources.tolist())]
     order.sort(key=lambda names: (names[0] == "head", names[0].startswith("layers.")))  # ends and what is between, layers
     stored, used = (int(DTYPE_BYTES[one]) for one in (job.precision.parameters, gathered_dtype(job)))
     adapters = int(DTYPE_BYTES[adapter_dtype(job)])
