@@ -59,18 +59,24 @@ def short_depth(walk: Walk, told: Sequence[object] = ()) -> Short | None:
     own = [[walk.labels[one] for one in _stretches(walk, 2 * layer + 1)] for layer in range(walk.num_layers)]
     blocks = list(zip(own, of_layer, strict=True))
     stacks = [slice(first, first + deep) for first in range(0, walk.num_layers, deep)]
-    found = []
-    for unit in range(1, min(LONGEST_UNIT, deep // 3) + 1):
-        options = [dict(_options(kinds[stack], blocks[stack], unit)) for stack in stacks]
-        for layers in set.intersection(*map(set, options)):
-            prefixes = tuple(index * layers + one[layers] for index, one in enumerate(options))
-            found.append((layers, prefixes, unit))
-    layers, prefixes, unit = min(found, default=(deep, (), 0))
-    return Short(layers * walk.stacks, prefixes, unit) if layers < deep else None
+    for last_differs in (False, True):  # as it may in its backward, with which an accumulated gradient begins
+        found = []
+        for unit in range(1, min(LONGEST_UNIT, deep // 3) + 1):
+            options = [dict(_options(kinds[stack], blocks[stack], unit, last_differs)) for stack in stacks]
+            for layers in set.intersection(*map(set, options)):
+                prefixes = tuple(index * layers + one[layers] for index, one in enumerate(options))
+                found.append((layers, prefixes, unit))
+        shortest = min(found, default=None)
+        if shortest is not None and shortest[0] < deep:
+            return Short(shortest[0] * walk.stacks, *shortest[1:])
+    return None
 
 
-def _options(kinds: Sequence[object], blocks: Sequence[object], unit: int) -> Iterator[tuple[int, int]]:
-    """(number of layers, prefix) of stacks that represent the one with these layers, the longest prefix first."""
+def _options(
+    kinds: Sequence[object], blocks: Sequence[object], unit: int, last_differs: bool
+) -> Iterator[tuple[int, int]]:
+    """(number of layers, prefix) of stacks that represent the one with these layers, the longest prefix first.
+    `last_differs`: whether the last layer may be of a kind of its own."""
     same = [one == other for one, other in zip(kinds, kinds[unit:], strict=False)]
     for prefix in reversed(range(1, len(same))):  # the first layer differs, as its input comes from the embedding
         run = next((i for i, equal in enumerate(same[prefix:]) if not equal), len(same) - prefix)
@@ -78,8 +84,12 @@ def _options(kinds: Sequence[object], blocks: Sequence[object], unit: int) -> It
         rest += unit * (rest == 0)  # the last gap is the head, which cannot be copied
         layers = prefix + 2 * unit + rest
         # the last layers of a network with fewer must be of the kinds that the last ones of this one are
-        if run >= unit and blocks[layers - rest : layers] == blocks[-rest:]:
+        if run >= unit and _alike(blocks[layers - rest : layers], blocks[-rest:], last_differs):
             yield layers, prefix
+
+
+def _alike(some: Sequence[object], others: Sequence[object], last_differs: bool) -> bool:
+    return some[:-1] == others[:-1] and (last_differs or some[-1:] == others[-1:])
 
 
 def _kind(walk: Walk, layer: int) -> tuple[object, ...]:

@@ -34,6 +34,14 @@ def test_a_deepened_walk_is_the_deep_networks_own(layers: int) -> None:
     assert [int(one) for one in deep.sources[:3]] == [0, 1, 2]
 
 
+def test_a_last_layer_of_its_own_is_the_last_of_a_short_network_too() -> None:
+    """With it begins, in backward, what layers before it add to: the gradient of an encoder's output."""
+    deep = walk(9)
+    labels = list(deep.labels)
+    labels[deep.num_places] = labels[deep.num_places + 1] = ("begins", "another")
+    assert short_depth(replace(deep, labels=tuple(labels))) == Short(4, (1,), 1)
+
+
 def test_layers_that_are_told_otherwise_do_not_repeat() -> None:
     """Where every second layer has a window that no length of the walks reaches."""
     assert short_depth(walk(12), ["window", "all"] * 6) == Short(6, (1,), 2)
