@@ -52,9 +52,10 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
         config.num_labels, config.pad_token_id = 1, 0
         auto = transformers.AutoModelForSequenceClassification
         return auto.from_config(config, attn_implementation=attention, **_of_dtype(dtype))
-    auto = getattr(transformers, AUTO_MODELS.get(architecture.kind, ""), None)
-    unlike = bool(architecture.configuration) and auto is not None and type(config) not in auto._model_mapping
-    if architecture.kind in ("undescribed", "multimodal") or unlike:  # an encoder whose keys are Llama's is taken for one
+    if architecture.kind in ("undescribed", "multimodal"):
+        return _undescribed(config, attention, dtype)
+    auto = getattr(transformers, AUTO_MODELS[architecture.kind])
+    if architecture.configuration and type(config) not in auto._model_mapping:  # an encoder whose keys are Llama's
         return _undescribed(config, attention, dtype)
     model = auto.from_config(config, attn_implementation=attention, **_of_dtype(dtype))
     if torchtitan_experts.has_torchtitan_experts(job):
