@@ -38,6 +38,7 @@ class Session:
         import torch
 
         from peakcast.collectors.dryrun import (
+            absent_packages,
             byte_tokenizers,
             gpu,
             graphs,
@@ -50,6 +51,7 @@ class Session:
             values,
         )
         from peakcast.collectors.dryrun.children import Children
+        from peakcast.collectors.dryrun.downloads import Downloads
         from peakcast.collectors.dryrun.evaluation import Evaluations
         from peakcast.collectors.dryrun.kernel_packages import KernelPackages
         from peakcast.collectors.dryrun.lengths import StepLengths
@@ -64,7 +66,9 @@ class Session:
         gpu.install(device, asked["ranks_per_node"], own, tracer)
         programs.install(Path(asked["folder"]), device, gpu.name_of(device), asked["ranks_per_node"])
         token_files.TokenFiles(self.overlay, self.notes).install()
+        Downloads(self.notes).install()
         byte_tokenizers.install(self.notes)
+        absent_packages.AbsentPackages(self.notes).install()
         patches.install()
         ranks.install(asked["rank"], asked["world_size"], tracer.name)
         Stages(asked).install()
@@ -126,6 +130,7 @@ class Session:
 
         from peakcast.collectors.dryrun.described import described
 
+        self.steps.tokens = self.steps.tokens or self.mode.batch
         with _disable_current_modes():
             seen = described(self.steps, self.question)
             evaluated = self.steps.evaluated()
