@@ -226,17 +226,19 @@ def record_all(
     *,
     families: Sequence[str] = (),
     python: str = sys.executable,
+    timeout_seconds: float = 1800.0,
     progress: Progress | None = None,
 ) -> Shipment:
     """Record every family of transformers that the ledger does not know, or `families`, in the common regimes, into
-    `folder`. Existing files are kept, so an interrupted recording can be continued. A family takes minutes.
+    `folder`. Existing files are kept, so an interrupted recording can be continued. A family takes minutes;
+    `timeout_seconds` is the limit for one regime of it.
 
     Raises: SpecError, or CollectorError when the library cannot be used.
     """
     from peakcast.core.cores import available_cores
     from peakcast.doors.shipping import record_all as ship
 
-    return ship(Path(folder), families, python, available_cores(), progress)
+    return ship(Path(folder), families, python, available_cores(), progress, timeout_seconds)
 
 
 def doctor() -> Installation:

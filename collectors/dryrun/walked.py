@@ -167,7 +167,7 @@ class WalkedSteps(ScriptSteps):
         later = [instant for instant in self._began[number + 1 :] if instant < stop]
         end = later[0] if later else self._ends(own, stop)
         weights = list(self._network.named_parameters())
-        return mapping_of(self.tracer, weights, self._updated, True, 0, own, end)
+        return mapping_of(self.tracer, weights, self._updated, own, end)
 
     def _ends(self, cuts: list[Cut], stop: int) -> int:
         """The operation at which backward has ended."""

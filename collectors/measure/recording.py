@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -88,12 +89,15 @@ class _Worker:
 
     def __init__(self, python: str, environment: Mapping[str, str]) -> None:
         command = [python, "-P", "-m", "peakcast.collectors.tracing.walks"]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        # a file: a pipe that nobody reads would stop a library that warns at every walk
+        self._said = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # closed by `end`
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._said}
         try:
             self._process = subprocess.Popen(  # type: ignore[call-overload]
                 command, text=True, env=environment, start_new_session=True, **pipes
             )
         except OSError as error:
+            self._said.close()
             reason = f"python={python!r} cannot be started: {error.strerror}; give the path of an interpreter."
             raise CollectorError(reason, parameter="python", value=python) from error
         self._limit = 0.0
@@ -137,10 +141,13 @@ class _Worker:
                 "transformers' own of linear attention, where flash-linear-attention is not installed (pip install "
                 "flash-linear-attention); else ask for fewer layers or a shorter sequence_length."
             )
-        lines = self._process.communicate()[1].strip().splitlines() or ["the recording process ended without a word."]
+        self._process.communicate()
+        self._said.seek(0)
+        lines = self._said.read().strip().splitlines() or ["the recording process ended without a word."]
         return str(lines[-1]).removeprefix("peakcast: ")
 
     def end(self) -> None:
         """Stop it."""
         self._kill()
         self._process.communicate()
+        self._said.close()

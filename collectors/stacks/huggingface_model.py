@@ -55,6 +55,8 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
     if architecture.kind in ("undescribed", "multimodal"):
         return _undescribed(config, attention, dtype)
     auto = getattr(transformers, AUTO_MODELS[architecture.kind])
+    if architecture.configuration and type(config) not in auto._model_mapping:  # an encoder whose keys are Llama's
+        return _undescribed(config, attention, dtype)
     model = auto.from_config(config, attn_implementation=attention, **_of_dtype(dtype))
     if torchtitan_experts.has_torchtitan_experts(job):
         torchtitan_experts.put_in_place(model, job)

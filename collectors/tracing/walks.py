@@ -20,9 +20,10 @@ from typing import Any
 from peakcast.collectors.stacks.steps.stepping import name_gradients
 from peakcast.collectors.tracing import kernel_packages, known_values, zero3_linear
 from peakcast.collectors.tracing.families import defaults_of
-from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
+from peakcast.collectors.tracing.stretches import Cut, StretchTracer, block_name
 from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
 from peakcast.collectors.tracing.visits import FORWARD
+from peakcast.collectors.tracing.wrapping import Group, groups_of, wraps_blocks
 from peakcast.core.errors import CollectorError, PeakcastError
 from peakcast.dialects.common.network_values import NETWORK, with_values
 from peakcast.jobs.spec import Parallelism, TrainingJob
@@ -54,6 +55,8 @@ class Walker:
         self._beside = 0
         """Number of blocks that the layer count does not include, such as a vision tower's; known from the walk of the
         whole network."""
+        self._stacks = 1
+        """2 for an encoder-decoder, of whose stacks each has the layer count's blocks."""
         self._knows_values = False
         self._has_walked = False
         prepare(self._job, None)
@@ -70,7 +73,8 @@ class Walker:
         tokens, and `changes` to the job (`peakcast.dialects.common.network_values`)."""
         asked = with_values(self._job, changes or {}).replace(micro_batch_size=batch, sequence_length=length)
         if layers is not None:
-            asked = asked.replace(architecture=with_layers(asked.architecture, max(1, layers - self._beside)))
+            of_each = max(1, (layers - self._beside) // self._stacks)
+            asked = asked.replace(architecture=with_layers(asked.architecture, of_each))
         self._knows_values |= bool(asked.images.per_sequence)
         try:
             found = self._walked(asked, steps)
@@ -84,7 +88,8 @@ class Walker:
             found = self._walked(asked, steps)
         self._has_walked = True
         if layers is None:
-            self._beside = max(0, found["num_places"] // 2 - asked.architecture.num_layers)
+            self._stacks = found["stacks"]
+            self._beside = max(0, found["num_places"] // 2 - self._stacks * asked.architecture.num_hidden_layers)
         return found
 
     def _walked(self, job: TrainingJob, steps: int) -> dict[str, Any]:
@@ -112,8 +117,10 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
                 name_gradients(training, tracer.name)
                 updated = {name for name, weight in weights if weight.grad is not None}
                 training.zero_grad()
-        wrapped = _wrapped(training.model)
-    return mapping_of(tracer, weights, updated, wrapped, _image_tokens(training), tracer.cuts[before:], end)
+        found = mapping_of(tracer, weights, updated, tracer.cuts[before:], end, groups_of(training.model))
+    two = _config(training).is_encoder_decoder and found["num_places"] // 2 == 2 * job.architecture.num_hidden_layers
+    found |= {"wrapped": wraps_blocks(training.model), "stacks": 1 + two, "image_tokens": _image_tokens(training)}
+    return found
 
 
 def _constants(model: Any) -> Iterator[tuple[str, Any]]:
@@ -141,10 +148,9 @@ def mapping_of(
     tracer: StretchTracer,
     weights: Sequence[tuple[str, Any]],
     updated: Set[str],
-    wrapped: bool,
-    image_tokens: int,
     cuts: Sequence[Cut],
     end: int,
+    groups: Sequence[Group] = (),
 ) -> dict[str, Any]:
     """The walk with these `cuts` as JSON values; it ends before the operation `end`. `updated`: the names of `weights` that
     got gradients."""
@@ -169,8 +175,7 @@ def mapping_of(
         "stretches": [[tracer._labels[since:until], tracer._phases[since:until]] for since, until in spans],
         "entries": list(_entries(tracer, own, starts, start, end, num_places)),
         "visits": _visits(tracer, own, starts, first, num_places),
-        "wrapped": wrapped,
-        "image_tokens": image_tokens,
+        "groups": own.groups(groups, weights, num_places),
         "replaced": sorted(kernel_packages.replaced.items()),
         "parameters": own.parameters(weights, updated),
     }
@@ -233,17 +238,16 @@ def _place(stretch: int, num_places: int) -> int:
 
 def _image_tokens(training: Any) -> int:
     """Number of tokens that stand for each image of the batch; 0 without images."""
-    from peakcast.collectors.stacks.huggingface_training import causal_model
     from peakcast.collectors.stacks.images import tokens_of_image
 
-    return tokens_of_image(training.job, training.batch, causal_model(training.model).config)
+    return tokens_of_image(training.job, training.batch, _config(training))
 
 
-def _wrapped(model: Any) -> bool:
-    """Whether FSDP makes a unit of each block: accelerate and the Trainer use the classes that the network names."""
-    network = model.get_base_model() if hasattr(model, "get_base_model") else model
-    named = set(getattr(network, "_no_split_modules", None) or ())
-    return all(type(block).__name__ in named for _, block in blocks_of(network))
+def _config(training: Any) -> Any:
+    """The network's configuration, as the library has it."""
+    from peakcast.collectors.stacks.huggingface_training import causal_model
+
+    return causal_model(training.model).config
 
 
 class _Names:
@@ -298,6 +302,15 @@ class _Names:
             found.append([module, own, list(weight.shape), weight.element_size(), name in updated])
         return found
 
+    def groups(self, groups: Sequence[Group], weights: Sequence[tuple[str, Any]], num_places: int) -> list[list[Any]]:
+        """[role, the block in which the first of its modules begins, the weights as their modules and names] of each."""
+        names, found = {id(weight): name for name, weight in weights}, []
+        for role, modules, own in groups:
+            place = min((self._first[module] for module in modules if module in self._first), default=0)
+            pairs = [self.owner(names[id(weight)], place) for weight in own if id(weight) in names]
+            found.append([role, block_name(place, num_places), pairs])
+        return found
+
     def _end(self, name: str) -> str:
         """Whether a weight outside of the blocks is first used before or after them."""
         module = name
@@ -307,7 +320,7 @@ class _Names:
                 break
         # if its module never runs, another one reads it: a fused loss reads the lm_head's
         place = self._first[module] if module else self._read.get(name, 0)
-        return "embedding" if place == 0 else "head" if place == self._last else f"between.{place}"
+        return block_name(place, self._last + 1)
 
 
 def _plain(name: str) -> str:

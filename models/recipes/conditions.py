@@ -41,7 +41,7 @@ def conditions(job: TrainingJob, defaults: Conditions | None = None) -> dict[str
     for name, value in {**alone, **network}.items():
         short = name.removeprefix(NETWORK)
         last = short.rpartition(".")[2]
-        if value is None or IDLE.fullmatch(last) or last in COUNTS:
+        if value is None or IDLE.fullmatch(last) or (last in COUNTS and value == job.architecture.num_hidden_layers):
             continue
         if name.startswith(NETWORK) and ROTARY.fullmatch(short) and last != ROTARY_SHARE:
             if value not in OF_LENGTH:

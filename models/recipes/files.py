@@ -19,7 +19,7 @@ from peakcast.models.ledger.tape.polynomials import EXPONENTS
 from peakcast.models.recipes.depth import Repeats
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.sizes import Sizes
-from peakcast.models.recipes.walk import Visit, Walk, pairs_of
+from peakcast.models.recipes.walk import Visit, Walk, groups_of, pairs_of
 
 T = TypeVar("T")
 SCHEMA = 2
@@ -72,7 +72,7 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
         **{name: np.asarray(getattr(walk, name)).astype(int).tolist() for name in _WALK},
         "parameters": [[*rest[:2], list(rest[2]), *rest[3:]] for rest in walk.parameters],
         "layers": recipe.layers,
-        "repeats": None if how is None else [how.prefix, how.unit, np.flatnonzero(how.moves).tolist()],
+        "repeats": None if how is None else [_one_or_all(how.prefixes), how.unit, np.flatnonzero(how.moves).tolist()],
         "exponents": [list(one) for one in sizes.exponents],
         "coefficients": sizes.coefficients.tolist(),
         "multiples": sizes.multiples.tolist(),
@@ -81,6 +81,8 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
         "even": recipe.even,
         "wrapped": walk.wrapped,
         "visits": [[[*map(one.__getattribute__, _VISIT)] for one in visits] for visits in walk.visits],
+        "groups": [[one.role, one.begins, [list(pair) for pair in one.weights]] for one in walk.groups],
+        "stacks": walk.stacks,
         "image_tokens": walk.image_tokens,
         **({"replaced": [list(pair) for pair in walk.replaced]} if walk.replaced else {}),
         "versions": dict(recipe.versions),
@@ -118,15 +120,17 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         parameters=tuple((str(m), str(n), tuple(map(int, s)), int(b), bool(t)) for m, n, s, b, t in mapping["parameters"]),
         wrapped=bool(mapping["wrapped"]),
         visits=tuple(tuple(map(_visit, visits)) for visits in mapping["visits"]),
+        groups=groups_of(mapping.get("groups", ())),
+        stacks=int(mapping.get("stacks", 1)),
         image_tokens=int(mapping.get("image_tokens", 0)),
         replaced=pairs_of(mapping.get("replaced", ())),
     )
     how = None
     if mapping["repeats"] is not None:
-        prefix, unit, moving = mapping["repeats"]
+        prefixes, unit, moving = mapping["repeats"]
         moves = np.zeros(count, dtype=bool)
         moves[np.array(moving, dtype=np.int64)] = True
-        how = Repeats(int(prefix), int(unit), moves)
+        how = Repeats(tuple(map(int, np.atleast_1d(prefixes))), int(unit), moves)
     low, high = mapping["batches"]
     short, long = mapping["lengths"]
     versions = FrozenMapping({str(key): str(value) for key, value in mapping["versions"].items()})
@@ -140,6 +144,11 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         bool(mapping["even"]),
         versions,
     )
+
+
+def _one_or_all(prefixes: tuple[int, ...]) -> int | list[int]:
+    """A number for a network of one stack, as before there were others."""
+    return prefixes[0] if len(prefixes) == 1 else list(prefixes)
 
 
 def _visit(written: list[Any]) -> Visit:

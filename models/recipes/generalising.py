@@ -26,6 +26,8 @@ not show that."""
 COUNTED = re.compile(r"(num|n)_\w+|\w*(_heads|_experts|_k|topk)")
 """Names of numbers that count heads, experts and the like, in contrast to widths."""
 HEADS = re.compile(r"num_(attention_)?heads|n_heads?|\w*encoder_attention_heads|\w*decoder_attention_heads")
+POSITIONS = re.compile(r"(max_)?(n_)?position\w*|\w*_positions|n_ctx")
+"""Names of the number of a network's positions: fewer would not accept the sequences that are walked."""
 RANK = "finetuning.rank"
 """The only number that is not part of the network's configuration."""
 SMALLEST = 2
@@ -40,9 +42,10 @@ def kind_of(record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditio
     """All networks that `recipe`, which is one of `job`, represents; None if no other network confirms it. `record`: takes
     the arguments of `recipe.Record` and then values that differ from the job's."""
     layers = None if recipe.repeats is None else recipe.walk.num_layers
-    plain = recipe.layers == job.architecture.num_layers  # else a tower's blocks are counted as well
+    stacks = recipe.walk.stacks
+    plain = recipe.layers == stacks * job.architecture.num_hidden_layers  # else a tower's blocks are counted as well
     how = recipe.repeats if plain else None
-    shown = job.architecture if how is None or layers is None else with_layers(job.architecture, layers)
+    shown = job.architecture if how is None or layers is None else with_layers(job.architecture, layers // stacks)
     base = conditions(job.replace(architecture=shown), defaults)
     explored = _Explored(record, recipe, layers, base, implied(job, defaults))
     explored.look()
@@ -53,7 +56,7 @@ def kind_of(record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditio
         conditions=base,
         defaults=defaults,
         layers=shown.num_hidden_layers,
-        prefix=how.prefix if how else 0,
+        prefix=how.prefixes[0] if how else 0,
         unit=how.unit if how else 0,
         idle=tuple(sorted(explored.idle)),
         same_as=explored.same_as,
@@ -257,8 +260,11 @@ def _factors(values: Iterable[int], base: Iterable[int]) -> tuple[Fraction, ...]
 
 def _times(factor: int | Fraction) -> Change:
     """A change by a factor, for numbers that stay whole."""
+
     def changed(name: str, value: int, rises: bool) -> int:
-        return int(value * factor) if value * factor % 1 == 0 and (rises or factor < 1) else value
+        if value * factor % 1 or (factor > 1 and not rises) or (factor < 1 and _counts_positions(name)):
+            return value
+        return int(value * factor)
 
     return changed
 
@@ -280,7 +286,12 @@ def _uneven(name: str, value: int, rises: bool) -> int:
     """The change to numbers as uneven as in published networks: an odd vocabulary, 20 heads of 80."""
     if "vocab" in name:
         return value * 5 // 8 | 1
-    return value * 5 // 8 if value % 8 == 0 else value
+    return value * 5 // 8 if value % 8 == 0 and not _counts_positions(name) else value
+
+
+def _counts_positions(name: str) -> bool:
+    """Whether a condition is the number of a network's positions."""
+    return POSITIONS.fullmatch(name.rpartition(".")[2]) is not None
 
 
 LARGE = _times(4), _times(2)

@@ -28,9 +28,9 @@ class Kind:
     defaults: Conditions
     """The library's defaults, for what a configuration does not say."""
     layers: int
-    """Number of layers that were recorded."""
+    """Number of layers that were recorded, of each stack."""
     prefix: int
-    """Number of layers before those that repeat."""
+    """Number of layers of the (first) stack before those that repeat."""
     unit: int
     """Number of layers that repeat together; 0: none do, so the depth must be as recorded."""
     idle: tuple[str, ...]

@@ -10,7 +10,7 @@ import numpy as np
 
 from peakcast.core.errors import CollectorError
 from peakcast.core.fields import FrozenMapping
-from peakcast.models.recipes.depth import Repeats, deepened, repeats, short_depth
+from peakcast.models.recipes.depth import Repeats, Short, deepened, repeats, short_depth
 from peakcast.models.recipes.sizes import Sizes, through
 from peakcast.models.recipes.walk import Ints, Walk
 
@@ -73,10 +73,16 @@ class Recipe:
 
 
 def recorded(
-    record: Record, asked: Point, most: int | None = None, images: int = 0, nearer: Sequence[Point] = ()
+    record: Record,
+    asked: Point,
+    most: int | None = None,
+    images: int = 0,
+    nearer: Sequence[Point] = (),
+    told: Sequence[object] = (),
 ) -> Recipe:
     """The recipe of a network that covers `asked`; no sequence is longer than `most`, and each has `images` images. If the
-    farthest point confirms nothing, the first point of `nearer` that does is the end of the range.
+    farthest point confirms nothing, the first point of `nearer` that does is the end of the range. `told`: what the
+    configuration says of each layer, so that layers that repeat are told the same.
 
     A walk of the whole network shows which layers repeat. The other walks are of a network with two of each, for a few
     small batches and lengths that run the same operations as the asked one. An uneven length and a far one confirm the
@@ -93,12 +99,12 @@ def recorded(
     small = LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room
     if most is not None and small[2] > most >= FEWEST and not images:
         small = most // 4 // EVEN * EVEN, most // 2 // EVEN * EVEN, most * 3 // 4 // EVEN * EVEN
-    short, depth = short_depth(whole), None
+    short, depth = short_depth(whole, told if len(told) * whole.stacks == whole.num_layers else ()), None
     if short is not None:
         with suppress(CollectorError):  # the network has no fewer layers
-            depth = short[0] if _repeats(whole, record(short[0], *first, 1), short) is not None else None
+            depth = short.layers if _repeats(whole, record(short.layers, *first, 1), short) is not None else None
     walks = {first: record(depth, *first)}
-    how = repeats(walks[first], *short[1:]) if short is not None and depth is not None else None
+    how = repeats(walks[first], short.prefixes, short.unit) if short is not None and depth is not None else None
     walk = walks[first]
 
     def alike(point: Point) -> bool:
@@ -112,7 +118,8 @@ def recorded(
 
     if images and batch > 1 and not alike((batches[-1], length)):  # each sequence's images add operations
         batches, walk = (batch,), record(depth, *asked)
-        walks, how = {asked: walk}, repeats(walk, *short[1:]) if short is not None and depth is not None else None
+        walks = {asked: walk}
+        how = repeats(walk, short.prefixes, short.unit) if short is not None and depth is not None else None
     for lengths in (small, _near(length)):
         solving = [(one, other) for one in batches for other in lengths]
         if alike(asked) and all(alike(point) for point in solving):
@@ -126,9 +133,9 @@ def recorded(
     return Recipe(own, how, whole.num_layers, _sizes_of_walk(own, asked), (batch, batch), (length, length))
 
 
-def _repeats(whole: Walk, walk: Walk, short: tuple[int, int, int]) -> Repeats | None:
+def _repeats(whole: Walk, walk: Walk, short: Short) -> Repeats | None:
     """How layers are added to a short walk; None if that does not give the whole network's walk, tensor by tensor."""
-    how = repeats(walk, *short[1:]) if walk.num_layers == short[0] else None
+    how = repeats(walk, short.prefixes, short.unit) if walk.num_layers == short.layers else None
     if how is None:  # or the library makes a different network for this count, for example an encoder and a decoder
         return None
     deep = deepened(walk, how, whole.num_layers)

@@ -56,7 +56,8 @@ def _recipes_of(job: TrainingJob, path: Path) -> list[Recipe]:
         values = kind.values(job)
         if values is not None:
             recipe = _parsed(text)
-            blocks = recipe.walk.num_layers + job.architecture.num_hidden_layers - kind.layers
+            more = recipe.walk.stacks * (job.architecture.num_hidden_layers - kind.layers)
+            blocks = recipe.walk.num_layers + more
             try:
                 found.append(with_values(recipe, kind.widths, values, blocks if kind.unit else recipe.layers))
             except ValueError:  # no network has these values

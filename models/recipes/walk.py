@@ -28,9 +28,24 @@ class Visit:
     weights: tuple[tuple[str, str], ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Modules outside of the blocks that FSDP gathers together (`collectors/tracing/wrapping.py`). `role`: "class",
+    "table", "tail" or "elsewhere"; `begins`: the block in which the first of them runs; `weights`: as (module, name)."""
+
+    role: str
+    begins: str
+    weights: tuple[tuple[str, str], ...]
+
+
 def pairs_of(written: Iterable[Sequence[object]]) -> tuple[tuple[str, str], ...]:
     """Pairs of texts, as JSON has them."""
     return tuple((str(one), str(other)) for one, other in written)
+
+
+def groups_of(written: Iterable[Sequence[Any]]) -> tuple[Group, ...]:
+    """Groups, as JSON has them."""
+    return tuple(Group(str(role), str(begins), pairs_of(weights)) for role, begins, weights in written)
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,10 @@ class Walk:
     """Whether FSDP makes a unit of each block."""
     visits: tuple[tuple[Visit, ...], ...] = ()
     """For each stretch, the modules that are entered and left, in order."""
+    groups: tuple[Group, ...] = ()
+    """Empty if it was not recorded what FSDP gathers together."""
+    stacks: int = 1
+    """2 for an encoder-decoder, whose two stacks are equally deep."""
     image_tokens: int = 0
     """Number of tokens that represent each image of the batch."""
     replaced: tuple[tuple[str, str], ...] = ()
@@ -63,7 +82,7 @@ class Walk:
 
     @property
     def num_layers(self) -> int:
-        """Number of blocks of the network."""
+        """Number of blocks of the network, of all stacks together."""
         return self.num_places // 2
 
     def same_program(self, other: Walk) -> bool:
@@ -111,6 +130,8 @@ class Walk:
             parameters,
             bool(mapping.get("wrapped", True)),
             tuple(visits),
+            groups_of(mapping.get("groups", ())),
+            int(mapping.get("stacks", 1)),
             int(mapping.get("image_tokens", 0)),
             pairs_of(mapping.get("replaced", ())),
         )

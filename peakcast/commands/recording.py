@@ -23,6 +23,9 @@ def record(
         typer.Option("--all", help="Instead of JOB: record all families that the ledger does not know, into this folder."),
     ] = None,
     families: Annotated[list[str] | None, typer.Option("--family", help="With --all: only this one. Repeatable.")] = None,
+    timeout_seconds: Annotated[
+        float, typer.Option(min=1.0, help="With --all: longest that one regime of a family may take.")
+    ] = 1800.0,
     json: Json = False,
 ) -> None:
     """Record what JOB's network allocates, block by block, from the transformers installed here, without a GPU.
@@ -38,5 +41,7 @@ def record(
         print(render.json_text(found.to_mapping()) if json else found.text())
         return
     with render.working() as progress:
-        shipment = api.record_all(folder, families=families or (), python=interpreter, progress=progress)
+        shipment = api.record_all(
+            folder, families=families or (), python=interpreter, timeout_seconds=timeout_seconds, progress=progress
+        )
     print(render.json_text(shipment.to_mapping()) if json else shipment.text())

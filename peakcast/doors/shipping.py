@@ -26,7 +26,7 @@ from peakcast.models.recipes.regime import regime
 from peakcast.models.recipes.shelf import LIBRARIES, public
 from peakcast.models.recipes.walk import Walk
 from peakcast.networks.families import family
-from peakcast.networks.layer_count import with_layers
+from peakcast.networks.layer_count import told_by_layer, with_layers
 from peakcast.networks.undescribed import for_tracing
 
 if TYPE_CHECKING:
@@ -37,14 +37,22 @@ REGIMES: tuple[Mapping[str, Any], ...] = (
     {"activation_checkpointing": {"mode": "full"}, "finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"]}},
     {"activation_checkpointing": {"mode": "full"}, "precision": {"parameters": "float32", "compute": "bfloat16"}},
     {},
+    {"attention": "flash_attention_2", "activation_checkpointing": {"mode": "full"}},
+    {
+        "attention": "flash_attention_2",
+        "activation_checkpointing": {"mode": "full"},
+        "finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"]},
+    },
 )
-"""Changes to a job's defaults: with and without checkpointing, all weights and adapters, bfloat16 and autocast."""
+"""Changes to a job's defaults: with and without checkpointing, all weights and adapters, bfloat16 and autocast, and
+flash-attention's kernels, where the family can run them."""
 BATCHES = (1, 2)
 """Most libraries treat a micro-batch of one sequence in a special way."""
 LENGTH = 512
 LAYERS = 20
 """Enough layers for every pattern of layers that repeats; recipes for other depths are derived."""
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 1800.0
+"""Longest that one kind of network may take: ten times what most take, since other work may share the machine."""
 HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
 """Numbers of heads. A family whose defaults have equally many of both also has published networks with fewer key and value
 heads, which use other code."""
@@ -78,9 +86,13 @@ def record_all(
     python: str = sys.executable,
     processes: int = 1,
     progress: Progress | None = None,
+    timeout_seconds: float = TIMEOUT_SECONDS,
 ) -> Shipment:
     """Record `families`, or all families that transformers has and the ledger does not, into a subfolder of `folder` named
-    after the release. Existing files are kept. Raises: SpecError, CollectorError, RecordError."""
+    after the release. Existing files are kept. Each kind of network may take `timeout_seconds`.
+
+    Raises: SpecError, CollectorError, RecordError.
+    """
     from peakcast.collectors.measure.recording import Recorder
 
     if python == sys.executable:
@@ -101,7 +113,7 @@ def record_all(
     def record(family: str) -> None:
         if progress:
             progress(f"recipes of {family} ({next(done) + 1} of {len(asked)} families)")
-        with Recorder(python, TIMEOUT_SECONDS) as recorder:
+        with Recorder(python, timeout_seconds) as recorder:
             count, reason = _record_family(recorder, known[family], own / shipped.file_name(family), releases)
         if count:
             shipment.kinds[family] = count
@@ -156,7 +168,8 @@ def _recorded(recorder: Recorder, job: TrainingJob, releases: FrozenMapping) -> 
         def record(*sample: Any) -> Walk:
             return Walk.read(library.walk(*sample))
 
-        recipe = recorded(record, (job.micro_batch_size, LENGTH), job.architecture.most_positions)
+        asked, told = (job.micro_batch_size, LENGTH), told_by_layer(job.architecture)
+        recipe = recorded(record, asked, job.architecture.most_positions, told=told)
         kind = kind_of(record, recipe, job, library.defaults)
     if kind is None:
         raise CollectorError("no network with other numbers confirms what was recorded.")

@@ -10,24 +10,36 @@ from typing import Any
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import canonical_json
 
-COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers")
+COUNTS = (
+    *("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    *("num_encoder_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"),
+)
 """Names that configurations use for the number of layers."""
 TOWERS = ("vision_config", "audio_config", "vq_config", "qformer_config", "vision_tower_config")
 """Parts of a configuration that have layers of their own."""
 
 
 def with_layers(architecture: Architecture, layers: int) -> Architecture:
-    """`architecture` with its first `layers` layers."""
+    """`architecture` with its first `layers` layers; in both stacks if they are equally deep."""
     if architecture.configuration:
         config = _shortened(json.loads(architecture.configuration), architecture.num_hidden_layers, layers)
         return replace(architecture, num_hidden_layers=layers, configuration=canonical_json(config))
     everything = architecture.full_attention_layers
+    decoder = architecture.num_decoder_layers
     return replace(
         architecture,
         num_hidden_layers=layers,
+        num_decoder_layers=layers if decoder == architecture.num_hidden_layers else decoder,
         layer_types=architecture.layer_types[:layers],
         full_attention_layers=None if everything is None else tuple(one for one in everything if one < layers),
     )
+
+
+def told_by_layer(architecture: Architecture) -> tuple[tuple[object, ...], ...]:
+    """For each layer, what lists with an entry per layer say in the configuration of a network without a family."""
+    config = json.loads(architecture.configuration or "{}")
+    lists = (value for value in config.values() if isinstance(value, list))
+    return tuple(zip(*(one for one in lists if len(one) == architecture.num_hidden_layers), strict=True))
 
 
 def _shortened(config: Mapping[str, Any], before: int, layers: int) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from peakcast.models.ledger.layouts.fsdp1 import FSDP1, FSDP1Settings
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2, FSDP2Settings
 from peakcast.models.ledger.layouts.looped_experts import expert_by_expert
 from peakcast.models.ledger.layouts.module_tree import Block, block_of
-from peakcast.models.ledger.layouts.units import units_by_layer
+from peakcast.models.ledger.layouts.units import Ends, named_ends, units_by_layer
 from peakcast.models.ledger.parameters.module_order import in_order_of_modules
 from peakcast.networks.families import family_of
 
@@ -32,10 +32,11 @@ def layout_of(
     outputs: Sequence[int] = (),
     rank: int | None = None,
     modules: ModuleTurns | None = None,
+    ends: Ends | None = None,
 ) -> Layout:
     """The layout of `job` for the network's `tensors`, on rank 0; no rank holds more. `outputs`: bytes of the tensors that
-    the model returns, its logits first, which DDP may copy. `modules`: for a network whose module order does not follow
-    from its family, what ZeRO-3 needs to know of its modules."""
+    the model returns, its logits first, which DDP may copy. For a network whose modules do not follow from its family:
+    `modules`, what ZeRO-3 needs to know of them, and `ends`, what FSDP does."""
     parallelism = job.parallelism
     ranks = parallelism.num_replicas
     if parallelism.zero_stage and job.task == "train":  # DeepSpeed's engine has its buckets and main copies on one rank too
@@ -54,12 +55,12 @@ def layout_of(
             shards = parallelism.context_parallel_size * min(
                 parallelism.data_parallel_size, int(chosen["shard_group_size"])
             )
+        ordered = in_order_of_modules(sharded, job.architecture)
         units = units_by_layer(
-            in_order_of_modules(sharded, job.architecture),
+            ordered,
+            ends or _named_ends(job, ordered),
             ends_apart=chosen["fsdp2_units"] == "ends",
             first_layer_without_gradient=no_gradient_enters,
-            tied=job.architecture.tie_word_embeddings,
-            norm_apart=not finds_final_norm(job),
         )
         if chosen.get("fsdp2_last_layer_stays"):
             for unit in [unit for unit in units if block_of(unit.modules[0]) is Block.LAYER][-1:]:
@@ -87,6 +88,7 @@ def layout_of(
             # peft's fsdp_auto_wrap_policy
             units_by_layer(
                 sharded,
+                ends or _named_ends(job, sharded),
                 adapters_apart=job.finetuning.method in ("lora", "qlora"),
                 first_layer_without_gradient=no_gradient_enters,
             ),
@@ -117,6 +119,11 @@ def layout_of(
         split=parallelism.tensor_parallel_size > 1,
         outputs=outputs if finds_unused else (),
     )
+
+
+def _named_ends(job: TrainingJob, tensors: Sequence[StoredTensor]) -> Ends:
+    """What FSDP makes of the ends of a network that the ledger knows."""
+    return named_ends(tensors, tied=job.architecture.tie_word_embeddings, norm_apart=not finds_final_norm(job))
 
 
 def _run_again_by_reentrant_checkpoints(job: TrainingJob) -> frozenset[str]:

@@ -52,7 +52,7 @@ class ShardedLayout(Layout):
 
     def before_forward(self, step: Step, module: str) -> None:
         units = self._of_module.get(module, [])
-        for unit in (*units[-1:], *units[:-1]):  # the root, if it is among them, is the last and comes first
+        for unit in sorted(units, key=lambda unit: (unit.name != "root", unit.hook is None)):
             if not unit.gathered:
                 self.gather(step, unit, Phase.FORWARD)
 
@@ -85,7 +85,8 @@ class ShardedLayout(Layout):
                 self.prefetch(step, following, born=(run.backward_start or 0) + hooked)
             if len(run.template.gradient_columns) and not added:
                 unit.runs.append(run)  # else added in place to the existing gradients
-            if run.template.num_forward and not unit.reduces_at_end:  # the weights' half of a split backward runs no hook
+            done = unit.modules[0] == run.module and not unit.reduces_at_end
+            if done and run.template.num_forward:  # the weights' half of a split backward runs no hook
                 self.finish(step, unit)
 
     def has_gradient(self, module: str, template: Template, *, begun: bool) -> bool:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.module_tree import Block
+from peakcast.models.ledger.layouts.module_tree import Block, block_of
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run
 
@@ -48,51 +48,81 @@ class Unit:
         self.trained = [tensor for tensor in self.tensors if tensor.trains]
 
 
+@dataclass(frozen=True)
+class Ends:
+    """What FSDP makes of a network outside of its layers. `table`: the tensors of the token embedding; `tail`: those of
+    final norm and lm_head, with the token embedding's if the two share a weight (accelerate 1.15
+    `fsdp2_prepare_model`)."""
+
+    table: tuple[StoredTensor, ...]
+    tail: tuple[StoredTensor, ...]
+    shares_table: bool
+    """Whether the lm_head reads the token embedding's weight."""
+    tail_begins: str = Block.HEAD.value
+    """The block before which the first of the tail's modules runs, if that is not the token embedding."""
+    root: tuple[str, ...] = ENDS
+    """The blocks that have no unit of their own."""
+    classes: tuple[tuple[str, tuple[StoredTensor, ...]], ...] = ()
+    """(block, tensors) of modules outside of layers that FSDP finds by their class, as it finds layers."""
+
+
+def named_ends(tensors: Iterable[StoredTensor], *, tied: bool, norm_apart: bool) -> Ends:
+    """The ends of a network whose tensors have Llama's names. `tied`: the head uses the table, even if it has no tensor of
+    its own. `norm_apart`: the final norm belongs to the root."""
+    ends: dict[Block, list[StoredTensor]] = {Block.EMBEDDING: [], Block.HEAD: []}
+    for tensor in tensors:
+        ends.get(tensor.block, []).append(tensor)
+    table, head = [tensor for tensor in ends[Block.EMBEDDING] if tensor.is_token_table], ends[Block.HEAD]
+    # a head without tensors: a pipeline stage that is not the last, or a final norm without weights (OLMo)
+    tied = (tied or bool(head)) and not any(tensor.is_lm_head for tensor in head)
+    tail = [tensor for tensor in head if tensor.of_lm_head or not norm_apart]
+    return Ends(tuple(table), (*table, *tail) if tied else tuple(tail), tied)
+
+
 def units_by_layer(
     tensors: Iterable[StoredTensor],
+    ends: Ends,
     *,
     ends_apart: bool = False,
     adapters_apart: bool = False,
     first_layer_without_gradient: bool = False,
-    tied: bool = False,
-    norm_apart: bool = False,
 ) -> list[Unit]:
     """A unit per decoder layer, and one or more for the rest: the root, which is gathered first and stays gathered; or,
     with `ends_apart`, the token table as one unit, final norm and lm_head as another (a single unit if they share the
     table), and a root with what is left. Returned in the order in which their forward ends; the root is last.
 
     `adapters_apart`: each adapter matrix is a unit of its own. `first_layer_without_gradient`: no input of the first layer
-    has a gradient. `tied`: the head uses the table, even if it has no tensor of its own. `norm_apart`: the final norm
-    belongs to the root.
+    has a gradient.
     """
     groups: dict[str, list[StoredTensor]] = {}
     for tensor in tensors:
         groups.setdefault(tensor.module, []).append(tensor)
-    embedding, head = (groups.pop(end, []) for end in ENDS)
-    layers: list[Unit] = []
-    for index, (name, group) in enumerate(groups.items()):
-        apart = [tensor for tensor in group if adapters_apart and tensor.path.name in ADAPTER_MATRICES]
-        layers += [Unit(f"{name}.{one.name}", (name,), (one,), operation=str(one.path)) for one in apart]
-        rest = [tensor for tensor in group if tensor not in apart]
-        layers.append(Unit(name, (name,), tuple(rest), reduces_at_end=first_layer_without_gradient and index == 0))
-    if not ends_apart:
-        root = Unit("root", ENDS, (*embedding, *head), stays_after_forward=True, reduces_at_end=True)
-        return [*layers, root]
-    table = [tensor for tensor in embedding if tensor.is_token_table]
-    left = [tensor for tensor in embedding if not tensor.is_token_table]
-    # a head without tensors: a pipeline stage that is not the last, or a final norm without weights (OLMo)
-    tied = (tied or bool(head)) and not any(tensor.is_lm_head for tensor in head)
-    if norm_apart:
-        left += [tensor for tensor in head if not tensor.of_lm_head]
-        head = [tensor for tensor in head if tensor.of_lm_head]
-    if tied:  # gathered for the embedding, whose input has no gradient
-        tail = Unit("tail", ENDS, (*table, *head), True, reduces_at_end=True, hook=Mark.LM_HEAD)
-        units = [*layers, tail]
-    else:
-        in_vain = first_layer_without_gradient
-        first = Unit("embedding", ENDS[:1], tuple(table), reduces_at_end=True, fetched_in_vain=in_vain)
-        tail = Unit("tail", ENDS[1:], tuple(head), True, hook=Mark.LM_HEAD)
-        units = [*([first] if table else []), *layers, *([tail] if head else [])]  # a pipeline stage may lack either
-    if left:
-        units.append(Unit("root", ENDS, tuple(left), stays_after_forward=True, reduces_at_end=True))
+    left = [tensor for name, group in groups.items() if name in ends.root for tensor in group]
+    units: list[Unit] = []
+    for name, group in ends.classes:
+        units.append(Unit(f"{name}.class", (name,), group, reduces_at_end=block_of(name) is Block.EMBEDDING))
+    layers = [name for name in groups if name not in ends.root]
+    for index, name in enumerate(layers):
+        apart = [tensor for tensor in groups[name] if adapters_apart and tensor.path.name in ADAPTER_MATRICES]
+        units += [Unit(f"{name}.{one.name}", (name,), (one,), operation=str(one.path)) for one in apart]
+        rest = [tensor for tensor in groups[name] if tensor not in apart]
+        units.append(Unit(name, (name,), tuple(rest), reduces_at_end=first_layer_without_gradient and index == 0))
+    if ends_apart:
+        units = _with_ends(units, ends, first_layer_without_gradient)
+    taken = {tensor for unit in units for tensor in unit.tensors}
+    left = [tensor for tensor in left if tensor not in taken]
+    if left or not ends_apart:
+        units.append(Unit("root", ends.root, tuple(left), stays_after_forward=True, reduces_at_end=True))
     return units
+
+
+def _with_ends(units: list[Unit], ends: Ends, first_layer_without_gradient: bool) -> list[Unit]:
+    """`units` and those of token table, final norm and lm_head."""
+    if ends.shares_table:  # gathered for the embedding, whose input has no gradient
+        return [*units, Unit("tail", ENDS, ends.tail, True, reduces_at_end=True, hook=Mark.LM_HEAD)]
+    in_vain = first_layer_without_gradient
+    first = Unit("embedding", ENDS[:1], ends.table, reduces_at_end=True, fetched_in_vain=in_vain)
+    modules = tuple(dict.fromkeys((ends.tail_begins, Block.HEAD.value)))
+    at_end = first_layer_without_gradient and block_of(ends.tail_begins) is Block.LAYER
+    tail = Unit("tail", modules, ends.tail, True, reduces_at_end=at_end, hook=Mark.LM_HEAD)
+    return [*([first] if ends.table else []), *units, *([tail] if ends.tail else [])]  # a pipeline stage may lack either

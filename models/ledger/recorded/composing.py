@@ -16,6 +16,7 @@ from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
 from peakcast.models.ledger.layouts import layout_of
 from peakcast.models.ledger.layouts.base import Layout
 from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_optimizer_step
+from peakcast.models.ledger.recorded.ends import ends_of
 from peakcast.models.ledger.recorded.parameters import described, recorded_parameters
 from peakcast.models.ledger.recorded.turns import RecordedModules
 from peakcast.models.ledger.tape.columns import WIDTH, Recording
@@ -23,7 +24,7 @@ from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, Run, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.models.ledger.tape.workspaces import training_workspaces
-from peakcast.models.recipes.depth import Deep, deepened, place_of
+from peakcast.models.recipes.depth import Deep, block_name, deepened, place_of
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH, HANDED_ON, PLACE, Ints, Visit
 from peakcast.timelines.timeline import Category, Phase, Timeline
@@ -42,7 +43,7 @@ def recipe_ledger(
     job = described(job, recipe)
     network, tensors = _Network(recipe, job), recorded_parameters(job, recipe)
     modules = RecordedModules(recipe.walk, network.deep, network.names, tensors)
-    layout = layout_of(job, tensors, (), rank, modules)
+    layout = layout_of(job, tensors, (), rank, modules, ends_of(recipe.walk, network.deep, network.names, tensors))
     layout.first_step = step == "first"
     hand_updates(job, layout, step)
     timeline = Step(hooks=layout)
@@ -74,7 +75,7 @@ class _Network:
         self.deep: Deep = deepened(recipe.walk, recipe.repeats, recipe.layers)
         raw = recipe.sizes.at(job.micro_batch_size, job.sequence_length)
         self.num_bytes: Ints = -(-raw // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
-        self.names = [_module(place, self.deep.num_places) for place in range(self.deep.num_places)]
+        self.names = [block_name(place, self.deep.num_places) for place in range(self.deep.num_places)]
         self.runs: list[list[Run]] = []
 
     def run(self, timeline: Step, layout: Layout, num_micro_batches: int) -> None:
@@ -222,10 +223,3 @@ def _head_marks(labels: Sequence[str]) -> dict[Mark, list[int]]:
     before belongs to the loss."""
     first = next((index for index, label in enumerate(labels) if label.startswith(PRODUCTS)), None)
     return {} if first is None else {Mark.LM_HEAD: [first]}
-
-
-def _module(place: int, num_places: int) -> str:
-    """The name of a place."""
-    if place % 2:
-        return f"layers.{place // 2}"
-    return "embedding" if place == 0 else "head" if place == num_places - 1 else f"between.{place}"

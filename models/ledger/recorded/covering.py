@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from peakcast.core.errors import near_misses
-from peakcast.core.findings import LESS, MORE, Finding, found
+from peakcast.core.findings import FAILS, LESS, MORE, Finding, found
 from peakcast.core.versions import release
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precision
@@ -13,6 +13,7 @@ from peakcast.jobs.images import sees_images
 from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.spec import Offload, TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
+from peakcast.models.ledger.recorded.ends import overlap
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.shelf import recipe_of, why_not
@@ -116,21 +117,61 @@ def _otherwise_placed(job: TrainingJob) -> tuple[Finding, ...]:
             "environment that has that (`peakcast record --python`)."
         )
         return (found(sentence, "versions"),)
+    if recipe is not None and _is_sharded(job):
+        return gathered_otherwise(job, recipe)
+    return ()
+
+
+def _is_sharded(job: TrainingJob) -> bool:
+    """Whether FSDP shards the network."""
     layout = job.parallelism
-    sharded = layout.num_replicas > 1 and layout.sharding != "none" and not layout.zero_stage
-    if recipe is not None and sharded and not recipe.walk.wrapped:
+    return layout.num_replicas > 1 and layout.sharding != "none" and not layout.zero_stage
+
+
+def gathered_otherwise(job: TrainingJob, recipe: Recipe) -> tuple[Finding, ...]:
+    """What FSDP gathers together otherwise than it is counted."""
+    name, layout = job.architecture.name, job.parallelism
+    ends_apart = layout.sharding != "fsdp1" and conventions(job).get("fsdp2_units") == "ends"
+    if overlap(recipe.walk) and ends_apart:
         sentence = (
-            f"{job.architecture.name!r} does not name its layers to FSDP (_no_split_modules), which gathers all of them at "
-            "once unless it is told their class; they are counted one by one."
+            f"FSDP2 fails for {name!r} as accelerate shards it: modules of several groups hold the weight of its token "
+            "embedding; use fsdp1, or name the layers' class alone (fsdp_transformer_layer_cls_to_wrap)."
+        )
+        return (found(sentence, "parallelism.sharding", effect=FAILS),)
+    if layout.sharding != "fsdp1" and not mixes_precision(job) and (kept := _kept_wider(recipe)):
+        sentence = (
+            f"FSDP2 fails for {name!r}: it shards weights of one dtype together, and {kept} stays in float32; use float32 "
+            "weights with bfloat16 compute (mixed precision)."
+        )
+        return (found(sentence, "precision.parameters", effect=FAILS),)
+    if any(group.role == "class" for group in recipe.walk.groups) and overlap(recipe.walk):
+        sentence = (
+            f"FSDP keeps the token embedding of {name!r} twice, in the group that its class makes (_no_split_modules) and "
+            "in the root for the lm_head; it is counted once."
         )
         return (found(sentence, "parallelism.sharding", effect=MORE),)
-    if recipe is not None and sharded and recipe.odd_ends:
+    if not recipe.walk.groups and not recipe.walk.wrapped:
         sentence = (
-            f"{job.architecture.name!r} has more weights outside its layers than an embedding, a norm and an lm_head; how "
+            f"{name!r} does not name its layers to FSDP (_no_split_modules), which gathers all of them at once unless it "
+            "is told their class; they are counted one by one."
+        )
+        return (found(sentence, "parallelism.sharding", effect=MORE),)
+    if not recipe.walk.groups and recipe.odd_ends:
+        sentence = (
+            f"{name!r} has more weights outside its layers than an embedding, a norm and an lm_head; how "
             f"sharding={layout.sharding!r} groups those is not known, and more may be gathered at a time."
         )
         return (found(sentence, "parallelism.sharding", effect=MORE),)
     return ()
+
+
+def _kept_wider(recipe: Recipe) -> str:
+    """A weight that trains in a wider dtype than others of its layer; "" if there is none."""
+    trained = [(module, name, size) for module, name, _, size, trains in recipe.walk.parameters if trains]
+    least: dict[str, int] = {}
+    for module, _, size in trained:
+        least[module] = min(size, least.get(module, size))
+    return next((name for module, name, size in trained if module.startswith("layers.") and size > least[module]), "")
 
 
 def recorded_with(job: TrainingJob) -> str:
@@ -140,6 +181,8 @@ def recorded_with(job: TrainingJob) -> str:
         return ""
     releases = " and ".join(f"{name} {version}" for name, version in recipe.versions.items() if name != "peft")
     sentence = f"the network's tensors are those that {releases} make, recorded without a GPU."
+    if _is_sharded(job) and recipe.walk.groups and not recipe.walk.wrapped:
+        sentence += " It does not name its layers to FSDP (_no_split_modules), which gathers all of them at once."
     if not job.images.per_sequence:
         return sentence
     each = (

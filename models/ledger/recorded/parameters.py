@@ -9,7 +9,7 @@ from peakcast.jobs.conventions import adapter_dtype, mixes_precision
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.recipes.depth import deepened
+from peakcast.models.recipes.depth import block_name, deepened
 from peakcast.models.recipes.recipe import Recipe
 
 
@@ -25,15 +25,14 @@ def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor,
     found: dict[str, list[tuple[str, tuple[int, ...], int, bool]]] = {}
     for module, name, shape, size, trains in recipe.walk.parameters:
         found.setdefault(module, []).append((name, shape, size, trains))
-    layers = recipe.layers
-    deep = deepened(recipe.walk, recipe.repeats, layers)
-    names = ["embedding", *(f"between.{place}" for place in range(2, recipe.walk.num_places - 1, 2))]
-    order = [(name, name) for name in names if name in found]
-    order += [(f"layers.{i}", f"layers.{int(deep.sources[2 * i + 1]) // 2}") for i in range(layers)]
+    deep = deepened(recipe.walk, recipe.repeats, recipe.layers)
+    before, after = recipe.walk.num_places, deep.num_places
+    order = [(block_name(place, after), block_name(source, before)) for place, source in enumerate(deep.sources.tolist())]
+    order.sort(key=lambda names: (names[0] == "head", names[0].startswith("layers.")))  # ends and what is between, layers
     stored, used = (int(DTYPE_BYTES[one]) for one in (job.precision.parameters, gathered_dtype(job)))
     adapters = int(DTYPE_BYTES[adapter_dtype(job)])
     tensors = []
-    for module, source in [*order, ("head", "head")]:
+    for module, source in order:
         for name, shape, size, trains in found.get(source, []):
             own = stored if size == used else size  # what the library keeps in fp32 stays in fp32
             if ".lora_" in name:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.zero3_visits import Course, Module, Pass, Passage, Turn
-from peakcast.models.recipes.depth import Deep
+from peakcast.models.recipes.depth import Deep, deep_names
 from peakcast.models.recipes.walk import Visit, Walk
 
 
@@ -25,6 +25,10 @@ class RecordedModules:
         self._places = {name: place for place, name in enumerate(names)}
         self._sources = deep.sources.tolist()
         self._weights = {(t.module, t.name): t for t in tensors}
+        for short, there in deep_names(walk, deep).items():  # what is between blocks has another number in the short walk
+            if not short.startswith("layers."):
+                self._weights |= {(short, t.name): t for t in tensors if t.module == there}
+        """By block and name."""
         self.tensors: dict[str, list[StoredTensor]] = {name: [] for name in names}
         """The tensors of each block."""
         for tensor in tensors:

@@ -78,6 +78,29 @@ def test_what_a_walk_shows_to_change_nothing_is_free_and_thresholds_are_not(know
     assert kind.values(job(sliding_window=4096)) is None
 
 
+class Positioned(Wide):
+    """A library whose network has a table of positions, and takes no longer sequences."""
+
+    def __call__(
+        self, layers: int | None, batch: int, length: int, steps: int = 2, changes: Mapping[str, Any] | None = None
+    ) -> Walk:
+        positions = (changes or {}).get("network.max_position_embeddings", 768)
+        if length > positions:
+            raise CollectorError("too long")
+        made = super().__call__(layers, batch, length, steps, changes)
+        return replace(made, parameters=(*made.parameters, ("embedding", "positions", (positions, 64), 2, True)))
+
+
+def test_narrower_networks_have_as_many_positions_as_the_recorded_one() -> None:
+    library, asked = Positioned(8), job(max_position_embeddings=768)
+    recipe = recorded(library, (2, 512), 768)
+    kind = kind_of(library, recipe, asked, {})
+    assert kind is not None
+    assert "network.max_position_embeddings" in kind.widths.keys
+    assert kind.values(job(max_position_embeddings=768, hidden_size=256, num_attention_heads=4)) is not None
+    assert kind.values(job(max_position_embeddings=512, hidden_size=256, num_attention_heads=4)) is None
+
+
 def test_another_width_and_depth_has_the_sizes_of_its_own_walk(known: tuple[Kind, Recipe]) -> None:
     kind, recipe = known
     other = {"hidden_size": 1280, "num_attention_heads": 20, "num_key_value_heads": 4}
