@@ -38,6 +38,7 @@ class Session:
         import torch
 
         from peakcast.collectors.dryrun import (
+            byte_pieces,
             byte_tokenizers,
             gpu,
             graphs,
@@ -65,6 +66,7 @@ class Session:
         programs.install(Path(asked["folder"]), device, gpu.name_of(device), asked["ranks_per_node"])
         token_files.TokenFiles(self.overlay, self.notes).install()
         byte_tokenizers.install(self.notes)
+        byte_pieces.install(self.notes)
         patches.install()
         ranks.install(asked["rank"], asked["world_size"], tracer.name)
         Stages(asked).install()

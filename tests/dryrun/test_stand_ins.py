@@ -64,3 +64,22 @@ def test_an_encoding_that_cannot_be_fetched_has_as_many_tokens():
         assert made.decode(made.encode("words and words")) == "words and words"
     assert Library.encoding_for_model("gpt-4o-mini").n_vocab == 200019
     assert len(notes.findings) == 3
+
+
+def test_a_sentencepiece_model_that_is_not_here_has_the_number_of_pieces_in_its_name():
+    from peakcast.collectors.dryrun import byte_pieces
+    from peakcast.collectors.dryrun.noted import Notes
+
+    class Pieces(byte_pieces.Pieces):
+        notes = Notes()
+
+    model = Pieces(model_file="data/tokenizers/fineweb_1024_bpe.model")
+    assert model.vocab_size() == model.GetPieceSize() == len(model) == 1024
+    ids = model.encode("words and wörds", add_bos=True)
+    assert ids == [model.bos_id(), *model.EncodeAsIds("words and wörds")]
+    assert model.decode(ids) == "words and wörds"
+    kinds = [(model.is_control(one) or model.is_unknown(one), model.is_byte(one)) for one in range(1024)]
+    assert (sum(control for control, _ in kinds), sum(byte for _, byte in kinds)) == (3, 256)
+    assert len({model.id_to_piece(one) for one in range(1024)}) == 1024
+    assert len(Pieces(model_file="tokenizer.model")) == 32_000
+    assert [finding.code for finding in Pieces.notes.findings] == ["script_part_skipped"] * 2
