@@ -25,10 +25,10 @@ MOST_BATCHES = 8
 """Most batches of one evaluation of the Trainer."""
 
 
-QUICK, MOST_STEPS, MOST_SECONDS = 10, 24, 30.0
+QUICK, MOST_STEPS, MOST_SECONDS = 10, 24, 60.0
 """If an evaluation comes after the required steps, further steps are followed to reach it: at most MOST_STEPS of them, for
-at most MOST_SECONDS, and only while each takes less than 1/QUICK of the time of those before, in which compiling took
-place."""
+at most MOST_SECONDS of the process's own time, and only while each takes less than 1/QUICK of the time of those before, in
+which compiling took place."""
 
 
 @dataclass

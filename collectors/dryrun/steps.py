@@ -46,8 +46,9 @@ class ScriptSteps:
         self._parameters: dict[int, str] = {}
         self._depth = 0
         self._stepped = False
-        self._ended = [time.monotonic()]
-        """Times at which the script began and each step ended, in seconds."""
+        self._ended = [time.process_time()]
+        """Times of this process (not the machine's, which may be busy) at which the script began and each step ended, in
+        seconds."""
         self._backwards = 0
         self._has_gradients = False
 
@@ -174,7 +175,7 @@ class ScriptSteps:
         start = self.spans[-1][1] if self.spans else 0
         self.spans.append((start, self.tracer.now))
         self.lengths.end_step()
-        self._ended.append(time.monotonic())
+        self._ended.append(time.process_time())
         self._stepped = self._has_gradients = False
         self.micro_batches, self._backwards = self._backwards, 0
 
