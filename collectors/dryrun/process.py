@@ -100,6 +100,7 @@ def run(
         "skip_evaluation": skip_evaluation,
         "lengths_change": lengths is not None and lengths[0] < lengths[1],
         "memory_bytes": limits.memory_bytes,
+        "seconds": limits.seconds,
     }
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="peakcast-dryrun-") as name:

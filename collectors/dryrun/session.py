@@ -55,6 +55,7 @@ class Session:
         from peakcast.collectors.dryrun.kernel_packages import KernelPackages
         from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
+        from peakcast.collectors.dryrun.patience import Patience
         from peakcast.collectors.dryrun.pipelines import Stages
         from peakcast.collectors.tracing import inductor, patches
 
@@ -80,7 +81,7 @@ class Session:
         evaluations = Evaluations(tracer, self.notes, skip=asked["skip_evaluation"])
         evaluations.install()
         mode = self.mode = values.ScriptMode(self.notes, own)
-        self.steps = self.follow(tracer, self.finish, lengths, evaluations)
+        self.steps = self.follow(tracer, self.finish, lengths, evaluations, Patience(asked["seconds"]))
         self.steps.follow()
         values.install(mode)
         with inductor.when_asked(tracer), mode, tracer, torch.autograd.set_multithreading_enabled(False):
