@@ -31,7 +31,12 @@ from peakcast.collectors.tracing.fake_cuda import COMPUTE_CAPABILITY
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.collectors.tracing.triton_stub import find_stubs
 
-PROPERTIES = types.SimpleNamespace(
+
+class DeviceProperties(types.SimpleNamespace):
+    """What `torch.cuda.get_device_properties` gives. A type of its own: compiled code may have it as a constant."""
+
+
+PROPERTIES = DeviceProperties(
     name="NVIDIA A100-SXM4-80GB",
     major=COMPUTE_CAPABILITY[0],
     minor=COMPUTE_CAPABILITY[1],
@@ -213,7 +218,9 @@ def forget_flex_attention() -> None:
 
 
 def _answer_for_the_gpu() -> None:
+    from torch._dynamo import utils as dynamo_utils
     from torch._dynamo.device_interface import CudaInterface
+    from torch._dynamo.variables import torch as in_graph
 
     cuda, answers = torch.cuda, torch._C._dynamo.guards
     replaced: dict[str, Any] = {
@@ -229,6 +236,10 @@ def _answer_for_the_gpu() -> None:
         setattr(cuda, name, answer)
         if hasattr(CudaInterface, name.removeprefix("_")):
             setattr(CudaInterface, name.removeprefix("_"), staticmethod(answer))
+    # what Dynamo folds of torch's own functions, it folds of those in their place
+    folded = ("get_device_properties", "current_device", "is_available", "is_initialized")
+    in_graph.constant_fold_functions.update(dict.fromkeys(getattr(cuda, name) for name in folded))
+    dynamo_utils.common_constant_types.add(DeviceProperties)
     cuda.default_generators = (_Generator(),)
     cuda._DeviceGuard = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
