@@ -17,6 +17,7 @@ from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.core.units import format_gib
 
 CODE, PARAMETER = "script_part_skipped", "evaluation"
+LATER = "the script evaluates after the steps that were followed, and what that takes is not counted."
 TRAINER_STEP = 2
 """After this step transformers' Trainer evaluates, if it evaluates at all, so that the third step runs with what the
 evaluation has left in memory."""
@@ -73,6 +74,8 @@ class Evaluations:
         """Sentences about what was counted, once everything has run. An evaluation that is to be skipped is removed from
         the tracer. `trained`: the `id`s of the parameters that optimizers have."""
         found = [one for one in self._seen if any(id(parameter) in trained for parameter in one.network.parameters())]
+        if self.come_later:
+            self._notes.add(CODE, PARAMETER, LATER, "more")
         if not found:
             return ()
         places = " and ".join(dict.fromkeys(one.place for one in found))
