@@ -18,7 +18,7 @@ QUICK, MOST_SECONDS = 10, 60.0
 """Steps towards an evaluation are followed for at most MOST_SECONDS, no longer than the first ones took, and only while
 each takes less than 1/QUICK of their time, in which compiling took place. All by the time of this process: the machine may
 be busy."""
-MOST_STEPS, SHARE = 48, 0.4
+MOST_STEPS, SHARE = 48, 0.6
 """In any case at most MOST_STEPS more steps are followed, and until this share of the time limit has passed."""
 
 

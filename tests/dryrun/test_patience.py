@@ -48,4 +48,4 @@ def test_an_evaluation_is_waited_for_while_steps_are_quick(follow):
 
 
 def test_a_share_of_the_time_limit_ends_it_in_any_case(follow):
-    assert follow([COMPILES] * 99, limit=240.0) == 5  # of 20 s each; 0.4 of the limit are 96 s
+    assert follow([COMPILES] * 99, limit=160.0) == 5  # of 20 s each; 0.6 of the limit are 96 s
