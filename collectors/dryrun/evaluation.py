@@ -68,7 +68,7 @@ class Evaluations:
     @property
     def come_later(self) -> bool:
         """Whether the script has an evaluation that has not begun yet."""
-        return not self._skip and not self._seen and ".eval()" in _text_of_script()
+        return not self._skip and not self._seen and ".eval()" in text_of_script()
 
     def said(self, trained: set[int]) -> tuple[str, ...]:
         """Sentences about what was counted, once everything has run. An evaluation that is to be skipped is removed from
@@ -153,7 +153,8 @@ def _evaluates(network: torch.nn.Module) -> bool:
     return not torch.is_grad_enabled() and not all(part.training for part in network.modules())
 
 
-def _text_of_script() -> str:
+def text_of_script() -> str:
+    """The text of the program that was started; "" if it is in no file."""
     try:
         return Path(sys.argv[0]).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -43,6 +43,7 @@ class Session:
             gpu,
             graphs,
             lightning_launch,
+            older_torch,
             outside,
             pretrained,
             programs,
@@ -69,6 +70,7 @@ class Session:
         byte_tokenizers.install(self.notes)
         byte_pieces.install(self.notes)
         patches.install()
+        older_torch.install(asked.get("torch"))
         ranks.install(asked["rank"], asked["world_size"], tracer.name)
         Stages(asked).install()
         outside.install(self.notes)
@@ -128,6 +130,8 @@ class Session:
         from torch.utils._python_dispatch import _disable_current_modes
 
         from peakcast.collectors.dryrun.described import described
+        from peakcast.collectors.dryrun.evaluation import text_of_script
+        from peakcast.collectors.dryrun.older_torch import say
 
         with _disable_current_modes():
             seen = described(self.steps, self.question)
@@ -135,6 +139,7 @@ class Session:
             timelines = self.steps.timelines()
         if remark := self.steps.lengths.remark():
             self.notes.add("script_part_skipped", "lengths", remark)
+        say(self.notes, self.question.get("torch"), text_of_script(), autocast=self.steps.autocast is not None)
         answer = {
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
             "job": seen.job,

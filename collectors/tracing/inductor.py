@@ -58,7 +58,7 @@ NEED_A_GPU = {
     "coordinate_descent_tuning": False,
     "triton.cudagraphs": False,
 }
-"""Options of Inductor that choose by timing kernels, or record CUDA graphs, switched off, however a script asks for them."""
+"""Options of Inductor that choose by timing kernels, or record CUDA graphs, switched off however a script asks for them."""
 
 
 class _OnCpu(TorchDispatchMode):  # type: ignore[misc]

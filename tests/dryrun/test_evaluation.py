@@ -100,8 +100,12 @@ def test_an_evaluation_that_was_not_reached_is_said(monkeypatch):
     from peakcast.collectors.dryrun.noted import Notes
     from peakcast.collectors.tracing.tracer import Tracer
 
-    for text, skip, expected in (("model.eval()", False, ["more"]), ("model.eval()", True, []), ("model.train()", False, [])):
-        monkeypatch.setattr(evaluation, "_text_of_script", lambda text=text: text)
+    for text, skip, expected in (
+        ("model.eval()", False, ["more"]),
+        ("model.eval()", True, []),
+        ("model.train()", False, []),
+    ):
+        monkeypatch.setattr(evaluation, "text_of_script", lambda text=text: text)
         notes = Notes()
         evaluation.Evaluations(Tracer(), notes, skip=skip).said(set())
         assert [finding.direction for finding in notes.findings] == expected
