@@ -37,10 +37,27 @@ class Miss:
         summary = summarise(self.cells)
         value, asked = shown(self.aim, summary), self.aim.asked
         if not self.behind:  # bars are wider than needed
-            return [self.of, self.aim.figure, value, asked, "–", f"architectures: bars rest on {summary.num_architectures}"]
+            return [self.of, self.aim.figure, value, asked, "–", self._why_wide(summary)]
         found = [(finding.name if finding else UNKNOWN, len(cells)) for finding, cells in causes(self.behind)]
         reasons = "; ".join(f"{name} ({count})" for name, count in found)
         return [self.of, self.aim.figure, value, asked, str(len(self.behind)), reasons]
+
+    def _why_wide(self, summary: Summary) -> str:
+        """Why bars are wider than these rows need. Most rows are of architectures that are predicted exactly, so that any
+        bar covers them; what a new architecture may expect is the share of each architecture's rows, averaged."""
+        rest = f"architectures: bars rest on {summary.num_architectures}"
+        if self.aim.figure != "coverage":
+            return rest
+        mean = percent(coverage_by_architecture(self.cells), 0)
+        return f"{rest}; of an architecture's rows they cover {mean} in the mean"
+
+
+def coverage_by_architecture(cells: Iterable[Scored]) -> float:
+    """The share of an architecture's rows that lie in their bars, averaged over architectures. A fraction."""
+    rows: dict[str, list[Scored]] = {}
+    for cell in cells:
+        rows.setdefault(cell.architecture, []).append(cell)
+    return sum(summarise(own).coverage for own in rows.values()) / len(rows)
 
 
 def shown(aim: Aim, summary: Summary) -> str:

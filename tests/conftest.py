@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import importlib.util
 import logging
 import os
 import tempfile
@@ -74,6 +75,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if _computes_alone(item.path) and NEVER_FAST.isdisjoint(mark.name for mark in item.iter_markers()):
             item.add_marker("fast")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips what needs another project's package, by its name, where that is not installed."""
+    for mark in item.iter_markers("needs"):
+        for package in mark.args:
+            if importlib.util.find_spec(package) is None:
+                pytest.skip(f"{package} is not installed")
 
 
 @pytest.fixture(scope="session")

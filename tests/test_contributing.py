@@ -85,8 +85,8 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-LONGEST = ("Add a model family", "Add an optimizer", "Add a published source")
-"""The first two record and trace networks, the last imports every table again."""
+LONGEST = ("Add a model family", "Add an optimizer", "Add a published source", "Add a config dialect")
+"""The first two record and trace networks, the third imports every table, the last asks all dialects of every file."""
 TITLES = [pytest.param(title, marks=[pytest.mark.whole] * (title in LONGEST)) for title in EXAMPLES]
 
 

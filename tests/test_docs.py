@@ -25,10 +25,18 @@ README = ROOT / "README.md"
 TEXT = README.read_text(encoding="utf-8")
 REFRESH = "python -P -m peakcast.reports.readme FILE refreshes it"
 PAGES = {path.name: path for path in (README, *sorted((ROOT / "docs").glob("*.md")))}
-LONGEST = "dryrun.md"
+RUNS_SCRIPTS = "dryrun.md"
 """Its commands run whole training scripts, and each needs what the one before has written."""
+TRACES = re.compile(r"PEAKCAST_RECIPES=recipes|peakcast (explain|replay) .*--(trace|module)")
+"""Commands that record a network or use what was recorded, and those that trace a step: other tests hold the answers
+against traces; here they take as long as all other commands together."""
 SHOWN = [
-    pytest.param(page, *pair, id=f"{page}: {pair[0][:60]}", marks=[pytest.mark.whole] * (page == LONGEST))
+    pytest.param(
+        page,
+        *pair,
+        id=f"{page}: {pair[0][:60]}",
+        marks=[pytest.mark.whole] * (page == RUNS_SCRIPTS or bool(TRACES.search(pair[0]))),
+    )
     for page, path in PAGES.items()
     for pair in commands(path.read_text(encoding="utf-8"))
 ]

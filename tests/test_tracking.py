@@ -299,6 +299,7 @@ def started(folder, what):
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
+@pytest.mark.whole
 def test_three_trackers_start_together_on_a_store_that_is_not_there(tmp_path):
     processes = [started(tmp_path / "store", "log") for _ in range(3)]
     told = [process.communicate(timeout=180) for process in processes]

@@ -77,4 +77,7 @@ def main(arguments: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except Exception as error:  # torchrun's own last lines do not say why a rank ended
+        sys.exit(f"peakcast: rank {gang.rank()}: {type(error).__name__}: {' '.join(str(error).split())}")

@@ -24,6 +24,8 @@ from peakcast.core.fields import FrozenMapping
 
 FIRST_USES, COMMUNICATORS = "peakcast.collectors.measure.first_uses", "peakcast.collectors.measure.communicators"
 INSTALL = "torch is not installed here; install it with its CUDA build: pip install 'peakcast[collect]'."
+OWN = "peakcast: "
+"""How the programs' own sentences begin on standard error."""
 
 Probe = Callable[[str, int, float], Mapping[str, Any]]
 """`probe(module, num_ranks, timeout_seconds)`: runs a program of this package on so many ranks, returns what it found."""
@@ -112,5 +114,12 @@ def _run(command: Sequence[str], module: str, timeout_seconds: float) -> None:
         )
     if "No module named 'torch'" in said:
         raise CollectorError(INSTALL, parameter="constants")
-    last = next((line.strip() for line in reversed(said.splitlines()) if line.strip()), "it said nothing")
-    raise CollectorError(f"{module} ended with exit code {ended.returncode}: {last[:300]}", parameter="constants")
+    raise CollectorError(f"{module} ended with exit code {ended.returncode}: {_cause(said)[:300]}", parameter="constants")
+
+
+def _cause(said: str) -> str:
+    """Why a program ended, of what it `said`: its own sentence, of several ranks' the first, because the others fail by it;
+    otherwise the last line with words, which torchrun's are not (a rule of ====)."""
+    lines = [line.strip() for line in said.splitlines() if any(map(str.isalpha, line))]
+    own = (line.removeprefix(OWN) for line in lines if line.startswith(OWN))
+    return next(own, lines[-1] if lines else "it said nothing")

@@ -32,6 +32,10 @@ TOKENS = 8192
 VOCABULARY = 32_000
 BACKENDS = {0: "math", 1: "flash", 2: "efficient", 3: "cudnn", -1: "none"}
 """Codes of torch._fused_sdp_choice (torch 2.13 aten/src/ATen/SDPBackend.h)."""
+BUSY = (
+    "another process had memory on the GPU before the first reading: what it took or freed since is counted in; read again "
+    "when the GPU is idle."
+)
 
 Step = Callable[[str], Any]
 
@@ -162,19 +166,23 @@ def first_uses(device: str, growth: Growth, steps: dict[str, Step] = STEPS) -> l
     """The figures of each of `steps`, one mapping per step; a step that failed has none."""
     found: list[dict[str, Any]] = []
     for name, step in steps.items():
-        before = _allocated()
         try:
+            before = _allocated()
             step(device)
+            peak = _peak()  # waits for the GPU, which tells only then what went wrong in a kernel
         except Exception as error:  # libraries raise errors of any class
-            found.append({"step": name, "reason": f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]})
+            found.append({"step": name, "reason": _reason(error)})
             growth.mark(f"{name} (failed)")
             continue
-        peak = _peak()
         gc.collect()
         kept = _allocated() - before
         taken = {"kept_bytes": kept, "temporary_bytes": peak - before - kept}
         found.append({"step": name, "outside_bytes": growth.mark(name), **taken})
     return found
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())}"[:300]
 
 
 def _allocated() -> int:
@@ -209,19 +217,27 @@ def main(arguments: list[str]) -> int:
 
     probes.require_gpu()
     nvml = Nvml()
-    growth = Growth(nvml.used_bytes, torch.cuda.memory_reserved, nvml.settled_bytes())
+    idle, busy = nvml.settled_bytes(), nvml.is_in_use()
+    growth = Growth(nvml.used_bytes, torch.cuda.memory_reserved, idle)
     probes.open_context()
     nvml.check(probes.cuda_uuid())
     context = growth.mark("context")
+    steps = first_uses("cuda", growth)
+    remarks = [*([BUSY] if busy else []), *nvml.remarks(nvml.processes())]
+    attention: list[dict[str, Any]] = []
+    try:
+        attention = chosen_attention("cuda")
+    except Exception as error:  # a torch that takes other arguments, or a step that has lost the context
+        remarks.append(f"the choice of attention kernels was not read: {_reason(error)}")
     answer = {
         **probes.cuda_environment(),
         "versions": probes.versions(),
         "driver": nvml.driver(),
         "num_gpus": torch.cuda.device_count(),
         "context_bytes": context,
-        "steps": first_uses("cuda", growth),
-        "attention": chosen_attention("cuda"),
-        "nvml": nvml.remarks(nvml.processes()),
+        "steps": steps,
+        "attention": attention,
+        "nvml": remarks,
     }
     replace_file(Path(arguments[0]), json.dumps(answer, indent=1).encode())
     return 0

@@ -62,6 +62,11 @@ LAYER_WISE_LAYOUT = "2026-05-21"
 """Day of the first value with the shard-aligned layout of the layer-wise optimizer. Values of 9 May fit the earlier layout,
 as do releases before 0.18, which is main's number on both days (convention `use_layer_wise_param_layout`)."""
 
+PREDICTIONS_END_WITH_LOSS = "2026-01-30"
+"""Day of the first value without the logits of the last token predicted ahead beside the last ones (pull request 2363,
+which makes their loss a function). Main was still called 0.16: first steps of fine_grained_offloading on GB200 (0.16) and,
+in April, on H100 (0.18) peak at the same byte; release 0.16.1 keeps them (convention `predicted_logits_outlive_loss`)."""
+
 FSDP_OF_TODAY = "2026-01-01"
 """Values of Megatron-FSDP before this day are of older code, which main ran while it was called 0.16: their first steps do
 not have optimizer states yet, all later ones do (convention `fsdp_reduces_each_gradient`)."""
@@ -175,6 +180,8 @@ def _as_of_its_day(translation: Translation, day: str) -> Translation:
     then = {"saves_batches_on_gpu": SAVED_BATCHES[0] <= day <= SAVED_BATCHES[1]}
     if job.optimizer.name == "muon":
         then["use_layer_wise_param_layout"] = day >= LAYER_WISE_LAYOUT
+    if job.architecture.num_nextn_predict_layers:
+        then["predicted_logits_outlive_loss"] = day < PREDICTIONS_END_WITH_LOSS
     if job.framework_options.get("use_megatron_fsdp"):
         then["fsdp_reduces_each_gradient"] = day >= FSDP_OF_TODAY
     held = conventions(job)

@@ -164,7 +164,7 @@ def balance(rows: int, shares: int, dispatcher: str) -> None:
     synchronize = kind._maybe_dtoh_and_synchronize
 
     def synchronized(dispatcher: Any, point: str, tokens_per_expert: Any = None) -> Any:
-        """What comes from each of the ranks that split an expert is everything, not a share."""
+        """Each rank among which an expert is split sends all its rows. (A fake exchange would give each a share.)"""
         tokens_per_expert = synchronize(dispatcher, point, tokens_per_expert)
         if isinstance(dispatcher.output_splits_tp, np.ndarray):
             dispatcher.output_splits_tp = np.full(len(dispatcher.output_splits_tp), rows, dtype=np.int64)

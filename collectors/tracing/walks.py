@@ -325,6 +325,8 @@ _WAYS = {
     "target_modules": "name the adapted layers (finetuning.targets), such as all-linear, or ask with your script",
     "pixel_values": "it takes no step without images: give images.per_sequence and images.height, or ask with your script",
     "scalar type": "it mixes dtypes: try float32 weights (precision.parameters), or ask with your script",
+    "_attention'": "a layer without keys of its own reuses those of an earlier layer of its kind: give layer_types such a "
+    "layer, or change num_kv_shared_layers",
     "dtype": "its dtypes do not fit: try float32 weights (precision.parameters), or ask with your script",
 }
 """Words in an error message of a library -> what the user can do."""

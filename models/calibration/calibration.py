@@ -28,7 +28,7 @@ from peakcast.models.calibration.strict import WAY_OUT, number, read, text
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
-SCHEMA_VERSION = 5
+SCHEMA_VERSION = 6
 MAX_FILE_BYTES = 16 * 2**20
 """A calibration has some hundred kB; a larger file is refused before it is parsed."""
 

@@ -6,11 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from peakcast.answers.prediction import QUANTITIES
 from peakcast.core.errors import CalibrationError
 from peakcast.measurements.records import Measurement
 from peakcast.models.calibration.calibration import Calibration, QuantityCalibration
 from peakcast.models.calibration.domain import Domain
+from peakcast.models.calibration.evidence import evidence_weights, number_of
 from peakcast.models.calibration.features import of_quantity
 from peakcast.models.calibration.intervals import MIN_ARCHITECTURES, Intervals
 from peakcast.models.calibration.regressors import Regressor, candidates
@@ -135,7 +138,8 @@ def fit_quantity(
         for i, guess in enumerate(split.guesses.tolist())
         if not rows[i].censored or ratios[i] > guess
     ]
-    spread = Spread(quantity).fit([h.terms for h in held], [h.missed for h in held], _balanced(held))
+    evidence = evidence_weights(number_of([h.unit for h in held]), np.array([h.weight for h in held]))
+    spread = Spread(quantity).fit([h.terms for h in held], [h.missed for h in held], evidence)
     intervals = Intervals().fit(
         [h.missed for h in held],
         [h.unit for h in held],
@@ -173,14 +177,6 @@ class _Held:
 def _units(rows: Sequence[Sample]) -> tuple[list[str], list[str]]:
     """The unit of each row in each split of `Residual`, [rows]."""
     return [sample.architecture for sample in rows], [sample.row.project for sample in rows]
-
-
-def _balanced(held: Sequence[_Held]) -> list[float]:
-    """Weights with which a unit of n rows counts as much as √n rows, because many rows of one unit say much the same."""
-    sizes: dict[str, float] = {}
-    for row in held:
-        sizes[row.unit] = sizes.get(row.unit, 0.0) + row.weight
-    return [row.weight / max(sizes[row.unit], 1.0) ** 0.5 for row in held]
 
 
 def mean_by_architecture(

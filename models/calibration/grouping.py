@@ -65,11 +65,8 @@ def feed_forward_of(job: TrainingJob) -> str:
     return "experts" if job.architecture.moe else "dense"
 
 
-def bar_groups(job: TrainingJob, allocated_bytes: int) -> tuple[str, ...]:
-    """Groups whose residuals may set the error bar of `job`, finest first, each contained in the next: framework, layout,
-    feed-forward and size; without the size; framework, whether it is parallel at all, and feed-forward; feed-forward;
-    everything."""
-    kind, layout = feed_forward_of(job), layout_of(job.parallelism)
-    coarse = "single" if layout == "single" else "parallel"
-    own = f"{job.framework}/{layout}/{kind}"
-    return (f"{own}/{size_of(allocated_bytes)}", own, f"{job.framework}/{coarse}*/{kind}", kind, EVERYTHING)
+def bar_groups(job: TrainingJob) -> tuple[str, ...]:
+    """Groups whose residuals may set the error bar of `job`, finest first: jobs like it with experts or without, and all.
+    Finer ones (framework, layout, size) have a few architectures each, mostly exact ones; what makes errors large is in the
+    expected error (`spread.py`)."""
+    return (feed_forward_of(job), EVERYTHING)

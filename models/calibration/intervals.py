@@ -5,10 +5,8 @@ predicted it, divided by the error to be expected of it (`spread.py`): normalise
 2008). A bar is a quantile of the scores of rows like the job, with a finite-sample correction: the new row counts as one
 more row with an unknown, possibly infinite score. numpy only.
 
-Rows of one architecture are not independent evidence. A row of an architecture with n rows has the weight 1 / (1 + (n −
-1)·ρ), where ρ is the correlation of scores within an architecture (the design effect of cluster sampling, Kish 1965). So:
-- ρ = 0, or one row each: split conformal prediction with (n + 1)(1 − α) (Vovk et al. 2005; digit for digit crepes, MAPIE);
-- ρ = 1: each architecture is one unit, with K + 1 of them (hierarchical conformal prediction, Lee, Barber & Willett 2023).
+Rows of one architecture are not independent evidence, and weigh less the more there are (`evidence.py`). With one row of
+each this is split conformal prediction with (n + 1)(1 − α) (Vovk et al. 2005; digit for digit crepes, MAPIE).
 
 Rows were themselves predicted from outside: without their architecture or source, their layout, size, framework and
 versions may have been unseen too. How far outside they were is part of the expected error, so a job inside the domain does
@@ -27,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.core.errors import CalibrationError
+from peakcast.models.calibration.evidence import evidence_weights, number_of
 from peakcast.models.calibration.strict import flag, number, read
 
 COVERAGE = 0.90
@@ -34,12 +33,7 @@ COVERAGE = 0.90
 UPPER_COVERAGE = 0.95
 """Nominal coverage of the one-sided upper bound."""
 MIN_GROUP_ROWS = 20
-"""With fewer effective rows, the next larger group sets a group's bar: the one-sided 95 % quantile needs 19. With the usual
-correlation it is about 40 plain rows, the threshold that kept the worst group's coverage at 0.900 over 40 seeds of
-synthetic data (ecosystem study, 2026-11-21)."""
-FEW_ROWS = 40
-"""Below this, in effective rows, the finite-sample correction asks for one of the largest scores or for none at all: the
-one-sided 95 % quantile of 40 is their 39th. Then the narrower of it and `parametric_bound` is the bar."""
+"""With fewer effective rows, the next larger group sets a group's bar: the one-sided 95 % quantile needs 19."""
 MIN_ARCHITECTURES = 3
 """With fewer architectures no bar can be learned, because nothing shows how architectures differ."""
 
@@ -56,12 +50,10 @@ class Bar:
     num_rows: int
     num_architectures: int
     effective_rows: float
-    """How many independent rows the group's rows are worth."""
-    correlation: float
-    """ρ, the correlation of scores within an architecture, from 0 to 1."""
+    """How many independent rows the group's rows are worth: the sum of their weights."""
     parametric: bool = False
-    """Whether the effective rows are fewer than FEW_ROWS: the bar is then the narrower of their quantile and a Student t
-    bound (`parametric_bound`)."""
+    """Whether they are too few for one of the two quantiles, in whose place there is a Student t bound
+    (`parametric_bound`)."""
 
 
 class Intervals:
@@ -94,8 +86,7 @@ class Intervals:
         if expected is not None:
             scores = scores / np.asarray(expected, dtype=np.float64)
         counts = np.ones(len(scores)) if weights is None else np.asarray(weights, dtype=np.float64)
-        units = np.unique(np.asarray(architectures, dtype=object).astype(str), return_inverse=True)[1]
-        self.bars_ = self._learn(scores, units, counts, groups)
+        self.bars_ = self._learn(scores, number_of(architectures), counts, groups)
         return self
 
     def _learn(
@@ -127,23 +118,21 @@ class Intervals:
         num_architectures = len(np.unique(units))
         if num_architectures < MIN_ARCHITECTURES:
             return None
-        rho = within_correlation(np.abs(scores), units)
-        weights = effective_weights(units, counts, rho)
+        weights = evidence_weights(units, counts)
         half_width = conformal_quantile(np.abs(scores), weights, self.coverage)
         upper = conformal_quantile(scores, weights, self.upper_coverage)
-        effective = float(weights.sum())
-        parametric = effective < FEW_ROWS or not (math.isfinite(half_width) and math.isfinite(upper))
-        if parametric:
-            half_width = min(half_width, parametric_bound(np.abs(scores), units, counts, self.coverage, tails=2))
-            upper = min(upper, parametric_bound(scores, units, counts, self.upper_coverage, tails=1))
+        few = not math.isfinite(upper)  # the higher level needs more rows
+        if not math.isfinite(half_width):
+            half_width = parametric_bound(np.abs(scores), units, counts, self.coverage, tails=2)
+        if few:
+            upper = parametric_bound(scores, units, counts, self.upper_coverage, tails=1)
         return Bar(
             half_width=half_width,
             upper=upper,
             num_rows=len(scores),
             num_architectures=num_architectures,
-            effective_rows=effective,
-            correlation=rho,
-            parametric=parametric,
+            effective_rows=float(weights.sum()),
+            parametric=few,
         )
 
     def to_mapping(self) -> dict[str, Any]:
@@ -187,7 +176,6 @@ def _bars_from_mapping(mapping: object, where: str) -> dict[str, Bar]:
             num_rows=int(number(values["num_rows"], "num_rows", low=0)),
             num_architectures=int(number(values["num_architectures"], "num_architectures", low=0)),
             effective_rows=number(values["effective_rows"], "effective_rows", low=0),
-            correlation=number(values["correlation"], "correlation", low=0, high=1),
             parametric=flag(values["parametric"], "parametric"),
         )
     return bars
@@ -204,36 +192,6 @@ def conformal_quantile(scores: Floats, weights: Floats, level: float) -> float:
     needed = level * (float(weights.sum()) + 1.0)
     at = int(np.searchsorted(reached, needed - 1e-9 * (1 + needed)))
     return float(scores[order][at]) if at < len(scores) else math.inf
-
-
-def effective_weights(units: npt.NDArray[np.int64], counts: Floats, rho: float) -> Floats:
-    """The weight of each row: `counts` divided by the design effect 1 + (n − 1)·ρ, where n is the (weighted) number of its
-    architecture's rows."""
-    sizes = np.bincount(units, weights=counts)
-    effect = 1 + np.maximum(sizes - 1, 0) * rho
-    return counts / effect[units]
-
-
-def within_correlation(scores: Floats, units: npt.NDArray[np.int64]) -> float:
-    """ρ: the intraclass correlation of the ranks of `scores` (one-way analysis of variance), from 0 to 1. It uses ranks so
-    that a few extreme rows do not hide it. With few architectures it is pulled towards 1, the cautious end, as if two more
-    architectures had been seen whose rows agree completely."""
-    num_units = len(np.unique(units))
-    n = len(scores)
-    if n == num_units or num_units < 2:
-        return 1.0 if n > num_units else 0.0
-    ranks = np.argsort(np.argsort(scores, kind="stable"), kind="stable").astype(np.float64)
-    sizes = np.bincount(units).astype(np.float64)
-    used = sizes > 0
-    sizes_used = sizes[used]
-    means = np.bincount(units, weights=ranks)[used] / sizes_used
-    between = float((sizes_used * (means - ranks.mean()) ** 2).sum()) / (num_units - 1)
-    within_sum = float(((ranks - (np.bincount(units, weights=ranks) / np.maximum(sizes, 1))[units]) ** 2).sum())
-    within = within_sum / (n - num_units)
-    typical = (n - float((sizes_used**2).sum()) / n) / (num_units - 1)
-    total = between + (typical - 1) * within
-    estimate = min(max((between - within) / total, 0.0), 1.0) if total > 0 else 1.0
-    return (num_units * estimate + 2.0) / (num_units + 2.0)
 
 
 def parametric_bound(scores: Floats, units: npt.NDArray[np.int64], counts: Floats, level: float, *, tails: int) -> float:

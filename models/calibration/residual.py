@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from peakcast.models.calibration.evidence import evidence_weights, number_of
 from peakcast.models.calibration.features import FEATURES
 from peakcast.models.calibration.regressors import Regressor, Zero, candidates, regressor_from_mapping, weighted_median
 from peakcast.models.calibration.strict import number, read, texts
@@ -84,7 +85,7 @@ class Residual:
         counts = np.ones(len(y)) if weights is None else np.asarray(weights, dtype=np.float64)
         censored = np.zeros(len(y), dtype=bool) if bounded is None else np.asarray(bounded, dtype=bool)
         units = number_of(architectures)
-        balanced = counts / np.sqrt(np.maximum(np.bincount(units, weights=counts), 1))[units]
+        balanced = evidence_weights(units, counts)
         self.splits_ = [HeldOut(units, assign_folds(units, counts, self.num_folds))]
         by_source = number_of(sources) if sources is not None else np.zeros(len(y), dtype=np.int64)
         if len(np.unique(by_source[~censored])) > 1:
@@ -213,12 +214,6 @@ def fit_bounded(
 def matrix(rows: Sequence[Mapping[str, float]]) -> Floats:
     """The rows as an array [rows, features], in the order of FEATURES."""
     return np.array([[row[name] for name in FEATURES] for row in rows], dtype=np.float64).reshape(len(rows), len(FEATURES))
-
-
-def number_of(names: Sequence[str]) -> Units:
-    """A number for each row, equal for equal names, [rows]."""
-    numbers: Units = np.unique(np.asarray(names, dtype=object).astype(str), return_inverse=True)[1]
-    return numbers
 
 
 def assign_folds(units: npt.NDArray[np.int64], counts: Floats, num_folds: int) -> npt.NDArray[np.int64]:

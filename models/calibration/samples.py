@@ -193,7 +193,7 @@ def _sample(row: Measurement, device: Device, base: Baseline) -> Sample:
         features=features(row.job, device, base, published=row.provenance == "published"),
         architecture=architecture_shape(row.job),
         layout=layout_of(row.job.parallelism),
-        groups=bar_groups(row.job, base.peak_allocated_bytes),
+        groups=bar_groups(row.job),
     )
 
 

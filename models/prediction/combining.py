@@ -33,7 +33,7 @@ def combine(
     reserved, which contains allocated).
     """
     intervals: dict[str, Interval] = {}
-    groups = bar_groups(job, base.peak_allocated_bytes)
+    groups = bar_groups(job)
     least = base.held_bytes
     for quantity in QUANTITIES:
         learned = calibration.quantities.get(quantity)

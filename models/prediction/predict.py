@@ -106,7 +106,7 @@ def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> 
     row = {**sizes(job, allocated_bytes), **kinds(job), "gib_over_start": GIB / least, "log2_reserved_over_allocated": 0.0}
     learned = calibration.quantities.get("peak_device_bytes")
     known = (*known_of(job), *device_findings(job, device))
-    bar = bar_of("peak_device_bytes", learned, job, row, bar_groups(job, allocated_bytes), device.name, known)
+    bar = bar_of("peak_device_bytes", learned, job, row, bar_groups(job), device.name, known)
     bound = least * math.exp((learned.residual.least if learned else 0.0) + bar.upper)
     if read is not None:
         reserved = calibration.quantities.get("peak_reserved_bytes")

@@ -27,7 +27,6 @@ _KNOWN_TO_NONE = Libraries(
     fms_acceleration=False,
     unsloth=False,
     deepspeed_leaf=False,
-    torchao_float8=True,
     torchtitan_compiles_loss=False,
 )
 _UNTRACED = Traces(unmodelled="", differ=(), tensor_parallel=False, compiled=())

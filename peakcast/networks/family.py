@@ -278,8 +278,6 @@ class Libraries:
     deepspeed_leaf: bool
     """ZeRO-3 treats the feed-forward as one module (DeepSpeed 0.19.8 `runtime/zero/leaf_module_config.py`
     DEFAULT_LEAF_MODULE_CLASSES)."""
-    torchao_float8: bool
-    """torchao converts its matrices to float8, which must be nn.Linear."""
     torchtitan_compiles_loss: bool
     """torchtitan's own files for its networks compile the loss alone."""
 

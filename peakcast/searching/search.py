@@ -77,7 +77,7 @@ def search(
     with lending(lent):
         if wants_recipe(job):
             every, left_out = _recorded(every, record)
-    say(f"{len(every):,} candidates: what stands on their ranks")
+    say(f"{len(every):,} candidates: adding up what their ranks hold throughout a step")
     room = usable_bytes(job, device) - known_context_bytes(device, job.versions)
     groups = series(every)
     with lending(lent):

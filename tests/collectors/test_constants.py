@@ -120,7 +120,8 @@ def test_without_a_gpu_it_says_what_is_missing(capsys):
 @pytest.mark.parametrize(
     ("program", "words"),
     [
-        ("raise SystemExit('peakcast: the driver is gone')", "ended with exit code 1: peakcast: the driver is gone"),
+        ("raise SystemExit('peakcast: the driver is gone')", "ended with exit code 1: the driver is gone"),
+        ("print('=' * 60)\nimport sys; sys.stderr.write('lost it\\n' + '=' * 60); sys.exit(3)", "exit code 3: lost it"),
         ("import time; time.sleep(60)", "gave no answer within timeout_seconds=2"),
         ("pass", "left no reading"),
         ("raise ModuleNotFoundError(\"No module named 'torch'\")", "torch is not installed here"),
@@ -131,6 +132,29 @@ def test_a_program_that_fails_is_a_sentence(tmp_path, monkeypatch, program, word
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     with pytest.raises(CollectorError, match=words):
         constants.run_probe("program", 1, 2)
+
+
+@pytest.mark.whole
+def test_ranks_without_a_gpu_say_so_through_torchrun(monkeypatch):
+    pytest.importorskip("torch")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    with pytest.raises(CollectorError, match="no CUDA GPU is available here; `peakcast collect constants`"):
+        constants.run_probe(COMMUNICATORS, 2, 60)
+
+
+@pytest.mark.parametrize(
+    ("said", "cause"),
+    [
+        (
+            "W1 torchrun\npeakcast: rank 1: RuntimeError: NCCL is not built in\npeakcast: rank 0: it is gone\n====\n",
+            "rank 1: RuntimeError: NCCL is not built in",
+        ),
+        ("traceback : Signal 9 (SIGKILL) received by PID 7\n====\n", "traceback : Signal 9 (SIGKILL) received by PID 7"),
+        ("\n====\n", "it said nothing"),
+    ],
+)
+def test_of_ranks_that_fail_the_first_ones_sentence_is_told(said, cause):
+    assert constants._cause(said) == cause
 
 
 @pytest.mark.parametrize(
@@ -172,7 +196,8 @@ def test_loading_nccl_is_told_apart_from_communicators():
 
 
 def test_the_program_of_first_uses_gives_what_is_read(stand_in, monkeypatch, tmp_path):
-    """On a GPU that is not there, whose driver counts 500 MiB more for a context and 60 more for cuBLAS."""
+    """On a GPU that is not there, whose driver counts 500 MiB more for a context and 60 more for cuBLAS. Another process
+    holds some of it, and torch has another attention than ours."""
     torch = pytest.importorskip("torch")
     from peakcast.collectors.machine import probes
     from peakcast.collectors.machine.nvml import Nvml
@@ -182,6 +207,9 @@ def test_the_program_of_first_uses_gives_what_is_read(stand_in, monkeypatch, tmp
         def used_bytes(self):
             return stand_in.used
 
+        def used_by_processes_bytes(self):
+            return 3_000 * MIB
+
     def opened():
         stand_in.reserved += 2 * MIB
         stand_in.used += 502 * MIB
@@ -190,22 +218,52 @@ def test_the_program_of_first_uses_gives_what_is_read(stand_in, monkeypatch, tmp
         stand_in.reserved += 8 * MIB
         stand_in.used += 68 * MIB
 
+    def another_signature(device):
+        raise TypeError("unexpected keyword argument 'enable_gqa'")
+
     real = first_uses.first_uses
     monkeypatch.setattr(first_uses, "Nvml", Read)
     monkeypatch.setattr(first_uses, "first_uses", lambda device, growth: real(device, growth, {"cublas": cublas}))
-    monkeypatch.setattr(first_uses, "chosen_attention", lambda device: [])
+    monkeypatch.setattr(first_uses, "chosen_attention", another_signature)
     monkeypatch.setattr(probes, "open_context", opened)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("peakcast.collectors.machine.nvml.SETTLING_SECONDS", 0.0)
     stand_in.used = 33 * MIB
 
     def probe(module, num_ranks, timeout_seconds):
         assert first_uses.main([str(tmp_path / "found.json")]) == 0
         return json.loads((tmp_path / "found.json").read_text())
 
-    found = read_constants(None, 60, probe).constants
+    read = read_constants(None, 60, probe)
+    found = read.constants
     assert found.gpu == "H100-80GB"
     assert found.context_bytes == 500 * MIB
     assert found.first_uses_bytes == {"cublas": 60 * MIB}
+    assert read.remarks[0] == first_uses.BUSY
+    assert "the choice of attention kernels was not read: TypeError: unexpected keyword" in " ".join(read.remarks)
+
+
+def test_a_kernel_that_fails_later_costs_its_own_step_only(stand_in, monkeypatch):
+    """CUDA reports what went wrong in a kernel at the next wait for the GPU, not where it was launched."""
+    torch = pytest.importorskip("torch")
+    from peakcast.collectors.measure import first_uses
+
+    broken = []
+
+    def wait(*_):
+        if broken:
+            raise RuntimeError(f"CUDA error: {broken.pop()}")
+
+    monkeypatch.setattr(torch.cuda, "synchronize", wait)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 0)
+
+    def cublas(device):
+        stand_in.used += 60 * MIB
+
+    steps = {"attention: cudnn": lambda device: broken.append("misaligned address"), "cublas": cublas}
+    found = first_uses.first_uses("cuda", Growth(lambda: stand_in.used, lambda: 0, 0), steps)
+    assert found[0] == {"step": "attention: cudnn", "reason": "RuntimeError: CUDA error: misaligned address"}
+    assert (found[1]["step"], found[1]["outside_bytes"]) == ("cublas", 60 * MIB)
 
 
 @pytest.mark.gpu

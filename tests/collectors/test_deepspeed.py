@@ -38,8 +38,8 @@ def job(**changes):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.needs("deepspeed")
 def test_a_traced_stage_keeps_what_zero_says_it_keeps(stage):
-    pytest.importorskip("deepspeed")
     ranks = 4
     found = trace_job(job(parallelism={"data_parallel_size": ranks, "zero_stage": stage}, gradient_accumulation_steps=2))
     steady = found["steady"]
@@ -80,8 +80,8 @@ print("FOUND", json.dumps({"states": sum(t.numel() for t in states), "dtypes": s
 @pytest.mark.parametrize(
     ("stage", "offload"), [(2, {"optimizer": True}), (3, {"optimizer": True}), (3, {"optimizer": True, "parameters": True})]
 )
+@pytest.mark.needs("deepspeed")
 def test_offloaded_stages_train(stage, offload):
-    pytest.importorskip("deepspeed")
     asked = job(
         parallelism={"data_parallel_size": 2, "zero_stage": stage}, offload=offload, gradient_accumulation_steps=2
     )

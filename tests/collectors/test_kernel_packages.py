@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -56,7 +55,7 @@ def test_a_missing_package_is_said_with_the_answer(package: str, code: str, says
 
 
 @pytest.mark.whole
-@pytest.mark.skipif(importlib.util.find_spec("fla") is None, reason="needs flash-linear-attention")
+@pytest.mark.needs("fla")
 def test_linear_attention_runs_with_its_packages_kernels(
     ledger_equals_trace: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

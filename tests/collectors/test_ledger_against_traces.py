@@ -1,6 +1,5 @@
 """Optimizers, precisions, adapters and generation traced on fake tensors, against the ledger."""
 
-import importlib.util
 
 import pytest
 
@@ -78,10 +77,8 @@ CELLS |= {name: cell for name, (_, cell) in PACKAGES.items()}
 
 
 def cell(name):
-    """A cell's name; that of a package that is not installed is skipped and says so."""
-    package = PACKAGES[name][0] if name in PACKAGES else "torch"
-    absent = importlib.util.find_spec(package) is None
-    return pytest.param(name, marks=pytest.mark.skipif(absent, reason=f"{package} is not installed"))
+    """A cell's name, with the package that it needs."""
+    return pytest.param(name, marks=pytest.mark.needs(PACKAGES[name][0])) if name in PACKAGES else name
 
 
 def job(name):

@@ -4,7 +4,7 @@ import pytest
 
 from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.stacks import build
-from peakcast.collectors.tracing.trace import trace_job
+from peakcast.collectors.tracing.trace import check_traceable
 from peakcast.core.errors import CollectorError
 from peakcast.models.ledger.parameters.quantization import quantized_linear_bytes
 
@@ -36,8 +36,8 @@ def trained(**changes):
     [{"quantization": "nf4"}, {"quantization": "nf4", "double_quantization": True}, {"quantization": "int8"}],
 )
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.needs("bitsandbytes")
 def test_a_quantised_base_trains_its_adapters_and_keeps_the_bytes_of_the_formula(quantization, checkpointing):
-    pytest.importorskip("bitsandbytes")
     tuning = {"method": "qlora", "rank": 4, "targets": ["all-linear"], **quantization}
     training = trained(finetuning=tuning, **{"activation_checkpointing.mode": checkpointing})
     network = training.model.get_base_model()
@@ -57,8 +57,11 @@ def test_a_quantised_base_trains_its_adapters_and_keeps_the_bytes_of_the_formula
 
 
 @pytest.mark.parametrize("name", ["adamw_8bit", "lion_8bit", "paged_adamw_8bit", "paged_lion_8bit"])
+@pytest.mark.needs("bitsandbytes")
 def test_states_of_eight_bits_are_of_32_for_embeddings_with_the_trainer_alone(name):
-    manager = pytest.importorskip("bitsandbytes").optim.GlobalOptimManager.get_instance()
+    from bitsandbytes.optim import GlobalOptimManager
+
+    manager = GlobalOptimManager.get_instance()
     for framework, embedding in (("huggingface", torch.float32), ("torch", torch.uint8)):
         manager.initialize()  # it is the process's, and a cell has a process of its own
         training = trained(framework=framework, **{"optimizer.name": name})
@@ -72,8 +75,8 @@ def test_states_of_eight_bits_are_of_32_for_embeddings_with_the_trainer_alone(na
 
 
 @pytest.mark.parametrize(("name", "states"), [("paged_adamw_32bit", 2), ("paged_lion_32bit", 1), ("lion", 1)])
+@pytest.mark.needs("bitsandbytes")
 def test_optimizers_of_32_bits_from_bitsandbytes(name, states):
-    pytest.importorskip("bitsandbytes")
     training = trained(**{"optimizer.name": name})
     found = training.optimizer.state[training.model.lm_head.weight]
     assert [found[f"state{number}"].dtype for number in range(1, states + 1)] == [torch.float32] * states
@@ -81,8 +84,8 @@ def test_optimizers_of_32_bits_from_bitsandbytes(name, states):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "bits"), [("adamw_8bit", 8), ("adamw_4bit", 4), ("adamw_fp8", 8)])
+@pytest.mark.needs("torchao")
 def test_states_of_torchao(name, bits):
-    pytest.importorskip("torchao")
     options = {"framework_options": {"adamw_8bit_library": "torchao"}} if name == "adamw_8bit" else {}
     training = trained(**{"optimizer.name": name}, **options)
     state = training.optimizer.state[training.model.lm_head.weight]
@@ -118,12 +121,12 @@ def test_without_the_package_the_sentence_says_what_to_install(monkeypatch, chan
 def test_what_has_no_trace_is_refused_in_a_sentence(parameter, changes):
     (job,) = expand({"include": [{"architecture": TINY} | changes]})
     with pytest.raises(CollectorError, match=f"{parameter}=.* cannot be traced"):
-        trace_job(job)
+        check_traceable(job)
 
 
+@pytest.mark.needs("bitsandbytes")
 def test_packed_weights_are_traced_as_the_library_multiplies_them(ledger_equals_trace):
     """Without their values; the ledger, which was written from the library's source, says the same."""
-    pytest.importorskip("bitsandbytes")
     tuning = {"method": "qlora", "rank": 4, "targets": ["all-linear"], "quantization": "nf4"}
     wide = TINY | {"hidden_size": 1024, "intermediate_size": 2048}
     (job,) = expand({"include": [{"architecture": wide, "sequence_length": 256, "finetuning": tuning}]})

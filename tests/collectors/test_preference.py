@@ -1,6 +1,5 @@
 """TRL's losses: made without its trainers and within them, and the ledger beside their traces."""
 
-import importlib.util
 import json
 import subprocess
 import sys
@@ -12,7 +11,6 @@ from peakcast.core.errors import CollectorError
 from peakcast.jobs.spec import job_to_mapping
 
 pytest.importorskip("transformers")
-needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
 CUT = {"name": "llama-3.2-1b", "num_hidden_layers": 2}
 ADAPTED = {"method": "lora", "rank": 16, "targets": ["all-linear"]}
 CELLS = {
@@ -31,7 +29,7 @@ def job(name, **changes):
     return expand({"base": base, "include": [CELLS[name] | changes]})[0]
 
 
-@needs_trl
+@pytest.mark.needs("trl")
 @pytest.mark.parametrize("name", CELLS)
 def test_the_ledger_equals_the_trace_phase_by_phase(ledger_equals_trace, name):
     """Within 0.1 % of the phase's peak, in the first and in a steady step, and between steps."""
@@ -128,7 +126,7 @@ print("FOUND", json.dumps(found))
 
 
 @pytest.mark.slow
-@needs_trl
+@pytest.mark.needs("trl")
 @pytest.mark.parametrize("name", ["dpo", "reward", "kto"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_each_step_peaks_as_high_as_in_trls_own_trainer(tmp_path, name, checkpointing):

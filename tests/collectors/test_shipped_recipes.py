@@ -57,6 +57,7 @@ def test_every_shipped_file_is_read(path: Path) -> None:
         assert len(kind.confirmed) > 1
 
 
+@pytest.mark.whole
 def test_recording_a_family_again_gives_what_is_shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """To the byte, in the releases that the shipped recipes name."""
     (folder,) = (folder for folder in shipped._stacks() if folder.name == f"{shipped.STACK}5.17.0")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
-
 import pytest
 
 from peakcast.collectors.measure.grid import expand
@@ -52,18 +50,17 @@ CELLS = {
 }
 PHASES = ("FORWARD", "LOSS", "BACKWARD", "GRADIENT_CLIPPING", "OPTIMIZER_STEP")
 TRACED = {
-    "kept": [1_323_912_192, 1_353_207_808, 1_390_982_144, 822_429_696, 1_019_624_960],
-    "recomputed": [848_592_896, 818_717_696, 1_205_502_464, 822_429_696, 1_019_624_960],
-    "selective": [869_959_680, 840_215_552, 1_205_502_464, 822_429_696, 1_019_624_960],
-    "shared_experts": [1_769_570_304, 1_657_578_496, 2_260_021_760, 1_768_550_400, 2_202_273_280],
-    "sharded": [737_814_528, 577_975_808, 1_122_657_792, 428_027_392, 428_011_520],
-    "divided": [1_160_537_088, 1_091_230_208, 1_208_770_560, 428_024_832, 428_011_520],
-    "divided_selective": [807_117_824, 712_194_560, 1_023_385_600, 428_024_832, 428_011_520],
-    "divided_recomputed_with_few_tokens": [443_008_000, 343_588_352, 546_871_808, 396_552_192, 396_538_880],
-    "divided_among_all": [1_833_350_144, 1_726_538_240, 1_971_015_168, 901_085_184, 901_069_824],
+    "kept": [1_323_928_576, 1_353_224_192, 1_390_998_528, 822_446_080, 1_019_641_344],
+    "recomputed": [848_609_280, 818_734_080, 1_205_518_848, 822_446_080, 1_019_641_344],
+    "selective": [869_976_064, 840_231_936, 1_205_518_848, 822_446_080, 1_019_641_344],
+    "shared_experts": [1_769_586_688, 1_657_594_880, 2_260_038_144, 1_768_566_784, 2_202_289_664],
+    "sharded": [737_830_912, 577_992_192, 1_122_674_176, 428_043_776, 428_027_904],
+    "divided": [1_160_553_472, 1_091_246_592, 1_208_786_944, 428_041_216, 428_027_904],
+    "divided_selective": [807_134_208, 712_210_944, 1_023_401_984, 428_041_216, 428_027_904],
+    "divided_recomputed_with_few_tokens": [443_009_024, 343_589_376, 546_872_832, 396_553_216, 396_539_904],
+    "divided_among_all": [1_833_366_528, 1_726_554_624, 1_971_031_552, 901_101_568, 901_086_208],
 }
-"""Peaks of PHASES in a steady step, bytes: `trace_job(job(name))["steady"]` with torchtitan 0.3.0, transformers 5.17 and
-torch 2.13 (pip install --no-deps torchtitan==0.3.0 spmd_types==0.2.3 tyro torchdata, and what these name as missing)."""
+"""Peaks of PHASES in a steady step, bytes: `trace_job(job(name))["steady"]` with the packages of constraints-stacks.txt."""
 
 
 def job(name: str) -> TrainingJob:
@@ -81,7 +78,7 @@ def test_the_ledger_equals_what_was_traced(name):
     assert peaks(ledger(job(name), step="steady")) == pytest.approx(TRACED[name], rel=1e-3)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchtitan") is None, reason="torchtitan is not installed")
+@pytest.mark.needs("torchtitan")
 @pytest.mark.parametrize("name", CELLS)
 def test_a_trace_gives_the_same_today(name):
     assert peaks(trace_job(job(name))["steady"]) == pytest.approx(TRACED[name], rel=1e-5)

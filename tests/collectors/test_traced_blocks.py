@@ -1,6 +1,5 @@
 """Block by block against the trace of the real library: families, savers, losses."""
 
-import importlib.util
 
 import pytest
 
@@ -99,7 +98,7 @@ def test_the_ledger_equals_the_trace(ledger_equals_trace, name):
     ledger_equals_trace(job(CELLS[name]), rel=1e-3)
 
 
-@pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="liger-kernel is not installed")
+@pytest.mark.needs("liger_kernel")
 @pytest.mark.parametrize("name", WITH_LIGER)
 def test_with_liger_the_ledger_equals_the_trace(ledger_equals_trace, name):
     """Its kernels do nothing in a trace; what it allocates around them is seen."""

@@ -55,3 +55,16 @@ def test_a_family_that_the_library_lacks_has_no_defaults() -> None:
     """What is said of it then is what the library says when the network is built."""
     assert list(defaults_of({"model_type": "no_such_family"})) == []
     assert dict(defaults_of({"model_type": "gpt2"}))["n_embd"] == 768
+
+
+def test_a_layer_that_reuses_the_keys_of_no_layer_is_told_what_to_change() -> None:
+    """Gemma 4's last layers reuse the keys of an earlier layer of their kind."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    kinds = ["sliding_attention", "sliding_attention", "full_attention"]
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 16}
+    tables = {"vocab_size": 32, "vocab_size_per_layer_input": 32, "hidden_size_per_layer_input": 8, "global_head_dim": 16}
+    layers = {"num_hidden_layers": 3, "layer_types": kinds, "num_kv_shared_layers": 1}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_text", **sizes, **tables, **layers))
+    assert "num_kv_shared_layers" in raised(lambda: model(torch.zeros(1, 4, dtype=torch.int64)))

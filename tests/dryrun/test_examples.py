@@ -53,10 +53,7 @@ def followed(words, tmp_path, monkeypatch, **options):
 
 
 def package(name):
-    """Where the package `name` lies; the test is skipped without it."""
-    for needed in (name, "datasets") if name != "litgpt" else (name,):
-        if importlib.util.find_spec(needed) is None:
-            pytest.skip(f"{needed} is not installed")
+    """Where the package `name` lies."""
     return Path(importlib.util.find_spec(name).submodule_search_locations[0])
 
 
@@ -67,9 +64,9 @@ def trl_command(program):
     ]
 
 
+@pytest.mark.needs("trl", "datasets")
 @pytest.mark.parametrize("program", TRL)
 def test_programs_of_trl(program, tmp_path, monkeypatch):
-    package("trl")
     found = followed(["accelerate", "launch", *trl_command(program)], tmp_path, monkeypatch, length=256)
     assert found.job.micro_batch_size in (2, 4)  # a pair of answers is two sequences
     assert found.job.sequence_length <= 256
@@ -78,6 +75,7 @@ def test_programs_of_trl(program, tmp_path, monkeypatch):
     assert held["optimizer_states"] == pytest.approx(8 * PARAMETERS, rel=0.01)
 
 
+@pytest.mark.needs("trl", "datasets")
 def test_sft_of_trl_under_fsdp2_as_its_own_file_configures_it(tmp_path, monkeypatch):
     settings = package("trl") / "accelerate_configs" / "fsdp2.yaml"
     words = ["accelerate", "launch", "--config_file", str(settings), *trl_command("sft"), "--use_peft"]
@@ -86,9 +84,9 @@ def test_sft_of_trl_under_fsdp2_as_its_own_file_configures_it(tmp_path, monkeypa
     assert found.job.finetuning.method == "lora"
 
 
+@pytest.mark.needs("evaluate", "datasets")
 @pytest.mark.parametrize("program", ACCELERATE)
 def test_programs_of_accelerate(program, tmp_path, monkeypatch):
-    pytest.importorskip("evaluate")
     script = package("accelerate") / "test_utils" / "scripts" / "external_deps" / f"{program}.py"
     words = ["accelerate", "launch", str(script), "--output_dir", "out", "--model_name_or_path", "bert-base-uncased"]
     found = followed(words, tmp_path, monkeypatch, length=64)
@@ -96,10 +94,10 @@ def test_programs_of_accelerate(program, tmp_path, monkeypatch):
     assert found.answer.composition["parameters"] == pytest.approx(2 * 109_483_778, rel=0.01)  # the catalog's are bfloat16
 
 
+@pytest.mark.needs("litgpt")
 @pytest.mark.parametrize("program", LITGPT)
 def test_programs_of_litgpt(program, tmp_path, monkeypatch):
     """On a checkpoint of its own that is there, and instructions in a file."""
-    package("litgpt")
     import torch
     from litgpt.config import Config
     from litgpt.model import GPT
@@ -125,8 +123,8 @@ def test_programs_of_litgpt(program, tmp_path, monkeypatch):
     assert trained == pytest.approx(2 * weights, rel=0.01) if program == "finetune_full" else trained < weights
 
 
+@pytest.mark.needs("torchtitan", "datasets")
 def test_torchtitan_shards_over_eight_ranks(tmp_path, monkeypatch):
-    package("torchtitan")
     if tuple(map(int, importlib.metadata.version("torchtitan").split(".")[:2])) > (0, 2):
         pytest.skip("torchtitan 0.3 needs a torch that has torch.distributed.set_timeout")
     (tmp_path / "assets").mkdir()

@@ -26,8 +26,6 @@ REST = 2 * (2 * 1000 * 512 + 5 * 512)
 
 @pytest.fixture
 def checkpoint(tmp_path, monkeypatch):
-    pytest.importorskip("bitsandbytes")
-    pytest.importorskip("peft")
     monkeypatch.chdir(tmp_path)
     (tmp_path / "llama").mkdir()
     (tmp_path / "llama" / "config.json").write_text(json.dumps(LLAMA | {"architectures": ["LlamaForCausalLM"]}))
@@ -38,6 +36,7 @@ def composition(found):
     return found.timelines["steady"].composition(0)
 
 
+@pytest.mark.needs("bitsandbytes", "peft")
 def test_packed_weights_are_those_of_the_job_and_adapters_train_on_them(run_script, traced, of_tensors, checkpoint):
     found = run_script("qlora.py", checkpoint, "4", str(LENGTH))
     tuning = found.job.finetuning
@@ -53,6 +52,7 @@ def test_packed_weights_are_those_of_the_job_and_adapters_train_on_them(run_scri
         assert ours.phase == theirs.phase
 
 
+@pytest.mark.needs("bitsandbytes", "peft")
 def test_weights_of_eight_bits_have_a_byte_an_element(run_script, checkpoint):
     found = run_script("qlora.py", checkpoint, "8", str(LENGTH))
     assert found.job.finetuning.quantization == "int8"
@@ -62,6 +62,7 @@ def test_weights_of_eight_bits_have_a_byte_an_element(run_script, checkpoint):
     assert any("too large for 8 bits" in finding.sentence for finding in found.answer.findings)
 
 
+@pytest.mark.needs("bitsandbytes", "peft")
 def test_paged_states_are_not_of_the_allocator(run_script, checkpoint):
     found = run_script("qlora.py", checkpoint, "4", str(LENGTH), "--prepare", "--paged")
     assert found.job.optimizer.name == "paged_adamw_32bit"

@@ -35,7 +35,7 @@ def ask(fakes):
         job, device = fakes.job(**changes), fakes.devices["H100-80GB"]
         base = baseline(job, device, 0, ledger=fakes.ledger)
         row = of_quantity(features(job, device, base), base, QUANTITY)
-        return bar_of(QUANTITY, learned, job, row, bar_groups(job, base.peak_allocated_bytes), gpu, findings), row
+        return bar_of(QUANTITY, learned, job, row, bar_groups(job), gpu, findings), row
 
     return ask
 

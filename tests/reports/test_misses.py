@@ -14,7 +14,15 @@ from peakcast.models.evaluation.metrics import Scored, summarise
 from peakcast.reports.aims import TARGETS, Aim, goals
 from peakcast.reports.findings import Finding, finding_of, findings
 from peakcast.reports.metrics import cells_of
-from peakcast.reports.misses import cause_lines, causes, goal_tables, gpu_misses, miss_tables, misses
+from peakcast.reports.misses import (
+    cause_lines,
+    causes,
+    coverage_by_architecture,
+    goal_tables,
+    gpu_misses,
+    miss_tables,
+    misses,
+)
 
 REPORTS = Path(__file__).parents[2] / "reports"
 
@@ -49,7 +57,15 @@ def test_bars_that_hold_too_often_lack_architectures_and_no_row(evaluation: Eval
     cells = cells_of(evaluation, "A100-80GB", "peak_allocated_bytes")[1:]
     assert summarise(cells).coverage == 1
     (miss,) = misses("these", (Aim("coverage", 0.92, 0.88),), cells)
-    assert miss.line == ["these", "coverage", "100 %", "88–92 %", "–", "architectures: bars rest on 2"]
+    why = "architectures: bars rest on 2; of an architecture's rows they cover 100 % in the mean"
+    assert miss.line == ["these", "coverage", "100 %", "88–92 %", "–", why]
+
+
+def test_an_architecture_of_many_rows_says_no_more_about_the_next_than_one_of_few(evaluation: Evaluation) -> None:
+    cell = cells_of(evaluation, "A100-80GB", "peak_allocated_bytes")[1]
+    assert cell.covered
+    missed = replace(cell, architecture="another", lower=cell.measured + 1, upper=cell.measured + 2)
+    assert coverage_by_architecture([cell] * 9 + [missed]) == 0.5
 
 
 def test_what_is_met_is_not_named(evaluation: Evaluation) -> None:

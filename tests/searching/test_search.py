@@ -157,9 +157,14 @@ def test_what_lets_a_candidate_be_passed_over_is_below_its_peak(architecture):
 
 
 @pytest.mark.parametrize(
-    ("name", "num_gpus", "batch", "top"), [("megatron", 4, 16, 5), ("deepspeed", 4, 8, 40), ("torch", 4, 4, 4)]
+    ("name", "num_gpus", "batch", "top", "gpu"),
+    [
+        ("megatron", 4, 16, 5, "A100-80GB"),
+        ("megatron", 4, 16, 5, "RTX4090"),  # where few fit
+        ("deepspeed", 4, 8, 40, "A100-80GB"),  # fewer plans than are asked for
+        ("torch", 4, 4, 4, "RTX4090"),
+    ],
 )
-@pytest.mark.parametrize("gpu", ["A100-80GB", "RTX4090"])
 def test_a_search_finds_what_predicting_every_candidate_does(name, num_gpus, batch, top, gpu):
     job = MEGATRON.replace(framework=name)
     device = catalog.gpu(gpu)

@@ -45,10 +45,10 @@ def browser():
         chromium.close()
 
 
-@pytest.fixture(params=SIZES)
+@pytest.fixture
 def page(request, browser, address):
     """A page that has answered its first question; that it asked nobody else is checked at the end."""
-    page = browser.new_page(viewport=SIZES[request.param])
+    page = browser.new_page(viewport=SIZES[getattr(request, "param", "desktop")])
     outside, faults = [], []
     page.on("request", lambda r: r.url.startswith((address, "data:", "blob:")) or outside.append(r.url))
     page.on("pageerror", lambda error: faults.append(str(error)))
@@ -63,6 +63,11 @@ def answered(page, words):
     page.wait_for_function("words => document.querySelector('#answer')?.innerText.includes(words)", arg=words)
 
 
+AT_BOTH_WIDTHS = pytest.mark.parametrize("page", SIZES, indirect=True)
+"""For tests of what lies where; what the page says does not depend on its width."""
+
+
+@AT_BOTH_WIDTHS
 def test_a_configuration_is_answered_and_a_knob_moves_the_number(page):
     page.fill("#text textarea", '{"architecture": "gpt2", "sequence_length": 1024, "micro_batch_size": 8}')
     assert page.input_value("#checkpointing input") == "as given"  # no knob of the first question holds for this one
@@ -103,6 +108,7 @@ def test_it_works_with_the_keyboard_alone(page):
     answered(page, "opt-125m on ")
 
 
+@AT_BOTH_WIDTHS
 def test_every_control_has_a_label_and_a_visible_focus(page):
     """By Chromium's accessibility tree, which is what a screen reader is given."""
     tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]

@@ -117,7 +117,7 @@ def _frozen(tensor: ParameterTensor, module: str, job: TrainingJob, size: int, u
             (out_features, in_features),
             job.finetuning,
             int(chosen.get("gptq_group_size", 128)),
-            gptq_biased=bool(chosen.get("gptq_kernel")),
+            gptq_kernel=str(chosen.get("gptq_kernel", "")),
         )
         return [
             StoredTensor(f"{tensor.name}.{name}", module, (num_bytes,), 1, 1, trains=False, sharded=name in PARAMETERS)

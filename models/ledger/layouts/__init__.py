@@ -14,8 +14,9 @@ from peakcast.jobs.ranks import ranks_that_differ
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.layouts.ddp import DDP
-from peakcast.models.ledger.layouts.fsdp1 import FSDP1
-from peakcast.models.ledger.layouts.fsdp2 import FSDP2
+from peakcast.models.ledger.layouts.fsdp1 import FSDP1, FSDP1Settings
+from peakcast.models.ledger.layouts.fsdp2 import FSDP2, FSDP2Settings
+from peakcast.models.ledger.layouts.looped_experts import expert_by_expert
 from peakcast.models.ledger.layouts.module_tree import Block, block_of
 from peakcast.models.ledger.layouts.units import units_by_layer
 from peakcast.models.ledger.parameters.module_order import in_order_of_modules
@@ -68,13 +69,15 @@ def layout_of(
         return FSDP2(
             tensors,
             units,
-            shards=shards,
-            replicas=ranks // shards,
-            reduce_bytes=reduced_bytes(job),
-            waits=waits,
-            offloads=job.offload.parameters,
-            stays_after_forward=stays_after_forward,
-            forward_again=_run_again_by_reentrant_checkpoints(job),
+            FSDP2Settings(
+                shards=shards,
+                replicas=ranks // shards,
+                reduce_bytes=reduced_bytes(job),
+                waits=waits,
+                offloads=job.offload.parameters,
+                stays_after_forward=stays_after_forward,
+                forward_again=_run_again_by_reentrant_checkpoints(job),
+            ),
         )
     if parallelism.sharding == "fsdp1":
         reentrant = job.activation_checkpointing.mode != "none" and job.activation_checkpointing.use_reentrant
@@ -87,20 +90,22 @@ def layout_of(
                 adapters_apart=job.finetuning.method in ("lora", "qlora"),
                 first_layer_without_gradient=no_gradient_enters,
             ),
-            shards=ranks,
-            reduce_bytes=reduced_bytes(job),
-            waits=waits,
-            # a unit's first forward has no graph where a reentrant checkpoint is around it, so that no hook says that its
-            # backward will need it, and none fetches it (torch 2.13 `_runtime_utils.py` _register_pre_backward_hooks,
-            # _get_handle_to_prefetch: `_needs_pre_backward_unshard`)
-            prefetches="" if around_units else chosen["fsdp1_backward_prefetch"],
-            original=bool(chosen["fsdp1_use_orig_params"]),
-            keeps_inputs=around_units,
-            broadcasts=bool(chosen["fsdp1_sync_module_states"]),
-            receives_ahead=bool(rank and chosen.get("fsdp1_others_on_meta")),
-            stays_after_forward=stays_after_forward,
-            limits=bool(chosen["fsdp1_limit_all_gathers"]),
-            offloads=job.offload.parameters,
+            FSDP1Settings(
+                shards=ranks,
+                reduce_bytes=reduced_bytes(job),
+                waits=waits,
+                # a unit's first forward has no graph where a reentrant checkpoint is around it, so that no hook says that
+                # its backward will need it, and none fetches it (torch 2.13 `_runtime_utils.py`
+                # _register_pre_backward_hooks, _get_handle_to_prefetch: `_needs_pre_backward_unshard`)
+                prefetches="" if around_units else chosen["fsdp1_backward_prefetch"],
+                keeps_originals=bool(chosen["fsdp1_use_orig_params"]),
+                checkpoints_around_units=around_units,
+                broadcasts=bool(chosen["fsdp1_sync_module_states"]),
+                receives_ahead=bool(rank and chosen.get("fsdp1_others_on_meta")),
+                stays_after_forward=stays_after_forward,
+                limits=bool(chosen["fsdp1_limit_all_gathers"]),
+                offloads=job.offload.parameters,
+            ),
         )
     # the Trainer looks for unused parameters unless it checkpoints (transformers trainer.py `_build_accelerator_args`)
     finds_unused = bool(chosen.get("trainer")) and job.activation_checkpointing.mode == "none"
@@ -153,6 +158,8 @@ def _zero(
     offloads, width = job.offload.optimizer, int(DTYPE_BYTES[job.precision.parameters])
     if stage < 3:
         rank = ranks_that_differ(job)[0] if rank is None else rank
+        if chosen.get("experts_implementation") == "loop":
+            tensors = expert_by_expert(tensors)
         return Zero12(
             tensors,
             stage=stage,

@@ -8,12 +8,13 @@ flat parameter, of which the tensors are views. In backward the gradients of tho
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
-from peakcast.core.units import round_up
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.broadcast import Broadcasts
+from peakcast.models.ledger.layouts.flat_parameter import FlatParameter
 from peakcast.models.ledger.layouts.run_ahead import RunAhead
 from peakcast.models.ledger.layouts.sharded import ShardedLayout
 from peakcast.models.ledger.layouts.units import Unit
@@ -23,9 +24,6 @@ from peakcast.models.ledger.tape.template import HANDED_IN
 from peakcast.timelines.timeline import Category, Phase
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
-ALIGNMENT_BYTES = 16
-"""With `use_orig_params`, each tensor begins at a multiple of this in the flat parameter (`_get_aligned_numel`)."""
-
 PRE_UNSHARD, UNSHARD, POST_BACKWARD = 1, 2, 3
 """Streams besides the computing one, on which narrow parts, gathered parameters and reduced gradients are allocated
 (`_init_streams`, `_unshard`, `_post_backward_hook`). The allocator keeps a pool for each, and never gives one stream's
@@ -34,93 +32,63 @@ stream of its forward (torch `csrc/autograd/input_metadata.cpp`): so the backwar
 and `_post_backward_hook` frees there what was gathered (pytorch#86910)."""
 
 
-class FSDP1(ShardedLayout):
-    """`shards` ranks share one model. `reduce_bytes`: bytes of one element of a gradient while it is reduced, None for its
-    own. `original`: `use_orig_params`, the optimizer updates each tensor's piece instead of the flat parameter. `limits`:
-    `limit_all_gathers`. Collectives that the CPU waits for record no stream (torch since 2.2, pytorch#111431)."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FSDP1Settings:
+    """How `FullyShardedDataParallel` is asked to wrap the network. `shards`: the ranks that share one model."""
 
-    def __init__(
-        self,
-        tensors: Sequence[StoredTensor],
-        units: Sequence[Unit],
-        *,
-        shards: int,
-        reduce_bytes: int | None = None,
-        waits: bool = False,
-        prefetches: Literal["", "BACKWARD_PRE", "BACKWARD_POST"] = "",
-        original: bool = False,
-        keeps_inputs: bool = False,
-        broadcasts: bool = False,
-        receives_ahead: bool = False,
-        stays_after_forward: bool = False,
-        limits: bool = True,
-        offloads: bool = False,
-    ) -> None:
-        super().__init__(tensors, units, prefetches=prefetches == "BACKWARD_PRE", waits=waits)
-        self._ahead = RunAhead(limits=limits)
+    shards: int
+    reduce_bytes: int | None = None
+    """Bytes of one element of a gradient while it is reduced; None: its own."""
+    waits: bool = False
+    """Whether micro-batches before the last are under `no_sync`: they keep full gradients."""
+    prefetches: Literal["", "BACKWARD_PRE", "BACKWARD_POST"] = ""
+    """`backward_prefetch`: whether the next unit is gathered before a unit's backward, or after the unit has been resharded
+    and before its gradients are reduced (`_post_backward_reshard`)."""
+    keeps_originals: bool = False
+    """`use_orig_params`: the optimizer updates each tensor's piece instead of the flat parameter."""
+    checkpoints_around_units: bool = False
+    """Whether checkpoints with `use_reentrant` are around the units, not inside them. Then the input of a frozen layer,
+    which the recomputation has made a leaf, and its gradient live until backward ends: the hook that reshards the layer
+    refers to the leaf's node (`_register_post_backward_reshard_only_hook`), the leaf refers to the hook, and nothing
+    removes it before `_finalize_params`."""
+    broadcasts: bool = False
+    """`sync_module_states`: rank 0 sends its weights to the others while the network is built."""
+    receives_ahead: bool = False
+    """Whether this rank's weights are on `meta` until they are received (`Broadcasts`)."""
+    stays_after_forward: bool = False
+    """`ShardingStrategy.SHARD_GRAD_OP`."""
+    limits: bool = True
+    """`limit_all_gathers`."""
+    offloads: bool = False
+    """`CPUOffload`: parts, gradients and so the optimizer's states are on the host. A part is copied to the GPU to be
+    gathered (`pre_unshard`), and a reduced gradient to the host at once (`_offload_grad`)."""
+
+
+class FSDP1(ShardedLayout):
+    """Units whose tensors are one flat parameter, gathered and reduced on streams of their own. Collectives that the CPU
+    waits for record no stream (torch since 2.2, pytorch#111431)."""
+
+    def __init__(self, tensors: Sequence[StoredTensor], units: Sequence[Unit], settings: FSDP1Settings) -> None:
+        super().__init__(tensors, units, prefetches=settings.prefetches == "BACKWARD_PRE", waits=settings.waits)
+        self.settings = settings
+        self.stays_after_forward = settings.stays_after_forward
+        self._flat = {
+            unit: FlatParameter.of(unit.tensors, settings.shards, keeps_originals=settings.keeps_originals)
+            for unit in self.units
+        }
+        self._ahead = RunAhead(limits=settings.limits)
         self._entered = ""
         """The module whose backward, or the recomputation before it, began last."""
-        self.fetches_after = prefetches == "BACKWARD_POST"
-        """Whether the next unit is gathered after one has been resharded and before its gradients are reduced
-        (`_post_backward_reshard`)."""
         self._done: list[Unit] = []
-        self._part_sizes: dict[Unit, tuple[int, int]] = {}
+        """Units whose backward is done."""
         self._ran_before: dict[Unit, Unit | None] = {}
         """For a layer with adapter units, and for those: the unit whose forward ended before."""
-        self.stays_after_forward = stays_after_forward
-        """`ShardingStrategy.SHARD_GRAD_OP`."""
-        self.shards = shards
-        self.reduce_bytes = reduce_bytes
-        self.original = original
         self._resharded_late: list[int] = []
         """Handles of gathered frozen layers whose backward is done. The gradient of a layer's input is also that of the
         output of the layer below, whose hook was registered first: so that layer is gathered before this one is
         resharded."""
-        self.keeps_inputs = keeps_inputs
-        """Whether checkpoints with `use_reentrant` are around the units, not inside them. Then the input of a frozen layer,
-        which the recomputation has made a leaf, and its gradient live until backward ends: the hook that reshards the layer
-        refers to the leaf's node (`_register_post_backward_reshard_only_hook`), the leaf refers to the hook, and nothing
-        removes it before `_finalize_params`."""
         self._inputs: list[int] = []
-        self.offloads = offloads
-        """`CPUOffload`: parts, gradients and so the optimizer's states are on the host. A part is copied to the GPU to be
-        gathered (`pre_unshard`), and a reduced gradient to the host at once (`_offload_grad`)."""
-        self.broadcasts = broadcasts
-        """`sync_module_states`: rank 0 sends its weights to the others while the network is built."""
-        self.receives_ahead = receives_ahead
-        """Whether this rank's weights are on `meta` until they are received (`Broadcasts`)."""
-
-    # -- sizes ------------------------------------------------------------------------------------------------------------
-
-    def _offsets(self, unit: Unit) -> list[int]:
-        """Where each tensor of the unit begins in the flat parameter, in elements, and where the last one ends. With
-        `use_orig_params` the whole is padded to equal parts too, so the reduction needs no padding
-        (`_init_flat_param_and_metadata`)."""
-        offsets, end = [], 0
-        for tensor in unit.tensors:
-            if self.original:
-                end = round_up(end, ALIGNMENT_BYTES // tensor.gathered_bytes)
-            offsets.append(end)
-            end += tensor.numel
-        return [*offsets, round_up(end, self.shards) if self.original else end]
-
-    def _part_numel(self, unit: Unit) -> int:
-        """Elements of a rank's part."""
-        return -(-self._offsets(unit)[-1] // self.shards)
-
-    def _part_bytes(self, unit: Unit, *, gathered: bool) -> int:
-        """Bytes of a rank's part. A flat parameter has one dtype; packed weights (4 bits) count as the bytes they are."""
-        widths = {t.gathered_bytes if gathered else t.element_bytes for t in unit.tensors}
-        if len(widths) == 1:
-            return self._part_numel(unit) * widths.pop()
-        total = sum(t.numel * (t.gathered_bytes if gathered else t.element_bytes) for t in unit.tensors)
-        return -(-total // self.shards)
-
-    def _parts(self, unit: Unit) -> tuple[int, int]:
-        """Bytes of a rank's part: (as stored, as gathered), cached."""
-        if unit not in self._part_sizes:
-            self._part_sizes[unit] = self._part_bytes(unit, gathered=False), self._part_bytes(unit, gathered=True)
-        return self._part_sizes[unit]
+        """Handles of frozen layers' inputs and their gradients (`checkpoints_around_units`)."""
 
     # -- memory kept between steps ----------------------------------------------------------------------------------------
 
@@ -128,29 +96,22 @@ class FSDP1(ShardedLayout):
         """Unit after unit, inner ones first: its tensors are copied from the host, made equal on all ranks, and joined to
         one tensor, of which each rank copies its part (`_init_param_handle_from_module`)."""
         self._hold_whole(step)
-        sent = Broadcasts(ahead=self.receives_ahead)
+        sent = Broadcasts(ahead=self.settings.receives_ahead)
         for unit in self.units:
             sizes = [tensor.numel * tensor.element_bytes for tensor in unit.tensors]
             moved = step.allocate("unsharded", Category.OTHER, sizes, unit.name)
             step.moment("move", Phase.INIT)
-            if self.broadcasts:
+            if self.settings.broadcasts:
                 sent.send(step, unit, sizes)
-            whole = step.allocate("flat_param.whole", Category.OTHER, [self._whole_bytes(unit)], unit.name)
+            whole = step.allocate("flat_param.whole", Category.OTHER, [self._flat[unit].whole_bytes], unit.name)
             step.moment("flatten", Phase.INIT)
-            if not self.offloads:
-                step.hold("flat_param", Category.PARAMETERS, self._parts(unit)[0], step.now, module=unit.name)
+            if not self.settings.offloads:
+                step.hold("flat_param", Category.PARAMETERS, self._flat[unit].part_bytes, step.now, module=unit.name)
             step.moment("shard", Phase.INIT)
             step.free(whole)
             step.free(moved)
         sent.finish(step)
         step.moment("built", Phase.INIT)
-
-    def _whole_bytes(self, unit: Unit) -> int:
-        """Bytes of the unit's flat parameter before sharding."""
-        widths = {tensor.element_bytes for tensor in unit.tensors}
-        if len(widths) == 1:
-            return self._offsets(unit)[-1] * widths.pop()
-        return sum(tensor.numel * tensor.element_bytes for tensor in unit.tensors)
 
     def _hold_whole(self, step: Step) -> None:
         whole = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if not t.sharded)
@@ -158,27 +119,26 @@ class FSDP1(ShardedLayout):
 
     def hold_resident(self, step: Step) -> None:
         self._hold_whole(step)
-        for unit in self.units if not self.offloads else ():
-            size, _ = self._parts(unit)
-            step.hold("flat_param", Category.PARAMETERS, size, 0, module=unit.name)
+        for unit in self.units if not self.settings.offloads else ():
+            step.hold("flat_param", Category.PARAMETERS, self._flat[unit].part_bytes, 0, module=unit.name)
 
     def optimized(self) -> list[TrainedTensor]:
         """In the order of the network's modules; the root's flat parameter is the first. Tensors that are not sharded come
         here too."""
         whole = {tensor: tensor.optimized(tensor.shape) for tensor in self.tensors if tensor.trains and not tensor.sharded}
-        if self.offloads:
+        if self.settings.offloads:
             return list(whole.values())
-        if not self.original:
+        if not self.settings.keeps_originals:
             parts = [
-                TrainedTensor("flat_param", unit.name, (self._part_numel(unit),), unit.tensors[0].element_bytes)
+                TrainedTensor("flat_param", unit.name, (self._flat[unit].part_numel,), unit.tensors[0].element_bytes)
                 for unit in self.by_module()
                 if unit.trained
             ]
             return [*parts, *whole.values()]
         pieces = whole
         for unit in self.units:
-            part = self._part_numel(unit)
-            for tensor, begin in zip(unit.tensors, self._offsets(unit), strict=False):
+            part = self._flat[unit].part_numel
+            for tensor, begin in zip(unit.tensors, self._flat[unit].offsets, strict=True):
                 if unit.trained and begin < part:  # rank 0 has the beginning
                     size = min(tensor.numel, part - begin)
                     pieces[tensor] = tensor.optimized((size,))
@@ -187,8 +147,9 @@ class FSDP1(ShardedLayout):
     # -- gathering --------------------------------------------------------------------------------------------------------
 
     def gather(self, step: Step, unit: Unit, phase: Phase = Phase.BACKWARD) -> None:
-        stored, used = self._parts(unit)
-        copied = [used if used != stored or self.offloads else 0]
+        flat = self._flat[unit]
+        narrowed = flat.gathered_part_bytes != flat.part_bytes
+        copied = [flat.gathered_part_bytes if narrowed or self.settings.offloads else 0]
         narrow = step.allocate("flat_param.narrow_part", BUFFERS, copied, unit.name, stream=PRE_UNSHARD)
         self._gather(step, unit, step.now)
         step.moment("all_gather", phase)
@@ -196,7 +157,7 @@ class FSDP1(ShardedLayout):
 
     def _gather(self, step: Step, unit: Unit, born: int) -> None:
         self._ahead.wait(step)
-        size = self._parts(unit)[1] * self.shards
+        size = self._flat[unit].gathered_part_bytes * self.settings.shards
         unit.gathered += step.allocate("flat_param.gathered", BUFFERS, [size], unit.name, born=born, stream=UNSHARD)
 
     def prefetch(self, step: Step, unit: Unit, *, born: int | None = None, phase: Phase = Phase.BACKWARD) -> None:
@@ -223,7 +184,7 @@ class FSDP1(ShardedLayout):
 
     def _flatten(self, step: Step, unit: Unit) -> None:
         """Join the unit's gradients to one tensor, and add it to that of earlier micro-batches if there is one."""
-        size = self._offsets(unit)[-1] * unit.tensors[0].gathered_bytes
+        size = self._flat[unit].numel * unit.tensors[0].gathered_bytes
         flat = step.allocate("flat_param.grad", Category.GRADIENTS, [size], unit.name, stream=UNSHARD)
         step.moment("cat", Phase.BACKWARD)
         # the gradients are recorded on the stream that joins them (input_buffer.cpp, `add`)
@@ -235,7 +196,7 @@ class FSDP1(ShardedLayout):
             unit.accumulated = flat
 
     def reshards_in_backward(self) -> bool:
-        """Besides: with SHARD_GRAD_OP, not in a micro-batch that reduces nothing (`_should_free_in_backward`)."""
+        """With SHARD_GRAD_OP only in micro-batches that reduce gradients (`_should_free_in_backward`)."""
         return super().reshards_in_backward() and not (self.stays_after_forward and self.waits and not self.last)
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
@@ -249,12 +210,12 @@ class FSDP1(ShardedLayout):
         Under mixed precision there is one in each of both dtypes, and the wide one may be the first forward's peak
         (`init_flat_param_attributes`)."""
         for unit in (self.units[-1], *self.units[:-1]):
-            stored, used = self._parts(unit)
+            stored, used = self._flat[unit].part_bytes, self._flat[unit].gathered_part_bytes
             mixed = stored != used
             for name, size in (
                 ("flat_param.narrow_part", used * mixed),
-                ("flat_param.gathered", used * self.shards),
-                ("flat_param.wide", stored * self.shards * mixed),
+                ("flat_param.gathered", used * self.settings.shards),
+                ("flat_param.wide", stored * self.settings.shards * mixed),
             ):
                 made = step.allocate(name, BUFFERS, [size], unit.name)
                 step.moment("init_flat_param_attributes", Phase.FORWARD)
@@ -262,21 +223,21 @@ class FSDP1(ShardedLayout):
 
     def fetch_after(self, step: Step, unit: Unit) -> None:
         self._done.append(unit)
-        following = self.unit_before(unit) if self.fetches_after else None
+        following = self.unit_before(unit) if self.settings.prefetches == "BACKWARD_POST" else None
         if following is not None and following not in self._done:
             self.prefetch(step, following)
 
     def finish(self, step: Step, unit: Unit) -> None:
         if unit.trained:
             self._flatten(step, unit)
-        elif not self.keeps_inputs:
+        elif not self.settings.checkpoints_around_units:
             self._resharded_late += unit.gathered
             unit.gathered.clear()
         super().finish(step, unit)
 
     def before_backward(self, step: Step, module: str) -> None:
         for unit in self._of_module.get(module, []):
-            if module == self._entered and self.keeps_inputs and not unit.stays_after_forward:
+            if module == self._entered and self.settings.checkpoints_around_units and not unit.stays_after_forward:
                 self._free_gathered(step, unit.gathered)  # a recomputation of a whole unit ends by resharding it
             elif module == unit.modules[-1] and unit.stays_after_forward and unit.gathered:
                 self._ahead.wait(step)  # `_unshard` waits before it finds that there is nothing to gather
@@ -287,20 +248,27 @@ class FSDP1(ShardedLayout):
     def while_forward(self, step: Step, run: Run) -> None:
         """An adapter's matrix is gathered only for its own product, also in a recomputation. Adapters that are switched off
         do not run."""
-        instants = run.template.in_forward
-        units = [unit for unit in self._of_operations.get(run.module, ()) if unit.operation in instants]
-        if not units:
-            return
-        adapters = {instants[unit.operation]: unit for unit in units}
-        for at, unit in sorted(adapters.items()):
-            with step.within(run.forward_start + at):
-                if not unit.gathered:
-                    self.gather(step, unit, Phase.FORWARD)
-            with step.within(run.forward_start + at + 1):
-                if not self.stays_after_forward:
-                    self.let_go(step, unit, Phase.FORWARD)
-        if self._ran_before.keys().isdisjoint(units):
-            self._note_order(run.module, [unit for _, unit in sorted(adapters.items())])
+        ran = list(self._operations(run, run.template.in_forward))
+        for at, unit in ran:
+            self._gather_for_one_operation(step, unit, run.forward_start + at, Phase.FORWARD)
+        if ran and self._ran_before.keys().isdisjoint(unit for _, unit in ran):
+            self._note_order(run.module, [unit for _, unit in ran])
+
+    def _operations(self, run: Run, instants: Mapping[str, int], suffix: str = "") -> Iterator[tuple[int, Unit]]:
+        """The units of single operations of the run's block, with the instants of those operations among `instants`, in
+        their order."""
+        units = self._of_operations.get(run.module, ())
+        found = {instants[name]: unit for unit in units if (name := f"{unit.operation}{suffix}") in instants}
+        return iter(sorted(found.items()))
+
+    def _gather_for_one_operation(self, step: Step, unit: Unit, at: int, phase: Phase) -> None:
+        """Gather a unit for a forward operation that ran at the instant `at`, and reshard it after that."""
+        with step.within(at):
+            if not unit.gathered:
+                self.gather(step, unit, phase)
+        with step.within(at + 1):
+            if not self.stays_after_forward:
+                self.let_go(step, unit, Phase.FORWARD)
 
     def _note_order(self, module: str, ran: Sequence[Unit]) -> None:
         """Note the order in which units' forwards end; backward reaches them in reverse order (`record_post_forward`)."""
@@ -312,11 +280,12 @@ class FSDP1(ShardedLayout):
         return self._ran_before[unit] if unit in self._ran_before else super().unit_before(unit)
 
     def _while_backward(self, step: Step, run: Run) -> None:
-        """Gather and reduce each adapter's matrix around its own backward."""
-        begins, labels = run.backward_start or 0, run.template.in_backward
-        self._while_computing_again(step, run)
-        adapters = {labels[unit.operation]: unit for unit in self._of_operations.get(run.module, [])}
-        for at, unit in sorted(adapters.items()):
+        """Gather and reduce each adapter's matrix around its own backward. If the recomputation is part of the block's
+        backward, not a run of its own, the matrices are gathered for that first."""
+        begins, instants = run.backward_start or 0, run.template.in_backward
+        for at, unit in self._operations(run, instants, " again"):
+            self._gather_for_one_operation(step, unit, begins + at, Phase.BACKWARD)
+        for at, unit in self._operations(run, instants):
             with step.within(begins + at):
                 if not unit.gathered:
                     self.gather(step, unit)
@@ -326,24 +295,11 @@ class FSDP1(ShardedLayout):
                 unit.runs.append(run)
                 self.finish(step, unit)
 
-    def _while_computing_again(self, step: Step, run: Run) -> None:
-        """Gather adapters' matrices for a recomputation that is part of its block's backward, not a run of its own."""
-        for unit in self._of_operations.get(run.module, []):
-            at = run.template.in_backward.get(f"{unit.operation} again")
-            if at is None:
-                continue
-            with step.within((run.backward_start or 0) + at):
-                if not unit.gathered:
-                    self.gather(step, unit)
-            with step.within((run.backward_start or 0) + at + 1):
-                if not self.stays_after_forward:
-                    self.let_go(step, unit, Phase.FORWARD)
-
     def after_backward(self, step: Step, run: Run) -> None:
         self._while_backward(step, run)
         super().after_backward(step, run)
         units = self._of_module.get(run.module, [])
-        if self.keeps_inputs and any(not (unit.trained or unit.stays_after_forward) for unit in units):
+        if self.settings.checkpoints_around_units and any(not (unit.trained or unit.stays_after_forward) for unit in units):
             self._keep_input(step, run)
 
     def _keep_input(self, step: Step, run: Run) -> None:
@@ -367,15 +323,15 @@ class FSDP1(ShardedLayout):
 
     def reduce(self, step: Step, unit: Unit) -> None:
         stored, used = unit.tensors[0].element_bytes, unit.tensors[0].gathered_bytes
-        width, numel, part = self.reduce_bytes or used, self._offsets(unit)[-1], self._part_numel(unit)
+        width, numel, part = self.settings.reduce_bytes or used, self._flat[unit].numel, self._flat[unit].part_numel
         flat, unit.accumulated = unit.accumulated, []
         sources: list[int] = []
         if width != used:
             wide = step.allocate("flat_param.grad.cast", BUFFERS, [numel * width], unit.name, stream=POST_BACKWARD)
             step.moment("reduce_scatter.cast_in", Phase.BACKWARD)
             sources += wide
-        if numel % self.shards:
-            padded = [part * self.shards * width]
+        if numel % self.settings.shards:
+            padded = [part * self.settings.shards * width]
             sources += step.allocate("flat_param.grad.padded", BUFFERS, padded, unit.name, stream=POST_BACKWARD)
         result = step.allocate("gradient", Category.GRADIENTS, [part * width], unit.name, stream=POST_BACKWARD)
         step.moment("reduce_scatter", Phase.BACKWARD)
@@ -386,9 +342,9 @@ class FSDP1(ShardedLayout):
             step.free(narrow)
         self._ahead.let_go(step, flat)
         step.free(sources)
-        if self.offloads:
+        if self.settings.offloads:
             step.moment("offload_grad", Phase.BACKWARD)
-        if unit.gradient or self.offloads:
+        if unit.gradient or self.settings.offloads:
             step.free(result)
         else:
             unit.gradient = result
@@ -396,5 +352,5 @@ class FSDP1(ShardedLayout):
     def release_gradients(self, step: Step) -> None:
         """With `use_orig_params` only the tensors' own `.grad`s are freed; the flat gradient that they are views of stays
         until the root's next forward begins (`_reset_flat_param_grad_info_if_needed`)."""
-        if not self.original:
+        if not self.settings.keeps_originals:
             super().release_gradients(step)

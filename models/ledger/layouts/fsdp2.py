@@ -46,41 +46,41 @@ class _Sizes:
     whole: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FSDP2Settings:
+    """How `fully_shard` is asked to shard the network. `shards`: the ranks that share one model."""
+
+    shards: int
+    replicas: int = 1
+    """How many groups of such ranks reduce gradients together: HSDP."""
+    reduce_bytes: int | None = None
+    """Bytes of one element of a gradient while it is reduced; None: its own."""
+    waits: bool = False
+    """Whether micro-batches before the last keep full gradients (`set_requires_gradient_sync`)."""
+    offloads: bool = False
+    """`CPUOffloadPolicy`: parts, their gradients and the optimizer's states are in host memory."""
+    stays_after_forward: bool = False
+    """`reshard_after_forward=False`."""
+    forward_again: frozenset[str] = frozenset()
+    """Modules whose recomputation counts as a forward for the hooks: reentrant checkpointing calls the module before its
+    backward has begun (`FSDPState._pre_forward`; otherwise the state is already that of backward, and the hooks return at
+    once)."""
+
+
 class FSDP2(ShardedLayout):
-    """`shards` ranks share one model, and `replicas` groups of them reduce together. `reduce_bytes`: bytes of one element
-    of a gradient while it is reduced, None for its own."""
+    """Units whose tensors are split by rows, gathered through one buffer and reduced from another."""
 
     updates_as_reduced = True
 
-    def __init__(
-        self,
-        tensors: Sequence[StoredTensor],
-        units: Sequence[Unit],
-        *,
-        shards: int,
-        replicas: int = 1,
-        reduce_bytes: int | None = None,
-        waits: bool = False,
-        offloads: bool = False,
-        stays_after_forward: bool = False,
-        forward_again: frozenset[str] = frozenset(),
-    ) -> None:
-        super().__init__(tensors, units, prefetches=True, waits=waits)
-        self.forward_again = forward_again
-        """Modules whose recomputation counts as a forward for the hooks: reentrant checkpointing calls the module before
-        its backward has begun (`FSDPState._pre_forward`; otherwise the state is already that of backward, and the hooks
-        return at once)."""
-        self._entered = ""
-        """The module whose backward, or the recomputation before it, began last."""
-        self.stays_after_forward = stays_after_forward
+    def __init__(self, tensors: Sequence[StoredTensor], units: Sequence[Unit], settings: FSDP2Settings) -> None:
+        super().__init__(tensors, units, prefetches=True, waits=settings.waits)
+        self.settings = settings
+        self.stays_after_forward = settings.stays_after_forward
         self.prefetches_forward = any(tensor.expert_ranks > 1 for tensor in tensors)
         """Whether a unit's forward starts the gather of the next one: torchtitan 0.3 `apply_fsdp`, if experts are
         divided."""
-        self.offloads = offloads
-        """`CPUOffloadPolicy`: parts, their gradients and the optimizer's states are in host memory."""
-        self.shards = shards
-        self.replicas = replicas
-        self.reduce_bytes = reduce_bytes
+        self._entered = ""
+        """The module whose backward, or the recomputation before it, began last."""
         self._sizes: dict[Unit, _Sizes] = {}
         self._numels: dict[tuple[bool, tuple[int, ...], int], int] = {}
         self._copied_out: list[int] = []
@@ -105,7 +105,7 @@ class FSDP2(ShardedLayout):
 
     def _shards(self, tensor: StoredTensor) -> int:
         """Number of ranks that share a tensor, among those with the same experts."""
-        return max(1, self.shards // tensor.expert_ranks)
+        return max(1, self.settings.shards // tensor.expert_ranks)
 
     def _part_numel(self, tensor: StoredTensor) -> int:
         """Elements of one rank's padded part; cached by shape, because layers are alike."""
@@ -131,21 +131,21 @@ class FSDP2(ShardedLayout):
         copied = [
             part * t.gathered_bytes
             for part, t in zip(parts, group, strict=True)
-            if self.offloads or t.gathered_bytes != t.element_bytes
+            if self.settings.offloads or t.gathered_bytes != t.element_bytes
         ]
         # copied from the host one by one, or narrowed into one tensor (`_get_param_all_gather_inputs`)
-        return _GroupSizes(alone, whole, copied if self.offloads else [sum(copied)])
+        return _GroupSizes(alone, whole, copied if self.settings.offloads else [sum(copied)])
 
     # -- memory kept between steps ----------------------------------------------------------------------------------------
 
     def hold_resident(self, step: Step) -> None:
-        if self.offloads:
+        if self.settings.offloads:
             return
         parts = ((t.name, t.module, self._part_numel(t) * t.element_bytes) for t in self.tensors)
         step.hold_all(parts, Category.PARAMETERS)
 
     def optimized(self) -> list[TrainedTensor]:
-        return [] if self.offloads else [t.optimized(self.part(t)) for t in self.tensors if t.trains]
+        return [] if self.settings.offloads else [t.optimized(self.part(t)) for t in self.tensors if t.trains]
 
     # -- gathering --------------------------------------------------------------------------------------------------------
 
@@ -157,7 +157,7 @@ class FSDP2(ShardedLayout):
             unit.gathered += step.allocate("gathered", BUFFERS, group.whole, unit.name)
             step.moment("all_gather.copy_out", phase)
             sent = [] if group.alone else [unit.sent.pop(0)]
-            if phase == Phase.BACKWARD and self.forward_again.isdisjoint(unit.modules):
+            if phase == Phase.BACKWARD and self.settings.forward_again.isdisjoint(unit.modules):
                 step.free(sent)
             else:  # `wait_for_unshard` refers to the previous one until it returns
                 step.free(self._copied_out)
@@ -188,7 +188,7 @@ class FSDP2(ShardedLayout):
                     self._send(step, unit, group, born)
 
     def before_backward(self, step: Step, module: str) -> None:
-        if module in self.forward_again and module != self._entered:
+        if module in self.settings.forward_again and module != self._entered:
             for unit in self._of_module.get(module, []):
                 if not unit.gathered:
                     self.gather(step, unit)
@@ -218,45 +218,53 @@ class FSDP2(ShardedLayout):
         if unit.accumulated:
             self.take_gradients(step, unit)
         step.free(self._reduced_from)
-        sizes = self._sizes_of(unit)
-        numel = sizes.part
         stored, used = unit.trained[0].element_bytes, unit.trained[0].gathered_bytes
-        width = self.reduce_bytes or used
-        source = step.allocate("reduce_scatter.input", BUFFERS, [sizes.whole * width], unit.name)
-        step.moment("reduce_scatter.copy_in", Phase.BACKWARD)
+        width = self.settings.reduce_bytes or used
         last = unit.trained[-1]
-        taken = last.numel * last.gradient_parts * (width if unit.accumulated else used)
-        self.take_gradients(step, unit)
-        step.free(unit.accumulated)
+        last_bytes = last.numel * last.gradient_parts * (width if unit.accumulated else used)
+        self._reduced_from = self._copy_in(step, unit, width)
         # `foreach_reduce` first iterates over gradients (torch 2.6 and later); its variable `unsharded_grad` refers to the
         # last one until it returns: of a large vocabulary on few ranks, that is the step's peak
-        named = step.allocate("gradient.last", Category.GRADIENTS, [taken], unit.name)
-        self._reduced_from = source
-        result = step.allocate("gradient", Category.GRADIENTS, [numel * width], unit.name, stream=REDUCE_SCATTER)
-        step.moment("reduce_scatter", Phase.BACKWARD)
-        if width != stored:
-            narrow = result
-            stream = ALL_REDUCE if self.replicas > 1 else REDUCE_SCATTER
-            result = step.allocate("gradient", Category.GRADIENTS, [numel * stored], unit.name, stream=stream)
-            step.moment("reduce_scatter.cast", Phase.BACKWARD)
-            if self.replicas > 1:
-                self._all_reduced += narrow
-            else:
-                step.free(narrow)
+        referenced = step.allocate("gradient.last", Category.GRADIENTS, [last_bytes], unit.name)
+        result = self._reduce_scatter(step, unit, width, stored)
         self._update(step, unit)
-        step.free(named)
-        used_up = bool(unit.gradient or self.offloads or self.updates)
-        if used_up and self.replicas > 1 and width == stored:
+        step.free(referenced)
+        used_up = bool(unit.gradient or self.settings.offloads or self.updates)
+        if used_up and self.settings.replicas > 1 and width == stored:
             self._all_reduced += result
         elif used_up:  # it has been added to the existing part, copied to the host, or applied
             step.free(result)
         else:
             unit.gradient = result
 
+    def _copy_in(self, step: Step, unit: Unit, width: int) -> list[int]:
+        """Copy the unit's full gradients into one tensor, the input of the reduce-scatter, and free them."""
+        source = step.allocate("reduce_scatter.input", BUFFERS, [self._sizes_of(unit).whole * width], unit.name)
+        step.moment("reduce_scatter.copy_in", Phase.BACKWARD)
+        self.take_gradients(step, unit)
+        step.free(unit.accumulated)
+        return source
+
+    def _reduce_scatter(self, step: Step, unit: Unit, width: int, stored: int) -> list[int]:
+        """Reduce to this rank's part, of `width` bytes an element, and cast that to the `stored` bytes of its weights."""
+        numel, replicated = self._sizes_of(unit).part, self.settings.replicas > 1
+        result = step.allocate("gradient", Category.GRADIENTS, [numel * width], unit.name, stream=REDUCE_SCATTER)
+        step.moment("reduce_scatter", Phase.BACKWARD)
+        if width == stored:
+            return result
+        stream = ALL_REDUCE if replicated else REDUCE_SCATTER
+        cast = step.allocate("gradient", Category.GRADIENTS, [numel * stored], unit.name, stream=stream)
+        step.moment("reduce_scatter.cast", Phase.BACKWARD)
+        if replicated:
+            self._all_reduced += result
+        else:
+            step.free(result)
+        return cast
+
     def _update(self, step: Step, unit: Unit) -> None:
         """`_post_accumulate_grad_hooks`, which `foreach_reduce` calls for one parameter after the other on the stream that
         reduces. The gradients are views of one tensor, which is freed when all have been applied."""
-        stream = ALL_REDUCE if self.replicas > 1 else REDUCE_SCATTER
+        stream = ALL_REDUCE if self.settings.replicas > 1 else REDUCE_SCATTER
         for tensor in unit.trained if self.updates else ():
             own = self.updates[Parameter(tensor.module, tensor.name)]
             for name, module, num_bytes in own.states:
@@ -267,7 +275,7 @@ class FSDP2(ShardedLayout):
 
     def take_parts(self, step: Step, unit: Unit) -> None:
         if any(t.gradient_parts > 1 for t in unit.trained):
-            width = self.reduce_bytes or unit.trained[0].gathered_bytes
+            width = self.settings.reduce_bytes or unit.trained[0].gathered_bytes
             parts = step.allocate("gradient.part", Category.GRADIENTS, (t.numel * width for t in unit.trained), unit.name)
             step.moment("gradient.redistribute", Phase.BACKWARD)
             self.take_gradients(step, unit)
@@ -277,7 +285,7 @@ class FSDP2(ShardedLayout):
     def keep_full(self, step: Step, unit: Unit) -> None:
         """`to_accumulated_grad_if_needed`: widen each gradient to the dtype in which it will be reduced."""
         used = unit.trained[0].gathered_bytes
-        width = self.reduce_bytes or used
+        width = self.settings.reduce_bytes or used
         if width == used or not unit.runs:
             return
         self.take_gradients(step, unit)

@@ -21,7 +21,7 @@ def tensors_of_gradients(
     something else, such as a table that the embedding has, or of only a part of a tensor, is left out. `gradients`: their
     indices in the order in which backward makes them."""
     parameters = dict(zip(template.gradient_columns.tolist(), template.parameters, strict=True))
-    left = [(place, (tensor.path, _last(tensor.name)), tensor) for place, tensor in enumerate(tensors)]
+    left = [(place, (_of_any(tensor.path), _last(tensor.name)), tensor) for place, tensor in enumerate(tensors)]
     found: dict[int, int] = {}
     for index in gradients:
         name, size = parameters[index], int(template.num_bytes[index])
@@ -37,6 +37,11 @@ def tensors_of_gradients(
             found[index] = taken[0]
             left.remove(taken)
     return found
+
+
+def _of_any(path: ModulePath) -> ModulePath:
+    """The path without an expert's number: a block's gradients do not say of which expert they are."""
+    return ModulePath(tuple(name for name in path.names if not name.isdecimal()))
 
 
 def _last(name: str) -> str:

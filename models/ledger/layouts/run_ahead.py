@@ -20,7 +20,7 @@ MOST_IN_FLIGHT = 2
 
 @dataclass(slots=True)
 class _Waiting:
-    """What waits for one event of the computing stream."""
+    """Freed blocks that can be reused only when one event of the computing stream is done."""
 
     handles: list[int] = field(default_factory=list)
     gradients: list[tuple[Run, str]] = field(default_factory=list)

@@ -117,7 +117,7 @@ class Zero12(Partitions):
         self._own.begin_micro_batch(adds=not self.contiguous and self.stage == 2)
 
     def _joins_gradients(self) -> bool:
-        """Besides several tensors: if the last partition is not full, one more tensor, of zeros, fills it
+        """Also true of a single tensor if it does not fill the partition: a tensor of zeros is joined to it
         (`get_flat_partition`)."""
         group = self.groups[self._updated]
         parts = [mine for tensor in group if (mine := self.division.of(tensor).mine)]

@@ -299,7 +299,7 @@ class Zero3(Partitions):
         super().clip(step)
 
     def release_gradients(self, step: Step) -> None:
-        """Besides: small tensors are gathered again after the update (`_post_step`)."""
+        """Also gathers the small tensors again, which have been updated (`_post_step`)."""
         super().release_gradients(step)
         small = ((t.name, t.module, t.numel * t.gathered_bytes) for t in self.tensors if self.persists(t))
         if self.ranks > 1:

@@ -11,8 +11,9 @@ from peakcast.models.ledger.layouts.zero3_weights import Engine
 
 
 class Claims:
-    """What of the weights of one micro-batch is claimed. `viewed`: tensors, besides stacked experts, that autograd saves as
-    views, so that a release does not free their memory. (A checkpoint does not save them.)"""
+    """Which weights of one micro-batch are still needed when a module releases them. `viewed`: tensors, besides stacked
+    experts, of which autograd saves views, so that releasing them does not free their memory. (Checkpoints save no views.)
+    """
 
     def __init__(self, turns: Sequence[Turn], engine: Engine, viewed: Collection[StoredTensor]) -> None:
         self.turns, self.engine, self.viewed = turns, engine, viewed
@@ -26,14 +27,14 @@ class Claims:
         self._kept = set[StoredTensor]()
         """Weights of modules that have begun and not ended."""
         self._lent = dict[StoredTensor, None]()
-        """Frozen weights that a recomputation has gathered. They are assigned to the module whose backward is running
-        (`ds_recompute_parameters`): a module of the block, which is done soon; with use_reentrant the whole network, which
-        is never done."""
+        """Frozen weights that a recomputation has gathered and no module has released. DeepSpeed assigns them to the module
+        whose backward is running (`ds_recompute_parameters`): to one of the block, which ends soon, or, with use_reentrant,
+        to the whole network, which never ends."""
         self._taken_back = dict[StoredTensor, None]()
-        """Those that the module of the current turn has thereby got."""
+        """The lent weights that have been assigned to the module of the current turn."""
 
     def note(self, turn: Turn, mine: Sequence[StoredTensor]) -> None:
-        """A module reads its tensors."""
+        """Note that the module of a turn reads its tensors."""
         self._taken_back = {}
         if turn.course is Course.BEGINS:
             self._kept.update(mine)
@@ -48,8 +49,8 @@ class Claims:
                 self._taken_back, self._lent = self._lent, {}
 
     def free_of(self, released: Iterable[StoredTensor]) -> list[StoredTensor]:
-        """Of the tensors that the module of the current turn releases, and of those that it got from a recomputation, which
-        are not claimed."""
+        """The tensors that are freed when the current turn ends: those that its module releases, and those that it was
+        assigned by a recomputation, unless something else still needs them."""
         large = (t for t in self._taken_back if not self.engine.persists(t))
         return [t for t in (*released, *large) if t not in self._lent and t not in self._kept]
 
@@ -58,7 +59,7 @@ class Claims:
         return tensor in self._packed
 
     def memory_ends(self, tensor: StoredTensor, index: int, mine: Sequence[StoredTensor]) -> int:
-        """The instant at which the memory of a tensor is free that the module of turn `index` releases. `mine`: the
+        """The instant from which the memory of a tensor is free that the module of turn `index` has released. `mine`: the
         module's own tensors."""
         ends = self.turns[index].ends
         if tensor in self._packed:

@@ -1,5 +1,5 @@
-"""What stage 3 allocates within a single instant of the ledger, that is, one operation: weights are gathered before it
-runs, and gradients are reduced after it."""
+"""What ZeRO-3 allocates within one instant of the ledger: weights are gathered before the instant's operation, and
+gradients are reduced after it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 @dataclass(slots=True)
 class Fetched:
-    """What modules gather before the operation at instant `at` runs, one after the other."""
+    """Bytes that modules gather, one after the other, before the operation at instant `at` runs."""
 
     at: int
     _bytes: int = 0
@@ -28,7 +28,7 @@ class Fetched:
         self._bytes -= num_bytes
 
     def free_older(self, num_bytes: int) -> None:
-        """Free `num_bytes` that existed before this instant, after what has been gathered so far."""
+        """Count `num_bytes`, gathered before this instant, that are freed only after what has been gathered so far."""
         self._most_bytes += num_bytes if self._most_bytes else 0
 
     @property
@@ -37,14 +37,15 @@ class Fetched:
         return self._most_bytes > 0
 
     def more_than(self, operation_bytes: int) -> int:
-        """By how many bytes the peak of gathering exceeds what is left of it plus what the operation allocates then."""
+        """By how many bytes the peak while gathering exceeds the bytes that exist while the operation runs: those that are
+        still gathered, and `operation_bytes`."""
         return max(self._most_bytes - self._bytes - operation_bytes, 0)
 
 
 @dataclass(slots=True)
 class Reduction:
-    """What reducing gradients allocates after an operation: a joined copy of them, then what is made of this rank's part.
-    `gone_bytes`: what the operation used and has freed by then."""
+    """Bytes that reducing gradients allocates after an operation: first a copy that joins them, then tensors of this rank's
+    part. `gone_bytes`: bytes that the operation used and that are free by then."""
 
     joined_bytes: int
     parts_bytes: int
@@ -63,9 +64,9 @@ class Reduction:
 
 @dataclass(slots=True)
 class Instants:
-    """What else is allocated at each instant of a micro-batch. `made`: bytes that operations allocate, after their modules
-    have gathered. `reductions`: by instant, the reduction that follows the operation, when what a checkpoint kept for that
-    operation is freed."""
+    """Allocations at each instant of a micro-batch other than gathered weights. `made`: bytes that the instant's operation
+    allocates. `reductions`: by instant, the reduction that follows the operation; by then what a checkpoint kept for the
+    operation is free."""
 
     made: Sequence[int] | npt.NDArray[np.int64] = ()
     reductions: dict[int, Reduction] = field(default_factory=dict)
@@ -76,6 +77,6 @@ class Instants:
         return made + sum(self.reductions[instant].num_bytes()) if instant in self.reductions else made
 
     def free_before_reduction(self, instant: int, num_bytes: int) -> None:
-        """Bytes are freed that the operation at an instant used, before what it made is reduced."""
+        """Count `num_bytes`, used by the operation at `instant`, as free before the operation's gradients are reduced."""
         if instant in self.reductions:
             self.reductions[instant].gone_bytes += num_bytes

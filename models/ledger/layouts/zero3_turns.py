@@ -41,9 +41,9 @@ FEED_FORWARD = "mlp"
 def turns_of(
     passage: Passage, tensors: Sequence[StoredTensor], *, around: int = 0, leaf: str = "", family: str = ""
 ) -> list[Turn]:
-    """The turns of the modules in a passage of a block. Tensors that no operation is named after are used throughout the
-    block and belong to the block's own turn, the first, except adapters, which are then switched off. `around`: how many
-    modules are entered before. `leaf`: a module that has the parameters of all modules inside it. `family`: the
+    """The turns of the modules in a passage of a block. Parameters that no operation names count as used by the
+    whole block, whose own turn is the first; adapters that no operation names are disabled. `around`: how many modules are
+    entered before. `leaf`: a module that counts the parameters of all modules inside it as its own. `family`: the
     `model_type`."""
     made = _from_0(passage._replace(begins=0, labels=tuple(passage.labels)), tuple(tensors), around, leaf, family)
     return [turn.later(passage.begins) for turn in made]

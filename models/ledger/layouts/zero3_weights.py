@@ -68,12 +68,12 @@ class Weights:
         self.elements = 0
         """Gathered elements, as DeepSpeed counts them: from 0 each time the network runs forward."""
         self._passing = Fetched(-1)
-        """What is gathered in the instant at which the current turns begin."""
+        """The bytes gathered in the instant at which the current turns begin."""
         self._for_good: set[StoredTensor] = set()
 
     def begin_instant(self, now: int, instants: Instants) -> None:
-        """Turns at instant `now` begin. At the instant before, hold the peak of gathering that exceeds what its operation
-        allocates."""
+        """The turns at instant `now` begin. At the instant of the turns before, hold the bytes by which gathering exceeded
+        what the instant's operation allocates."""
         at = self._passing.at
         if at == now:
             return

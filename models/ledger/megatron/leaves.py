@@ -1,10 +1,11 @@
-"""What a token dispatcher keeps of a recomputed group of layers until the group runs again, even into the next step.
+"""Tensors of a recomputed group of layers that a token dispatcher keeps until the group runs again, in the next step too.
 
-It refers to the probabilities that its router returned last (`self.probs`, `self.local_probs`), and so to their graph.
-Backward has emptied that graph, but at its end is the leaf with which the recomputation began: its detached input, with the
-gradient. Source: megatron-core 0.16.1 `transformer/moe/token_dispatcher.py` (`dispatch_preprocess`),
-`tensor_parallel/random.py` (`CheckpointFunction.backward`). The same holds for a mixture of experts that is recomputed by
-itself (`recompute_modules` moe). The graph of a layer that is not recomputed leads only to parameters.
+The dispatcher refers to the probabilities that its router returned last (`self.probs`, `self.local_probs`), and thereby to
+their graph. Backward has freed what that graph saved. But it ends in the leaf with which the recomputation began: the
+group's detached input, which has a gradient. Source: megatron-core 0.16.1 `transformer/moe/token_dispatcher.py`
+(`dispatch_preprocess`), `tensor_parallel/random.py` (`CheckpointFunction.backward`). The same holds for a mixture of
+experts that is recomputed by itself (`recompute_modules` moe). The graph of a layer that is not recomputed leads only to
+parameters.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from peakcast.timelines.timeline import Category
 
 @dataclass(slots=True)
 class _Leaf:
-    """A group's input after its use, and its gradient: the instants from which nothing else holds each."""
+    """A group's input and its gradient: for each the instant from which only the dispatcher refers to it."""
 
     input_from: int
     gradient_from: int = 0
@@ -39,13 +40,13 @@ class Leaves:
     _lives: list[tuple[Category, int, int]] = field(default_factory=list)
 
     def named(self, layers: range, now: int, *, received: bool) -> None:
-        """The backward of the group `layers` is done: the dispatcher refers to its leaf."""
+        """The backward of the group `layers` is done; from now on only the dispatcher refers to the group's input."""
         leaf = self._alive[layers[0]] = _Leaf(now, now, received)
         if not received:  # a stage sends back a copy of the gradient
             self._waits = leaf
 
     def lower_done(self, now: int) -> None:
-        """The backward of the layers below a group is done."""
+        """The layers below a group have run backward; from now on only the leaf refers to the gradient that they read."""
         if self._waits is not None:
             self._waits.gradient_from = now
         self._waits = None

@@ -18,7 +18,7 @@ from peakcast.models.ledger.megatron.context import layer_context, part_context,
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankShare:
-    """What one rank has of a job: its stage, its model chunks and the context of their blocks. There is one object for each
+    """One rank's share of a job: its stage, its model chunks and the context of their blocks. There is one object for each
     job, device and stage, so that what is derived from it can be cached."""
 
     job: TrainingJob

@@ -47,7 +47,7 @@ class _Checkpoint:
 
 @dataclass(slots=True)
 class _MicroBatch:
-    """What a forward turn leaves for its backward turn."""
+    """A micro-batch of one chunk, between its forward turn and its backward turn."""
 
     start: int
     runs: list[list[Run] | _Checkpoint]

@@ -139,7 +139,7 @@ def _ia3_keeps(m: Matrix, rows: int) -> Kept:
 
 
 def _lily(m: Matrix) -> list[Made]:
-    """Some layers share an A; all layers share the Bs (`_lily_network`)."""
+    """Each `stride_A` layers share one A, and all layers share the Bs (`_lily_network`)."""
     own = [Made("lily_router", (m.settings["num_B"], m.rank))]
     return own + ([Made("lily_A", (m.rank, m.columns_in))] if m.layer % m.settings["stride_A"] == 0 else [])
 

@@ -34,20 +34,24 @@ def scratch_bytes(kernel: str, shapes: Iterable[tuple[int, ...]]) -> int:
 
 
 def quantized_linear_bytes(
-    shape: tuple[int, int], tuning: Finetuning, gptq_group_size: int = 128, *, gptq_biased: bool = False
+    shape: tuple[int, int], tuning: Finetuning, gptq_group_size: int = 128, *, gptq_kernel: str = ""
 ) -> list[tuple[str, int]]:
     """(name, bytes) of the tensors that replace a [out_features, in_features] weight. `gptq_group_size`: how many input
-    features share a scale; -1 for all of them. `gptq_biased`: include the bias that optimum gives every QuantLinear."""
+    features share a scale; -1 for all of them. `gptq_kernel`: optimum gives every QuantLinear of exllama a bias; exllama v2
+    also has two orders of the input features, of 2 bytes each, wherever g_idx is not all zeros, as with groups it never is
+    (AutoGPTQ 0.5 nn_modules/qlinear/qlinear_exllamav2.py ext_make_q_matrix)."""
     out_features, in_features = shape
     numel = out_features * in_features
     if tuning.quantization == "gptq":
         groups = 1 if gptq_group_size < 1 else in_features // gptq_group_size
+        orders = ("q_perm", "q_invperm") if gptq_kernel == "exllamav2" and groups > 1 else ()
         return [
             ("qweight", numel // 2),
             ("scales", groups * out_features * 2),
             ("qzeros", groups * out_features // 2),
             ("g_idx", in_features * 4),
-            *([("bias", out_features * 2)] if gptq_biased else []),
+            *([("bias", out_features * 2)] if gptq_kernel else []),
+            *((name, in_features * 2) for name in orders),
         ]
     if tuning.quantization == "int8":
         return [("weight", numel), ("SCB", out_features * 4)]

@@ -162,7 +162,7 @@ def tokens(job: TrainingJob) -> int:
 
 
 plain_float8 = (
-    trains & ~adapts & (huggingface | plain_torch) & used_in("bfloat16") & ~autocast & trait("libraries.torchao_float8")
+    trains & ~adapts & (huggingface | plain_torch) & used_in("bfloat16") & ~autocast & ~trait("linear.conv1d")
 )
 """Float8 as torchao has it over weights that blocks use in bf16; FSDP's mixed precision gathers wider weights so. GPT-2's
 Conv1D is not an nn.Linear and is not converted."""

@@ -26,11 +26,11 @@ _FSDP2 = Section("FSDP2", when=job.asks_fsdp2, rows=(
 
 _FSDP1 = Section("FSDP1", when=job.asks_fsdp1, rows=(
     fails("finetuning.adapter_dtype", job.adapts & job.adapters_gathered_otherwise & ~job.autocast,
-          "adapters of {adapter_dtype} that FSDP1 gathers in {gathered_dtype} fail without autocast: peft hands them "
-          "inputs of the one, and torch multiplies no two dtypes; set autocast, as accelerate does."),
+          "adapters of {adapter_dtype} that FSDP1 gathers in {gathered_dtype} fail without autocast: peft casts "
+          "their inputs to the first, and torch cannot multiply two dtypes; set autocast, as accelerate does."),
     fails("activation_checkpointing.mode", job.adapts & job.selective,
-          "selective checkpointing with adapters under FSDP1 fails in torch 2.13: what the units inside a layer record "
-          "when they are called is not the same when it runs again; use mode=full, or fsdp2."),
+          "selective checkpointing with adapters under FSDP1 fails in torch 2.13: the units inside a layer run "
+          "other operations when the layer is recomputed; use mode=full, or fsdp2."),
     unknown("framework_options.fsdp_reshard_after_forward",
             option("fsdp_reshard_after_forward", False) & option("fsdp1_use_orig_params"),
             "FSDP1 that keeps weights gathered after forward (fsdp_reshard_after_forward=false) is modelled with "
@@ -68,8 +68,8 @@ _TENSOR_PARALLEL = Section("tensor parallelism", when=job.tensor_parallel, rows=
     unknown("finetuning.quantization", job.quantized,
             "finetuning.quantization={finetuning.quantization!r} under tensor parallelism is not modelled; lora is."),
     fails("finetuning.targets", job.adapts_gathered_outputs,
-          "adapters of {architecture.model_type!r} under tensor parallelism fail in peft 0.21, which knows no matrix whose "
-          "result is gathered (in {whole_parts}); name other targets."),
+          "adapters of {architecture.model_type!r} under tensor parallelism fail in peft 0.21, which does not support "
+          "matrices whose output is gathered (in {whole_parts}); name other targets."),
     unknown(_SIZE, job.parts_of_heads,
             "tensor_parallel_size={parallelism.tensor_parallel_size} does not divide {architecture.num_key_value_heads} "
             "key heads and intermediate_size={architecture.intermediate_size}, and parts of heads are not modelled."),
@@ -82,22 +82,24 @@ _TENSOR_PARALLEL = Section("tensor parallelism", when=job.tensor_parallel, rows=
     unknown(_SIZE, job.huggingface & job.sequence_parallel,
             "sequence_parallel is not part of transformers' tensor-parallel plan for this architecture."),
     fails("optimizer.name", job.huggingface & job.trains & ~job.optimizer("adamw"),
-          "optimizer.name={optimizer.name!r} cannot step over the mixture of tensors that tensor parallelism leaves to the "
-          "Trainer; adamw can."),
+          "optimizer.name={optimizer.name!r} cannot update plain tensors and DTensors together, which tensor parallelism "
+          "under the Trainer requires; adamw can."),
     unknown(_SIZE, job.replicated & ~(job.asks_ddp | job.asks_fsdp2),
             "tensor parallelism with sharding={parallelism.sharding!r} is not modelled; with none (DDP), fsdp2 and hsdp it "
             "is."),
     unknown("parallelism.sharding", job.replicated & job.asks_ddp & job.ties_embeddings,
-            "{architecture.name!r} shares its token table with the head, of which torch's DDP over tensor parallelism "
-            "makes plain tensors at one end only: torch 2.13 fails, and how others hold it is not modelled; fsdp2 is."),
+            "{architecture.name!r} shares its token table with the head. torch's DDP over tensor parallelism makes it a "
+            "plain tensor at one end only: torch 2.13 fails, and other releases are not modelled; fsdp2 is."),
     unknown("loss.fused_linear_cross_entropy", job.trains & job.fused_loss,
             "a fused loss under tensor parallelism is not modelled."),
     fails("framework_options.liger_kernels", job.plain_torch & job.liger,
-          "Liger's kernels under torch's tensor parallelism fail: they give whole tensors where the plan has parts."),
+          "Liger's kernels under torch's tensor parallelism fail: they return whole tensors where the plan "
+          "expects a rank's part."),
     fails("attention", job.sequence_parallel & job.eager,
           "attention='eager' under sequence_parallel fails: transformers makes the mask for a rank's part; use sdpa."),
     fails("precision.compute", job.huggingface & job.trains & job.autocast & job.computes_float16,
-          "fp16 under transformers' tensor parallelism fails: GradScaler takes no mixture of tensors; use bf16."),
+          "fp16 under transformers' tensor parallelism fails: GradScaler cannot unscale plain tensors and DTensors "
+          "together; use bf16."),
     unknown("attention", job.flex, "flex attention under tensor parallelism is not modelled."),
     unknown("precision.compute", job.float8, "float8 under tensor parallelism is not modelled."),
     unknown("offload.activations", job.offloads_activations,
@@ -134,17 +136,18 @@ _CONTEXT_PARALLEL = Section("context parallelism (ring attention)", when=job.con
             "context parallelism of {architecture.model_type!r} is not modelled; that of layers like Llama's is."),
     unknown(_RING, ~job.trains, "context parallelism is modelled in training only."),
     unknown(_RING, ~(job.sdpa & job.half_precision) | above("architecture.head_dim", 256),
-            "context parallelism is a ring of flash attention: sdpa in half precision, heads of at most 256 elements."),
+            "context parallelism is modelled as a ring of flash attention: with sdpa in half precision and heads of at "
+            "most 256 elements."),
     fails(_RING, setting("architecture.sliding_window"),
-          "{architecture.name!r} attends within a sliding window, which torch's context parallelism cannot; use 1 rank."),
+          "{architecture.name!r} has a sliding window, which torch's context parallelism does not support; use one rank."),
     unknown(_RING, job.uneven_chunks,
             "sequence_length={sequence_length} is no multiple of 2 × "
             "context_parallel_size={parallelism.context_parallel_size}: torch gives ranks unequal work then, which is not "
             "modelled; use one."),
     unknown("batch.form", ~job.full_rows, "batch.form={batch.form!r} under context parallelism is not modelled; use rows."),
     unknown(_RING, ~job.asks_fsdp2 & (job.huggingface | ~job.asks_ddp),
-            "context parallelism with sharding={parallelism.sharding!r} is not modelled; accelerate has it with fsdp2, "
-            "hsdp, a plain loop also without sharding."),
+            "context parallelism with sharding={parallelism.sharding!r} is not modelled; with fsdp2 and hsdp it is, and "
+            "in a plain loop also without sharding."),
     unknown("loss.fused_linear_cross_entropy", job.fused_loss, "a fused loss under context parallelism is not modelled."),
     unknown("precision.compute", job.float8, "float8 under context parallelism is not modelled."),
     unknown("offload.activations", job.offloads_activations,
@@ -162,8 +165,8 @@ _PIPELINES = Section("pipeline parallelism", when=job.pipeline_parallel, rows=(
     unknown("finetuning.method", job.adapts,
             "finetuning.method={finetuning.method!r} in pipeline stages is not modelled: all weights train."),
     unknown(_STAGES, job.ties_embeddings,
-            "{architecture.name!r} shares its token table with the head, which stand on different stages: torch's "
-            "pipelining keeps no two of them equal."),
+            "{architecture.name!r} shares its token table with the head, and the two are on different stages: torch's "
+            "pipelining does not keep their copies equal."),
     unknown(_STAGES, ~job.known_schedule,
             "pipeline_schedule={parallelism.pipeline_schedule!r} with "
             "virtual_pipeline_stages={parallelism.virtual_pipeline_stages} is not modelled; gpipe, 1f1b and zero_bubble "
@@ -180,13 +183,13 @@ _PIPELINES = Section("pipeline parallelism", when=job.pipeline_parallel, rows=(
             "pipeline parallelism with sharding={parallelism.sharding!r} and zero_stage={parallelism.zero_stage} is not "
             "modelled; with none (DDP), fsdp2 and hsdp it is."),
     unknown(_STAGES, job.replicated & job.splits_backward & job.asks_ddp,
-            "zero_bubble under DDP is not modelled: torch takes the weights' gradients by torch.autograd.grad, which calls "
-            "no hook of DDP, so that they would not be reduced; use fsdp2, or another schedule."),
+            "zero_bubble under DDP is not modelled: torch computes the weights' gradients by torch.autograd.grad, which "
+            "runs no hooks of DDP, so they would not be reduced; use fsdp2, or another schedule."),
     unknown(_STAGES, job.replicated & ~job.asks_ddp & ~job.ends_apart,
             "pipeline stages whose ends are FSDP's root are not modelled; with fsdp2_units=ends, torchtitan's, they are."),
     fails("gradient_accumulation_steps", job.uneven_rounds,
-          "gradient_accumulation_steps={gradient_accumulation_steps} is no multiple of the {rounds} rounds in which "
-          "torch's interleaved schedules take them: they refuse that."),
+          "gradient_accumulation_steps={gradient_accumulation_steps} is not a multiple of the {rounds} rounds "
+          "of torch's interleaved schedules, which refuse that."),
     fails("gradient_accumulation_steps", setting("parallelism.pipeline_schedule", "1f1b") & job.fewer_micro_batches(than=1),
           "gradient_accumulation_steps={gradient_accumulation_steps} is fewer than "
           "pipeline_parallel_size={parallelism.pipeline_parallel_size}: torch's Schedule1F1B refuses that; gpipe takes "
@@ -244,7 +247,8 @@ ZERO = Section(
             "with contiguous_gradients=true only with offloading, quantised weights, experts, preferences, "
             "overlap_comm."),
     unknown(_STAGE, job.changes_dtype,
-            "computed in the dtype of the weights only, not {precision.parameters!r} in {precision.compute!r}."),
+            "computed in the dtype of the weights only, not {precision.parameters!r} in {precision.compute!r}; where its "
+            "configuration enables bf16 or fp16, weights are narrow and precision.main_parameters is 'float32'."),
     more("framework_options.overlap_comm", ~job.zero3 & job.overlaps_reduction & job.offloads_optimizer,
          "without overlap_comm only with an optimizer on the host: gradients larger than a bucket then stay longer."),
     more("finetuning.method", job.zero3 & differs("adapters under ZeRO-3") & job.adapts,

@@ -79,8 +79,8 @@ _FSDP = Section("Megatron-FSDP", when=megatron.asks_fsdp, rows=(
 _FLOAT8 = Section("float8", when=job.float8, rows=(
     fails("precision.compute", megatron.own_modules,
           "transformer-impl=local has no float8 compute; transformer_engine has."),
-    unknown("framework", job.encoder_decoder, "A T5 is not modelled in float8"),
-    unknown("framework", job.predicts_further_tokens, "Multi-token prediction is not modelled in float8"),
+    unknown("framework", job.encoder_decoder, "A T5 is not modelled in float8."),
+    unknown("framework", job.predicts_further_tokens, "Multi-token prediction is not modelled in float8."),
     unknown("framework", job.experts & (job.full_checkpointing | megatron.recomputes_more_in_float8),
             "Recomputing a mixture of experts, or parts of it but the shared one, is not modelled in float8."),
     unknown("framework", job.latent_attention & megatron.recomputes_more_in_float8,

@@ -87,7 +87,7 @@ class Section:
 
 
 class _Values(dict[str, Any]):
-    """What sentences name: the settings of a job, and `WORDS`."""
+    """The values of the names in a sentence's braces: settings of a job, and `WORDS`."""
 
     def __init__(self, job: TrainingJob) -> None:
         super().__init__()
@@ -104,7 +104,7 @@ fails = partial(Limit, FAILS)
 unknown = partial(Limit, UNKNOWN)
 """Not counted, or compared with nothing; whether it needs more or less is not known."""
 more = partial(Limit, MORE)
-"""Something is not counted that needs more memory; `less`: that saves memory."""
+"""Memory that the job needs is not counted; `less`: memory that it saves is not counted."""
 less = partial(Limit, LESS)
 nearly = partial(Limit, NEARLY)
 """Its trace differs by the share that the sentence says; `nearly_more`, `nearly_less`: is above, below."""

@@ -115,6 +115,9 @@ SETTINGS = Section("settings of one rank", (
             "activation_checkpointing.modules is not modelled here; without it, matrix products and attention are kept."),
     more("framework_options.autocast", job.experts & job.torchtitans_experts & job.autocast,
          "torchtitan's experts under autocast have not been traced: their activations are counted without it."),
+    unknown("framework_options.loss_chunks", job.asks_loss_chunks & option("loss_kernel", "chunked"),
+            "Unsloth takes the number of chunks of its loss from the GPU's free memory; a number that is given is counted "
+            "by Unsloth's source, and no trace has confirmed it."),
     unknown("framework_options.loss_chunks", job.asks_loss_chunks,
             "a loss in chunks of the sequence is counted as torchtitan 0.3's source has it; traces by hand alone agree."),
     Section("float8", when=job.float8, rows=(

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TypedDict
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -64,7 +64,7 @@ class Later:
 @dataclass(slots=True)
 class Row:
     """One tensor of a template, before rows become columns. Fields mean what the columns of the same names mean in
-    `Template`."""
+    `Columns`."""
 
     name: str
     category: int
@@ -92,47 +92,8 @@ def backward_row(
     return Row(name, category, num_bytes, born, dies, True, True, dies, parameter, stream=stream)
 
 
-class Columns(TypedDict):
-    """The columns of a template."""
-
-    names: list[str]
-    categories: npt.NDArray[np.int8]
-    num_bytes: npt.NDArray[np.int64]
-    born: npt.NDArray[np.int64]
-    dies: npt.NDArray[np.int64]
-    born_backward: npt.NDArray[np.bool_]
-    dies_backward: npt.NDArray[np.bool_]
-    dies_without_graph: npt.NDArray[np.int64]
-    weight_gradient: npt.NDArray[np.bool_]
-    parameters: list[str]
-    cached: npt.NDArray[np.bool_]
-    streams: npt.NDArray[np.int64] | None
-    through_view: npt.NDArray[np.int64]
-
-
-def columns_of(rows: Sequence[Row]) -> Columns:
-    """The rows as columns, their bytes rounded up to the allocator's unit."""
-    sizes = np.array([row.num_bytes for row in rows], dtype=np.int64)
-    streams = [row.stream for row in rows]
-    return Columns(
-        names=[row.name for row in rows],
-        categories=np.array([row.category for row in rows], dtype=np.int8),
-        num_bytes=-(-sizes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES,
-        born=np.array([row.born for row in rows], dtype=np.int64),
-        dies=np.array([row.dies for row in rows], dtype=np.int64),
-        born_backward=np.array([row.born_backward for row in rows], dtype=bool),
-        dies_backward=np.array([row.dies_backward for row in rows], dtype=bool),
-        dies_without_graph=np.array([row.dies_without_graph for row in rows], dtype=np.int64),
-        weight_gradient=np.array([bool(row.parameter) for row in rows], dtype=bool),
-        parameters=[row.parameter for row in rows if row.parameter],
-        cached=np.array([row.cached for row in rows], dtype=bool),
-        streams=np.array(streams, dtype=np.int64) if any(streams) else None,
-        through_view=np.flatnonzero([row.through_view for row in rows]),
-    )
-
-
-@dataclass(frozen=True)
-class Template:
+@dataclass(frozen=True, kw_only=True)
+class Columns:
     """The tensors of a block, in columns. `born` and `dies` count from the block's first backward instant where
     `born_backward` and `dies_backward` are true, otherwise from its first forward instant. Shapes: every array is
     [num_entries]."""
@@ -140,6 +101,7 @@ class Template:
     names: list[str]
     categories: npt.NDArray[np.int8]
     num_bytes: npt.NDArray[np.int64]
+    """Rounded up to the allocator's unit."""
     born: npt.NDArray[np.int64]
     dies: npt.NDArray[np.int64]
     born_backward: npt.NDArray[np.bool_]
@@ -152,6 +114,39 @@ class Template:
     """`dies` when the block runs under no_grad and nothing is saved, counted from the first forward instant."""
     cached: npt.NDArray[np.bool_]
     """Results that selective checkpointing keeps: the first forward makes them and the recomputation reuses them."""
+    streams: npt.NDArray[np.int64] | None = None
+    """The stream on which each entry is allocated; None: all on the computing stream."""
+    through_view: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
+    """Indices of the gradients that exist for one instant, since they are added to another or read at once, and that no
+    norm makes: they pass through the backward of a view first."""
+
+
+def columns_of(rows: Sequence[Row]) -> dict[str, Any]:
+    """The fields of `Columns`, by name."""
+    sizes = np.array([row.num_bytes for row in rows], dtype=np.int64)
+    streams = [row.stream for row in rows]
+    columns = Columns(
+        names=[row.name for row in rows],
+        categories=np.array([row.category for row in rows], dtype=np.int8),
+        num_bytes=-(-sizes // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES,
+        born=np.array([row.born for row in rows], dtype=np.int64),
+        dies=np.array([row.dies for row in rows], dtype=np.int64),
+        born_backward=np.array([row.born_backward for row in rows], dtype=bool),
+        dies_backward=np.array([row.dies_backward for row in rows], dtype=bool),
+        weight_gradient=np.array([bool(row.parameter) for row in rows], dtype=bool),
+        parameters=[row.parameter for row in rows if row.parameter],
+        dies_without_graph=np.array([row.dies_without_graph for row in rows], dtype=np.int64),
+        cached=np.array([row.cached for row in rows], dtype=bool),
+        streams=np.array(streams, dtype=np.int64) if any(streams) else None,
+        through_view=np.flatnonzero([row.through_view for row in rows]),
+    )
+    return vars(columns)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Template(Columns):
+    """The tensors of a block, and what code outside the block asks about it."""
+
     num_forward: int
     num_recomputed: int
     """How many forward instants a recomputation runs: it stops after the last that saves a tensor."""
@@ -181,11 +176,6 @@ class Template:
     """The backward instants of marked operations that have a backward, ascending."""
     elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
     """How the block uses tensors that other blocks own, by their names."""
-    streams: npt.NDArray[np.int64] | None = None
-    """The stream on which each entry is allocated; None: all on the computing stream."""
-    through_view: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
-    """Indices of the gradients that exist for one instant, since they are added to another or read at once, and that no
-    norm makes: they pass through the backward of a view first."""
     modules: list[str] = field(default_factory=list)
     """The module of each entry, if the block covers several modules; empty: all belong to the module under which the block
     runs."""
@@ -245,9 +235,9 @@ class Template:
 
     @cached_property
     def made_bytes(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Bytes that the operation at each forward instant and at each backward instant allocates, temporaries included. A
-        tensor that takes the place of another when the operation ends is left out: its name is that of the operation
-        before."""
+        """Bytes that the operation at each forward instant and at each backward instant allocates, temporaries included.
+        They are found by name: a tensor that replaces another when an operation ends is born at the next instant, whose
+        operation did not allocate it."""
         made = np.zeros(self.num_forward, dtype=np.int64), np.zeros(self.num_backward, dtype=np.int64)
         labels = self.forward_labels, self.backward_labels
         for name, size, at, half in zip(self.names, self.num_bytes, self.born, self.born_backward.astype(int), strict=True):

@@ -82,8 +82,10 @@ def updated_in_backward(
     end_of = last[np.searchsorted(last, timeline.born[entries], side="right")]
     summed = np.array([parameter in update.tied for parameter in gradients.parameters], dtype=bool)
     comes = np.where(summed, end_of - 1, timeline.born[entries])
+    added = _added_to_earlier(gradients.parameters, comes, end_of, update)
     # of one operation, the bias's gradient is ready before the matrix's, which still has to be transposed
     order = np.lexsort((timeline.num_bytes[entries], comes))
+    order, of_added = order[~added[order]], entries[added]
     parameters = [gradients.parameters[index] for index in order]
     entries, comes, end_of = entries[order], comes[order], end_of[order]
     before_end = end_of - 1
@@ -104,6 +106,7 @@ def updated_in_backward(
     if not update.alone:
         dies[gradients.through_view] = shifted(timeline.dies[gradients.through_view])
     dies = np.maximum(dies, born)
+    dies[of_added] = born[of_added] + 1
     dies[entries] = applied + bool(update.alone)
     made = _update_allocations(
         timeline,
@@ -126,6 +129,23 @@ def updated_in_backward(
         streams=None if timeline.streams is None else np.append(timeline.streams, np.zeros(len(made.born), dtype=np.int8)),
         reusable=None if timeline.reusable is None else np.append(shifted(timeline.reusable), made.dies),
     )
+
+
+def _added_to_earlier(
+    parameters: Sequence[Parameter], comes: Ints, end_of: Ints, update: UpdateInBackward
+) -> npt.NDArray[np.bool_]:
+    """Which gradients are added to an earlier one of the same parameter and micro-batch: autograd runs a parameter's hook
+    on their sum, so `comes` of the earlier one becomes that of the last. Only parameters with an optimizer each are
+    considered; other names need not be unique."""
+    added, first = np.zeros(len(comes), dtype=bool), dict[tuple[Parameter, int], int]()
+    alone = {one.parameter for one in update.alone}
+    for index in np.argsort(comes, kind="stable").tolist():
+        parameter = update.tied.get(parameters[index], parameters[index])
+        if parameter in alone:
+            earlier = first.setdefault((parameter, int(end_of[index])), index)
+            added[index] = earlier != index
+            comes[earlier] = comes[index]
+    return added
 
 
 def _update_allocations(

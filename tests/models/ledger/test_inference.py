@@ -153,6 +153,8 @@ def test_a_quantised_network_generates_without_adapters():
     assert sizes["exllama.scratch"] == F * H * 2
     with_room = ledger(job(finetuning=quantised, framework_options=FrozenMapping({"gptq_kernel": "exllamav2"})))
     assert dict(zip(with_room.names, with_room.num_bytes, strict=True))["exllama.scratch"] == F * H * 2 + F * 2048 * 8 * 4
+    orders = [size for name, size in zip(with_room.names, with_room.num_bytes, strict=True) if name.endswith("perm")]
+    assert sum(orders) == LAYERS * sum(2 * 2 * inner for _, inner in shapes)  # int16, there and back
     assert out_of_scope(job(finetuning=quantised)) == ""
 
 

@@ -14,8 +14,8 @@ from peakcast.models.allocator.replay import replay
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.ddp import bucket_sizes
-from peakcast.models.ledger.layouts.fsdp1 import FSDP1
-from peakcast.models.ledger.layouts.fsdp2 import FSDP2
+from peakcast.models.ledger.layouts.fsdp1 import FSDP1, FSDP1Settings
+from peakcast.models.ledger.layouts.fsdp2 import FSDP2, FSDP2Settings
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.step import Step
@@ -127,10 +127,13 @@ def test_parts_are_padded_by_rows_in_fsdp2_and_at_the_end_in_fsdp1():
         StoredTensor("b", "layers.0", (10,), 2, 2, trains=True),
     ]
     unit = Unit("layers.0", ("layers.0",), tuple(tensors))
-    assert [t.shape for t in FSDP2(tensors, [unit], shards=4).optimized()] == [(3, 7), (3,)]
-    assert [t.shape for t in FSDP1(tensors, [unit], shards=3).optimized()] == [(27,)]  # 80 elements in 3 parts
+    by_rows = FSDP2(tensors, [unit], FSDP2Settings(shards=4))
+    assert [t.shape for t in by_rows.optimized()] == [(3, 7), (3,)]
+    at_the_end = FSDP1(tensors, [unit], FSDP1Settings(shards=3))
+    assert [t.shape for t in at_the_end.optimized()] == [(27,)]  # 80 elements in 3 parts
     # with the original tensors each begins at 16 bytes; rank 0 has the first 28 of 82 elements, all of them of w
-    assert [(t.name, t.shape) for t in FSDP1(tensors, [unit], shards=3, original=True).optimized()] == [("w", (28,))]
+    originals = FSDP1(tensors, [unit], FSDP1Settings(shards=3, keeps_originals=True))
+    assert [(t.name, t.shape) for t in originals.optimized()] == [("w", (28,))]
 
 
 def test_hsdp_shards_within_a_node_only(job):

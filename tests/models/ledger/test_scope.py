@@ -41,8 +41,8 @@ def reason(name, **changes):
         ("falcon-40b", FLASH, "of Falcon"),
         ("llama-3.1-8b", {**TENSOR, **LIGER}, "Liger's kernels under torch's tensor"),
         ("llama-3.1-8b", {**TENSOR, "attention": "eager"}, "under sequence_parallel fails"),
-        ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, "precision": MIXED}, "multiplies no two dtypes"),
-        ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, **SELECTIVE}, "what the units inside a layer"),
+        ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, "precision": MIXED}, "cannot multiply two dtypes"),
+        ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, **SELECTIVE}, "the units inside a layer run other"),
         ("llama-3.1-8b", {**by_fsdp("fsdp2"), "finetuning": ATTENTION, "loss": FUSED}, "never calls the lm_head"),
         ("deepseek-v2-lite", {"framework_options": FrozenMapping({"autocast": True})}, "under autocast"),
         ("gpt-j-6b", {"task": "inference"}, "generation with"),
@@ -74,6 +74,13 @@ def test_what_no_trace_confirms_is_out_of_scope(name, changes, why):
 )
 def test_what_lies_beside_it_is_in_scope(name, changes):
     assert reason(name, **changes) == ""
+
+
+def test_float8_needs_layers_that_are_linear():
+    """torchao converts nn.Linear alone: GPT-2 has Conv1D instead, and GPTBigCode, otherwise written like it, does not."""
+    changes = {"precision": Precision(compute="float8")}
+    assert "nn.Linear" in reason("gpt2", **changes)
+    assert reason("starcoder-15b", **changes) == ""
 
 
 def test_flash_attention_of_float32_weights_runs_where_something_computes_in_half_precision():

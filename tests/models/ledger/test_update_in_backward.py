@@ -90,8 +90,23 @@ def test_with_an_optimizer_for_each_parameter_a_gradient_is_applied_as_it_comes(
     assert made.totals.tolist() == [0, 1024, 1024, 512, 512 + 512 + 1024, 1024, 1024]
 
 
+def test_a_parameter_used_twice_is_updated_once_when_its_gradients_have_been_added():
+    """The second gradient is added to the first and freed before the optimizer's step."""
+    timeline = Timeline.from_entries(
+        [Entry("table.grad", G, 512, 1, 5), Entry("table.grad", G, 512, 2, 5)], PHASES, ["", "second", "first", "ends", ""]
+    )
+    states = (("table.exp_avg", "", 512),)
+    update = UpdateInBackward(alone=(Alone(Parameter("", "table"), 1024, states),))
+    made = updated_in_backward(timeline, gradients_of(timeline, [0, 1]), ENDS, update)
+    assert made.labels == ["", "second", "first", "update", "ends", ""]
+    assert made.totals.tolist() == [0, 512, 512 + 512, 512 + 512 + 1024, 512, 512]
+
+
+NETWORKS = ["gemma-2-2b", "gpt2", "qwen2.5-0.5b", "bloom-1b1", "t5-small", "olmoe-1b-7b", "mamba-130m"]
+
+
 @pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("name", ["gemma-2-2b", "gpt2", "qwen2.5-0.5b", "bloom-1b1", "t5-small", "olmoe-1b-7b"])
+@pytest.mark.parametrize("name", NETWORKS)
 def test_every_parameter_that_trains_is_updated_once_by_its_own_optimizer(name, compiled):
     """Whatever a block calls the operation that makes its gradient, the first step makes each parameter's states once."""
     job = TrainingJob(
@@ -103,6 +118,7 @@ def test_every_parameter_that_trains_is_updated_once_by_its_own_optimizer(name, 
     )
     made, kept = (states_of(ledger(job, step=step)) for step in ("first", "steady"))
     assert made == kept
+    assert ledger(job).labels.count("update") == len(kept) // 2
 
 
 def states_of(timeline: Timeline) -> list[tuple[str, str, int]]:

@@ -1,9 +1,12 @@
 """DeepSpeed's ZeRO: bytes of a two-layer network (conftest.py) counted by hand, and who fetches and keeps what when."""
 
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
+from peakcast import catalog
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import power_of_two
 from peakcast.jobs.spec import Finetuning, Offload, Precision
@@ -20,6 +23,7 @@ from peakcast.models.ledger.layouts.zero3_visits import Module, Pass, Turn
 from peakcast.models.ledger.layouts.zero3_weights import Engine
 from peakcast.models.ledger.layouts.zero12_bucket import Bucket
 from peakcast.models.ledger.layouts.zero12_division import Division
+from peakcast.models.ledger.parameters.inventory import num_parameters
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category, Phase
@@ -80,6 +84,19 @@ def test_zero2_copies_parts_of_different_ranks_together_until_they_make_a_bucket
         waiting.add(tensor, born=0)
         copied.append(waiting.copied_elements())
     assert copied == [0, 48, 48, 72, 96]
+
+
+@pytest.mark.parametrize("transformers", ["4.50.0", "5.17.0"])  # experts one after the other; all at once
+@pytest.mark.parametrize("name", ["granite-3.0-1b-a400m", "mixtral-8x7b", "mamba-130m"])
+def test_zero2_sends_the_gradient_of_every_tensor_through_its_bucket(job, monkeypatch, name, transformers):
+    sent = []
+    add = Bucket.add
+    monkeypatch.setattr(Bucket, "add", lambda bucket, tensor, born: (sent.append(tensor), add(bucket, tensor, born)))
+    whole = catalog.architecture(name)
+    architecture = replace(whole, num_hidden_layers=1, layer_types=whole.layer_types[:1])
+    ledger(job("zero2", architecture=architecture, versions=FrozenMapping({"transformers": transformers})))
+    assert len(set(sent)) == len(sent)
+    assert sum(tensor.numel for tensor in sent) == num_parameters(architecture)
 
 
 def test_zero3_knows_an_order_from_its_second_time_until_another_module_comes():

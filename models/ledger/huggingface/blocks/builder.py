@@ -183,8 +183,9 @@ class BlockBuilder:
 
     def _quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
         """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and again in backward. Only old
-        bitsandbytes keeps the input."""
-        context, tape = self.context, self.tape
+        bitsandbytes keeps the input, and as it comes: its Linear4bit takes the dtype of its first input for the one to
+        compute in, whatever `bnb_4bit_compute_dtype` says, and the narrow copy is autocast's, inside."""
+        context, tape, argument = self.context, self.tape, x
         rows, compute = self.rows, context.precision.compute_bytes
         wide = x.num_bytes
         if wide > rows * in_features * compute:
@@ -198,7 +199,7 @@ class BlockBuilder:
             backward_temporary_bytes=matrix,
         )
         if context.linears.quantized_keep_input:
-            tape.keep_with_graph(x)
+            tape.keep_with_graph(argument)
         if wide > rows * in_features * compute:
             result = ops.cast(tape, result, rows * out_features * (wide // (rows * in_features)), f"{name}.to_input_dtype")
         return result

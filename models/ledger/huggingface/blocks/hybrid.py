@@ -16,12 +16,15 @@ from peakcast.models.ledger.huggingface.blocks.attention import self_attention
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.layer import decoder_layer, feed_forward
+from peakcast.models.ledger.parameters.state_space import state_space
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 
 SCAN_CHUNK = 2048
 """Tokens between two states that Mamba's scan saves (mamba_ssm csrc/selective_scan/selective_scan.cpp, kMaxChunkSize)."""
+PROJECTIONS = ("mamba.in_proj", "mamba.out_proj")
+"""The mixer's modules that the scan leaves apart."""
 
 
 def layer_template(context: HFContext) -> Template:
@@ -83,11 +86,7 @@ def _mixer(build: BlockBuilder, x: Tensor, ssm: StateSpace) -> Tensor:
 
 
 def _gradients(ssm: StateSpace, context: HFContext) -> list[WeightGradient]:
-    """The gradients of what is fused into the scan: the convolution, the decay, the time steps, the norms."""
-    numel = ssm.conv_size * (ssm.conv_kernel + ssm.conv_bias)
-    if ssm.version == 1:
-        numel += ssm.inner_size * (2 * ssm.state_size + 2) + ssm.inner_size * (2 * ssm.time_step_rank + ssm.state_size)
-        numel += (ssm.time_step_rank + 2 * ssm.state_size) * (ssm.norm == "time_step_and_states")
-    else:
-        numel += 3 * ssm.num_heads + ssm.inner_size * (ssm.norm == "gated")
-    return [WeightGradient("mamba.scan.weights.grad", numel * context.precision.weight_bytes)]
+    """The gradients of what is fused into the scan: all of the mixer but its projections in and out."""
+    element = context.precision.weight_bytes
+    fused = (one for one in state_space(context.architecture, ssm) if one.name.rsplit(".", 1)[0] not in PROJECTIONS)
+    return [WeightGradient(f"{one.name}.grad", one.numel * element) for one in fused]

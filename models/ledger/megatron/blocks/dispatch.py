@@ -26,7 +26,7 @@ class Dispatch:
         self.width = context.hidden * context.element_bytes
         self._alive: list[Tensor] = []
         self._computing: tuple[Tensor, ...] = ()
-        """What the experts read; variables refer to it until their outputs are ready to be sent back
+        """The experts' inputs; variables refer to them until the outputs are ready to be sent back
         (`routed_experts_compute`)."""
 
     def send(self, x: Tensor, probabilities: Tensor) -> tuple[Tensor, Tensor]:

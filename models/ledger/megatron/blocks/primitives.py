@@ -122,8 +122,8 @@ def quantized_bytes(context: MegatronContext, elements: int) -> int:
 
 
 def kept_input(context: MegatronContext, x: Tensor, elements: int) -> tuple[list[Tensor], list[int]]:
-    """What one of Transformer Engine's projections saves of its input of `elements`: (the tensor, or its bytes in FP8 in
-    the layout for the weight gradient). Without a graph nothing is saved in FP8."""
+    """What a projection of Transformer Engine saves of its input `x` of `elements`: ([the tensor itself], []), or in FP8
+    ([], [bytes of a copy in the layout for the weight's gradient]); without a graph it makes no such copy."""
     if not context.fp8_recipe:
         return [x], []
     return [], [] if context.runs.without_graph else [quantized_bytes(context, elements)]

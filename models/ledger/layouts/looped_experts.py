@@ -1,0 +1,31 @@
+"""The matrices of experts that run one after the other, each with a gradient of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from peakcast.models.ledger.layouts.base import StoredTensor
+
+MATRICES = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The stacked tensors of a layer's experts -> the Linears of each expert (transformers 4.48
+models/mixtral/modeling_mixtral.py MixtralBlockSparseTop2MLP)."""
+
+
+def expert_by_expert(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
+    """`tensors` with the matrices of each expert instead of the stacked ones. Granite's and DBRX's experts are views of a
+    stacked parameter; they are divided nevertheless, because their blocks make a gradient for each."""
+    return [part for tensor in tensors for part in (_matrices(tensor) if tensor.path.name in MATRICES else (tensor,))]
+
+
+def _matrices(tensor: StoredTensor) -> Iterator[StoredTensor]:
+    """The matrices of a stacked tensor, the first expert's first; itself if it is not stacked."""
+    if not tensor.stacked:
+        yield tensor
+        return
+    experts, _, stacked = tensor.name.rpartition(".")
+    num_experts, rows, columns = tensor.shape
+    for expert in range(num_experts):
+        for name in MATRICES[stacked]:
+            shape = (rows // len(MATRICES[stacked]), columns)
+            yield replace(tensor, name=f"{experts}.{expert}.{name}.weight", shape=shape)
