@@ -84,8 +84,11 @@ def read_runs(path: Path | None = None) -> list[Run]:
 def read_answers(path: Path = PAGES / "answers.csv") -> dict[str, Answer]:
     """Name of a run -> its answer."""
     texts = ("name", "peakcast", "torch")
-    rows = ({key: value if key in texts else int(value) for key, value in row.items()} for row in _rows(path))
-    return {row["name"]: Answer(**row) for row in rows}
+    found: dict[str, Answer] = {}
+    for row in _rows(path):
+        values: dict[str, Any] = {key: value if key in texts else int(value) for key, value in row.items()}
+        found[values["name"]] = Answer(**values)
+    return found
 
 
 def dryrun(run: Run, folder: Path) -> Answer:
@@ -156,12 +159,12 @@ def _holds(quantity: str, run: Run, answer: Answer) -> bool:
 
 
 def _answer(name: str, found: Mapping[str, Any]) -> Answer:
-    bars = {
+    bars: dict[str, Any] = {
         f"{quantity}{suffix}_bytes": int(found[f"peak_{quantity}_bytes"][key])
         for quantity in QUANTITIES
         for suffix, key in (("", "point"), ("_lower", "lower"), ("_upper", "upper"))
     }
-    versions = {package: importlib.metadata.version(package) for package in ("peakcast", "torch")}
+    versions: dict[str, Any] = {package: importlib.metadata.version(package) for package in ("peakcast", "torch")}
     return Answer(name=name, **versions, steps=int(found["dryrun"]["steps"]), **bars)
 
 
