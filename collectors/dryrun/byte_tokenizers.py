@@ -1,8 +1,11 @@
-"""Replaces encodings that tiktoken cannot download by encodings that make one token of each byte."""
+"""Replaces encodings that tiktoken cannot download, or tiktoken where it is absent, by encodings that make one token of
+each byte."""
 
 from __future__ import annotations
 
 import functools
+import types
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from peakcast.collectors.dryrun.imports import when_imported
@@ -26,15 +29,13 @@ def _in_tiktoken(module: Any, notes: Notes) -> None:
     fetch, fetch_of_model = module.get_encoding, module.encoding_for_model
 
     def encoding(name: str) -> Any:
-        end, size = TEXT_ENDS.get(name, GPT2)
         notes.add(
             "script_part_skipped",
             "command",
             f"tiktoken cannot fetch the encoding {name}: one of as many tokens stood in, which makes a token of each byte.",
         )
-        special = {"<|endoftext|>": end, **({"<|endofprompt|>": size - 1} if size - 1 > end else {})}
         ranks = {bytes([number]): number for number in range(256)}
-        return module.Encoding(name=name, pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens=special)
+        return module.Encoding(name=name, pat_str=r"\S+|\s+", mergeable_ranks=ranks, special_tokens=_special(name))
 
     def get_encoding(encoding_name: str) -> Any:
         try:
@@ -46,6 +47,66 @@ def _in_tiktoken(module: Any, notes: Notes) -> None:
         try:
             return fetch_of_model(model_name)
         except (OSError, ValueError):
-            return encoding(next((name for begin, name in MODELS.items() if model_name.startswith(begin)), "gpt2"))
+            return encoding(_encoding_of(model_name))
 
     module.get_encoding, module.encoding_for_model = get_encoding, encoding_for_model
+
+
+def _special(name: str) -> dict[str, int]:
+    """The special tokens of the encoding `name`."""
+    end, size = TEXT_ENDS.get(name, GPT2)
+    return {"<|endoftext|>": end, **({"<|endofprompt|>": size - 1} if size - 1 > end else {})}
+
+
+def _encoding_of(model_name: str) -> str:
+    return next((name for begin, name in MODELS.items() if model_name.startswith(begin)), "gpt2")
+
+
+def module() -> types.ModuleType:
+    """A module with tiktoken's functions, where that is not installed."""
+    made = types.ModuleType("tiktoken")
+    vars(made).update(
+        Encoding=Bytes, get_encoding=Bytes, encoding_for_model=lambda model_name: Bytes(_encoding_of(model_name))
+    )
+    return made
+
+
+class Bytes:
+    """The encoding `name`, with the methods of `tiktoken.Encoding` that scripts use."""
+
+    def __init__(self, name: str = "gpt2", **_: Any) -> None:
+        self.name = name
+        self._special_tokens = _special(name)
+        self.eot_token = self._special_tokens["<|endoftext|>"]
+        self.max_token_value = max(self._special_tokens.values())
+        self.n_vocab = self.max_token_value + 1
+        self.special_tokens_set = set(self._special_tokens)
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        """One token for each byte; special tokens stay text."""
+        return list(text.encode("utf-8", errors="replace"))
+
+    encode_ordinary = encode
+
+    def encode_batch(self, text: Iterable[str], **_: Any) -> list[list[int]]:
+        """`encode` of each text."""
+        return [self.encode(one) for one in text]
+
+    encode_ordinary_batch = encode_batch
+
+    def encode_single_token(self, text_or_bytes: str | bytes) -> int:
+        """The token of a special token's name, or of one byte."""
+        known = self._special_tokens.get(str(text_or_bytes))
+        return known if known is not None else self.encode(str(text_or_bytes))[0]
+
+    def decode(self, tokens: Sequence[int], **_: Any) -> str:
+        """The text of those tokens that are bytes."""
+        return self.decode_bytes(tokens).decode("utf-8", errors="replace")
+
+    def decode_bytes(self, tokens: Sequence[int]) -> bytes:
+        """The bytes among the tokens."""
+        return bytes(token for token in tokens if 0 <= token < 256)
+
+    def decode_batch(self, batch: Iterable[Sequence[int]], **_: Any) -> list[str]:
+        """`decode` of each."""
+        return [self.decode(tokens) for tokens in batch]

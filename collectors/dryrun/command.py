@@ -204,9 +204,11 @@ def _script(words: Sequence[str]) -> Command:
         if tool := _tool(script):
             return Command(script=tool, arguments=tuple(arguments))
         if not (script.endswith(SOURCES) or "/" in script or os.path.isdir(script)):
+            absent = not script.startswith("-") and shutil.which(script) is None
             raise SpecError(
-                f"command: what {script!r} runs cannot be read; give the Python command that trains, such as torchrun "
-                "--nproc-per-node 8 train.py.",
+                f"command: {f'there is no program {script!r} here' if absent else f'what {script!r} runs cannot be read'}; "
+                f"{'install the package that has it, or ' if absent else ''}give the Python command that trains, such as "
+                "torchrun --nproc-per-node 8 train.py.",
                 parameter="command",
                 value=script,
             )

@@ -40,7 +40,7 @@ class Described:
 
 def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     """The job of the networks and optimizers that `steps` has seen."""
-    network = steps.networks[0]
+    network = steps.networks[0] if steps.networks else Functions(steps.optimizers)
     parameters = list(network.parameters())
     config = next((part.config for part in network.modules() if hasattr(getattr(part, "config", None), "to_dict")), None)
     length, batch = _sizes(steps)
@@ -71,6 +71,16 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         "allocator": _allocator(),
     }
     return Described(_told(job), ())
+
+
+class Functions(torch.nn.Module):  # type: ignore[misc]
+    """The trained tensors of a network that is no module: its forward is functions of them."""
+
+    def __init__(self, optimizers: Sequence[Any]) -> None:
+        super().__init__()
+        held = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
+        for number, one in enumerate(held):
+            self.register_parameter(str(number), one if isinstance(one, torch.nn.Parameter) else torch.nn.Parameter(one))
 
 
 def _sizes(steps: ScriptSteps) -> tuple[int, int]:
@@ -139,7 +149,8 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
 
 
 def _bare(network: torch.nn.Module) -> torch.nn.Module:
-    """`network` without what DDP and `torch.compile` put around it."""
+    """`network` without what Lightning, DDP and `torch.compile` put around it."""
+    network = network._modules.get("_original_module") or network
     for wrapper in ("module", "_orig_mod", "module"):
         inner = network._modules.get(wrapper)
         network = network if inner is None or len(network._modules) > 1 else inner

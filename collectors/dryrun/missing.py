@@ -54,7 +54,7 @@ PIP_NAMES = {
 def hint(lines: Sequence[str]) -> str:
     """What is missing according to the last `lines` that a failed script printed, and the way out; "" if that is not
     known."""
-    said = _of_environment(lines) or _of_files(lines)
+    said = _of_environment(lines) or _of_files(lines) or _of_network(lines)
     unsloth = UNSLOTH if any(IMPORTS_UNSLOTH.search(line) for line in lines) else ""
     return " ".join(filter(None, (said, unsloth)))
 
@@ -82,6 +82,18 @@ def _of_environment(lines: Sequence[str]) -> str:
     ):
         return "It reads from standard input, which a dry run does not have; give what it asks for by its arguments."
     return ""
+
+
+NO_NETWORK = re.compile(r"\S*(URLError|ConnectionError|ConnectTimeout|MaxRetryError|ProxyError|gaierror)\b")
+
+
+def _of_network(lines: Sequence[str]) -> str:
+    if not any(NO_NETWORK.match(line.strip()) for line in lines):
+        return ""
+    return (
+        "It downloads what cannot be fetched here: put that where the script looks before it downloads, or dry-run it "
+        "where there is a network; only shapes count."
+    )
 
 
 def _of_files(lines: Sequence[str]) -> str:

@@ -56,7 +56,7 @@ def where() -> str:
             continue
         line = f":{frame.f_lineno}"
         if is_own(file):
-            return os.path.relpath(file) + line
+            return _short(file) + line
         first = first or ("" if file.startswith(_LIBRARY) else _within_package(file) + line)
     return first or "the script"
 
@@ -82,6 +82,12 @@ def is_own(file: str) -> bool:
     installed = (sys.prefix + os.sep, sys.base_prefix + os.sep)
     own = (os.getcwd() + os.sep, os.path.dirname(os.path.abspath(sys.argv[0])) + os.sep)
     return os.path.abspath(file).startswith(own) and not os.path.abspath(file).startswith(installed)
+
+
+def _short(file: str) -> str:
+    """The path of the script's own `file`, from the folder in which it was started or else from the script's."""
+    near = os.path.relpath(file)
+    return near if not near.startswith(os.pardir) else os.path.relpath(file, os.path.dirname(os.path.abspath(sys.argv[0])))
 
 
 def _within_package(file: str) -> str:

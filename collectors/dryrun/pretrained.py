@@ -37,10 +37,12 @@ class Stand:
 
     def __init__(self, notes: Notes, lengths: Sequence[int] | None) -> None:
         self.notes = notes
-        self._rows = Rows(*(lengths or (DEFAULT_LENGTH, DEFAULT_LENGTH)))
+        shortest, longest = lengths or (DEFAULT_LENGTH, DEFAULT_LENGTH)
+        self._rows = Rows(shortest, longest, self._say)
 
     def install(self) -> None:
-        """Change the modules that the script will import."""
+        """Change torch.hub, and the modules that the script will import."""
+        _no_weights_of_the_hub()
         when_imported("transformers.modeling_utils", self._in_modeling)
         when_imported("transformers.models.auto.configuration_auto", self._in_configurations)
         when_imported("transformers.models.auto.tokenization_auto", self._in_tokenizers)
@@ -120,7 +122,7 @@ class Stand:
                 if Path(str(name)).is_dir() or not hasattr(fetched, "vocab_size") or len(fetched) > FEWEST_WORDS:
                     return fetched
             self._say(f"the tokenizer of {name} is not in the cache here: one stood in that made a token of each word.")
-            return _words_tokenizer()
+            return _words_tokenizer(_num_words(name))
 
         auto.from_pretrained = classmethod(from_pretrained)
 
@@ -149,6 +151,21 @@ class Stand:
         self.notes.add("script_part_skipped", "command", sentence)
 
 
+def _no_weights_of_the_hub() -> None:
+    """Make `torch.hub` fetch no weights, as torchvision asks it to, and networks load none."""
+    import torch
+
+    load = torch.nn.Module.load_state_dict
+
+    def load_state_dict(network: Any, state_dict: Any, *arguments: Any, **keywords: Any) -> Any:
+        if not state_dict:
+            return torch.nn.modules.module._IncompatibleKeys([], [])
+        return load(network, state_dict, *arguments, **keywords)
+
+    torch.hub.load_state_dict_from_url = lambda *_, **__: {}
+    torch.nn.Module.load_state_dict = load_state_dict  # type: ignore[method-assign]
+
+
 def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:
     """(configuration, where it is from) of a network that is not in the cache: from the catalog by its name without owner,
     or from the hub by one plain request. None if neither has it."""
@@ -159,9 +176,10 @@ def _elsewhere(name: str, module: Any) -> tuple[Any, str] | None:
     from peakcast.networks.undescribed import configuration_of
 
     try:
-        architecture = catalog.architecture(name.rpartition("/")[2])
+        known = name.rpartition("/")[2]
+        architecture, dtype = catalog.architecture(known), catalog.checkpoint_dtype(known)
         told = configuration_of(architecture) or hf_config_of(architecture)
-        return _with_class(module.AutoConfig.for_model(dtype="bfloat16", **told)), "peakcast's catalog, in bfloat16,"
+        return _with_class(module.AutoConfig.for_model(dtype=dtype, **told)), f"peakcast's catalog, in {dtype},"
     except (PeakcastError, ValueError):
         pass
     try:
@@ -195,16 +213,51 @@ def _dtype_of(name: str) -> str | None:
     return None
 
 
-def _words_tokenizer() -> Any:
+TOKENS = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>", "mask_token": "<mask>"}
+CHAT_TOKENS = (
+    *("<|im_start|>", "<|im_end|>", "<|endoftext|>", "<|begin_of_text|>", "<|end_of_text|>", "<|eot_id|>"),
+    *("<|start_header_id|>", "<|end_header_id|>", "<|finetune_right_pad_id|>", "<start_of_turn>", "<end_of_turn>"),
+    *("<|user|>", "<|assistant|>", "<|system|>", "<|end|>", "<|pad|>", "[PAD]", "[INST]", "[/INST]"),
+)
+"""Tokens that commands and chat templates name: those of Qwen, Llama 3, Gemma, Phi and Mistral."""
+
+
+def _num_words(name: Any) -> int:
+    """The number of words of the network called `name`, as many as scripts resize embeddings to; 0 if that is not known."""
+    from transformers import AutoConfig
+
+    with contextlib.suppress(OSError, ValueError, AttributeError, KeyError):
+        return int(AutoConfig.from_pretrained(name).get_text_config().vocab_size)
+    return 0
+
+
+def _words_tokenizer(size: int) -> Any:
+    """A tokenizer of at least `size` words, one of which is "word"; each blank ends a token."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    special = ("<unk>", "<s>", "</s>", "<pad>")
-    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate((*special, "word"))}, "<unk>"))
+    known = (*TOKENS.values(), "word", *CHAT_TOKENS)
+    others = (f"word{number}" for number in range(len(known), size))
+    words = Tokenizer(models.WordLevel({word: index for index, word in enumerate((*known, *others))}, TOKENS["unk_token"]))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
-    made = PreTrainedTokenizerFast(
-        tokenizer_object=words, unk_token="<unk>", bos_token="<s>", eos_token="</s>", pad_token="<pad>"
-    )
+
+    class WordsTokenizer(PreTrainedTokenizerFast):  # type: ignore[misc]
+        """Cuts long texts itself: tokenizers would keep what it cuts, and of pairs of texts each part with each."""
+
+        def __call__(self, text: Any = None, text_pair: Any = None, *arguments: Any, **keywords: Any) -> Any:
+            if keywords.get("truncation") and not keywords.get("return_overflowing_tokens"):
+                most = keywords.get("max_length") or self.model_max_length
+                text, text_pair = _first_words(text, most), _first_words(text_pair, most)
+            return super().__call__(text, text_pair, *arguments, **keywords)
+
+    made = WordsTokenizer(tokenizer_object=words, **TOKENS)
     made.chat_template = "{% for message in messages %}{{ message['content'] }} </s>{% endfor %}"
     made.model_max_length = 2**20
     return made
+
+
+def _first_words(text: Any, most: int) -> Any:
+    """The first `most` words of a text, or of each text of a list."""
+    if isinstance(text, str):
+        return " ".join(text.split(maxsplit=most)[:most])
+    return [_first_words(one, most) for one in text] if isinstance(text, list) else text

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
+import contextlib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from peakcast.collectors.dryrun.lengths import drawn
@@ -24,11 +26,14 @@ MOST_COLUMNS = 16
 
 
 class Rows:
-    """Rows whose lengths are drawn from `shortest` to `longest`."""
+    """Rows whose lengths are drawn from `shortest` to `longest`; `say` gets a sentence if they must be shorter."""
 
-    def __init__(self, shortest: int, longest: int) -> None:
+    def __init__(self, shortest: int, longest: int, say: Callable[[str], None]) -> None:
         self.shortest, self.longest = shortest, longest
+        self._say = say
         self._remove: Any = None
+        self._asked: list[str] = []
+        """Columns of whose kind the script has asked."""
         self._prefers = False
 
     def __str__(self) -> str:
@@ -39,6 +44,7 @@ class Rows:
         """A `Dataset` of `datasets`, whose functions add columns when they are asked for them."""
         if self._remove is None:
             self._change(module.Dataset)
+            self._give_features(module)
         self._prefers = _is_loaded(PREFERENCE)
         columns = ("prompt", "chosen", "rejected") if self._prefers else ("prompt",) if _is_loaded(PROMPTS) else ("text",)
         return module.Dataset.from_dict({name: self._values(name, NUM_ROWS) for name in columns})
@@ -60,12 +66,25 @@ class Rows:
             rows = rows.add_column(column, self._values(column, len(rows)))
         return self._remove(rows, unasked) if missing and unasked else rows
 
+    def _give_features(self, module: Any) -> None:
+        """Make rows answer of which kind any column is: labels are of two classes, others are text. The column is added
+        when rows are mapped."""
+        kind, asked = module.Dataset, self._asked
+        features: property = kind.features
+
+        class Known(module.Features):  # type: ignore[misc,name-defined]
+            def __missing__(self, name: str) -> Any:
+                asked.append(name)
+                return module.ClassLabel(names=["0", "1"]) if name in NUMBERS else module.Value("string")
+
+        kind.features = property(lambda rows: Known(features.fget(rows) or {}))  # type: ignore[misc]
+
     def _change(self, kind: Any) -> None:
         """Make functions that map rows or name a column find it."""
-        apply, self._remove = kind.map, kind.remove_columns
+        apply, keep, self._remove = kind.map, kind.filter, kind.remove_columns
 
         def mapped(rows: Any, *arguments: Any, **keywords: Any) -> Any:
-            rows = self._with(rows, _names(keywords.get("remove_columns")))
+            rows = self._with(rows, (*_names(keywords.get("remove_columns")), *self._asked))
             for _ in range(MOST_COLUMNS):
                 try:
                     return apply(rows, *arguments, **keywords)
@@ -83,9 +102,33 @@ class Rows:
 
             return asked
 
-        kind.map = mapped
+        def filtered(rows: Any, function: Any = None, *arguments: Any, **keywords: Any) -> Any:
+            left = keep(rows, function, *arguments, **keywords)
+            if len(left) or not len(rows) or (most := _longest_kept(rows[0], function)) is None:
+                return left
+            self._say(f"rows that stood in were cut to {most:,}, the longest that a filter of the script lets pass.")
+            return keep(apply(rows, lambda row: _cut(row, most)), function, *arguments, **keywords)
+
+        kind.map, kind.filter = mapped, filtered
         for name in ("rename_column", "rename_columns", "remove_columns", "select_columns"):
             setattr(kind, name, asking(getattr(kind, name)))
+
+
+def _cut(row: Mapping[str, Any], length: int) -> dict[str, Any]:
+    """`row` with texts and lists of at most `length`."""
+    return {name: value[:length] if isinstance(value, (str, list)) else value for name, value in row.items()}
+
+
+def _longest_kept(row: Mapping[str, Any], function: Any) -> int | None:
+    """The length to which `row` must be cut so that a filter's `function` keeps it; None if none will do."""
+
+    def keeps(length: int) -> bool:
+        return bool(function(_cut(row, length)))
+
+    with contextlib.suppress(Exception):  # it wants whole batches, or numbers of rows
+        lengths = range(1, max(len(value) for value in row.values() if isinstance(value, (str, list))))
+        return bisect.bisect_left(lengths, True, key=lambda length: not keeps(length)) or None
+    return None
 
 
 def _is_loaded(trainers: Iterable[str]) -> bool:

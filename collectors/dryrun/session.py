@@ -38,6 +38,7 @@ class Session:
         import torch
 
         from peakcast.collectors.dryrun import (
+            absent_packages,
             byte_pieces,
             byte_tokenizers,
             gpu,
@@ -52,6 +53,7 @@ class Session:
             values,
         )
         from peakcast.collectors.dryrun.children import Children
+        from peakcast.collectors.dryrun.downloads import Downloads
         from peakcast.collectors.dryrun.evaluation import Evaluations
         from peakcast.collectors.dryrun.kernel_packages import KernelPackages
         from peakcast.collectors.dryrun.lengths import StepLengths
@@ -67,8 +69,10 @@ class Session:
         gpu.install(device, asked["ranks_per_node"], own, tracer)
         programs.install(Path(asked["folder"]), device, gpu.name_of(device), asked["ranks_per_node"])
         token_files.TokenFiles(self.overlay, self.notes).install()
+        Downloads(self.notes).install()
         byte_tokenizers.install(self.notes)
         byte_pieces.install(self.notes)
+        absent_packages.AbsentPackages(self.notes).install()
         patches.install()
         older_torch.install(asked.get("torch"))
         ranks.install(asked["rank"], asked["world_size"], tracer.name)
@@ -133,6 +137,7 @@ class Session:
         from peakcast.collectors.dryrun.evaluation import text_of_script
         from peakcast.collectors.dryrun.older_torch import say
 
+        self.steps.tokens = self.steps.tokens or self.mode.batch
         with _disable_current_modes():
             seen = described(self.steps, self.question)
             evaluated = self.steps.evaluated()

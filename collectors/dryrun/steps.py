@@ -56,6 +56,9 @@ class ScriptSteps:
         self._stepped = False
         self._backwards = 0
         self._has_gradients = False
+        self._after_step: int | None = None
+        """The first operation after the last step of an optimizer, while no module has run: functions of tensors do not say
+        where their forward begins."""
 
     def follow(self) -> None:
         """Begin to follow, permanently."""
@@ -69,6 +72,10 @@ class ScriptSteps:
 
         def counted(*arguments: Any, **keywords: Any) -> Any:
             if not inside_backward():
+                if self._stepped and self._after_step is not None:
+                    self._end_step(self._after_step)
+                    if self.lengths.enough:
+                        self._enough()
                 self.goes_back()
                 self._backwards += 1
             answer = backward(*arguments, **keywords)
@@ -108,6 +115,8 @@ class ScriptSteps:
     def _forward_begins(self, part: torch.nn.Module, inputs: Any) -> None:
         if torch.compiler.is_compiling():
             return
+        if self._depth == 0 and next(part.parameters(), None) is None:  # a loss, or a transform of images
+            return self.tracer._enter(part, self._names)
         outermost = self._depth == 0 and not inside_backward()
         self._depth += 1
         if outermost:
@@ -168,6 +177,8 @@ class ScriptSteps:
                 named = ((f"{self._called(parameter)}.{key}", one) for key, one in tensors)
                 self.tracer.name(named, Category.OPTIMIZER_STATES)
         self._stepped = True
+        if not self.networks:
+            self._after_step, self.tracer.phase = self.tracer.now, Phase.FORWARD
 
     def _called(self, parameter: Any) -> str:
         return self._parameters.get(id(parameter), "parameter")
@@ -180,14 +191,18 @@ class ScriptSteps:
     def _gradients_are_gone(self) -> bool:
         return all(one.grad is None for network in self.networks for one in network.parameters())
 
-    def _end_step(self) -> None:
-        gc.collect()  # compiling leaves reference cycles
-        self.tracer.launched("step ends", ())
+    def _end_step(self, end: int | None = None) -> None:
+        """End a step, now or at an operation that was the last one's `end`."""
+        if end is None:
+            gc.collect()  # compiling leaves reference cycles
+            self.tracer.launched("step ends", ())
+            end = self.tracer.now
         start = self.spans[-1][1] if self.spans else 0
-        self.spans.append((start, self.tracer.now))
+        self.spans.append((start, end))
         self.lengths.end_step()
         self.patience.end_step()
         self._stepped = self._has_gradients = False
+        self._after_step = None
         self.micro_batches, self._backwards = self._backwards, 0
 
 

@@ -133,10 +133,15 @@ def _text(file: str) -> str:
     return ""
 
 
+def words() -> str:
+    """A text of `NUM_WORDS` words, with each printable letter."""
+    alphabet = "".join(map(chr, range(33, 127)))  # scripts that read letters count the different ones
+    return f"{alphabet}\n" + "word text " * (NUM_WORDS // 2)
+
+
 def _write(path: Path, script: str) -> None:
     if path.suffix == ".txt":
-        alphabet = "".join(map(chr, range(33, 127)))  # scripts that read letters count the different ones
-        path.write_text(f"{alphabet}\n" + "word text " * (NUM_WORDS // 2), encoding="utf-8")
+        path.write_text(words(), encoding="utf-8")
         return
     tokens = np.arange(NUM_TOKENS, dtype=np.uint32) % DOCUMENT_LENGTH
     if any(word in script for word in OF_GPT2):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     FakeTensor,
     FakeTensorMode,
+    in_kernel_invocation_manager,
 )
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
@@ -30,6 +32,7 @@ REAL_FLOAT_BYTES = 2**16
 REAL_BYTES = 2**30
 """Other tensors, such as a file of tokens, are real up to this size."""
 aten = torch.ops.aten
+CPU = torch.device("cpu")
 
 
 class ScriptMode(KnownValuesMode):
@@ -43,6 +46,8 @@ class ScriptMode(KnownValuesMode):
         """This rank's GPU. Any GPU that a script names means this one, as a single rank sees no other."""
         self.resizing: Resizing | None = None
         """Changes the size of the script's batches; None: they keep their size."""
+        self.batch: tuple[int, ...] = ()
+        """Shape of the largest batch of whole numbers that came to the GPU: the tokens of networks without modules."""
         self._sizes = FakeTensorMode()
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,8 +60,13 @@ class ScriptMode(KnownValuesMode):
             args = self.resizing.arguments(func, args, kwargs)
         if torch._guards.TracingContext.try_get() is None and self._is_real(func, args, kwargs):
             return func(*args, **kwargs)
-        if func is aten._to_copy.default and kwargs.get("device") == self.device and isinstance(args[0], FakeTensor):
-            args[0].constant = None  # otherwise a fake tensor with known numbers would move them
+        if func is aten._to_copy.default and isinstance(args[0], FakeTensor) and kwargs.get("device") == CPU:
+            return self._on_the_cpu(args[0], kwargs)
+        if func is aten._to_copy.default and kwargs.get("device") == self.device:
+            if isinstance(args[0], FakeTensor):
+                args[0].constant = None  # otherwise a fake tensor with known numbers would move them
+            if args[0].ndim > 1 and not args[0].is_floating_point():
+                self.batch = max(self.batch, tuple(args[0].shape), key=math.prod) if self.batch else tuple(args[0].shape)
         try:
             result = super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:
@@ -69,6 +79,15 @@ class ScriptMode(KnownValuesMode):
             _check_rows(func, args)
             return self.resizing.result(args, result)
         return result
+
+    def _on_the_cpu(self, tensor: FakeTensor, kwargs: dict[str, Any]) -> torch.Tensor:
+        """A fake tensor's copy on the CPU: real with its values, if they are known, else fake."""
+        if (known := value_of(tensor)) is not None:
+            with _disable_current_modes():
+                return aten._to_copy.default(known, **kwargs)
+        with in_kernel_invocation_manager(self):
+            meta = aten._to_copy.default(tensor, **{**kwargs, "device": torch.device("meta")})
+        return FakeTensor(self, meta, CPU)
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
         compiling = torch._guards.TracingContext.try_get() is not None

@@ -133,10 +133,9 @@ RULES: dict[Any, Callable[[Sequence[Any], Any, Device], list[Taken]]] = {
     aten._index_put_impl_.default: _index_put,
     aten.index_put_.default: _index_put,
     aten.index_put.default: _index_put,
-    aten.mm.default: _product,
-    aten.bmm.default: _product,
-    aten.baddbmm.default: _product,
-    aten.addmm.default: _addmm,
+    **dict.fromkeys((aten.mm.default, aten.bmm.default, aten.baddbmm.default), _product),
+    **dict.fromkeys((aten.mm.out, aten.bmm.out, aten.baddbmm.out), _product),  # as compiled code calls them
+    **dict.fromkeys((aten.addmm.default, aten.addmm.out), _addmm),
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }

@@ -107,6 +107,12 @@ def published_num_parameters(name: str) -> int:
     return int(_file(_architecture_key(name))["num_parameters"])
 
 
+def checkpoint_dtype(name: str) -> str:
+    """The dtype in which transformers loads the network's published weights: that of its config.json, or of the weights
+    where that has none, as those of BERT, GPT-2 and T5. "bfloat16" unless the network's file says otherwise."""
+    return str(_file(_architecture_key(name)).get("checkpoint_dtype", "bfloat16"))
+
+
 def published_num_parameters_tolerance(name: str) -> int:
     """How far `published_num_parameters` may be from the exact number because it was published rounded; 0 if it is
     exact."""

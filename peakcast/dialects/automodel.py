@@ -15,10 +15,12 @@ from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, states_direction
 from peakcast.dialects.huggingface.job import from_huggingface
 
+PLACES = ("distributed.", "distributed_config.", "model.", "parallelizer.")
+"""Sections that may say whether activations are checkpointed."""
 STRATEGIES = ("fsdp2", "ddp", "megatron_fsdp")
 UNSUPPORTED = {
     "distributed.tp_size": "tensor parallelism", "distributed.cp_size": "context parallelism",
-    "distributed.pp_size": "pipeline parallelism", "distributed.ep_size": "expert parallelism",
+    "distributed.pp_size": "pipeline parallelism",
     "distributed.pipeline": "pipeline parallelism", "qat.enabled": "training for quantisation",
     "fp8.enabled": "FP8 training",
     "fp8.enable_fsdp_float8_all_gather": "FP8 training", "freeze_config": "frozen weights",
@@ -36,7 +38,7 @@ IGNORED = re.compile(
     r"|peft\.(match_all_linear|use_triton|lora_A_init|dropout_position|use_memory_efficient_lora|moe_rank_scaling|alpha)"
     r"|distributed(_config)?\.(dp_size|sequence_parallel|backend|use_hf_tp_plan|tp_plan|patch_is_packed_sequence|timeout.*"
     r"|defer_fsdp_grad_sync|autocast_dtype|mp_policy\..*|activation_checkpointing_scope|fsdp2_.*_prefetch_depth|moe\..*|strategy)"
-    r"|device_mesh\..*|temperature|enable_.*_logging|fp8\.(?!enabled|enable_fsdp).*"
+    r"|autopipeline\..*|device_mesh\..*|temperature|enable_.*_logging|fp8\.(?!enabled|enable_fsdp).*"
 )
 
 
@@ -57,6 +59,12 @@ def from_automodel(pasted: Pasted) -> Translation:
     adapter = _adapter(settings, training)
     fsdp = _sharding(settings)
     note_unsupported(settings, UNSUPPORTED)
+    if (settings.integer("distributed.ep_size", 1) or 1) > 1:
+        notes.unsupported.append(
+            "Expert parallelism (distributed.ep_size) is not modelled: every rank gathers all experts of a layer.",
+            "distributed.ep_size",
+            "less",
+        )
     versions = pasted.versions.of("huggingface")
     job = notes.include(from_huggingface(model, training, adapter, None, fsdp, num_gpus, versions=versions))
     notes.warnings.append(
@@ -132,7 +140,8 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
 
 def _checkpoints(settings: Settings) -> bool:
     asked = [
-        settings.raw(f"{place}activation_checkpointing") for place in ("distributed.", "distributed_config.", "model.")
+        settings.raw(f"{place}activation_checkpointing")
+        for place in PLACES
     ]
     word = next((str(value).lower() for value in asked if value is not None), "false")
     if word not in ("true", "false", "full", "none"):

@@ -15,6 +15,8 @@ from peakcast.dialects.common.pasted import THE_TEXT, Pasted, mapping_of_text, m
 from peakcast.dialects.common.text import kind_of, parse, read_text
 from peakcast.dialects.python.notebook import notebook_source
 
+RECIPES = ("module", "recipe", "factory")
+"""Flags that name a configuration in Python."""
 NO_FILES: Mapping[str, Mapping[str, Any]] = {}
 
 
@@ -54,6 +56,10 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
 def _program(text: str, where: str, folder: Path | None) -> Pasted:
     """The training that the calls of a Python program configure. Raises: SpecError if they configure none that peakcast can
     read."""
+    from peakcast.dialects.nemo_2 import recipe_in
+
+    if (found := recipe_in(text, where)) is not None:
+        return Pasted(values=found.values, where=where, folder=folder, remarks=found.remarks)
     if sentence := foreign_python(text):
         raise SpecError(f"{where} {sentence}", parameter="job")
     from peakcast.dialects.python.calls import calls_of
@@ -79,13 +85,15 @@ def _launched(
     """A launch script as the mapping of its program's arguments, which override the configuration file that it names."""
     from peakcast.dialects.huggingface.accelerate import of_flags
     from peakcast.dialects.megatron_bridge import recipe_of
+    from peakcast.dialects.nemo_2 import recipe_of as nemo_recipe_of
     from peakcast.dialects.shell.launch import launch_of
     from peakcast.dialects.shell.script import read_script
     from peakcast.dialects.torchtitan.registry import registered
 
-    script = read_script(text, sourced=lambda name: _sourced(name, folder))
+    script = read_script(text, sourced=lambda name: _sourced(name, folder), where="" if folder is None else f"./{where}")
     launch = launch_of(script, text, where)
-    if sentence := foreign((), {}, launch.program):
+    nemo = nemo_recipe_of(launch.program, launch.arguments)
+    if nemo is None and (sentence := foreign((), {}, launch.program)):
         raise SpecError(f"{where} {sentence}", parameter="job")
     written: dict[str, Mapping[str, Any]] = {}
     for name, body in script.files.items():
@@ -102,9 +110,9 @@ def _launched(
     values: dict[str, Any] = {}
     arguments = launch.arguments
     module = str(arguments.get("module", launch.env.get("MODULE", "")))
-    found = registered(launch.program, module, launch.files, folder) or recipe_of(launch.program, arguments)
+    found = nemo or registered(launch.program, module, launch.files, folder) or recipe_of(launch.program, arguments)
     if found is not None:
-        arguments = {key.replace("-", "_"): value for key, value in arguments.items() if key not in ("module", "recipe")}
+        arguments = {key.replace("-", "_"): value for key, value in arguments.items() if key not in RECIPES}
         values = found.values
     for file in launch.files if found is None else ():
         values = merged(values, here.file(file, "", "the configuration"))
@@ -118,7 +126,7 @@ def _launched(
         used=here.used,
         num_gpus=launch.num_gpus if counted else None,
         env=launch.env,
-        program=launch.program,
+        program="" if nemo is not None else launch.program,
         remarks=tuple(dict.fromkeys((*script.notes, *(found.remarks if found is not None else ())))),
     )
 

@@ -22,7 +22,7 @@ from peakcast.jobs.spec import TrainingJob
 METHODS = {"sft": "sft", "dpo": "dpo", "rm": "rm", "kto": "kto", "ppo": "grpo", "ppo_ray": "grpo"}
 """The part of a program's name after `train_` -> the training method."""
 UNSUPPORTED = {
-    "ring_attn_size": "ring attention", "ds_tensor_parallel_size": "DeepSpeed's tensor parallelism", "zpg": "ZeRO++",
+    "ds_tensor_parallel_size": "DeepSpeed's tensor parallelism", "zpg": "ZeRO++",
     "grad_accum_dtype": "gradients added up in another dtype", "deepcompile": "DeepCompile",
     "freezing_actor_steps": "an actor that is frozen at first",
 }  # fmt: skip
@@ -56,6 +56,12 @@ def from_openrlhf(pasted: Pasted) -> Translation:
     adapter = _adapter(settings, training)
     engine, fsdp, sure = _engine(settings), _fsdp2(settings), settings.given("zero_stage") or settings.given("backend")
     note_unsupported(settings, UNSUPPORTED)
+    if (settings.integer("ring_attn_size", 1) or 1) > 1:  # models/ring_attn_utils.py: each rank has a part of the tokens
+        notes.unsupported.append(
+            "Ring attention (ring_attn_size) is not modelled: every rank is counted with all tokens.",
+            "ring_attn_size",
+            "less",
+        )
     for key, what in COUNTED.items():
         if settings.number(key, 0):
             notes.unsupported.append(f"{what} ({key}) is not modelled.", key, "more")

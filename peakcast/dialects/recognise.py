@@ -121,6 +121,11 @@ DIALECTS: dict[str, Dialect] = {
         ),
         "megatron_bridge:from_megatron_bridge",
     ),
+    "nemo_2": Dialect(
+        "a NeMo 2 recipe",
+        ("trainer.strategy data.micro_batch_size|data.seq_length|data.global_batch_size",),
+        "nemo_2:from_nemo_2",
+    ),
     "nanotron": Dialect(
         "a nanotron configuration", ("model.model_config parallelism|tokens",), "nanotron.job:from_nanotron"
     ),
@@ -144,6 +149,9 @@ DIALECTS: dict[str, Dialect] = {
         "a NeMo 1 GPT configuration",
         ("model.num_layers model.micro_batch_size model.encoder_seq_length",),
         "nemo:from_nemo",
+    ),
+    "slime": Dialect(
+        "a slime command", ("actor-num-nodes|actor-num-gpus-per-node rollout-batch-size|num-rollout",), "slime:from_slime"
     ),
     "megatron_yaml": Dialect(
         "a Megatron-LM --yaml-cfg file", ("language_model model_parallel",), "megatron.launch:from_megatron_yaml"
@@ -183,7 +191,8 @@ DIALECTS: dict[str, Dialect] = {
         "Hugging Face training arguments",
         (
             "per_device_train_batch_size",
-            "model_name_or_path output_dir|learning_rate|max_length|max_seq_length|use_peft|bf16|num_train_epochs",
+            "model_name_or_path dataset_name|train_file|learning_rate|max_length|max_seq_length|use_peft|bf16"
+            "|num_train_epochs",
             "output_dir learning_rate|num_train_epochs|gradient_checkpointing|gradient_accumulation_steps|bf16",
         ),
         "huggingface.trainer:from_training",
@@ -294,9 +303,11 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
         name = "job"
     if name is None:
         raise SpecError(
-            f"{pasted.where} is no configuration that is known here (its keys: {_some(pasted.values)}). Known are "
-            f"{', '.join(dialect.title for dialect in DIALECTS.values())}; --dialect of the command line forces one."
-            + (f" Or run it on fake tensors: peakcast dryrun -- {pasted.program} ..." if pasted.program else ""),
+            f"{pasted.where} is no configuration that is known here (its keys: {_some(pasted.values)}). "
+            + (f"Run it on fake tensors: peakcast dryrun -- {pasted.program} ... " if pasted.program else "")
+            + f"{'Or give' if pasted.program else 'Give'} the model and the step as a job (--model, --micro-batch-size, "
+            "--sequence-length, --sharding and the like), or force what it is with --dialect, one of "
+            f"{', '.join(DIALECTS)}.",
             parameter="job",
         )
     if name != "job":

@@ -55,9 +55,9 @@ CHUNKED_LOSS = "CEWithChunkedOutputLoss"
 """The recipes' default loss before LinearCrossEntropyLoss."""
 DTYPES: dict[str, Dtype] = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 IGNORED = re.compile(
-    r"(checkpointer|dataset|dataset_val|lr_scheduler|metric_logger|profiler)(\..*|$)"
+    r"((ref_)?checkpointer|dataset|dataset_val|lr_scheduler|metric_logger|profiler)(\..*|$)"
     r"|tokenizer\.(_component_|path|merges_(file|path)|prompt_template|special_tokens_path|vocab_path|truncation_type)"
-    r"|optimizer\.(lr|weight_decay|betas|eps)|model\.lora_alpha|loss\.(num_output_chunks|ignore_index)|quantizer\..*"
+    r"|optimizer\.(lr|weight_decay|betas|eps)|model\.lora_alpha|loss\.(num_output_chunks|ignore_index|beta|label_smoothing)|quantizer\..*"
     r"|(seed|shuffle|epochs|max_steps_per_epoch|resume_from_checkpoint|save_adapter_weights_only|output_dir|log_every_n_steps"
     r"|log_peak_memory_stats|log_level|device|low_cpu_ram|cudnn_deterministic_mode|use_output_dir|run_val_every_n_steps"
     r"|save_every_n_steps"
@@ -114,9 +114,23 @@ def from_torchtune(pasted: Pasted) -> Translation:
     )
     if settings.text("loss._component_").endswith("rlhf.loss.DPOLoss"):
         job = with_method(job, "dpo", "loss._component_", notes, whole_logits="torchtune (rlhf/loss/dpo.py)")
-    for key in ("use_dora", "model.use_dora", "quantizer._component_"):
+        if method == "full" and sharded:
+            notes.unsupported.append(
+                "torchtune gathers its reference layer by layer (recipes/full_dpo_distributed.py); the answer is for one "
+                "that is gathered whole, as TRL does.",
+                "ref_checkpointer",
+                "less",
+            )
+    for key in ("use_dora", "model.use_dora"):
         if settings.raw(key):
             notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled.", key)
+    if settings.raw("quantizer._component_"):
+        notes.unsupported.append(
+            f"quantizer._component_={settings.raw('quantizer._component_')!r} is not modelled: training for quantisation "
+            "makes copies of weights and inputs as their quantised values.",
+            "quantizer._component_",
+            "more",
+        )
     settings.note_left(IGNORED)
     return notes.finish(job)
 

@@ -34,13 +34,16 @@ IGNORED = re.compile(
     r"|(.*\.)?fsdp_config\.(wrap_policy.*|forward_prefetch|use_orig_params|_target_|dtype|seed|mixed_precision)"
     r"|(.*\.)?engine\.(wrap_policy.*|forward_prefetch|use_orig_params|seed|dtype)|.*\.log_prob_\w+|vllm_\w+"
 )
+NOT_SET = ("null", "None", "~")
+"""How Hydra's command line writes that a setting has no value."""
 DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 
 
 def from_verl(pasted: Pasted) -> Translation:
     """The job of a verl configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
-    values = {str(key).lstrip("+"): value for key, value in flat(pasted.values).items()}
+    given = flat(pasted.values).items()
+    values = {str(key).lstrip("+"): None if value in NOT_SET else value for key, value in given}
     settings = Settings(values, notes, "verl")
     updates = any(key.startswith(ROLES) for key in values) or "main_ppo" in pasted.program
     inside = f"{ROLES}.actor." if updates else ""
@@ -75,7 +78,7 @@ def from_verl(pasted: Pasted) -> Translation:
 def _megatron(settings: Settings, inside: str, pasted: Pasted) -> str:
     """The name of the section with Megatron's settings; "" for FSDP. Raises: SpecError for any other engine."""
     strategy = settings.text(f"{inside}strategy", settings.text("engine.strategy", settings.text("model.strategy")))
-    for key in (f"{inside}strategy", "engine.strategy", "model.strategy"):
+    for key in (f"{inside}strategy", "engine.strategy", "model.strategy", "engine"):
         settings.given(key)
     section = f"{inside}megatron." if inside else "engine."
     there = any(key.startswith((f"{inside}megatron.", "engine.tensor_model")) for key in settings.left())

@@ -195,7 +195,9 @@ def _advice(job: TrainingJob, device: Device, rank: int, seen: Seen) -> tuple[Ad
 
 
 def _said(seen: Seen) -> tuple[str, ...]:
-    said = (*seen.assumptions, "tensors are those of the script, of which no value on the GPU was known.")
+    release = seen.job.get("versions", {}).get("torch", "")
+    under = f" under torch {release}, the release here" if release else ""
+    said = (*seen.assumptions, f"tensors are those of the script{under}; no value on the GPU was known.")
     lengths = seen.job.get("batch", {}).get("shortest_sequence")
     if lengths is None:
         return said

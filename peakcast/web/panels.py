@@ -42,7 +42,7 @@ def answer_html(found: Answered) -> str:
         architecture=found.job.architecture.name,
         prediction=p,
         capacity=100 * p.capacity_bytes / scale,
-        quantities=[_quantity(p, name, scale) for name in QUANTITIES],
+        quantities=[_quantity(p, name, scale) for name in QUANTITIES if getattr(p, name).upper_95],
         host=_host(found),
         largest=p.largest[:TOP],
         warnings=warning_sentences(p.findings),

@@ -83,3 +83,10 @@ def test_one_lookup_parses_one_file() -> None:
     )
     result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["1", "False"]
+
+
+def test_weights_are_loaded_in_the_dtype_in_which_they_are_published():
+    """As transformers loads them: none of these has a dtype in its config.json, so that of the weights counts."""
+    for name in ("google-bert/bert-base-cased", "gpt2-xl", "t5-small"):
+        assert catalog.checkpoint_dtype(name) == "float32"
+    assert catalog.checkpoint_dtype("meta-llama/Llama-3.1-8B") == "bfloat16"

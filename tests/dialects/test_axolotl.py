@@ -121,3 +121,11 @@ def test_the_plugin_alone_turns_cut_cross_entropy_on():
     plugins = ["axolotl.integrations.cut_cross_entropy.CutCrossEntropyPlugin"]
     asked = [read(plugins=plugins), read(plugins=plugins, cut_cross_entropy=False), read()]
     assert [found.job.loss.fused_linear_cross_entropy for found in asked] == [True, False, False]
+
+
+def test_fsdp2_has_the_units_of_axolotls_own_preparation():
+    """Layers and the root, so that a fused loss beside adapters runs."""
+    fsdp = {"fsdp_version": 2, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    found = read(fsdp_config=fsdp, adapter="lora", lora_r=8, lora_target_linear=True, liger_fused_linear_cross_entropy=True)
+    assert found.job.framework_options["fsdp2_units"] == "root"
+    assert "fsdp2_units" not in read().job.framework_options

@@ -18,13 +18,21 @@ PERFORMANCE = "ConfigContainer: {model: {cross_entropy_fusion_impl: te}}\nperf_m
 FOUNDRY = "max_seq_len: 2048\nglobal_train_batch_size: 512\nmodel: {name: mpt_causal_lm}\nfsdp_config: {}\n"
 NEMO_2 = "_target_: nemo.collections.llm.api.pretrain\nmodel: {config: {num_layers: 32}}\n"
 SWIFT = "swift infer --model Qwen/Qwen2.5-7B-Instruct --stream true\n"
+OLMO = "model: {d_model: 4096, n_layers: 32}\ndevice_train_microbatch_size: 2\nglobal_train_batch_size: 1024\nfsdp: {}\n"
+NEMO_RL = "policy: {model_name: Qwen/Qwen2.5-1.5B, train_micro_batch_size: 4, dtensor_cfg: {enabled: true}}\n"
+PRIMUS = "modules: {pre_trainer: {framework: megatron, overrides: {micro_batch_size: 2}}}\n"
+XTUNER = "from mmengine.dataset import DefaultSampler\nfrom xtuner.engine.runner import TrainLoop\nbatch_size = 1\n"
 NANO_GPT = "block_size: 1024\nn_layer: 12\nn_head: 12\nbatch_size: 12\n"
 REFUSED = Path(__file__).parent / "refused"
 """Files in the shape and with the keys that the projects publish."""
 FOUND = {
     "a Megatron-Bridge configuration": [BRIDGE, OVERRIDES, PERFORMANCE, REFUSED / "bridge_performance.sh"],
-    "a NeMo 2 recipe": [NEMO_2, REFUSED / "nemo_llm.sh", "nemo.collections.llm.recipes.llama3_8b"],
+    "a NeMo 2 recipe": [NEMO_2, "nemo vlm finetune --factory x", "nemo.collections.llm.recipes.llama3_8b"],
     "an LLM Foundry configuration": [FOUNDRY],
+    "an OLMo configuration": [OLMO],
+    "a NeMo RL configuration": [NEMO_RL],
+    "a Primus experiment": [PRIMUS],
+    "an XTuner configuration": [XTUNER],
     "an ms-swift command that trains nothing": [SWIFT],
     "an inference server": [
         "vllm serve meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 2 --gpu-memory-utilization 0.9\n",

@@ -8,6 +8,8 @@ from hypothesis import strategies as st
 
 from peakcast.core.errors import PeakcastError, SpecError
 from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.dialects.recognise import Beside
+from peakcast.doors.questions import translation_of
 from peakcast.jobs.spec import Precision
 
 LLAMA = {
@@ -325,3 +327,13 @@ def test_a_padding_free_batch_without_flash_attention_is_warned_of():
 def test_a_teacher_beside_the_student_is_refused():
     with pytest.raises(SpecError, match="teacher_model_name_or_path='Qwen/Qwen3-8B' is a teacher"):
         from_huggingface("gpt2", {"teacher_model_name_or_path": "Qwen/Qwen3-8B"})
+
+
+def test_it_is_said_that_nothing_is_sharded_where_nothing_says_so():
+    arguments = {"model_name_or_path": "gpt2", "per_device_train_batch_size": 1, "learning_rate": 1e-4}
+    said = [any("nothing is sharded" in sentence for sentence in translation.assumptions) for translation in (
+        translation_of(arguments, Beside(num_gpus=8)),
+        translation_of(arguments),
+        translation_of({**arguments, "fsdp": "full_shard"}, Beside(num_gpus=8)),
+    )]  # fmt: skip
+    assert said == [True, False, False]

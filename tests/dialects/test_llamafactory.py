@@ -144,3 +144,23 @@ def test_switches_of_optimizers_are_jobs_optimizers_or_said(keys, name, rank, un
     assert (found.job.optimizer.name, found.job.framework_options.get("galore_rank")) == (name, rank)
     assert all(any(words in sentence for sentence in found.unsupported) for words in unsupported)
     assert len(found.unsupported) == len(unsupported)
+
+
+@pytest.mark.parametrize(
+    ("values", "key"),
+    [
+        ({"export_dir": "out"}, "export_dir"),
+        ({"do_predict": True}, "do_predict"),
+        ({"infer_backend": "vllm"}, "infer_backend"),
+    ],
+)
+def test_a_file_that_trains_nothing_is_refused_with_how_to_ask_for_generation(values, key):
+    with pytest.raises(SpecError, match=f"{key}=.* trains nothing; .*task=inference"):
+        read(**values)
+    if key != "export_dir":
+        assert read(do_train=True, dataset="identity", **values).job.task == "train"
+
+
+def test_experts_on_the_cpu_are_refused():
+    with pytest.raises(SpecError, match="use_kt=True computes the experts on the CPU"):
+        read(use_kt=True)

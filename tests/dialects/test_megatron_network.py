@@ -139,3 +139,32 @@ def test_a_hybrids_layers_and_its_mixer():
     ssm, hidden = network.ssm, network.hidden_size
     assert (ssm.inner_size, ssm.num_heads, ssm.num_groups, ssm.state_size) == (2 * hidden, 2 * hidden // 64, 8, 128)
     assert ssm.input_size == 2 * (2 * hidden) + 2 * 8 * 128 + 2 * hidden // 64
+
+
+@pytest.mark.parametrize(
+    ("flags", "pattern"),
+    [
+        ({"hybrid-attention-ratio": 0.25, "num-layers": 8}, "MM*MM*MM"),
+        ({"hybrid-attention-ratio": 0.25, "hybrid-mlp-ratio": 0.5, "num-layers": 8}, "M-*-M*--"),
+        ({"hybrid-mlp-ratio": 0.5, "num-layers": 4}, "M-M-"),
+        ({"spec": ["megatron.core.models.mamba.mamba_layer_specs", "mamba_stack_spec"], "num-layers": 3}, "MMM"),
+    ],
+)
+def test_a_hybrid_without_a_pattern_spreads_its_layers_as_megatron_core_does(flags, pattern):
+    """The patterns are those of megatron-core 0.12 `_allocate_auto`."""
+    network = from_megatron({**GPT, **flags}, 8).job.architecture
+    kinds = {"M": "mamba", "*": "attention", "-": "mlp"}
+    assert network.kind == "hybrid"
+    assert network.layer_types == tuple(kinds[symbol] for symbol in pattern)
+    with pytest.raises(SpecError, match="must be shares of at most 1 together"):
+        from_megatron({**GPT, "hybrid-attention-ratio": 0.75, "hybrid-mlp-ratio": 0.5}, 8)
+
+
+def test_names_of_megatron_deepspeed_and_pai_megatron_patch_are_read():
+    """Grouped-query attention by --num-key-value-heads; the tokenizer's vocabulary plus --extra-vocab-size."""
+    own = {"normalization": "rmsnorm", "num-key-value-heads": 2, "deepspeed": True, "vocab-size": 32000}
+    network = from_megatron({**GPT, **own}, 8)
+    assert (network.job.architecture.normalization, network.job.architecture.num_key_value_heads) == ("rmsnorm", 2)
+    assert any("DeepSpeed's engine" in sentence for sentence in network.unsupported)
+    patched = {**GPT, "vocab-size": None, "patch-tokenizer-type": "Qwen2Tokenizer", "extra-vocab-size": 421}
+    assert from_megatron(patched, 8).job.architecture.vocab_size == 151643 + 421

@@ -187,4 +187,4 @@ def test_a_value_that_nobody_knows_changes_the_answer_or_is_told_of(example: Exa
 
 def test_every_dialect_is_among_the_examples() -> None:
     there = {dialect_of(example.values) for example in EXAMPLES.values()}
-    assert set(DIALECTS) - there == {"trl", "transformers"}  # what the arguments of training may be told to be
+    assert set(DIALECTS) - there == {"trl", "transformers", "nemo_2"}  # told by a flag, or read from a package

@@ -78,3 +78,22 @@ def test_grpo_warns_of_what_generation_takes_beside_its_step(values, says, held)
     assert translation_of(values).job.other_memory_fraction == held
     assert says in warning
     assert "not in the number" in warning
+
+
+def test_hydras_null_is_no_value():
+    command = (
+        "torchrun --nproc_per_node=8 -m verl.trainer.sft_trainer data.train_files=a.parquet model.path=qwen3-8b "
+        "engine=megatron engine.tensor_model_parallel_size=2 engine.virtual_pipeline_model_parallel_size=null\n"
+    )
+    read = translation_of(command)
+    assert (read.job.framework, read.job.parallelism.virtual_pipeline_stages, read.unknown) == ("megatron", 1, ())
+
+
+def test_ring_attention_of_openrlhf_needs_less_than_the_answer():
+    command = (
+        "deepspeed --module openrlhf.cli.train_dpo --pretrain llama-3-8b --micro_train_batch_size 1 --max_len 8192 "
+        "--zero_stage 3 --bf16 --ring_attn_size {}\n"
+    )
+    found = [translation_of(command.format(size)).findings for size in (1, 2)]
+    said = [[each.direction for each in some if "Ring" in each.sentence] for some in found]
+    assert said == [[], ["less"]]

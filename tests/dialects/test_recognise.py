@@ -231,8 +231,29 @@ def test_each_dialect_refuses_with_the_key_and_the_rule(name, values, says):
     assert dialect_of(values) == name
 
 
+def test_a_model_and_a_folder_alone_are_no_training_arguments():
+    """Scripts that convert or start a model have both, and train nothing."""
+    with pytest.raises(SpecError, match=r"no configuration that is known .*peakcast dryrun -- expand\.py"):
+        translation_of("python scripts/expand.py --model_name_or_path gpt2 --output_dir out\n")
+    assert dialect_of({"model_name_or_path": "gpt2", "dataset_name": "x", "output_dir": "out"}) == "training"
+
+
+def test_a_file_is_searched_in_the_folders_above_as_its_project_runs_there(tmp_path):
+    config, engine = tmp_path / "examples" / "full" / "sft.yaml", tmp_path / "examples" / "deepspeed" / "z3.json"
+    for path in (config, engine):
+        path.parent.mkdir(parents=True)
+    config.write_text(
+        "model_name_or_path: Qwen/Qwen2.5-0.5B\nstage: sft\nfinetuning_type: full\nper_device_train_batch_size: 1\n"
+        "deepspeed: examples/deepspeed/z3.json\n"
+    )
+    engine.write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
+    assert translation_of(config, Beside(num_gpus=2)).job.parallelism.zero_stage == 3
+
+
 def test_an_unknown_mapping_lists_what_is_known():
-    with pytest.raises(SpecError, match=r"no configuration that is known here \(its keys: foo\).*an Axolotl configuration"):
+    with pytest.raises(
+        SpecError, match=r"no configuration that is known here \(its keys: foo\).*--dialect"
+    ):
         translation_of({"foo": 1})
     with pytest.raises(SpecError, match="architecture is required and missing"):
         translation_of({"micro_batch_size": 1, "sequence_length": 2})

@@ -39,6 +39,8 @@ SCRIPTS = {
     "cat in a variable": "C=$(cat <<'EOF'\n--a $1\n--b\nEOF\n)\nshow $C $(echo x y)",
     "exported text": 'N=3\nexport "A=$N b"\nshow "$A"',
     "and or": "true && show a && show b\nshow c 2>/dev/null; show d | cat",
+    "comparisons in arithmetic": "T=2\nshow $(( ($T > 1) ? 1 : 0 )) $(( T == 3 )) $(( T < 3 ? T + 5 : 0 ))",
+    "parts of a path": 'P=/a/b/c.sh\nshow $(dirname $P) $(basename "$P") $(dirname $(dirname $P)) $(dirname c.sh)',
     "subshell": "(cd / && show in)\n{ show braces; }",
 }
 
@@ -140,6 +142,28 @@ def test_unfinished_text_is_read_somehow(text):
     assert read_script(text).commands is not None
 
 
+OWN_FOLDER = {
+    "source": 'HERE="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")" >/dev/null && pwd)"\nsource "$HERE/s.sh";show $LAYERS',
+    "two levels up": 'ROOT=$( cd "$( dirname "$0" )/.." && pwd )\nshow $ROOT',
+    "run": "export LAYERS=5\nN=2\nbash run.sh 3",
+}
+
+
+@pytest.mark.parametrize(("name", "words"), [("source", "7"), ("two levels up", "./.."), ("run", "5 3 ./run.sh")])
+def test_files_are_searched_from_the_scripts_own_folder(name, words):
+    """A script that another one runs sees what that exports, and its own arguments."""
+    files = {"./s.sh": "LAYERS=7\n", "run.sh": 'show $LAYERS$N $1 "$(dirname "$0")/$(basename $0)"\n'}
+    script = read_script(OWN_FOLDER[name], sourced=files.get, where="./train.sh")
+    assert [" ".join(command.words[1:]) for command in script.commands if command.words[0] == "show"] == [words]
+
+
+def test_arguments_that_a_script_takes_and_is_not_given_are_said():
+    taken, defaulted = read_script("torchrun train.py --lr $1"), read_script("torchrun train.py --lr ${1:-2}")
+    assert any("read without arguments" in note for note in taken.notes)
+    assert not defaulted.notes
+    assert not read_script("torchrun train.py --lr $1", ["3"]).notes
+
+
 LAUNCHES = [
     ("torchrun --nproc_per_node 8 --nnodes 2 pretrain_gpt.py --num-layers 4 --bf16", "pretrain_gpt.py", 16),
     ("torchrun --nproc-per-node=4 --nnodes=1:2 pretrain_gpt.py --bf16", "pretrain_gpt.py", 8),
@@ -162,6 +186,11 @@ LAUNCHES = [
     ("srun --mpi=pmix -l python pretrain_gpt.py --bf16", "pretrain_gpt.py", None),
     ("#SBATCH --nodes=4\n#SBATCH --gpus-per-node=8\nsrun python pretrain_gpt.py --bf16", "pretrain_gpt.py", 32),
     ("#SBATCH -N 2\n#SBATCH --gres=gpu:h100:8\nsrun python pretrain_gpt.py --bf16", "pretrain_gpt.py", 16),
+    (
+        "python mason.py --num_nodes 4 --gpus 8 -- accelerate launch --num_processes 8 open_instruct/finetune.py --bf16",
+        "finetune.py",
+        32,
+    ),
     (
         "#SBATCH --nodes=4\n#SBATCH --gpus-per-node=8\nN=$((SLURM_NNODES * SLURM_GPUS_ON_NODE))\n"
         "accelerate launch --num_processes $N pretrain_gpt.py --bf16",

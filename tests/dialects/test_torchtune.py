@@ -80,3 +80,18 @@ def test_an_optimizer_in_backward_is_part_of_the_job():
     assert found.job.framework_options["optimizer_in_backward"] is True
     assert not found.unsupported
     assert "optimizer_in_backward" not in read(num_gpus=1).job.framework_options
+
+
+def test_what_a_torchtune_recipe_asks_beyond_the_ledger_has_its_direction():
+    """QAT's fake-quantised copies need more; a reference that is gathered layer by layer needs less than TRL's."""
+    recipe = {"model": {"_component_": "torchtune.models.llama3_1.llama3_1_8b"}, "batch_size": 1, "dtype": "bf16"}
+    tuned = {**recipe, "quantizer": {"_component_": "torchtune.training.quantization.Int8DynActInt4WeightQATQuantizer"}}
+    preferred = {
+        **recipe,
+        "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss", "beta": 0.1, "label_smoothing": 0},
+        "ref_checkpointer": {"checkpoint_dir": "/tmp/llama"},
+    }
+    for values, direction in ((tuned, "more"), (preferred, "less")):
+        found = translated(Pasted(values=values), Beside(num_gpus=8))
+        assert found.unknown == ()
+        assert direction in {each.direction for each in found.findings}

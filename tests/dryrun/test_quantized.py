@@ -87,13 +87,15 @@ def test_rows_for_trainers_that_generate_are_prompts(monkeypatch):
     """Of TRL's GRPO; those that prefer have two answers, and others text."""
     import sys
 
-    datasets = pytest.importorskip("datasets")
+    pytest.importorskip("datasets.arrow_dataset")  # `datasets` alone may be the repository's folder
+    import datasets
+
     from peakcast.collectors.dryrun.rows import Rows
 
     for name in [name for name in sys.modules if name.startswith("trl.trainer.")]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "trl.trainer.grpo_trainer", sys)
-    assert Rows(4, 4).made(datasets).column_names == ["prompt"]
+    assert Rows(4, 4, print).made(datasets).column_names == ["prompt"]
 
 
 def test_other_methods_are_refused_in_a_sentence():

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+from peakcast.core.errors import ScriptError
+
 SCRIPT = """
 import os
 import numpy as np
@@ -94,3 +96,111 @@ def test_tokens_are_those_of_gpt2_only_where_the_script_has_them(tmp_path):
         token_files._write(tmp_path / "train.bin", script)
         tokens = np.fromfile(tmp_path / "train.bin", dtype=np.uint16)[2 * token_files.HEADER_LENGTH :]
         assert (len(tokens), tokens.max()) == (token_files.NUM_TOKENS, last)
+
+
+ABSENT = ("wandb", "tiktoken", "evaluate", "tensorboard")
+
+
+def test_absent_packages_and_downloads(run_script):
+    for name in ABSENT:
+        if importlib.util.find_spec(name) is not None:
+            pytest.skip(f"{name} is installed")
+    found = run_script("needs_others.py")
+    assert (found.job.micro_batch_size, found.job.sequence_length) == (2, 128)
+    said = " ".join(finding.sentence for finding in found.answer.findings)
+    assert "book.txt cannot be downloaded here" in said
+    assert all(f"{name} is not installed here" in said for name in ABSENT)
+    with pytest.raises(ScriptError, match="downloads"):  # no text
+        run_script("needs_others.py", "--url", "https://host.invalid/table.csv")
+
+
+def test_a_tokenizer_that_stands_in_has_as_many_words_and_the_tokens_of_chats():
+    pytest.importorskip("transformers")
+    from peakcast.collectors.dryrun.pretrained import _words_tokenizer
+
+    made = _words_tokenizer(151_936)
+    assert len(made) == made.vocab_size == 151_936  # scripts resize embeddings to it
+    assert {"<|im_end|>", "<|eot_id|>", "[PAD]"} <= set(made.get_vocab())
+    assert made.mask_token_id is not None
+    assert made("word word")["input_ids"] == [made.get_vocab()["word"]] * 2
+    assert len(_words_tokenizer(0)) < 64
+
+
+def test_a_tokenizer_that_stands_in_cuts_pairs_of_long_texts():
+    pytest.importorskip("transformers")
+    from peakcast.collectors.dryrun.pretrained import _words_tokenizer
+
+    made, long = _words_tokenizer(0), "word " * 4096
+    pairs = made([long] * 64, ["word word"] + [long] * 63, truncation=True, max_length=128)  # else of a million parts
+    assert [len(ids) for ids in pairs["input_ids"]] == [128] * 64
+    assert made(long)["input_ids"] == [made.get_vocab()["word"]] * 4096
+    split = made([["word"] * 300], is_split_into_words=True, truncation=True, max_length=10)
+    assert [len(ids) for ids in split["input_ids"]] == [10]
+
+
+class Table:
+    """As much of `datasets.Dataset` as rows that stand in need."""
+
+    def __init__(self, rows):
+        self.rows = rows
+        self.column_names = list(rows[0]) if rows else []
+
+    def __len__(self):
+        return len(self.rows)
+
+    def __getitem__(self, index):
+        return self.rows[index]
+
+    def map(self, function, **keywords):
+        return type(self)([{**row, **function(row)} for row in self.rows])
+
+    def filter(self, function, **keywords):
+        return type(self)([row for row in self.rows if function(row)])
+
+    def remove_columns(self, names):
+        return type(self)([{name: row[name] for name in row if name not in names} for row in self.rows])
+
+    rename_column = rename_columns = select_columns = remove_columns
+
+
+@pytest.mark.parametrize(
+    ("keeps", "length"),
+    [
+        (lambda row: len(row["ids"]) < 1024, 1023),
+        (lambda row: len(row["ids"]) <= 4000 and len(row["text"]) <= 3000, 3000),
+        (lambda row: len(row["ids"]) >= 4096, 4096),
+        (lambda row: False, None),
+        (lambda row, index: index > 5, None),
+    ],
+)
+def test_rows_that_a_filter_drops_are_cut_to_the_longest_that_it_keeps(keeps, length):
+    from peakcast.collectors.dryrun.rows import Rows
+
+    class Own(Table):
+        """Changed by this test alone."""
+
+    said = []
+    Rows(4096, 4096, said.append)._change(Own)
+    rows = Own([{"ids": list(range(4096)), "text": "x" * 4096, "label": 0}] * 3)
+    if keeps.__code__.co_argcount > 1:
+        with pytest.raises(TypeError):
+            rows.filter(keeps)
+        return
+    left = rows.filter(keeps)
+    assert [len(row["ids"]) for row in left.rows] == ([length] * 3 if length else [])
+    assert bool(said) is (length not in (None, 4096))
+
+
+def test_rows_say_of_which_kind_a_column_is_and_then_have_it():
+    pytest.importorskip("datasets.arrow_dataset")
+    import datasets
+
+    from peakcast.collectors.dryrun.rows import Rows
+
+    rows = Rows(4, 4, print).made(datasets)
+    assert rows.features["label"].names == ["0", "1"]
+    mapped = rows.map(
+        lambda some: {"pairs": [f"{one} {other}" for one, other in zip(some["a"], some["b"], strict=True)]}, batched=True
+    )
+    assert mapped[0]["label"] == 0
+    assert mapped[0]["pairs"] == " ".join(["word"] * 8)

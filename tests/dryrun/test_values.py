@@ -104,3 +104,25 @@ def test_inference_mode_moves_tokens_to_the_gpu_with_another_dtype():
     found = peakcast.dryrun(train, "A100-80GB")
     sizes = {int(size) for size in found.timelines["run"].num_bytes}
     assert {-(-70_000 * 8 // 512) * 512, 1024 * 8} <= sizes  # tokens of an evaluation and of a step, as int64
+
+
+def test_what_comes_back_from_the_gpu_has_known_values_or_none():
+    def train():
+        import torch
+
+        model = torch.nn.Embedding(64, 32).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            sizes = torch.tensor([8, 2], device="cuda")[None]
+            assert sizes.cpu().tolist() == [[8, 2]]
+            assert max(row[1] for row in sizes.to("cpu", torch.int32)) == 2
+            loss = model(sizes).sum()
+            assert loss.detach().cpu().item() == 1.0
+            assert loss.detach().double().cpu().numpy() == 1.0
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = peakcast.dryrun(train, "A100-80GB")
+    assumed = [finding.sentence for finding in found.answer.findings if finding.code == "value_assumed"]
+    assert len(assumed) == 2

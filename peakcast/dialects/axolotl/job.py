@@ -27,6 +27,7 @@ from peakcast.dialects.common.translation import (
 from peakcast.dialects.huggingface.accelerate import launcher_beside, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
 
@@ -85,7 +86,7 @@ def from_axolotl(pasted: Pasted) -> Translation:
         spell=speller(keys.TRAINING, keys.ADAPTER),
     )
     job = notes.include(translation)
-    job = _experts(job, settings)
+    job = _units(_experts(job, settings))
     context = "context_parallel_size" if settings.given("context_parallel_size") else "sequence_parallel_degree"
     job = with_method(
         meshed(job, settings, keys.MESH | {"context": context}, fills="shard"),
@@ -113,6 +114,14 @@ def _experts(job: TrainingJob, settings: Settings) -> TrainingJob:
     if settings.switch("quantize_moe_experts") and job.finetuning.quantization:
         options["quantized_experts"] = True
     return job.replace(framework_options=FrozenMapping(options))
+
+
+def _units(job: TrainingJob) -> TrainingJob:
+    """`job` with the units that axolotl's own `fsdp2_prepare_model` makes: layers and the root, which has both ends
+    (axolotl 0.21 monkeypatch/accelerate/fsdp2.py)."""
+    if job.parallelism.sharding not in ("fsdp2", "hsdp") or conventions(job).get("fsdp2_units") == "root":
+        return job
+    return job.replace(framework_options=FrozenMapping({**job.framework_options, "fsdp2_units": "root"}))
 
 
 def _generation(settings: Settings) -> Generation:

@@ -100,7 +100,8 @@ OVERRIDES = words("output_router_logits rope_theta rope_scaling rope_parameters 
 """Keys of a network's configuration that may be overridden without changing a shape."""
 IGNORED = words("""
     is_llama_derived_model
-    accelerator_config adam_beta1 adam_beta2 adam_beta3 adam_epsilon adam_epsilon2 added_tokens_overrides
+    accelerator_config center_rewards_coefficient
+    adam_beta1 adam_beta2 adam_beta3 adam_epsilon adam_epsilon2 added_tokens_overrides
     auto_resume_from_checkpoints axolotl_config_path base_model_config base_model_ignore_patterns batch_flattening
     bench_dataset bench_split chat_template chat_template_jinja comet_mode comet_project_name cosine_constant_lr_ratio
     cosine_min_lr_ratio cpo_alpha curriculum_sampling dataloader_drop_last dataloader_num_workers

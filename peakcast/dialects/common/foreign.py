@@ -52,11 +52,24 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign("a NeMo 2 recipe", NEMO, (), ("nemo.", "nemo_run", "nemo llm", "nemo vlm")),
     Foreign(
+        "an OLMo configuration",
+        JOB,
+        ("model.d_model device_train_microbatch_size|fsdp",),
+        ("olmo", "olmo_core"),
+    ),
+    Foreign(
         "an LLM Foundry configuration",
         JOB,
         ("global_train_batch_size device_train_microbatch_size|max_seq_len",),
         ("composer",),
     ),
+    Foreign(
+        "a NeMo RL configuration",
+        f"{JOB}, for the update of its policy",
+        ("policy.model_name policy.dtensor_cfg|policy.megatron_cfg",),
+    ),
+    Foreign("a Primus experiment", FLAGS, ("modules.pre_trainer", "modules.post_trainer")),
+    Foreign("an XTuner configuration", JOB, (), ("xtuner", "mmengine")),
     Foreign("an ms-swift command that trains nothing", JOB, (), tuple(f"swift {verb}" for verb in SWIFT)),
     Foreign(
         "an inference server",

@@ -16,6 +16,8 @@ from peakcast.dialects.common.translation import Notes
 
 THE_TEXT = "the text"
 """Name for a configuration that was given as text, in messages."""
+MOST_ABOVE = 4
+"""Folders above a configuration in which the files that it names are searched."""
 _BETWEEN = re.compile(r"^---(.*)$", re.MULTILINE)
 
 
@@ -69,7 +71,7 @@ class Pasted:
 
     def file(self, name: object, role: str, key: str) -> Mapping[str, Any]:
         """The mapping in the file `name`, to which `key` refers: from a file that was given as well, else (for a path) from
-        that file.
+        that file, by its path from the folder of the configuration, or from one above it, where such a project is run.
 
         Raises: SpecError saying that it is missing and how to give it.
         """
@@ -80,7 +82,10 @@ class Pasted:
             if known in self.companions:
                 self.used.add(known)
                 return self.companions[known]
-        for candidate in (self.folder / path, path, self.folder / path.name) if self.folder is not None else ():
+        for folder in (self.folder, *self.folder.absolute().parents[:MOST_ABOVE]) if self.folder is not None else ():
+            if is_file(folder / path):
+                return mapping_of_file(folder / path)
+        for candidate in (path, self.folder / path.name) if self.folder is not None else ():
             if is_file(candidate):
                 return mapping_of_file(candidate)
         raise SpecError(

@@ -27,7 +27,8 @@ _DEEPSPEED = {
     "offload_param_device": ("offload_param", "device"),
 }
 _IGNORED = words("""
-    command_file commands compute_environment debug deepspeed_hostfile enable_cpu_affinity gpu_ids
+    command_file commands compute_environment debug deepspeed_hostfile deepspeed_multinode_launcher
+    enable_cpu_affinity gpu_ids
     machine_rank main_process_ip main_process_port main_training_function mpirun_config num_machines rdzv_backend
     same_network downcast_bf16 tpu_env tpu_name tpu_use_cluster tpu_use_sudo tpu_zone use_cpu ipex_config
     deepspeed_config.deepspeed_multinode_launcher deepspeed_config.deepspeed_hostfile

@@ -172,8 +172,9 @@ def _finetuning(
     elif quantization.get("load_in_4bit"):
         kind = "nf4"
     elif quantization:
+        named = quantization.get("quant_method", dict(quantization))
         notes.unsupported.append(
-            f"Quantization {quantization.get('quant_method', dict(quantization))!r} is not modelled.", "quantization_config"
+            f"Quantization {named!r} is not modelled: the weights count in 16 bits.", "quantization_config", "less"
         )
     if adapter is None:
         if kind:

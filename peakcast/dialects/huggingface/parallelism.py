@@ -76,6 +76,7 @@ def layout_and_offload(
         zero = Settings(written, notes, "DeepSpeed", lambda key: f"zero_optimization.{spelled.get(key, key)}")
         return _zero(zero, num_gpus, architecture, notes, options, activations)
     if shards is None:
+        _note_replicas(num_gpus, training, notes)
         return Parallelism(data_parallel_size=num_gpus), Offload(activations=activations)
     strategy = (shards.text("fsdp_sharding_strategy") or shards.text("sharding_strategy", "full_shard")).lower()
     if strategy not in keys.SHARDING:
@@ -107,6 +108,15 @@ def layout_and_offload(
         sharding = "no_shard"
     layout = Parallelism(data_parallel_size=num_gpus, sharding=sharding)
     return layout, Offload(parameters=offloads, optimizer=offloads, activations=activations)
+
+
+def _note_replicas(num_gpus: int, training: Settings, notes: Notes) -> None:
+    """Note that every GPU holds a replica, where nothing says how the network is divided."""
+    if num_gpus > 1 and training.raw("parallelism_config") is None:
+        notes.assumptions.append(
+            f"no DeepSpeed or FSDP configuration is given, so that nothing is sharded over the {num_gpus} GPUs; --with "
+            "FILE gives one."
+        )
 
 
 def _fsdp1_options(shards: Settings, options: dict[str, Any]) -> None:

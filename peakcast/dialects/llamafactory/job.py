@@ -10,6 +10,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from peakcast.dialects.common.foreign import SERVED
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import (
     Notes,
@@ -67,7 +68,7 @@ UNSUPPORTED = {
     "expert_model_parallel_size": "Megatron's expert parallelism", "context_parallel_size": "context parallelism",
     "use_distributed_optimizer": "Megatron's distributed optimizer",
     "use_dft_loss": "the DFT loss", "use_eaft_loss": "EAFT's loss", "use_asft_loss": "the ASFT loss",
-    "use_kt": "KTransformers", "use_hyper_parallel": "HyperParallel",
+    "use_hyper_parallel": "HyperParallel",
 }  # fmt: skip
 PREFERENCES = ("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo")
 """Values of `pref_loss` (hparams/finetuning_args.py)."""
@@ -112,6 +113,7 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     """The job of a LLaMA-Factory configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "LLaMA-Factory")
+    _refuse_what_trains_nothing(settings)
     training = renamed(settings, TRAINING)
     training["max_length"] = settings.integer("cutoff_len", 2048, assume=True)
     training["neat_packing"] = settings.switch("neat_packing")
@@ -166,6 +168,20 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         )
     who = f"LLaMA-Factory (train/{stage}/trainer.py)"
     return notes.finish(with_method(notes.include(translation), stage, "stage", notes, whole_logits=who))
+
+
+def _refuse_what_trains_nothing(settings: Settings) -> None:
+    """Raises: SpecError for a file of `llamafactory-cli export`, `chat` or `api`, or one that only predicts."""
+    trains = settings.switch("do_train") or settings.given("dataset")
+    for key in ("export_dir", "do_predict", "infer_backend"):
+        if settings.raw(key) and not (trains and key != "export_dir"):
+            raise settings.refuse(key, f"trains nothing; {SERVED}")
+    if settings.switch("use_kt"):
+        raise settings.refuse(
+            "use_kt",
+            "computes the experts on the CPU, from weights in host memory (KTransformers), which is not modelled; leave it "
+            "out to ask about the whole network on the GPU",
+        )
 
 
 def _freezing(settings: Settings, translation: Translation) -> Translation:

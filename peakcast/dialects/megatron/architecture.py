@@ -8,7 +8,7 @@ from typing import Any, Literal
 from peakcast.core.units import round_up
 from peakcast.dialects.common.translation import Settings
 from peakcast.dialects.megatron import flags as flags
-from peakcast.dialects.megatron.hybrid import hybrid_parts, hybrid_pattern, state_space
+from peakcast.dialects.megatron.hybrid import hybrid_parts, hybrid_pattern, is_hybrid, state_space
 from peakcast.dialects.megatron.layout import binary_pattern
 from peakcast.jobs.architecture import (
     MOST_LAYERS,
@@ -23,7 +23,10 @@ POSITIONS: dict[str, PositionEmbedding] = {
     "learned_absolute": "learned", "rope": "rope", "mrope": "rope", "yarn": "rope", "relative": "relative", "none": "none",
 }  # fmt: skip
 FAMILIES = {"encoder": "bert", "encoder_decoder": "t5"}
-NORMALIZATIONS: dict[str, Normalization] = {"LayerNorm": "layernorm", "RMSNorm": "rmsnorm"}
+NORMALIZATIONS: dict[str, Normalization] = {
+    "LayerNorm": "layernorm", "RMSNorm": "rmsnorm", "layernorm": "layernorm", "rmsnorm": "rmsnorm",
+}  # fmt: skip
+"""Megatron-LM's names, and those of Megatron-DeepSpeed."""
 
 
 def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
@@ -43,7 +46,7 @@ def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
             "tensor_model_parallel_size", f"does not divide num-attention-heads={heads}; use a divisor", 1
         )
     groups = settings.size("num_query_groups", 1)
-    groups = groups if settings.switch("group_query_attention") else heads
+    groups = groups if settings.switch("group_query_attention") else settings.size("num_key_value_heads", heads)
     if heads % groups or (groups % tensor and tensor % groups):
         raise settings.refuse(
             "num_query_groups", f"must divide num-attention-heads={heads} and fit tensor-model-parallel-size={tensor}", 1
@@ -100,10 +103,7 @@ def one_of_table(settings: Settings, key: str, default: str, table: Mapping[str,
 def _kind(settings: Settings) -> Literal["decoder", "encoder", "encoder_decoder", "hybrid", "multimodal"]:
     if settings.given("encoder_num_layers") or settings.given("decoder_num_layers"):
         return "encoder_decoder"
-    if any(
-        settings.given(key)
-        for key in ("hybrid_layer_pattern", "hybrid_override_pattern", "is_hybrid_model", "mamba_num_heads")
-    ):
+    if is_hybrid(settings):
         return "hybrid"
     if settings.given("img_h"):
         return "multimodal"
@@ -126,10 +126,10 @@ def _vocabulary(settings: Settings, tensor: int, kind: str) -> int:
         for key in ("tokenizer_type", "vocab_size", "vocab_extra_ids", "make_vocab_size_divisible_by"):
             settings.given(key)
         return padded
-    tokenizer = settings.text("tokenizer_type")
+    tokenizer = settings.text("tokenizer_type") or settings.text("patch_tokenizer_type")
     usual = "BertWordPieceLowerCase" if kind == "encoder" else ""
     size = settings.integer("vocab_size")
-    extra = settings.integer("vocab_extra_ids", 0, least=0) or 0
+    extra = sum(settings.integer(key, 0, least=0) or 0 for key in ("vocab_extra_ids", "extra_vocab_size"))
     if size is None:
         known = flags.TOKENIZERS.get(tokenizer or usual)
         size = (known or flags.LIKELY_TOKENIZERS.get(tokenizer, 50257)) + extra

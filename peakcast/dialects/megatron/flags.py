@@ -141,6 +141,7 @@ UNSUPPORTED: dict[str, tuple[str, Direction]] = {
     "cpu_offloading_num_layers": ("layer offloading to the host", "less"),
     "cuda_graph_impl": ("CUDA graphs", "either"),
     "ddp_reduce_scatter_with_fp32_accumulation": ("a reduce-scatter by way of an all-to-all", "more"),
+    "deepspeed": ("DeepSpeed's engine in the place of Megatron-LM's optimizer (Megatron-DeepSpeed)", "either"),
     "disable_mamba_mem_eff_path": ("Mamba without its fused path", "more"),
     "enable_cuda_graph": ("CUDA graphs", "either"),
     "enable_full_sharding_in_hsdp": ("Megatron-FSDP over all replicas", "less"),
@@ -238,6 +239,7 @@ IGNORED = _words("""
     train_samples train_sync_interval trust_remote_code use_checkpoint_args use_checkpoint_opt_param_scheduler
     use_cpu_initialization use_dist_ckpt use_mp_args_from_checkpoint_args use_one_sent_docs use_packed_sequence
     use_persistent_ckpt_worker use_pytorch_profiler use_ring_exchange_p2p use_sharp
+    no_query_key_layer_scaling data_impl deepspeed_config zero_stage
     use_torch_optimizer_for_cpu_offload valid_data_path verify_integrity vocab_file weight_decay
     weight_decay_incr_style window_attn_skip_freq
 """)
@@ -257,7 +259,9 @@ TikTokenizer's is used unless vocab-size says otherwise (megatron/training/token
 COUNT_ONE_MORE = ("NullTokenizer", "NullMultimodalTokenizer")
 """Tokenizers with one token more than vocab-size."""
 
-LIKELY_TOKENIZERS: dict[str, int] = {"": 50257, "GPTSentencePieceTokenizer": 32000, "HuggingFaceTokenizer": 128256}
+LIKELY_TOKENIZERS: dict[str, int] = {
+    "": 50257, "GPTSentencePieceTokenizer": 32000, "HuggingFaceTokenizer": 128256, "Qwen2Tokenizer": 151643,
+}  # fmt: skip
 """Vocabulary sizes assumed (with a warning) for types whose size is in a model file; "" means GPT-2's, Megatron's usual
 one."""
 

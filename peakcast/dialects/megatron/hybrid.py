@@ -2,7 +2,7 @@
 
 Source: megatron-core 0.20 `ssm/mamba_hybrid_layer_allocation.py` (symbols), `transformer/transformer_config.py` and
 megatron/training/arguments.py (mamba_state_dim 128, mamba_head_dim 64, mamba_num_groups 8), `ssm/mamba_mixer.py` (expand 2,
-a convolution over 4 tokens).
+a convolution over 4 tokens). megatron-core 0.12 has ratios in the place of a pattern.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from peakcast.jobs.architecture import StateSpace
 
 SYMBOLS = {"M": "mamba", "*": "attention", "-": "mlp", "E": "moe"}
 CONV_KERNEL = 4
+PATTERNS = ("hybrid_layer_pattern", "hybrid_override_pattern")
+RATIOS = ("hybrid_attention_ratio", "hybrid_mlp_ratio")
 
 
 def hybrid_pattern(settings: Settings) -> str:
@@ -19,9 +21,37 @@ def hybrid_pattern(settings: Settings) -> str:
     return _whole_pattern(settings).replace("|", "").split("/")[0]
 
 
+def is_hybrid(settings: Settings) -> bool:
+    """Whether the flags describe a hybrid: by a flag that only hybrids have, or by a layer specification of Mamba's."""
+    given = [settings.given(key) for key in (*PATTERNS, *RATIOS, "is_hybrid_model", "mamba_num_heads")]
+    return any(given) or "mamba" in settings.text("spec")
+
+
 def _whole_pattern(settings: Settings) -> str:
-    pattern = settings.text("hybrid_layer_pattern") or settings.text("hybrid_override_pattern")
-    return pattern.strip("\\\"' ")  # without the extra quotes that YAML and shells need
+    given = [settings.text(key) for key in PATTERNS]
+    pattern = next(filter(None, given), "")
+    return pattern.strip("\\\"' ") or _spread(settings)  # without the extra quotes that YAML and shells need
+
+
+def _spread(settings: Settings) -> str:
+    """The layers of a hybrid that is described by the shares of its attention and feed-forward layers, or by nothing but
+    Mamba's layer specification: each kind at equal distances, attention first, the rest state-space layers; "" if it is
+    described in neither way. Source: megatron-core 0.12 `ssm/mamba_hybrid_layer_allocation.py` `_allocate_auto`."""
+    attention, feed_forward = (settings.number(key) for key in RATIOS)
+    layers = settings.integer("num_layers")
+    if layers is None or (attention is None and feed_forward is None and "mamba" not in settings.text("spec")):
+        return ""
+    kinds = ["M"] * layers
+    for symbol, ratio, ends in (("*", attention, 1), ("-", feed_forward, 0)):
+        count, places = round(layers * (ratio or 0.0)), kinds.count("M")
+        if not 0 <= count <= places:
+            raise settings.refuse(RATIOS[0], f"and {settings.spell(RATIOS[1])} must be shares of at most 1 together", ratio)
+        distance = left = (places - count) / max(count + ends, 1)
+        for layer in range(layers) if count else ():
+            if kinds[layer] != "M":
+                continue
+            kinds[layer], left = (symbol, left + distance) if left < 0.5 else ("M", left - 1)
+    return "".join(kinds)
 
 
 def hybrid_parts(settings: Settings) -> tuple[str, ...]:

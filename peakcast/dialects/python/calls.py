@@ -23,6 +23,10 @@ _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv, ast.Mod: operator.mod,
 }  # fmt: skip
+_COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], bool]] = {
+    ast.Eq: operator.eq, ast.NotEq: operator.ne, ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.Gt: operator.gt,
+    ast.Lt: operator.lt, ast.In: lambda item, items: item in items, ast.NotIn: lambda item, items: item not in items,
+}  # fmt: skip
 _HALF = ("is_bfloat16_supported", "is_bf16_supported")
 """Functions that return whether the GPU supports bfloat16, as all GPUs since Ampere do."""
 
@@ -45,9 +49,10 @@ class Call(NamedTuple):
 class Expressions:
     """Evaluates expressions. `keeps_calls`: a call that cannot be evaluated becomes a mapping of its keyword arguments,
     with its name as `_target_` and its positional arguments as `_arguments_`; for a method of the result of another call,
-    that call is `_of_`."""
+    that call is `_of_`. `follow` is asked first, and returns a call's value or None."""
 
     keeps_calls: bool = False
+    follow: Callable[[Call], Any] | None = None
     names: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
     """Name -> default, of command line arguments and of fields of dataclasses."""
@@ -106,6 +111,20 @@ class Expressions:
             return _not_given(node) if isinstance(test, NotGiven) else self.value(node.body if test else node.orelse)
         if isinstance(node, ast.Call):
             return self._returned(node)
+        return self._condition(node) if self.follow is not None else _not_given(node)
+
+    def _condition(self, node: ast.expr) -> Any:
+        """The value of a comparison of two values, or of conditions joined by `and` or `or`."""
+        if isinstance(node, ast.Compare) and len(node.ops) == 1 and type(node.ops[0]) in _COMPARED:
+            sides = self.value(node.left), self.value(node.comparators[0])
+            return _not_given(node) if NotGiven in map(type, sides) else _COMPARED[type(node.ops[0])](*sides)
+        if isinstance(node, ast.BoolOp):
+            decides = isinstance(node.op, ast.Or)
+            for each in node.values:
+                held = self.value(each)
+                if isinstance(held, NotGiven) or bool(held) == decides:
+                    return held
+            return not decides
         return _not_given(node)
 
     def _returned(self, node: ast.Call) -> Any:
@@ -115,6 +134,11 @@ class Expressions:
         last = call.name.rpartition(".")[2]
         if last in _HALF:
             return True
+        if self.follow is not None:
+            if last == "lower" and isinstance(node.func, ast.Attribute) and isinstance(self.value(node.func.value), str):
+                return self.value(node.func.value).lower()
+            if (followed := self.follow(call)) is not None:
+                return followed
         if call.name in ("os.environ.get", "os.getenv") and len(call.arguments) == 2:
             return call.arguments[1]
         if last == "dict" and not call.arguments:

@@ -1,16 +1,17 @@
 """Evaluates Python functions that make a configuration, statement by statement, without running them: those of torchtitan's
-registries and of Megatron-Bridge's recipes."""
+registries, and of the recipes of Megatron-Bridge and NeMo 2."""
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from peakcast.core.errors import SpecError, near_misses
 from peakcast.dialects.python.calls import Expressions, NotGiven, call_name, parsed, plain_value
 
+NOTHING: Mapping[str, Any] = {}
 MOST_CALLS = 20
 """Depth up to which calls between these functions are followed."""
 
@@ -23,6 +24,8 @@ class Functions:
         self.functions: dict[str, ast.FunctionDef] = {}
         self.notes: list[str] = []
         """Sentences about statements that could not be evaluated without running them."""
+        self.constants: dict[str, Any] = {}
+        """Names that all functions see, with their values."""
         self._depth = 0
         for source in sources:
             body = parsed(source, where).body
@@ -41,18 +44,26 @@ class Functions:
         value: dict[str, Any] = plain_value(self._made_by(name))
         return value
 
-    def _made_by(self, name: str) -> dict[str, Any]:
+    def expressions(self) -> Expressions:
+        """What evaluates the expressions of one function."""
+        return Expressions(keeps_calls=True)
+
+    def _made_by(self, name: str, arguments: Sequence[Any] = (), keywords: Mapping[str, Any] = NOTHING) -> dict[str, Any]:
         self._depth += 1
         if self._depth > MOST_CALLS:
             raise SpecError(f"{self.where} has functions that call one another without end.")
         function = self.functions[name]
-        known = Expressions(keeps_calls=True)
+        known = self.expressions()
+        known.names |= self.constants
         defaults = function.args.defaults
         for argument, default in zip(function.args.args[len(function.args.args) - len(defaults) :], defaults, strict=True):
             known.names[argument.arg] = known.value(default)
         for argument, given in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
             known.names[argument.arg] = known.value(given) if given is not None else NotGiven(argument.arg)
+        known.names |= {argument.arg: given for argument, given in zip(function.args.args, arguments, strict=False)}
+        known.names |= keywords
         found = self._followed(function.body, known, {})
+        self._depth -= 1
         if found is None:
             raise SpecError(f"{name} of {self.where} returns no configuration that can be read without running it.")
         return found
@@ -65,7 +76,8 @@ class Functions:
         for statement in statements:
             if isinstance(statement, ast.Return) and statement.value is not None:
                 named = statement.value.id if isinstance(statement.value, ast.Name) else ""
-                return made[named] if named in made else self._made(statement.value, known)
+                kept = known.names.get(named)
+                return made.get(named) or (kept if isinstance(kept, dict) else self._made(statement.value, known))
             if isinstance(statement, ast.If):
                 taken = known.value(statement.test)
                 if isinstance(taken, NotGiven):
@@ -90,11 +102,11 @@ class Functions:
                 made[target.id] = config
             known.names[target.id] = config if config is not None else known.value(statement.value)
             return
-        first, *path = _path(target) or [""]
+        first, *path = attribute_path(target) or [""]
         if first in made:
-            _set(made[first], path, known.value(statement.value))
+            set_at(made[first], path, known.value(statement.value))
         elif first in known.names and isinstance(known.names[first], dict):
-            _set(known.names[first], path, known.value(statement.value))
+            set_at(known.names[first], path, known.value(statement.value))
 
     def _note(self, statement: ast.stmt) -> None:
         shown = " ".join(ast.unparse(statement).split())[:60]
@@ -103,6 +115,9 @@ class Functions:
     def _made(self, node: ast.expr, known: Expressions) -> dict[str, Any] | None:
         """The configuration that an expression makes, by the constructor of a configuration class or by a call of another
         of the functions."""
+        if known.follow is not None:
+            followed = known.value(node)
+            return followed if isinstance(followed, dict) else None
         called = call_name(node.func) if isinstance(node, ast.Call) else ""
         if called in self.functions and "Config" in ast.unparse(self.functions[called].returns or ast.Name("")):
             return self._made_by(called)
@@ -119,15 +134,15 @@ def without_targets(value: Any) -> Any:
     return [without_targets(each) for each in value] if isinstance(value, list) else value
 
 
-def _path(node: ast.expr) -> list[str]:
+def attribute_path(node: ast.expr) -> list[str]:
     """The names of an attribute such as `config.training.steps`, in order; empty for any other target."""
     if isinstance(node, ast.Attribute):
-        inner = _path(node.value)
+        inner = attribute_path(node.value)
         return [*inner, node.attr] if inner else []
     return [node.id] if isinstance(node, ast.Name) else []
 
 
-def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
+def set_at(values: dict[str, Any], path: list[str], value: Any) -> None:
     for name in path[:-1]:
         inner = values.get(name)
         if not isinstance(inner, dict):

@@ -13,6 +13,7 @@ from peakcast.dialects.common.foreign import foreign_program
 from peakcast.dialects.common.translation import words
 from peakcast.dialects.shell.script import Command, Script
 from peakcast.dialects.shell.slurm import sbatch_gpus
+from peakcast.dialects.shell.values import is_whole
 
 SIZES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "torchrun": (("nproc_per_node",), ("nnodes",)),
@@ -112,7 +113,7 @@ def _launch(command: Command) -> Launch | None:
     env, words = dict(command.env), list(command.words)
     launcher: dict[str, Any] = {}
     num_gpus: int | None = None
-    by = ""
+    by, nodes = "", "1"
     while words:
         words, given = after_wrappers(words)
         env |= given
@@ -128,19 +129,24 @@ def _launch(command: Command) -> Launch | None:
             own, words = _launcher_flags(words)
             launcher |= own
             num_gpus, by = _processes(name, own), name
+            if num_gpus is not None and is_whole(nodes):  # open-instruct's mason.py multiplies num_processes by its nodes
+                num_gpus *= int(nodes)
         elif name in _CLIS:
             if name == "tune" and words[1:2] == ["run"]:
                 own, rest = _launcher_flags(words[2:])
                 num_gpus = _processes("torchrun", own) if own else 1
                 return _program([f"tune run {rest[0]}" if rest else "tune run"], rest[1:], num_gpus, launcher, env)
-            return _program([" ".join([name, *words[1:2]])], words[2:], num_gpus, launcher, env)
+            verbs = 2 if name == "nemo" else 1  # nemo llm pretrain
+            return _program([" ".join([name, *words[1 : 1 + verbs]])], words[1 + verbs :], num_gpus, launcher, env)
         elif name == "run_train.sh":  # torchtitan's; reads its file and number of GPUs from the environment
             gpus = env.get("NGPU", "8")
             found = _program([name], words[1:], int(gpus) if re.fullmatch(r"[1-9]\d{0,5}", gpus) else None, launcher, env)
             named = tuple(env[key] for key in ("CONFIG_FILE", "CONFIG") if key in env)
             return replace(found, files=(*named, *found.files))
         elif name.endswith(".py") and (begins := _after_dashes(words)):
-            words = begins  # a program that starts another on other machines: mason.py ... -- accelerate launch ...
+            # a program that starts another on several nodes: mason.py --num_nodes 8 ... -- accelerate launch ...
+            outer, _ = _launcher_flags(words[1 : len(words) - len(begins) - 1])
+            nodes, words = str(outer.get("num_nodes", "1")), begins
         elif name.endswith(".py") or (launcher and not name.startswith("-")):
             return replace(_program([name], words[1:], num_gpus, launcher, env), launched_by=by)
         else:

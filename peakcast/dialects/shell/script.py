@@ -6,6 +6,7 @@ Source of the rules: the Bash manual, "Shell Commands", "Shell Parameters", "Bas
 
 from __future__ import annotations
 
+import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,21 @@ _WITHOUT_EFFECT = (
 )
 
 
+_FOLDER = re.compile(r"cd\s+(?:-P\s+|--\s+)?(.+?)\s*(?:[12&]?>\s*\S+\s*)*(?:&&|;)\s*pwd(?:\s+-\w)?", re.DOTALL)
+"""`cd FOLDER && pwd`, which prints FOLDER."""
+
+
+def _parent(path: str) -> str:
+    """What `dirname` prints, with `..` for the folder above one that is only known as `.`"""
+    return posixpath.join(path, "..") if posixpath.basename(path) in (".", "..") else posixpath.dirname(path) or "."
+
+
+_OF_A_PATH: dict[str, Callable[[str], str]] = {
+    "dirname": _parent, "basename": posixpath.basename, "realpath": posixpath.normpath, "readlink": posixpath.normpath,
+}  # fmt: skip
+"""What commands print of the one path that they are given. Paths stay relative, and links are not followed."""
+
+
 @dataclass(frozen=True, slots=True)
 class Command:
     """One command of a script: its words, and the exported variables that it sees."""
@@ -58,17 +74,25 @@ class Script:
 
 
 def read_script(
-    text: str, arguments: Sequence[str] = (), sourced: Callable[[str], str | None] = lambda name: None
+    text: str,
+    arguments: Sequence[str] = (),
+    sourced: Callable[[str], str | None] = lambda name: None,
+    where: str = "",
 ) -> Script:
-    """The commands that `text` would run with `arguments`, as far as they can be known without running any. `sourced`
-    returns the text of a file that the script reads with `source`, or None if the file is not available. Raises:
-    SpecError."""
+    """The commands that `text`, in the file `where`, would run with `arguments`, as far as they can be known without
+    running any. `sourced` returns the text of a file that the script reads with `source` or runs with bash, by its path
+    from the script's own folder, or None if the file is not available. Raises: SpecError."""
     if len(text) > MAX_CHARACTERS:
         raise SpecError(f"the script has {len(text):,} characters; a launch script is not that long.")
     reader = _Reader(sourced)
     reader.variables.give(arguments)
     reader.variables.variables |= slurm_variables(text)
-    reader.read(text)
+    reader.read(text, where)
+    if reader.variables.missed_arguments and not arguments:
+        reader.script.notes.append(
+            "The script is read without arguments, so what it takes from $1 and the like counts as empty; a file with the "
+            "command that runs it (bash FILE ...) gives them."
+        )
     return reader.script
 
 
@@ -87,12 +111,15 @@ class _Reader:
         self._sourced = sourced
         self._texts, self._blocks, self._steps = 0, 0, 0
 
-    def read(self, text: str) -> None:
-        """Follow the statements of `text`."""
+    def read(self, text: str, where: str | None = None) -> None:
+        """Follow the statements of `text`; `where` is its file, if it has one of its own."""
         self._texts += 1
         if self._texts > MOST_NESTED:
             raise SpecError("the script runs text inside text too deeply to be a launch script.")
+        before = self.variables.value("BASH_SOURCE")
+        self.variables.variables["BASH_SOURCE"] = before if where is None else where
         self._follow(named(tree_of(text)))
+        self.variables.variables["BASH_SOURCE"] = before
         self._texts -= 1
 
     # -- statements ---------------------------------------------------------------------------------------------------
@@ -282,7 +309,7 @@ class _Reader:
             if text is None:
                 self.script.notes.append(f"The script's {' '.join(words)[:60]!r} is not followed.")
             else:
-                self.read(text)
+                self.read(text, words[1])
         elif words[0] in self.functions:
             arguments = self.variables.items("@")
             self.variables.give(words[1:])
@@ -294,13 +321,24 @@ class _Reader:
     def _start(self, words: list[str], prefix: dict[str, str]) -> None:
         env = {name: self.variables.value(name) for name in sorted(self.exported)} | prefix
         self.script.commands.append(Command(tuple(words), env))
-        text = _text_to_run(words)
-        if text is not None:
+        text, script = _text_to_run(words), _script_to_run(words)
+        if script and (written := self._sourced(script[0])) is not None:
+            self._run_script(written, script, prefix)
+        elif text is not None:
             exported = self.exported
             self.exported = exported | set(prefix)
             self.variables.variables.update(prefix)
             self.read(text)
             self.exported = exported
+
+    def _run_script(self, text: str, words: list[str], prefix: dict[str, str]) -> None:
+        """Follow the script `text` that is run by `words`, in a shell of its own, which sees what is exported."""
+        variables, exported = self.variables.variables, self.exported
+        self.exported = exported | set(prefix)
+        self.variables.variables = {**{name: variables[name] for name in exported if name in variables}, **prefix}
+        self.variables.give(words[1:])
+        self.read(text, words[0])
+        self.variables.variables, self.exported = variables, exported
 
     # -- conditions ---------------------------------------------------------------------------------------------------
 
@@ -336,11 +374,17 @@ class _Reader:
         return " ".join(self.variables.expand(source_of(node), split=False))
 
     def _substituted(self, text: str) -> str | None:
-        """The output of `$(...)` for commands that only print: `echo`, and `cat` with a here-document; None for all
-        others."""
+        """The output of `$(...)` for commands that only print: `echo`, `cat` with a here-document, and those that take a
+        path apart; None for all others. The script's own folder is `.`, from which `source` searches."""
+        if (folder := _FOLDER.fullmatch(text.strip())) is not None:
+            return " ".join(self.variables.expand(folder[1], split=False)) or "."
         nodes = named(tree_of(text))
         if len(nodes) != 1:
             return None
+        name = text.split()[:1]
+        if nodes[0].type == "command" and name and name[0] in _OF_A_PATH:
+            paths = [word for word in self._words(command_nodes(nodes[0]))[1:] if not word.startswith("-")]
+            return _OF_A_PATH[name[0]](paths[0]) if len(paths) == 1 else None
         documents = descendants(nodes[0], "heredoc_redirect")
         if nodes[0].type == "redirected_statement" and text.split()[:1] == ["cat"] and documents:
             return self._document(documents[0]).rstrip("\n")
@@ -351,6 +395,15 @@ class _Reader:
 
 def _as_text(value: str | list[str]) -> str:
     return value if isinstance(value, str) else " ".join(value)
+
+
+def _script_to_run(words: list[str]) -> list[str]:
+    """The words of a command from the shell script on that it runs: `bash FILE ...`, `sh FILE ...`, `FILE.sh ...`; else
+    empty."""
+    words = words[1:] if words[0].rsplit("/", 1)[-1] in ("bash", "sh") else words
+    while words and re.fullmatch(r"-[eux]+", words[0]):
+        words = words[1:]
+    return words if words and words[0].endswith(".sh") else []
 
 
 def _text_to_run(words: list[str]) -> str | None:

@@ -31,6 +31,8 @@ class Variables:
         self.notes, self._substituted = notes, substituted
         self.words_made = 0
         self.defaults_open = 0
+        self.missed_arguments = False
+        """Whether the script takes an argument ($1, ...) that it is not given."""
 
     def give(self, arguments: Sequence[str]) -> None:
         """Set `$1`, `$2` and so on."""
@@ -45,6 +47,8 @@ class Variables:
         return value if isinstance(value, list) else [value]
 
     def value(self, name: str) -> str:
+        name = "BASH_SOURCE" if name == "0" else name
+        self.missed_arguments |= name.isdecimal() and name not in self.variables
         value = self.variables.get(name, "")
         return value if isinstance(value, str) else (value[0] if value else "")
 

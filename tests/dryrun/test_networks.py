@@ -1,0 +1,38 @@
+"""What a dry run takes for the network: functions of tensors, and no module without weights."""
+
+from __future__ import annotations
+
+import pytest
+
+WORDS, WIDTH, BATCH, LENGTH = 4096, 256, 8, 512
+"""Of `scripts/functional.py`."""
+
+
+def test_a_network_of_functions_has_steps_and_a_batch(run_script):
+    found = run_script("functional.py")
+    assert found.steps == 3
+    assert (found.job.micro_batch_size, found.job.sequence_length) == (BATCH, LENGTH)
+    assert found.job.gradient_accumulation_steps == 2
+    weights = 4 * (WORDS * WIDTH + 2 * 4 * WIDTH * WIDTH)
+    states = found.answer.composition["optimizer_states"]
+    assert states == pytest.approx(2 * weights, rel=0.001)  # and a count of steps for each
+    held = 4 * weights + found.answer.composition["workspaces"]
+    logits = 4 * BATCH * LENGTH * WORDS  # in float32, with two gradients of their size
+    assert 3 * logits < found.timelines["steady"].peak().num_bytes - held < 3.5 * logits
+
+
+def test_a_module_without_weights_is_no_network(run_script):
+    found = run_script("images.py")
+    assert found.job.architecture.name == "Classifier"
+    assert (found.job.micro_batch_size, found.job.sequence_length) == (16 * 3, 64)  # rows of the images' colours
+
+
+def test_products_that_compiled_code_calls_take_a_workspace_as_others_do():
+    pytest.importorskip("torch")
+    import torch
+
+    from peakcast.collectors.tracing.kernels import RULES
+
+    for name in ("mm", "bmm", "baddbmm", "addmm"):
+        operator = getattr(torch.ops.aten, name)
+        assert RULES[operator.out] is RULES[operator.default]
