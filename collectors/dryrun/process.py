@@ -90,7 +90,8 @@ def run(
 ) -> Seen:
     """What `rank` of `command`, or of `function` instead, allocates on `gpu`. `lengths`: tokens of the shortest and the
     longest synthetic row; if they differ, steps are followed until the longest has occurred. `skip_evaluation`: evaluation
-    does not count. `torch`: the release whose allocations are followed, by default the installed one's. `output` is called with what the script prints.
+    does not count. `torch`: the release whose allocations are followed, by default the installed one's. `output` is called
+    with what the script prints.
 
     Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
     """

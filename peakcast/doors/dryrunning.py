@@ -92,8 +92,8 @@ def dryrun(
     `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function without
     arguments that trains, a copy of which runs in another process. `rank`: 0 by default; `world_size`: if no launcher says
     it. `length`: tokens of synthetic rows for data that cannot be downloaded; `lengths`: tokens of the shortest and the
-    longest of these, if they are to change from step to step. `skip_evaluation`: evaluation does not count. `torch`: the release
-    that the run will have, if it is older than the one here; known differences are followed. `save_recipe`:
+    longest of these, if they are to change from step to step. `skip_evaluation`: evaluation does not count. `torch`: the
+    release that the run will have, if it is older than the one here; known differences are followed. `save_recipe`:
     a file in which the recorded network is saved, if the recipe gives the script's own peak; `predict` accepts it as
     `recipe`. `timeout_seconds` and `memory_gib` (of the host) limit the script; `progress` is called with what is being
     done, `output` with what the script prints.
