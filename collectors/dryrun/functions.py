@@ -69,12 +69,12 @@ def _by_value(modules: list[ModuleType]) -> Iterator[None]:
 def _found_here_only() -> list[ModuleType]:
     """Modules that another process could not import by their names, such as a file that pytest has imported."""
     installed = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
-    found = []
+    found = {}  # by their own name: cloudpickle registers that, and some modules are in `sys.modules` by two
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if name != "__main__" and isinstance(file, str) and not file.startswith(installed) and _place(name) != file:
-            found.append(module)
-    return found
+            found[module.__name__] = module
+    return list(found.values())
 
 
 def _place(name: str) -> str | None:

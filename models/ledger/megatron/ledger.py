@@ -63,7 +63,7 @@ def _hold_deferred(step: Step, turns: Turns, first: bool) -> None:
     logits, stream = context.rows * context.ends.vocabulary * context.element_bytes, context.stream_bytes
     for number, count in turns.deferred.items():
         start = turns.spans[number].start
-        ran = start + turns.head.backward_marks[Mark.LM_HEAD][0] + 1  # until then the head's template has both
+        ran = start + turns.blocks.head.backward_marks[Mark.LM_HEAD][0] + 1  # until then the head's template has both
         for name, category, size, born in (
             ("deferred.logits_gradient", Category.LOGITS, logits, ran),
             ("deferred.output_layer_input", Category.ACTIVATIONS, stream, ran),

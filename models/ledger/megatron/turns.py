@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
-from itertools import groupby, product
+from dataclasses import dataclass
+from itertools import product
 
 from peakcast.models.ledger.layouts.module_tree import layer_index
-from peakcast.models.ledger.layouts.pipeline import Chunk, Turn, representative_micro_batches, schedule
-from peakcast.models.ledger.megatron.blocks.context import LayerRun, MegatronContext
-from peakcast.models.ledger.megatron.blocks.ends import embedding
-from peakcast.models.ledger.megatron.blocks.head import encoder_end, head
-from peakcast.models.ledger.megatron.blocks.layer import ENCODER_STATES, decoder_layer
+from peakcast.models.ledger.layouts.pipeline import Turn, representative_micro_batches, schedule
+from peakcast.models.ledger.megatron.blocks.layer import ENCODER_STATES
 from peakcast.models.ledger.megatron.blocks.primitives import dropout_mask_bytes
 from peakcast.models.ledger.megatron.buffers import owned_parameters
 from peakcast.models.ledger.megatron.first_runs import FirstRuns
 from peakcast.models.ledger.megatron.fsdp import is_fully_sharded, whole_buckets
-from peakcast.models.ledger.megatron.inputs import hold_inputs, reads_mask
+from peakcast.models.ledger.megatron.inputs import hold_inputs
 from peakcast.models.ledger.megatron.leaves import Leaves
 from peakcast.models.ledger.megatron.optimizer import widens_gradients
+from peakcast.models.ledger.megatron.rank_blocks import RankBlocks, receives
 from peakcast.models.ledger.megatron.received import Span
 from peakcast.models.ledger.megatron.share import RankShare
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run, Step
-from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category, Phase
-
-
-@lru_cache(maxsize=1024)
-def layer_template(context: MegatronContext, runs: LayerRun) -> Template:
-    """The template of a layer in these surroundings."""
-    return decoder_layer(replace(context, runs=runs))
 
 
 @dataclass(slots=True)
@@ -62,12 +52,7 @@ class Turns:
         self.share = share
         self.fully_sharded = whole_buckets(share, owned_parameters(share)[0]) if is_fully_sharded(share) else None
         self.step = Step(hooks=self.fully_sharded) if self.fully_sharded is not None else Step()
-        self.templates: dict[tuple[int, bool, bool], Template] = {}
-        """Templates by layer, whether other code holds the layer's input, and whether it runs without a graph."""
-        self.kinds: dict[tuple[int, LayerRun], Template] = {}
-        """Templates by id of their context."""
-        self.unmasked = {layer for chunk in share.chunks if not reads_mask(share, chunk) for layer in chunk.layers}
-        self.alike: dict[range, list[tuple[Template, list[str], bool]]] = {}
+        self.blocks = RankBlocks(share)
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
         self.spans: list[Span] = []
         self.first = FirstRuns(float8=bool(share.context.fp8_recipe))
@@ -105,27 +90,27 @@ class Turns:
         chunk, step = self.share.chunks[turn.chunk], self.step
         state = _MicroBatch(step.now, [])
         if chunk.is_first:
-            state.runs.append([step.run_forward(self._embedding, "embedding", keeps_gradients=False)])
-        for layers, checkpointed in self._groups(chunk.layers):
+            state.runs.append([step.run_forward(self.blocks.embedding, "embedding", keeps_gradients=False)])
+        for layers, checkpointed in self.blocks.checkpointed(chunk.layers):
             if checkpointed:
                 begin, runs = step.now, list[Run]()
                 for layer in layers:
-                    template = self._layer(layer, layer == layers[0], without_graph=True)
+                    template = self.blocks.layer(layer, layer == layers[0], without_graph=True)
                     runs.append(step.run_without_graph(template, f"layers.{layer}"))
                     self._dispatched(layers, runs[-1], begin)
                 self._hold_masks(runs)
-                state.runs.append(_Checkpoint(begin, step.now, layers, received=self._receives(chunk, layers[0])))
+                state.runs.append(_Checkpoint(begin, step.now, layers, received=receives(chunk, layers[0])))
             else:
-                for template, modules, turns in self._groups_with_one_template(chunk, layers):
-                    if turns:
-                        state.runs += self._turn_to_decoder()
+                for template, modules, after_encoder in self.blocks.alike(chunk, layers):
+                    if after_encoder:
+                        state.runs += self._run_between_stacks()
                     runs = step.run_forward_in_turn(template, modules, keeps_gradients=False)
                     state.runs.append(runs)
                     for run, at in product(runs, template.forward_marks.get(Mark.RECOMPUTED_EXPERTS, ())):
                         i = layer_index(run.module)
                         self.leaves.released(range(i, i + 1), run.forward_start + at, None)
         if chunk.is_last:
-            state.runs.append([step.run_forward(self.head, "head", keeps_gradients=False)])
+            state.runs.append([step.run_forward(self.blocks.head, "head", keeps_gradients=False)])
         else:
             sent = step.moment("send_forward", Phase.FORWARD)
             step.hold("output_tensor", Category.ACTIVATIONS, self.share.context.stream_bytes, sent, sent + 1)
@@ -135,37 +120,10 @@ class Turns:
             step.moment("receive_forward", Phase.LOSS)
         self.alive[turn.micro_batch, turn.chunk] = state
 
-    def _groups_with_one_template(self, chunk: Chunk, layers: range) -> list[tuple[Template, list[str], bool]]:
-        """The `layers` of a chunk in groups of consecutive layers with one template: (template, names, whether the network
-        passes from its encoder to its decoder before them)."""
-        if layers not in self.alike:
-            decoder = self.share.job.architecture.num_hidden_layers
-            templates = {i: self._layer(i, self._receives(chunk, i)) for i in layers}
-            parts = [list(part) for _, part in groupby(layers, lambda i: (id(templates[i]), i >= decoder))]
-            self.alike[layers] = [
-                (templates[first], [f"layers.{i}" for i in (first, *others)], chunk.layers[0] < first == decoder)
-                for first, *others in parts
-            ]
-        return self.alike[layers]
-
-    def _turn_to_decoder(self) -> list[list[Run]]:
+    def _run_between_stacks(self) -> list[list[Run]]:
         """Run what is between an encoder's last layer and its decoder's first."""
-        target = embedding(self.share.layer_context(self._last_layer()))
-        blocks = ((encoder_end(self.share.context), "encoder"), (target, "embedding"))
+        blocks = self.blocks.between_stacks()
         return [[self.step.run_forward(template, module, keeps_gradients=False)] for template, module in blocks]
-
-    def _last_layer(self) -> int:
-        """Index of the network's last layer."""
-        return self.share.job.architecture.num_layers - 1
-
-    @staticmethod
-    def _receives(chunk: Chunk, layer: int) -> bool:
-        """Whether the layer's input comes from another stage."""
-        return not chunk.is_first and layer == chunk.layers[0]
-
-    @cached_property
-    def _embedding(self) -> Template:
-        return embedding(self.share.context)
 
     def _hold_masks(self, group: Sequence[Run]) -> None:
         """Hold the dropout masks of a checkpointed group's runs. Residuals are added under `enable_grad`
@@ -178,38 +136,6 @@ class Turns:
         for instant in added:
             step.hold("dropout_mask", Category.ACTIVATIONS, dropout_mask_bytes(context), instant + 1, step.now)
 
-    def _layer(self, layer: int, input_held: bool, *, without_graph: bool = False) -> Template:
-        """The template of decoder layer `layer`. `input_held`: other code holds its input (a checkpoint, the receive
-        buffer)."""
-        place = layer, input_held, without_graph
-        template = self.templates.get(place)
-        if template is None:
-            context = self.share.layer_context(layer)
-            makes_mask = layer in self.unmasked
-            kind = id(context), LayerRun(input_held=input_held, makes_mask=makes_mask, without_graph=without_graph)
-            if kind not in self.kinds:
-                self.kinds[kind] = layer_template(context, kind[1])
-            template = self.templates[place] = self.kinds[kind]
-        return template
-
-    @cached_property
-    def head(self) -> Template:
-        """The template of the head."""
-        runs = LayerRun(input_held=not self.share.chunks[-1].layers)
-        context = replace(self.share.layer_context(self._last_layer()), runs=runs)
-        return head(context, self.share.job.architecture.num_nextn_predict_layers)
-
-    def _groups(self, layers: range) -> list[tuple[range, bool]]:
-        """The layers of a chunk, in the groups in which they are checkpointed (`_checkpointed_forward`), and whether each
-        is."""
-        recompute = self.share.job.activation_checkpointing
-        if recompute.mode != "full" or not layers:
-            return [(layers, False)]
-        size = recompute.num_layers or 1
-        if recompute.method == "uniform":
-            return [(layers[i : i + size], True) for i in range(0, len(layers), size)]
-        return [(layers[i : i + 1], True) for i in range(min(size, len(layers)))] + [(layers[size:], False)]
-
     def _backward(self, turn: Turn) -> None:
         """Add a backward turn."""
         state, step = self.alive.pop((turn.micro_batch, turn.chunk)), self.step
@@ -217,7 +143,7 @@ class Turns:
         chunk, context, started = share.chunks[turn.chunk], share.context, step.now
         self.is_first_backward = turn.micro_batch == 0
         # the loss has no matrix products, so the output layer's is the first
-        self.first.note_product(started + (self.head.backward_marks[Mark.LM_HEAD][0] if chunk.is_last else 0))
+        self.first.note_product(started + (self.blocks.head.backward_marks[Mark.LM_HEAD][0] if chunk.is_last else 0))
         if not chunk.is_last:
             step.moment("receive_backward", Phase.BACKWARD)
             step.hold("output_tensor_gradient", Category.TEMPORARIES, context.stream_bytes, started, started + 1)
@@ -281,7 +207,7 @@ class Turns:
         context, step = self.share.context, self.step
         size = context.ends.vocabulary * context.hidden * context.element_bytes
         cached = context.weight_gradients.fused and context.weight_gradients.cached_output_placeholder
-        born = step.now - 1 if cached else started + self.head.backward_marks[Mark.LM_HEAD][0] + 1
+        born = step.now - 1 if cached else started + self.blocks.head.backward_marks[Mark.LM_HEAD][0] + 1
         step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
 
     def _hold_encoder_states(self, runs: list[Run]) -> None:
@@ -322,7 +248,7 @@ class Turns:
         step, start, size = self.step, self.step.now, self.share.context.stream_bytes
         runs = []
         for i in checkpoint.layers:
-            template = self._layer(i, i == checkpoint.layers[0])
+            template = self.blocks.layer(i, i == checkpoint.layers[0])
             self.first.note_recomputed(i, step.now)
             runs.append(step.run_forward(template, f"layers.{i}", Phase.BACKWARD, keeps_gradients=False))
             self._dispatched(checkpoint.layers, runs[-1])
