@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,23 +12,17 @@ from typing import Any
 import torch
 
 from peakcast.collectors.dryrun.imports import when_imported
-from peakcast.collectors.dryrun.lengths import NUM_STEPS
 from peakcast.collectors.dryrun.noted import Notes, where
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.core.units import format_gib
 
 CODE, PARAMETER = "script_part_skipped", "evaluation"
+LATER = "the script evaluates after the steps that were followed, and what that takes is not counted."
 TRAINER_STEP = 2
 """After this step transformers' Trainer evaluates, if it evaluates at all, so that the third step runs with what the
 evaluation has left in memory."""
 MOST_BATCHES = 8
 """Most batches of one evaluation of the Trainer."""
-
-
-QUICK, MOST_STEPS, MOST_SECONDS = 10, 24, 30.0
-"""If an evaluation comes after the required steps, further steps are followed to reach it: at most MOST_STEPS of them, for
-at most MOST_SECONDS, and only while each takes less than 1/QUICK of the time of those before, in which compiling took
-place."""
 
 
 @dataclass
@@ -63,23 +57,25 @@ class Evaluations:
         running.stop = self._tracer.now
         return True
 
-    def awaited(self, network: torch.nn.Module, steps: Sequence[float], ended: int) -> bool:
-        """Whether to go on with an outermost forward of `network` after enough steps. True while an evaluation runs; if no
-        step has ended since the first one did (scripts that warm up reset everything before it); or if the script has an
-        evaluation that has not begun yet, and steps are quick now that everything is compiled. `steps`: times in seconds at
-        which the script began and each step ended. `ended`: the operation at which the last step ended."""
-        if self._skip:
+    def awaited(self, network: torch.nn.Module, ended: int) -> bool:
+        """Whether to go on with an outermost forward of `network` after enough steps: while an evaluation runs, and if no
+        step has ended since the first one did, as scripts that warm up undo everything before it. `ended`: the operation
+        at which the last step ended."""
+        if self._skip or not self._seen:
             return False
-        if self._seen:
-            return _evaluates(network) or self._stop(self._seen[0]) >= ended
-        before, step, beyond = steps[NUM_STEPS] - steps[0], steps[-1] - steps[-2], steps[-1] - steps[NUM_STEPS]
-        quick = QUICK * step < before and beyond < min(before, MOST_SECONDS) and len(steps) <= NUM_STEPS + MOST_STEPS
-        return quick and ".eval()" in _text_of_script()
+        return _evaluates(network) or self._stop(self._seen[0]) >= ended
+
+    @property
+    def come_later(self) -> bool:
+        """Whether the script has an evaluation that has not begun yet."""
+        return not self._skip and not self._seen and ".eval()" in text_of_script()
 
     def said(self, trained: set[int]) -> tuple[str, ...]:
         """Sentences about what was counted, once everything has run. An evaluation that is to be skipped is removed from
         the tracer. `trained`: the `id`s of the parameters that optimizers have."""
         found = [one for one in self._seen if any(id(parameter) in trained for parameter in one.network.parameters())]
+        if self.come_later:
+            self._notes.add(CODE, PARAMETER, LATER, "more")
         if not found:
             return ()
         places = " and ".join(dict.fromkeys(one.place for one in found))
@@ -157,7 +153,8 @@ def _evaluates(network: torch.nn.Module) -> bool:
     return not torch.is_grad_enabled() and not all(part.training for part in network.modules())
 
 
-def _text_of_script() -> str:
+def text_of_script() -> str:
+    """The text of the program that was started; "" if it is in no file."""
     try:
         return Path(sys.argv[0]).read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -26,6 +26,8 @@ SIZES = (
     *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
     *("memory_cached", "max_memory_cached"),
 )
+COMPILING = "torch._dynamo.variables."
+"""The modules in which Dynamo calls functions whose answers become constants of compiled code."""
 SILENT = (
     *("init", "_lazy_init", "empty_cache", "set_device", "manual_seed", "manual_seed_all", "ipc_collect"),
     *(
@@ -155,10 +157,14 @@ def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:
 
 def _to_scripts(answer: Callable[..., Any], otherwise: Callable[..., Any]) -> Callable[..., Any]:
     """A function that gives `answer` to every caller except torch itself. torch gets what it got before, as it would start
-    a driver, or make real tensors."""
+    a driver, or make real tensors; but where it compiles a script's code, it asks for the script."""
 
     def asked(*arguments: Any, **keywords: Any) -> Any:
-        return (otherwise if _asker().partition(".")[0] == "torch" else answer)(*arguments, **keywords)
+        asker = _asker()
+        for_itself = asker.partition(".")[0] == "torch" and not asker.startswith(COMPILING)
+        return (otherwise if for_itself else answer)(*arguments, **keywords)
+
+    asked._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     return asked
 

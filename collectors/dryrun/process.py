@@ -85,11 +85,13 @@ def run(
     function: Callable[[], object] | None = None,
     lengths: tuple[int, int] | None = None,
     skip_evaluation: bool = False,
+    torch: str | None = None,
     output: Callable[[str], None] | None = None,
 ) -> Seen:
     """What `rank` of `command`, or of `function` instead, allocates on `gpu`. `lengths`: tokens of the shortest and the
     longest synthetic row; if they differ, steps are followed until the longest has occurred. `skip_evaluation`: evaluation
-    does not count. `output` is called with what the script prints.
+    does not count. `torch`: the release whose allocations are followed, by default the installed one's. `output` is called
+    with what the script prints.
 
     Raises: ScriptError when the script fails, never steps, or needs more than `limits`.
     """
@@ -98,8 +100,10 @@ def run(
         "gpu": gpu,
         "lengths": lengths,
         "skip_evaluation": skip_evaluation,
+        "torch": torch,
         "lengths_change": lengths is not None and lengths[0] < lengths[1],
         "memory_bytes": limits.memory_bytes,
+        "seconds": limits.seconds,
     }
     start = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="peakcast-dryrun-") as name:

@@ -3,10 +3,12 @@ nothing."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+import types
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -141,8 +143,16 @@ def _install_groups(rank: int, world_size: int) -> None:
     for name in ("set_timeout", "_set_pg_timeout"):  # of groups that never wait
         for module in (dist, dist.distributed_c10d):
             setattr(module, name, lambda *_, **__: None)
+    for module in (dist, dist.distributed_c10d):  # collectives that are sent as one are sent one by one
+        module._coalescing_manager = _one_by_one  # type: ignore[attr-defined]
     dist.destroy_process_group = lambda *_, **__: None  # type: ignore[assignment]
     dist.is_nccl_available = lambda: True  # type: ignore[assignment]
+
+
+@contextlib.contextmanager
+def _one_by_one(*_: Any, **__: Any) -> Iterator[Any]:
+    """A context whose collectives have happened when it is waited for."""
+    yield types.SimpleNamespace(append=lambda work: None, wait=lambda: None)
 
 
 def _install_meshes() -> None:
@@ -222,7 +232,8 @@ def _install_ddp(name: Named) -> None:
             name([("ddp_bucket", bucket.buffer())], Category.COMMUNICATION_BUFFERS)
         return future
 
-    def wrap_unreduced(self: Any, *arguments: Any, **keywords: Any) -> None:
+    def wrap_unreduced(self: Any, *arguments: Any, static_graph: bool = False, **keywords: Any) -> None:
+        # a static graph counts in pinned memory which parameters were used, as fake tensors cannot
         wrap(self, *arguments, **keywords)
         register(self, self, lambda network, bucket: unreduced(network, bucket))  # DDP checks the annotations of a hook
 

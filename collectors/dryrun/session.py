@@ -39,10 +39,12 @@ class Session:
 
         from peakcast.collectors.dryrun import (
             absent_packages,
+            byte_pieces,
             byte_tokenizers,
             gpu,
             graphs,
             lightning_launch,
+            older_torch,
             outside,
             pretrained,
             programs,
@@ -56,6 +58,7 @@ class Session:
         from peakcast.collectors.dryrun.kernel_packages import KernelPackages
         from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
+        from peakcast.collectors.dryrun.patience import Patience
         from peakcast.collectors.dryrun.pipelines import Stages
         from peakcast.collectors.tracing import inductor, patches
 
@@ -68,8 +71,10 @@ class Session:
         token_files.TokenFiles(self.overlay, self.notes).install()
         Downloads(self.notes).install()
         byte_tokenizers.install(self.notes)
+        byte_pieces.install(self.notes)
         absent_packages.AbsentPackages(self.notes).install()
         patches.install()
+        older_torch.install(asked.get("torch"))
         ranks.install(asked["rank"], asked["world_size"], tracer.name)
         Stages(asked).install()
         outside.install(self.notes)
@@ -82,7 +87,7 @@ class Session:
         evaluations = Evaluations(tracer, self.notes, skip=asked["skip_evaluation"])
         evaluations.install()
         mode = self.mode = values.ScriptMode(self.notes, own)
-        self.steps = self.follow(tracer, self.finish, lengths, evaluations)
+        self.steps = self.follow(tracer, self.finish, lengths, evaluations, Patience(asked["seconds"]))
         self.steps.follow()
         values.install(mode)
         with inductor.when_asked(tracer), mode, tracer, torch.autograd.set_multithreading_enabled(False):
@@ -129,6 +134,8 @@ class Session:
         from torch.utils._python_dispatch import _disable_current_modes
 
         from peakcast.collectors.dryrun.described import described
+        from peakcast.collectors.dryrun.evaluation import text_of_script
+        from peakcast.collectors.dryrun.older_torch import say
 
         self.steps.tokens = self.steps.tokens or self.mode.batch
         with _disable_current_modes():
@@ -137,6 +144,7 @@ class Session:
             timelines = self.steps.timelines()
         if remark := self.steps.lengths.remark():
             self.notes.add("script_part_skipped", "lengths", remark)
+        say(self.notes, self.question.get("torch"), text_of_script(), autocast=self.steps.autocast is not None)
         answer = {
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
             "job": seen.job,

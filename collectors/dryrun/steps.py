@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import math
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +13,7 @@ from torch.optim import optimizer as optimizer_hooks
 
 from peakcast.collectors.dryrun.evaluation import Evaluations
 from peakcast.collectors.dryrun.lengths import StepLengths
+from peakcast.collectors.dryrun.patience import Patience
 from peakcast.collectors.tracing.phases import announced, inside_backward
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.timelines.timeline import Category, Phase, Timeline
@@ -23,10 +23,18 @@ class ScriptSteps:
     """Tells `tracer` what the script is doing. Calls `enough` when as many steps have ended as `lengths` requires; it waits
     until the next forward begins, so that gradients freed after the last step are seen."""
 
-    def __init__(self, tracer: Tracer, enough: Callable[[], None], lengths: StepLengths, evaluations: Evaluations) -> None:
+    def __init__(
+        self,
+        tracer: Tracer,
+        enough: Callable[[], None],
+        lengths: StepLengths,
+        evaluations: Evaluations,
+        patience: Patience,
+    ) -> None:
         self.tracer = tracer
         self.evaluations = evaluations
         self.lengths = lengths
+        self.patience = patience
         self.spans: list[tuple[int, int]] = []
         """(first operation, end) of each step; the first one begins with the script."""
         self.networks: list[torch.nn.Module] = []
@@ -46,8 +54,6 @@ class ScriptSteps:
         self._parameters: dict[int, str] = {}
         self._depth = 0
         self._stepped = False
-        self._ended = [time.monotonic()]
-        """Times at which the script began and each step ended, in seconds."""
         self._backwards = 0
         self._has_gradients = False
         self._after_step: int | None = None
@@ -117,7 +123,7 @@ class ScriptSteps:
             if self._stepped or self._stepped_by_itself():
                 self._end_step()
             begins = self.evaluations.forward_begins(part) or self.tracer.phase == Phase.OPTIMIZER_STEP
-            if self.lengths.enough and not self.evaluations.awaited(part, self._ended, self.spans[-1][1]):
+            if self.lengths.enough and not self._goes_on(part):
                 self._enough()
             if id(part) not in self._names:
                 self._meet(part)
@@ -133,6 +139,12 @@ class ScriptSteps:
             self.tokens = max(self.tokens, tuple(inputs[0].shape), key=math.prod) if self.tokens else tuple(inputs[0].shape)
             self.lengths.saw(inputs[0].shape[-1] if inputs[0].ndim else 1)
         self.tracer._enter(part, self._names)
+
+    def _goes_on(self, network: torch.nn.Module) -> bool:
+        """Whether to go on with an outermost forward of `network` although enough steps have ended."""
+        if self.evaluations.awaited(network, self.spans[-1][1]):
+            return True
+        return self.patience.goes_on(evaluates_later=self.evaluations.come_later)
 
     def _forward_ends(self) -> None:
         if not torch.compiler.is_compiling():
@@ -188,7 +200,7 @@ class ScriptSteps:
         start = self.spans[-1][1] if self.spans else 0
         self.spans.append((start, end))
         self.lengths.end_step()
-        self._ended.append(time.monotonic())
+        self.patience.end_step()
         self._stepped = self._has_gradients = False
         self._after_step = None
         self.micro_batches, self._backwards = self._backwards, 0

@@ -39,6 +39,10 @@ HEADERS: dict[int, tuple[int, type[np.generic]]] = {20240520: (1, np.uint16), 20
 """First number of a header -> (second number, dtype of tokens). Source: llm.c, dev/data/data_common.py."""
 TEXT_END, DOCUMENT_LENGTH = 50256, 768
 """GPT-2's token between two documents, for which data loaders search, and its distance in tokens."""
+OF_GPT2 = ("50256", "50257", "50304", "tiktoken", "gpt2")
+"""Words in scripts that have GPT-2's tokens: the number of its last token, those of its vocabulary, its encoding."""
+NUM_BYTES = 256
+"""The tokens of other scripts are below this: every vocabulary has as many."""
 
 
 class TokenFiles:
@@ -140,7 +144,10 @@ def _write(path: Path, script: str) -> None:
         path.write_text(words(), encoding="utf-8")
         return
     tokens = np.arange(NUM_TOKENS, dtype=np.uint32) % DOCUMENT_LENGTH
-    tokens[tokens == 0] = TEXT_END
+    if any(word in script for word in OF_GPT2):
+        tokens[tokens == 0] = TEXT_END
+    else:
+        tokens %= NUM_BYTES
     if path.suffix == ".npy":
         np.save(path, tokens.astype(np.uint16))
         return

@@ -44,6 +44,7 @@ def script_walks(
         "skip_evaluation": True,
         "lengths_change": False,
         "memory_bytes": limits.memory_bytes,
+        "seconds": limits.seconds,
         "walks": batch,
     }
     if command.world_size > 1:

@@ -6,7 +6,7 @@ kernels, which allocates and frees every buffer, is really run; only the kernels
 memory that a kernel would allocate for itself is not seen.
 
 Decisions that Inductor makes by timing kernels on the GPU are not made here: matrices whose sizes are not multiples of 8
-elements stay unpadded (`fx_passes/pad_mm.py`), and `max_autotune` is off, as it is by default.
+elements stay unpadded (`fx_passes/pad_mm.py`), and `max_autotune` is off, as it is by default. So are CUDA graphs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,12 @@ from peakcast.collectors.tracing.fake_cuda import COMPUTE_CAPABILITY
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.collectors.tracing.triton_stub import find_stubs
 
-PROPERTIES = types.SimpleNamespace(
+
+class DeviceProperties(types.SimpleNamespace):
+    """What `torch.cuda.get_device_properties` gives. A type of its own: compiled code may have it as a constant."""
+
+
+PROPERTIES = DeviceProperties(
     name="NVIDIA A100-SXM4-80GB",
     major=COMPUTE_CAPABILITY[0],
     minor=COMPUTE_CAPABILITY[1],
@@ -44,6 +49,16 @@ PROPERTIES = types.SimpleNamespace(
 )
 """The GPU for which Inductor compiles: it splits long reductions by the number of multiprocessors. Source: NVIDIA A100
 architecture whitepaper, table 1; CUDA C++ programming guide, technical specifications of compute capability 8.0."""
+
+
+NEED_A_GPU = {
+    "max_autotune": False,
+    "max_autotune_gemm": False,
+    "max_autotune_pointwise": False,
+    "coordinate_descent_tuning": False,
+    "triton.cudagraphs": False,
+}
+"""Options of Inductor that choose by timing kernels, or record CUDA graphs, switched off however a script asks for them."""
 
 
 class _OnCpu(TorchDispatchMode):  # type: ignore[misc]
@@ -108,19 +123,10 @@ def when_asked(tracer: Tracer) -> Iterator[None]:
                 if torch.compile is compiled:  # a library may have wrapped it
                     torch.compile = compile_it
                 stack.enter_context(compiling(tracer))
-            return compile_it(*arguments, **_untimed(keywords))
+            return compile_it(*arguments, **keywords)
 
         torch.compile = compiled
         yield
-
-
-def _untimed(keywords: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of `torch.compile` without those that choose by timing kernels on the GPU."""
-    if str(keywords.get("mode", "")).startswith("max-autotune"):
-        return {**keywords, "mode": None}
-    options = keywords.get("options") or {}
-    kept = {name: value for name, value in options.items() if "autotune" not in name and "coordinate_descent" not in name}
-    return {**keywords, "options": kept or None} if options else keywords
 
 
 def load() -> None:
@@ -143,6 +149,7 @@ def _install(tracer: Tracer) -> None:
     config.compile_threads = 1
     # an operator's rule for fake tensors may have other strides than its kernel, which older releases accepted
     config.size_asserts = config.alignment_asserts = False
+    _without_a_gpu()
     _answer_for_the_gpu()
     scheduler.has_triton = lambda: True  # type: ignore[attr-defined]
     _triton.triton_hash_with_backend = lambda: ""  # type: ignore[assignment]
@@ -163,6 +170,18 @@ def _install(tracer: Tracer) -> None:
     folder = joint_graph.UniformValueConstantFolder  # looks at the values of one-element tensors
     for name in ("run", "_add_peephole_patterns"):
         setattr(folder, name, _on_cpu(getattr(folder, name)))
+
+
+def _without_a_gpu() -> None:
+    """Switch off what needs a GPU in every later `torch.compile`."""
+    wrapper: Any = torch._TorchCompileInductorWrapper
+    make = wrapper.__init__
+
+    def made(self: Any, *arguments: Any, **keywords: Any) -> None:
+        make(self, *arguments, **keywords)
+        self.config.update(NEED_A_GPU)
+
+    wrapper.__init__ = made
 
 
 def _unseen(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -213,7 +232,9 @@ def forget_flex_attention() -> None:
 
 
 def _answer_for_the_gpu() -> None:
+    from torch._dynamo import utils as dynamo_utils
     from torch._dynamo.device_interface import CudaInterface
+    from torch._dynamo.variables import torch as in_graph
 
     cuda, answers = torch.cuda, torch._C._dynamo.guards
     replaced: dict[str, Any] = {
@@ -229,6 +250,10 @@ def _answer_for_the_gpu() -> None:
         setattr(cuda, name, answer)
         if hasattr(CudaInterface, name.removeprefix("_")):
             setattr(CudaInterface, name.removeprefix("_"), staticmethod(answer))
+    # what Dynamo folds of torch's own functions, it folds of those in their place
+    folded = ("get_device_properties", "current_device", "is_available", "is_initialized")
+    in_graph.constant_fold_functions.update(dict.fromkeys(getattr(cuda, name) for name in folded))
+    dynamo_utils.common_constant_types.add(DeviceProperties)
     cuda.default_generators = (_Generator(),)
     cuda._DeviceGuard = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]

@@ -47,6 +47,10 @@ class _Anything:
         return (_Anything,)
 
 
+class _NoKernel:
+    """A class of kernels that no stub belongs to."""
+
+
 class _Number(_Anything):
     """Replaces a dtype of Triton, whose size Inductor reads when it splits a scan."""
 
@@ -64,8 +68,8 @@ class _Module(types.ModuleType):
         number = re.fullmatch(r"u?int(\d+)|b?float(\d+)", name)
         if number is not None:
             return _Number(int(number[1] or number[2]))
-        # torch 2.13 utils/flop_counter.py tests whether its argument is one
-        return _Anything if name == "JITFunction" else _Anything()
+        # torch 2.13 utils/flop_counter.py and _library/triton.py test whether a kernel is one of these
+        return {"JITFunction": _Anything, "Autotuner": _NoKernel, "Heuristics": _NoKernel}.get(name, _Anything())
 
 
 def _driver() -> Any:
@@ -136,3 +140,5 @@ def find_stubs(*packages: str) -> None:
     for name in [name for name in sys.modules if name.split(".")[0] in packages]:
         del sys.modules[name]
     sys.meta_path.insert(0, Finder(packages))
+    # operators made of Triton kernels (torch.library.triton_op) launch the stub as it is, and are compiled as their code
+    torch.library.wrap_triton = lambda kernel: kernel

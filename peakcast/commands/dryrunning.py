@@ -27,6 +27,7 @@ def dryrun(
         str | None, typer.Option(metavar="SHORTEST..LONGEST", help="The same, of lengths that change from step to step.")
     ] = None,
     skip_evaluation: Annotated[bool, typer.Option("--skip-evaluation", help="Do not count its evaluation.")] = False,
+    torch: Annotated[str | None, typer.Option(help="Release of torch of the run, if older: known differences.")] = None,
     save_recipe: Annotated[
         Path | None, typer.Option(help="Keep the network in this .json.gz file: predict --recipe FILE varies it.")
     ] = None,
@@ -57,6 +58,7 @@ def dryrun(
             length=length,
             lengths=_range(lengths),
             skip_evaluation=skip_evaluation,
+            torch=torch,
             save_recipe=save_recipe,
             timeout_seconds=timeout_seconds,
             memory_gib=memory_gib,

@@ -18,6 +18,7 @@ from peakcast.core.errors import PeakcastError, SpecError
 from peakcast.core.extras import need
 from peakcast.core.findings import Finding, ordered
 from peakcast.core.units import GIB
+from peakcast.core.versions import release
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.dialects.common.translation import Translation
 from peakcast.doors.questions import Question, on_node
@@ -78,6 +79,7 @@ def dryrun(
     length: int | None = None,
     lengths: tuple[int, int] | None = None,
     skip_evaluation: bool = False,
+    torch: str | None = None,
     save_recipe: str | Path | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
     memory_gib: float | None = None,
@@ -90,7 +92,8 @@ def dryrun(
     `command`: the words of a training command (["torchrun", "--nproc-per-node", "8", "train.py"]), or a function without
     arguments that trains, a copy of which runs in another process. `rank`: 0 by default; `world_size`: if no launcher says
     it. `length`: tokens of synthetic rows for data that cannot be downloaded; `lengths`: tokens of the shortest and the
-    longest of these, if they are to change from step to step. `skip_evaluation`: evaluation does not count. `save_recipe`:
+    longest of these, if they are to change from step to step. `skip_evaluation`: evaluation does not count. `torch`: the
+    release that the run will have, if it is older than the one here; known differences are followed. `save_recipe`:
     a file in which the recorded network is saved, if the recipe gives the script's own peak; `predict` accepts it as
     `recipe`. `timeout_seconds` and `memory_gib` (of the host) limit the script; `progress` is called with what is being
     done, `output` with what the script prints.
@@ -110,13 +113,15 @@ def dryrun(
         asked = replace(asked, world_size=world_size, ranks_per_node=min(per_node, world_size), launched=True)
     function = command if callable(command) else None
     number = _rank(rank, asked.world_size)
+    if torch is not None and not release(torch):
+        raise SpecError(f"torch={torch!r} must be a release of torch, such as 2.10.", parameter="torch", value=torch)
     limits = Limits(seconds=timeout_seconds, memory_bytes=_memory_bytes(memory_gib))
     if progress is not None:
         ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
         progress(f"running {asked.script} as {ranks} on a fake {device.name}, until its third optimizer step has ended")
     rows = _lengths(length, lengths)
     more: dict[str, Any] = {"function": function, "lengths": rows}
-    seen = run(asked, device.name, number, limits, skip_evaluation=skip_evaluation, output=output, **more)
+    seen = run(asked, device.name, number, limits, skip_evaluation=skip_evaluation, torch=torch, output=output, **more)
     if progress is not None:
         progress(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
     job = job_from_mapping(seen.job)

@@ -93,3 +93,19 @@ def test_an_evaluation_after_a_warm_up_is_met_again_with_the_optimizer_states_of
         assert peak.num_bytes > (2 * 16 + 3) * weight  # into the evaluation and out of it, the weight and its states
         assert timeline.composition(peak.instant)[Category.OPTIMIZER_STATES] == pytest.approx(2 * weight, abs=1024)
     assert len(found.timelines["run"].phases) > len(found.timelines["steady"].phases)
+
+
+def test_an_evaluation_that_was_not_reached_is_said(monkeypatch):
+    from peakcast.collectors.dryrun import evaluation
+    from peakcast.collectors.dryrun.noted import Notes
+    from peakcast.collectors.tracing.tracer import Tracer
+
+    for text, skip, expected in (
+        ("model.eval()", False, ["more"]),
+        ("model.eval()", True, []),
+        ("model.train()", False, []),
+    ):
+        monkeypatch.setattr(evaluation, "text_of_script", lambda text=text: text)
+        notes = Notes()
+        evaluation.Evaluations(Tracer(), notes, skip=skip).said(set())
+        assert [finding.direction for finding in notes.findings] == expected

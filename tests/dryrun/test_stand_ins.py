@@ -68,6 +68,36 @@ def test_an_encoding_that_cannot_be_fetched_has_as_many_tokens():
     assert len(notes.findings) == 3
 
 
+def test_a_sentencepiece_model_that_is_not_here_has_the_number_of_pieces_in_its_name():
+    from peakcast.collectors.dryrun import byte_pieces
+    from peakcast.collectors.dryrun.noted import Notes
+
+    class Pieces(byte_pieces.Pieces):
+        notes = Notes()
+
+    model = Pieces(model_file="data/tokenizers/fineweb_1024_bpe.model")
+    assert model.vocab_size() == model.GetPieceSize() == len(model) == 1024
+    ids = model.encode("words and wörds", add_bos=True)
+    assert ids == [model.bos_id(), *model.EncodeAsIds("words and wörds")]
+    assert model.decode(ids) == "words and wörds"
+    kinds = [(model.is_control(one) or model.is_unknown(one), model.is_byte(one)) for one in range(1024)]
+    assert (sum(control for control, _ in kinds), sum(byte for _, byte in kinds)) == (3, 256)
+    assert len({model.id_to_piece(one) for one in range(1024)}) == 1024
+    assert len(Pieces(model_file="tokenizer.model")) == 32_000
+    assert [finding.code for finding in Pieces.notes.findings] == ["script_part_skipped"] * 2
+
+
+def test_tokens_are_those_of_gpt2_only_where_the_script_has_them(tmp_path):
+    import numpy as np
+
+    from peakcast.collectors.dryrun import token_files
+
+    for script, last in (("vocab_size = 50257  # 20240520", 50256), ("vocab_size = 1024  # 20240520", 255)):
+        token_files._write(tmp_path / "train.bin", script)
+        tokens = np.fromfile(tmp_path / "train.bin", dtype=np.uint16)[2 * token_files.HEADER_LENGTH :]
+        assert (len(tokens), tokens.max()) == (token_files.NUM_TOKENS, last)
+
+
 ABSENT = ("wandb", "tiktoken", "evaluate", "tensorboard")
 
 

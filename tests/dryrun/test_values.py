@@ -85,6 +85,27 @@ def test_what_is_counted_and_chosen_by_tokens_is_known():
     assert "reads a float32" in assumed
 
 
+def test_inference_mode_moves_tokens_to_the_gpu_with_another_dtype():
+    def train():
+        import torch
+
+        tokens = torch.arange(70_000, dtype=torch.int32).to(torch.uint16)
+        model = torch.nn.Embedding(70_000, 8, device="cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model.eval()
+            with torch.inference_mode():  # in which operators that are made of others are not taken apart
+                model(tokens.to(device="cuda", dtype=torch.int64, non_blocking=True))
+            model.train()
+            model(tokens[:1024].to(torch.int64).cuda()).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = peakcast.dryrun(train, "A100-80GB")
+    sizes = {int(size) for size in found.timelines["run"].num_bytes}
+    assert {-(-70_000 * 8 // 512) * 512, 1024 * 8} <= sizes  # tokens of an evaluation and of a step, as int64
+
+
 def test_what_comes_back_from_the_gpu_has_known_values_or_none():
     def train():
         import torch

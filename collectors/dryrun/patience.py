@@ -1,0 +1,56 @@
+"""How many more steps are followed once enough have ended.
+
+A script that compiles often warms up first: it runs each of its batch sizes and attention windows for a few steps, undoes
+them, evaluates and only then trains. Three steps would show the smallest batch, and no evaluation.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import Any
+
+from peakcast.collectors.dryrun.lengths import NUM_STEPS
+
+QUIET_STEPS = 4
+"""After this many steps in which nothing was compiled, no further graph is expected."""
+QUICK, MOST_SECONDS = 10, 60.0
+"""Steps towards an evaluation are followed for at most MOST_SECONDS, no longer than the first ones took, and only while
+each takes less than 1/QUICK of their time, in which compiling took place. All by the time of this process: the machine may
+be busy."""
+MOST_STEPS, SHARE = 48, 0.6
+"""In any case at most MOST_STEPS more steps are followed, and until this share of the time limit has passed."""
+
+
+class Patience:
+    """Watches the steps of a run that may take `seconds`."""
+
+    def __init__(self, seconds: float) -> None:
+        self._until = time.monotonic() + SHARE * seconds
+        self._ended = [time.process_time()]
+        """Times of the process at which the script began and each step ended."""
+        self._graphs = [_num_graphs()]
+        """Graphs compiled by then."""
+
+    def end_step(self) -> None:
+        """Note that a step has ended."""
+        self._ended.append(time.process_time())
+        self._graphs.append(_num_graphs())
+
+    def goes_on(self, *, evaluates_later: bool) -> bool:
+        """Whether to follow another step after enough have ended: while steps still compile something, or if an evaluation
+        is to come (`evaluates_later`) and steps are quick."""
+        if len(self._ended) > NUM_STEPS + MOST_STEPS or time.monotonic() > self._until:
+            return False
+        compiles = self._graphs[-1] > self._graphs[max(0, len(self._graphs) - 1 - QUIET_STEPS)]
+        return compiles or (evaluates_later and self._is_quick())
+
+    def _is_quick(self) -> bool:
+        first, last = self._ended[NUM_STEPS] - self._ended[0], self._ended[-1] - self._ended[-2]
+        return QUICK * last < first and self._ended[-1] - self._ended[NUM_STEPS] < min(first, MOST_SECONDS)
+
+
+def _num_graphs() -> int:
+    """The number of graphs that `torch.compile` has compiled; it is not imported for that."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else int(dynamo.counters["stats"]["unique_graphs"])

@@ -1,0 +1,54 @@
+"""What is known to differ in older releases of torch is followed when it is asked for, and said when it is not."""
+
+from __future__ import annotations
+
+import pytest
+
+import peakcast
+from peakcast.collectors.dryrun import older_torch
+from peakcast.collectors.dryrun.noted import Notes
+from peakcast.core.errors import SpecError
+
+ROWS, WIDTH = 4096, 1024
+NORM = "_fused_rms_norm.default"
+
+
+def train():
+    import torch
+
+    class Network(torch.nn.Linear):
+        def forward(self, inputs):
+            return torch.nn.functional.rms_norm(super().forward(inputs), (WIDTH,))
+
+    model = Network(WIDTH, WIDTH).cuda()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            outputs = model(torch.randn(ROWS, WIDTH, device="cuda", dtype=torch.bfloat16))
+        outputs.sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("torch", "element"), [(None, 4), ("2.13", 4), ("2.10.0+cu128", 2)])
+def test_autocast_keeps_the_dtype_of_rms_norm_before_torch_2_12(torch, element):
+    steady = peakcast.dryrun(train, "H100-80GB", torch=torch).timelines["steady"]
+    results = {int(size) for name, size in zip(steady.names, steady.num_bytes, strict=True) if name == NORM}
+    assert max(results) == element * ROWS * WIDTH
+
+
+def test_a_norm_under_autocast_is_said_if_no_release_is_asked_for():
+    for asked, script, autocast, expected in (
+        (None, "F.rms_norm(x)", True, ["less"]),
+        ("2.11", "F.rms_norm(x)", True, []),
+        (None, "F.layer_norm(x)", True, []),
+        (None, "F.rms_norm(x)", False, []),
+    ):
+        notes = Notes()
+        older_torch.say(notes, asked, script, autocast=autocast)
+        assert [finding.direction for finding in notes.findings] == expected
+
+
+def test_a_release_must_be_one():
+    with pytest.raises(SpecError, match="torch='newish' must be a release"):
+        peakcast.dryrun(train, "H100-80GB", torch="newish")
