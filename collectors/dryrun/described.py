@@ -138,6 +138,7 @@ def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
     return {
         "name": type(_bare(network)).__name__,
         "model_type": "script",
+        "norm_placement": "pre",  # by this key it is a description in peakcast's own form, not a config.json
         "hidden_size": int(hidden),
         "num_hidden_layers": max(1, layers),
         "num_attention_heads": heads,

@@ -208,10 +208,10 @@ class ScriptSteps:
 
 def _batch(inputs: Any) -> tuple[int, ...]:
     """(number, length) of the rows of a batch, from all dimensions of tokens, and from all but the last of other
-    tensors."""
+    tensors. An image, which has more dimensions, is one row of length 1."""
     given = [one for one in inputs if isinstance(one, torch.Tensor)]
     tokens = (tuple(one.shape) for one in given if one.ndim and not (one.is_floating_point() or one.dtype is torch.bool))
-    others = (tuple(one.shape[:-1]) for one in given if one.ndim > 1)
+    others = ((one.shape[0], 1) if one.ndim > 3 else tuple(one.shape[:-1]) for one in given if one.ndim > 1)
     return next(tokens, None) or next(others, ())
 
 

@@ -65,7 +65,8 @@ class ScriptMode(KnownValuesMode):
         if func is aten._to_copy.default and kwargs.get("device") == self.device:
             if isinstance(args[0], FakeTensor):
                 args[0].constant = None  # otherwise a fake tensor with known numbers would move them
-            if args[0].ndim > 1 and not args[0].is_floating_point():
+            whole_numbers = not (args[0].is_floating_point() or args[0].dtype is torch.bool)
+            if args[0].ndim > 1 and whole_numbers and args[0].device != self.device:
                 self.batch = max(self.batch, tuple(args[0].shape), key=math.prod) if self.batch else tuple(args[0].shape)
         try:
             result = super().dispatch(func, types, args, kwargs)

@@ -38,6 +38,31 @@ def test_a_function_that_trains_is_answered_as_a_script():
     assert found.to_mapping()["dryrun"]["steps"] == 3
 
 
+@pytest.mark.parametrize(("shape", "batch"), [((4, 96, 512), (4, 96)), ((6, 3, 512, 512), (6, 1))])
+def test_rows_without_tokens_are_vectors_or_images(shape, batch):
+    """Masks that a network makes, as those of ReLU, are no tokens."""
+
+    def train():
+        import torch
+
+        layer = torch.nn.TransformerEncoderLayer(512, 8, 1024, batch_first=True)
+        if len(shape) == 4:
+            pool = torch.nn.AdaptiveAvgPool2d(8)
+            first = torch.nn.Conv2d(3, 8, 3)
+            layer = torch.nn.Sequential(first, pool, torch.nn.ReLU(), torch.nn.Flatten(), torch.nn.Linear(512, 512))
+        model = layer.cuda()
+        model(torch.randn(shape, device="cuda"))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(4):
+            model(torch.randn(shape, device="cuda")).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    job = peakcast.dryrun(train, "A100-80GB").job
+    assert (job.micro_batch_size, job.sequence_length) == batch
+    assert job.architecture.head_dim == 64
+
+
 def test_a_process_that_has_trained_can_be_asked():
     """Its threads, which no copy of it would have, have worked already: autograd's and those of parallel kernels."""
     import torch
