@@ -24,7 +24,7 @@ def test_a_network_of_functions_has_steps_and_a_batch(run_script):
 def test_a_module_without_weights_is_no_network(run_script):
     found = run_script("images.py")
     assert found.job.architecture.name == "Classifier"
-    assert (found.job.micro_batch_size, found.job.sequence_length) == (16 * 3, 64)  # rows of the images' colours
+    assert (found.job.micro_batch_size, found.job.sequence_length) == (16, 1)  # an image is a row
 
 
 def test_products_that_compiled_code_calls_take_a_workspace_as_others_do():
