@@ -41,6 +41,7 @@ class Session:
             absent_packages,
             byte_pieces,
             byte_tokenizers,
+            futures,
             gpu,
             graphs,
             lightning_launch,
@@ -76,6 +77,7 @@ class Session:
         patches.install()
         older_torch.install(asked.get("torch"))
         ranks.install(asked["rank"], asked["world_size"], tracer.name)
+        futures.install(self.notes)
         Stages(asked).install()
         outside.install(self.notes)
         graphs.install(self.notes)
