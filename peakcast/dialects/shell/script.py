@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
 from peakcast.core.errors import SpecError
+from peakcast.dialects.shell.nested import script_to_run, text_to_run
 from peakcast.dialects.shell.shell_expansion import MAX_CHARACTERS as MAX_CHARACTERS
 from peakcast.dialects.shell.shell_expansion import MOST_NESTED, Variables
 from peakcast.dialects.shell.shell_tree import Node, command_nodes, descendants, joined, named, source_of, tree_of
@@ -321,7 +322,7 @@ class _Reader:
     def _start(self, words: list[str], prefix: dict[str, str]) -> None:
         env = {name: self.variables.value(name) for name in sorted(self.exported)} | prefix
         self.script.commands.append(Command(tuple(words), env))
-        text, script = _text_to_run(words), _script_to_run(words)
+        text, script = text_to_run(words), script_to_run(words)
         if script and (written := self._sourced(script[0])) is not None:
             self._run_script(written, script, prefix)
         elif text is not None:
@@ -395,23 +396,3 @@ class _Reader:
 
 def _as_text(value: str | list[str]) -> str:
     return value if isinstance(value, str) else " ".join(value)
-
-
-def _script_to_run(words: list[str]) -> list[str]:
-    """The words of a command from the shell script on that it runs: `bash FILE ...`, `sh FILE ...`, `FILE.sh ...`; else
-    empty."""
-    words = words[1:] if words[0].rsplit("/", 1)[-1] in ("bash", "sh") else words
-    while words and re.fullmatch(r"-[eux]+", words[0]):
-        words = words[1:]
-    return words if words and words[0].endswith(".sh") else []
-
-
-def _text_to_run(words: list[str]) -> str | None:
-    """The text that a command passes to a shell: `eval ...` or `bash -c "..."`, also after `srun` and similar programs;
-    else None."""
-    if words[0] == "eval":
-        return " ".join(words[1:])
-    for index, word in enumerate(words[:-1]):
-        if word in ("-c", "-lc") and index and words[index - 1].rsplit("/", 1)[-1] in ("bash", "sh"):
-            return words[index + 1]
-    return None
