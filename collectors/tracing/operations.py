@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.utils.flop_counter import flop_registry
 
-
 LENGTHS_ARE_VALUES = ("aten._flash_attention", "aten._efficient_attention")
 """Operators whose operations depend on the values of a tensor, which are not known."""
 COUNTS = {one: count for one, count in flop_registry.items() if not str(one).startswith(LENGTHS_ARE_VALUES)}

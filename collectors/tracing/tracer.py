@@ -21,7 +21,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
 from peakcast.catalog import Device
 from peakcast.collectors.tracing import fake_streams
@@ -29,6 +28,7 @@ from peakcast.collectors.tracing.blocks_in_use import BlocksInUse
 from peakcast.collectors.tracing.custom_operators import gpu_kernel
 from peakcast.collectors.tracing.kernels import Taken, taken
 from peakcast.collectors.tracing.known_values import label
+from peakcast.collectors.tracing.launches import launches, tensors_of, waits
 from peakcast.collectors.tracing.operations import Operations
 from peakcast.core.units import round_up
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
@@ -43,12 +43,6 @@ COMPILED_CODE: Any = getattr(wrap, "inductor_compiled_code", None)
 """Exists from torch 2.10 on."""
 BUFFER = "empty_strided.default"
 """Memory that compiled code allocates before the kernel that fills it."""
-ALLOCATE = ("aten.empty", "aten.new_empty")
-"""Operators that launch no kernel."""
-READS = frozenset({"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.equal.default"})
-COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
-"""READS and COPIES are operators for which the CPU waits until the GPU has finished everything: those that read a value,
-and copies between the two unless they are asked not to block (ATen `native/cuda/Copy.cu`)."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc]
@@ -227,7 +221,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if func is torch.ops.aten.scatter.src and self._fills_new_zeros(args[0]):
             func = torch.ops.aten.scatter_.src
         result = func(*args, **(kwargs or {}))
-        leaves = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
+        leaves = tensors_of(result)
         if self._fused is None:
             self._next_instant(func, args, kwargs or {}, leaves)
         instant = self.now - 1
@@ -256,24 +250,12 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
     def _next_instant(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
         """Count an operator that has run as an instant."""
-        operator = label(func)
         self._phases.append(int(self.phase))
-        self._labels.append(operator.removeprefix("aten."))
-        launches = not (func.is_view or operator.startswith(ALLOCATE))
-        written = results or [leaf for leaf in tree_iter(args) if isinstance(leaf, torch.Tensor)]
-        if launches and any(one.device.type == self.device_type for one in written):
+        self._labels.append(label(func).removeprefix("aten."))
+        if launches(func, args, results, self.device_type):
             self._blocks_in_use.launch(self.now)
-        if self._waits(operator, args, kwargs, results):
+        if waits(func, args, kwargs, results, self.device_type):
             self.done(self.now)
-
-    def _waits(self, operator: str, args: Any, kwargs: Any, results: list[torch.Tensor]) -> bool:
-        """Whether the CPU only goes on when the GPU has finished everything that was launched."""
-        if operator in READS:
-            return bool(args[0].device.type == self.device_type)
-        if operator not in COPIES or kwargs.get("non_blocking") or any(one is True for one in args):
-            return False
-        source = args[1] if operator == "aten.copy_.default" else args[0]
-        return bool(source.device.type != results[0].device.type)
 
     def _within_operator(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run an operator's Python function, and record what it allocates."""
