@@ -5,7 +5,8 @@ waited for. A script that waits for the handle's future instead, or for nothing,
 every 100 ms which collectives the GPU has finished, and the next call of a collective lets go of their tensors
 (ProcessGroupNCCL.cpp, `stashed_for_allocator_safety_`, `Watchdog::runLoop`, `shelvesToUnstash_`). How many steps' tensors
 that are depends on times. The most in a run of many steps is followed here: the CPU is as far ahead of the GPU as it can be
-(`BlocksInUse`), and the watchdog has just looked when a collective ends.
+(`BlocksInUse`), and the watchdog has just looked when a collective ends. Not counted are the flat copies that NCCL makes of
+lists of tensors (`newLikeFlat`), which are held too.
 """
 
 from __future__ import annotations
