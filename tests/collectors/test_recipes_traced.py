@@ -99,11 +99,14 @@ def test_adapters_of_a_network_that_generates_nothing_are_recorded(ledger_equals
 
 @pytest.mark.whole
 def test_targets_of_an_encoder_decoder_have_a_length_of_their_own(ledger_equals_trace) -> None:
-    """A recipe of targets of 96 tokens holds for other inputs and micro-batches."""
+    """A recipe of targets of 96 tokens holds for other inputs and micro-batches, and under DDP, which clones what the
+    network returns: logits, and the encoder's output."""
     sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIDE.items()}
     network = {"model_type": "bart", "d_model": 64, "vocab_size": 512, "max_position_embeddings": 2048, **sides}
     summaries = {"architecture": network, "decoder_sequence_length": 96, "micro_batch_size": 2, "sequence_length": 512}
-    first, other = expand({"include": [summaries, {**summaries, "micro_batch_size": 3, "sequence_length": 1000}]})
+    longer = {**summaries, "micro_batch_size": 3, "sequence_length": 1000}
+    first, *others = expand({"include": [summaries, longer, {**summaries, "parallelism.data_parallel_size": 8}]})
     ensure_recipes([first], processes=1)
-    assert out_of_scope(other) == ""
-    ledger_equals_trace(other, rel=1e-3)
+    for other in others:
+        assert out_of_scope(other) == ""
+        ledger_equals_trace(other, rel=1e-3)
