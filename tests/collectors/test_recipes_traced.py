@@ -112,6 +112,7 @@ def test_targets_of_an_encoder_decoder_have_a_length_of_their_own(ledger_equals_
         assert out_of_scope(other) == ""
         ledger_equals_trace(other, rel=1e-3)
 
+
 TRAINED_ENDS = {"targets": ["q_proj", "v_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}
 
 
