@@ -54,7 +54,7 @@ LAYERS = 20
 TIMEOUT_SECONDS = 1800.0
 """Longest that one kind of network may take: ten times what most take, since other work may share the machine."""
 COMPLETED: Mapping[str, Mapping[str, Any]] = {
-    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "topk_group": 1, "n_group": 1},
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8, "moe_intermediate_size": 3072},
@@ -108,7 +108,7 @@ def record_all(
         need("recording recipes", "torch", "transformers")
     with Recorder(python) as recorder:
         everything, versions = recorder.families()
-    known = {name: config | COMPLETED.get(name, {}) for name, config in everything.items() if family(name) is None}
+    known = {name: {**config, **COMPLETED.get(name, {})} for name, config in everything.items() if family(name) is None}
     for name in families:
         if name not in known:
             rule = f"must be a family that transformers has and the ledger has not{near_misses(name, known) or '.'}"
