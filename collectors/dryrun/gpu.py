@@ -109,7 +109,7 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
     memory._record_memory_history = memory._dump_snapshot = _always(None)
     memory._set_allocator_settings = _always(None)
     torch.version.cuda = torch.version.cuda or "12.8"
-    torch.Tensor.cuda = lambda tensor, *_, **__: tensor.to(own)  # type: ignore[method-assign]
+    torch.Tensor.cuda = _to(own)  # type: ignore[method-assign,assignment]
     _answer_for_accelerators(gpus_per_node, own)
     when_imported("torch.utils.cpp_extension", _build_nothing)
 
@@ -182,6 +182,11 @@ class _OnDevice(contextlib.nullcontext[None]):
 
     def __init__(self, *_: Any, **__: Any) -> None:
         super().__init__()
+
+
+def _to(own: torch.device) -> Callable[..., torch.Tensor]:
+    """`torch.Tensor.cuda` to the GPU `own`."""
+    return lambda tensor, device=None, non_blocking=False, **_: tensor.to(own, non_blocking=non_blocking)
 
 
 def _always(answer: Any) -> Callable[..., Any]:

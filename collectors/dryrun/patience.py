@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 from peakcast.collectors.dryrun.lengths import NUM_STEPS
@@ -23,9 +24,11 @@ MOST_STEPS, SHARE = 48, 0.6
 
 
 class Patience:
-    """Watches the steps of a run that may take `seconds`."""
+    """Watches the steps of a run that may take `seconds`. `settled` tells whether a step no longer leaves more in memory
+    than the one before."""
 
-    def __init__(self, seconds: float) -> None:
+    def __init__(self, seconds: float, settled: Callable[[], bool] = lambda: True) -> None:
+        self._settled = settled
         self._until = time.monotonic() + SHARE * seconds
         self._ended = [time.process_time()]
         """Times of the process at which the script began and each step ended."""
@@ -38,12 +41,12 @@ class Patience:
         self._graphs.append(_num_graphs())
 
     def goes_on(self, *, evaluates_later: bool) -> bool:
-        """Whether to follow another step after enough have ended: while steps still compile something, or if an evaluation
-        is to come (`evaluates_later`) and steps are quick."""
+        """Whether to follow another step after enough have ended: while steps still compile something, or leave more in
+        memory than the one before, or if an evaluation is to come (`evaluates_later`) and steps are quick."""
         if len(self._ended) > NUM_STEPS + MOST_STEPS or time.monotonic() > self._until:
             return False
         compiles = self._graphs[-1] > self._graphs[max(0, len(self._graphs) - 1 - QUIET_STEPS)]
-        return compiles or (evaluates_later and self._is_quick())
+        return compiles or not self._settled() or (evaluates_later and self._is_quick())
 
     def _is_quick(self) -> bool:
         first, last = self._ended[NUM_STEPS] - self._ended[0], self._ended[-1] - self._ended[-2]

@@ -62,8 +62,8 @@ class Seen:
     """What a dry run saw of one rank."""
 
     timelines: Mapping[str, Timeline]
-    """The timelines of the "first" step, of a "steady" one (if steps differ, the one with most bytes), and of the whole
-    "run"."""
+    """The timelines of the "first" step, of a "steady" one (if steps differ, the one with most bytes), of the whole "run",
+    and, if NCCL keeps tensors for a time that is not known, of the run in which they are "let_go" at once."""
     job: Mapping[str, Any]
     """The job that the script turned out to run."""
     findings: tuple[Finding, ...]

@@ -20,6 +20,7 @@ from peakcast.timelines.files import timeline_to_mapping
 if TYPE_CHECKING:
     from peakcast.collectors.dryrun.steps import ScriptSteps
     from peakcast.collectors.tracing.tracer import Tracer
+    from peakcast.timelines.timeline import Timeline
 
 ANSWERED, CRASHED, NEVER_STEPPED = 0, 10, 11
 """Exit codes of the process: it answered, the script raised an error, the script ended before an optimizer stepped."""
@@ -41,7 +42,6 @@ class Session:
             absent_packages,
             byte_pieces,
             byte_tokenizers,
-            futures,
             gpu,
             graphs,
             lightning_launch,
@@ -56,6 +56,7 @@ class Session:
         from peakcast.collectors.dryrun.children import Children
         from peakcast.collectors.dryrun.downloads import Downloads
         from peakcast.collectors.dryrun.evaluation import Evaluations
+        from peakcast.collectors.dryrun.kept_by_nccl import KeptByNccl
         from peakcast.collectors.dryrun.kernel_packages import KernelPackages
         from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
@@ -77,7 +78,8 @@ class Session:
         patches.install()
         older_torch.install(asked.get("torch"))
         ranks.install(asked["rank"], asked["world_size"], tracer.name)
-        futures.install(self.notes)
+        self.kept = KeptByNccl(tracer, device)
+        self.kept.install(asked.get("torch"))
         Stages(asked).install()
         outside.install(self.notes)
         graphs.install(self.notes)
@@ -89,7 +91,8 @@ class Session:
         evaluations = Evaluations(tracer, self.notes, skip=asked["skip_evaluation"])
         evaluations.install()
         mode = self.mode = values.ScriptMode(self.notes, own)
-        self.steps = self.follow(tracer, self.finish, lengths, evaluations, Patience(asked["seconds"]))
+        patience = Patience(asked["seconds"], lambda: self.kept.settled)
+        self.steps = self.follow(tracer, self.finish, lengths, evaluations, patience)
         self.steps.follow()
         values.install(mode)
         with inductor.when_asked(tracer), mode, tracer, torch.autograd.set_multithreading_enabled(False):
@@ -144,6 +147,7 @@ class Session:
             seen = described(self.steps, self.question)
             evaluated = self.steps.evaluated()
             timelines = self.steps.timelines()
+            self._without_kept(timelines)
         if remark := self.steps.lengths.remark():
             self.notes.add("script_part_skipped", "lengths", remark)
         say(self.notes, self.question.get("torch"), text_of_script(), autocast=self.steps.autocast is not None)
@@ -158,6 +162,13 @@ class Session:
         }
         self.write(answer)
         end(ANSWERED)
+
+    def _without_kept(self, timelines: dict[str, Timeline]) -> None:
+        """Add the run without what NCCL keeps, if it keeps anything, and say how much that is."""
+        if self.kept.keeps:
+            timelines["let_go"] = self.steps.run(kept=False)
+            more = timelines["run"].peak().num_bytes - timelines["let_go"].peak().num_bytes
+            self.kept.say(self.notes, [end for _, end in self.steps.spans], more)
 
     def write(self, answer: Mapping[str, Any]) -> None:
         """Write the answer's file, which appears only when it is complete."""

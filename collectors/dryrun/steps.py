@@ -93,8 +93,12 @@ class ScriptSteps:
         return {
             "first": self.tracer.timeline(*self.spans[0]),
             "steady": max((last, *later), key=lambda step: step.peak().num_bytes),
-            "run": self.tracer.timeline(0, self.spans[-1][1], again),
+            "run": self.run(),
         }
+
+    def run(self, *, kept: bool = True) -> Timeline:
+        """The timeline of the whole run; `kept`: with what NCCL keeps beyond a step."""
+        return self.tracer.timeline(0, self.spans[-1][1], self.evaluations.fullest(), kept=kept)
 
     def evaluated(self) -> tuple[str, ...]:
         """Sentences about evaluations, which afterwards are in the form in which they count."""

@@ -31,7 +31,11 @@ class BlocksInUse:
         self._waiting: deque[tuple[int, int, int]] = deque()
         """(block, operation at which its tensor was freed, number of kernels launched by then)."""
         self._reusable: dict[int, int] = {}
+        self._launched: deque[int] = deque(maxlen=MOST_LAUNCHES_AHEAD)
+        """The operations that launched the last kernels."""
         self._launches = 0
+        self._waited = 0
+        """The operation up to which the CPU has waited."""
         self._nodes: list[int] = [0]
         self._nodes_on: list[int] = [0]
         """For each change of stream, the number of autograd's first node after it."""
@@ -72,13 +76,21 @@ class BlocksInUse:
     def launch(self, now: int) -> None:
         """A kernel is launched; the launch blocks if too many are waiting."""
         self._launches += 1
+        self._launched.append(now - 1)
         while self._waiting and self._waiting[0][2] + MOST_LAUNCHES_AHEAD <= self._launches:
             self._reusable[self._waiting.popleft()[0]] = now
 
     def done(self, until: int, now: int) -> None:
         """The CPU knows that the GPU has finished everything launched before the operation `until`."""
+        self._waited = max(self._waited, until)
         while self._waiting and self._waiting[0][1] <= until:
             self._reusable[self._waiting.popleft()[0]] = now
+
+    @property
+    def finished(self) -> int:
+        """The operation up to which the GPU has finished everything: what the CPU has waited for, or what was launched
+        `MOST_LAUNCHES_AHEAD` kernels ago."""
+        return max(self._waited, self._launched[0] if len(self._launched) == MOST_LAUNCHES_AHEAD else 0)
 
     def reusable(self) -> dict[int, int | None]:
         """Block -> the operation from which it can be reused, for blocks that waited; None: it still waits."""

@@ -21,7 +21,6 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_iter
 
 from peakcast.catalog import Device
 from peakcast.collectors.tracing import fake_streams
@@ -29,6 +28,8 @@ from peakcast.collectors.tracing.blocks_in_use import BlocksInUse
 from peakcast.collectors.tracing.custom_operators import gpu_kernel
 from peakcast.collectors.tracing.kernels import Taken, taken
 from peakcast.collectors.tracing.known_values import label
+from peakcast.collectors.tracing.launches import launches, tensors_of, waits
+from peakcast.collectors.tracing.operations import Operations
 from peakcast.core.units import round_up
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
@@ -42,10 +43,6 @@ COMPILED_CODE: Any = getattr(wrap, "inductor_compiled_code", None)
 """Exists from torch 2.10 on."""
 BUFFER = "empty_strided.default"
 """Memory that compiled code allocates before the kernel that fills it."""
-READS = frozenset({"aten._local_scalar_dense.default", "aten.nonzero.default", "aten.equal.default"})
-COPIES = frozenset({"aten._to_copy.default", "aten.copy_.default"})
-"""READS and COPIES are operators for which the CPU waits until the GPU has finished everything: those that read a value,
-and copies between the two unless they are asked not to block (ATen `native/cuda/Copy.cu`)."""
 
 
 class Tracer(TorchDispatchMode):  # type: ignore[misc]
@@ -72,6 +69,10 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self._named: dict[int, tuple[Category, str]] = {}
         self._count = 0
         self._blocks_in_use = BlocksInUse()
+        self._operations = Operations()
+        self.kept_until: dict[int, int | None] = {}
+        """Storage's number -> the operation at which something else than Python and autograd lets go of it; None: it still
+        keeps it."""
         self.compiled = False
         """Whether a kernel that `torch.compile` wrote has run."""
         self._fused: str | None = None
@@ -187,6 +188,20 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*error)
 
+    @property
+    def finished(self) -> int:
+        """The operation up to which the GPU has surely finished."""
+        return self._blocks_in_use.finished
+
+    def operations_between(self, start: int, stop: int) -> int:
+        """Floating-point operations of what was launched from `start` to before `stop`."""
+        return self._operations.before(stop) - self._operations.before(start)
+
+    def numbers_of(self, tensors: Iterable[torch.Tensor]) -> set[int]:
+        """The numbers of the storages of `tensors` that are on the traced device."""
+        found = (self._alive.get(tensor.untyped_storage()._cdata) for tensor in tensors)
+        return {number for number in found if number is not None}
+
     def _enter(self, part: torch.nn.Module, names: dict[int, str]) -> None:
         if not torch.compiler.is_compiling():  # a name would be compiled again for each layer
             self._modules.append(names.get(id(part), ""))
@@ -206,10 +221,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if func is torch.ops.aten.scatter.src and self._fills_new_zeros(args[0]):
             func = torch.ops.aten.scatter_.src
         result = func(*args, **(kwargs or {}))
+        leaves = tensors_of(result)
         if self._fused is None:
-            self._next_instant(func, args, kwargs or {}, result)
+            self._next_instant(func, args, kwargs or {}, leaves)
         instant = self.now - 1
-        leaves = [leaf for leaf in tree_iter(result) if isinstance(leaf, torch.Tensor)]
+        self._operations.ran(func, args, kwargs or {}, result, instant)
         for leaf in reversed(leaves) if label(func) in LAST_RESULT_FIRST else leaves:
             self._see(leaf, instant)
         if func._schema.overload_name == "out" and isinstance(result, torch.Tensor):
@@ -232,13 +248,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 return self._within_operator(kernel, args, kwargs)
         return NotImplemented
 
-    def _next_instant(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+    def _next_instant(self, func: Any, args: Any, kwargs: Any, results: list[torch.Tensor]) -> None:
         """Count an operator that has run as an instant."""
         self._phases.append(int(self.phase))
         self._labels.append(label(func).removeprefix("aten."))
-        if not func.is_view:
+        if launches(func, args, results, self.device_type):
             self._blocks_in_use.launch(self.now)
-        if _waits(label(func), args, kwargs, result):
+        if waits(func, args, kwargs, results, self.device_type):
             self.done(self.now)
 
     def _within_operator(self, kernel: Callable[..., Any], args: Any, kwargs: Any) -> Any:
@@ -323,14 +339,18 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
                 if category is not Category.OPTIMIZER_STATES:  # parameters and gradients have their module's name as prefix
                     self._entries[number][4] = name.removesuffix(".grad").rpartition(".")[0]
 
-    def timeline(self, start: int, stop: int, again: tuple[int, int] | None = None) -> Timeline:
+    def timeline(self, start: int, stop: int, again: tuple[int, int] | None = None, *, kept: bool = True) -> Timeline:
         """The tensors at the operations `start` to `stop` (exclusive), counted from 0. `again`: tensors that were allocated
-        and freed within this range are added once more at the end."""
+        and freed within this range are added once more at the end. `kept`: they live as long as something keeps them
+        (`kept_until`), otherwise until Python and autograd have released them."""
         first, last = again or (stop, stop)
         end, later = stop - start + last - first, stop - start - first
         reusable = self._blocks_in_use.reusable()
         entries = []
         for number, (name, size, born, dies, module) in self._entries.items():
+            if kept and dies is not None and number in self.kept_until:
+                until = self.kept_until[number]
+                dies = None if until is None else max(dies, until)
             ends = stop if dies is None else dies
             waited = reusable.get(number, start)
             free = end if waited is None else min(waited - start, end)
@@ -354,14 +374,6 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if phase in (Phase.FORWARD, Phase.LOSS) and last >= Phase.BACKWARD:
             return Category.ACTIVATIONS
         return Category.INPUTS if phase == Phase.INIT else Category.TEMPORARIES
-
-
-def _waits(operator: str, args: Any, kwargs: Any, result: Any) -> bool:
-    """Whether the CPU only goes on when the GPU has finished everything that was launched."""
-    if operator not in COPIES or kwargs.get("non_blocking") or any(one is True for one in args):
-        return operator in READS
-    source = args[1] if operator == "aten.copy_.default" else args[0]
-    return bool(source.device.type != result.device.type)
 
 
 def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:

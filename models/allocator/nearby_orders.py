@@ -4,7 +4,7 @@ little later.
 Best fit puts each tensor into the smallest free block that holds it. Where a tensor that stays (an optimizer state) lands
 decides whether a request of many GiB still fits, so one operation more or less between two requests may move the reserved
 peak by GiB. Where a compiler orders the requests, the order holds for one release and one GPU only: two public runs on
-eight H100 (modded-nanogpt, records of 2025-01-26 and 2025-05-30) print 44,552 and 40,536 MiB reserved; replays of the same
+eight H100 (modded-nanogpt, records of 2025-01-26 and 2025-05-30) print 44,552 and 40,516 MiB reserved; replays of the same
 scripts, compiled by a later release, with tensors freed at most five operations later, give 41,000 to 50,000 and 36,000 to
 44,500.
 

@@ -88,6 +88,9 @@ class Baseline:
     reserved_range_bytes: tuple[int, int] | None = None
     """The least and the most that the allocator reserves if requests come in nearly the same order; None if only one order
     was replayed."""
+    let_go_bytes: tuple[int, int] | None = None
+    """Peaks (allocated, reserved) of an observed run without what NCCL keeps for a time that is not known; None if it keeps
+    nothing."""
     outside: Outside | None = None
     """What was read on this machine, in place of the estimates for context and communicators."""
 
@@ -151,6 +154,10 @@ def _baseline(
         reserved = [run.peak_reserved_bytes, *nearby]
         reserved_range = min(reserved), max(reserved)
         run = replace(run, peak_reserved_bytes=sum(reserved) // len(reserved))
+    let_go = None
+    if seen is not None and seen.let_go is not None:
+        least = _replay([seen.let_go], job, device, outside_bytes)
+        let_go = least.peak_allocated_bytes, least.peak_reserved_bytes
     if rank is None:
         most = steady.peak().num_bytes
         near = [one for one, other in zip(candidates, steadies, strict=True) if other.peak().num_bytes > NEARLY * most]
@@ -183,6 +190,7 @@ def _baseline(
         ),
         composition={category.name.lower(): size for category, size in higher.composition(peak.instant).items()},
         reserved_range_bytes=reserved_range,
+        let_go_bytes=let_go,
         outside=read,
     )
 

@@ -53,7 +53,7 @@ def combine(
             upper_95=math.ceil(exact * math.exp(bar.upper)),
             rests_on=bar.rests_on,
         )
-    return nested(_with_nearby_orders(intervals, base))
+    return nested(_with_let_go(_with_nearby_orders(intervals, base), base))
 
 
 def _with_readings(quantity: str, base: Baseline, reserved: int, start: int, exact: float) -> tuple[int, float]:
@@ -77,6 +77,21 @@ def _with_nearby_orders(intervals: Mapping[str, Interval], base: Baseline) -> di
         widened[quantity] = replace(
             bar, lower=min(bar.lower, least), upper=max(bar.upper, most), upper_95=max(bar.upper_95, most)
         )
+    return widened
+
+
+def _with_let_go(intervals: Mapping[str, Interval], base: Baseline) -> dict[str, Interval]:
+    """`intervals`, widened down to a run in which NCCL lets go of its collectives' tensors at once."""
+    widened = dict(intervals)
+    if base.let_go_bytes is not None:
+        allocated, reserved = base.let_go_bytes
+        less = {
+            "peak_allocated_bytes": base.replayed_allocated_bytes - allocated,
+            **dict.fromkeys(("peak_reserved_bytes", "peak_device_bytes"), base.peak_reserved_bytes - reserved),
+        }
+        for quantity, num_bytes in less.items():
+            bar = intervals[quantity]
+            widened[quantity] = replace(bar, lower=min(bar.lower, bar.point - num_bytes))
     return widened
 
 

@@ -166,7 +166,8 @@ def answered(
 
     question = Question(translation=Translation(job=job, findings=seen.findings), device=device, rank=rank)
     timelines = dict(seen.timelines)
-    found = answer_from_trace(question, lambda *_: timelines, calibration, SeenRun(timelines["run"], seen.compiled))
+    run = SeenRun(timelines["run"], seen.compiled, timelines.get("let_go"))
+    found = answer_from_trace(question, lambda *_: timelines, calibration, run)
     return replace(
         found,
         assumptions=(*_said(seen), *found.assumptions),

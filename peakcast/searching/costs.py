@@ -22,9 +22,6 @@ from peakcast.models.ledger.parameters.inventory import num_parameters
 FORWARD_SHARE = 1 / 3
 """The forward's part of a step's operations; backward has twice as many (Narayanan et al. 2021, arXiv:2104.04473,
 appendix)."""
-UTILISATION = 0.5
-"""Fraction of the data sheet's operations per second that a step reaches while it computes. A judgement: whole runs reach
-0.38 to 0.43, including the losses that this module counts separately (Llama Team 2024, arXiv:2407.21783, table 4)."""
 SPLIT_BUBBLE = 1 / 3
 """Fraction of a 1F1B schedule's bubble that is left if backward is split into two halves (Qi et al. 2023, arXiv:2401.10241,
 ZB-H1)."""
@@ -120,7 +117,7 @@ def step_seconds(job: TrainingJob, device: Device) -> float:
     tokens = job.micro_batch_size * job.sequence_length * job.gradient_accumulation_steps * layout.data_parallel_size
     trained = 6 if job.finetuning.method == "full" else 4  # frozen weights have no gradients of their own
     per_token = trained * active_parameters(a) + 3 * _attention_operations(a, job.sequence_length)
-    return tokens * per_token / (layout.world_size * speed(device.name).bf16_tflops * 1e12 * UTILISATION)
+    return tokens * per_token / (layout.world_size * speed(device.name).operations_per_second)
 
 
 def attention_share(architecture: Architecture, sequence_length: int) -> float:

@@ -169,6 +169,24 @@ def test_a_block_that_another_stream_uses_waits_until_the_cpu_knows_that_it_is_d
     assert kept.numel() == 128
 
 
+def test_only_what_runs_on_the_gpu_is_launched_and_waited_for(monkeypatch):
+    """`meta` stands for the GPU here, which is at most two kernels behind."""
+    from peakcast.collectors.tracing import blocks_in_use
+
+    monkeypatch.setattr(blocks_in_use, "MOST_LAUNCHES_AHEAD", 2)
+    with Tracer("meta") as tracer:
+        left = torch.ones(2, 3, device="meta")  # the operation 0
+        torch.empty(4, device="meta")  # 1 launches nothing
+        assert torch.ones(1).item() == 1.0  # 2 and 3 are the CPU's own
+        assert tracer.finished == 0
+        right = torch.ones(3, 5, device="meta")  # 4
+        assert tracer.finished == 0
+        left @ right  # 5
+        assert tracer.finished == 4
+    assert tracer.operations_between(0, 5) == 0
+    assert tracer.operations_between(5, 6) == 2 * 2 * 3 * 5
+
+
 def test_blocks_are_made_on_the_stream_at_hand_and_their_gradients_on_that_of_the_forward():
     from peakcast.collectors.tracing import fake_streams
 

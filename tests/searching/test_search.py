@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from peakcast import api, catalog
-from peakcast.catalog.speeds import speed
+from peakcast.catalog.speeds import UTILISATION, speed
 from peakcast.core.errors import SpecError
 from peakcast.core.workers import LostError
 from peakcast.dialects.common.job_file import job_from_mapping
@@ -268,7 +268,7 @@ def test_a_ring_over_nodes_has_the_network_of_all_its_ranks_there():
 def test_a_step_takes_six_operations_for_each_weight_and_token():
     job = job_from_mapping({"architecture": "gpt2", "sequence_length": 1024, "gradient_accumulation_steps": 2})
     weights, attention = 124_439_808, 3 * 2 * 1024 * 768 * 12
-    seconds = 2048 * (6 * weights + attention) / (989e12 * costs.UTILISATION)
+    seconds = 2048 * (6 * weights + attention) / (989e12 * UTILISATION)
     assert costs.step_seconds(job, H100) == pytest.approx(seconds)
 
 
