@@ -127,8 +127,8 @@ class ScriptSteps:
                 self._enough()
             if id(part) not in self._names:
                 self._meet(part)
-            if not self.inputs and torch.is_grad_enabled():
-                self.inputs = _batch(inputs)
+            if torch.is_grad_enabled():
+                self.inputs = max(self.inputs, _batch(inputs), key=math.prod)
             self.runs(part)
             if begins or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
                 self.tracer.phase = Phase.FORWARD

@@ -20,6 +20,7 @@ from torch._prims.rng_prims import graphsafe_run_with_rng_state
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as hooks
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
@@ -312,8 +313,11 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self._blocks_in_use.gone(number, self.now)
 
     def name(self, tensors: Iterable[tuple[str, torch.Tensor]], category: Category) -> None:
-        """Set the category of living tensors: parameters, gradients, optimizer states."""
+        """Set the category of living tensors: parameters, gradients, optimizer states. Those of lazy modules get theirs once
+        they have a shape."""
         for name, tensor in tensors:
+            if is_lazy(tensor):
+                continue
             if is_traceable_wrapper_subclass(tensor):
                 self.name(((name, inner) for inner in _inner_tensors(tensor)), category)
                 continue
