@@ -21,6 +21,7 @@ from torch._subclasses.fake_tensor import (
     in_kernel_invocation_manager,
 )
 from torch.nested._internal.nested_int import NestedIntNode
+from torch.jit._builtins import _register_builtin
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -197,6 +198,7 @@ def install(mode: ScriptMode) -> None:
     torch.tensor = functools.wraps(make_of_numbers)(  # it pins memory in C++, where no mode sees it
         lambda data, pin_memory=False, **keywords: make_of_numbers(data, **keywords)
     )
+    _register_builtin(torch.tensor, "aten::tensor")  # for torch.jit.script, as in torch.distributed.optim
     # as torch.Tensor does for its own class alone
     FakeTensor.__format__ = lambda tensor, form: format(tensor.item() if tensor.ndim == 0 else str(tensor), form)
     FakeTensor.__deepcopy__ = _copied

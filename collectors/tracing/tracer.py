@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._higher_order_ops import wrap
 from torch._prims.rng_prims import graphsafe_run_with_rng_state
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -38,6 +39,9 @@ OUTER = (DTensor, AsyncCollectiveTensor)
 """Tensors that wrap others: a DTensor around its shard, and the result of a collective that was not yet waited for."""
 LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
 """Operators whose kernel allocates its last result first (ATen `native/cuda/Dropout.cu`: the mask, then the result)."""
+
+WITHOUT_KERNELS = ("prim", "profiler")
+"""Namespaces of operators that launch nothing: FSDP asks for the device of fake tensors by one, hundreds of times a layer."""
 
 COMPILED_CODE: Any = getattr(wrap, "inductor_compiled_code", None)
 """Exists from torch 2.10 on."""
@@ -237,7 +241,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         """Count an operator that has run as an instant."""
         self._phases.append(int(self.phase))
         self._labels.append(label(func).removeprefix("aten."))
-        if not func.is_view:
+        if not func.is_view and func.namespace not in WITHOUT_KERNELS:
             self._blocks_in_use.launch(self.now)
         if _waits(label(func), args, kwargs, result):
             self.done(self.now)
@@ -318,6 +322,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         for name, tensor in tensors:
             if is_lazy(tensor):
                 continue
+            while is_functorch_wrapped_tensor(tensor):  # torch.func.functional_call puts such in place of parameters
+                tensor = get_unwrapped(tensor)
             if is_traceable_wrapper_subclass(tensor):
                 self.name(((name, inner) for inner in _inner_tensors(tensor)), category)
                 continue
