@@ -210,12 +210,13 @@ def _of_bitsandbytes(name: str, optimizer: Any) -> str:
 
 
 LORA = re.compile(r"(.*)\.lora_[aA](\..*)?")
-"""The first matrix of an adapter: of peft (`q_proj.lora_A.default.weight`), litgpt (`qkv.lora_A`), torchtune (`q_proj.lora_a.weight`)."""
+"""The first matrix of an adapter: of peft (`q_proj.lora_A.default.weight`), litgpt (`qkv.lora_A`) or torchtune
+(`q_proj.lora_a.weight`)."""
 
 
 def _finetuning(network: torch.nn.Module, config: Any) -> dict[str, Any]:
-    """The settings of low-rank adapters, by peft's names. `config`: that of transformers, whose layers alone have names that
-    a job can target."""
+    """The settings of low-rank adapters, by peft's names. `config`: that of transformers; only of its layers a job can
+    name targets."""
     named = ((LORA.fullmatch(name), parameter) for name, parameter in network.named_parameters())
     adapters = {found[1]: parameter for found, parameter in named if found is not None}
     if not adapters:

@@ -20,8 +20,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
-from torch.nested._internal.nested_int import NestedIntNode
 from torch.jit._builtins import _register_builtin
+from torch.nested._internal.nested_int import NestedIntNode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -102,8 +102,7 @@ class ScriptMode(KnownValuesMode):
         return not result.is_floating_point() and super()._keeps(result)
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
-        """The size of the ragged dimension of a jagged tensor, as for real tensors; outside of `torch.compile` this mode has
-        no symbols."""
+        """The size of the ragged dimension of a jagged tensor, as for real tensors: this mode has no symbols."""
         if nt_tensor_id is None:
             nt_tensor_id, self.nt_tensor_id_counter = self.nt_tensor_id_counter, self.nt_tensor_id_counter + 1
         return torch.SymInt(NestedIntNode(nt_tensor_id, 1))

@@ -60,9 +60,7 @@ def scaled_dot_product_attention(
     return _math(query, key, value, bias, dropout_p, is_causal, scale, enable_gqa)
 
 
-def of_jagged(
-    query: Any, key: Any, value: Any, mask: Any, dropout: float, is_causal: bool, enable_gqa: bool
-) -> SDPBackend:
+def of_jagged(query: Any, key: Any, value: Any, mask: Any, dropout: float, is_causal: bool, enable_gqa: bool) -> SDPBackend:
     """The kernel for jagged tensors (torch/nested/_internal/sdpa.py `_select_sdp_backend`, which asks the GPU)."""
     if query.dtype in HALVES and has_flash() and torch.backends.cuda.flash_sdp_enabled():
         return SDPBackend.FLASH_ATTENTION
@@ -70,7 +68,13 @@ def of_jagged(
 
 
 def _flash_can(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None, *, is_causal: bool, enable_gqa: bool
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    *,
+    is_causal: bool,
+    enable_gqa: bool,
 ) -> bool:
     """sdp_utils.cpp `can_use_flash_attention`: half precision, no mask, from compute capability 8.0 on."""
     heads = key.dim() == 4 and (key.shape[1] == query.shape[1] or enable_gqa)
@@ -132,7 +136,7 @@ def _flash(
 
 
 def _aligned(bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:
-    """A mask as the memory-efficient kernel reads it: if its rows do not begin at multiples of 8 elements, a padded copy."""
+    """A mask as the memory-efficient kernel reads it: a padded copy if its rows do not begin at multiples of 8 elements."""
     if bias is None:
         return None
     if any(stride % ALIGNMENT for stride in bias.stride()[:-1]) or bias.stride(-1) != 1:

@@ -41,7 +41,8 @@ LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
 """Operators whose kernel allocates its last result first (ATen `native/cuda/Dropout.cu`: the mask, then the result)."""
 
 WITHOUT_KERNELS = ("prim", "profiler")
-"""Namespaces of operators that launch nothing: FSDP asks for the device of fake tensors by one, hundreds of times a layer."""
+"""Namespaces of operators that launch nothing. By one of them FSDP asks for the device of fake tensors, hundreds of times a
+layer."""
 
 COMPILED_CODE: Any = getattr(wrap, "inductor_compiled_code", None)
 """Exists from torch 2.10 on."""
@@ -317,7 +318,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self._blocks_in_use.gone(number, self.now)
 
     def name(self, tensors: Iterable[tuple[str, torch.Tensor]], category: Category) -> None:
-        """Set the category of living tensors: parameters, gradients, optimizer states. Those of lazy modules get theirs once
+        """Set the category of living tensors: parameters, gradients, optimizer states. Those of lazy modules get one when
         they have a shape."""
         for name, tensor in tensors:
             if is_lazy(tensor):

@@ -1,60 +1,54 @@
-"""Which kernel computes scaled dot product attention, and what is padded before it, as torch's own code on a GPU decides."""
+"""Which kernel computes scaled dot product attention, and what is padded before it, as torch's code for a GPU decides."""
 
 from __future__ import annotations
 
 import pytest
 
 import peakcast
+from peakcast.core.units import round_up
 
 BATCH, HEADS, LENGTH = 2, 4, 96
+FLASH, EFFICIENT = "_scaled_dot_product_flash_attention.default", "_scaled_dot_product_efficient_attention.default"
 
 
-def saved_by(head_dim, dtype="bfloat16", mask=None, gpu="H100-80GB", flash=True, length=LENGTH):
-    """(labels of the operators of a step, its timeline) of attention on tensors that a parameter is multiplied into."""
+def attention(*cases, gpu="H100-80GB"):
+    """The steady step of a script that attends in each of `cases`: (head_dim, dtype, length of a mask or 0, flash)."""
 
     def train():
         import torch
 
-        torch.backends.cuda.enable_flash_sdp(flash)
-        weight = torch.nn.Parameter(torch.ones(1, device="cuda", dtype=getattr(torch, dtype)))
+        weight = torch.nn.Parameter(torch.ones(1, device="cuda"))
         optimizer = torch.optim.SGD([weight], lr=0.1)
         for _ in range(3):
-            q, k, v = (weight * torch.ones(BATCH, HEADS, length, head_dim, device="cuda", dtype=weight.dtype) for _ in "qkv")
-            given = None if mask is None else torch.ones(length, length, dtype=torch.bool, device="cuda")
-            torch.nn.functional.scaled_dot_product_attention(q, k, v, given).sum().backward()
+            for head_dim, dtype, masked, flash in cases:
+                torch.backends.cuda.enable_flash_sdp(flash)
+                shape = (BATCH, HEADS, masked or LENGTH, head_dim)
+                q, k, v = (weight.to(getattr(torch, dtype)).expand(shape).contiguous() for _ in "qkv")
+                mask = torch.ones(masked, masked, dtype=torch.bool, device="cuda") if masked else None
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).sum().backward()
             optimizer.step()
             optimizer.zero_grad()
 
-    steady = peakcast.dryrun(train, gpu).timelines["steady"]
-    return set(steady.labels), steady
+    return peakcast.dryrun(train, gpu).timelines["steady"]
 
 
 @pytest.mark.parametrize(
-    ("kernel", "settings"),
+    ("kernels", "gpu", "cases"),
     [
-        ("flash", {"head_dim": 64}),
-        ("flash", {"head_dim": 52}),
-        ("efficient", {"head_dim": 64, "flash": False}),
-        ("efficient", {"head_dim": 64, "gpu": "V100-32GB", "dtype": "float16"}),
-        ("efficient", {"head_dim": 64, "mask": True}),
-        (None, {"head_dim": 52, "mask": True}),
-        (None, {"head_dim": 64, "dtype": "float64"}),
+        ({FLASH}, "H100-80GB", [(64, "bfloat16", 0, True), (52, "float16", 0, True)]),
+        ({EFFICIENT}, "H100-80GB", [(64, "bfloat16", 0, False), (64, "float32", 0, True), (64, "bfloat16", 96, True)]),
+        ({EFFICIENT}, "V100-32GB", [(64, "float16", 0, True)]),
+        (set(), "H100-80GB", [(52, "bfloat16", 96, True), (64, "float64", 0, True), (50, "float32", 0, True)]),
     ],
 )
-def test_the_first_kernel_that_can_and_is_switched_on_computes(kernel, settings):
-    labels, _ = saved_by(**settings)
-    used = {name for name in ("flash", "efficient") if f"_scaled_dot_product_{name}_attention.default" in labels}
-    assert used == ({kernel} if kernel else set())
+def test_the_first_kernel_that_can_and_is_switched_on_computes(kernels, gpu, cases):
+    assert {FLASH, EFFICIENT} & set(attention(*cases, gpu=gpu).labels) == kernels
 
 
-def test_flash_attention_saves_padded_copies_of_queries_keys_and_values():
-    _, steady = saved_by(52)
-    padded = 2 * BATCH * HEADS * LENGTH * 56  # 52 columns become 56
-    kept = [size for name, size in zip(steady.names, steady.num_bytes, strict=True) if name == "constant_pad_nd.default"]
-    assert kept.count(padded) >= 3
-
-
-def test_rows_of_a_mask_are_padded_to_multiples_of_eight():
-    for length, copies in ((96, 0), (100, 1)):
-        _, steady = saved_by(64, mask=True, length=length)
-        assert steady.names.count("constant_pad_nd.default") == copies
+def test_padded_copies_are_made_of_odd_head_dims_and_of_masks_whose_rows_begin_between_multiples_of_eight():
+    steady = attention((52, "bfloat16", 0, True), (64, "bfloat16", 100, True), (64, "bfloat16", 96, True))
+    padded = [size for name, size in zip(steady.names, steady.num_bytes, strict=True) if name == "constant_pad_nd.default"]
+    copies = BATCH * HEADS * LENGTH * 56 * 2  # of 52 columns
+    gradients = BATCH * HEADS * LENGTH * 52 * 2
+    mask = round_up(100 * 104 * 2, 512)
+    assert padded == [copies] * 3 + [gradients] * 3 + [mask]
