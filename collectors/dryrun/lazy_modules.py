@@ -22,11 +22,11 @@ class _Lazy:
         self.data = _fake(self.fake_mode, shape, device or self.device, dtype or self.dtype)
 
 
-class _Parameter(_Lazy, UninitializedParameter, FakeTensor):
+class _Parameter(_Lazy, UninitializedParameter, FakeTensor):  # type: ignore[misc]
     """A parameter without a shape."""
 
 
-class _Buffer(_Lazy, UninitializedBuffer, FakeTensor):
+class _Buffer(_Lazy, UninitializedBuffer, FakeTensor):  # type: ignore[misc]
     """A buffer without a shape."""
 
 

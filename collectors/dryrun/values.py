@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -51,6 +52,7 @@ class ScriptMode(KnownValuesMode):
         self.batch: tuple[int, ...] = ()
         """Shape of the largest batch of whole numbers that came to the GPU: the tokens of networks without modules."""
         self._sizes = FakeTensorMode()
+        self._jagged = itertools.count()
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of `func`."""
@@ -103,9 +105,7 @@ class ScriptMode(KnownValuesMode):
 
     def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
         """The size of the ragged dimension of a jagged tensor, as for real tensors: this mode has no symbols."""
-        if nt_tensor_id is None:
-            nt_tensor_id, self.nt_tensor_id_counter = self.nt_tensor_id_counter, self.nt_tensor_id_counter + 1
-        return torch.SymInt(NestedIntNode(nt_tensor_id, 1))
+        return torch.SymInt(NestedIntNode(next(self._jagged) if nt_tensor_id is None else nt_tensor_id, 1))
 
     def _on_own_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """`kwargs` with this rank's GPU in place of any other, and without pinning, which a CPU-only build cannot do."""
