@@ -6,6 +6,7 @@ import functools
 import importlib.metadata
 import math
 import os
+import re
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -40,7 +41,7 @@ class Described:
 
 def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     """The job of the networks and optimizers that `steps` has seen."""
-    network = steps.networks[0] if steps.networks else Functions(steps.optimizers)
+    network = max(steps.networks, key=_trained_elements) if steps.networks else Functions(steps.optimizers)
     parameters = list(network.parameters())
     config = next((part.config for part in network.modules() if hasattr(getattr(part, "config", None), "to_dict")), None)
     length, batch = _sizes(steps)
@@ -62,9 +63,9 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
             "optimizer_states": _dtype(trained),
         },
         "optimizer": _optimizer(steps.optimizers),
-        "finetuning": _finetuning(network),
+        "finetuning": _finetuning(network, config),
         **_of_transformers(network, config),
-        "framework_options": {"autocast": True} if steps.autocast and config is not None and weights == "float32" else {},
+        "framework_options": {"autocast": True} if steps.autocast and weights == "float32" else {},
         "compile": _compiled(network),
         "parallelism": _parallelism(steps.networks),
         "batch": {"shortest_sequence": max(1, min(steps.lengths.of_steps))} if steps.lengths.change else {},
@@ -81,6 +82,10 @@ class Functions(torch.nn.Module):  # type: ignore[misc]
         held = [one for optimizer in optimizers for group in optimizer.param_groups for one in group["params"]]
         for number, one in enumerate(held):
             self.register_parameter(str(number), one if isinstance(one, torch.nn.Parameter) else torch.nn.Parameter(one))
+
+
+def _trained_elements(network: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in network.parameters() if parameter.requires_grad)
 
 
 def _sizes(steps: ScriptSteps) -> tuple[int, int]:
@@ -204,18 +209,26 @@ def _of_bitsandbytes(name: str, optimizer: Any) -> str:
     return f"{name}_8bit" if bits == 8 else ""
 
 
-def _finetuning(network: torch.nn.Module) -> dict[str, Any]:
-    """The settings of low-rank adapters, by peft's names."""
-    adapters = {name: parameter for name, parameter in network.named_parameters() if ".lora_A." in name}
+LORA = re.compile(r"(.*)\.lora_[aA](\..*)?")
+"""The first matrix of an adapter: of peft (`q_proj.lora_A.default.weight`), litgpt (`qkv.lora_A`) or torchtune
+(`q_proj.lora_a.weight`)."""
+
+
+def _finetuning(network: torch.nn.Module, config: Any) -> dict[str, Any]:
+    """The settings of low-rank adapters, by peft's names. `config`: that of transformers; only of its layers a job can
+    name targets."""
+    named = ((LORA.fullmatch(name), parameter) for name, parameter in network.named_parameters())
+    adapters = {found[1]: parameter for found, parameter in named if found is not None}
     if not adapters:
         return {}
-    first = next(iter(adapters.values()))
-    drops = (part.p for name, part in network.named_modules() if ".lora_dropout." in name and hasattr(part, "p"))
+    place, first = next(iter(adapters.items()))
+    rank = getattr(network.get_submodule(place), "r", None)  # litgpt joins the matrices of queries, keys and values
+    drops = (part.p for name, part in network.named_modules() if ".lora_dropout" in name and hasattr(part, "p"))
     return {
         "method": "lora",
         **_quantization(network),
-        "rank": int(first.shape[0]),
-        "targets": sorted({name.partition(".lora_A.")[0].rpartition(".")[2] for name in adapters}),
+        "rank": rank if isinstance(rank, int) else int(first.shape[0]),
+        **({"targets": sorted({name.rpartition(".")[2] for name in adapters})} if config is not None else {}),
         "dropout": float(next(drops, 0.0)),
         "adapter_dtype": DTYPES.get(first.dtype, "float32"),
     }

@@ -12,8 +12,8 @@ import torch
 
 from peakcast.catalog import Device
 from peakcast.collectors.dryrun.imports import when_imported
+from peakcast.collectors.dryrun.peaks import Peaks
 from peakcast.collectors.tracing import fake_cuda, fake_streams, inductor
-from peakcast.collectors.tracing.tracer import Tracer
 
 NAMES = {
     "A100": "NVIDIA A100-SXM4-80GB",
@@ -22,33 +22,21 @@ NAMES = {
     "B200": "NVIDIA B200",
 }
 """Prefix of a GPU type's name in the catalog -> CUDA's name, for types whose name scripts compare."""
-SIZES = (
-    *("memory_allocated", "max_memory_allocated", "memory_reserved", "max_memory_reserved"),
-    *("memory_cached", "max_memory_cached"),
-)
 COMPILING = "torch._dynamo.variables."
 """The modules in which Dynamo calls functions whose answers become constants of compiled code."""
 SILENT = (
     *("init", "_lazy_init", "empty_cache", "set_device", "manual_seed", "manual_seed_all", "ipc_collect"),
-    *(
-        "reset_peak_memory_stats",
-        "reset_max_memory_allocated",
-        "reset_max_memory_cached",
-        "set_rng_state",
-        "seed",
-        "seed_all",
-    ),
+    *("set_rng_state", "seed", "seed_all"),
     *(
         "reset_accumulated_memory_stats",
         "set_per_process_memory_fraction",
         "set_sync_debug_mode",
         "set_rng_state_all",
-        "seed_all",
     ),
 )
 
 
-def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Tracer) -> None:
+def install(device: Device, gpus_per_node: int, own: torch.device, peaks: Peaks) -> None:
     """Make this process one with `gpus_per_node` GPUs of type `device`, of which `own` is current. Installs fake CUDA
     too."""
     fake_cuda.install()
@@ -92,12 +80,11 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
     }
     for question, answer in answers.items():
         setattr(cuda, question, _always(answer))
+        if hasattr(cuda.memory, question):
+            setattr(cuda.memory, question, _always(answer))
     cuda.is_available = _is_available
-    cuda.mem_get_info = lambda *_, **__: (device.cuda_memory_bytes - _allocated(tracer), device.cuda_memory_bytes)
-    for reading in SIZES:
-        answer = _most_allocated if "max" in reading else _allocated
-        setattr(cuda, reading, lambda *_, answer=answer, **__: answer(tracer))
-    cuda.memory_stats = lambda *_, **__: _Statistics(tracer)
+    free_and_all: Any = lambda *_, **__: (device.cuda_memory_bytes - peaks.now(), device.cuda_memory_bytes)  # noqa: E731
+    cuda.mem_get_info = cuda.memory.mem_get_info = torch.accelerator.get_memory_info = free_and_all
     cuda.get_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8, device="cpu")
     cuda.get_rng_state_all = lambda: [cuda.get_rng_state()] * gpus_per_node
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
@@ -110,6 +97,7 @@ def install(device: Device, gpus_per_node: int, own: torch.device, tracer: Trace
     memory._set_allocator_settings = _always(None)
     torch.version.cuda = torch.version.cuda or "12.8"
     torch.Tensor.cuda = _to(own)  # type: ignore[method-assign,assignment]
+    peaks.install()
     _answer_for_accelerators(gpus_per_node, own)
     when_imported("torch.utils.cpp_extension", _build_nothing)
 
@@ -191,30 +179,3 @@ def _to(own: torch.device) -> Callable[..., torch.Tensor]:
 
 def _always(answer: Any) -> Callable[..., Any]:
     return lambda *_, **__: answer
-
-
-def _allocated(tracer: Tracer) -> int:
-    """Bytes that the script has on the GPU now."""
-    return sum(size for _, size, _, dies, _ in tracer._entries.values() if dies is None)
-
-
-def _most_allocated(tracer: Tracer) -> int:
-    """The most bytes that the script has had on the GPU."""
-    return tracer.timeline(0, tracer.now).peak().num_bytes if tracer.now else 0
-
-
-class _Statistics(dict[str, int]):
-    """`torch.cuda.memory_stats()`: allocated bytes for every count of bytes, 0 for other counts."""
-
-    def __init__(self, tracer: Tracer) -> None:
-        super().__init__()
-        self._tracer = tracer
-
-    def __missing__(self, name: str) -> int:
-        if "bytes" not in name:
-            return 0
-        return _most_allocated(self._tracer) if "peak" in name else _allocated(self._tracer)
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The same as `[]`."""
-        return self[name]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+from torch.distributed.fsdp import FullyShardedDataParallel
 
 from peakcast.collectors.dryrun.noted import Notes
 from peakcast.core.versions import release
@@ -12,16 +14,54 @@ from peakcast.core.versions import release
 FLOAT32_NORM = (2, 12)
 """From this release on, autocast computes `rms_norm` in float32; before, in the dtype of its input. Source: pytorch issue
 188955; torch 2.13 ATen/autocast_mode.h, AT_FORALL_FP32."""
+IN_PLACE_DENOMINATOR = (2, 1)
+"""From this release on, foreach Adam and AdamW add eps in place; before, the denominator was a second tensor as large as a
+state. Source: torch 2.0 optim/adam.py `_multi_tensor_adam`: `denom = torch._foreach_add(exp_avg_sq_sqrt, eps)`."""
+LIMITED_GATHERS = (2, 1)
+"""From this release on, FSDP1's `limit_all_gathers` is True unless given. Source: torch 2.0, 2.1
+distributed/fsdp/fully_sharded_data_parallel.py."""
 NORMS = ("rms_norm", "RMSNorm")
 _keep_alive: list[Any] = []
 
 
 def install(asked: str | None) -> None:
     """Allocate as the release `asked` does; None: as the installed one."""
-    if asked is not None and _is_older(asked) and not _is_older(torch.__version__):
+    if asked is None:
+        return
+    if _is_older(asked) and not _is_older(torch.__version__):
         library = torch.library.Library("aten", "IMPL")
         library.impl("rms_norm", torch.library.fallthrough_kernel, "AutocastCUDA")
         _keep_alive.append(library)
+    if _is_older(asked, IN_PLACE_DENOMINATOR):
+        _keep_denominators()
+    if _is_older(asked, LIMITED_GATHERS):
+        _gather_ahead()
+
+
+def _gather_ahead() -> None:
+    """Make FSDP1 gather as far ahead as the CPU is, unless the script says otherwise."""
+    begin: Any = FullyShardedDataParallel.__init__
+    defaults = (one for one in inspect.signature(begin).parameters.values() if one.default is not one.empty)
+    begin.__defaults__ = tuple(False if one.name == "limit_all_gathers" else one.default for one in defaults)
+
+
+def _keep_denominators() -> None:
+    """Make a second tensor where an optimizer adds a number to a list, until it has divided by the sum."""
+    functions: Any = torch
+    add, divide = functions._foreach_add_, functions._foreach_addcdiv_
+    denominators: list[Any] = []
+
+    def added(tensors: Any, other: Any, **keywords: Any) -> None:
+        if isinstance(other, float):
+            denominators.append(functions._foreach_add(tensors, other))
+        else:
+            add(tensors, other, **keywords)
+
+    def divided(*arguments: Any) -> None:
+        divide(*arguments)
+        denominators.clear()
+
+    functions._foreach_add_, functions._foreach_addcdiv_ = added, divided
 
 
 def say(notes: Notes, asked: str | None, script: str, *, autocast: bool) -> None:
@@ -36,5 +76,7 @@ def say(notes: Notes, asked: str | None, script: str, *, autocast: bool) -> None
         )
 
 
-def _is_older(version: str) -> bool:
-    return bool(release(version)) and release(version)[:2] < FLOAT32_NORM
+def _is_older(version: str, since: tuple[int, int] = FLOAT32_NORM) -> bool:
+    """Whether `version` is older than the release `since`, or a nightly build before it."""
+    found = release(version)[:2]
+    return bool(found) and (found < since or (found == since and ".dev" in version))

@@ -224,7 +224,7 @@ def _why(code: int | None, command: Command, limits: Limits, lines: list[str]) -
     if code == NEVER_STEPPED:
         return (
             f"{script} ended before any optimizer had stepped (torch.optim.Optimizer.step); give the arguments with which "
-            "it trains."
+            "it trains. Weights that a script updates by itself (torch.func) are not followed."
         )
     if code == CRASHED and lines and lines[-1].startswith("MemoryError"):
         return (

@@ -44,6 +44,7 @@ class Session:
             byte_tokenizers,
             gpu,
             graphs,
+            lazy_modules,
             lightning_launch,
             older_torch,
             outside,
@@ -61,6 +62,7 @@ class Session:
         from peakcast.collectors.dryrun.lengths import StepLengths
         from peakcast.collectors.dryrun.noted import Notes
         from peakcast.collectors.dryrun.patience import Patience
+        from peakcast.collectors.dryrun.peaks import Peaks
         from peakcast.collectors.dryrun.pipelines import Stages
         from peakcast.collectors.tracing import inductor, patches
 
@@ -68,7 +70,8 @@ class Session:
         device = catalog.gpu(asked["gpu"])
         self.notes, tracer = Notes(), self.tracer(device)
         own = torch.device("cuda", asked["rank"] % asked["ranks_per_node"])
-        gpu.install(device, asked["ranks_per_node"], own, tracer)
+        self.peaks = Peaks(tracer)
+        gpu.install(device, asked["ranks_per_node"], own, self.peaks)
         programs.install(Path(asked["folder"]), device, gpu.name_of(device), asked["ranks_per_node"])
         token_files.TokenFiles(self.overlay, self.notes).install()
         Downloads(self.notes).install()
@@ -95,6 +98,7 @@ class Session:
         self.steps = self.follow(tracer, self.finish, lengths, evaluations, patience)
         self.steps.follow()
         values.install(mode)
+        lazy_modules.install(mode)
         with inductor.when_asked(tracer), mode, tracer, torch.autograd.set_multithreading_enabled(False):
             code = self._run(program)
         self.steps.close()
@@ -148,13 +152,14 @@ class Session:
             evaluated = self.steps.evaluated()
             timelines = self.steps.timelines()
             self._without_kept(timelines)
+            peaks = self.peaks.said(self.steps.spans[-1][1])
         if remark := self.steps.lengths.remark():
             self.notes.add("script_part_skipped", "lengths", remark)
         say(self.notes, self.question.get("torch"), text_of_script(), autocast=self.steps.autocast is not None)
         answer = {
             "timelines": {name: timeline_to_mapping(timeline) for name, timeline in timelines.items()},
             "job": seen.job,
-            "assumptions": [*seen.assumptions, *evaluated],
+            "assumptions": [*seen.assumptions, *evaluated, *peaks],
             "evaluated": bool(evaluated),
             "compiled": self.steps.tracer.compiled,
             "findings": [finding.to_mapping() for finding in self.notes.findings],

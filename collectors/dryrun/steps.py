@@ -131,8 +131,8 @@ class ScriptSteps:
                 self._enough()
             if id(part) not in self._names:
                 self._meet(part)
-            if not self.inputs and torch.is_grad_enabled():
-                self.inputs = _batch(inputs)
+            if torch.is_grad_enabled():
+                self.inputs = max(self.inputs, _batch(inputs), key=math.prod)
             self.runs(part)
             if begins or (self.tracer.phase == Phase.INIT and torch.is_grad_enabled()):
                 self.tracer.phase = Phase.FORWARD
@@ -140,8 +140,9 @@ class ScriptSteps:
             self.autocast = torch.get_autocast_dtype("cuda")
         trains = torch.is_grad_enabled()  # batches of an evaluation do not count
         if trains and isinstance(part, torch.nn.Embedding) and inputs and isinstance(inputs[0], torch.Tensor):
-            self.tokens = max(self.tokens, tuple(inputs[0].shape), key=math.prod) if self.tokens else tuple(inputs[0].shape)
-            self.lengths.saw(inputs[0].shape[-1] if inputs[0].ndim else 1)
+            shape = _shape(inputs[0])
+            self.tokens = max(self.tokens, shape, key=math.prod) if self.tokens else shape
+            self.lengths.saw(shape[-1] if shape else 1)
         self.tracer._enter(part, self._names)
 
     def _goes_on(self, network: torch.nn.Module) -> bool:
@@ -214,9 +215,17 @@ def _batch(inputs: Any) -> tuple[int, ...]:
     """(number, length) of the rows of a batch, from all dimensions of tokens, and from all but the last of other
     tensors. An image, which has more dimensions, is one row of length 1."""
     given = [one for one in inputs if isinstance(one, torch.Tensor)]
-    tokens = (tuple(one.shape) for one in given if one.ndim and not (one.is_floating_point() or one.dtype is torch.bool))
-    others = ((one.shape[0], 1) if one.ndim > 3 else tuple(one.shape[:-1]) for one in given if one.ndim > 1)
+    tokens = (_shape(one) for one in given if one.ndim and not (one.is_floating_point() or one.dtype is torch.bool))
+    others = ((one.shape[0], 1) if one.ndim > 3 else _shape(one)[:-1] for one in given if one.ndim > 1)
     return next(tokens, None) or next(others, ())
+
+
+def _shape(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The shape of a tensor; of a jagged one, with the mean length of its rows."""
+    if not tensor.is_nested:
+        return tuple(tensor.shape)
+    rows, values = tensor.shape[0], tensor.values().shape
+    return (rows, values[0] // rows, *values[1:])
 
 
 def _plain(name: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import math
 from typing import Any
 
@@ -20,6 +21,8 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     in_kernel_invocation_manager,
 )
+from torch.jit._builtins import _register_builtin
+from torch.nested._internal.nested_int import NestedIntNode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -49,6 +52,7 @@ class ScriptMode(KnownValuesMode):
         self.batch: tuple[int, ...] = ()
         """Shape of the largest batch of whole numbers that came to the GPU: the tokens of networks without modules."""
         self._sizes = FakeTensorMode()
+        self._jagged = itertools.count()
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of `func`."""
@@ -98,6 +102,10 @@ class ScriptMode(KnownValuesMode):
 
     def _keeps(self, result: torch.Tensor) -> bool:
         return not result.is_floating_point() and super()._keeps(result)
+
+    def create_symbolic_nested_int(self, *, nt_tensor_id: int | None = None) -> Any:
+        """The size of the ragged dimension of a jagged tensor, as for real tensors: this mode has no symbols."""
+        return torch.SymInt(NestedIntNode(next(self._jagged) if nt_tensor_id is None else nt_tensor_id, 1))
 
     def _on_own_device(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         """`kwargs` with this rank's GPU in place of any other, and without pinning, which a CPU-only build cannot do."""
@@ -189,6 +197,7 @@ def install(mode: ScriptMode) -> None:
     torch.tensor = functools.wraps(make_of_numbers)(  # it pins memory in C++, where no mode sees it
         lambda data, pin_memory=False, **keywords: make_of_numbers(data, **keywords)
     )
+    _register_builtin(torch.tensor, "aten::tensor")  # for torch.jit.script, as in torch.distributed.optim
     # as torch.Tensor does for its own class alone
     FakeTensor.__format__ = lambda tensor, form: format(tensor.item() if tensor.ndim == 0 else str(tensor), form)
     FakeTensor.__deepcopy__ = _copied

@@ -15,11 +15,13 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._higher_order_ops import wrap
 from torch._prims.rng_prims import graphsafe_run_with_rng_state
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as hooks
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from peakcast.catalog import Device
@@ -328,8 +330,13 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self._blocks_in_use.gone(number, self.now)
 
     def name(self, tensors: Iterable[tuple[str, torch.Tensor]], category: Category) -> None:
-        """Set the category of living tensors: parameters, gradients, optimizer states."""
+        """Set the category of living tensors: parameters, gradients, optimizer states. Those of lazy modules get one when
+        they have a shape."""
         for name, tensor in tensors:
+            if is_lazy(tensor):
+                continue
+            while is_functorch_wrapped_tensor(tensor):  # torch.func.functional_call puts such in place of parameters
+                tensor = get_unwrapped(tensor)
             if is_traceable_wrapper_subclass(tensor):
                 self.name(((name, inner) for inner in _inner_tensors(tensor)), category)
                 continue

@@ -8,6 +8,7 @@ import peakcast
 from peakcast.collectors.dryrun import older_torch
 from peakcast.collectors.dryrun.noted import Notes
 from peakcast.core.errors import SpecError
+from peakcast.timelines.timeline import Category
 
 ROWS, WIDTH = 4096, 1024
 NORM = "_fused_rms_norm.default"
@@ -52,3 +53,32 @@ def test_a_norm_under_autocast_is_said_if_no_release_is_asked_for():
 def test_a_release_must_be_one():
     with pytest.raises(SpecError, match="torch='newish' must be a release"):
         peakcast.dryrun(train, "H100-80GB", torch="newish")
+
+
+@pytest.mark.parametrize(("torch", "temporaries", "limited"), [("2.0.1", 2, False), ("2.1.0", 1, True)])
+def test_before_torch_2_1_adam_kept_its_denominator_apart_and_fsdp_gathered_ahead(torch, temporaries, limited):
+    def adam():
+        import inspect
+
+        import torch
+        from torch.distributed.fsdp import FullyShardedDataParallel
+
+        assert inspect.signature(FullyShardedDataParallel).parameters["limit_all_gathers"].default is limited
+        model = torch.nn.Linear(WIDTH, WIDTH, bias=False).cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            model(torch.ones(1, WIDTH, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steady = peakcast.dryrun(adam, "H100-80GB", torch=torch).timelines["steady"]
+    held = {
+        instant: sum(
+            kind is Category.OPTIMIZER_TEMPORARIES and size == 4 * WIDTH * WIDTH and born <= instant < dies
+            for kind, size, born, dies in zip(
+                map(Category, steady.categories), steady.num_bytes, steady.born, steady.dies, strict=True
+            )
+        )
+        for instant in range(len(steady.labels))
+    }
+    assert max(held.values()) == temporaries

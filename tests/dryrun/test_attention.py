@@ -1,0 +1,54 @@
+"""Which kernel computes scaled dot product attention, and what is padded before it, as torch's code for a GPU decides."""
+
+from __future__ import annotations
+
+import pytest
+
+import peakcast
+from peakcast.core.units import round_up
+
+BATCH, HEADS, LENGTH = 2, 4, 96
+FLASH, EFFICIENT = "_scaled_dot_product_flash_attention.default", "_scaled_dot_product_efficient_attention.default"
+
+
+def attention(*cases, gpu="H100-80GB"):
+    """The steady step of a script that attends in each of `cases`: (head_dim, dtype, length of a mask or 0, flash)."""
+
+    def train():
+        import torch
+
+        weight = torch.nn.Parameter(torch.ones(1, device="cuda"))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(3):
+            for head_dim, dtype, masked, flash in cases:
+                torch.backends.cuda.enable_flash_sdp(flash)
+                shape = (BATCH, HEADS, masked or LENGTH, head_dim)
+                q, k, v = (weight.to(getattr(torch, dtype)).expand(shape).contiguous() for _ in "qkv")
+                mask = torch.ones(masked, masked, dtype=torch.bool, device="cuda") if masked else None
+                torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    return peakcast.dryrun(train, gpu).timelines["steady"]
+
+
+@pytest.mark.parametrize(
+    ("kernels", "gpu", "cases"),
+    [
+        ({FLASH}, "H100-80GB", [(64, "bfloat16", 0, True), (52, "float16", 0, True)]),
+        ({EFFICIENT}, "H100-80GB", [(64, "bfloat16", 0, False), (64, "float32", 0, True), (64, "bfloat16", 96, True)]),
+        ({EFFICIENT}, "V100-32GB", [(64, "float16", 0, True)]),
+        (set(), "H100-80GB", [(52, "bfloat16", 96, True), (64, "float64", 0, True), (50, "float32", 0, True)]),
+    ],
+)
+def test_the_first_kernel_that_can_and_is_switched_on_computes(kernels, gpu, cases):
+    assert {FLASH, EFFICIENT} & set(attention(*cases, gpu=gpu).labels) == kernels
+
+
+def test_padded_copies_are_made_of_odd_head_dims_and_of_masks_whose_rows_begin_between_multiples_of_eight():
+    steady = attention((52, "bfloat16", 0, True), (64, "bfloat16", 100, True), (64, "bfloat16", 96, True))
+    padded = [size for name, size in zip(steady.names, steady.num_bytes, strict=True) if name == "constant_pad_nd.default"]
+    copies = BATCH * HEADS * LENGTH * 56 * 2  # of 52 columns
+    gradients = BATCH * HEADS * LENGTH * 52 * 2
+    mask = round_up(100 * 104 * 2, 512)
+    assert padded == [copies] * 3 + [gradients] * 3 + [mask]

@@ -1,0 +1,102 @@
+"""Styles of training scripts that need more than plain tensors: each is followed, and its bytes counted by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+import peakcast
+from peakcast.timelines.timeline import Category
+
+
+def held(found, category):
+    """Bytes of a category in the steady step's peak, without the count of steps that each parameter's state has."""
+    steady = found.timelines["steady"]
+    return sum(
+        size for kind, size in zip(steady.categories, steady.num_bytes, strict=True) if kind == category and size > 512
+    )
+
+
+def test_lazy_modules_have_weights_once_they_have_run():
+    def train():
+        import torch
+        from torch import nn
+
+        model = nn.Sequential(nn.LazyConv2d(64, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.LazyLinear(1000, bias=False))
+        model(torch.zeros(1, 3, 16, 16))  # on the CPU, where small tensors are real
+        model.cuda()
+        optimizer = torch.optim.Adam(model.parameters())
+        for _ in range(3):
+            model(torch.zeros(8, 3, 16, 16, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = peakcast.dryrun(train, "A100-80GB")
+    matrices = 4 * (64 * 3 * 9 + 64 * 14 * 14 * 1000)
+    assert held(found, Category.PARAMETERS) == pytest.approx(matrices, abs=512)
+    assert held(found, Category.OPTIMIZER_STATES) == pytest.approx(2 * matrices, abs=1024)
+    assert found.job.micro_batch_size == 8
+
+
+def test_jagged_tensors_take_as_many_bytes_as_they_have_tokens():
+    lengths, width = (100, 28, 72), 64
+
+    def train():
+        import torch
+
+        model = torch.nn.Embedding(96, width).to("cuda", torch.bfloat16)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            rows = [torch.zeros(length, dtype=torch.int64) for length in lengths]
+            given = model(torch.nested.nested_tensor(rows, layout=torch.jagged, device="cuda"))
+            q, k, v = (given.unflatten(-1, (2, 32)).transpose(1, 2) * number for number in (1, 2, 3))
+            torch.nn.functional.scaled_dot_product_attention(q, k, v).values().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = peakcast.dryrun(train, "A100-80GB")
+    steady = found.timelines["steady"]
+    assert "_flash_attention_forward.default" in steady.labels
+    assert 2 * sum(lengths) * width in steady.num_bytes
+    assert (found.job.micro_batch_size, found.job.sequence_length) == (3, sum(lengths) // 3)
+
+
+def test_gradients_of_functions_belong_to_the_network_that_they_are_called_with():
+    def train():
+        import torch
+        from torch.func import functional_call, grad, vmap
+
+        model = torch.nn.Linear(256, 256).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            weights = {name: one.detach() for name, one in model.named_parameters()}
+            inputs = torch.zeros(16, 256, device="cuda")
+            each = vmap(grad(lambda w, x: functional_call(model, w, (x,)).sum()), in_dims=(None, 0))(weights, inputs)
+            for name, one in model.named_parameters():
+                one.grad = each[name].mean(0)
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steady = peakcast.dryrun(train, "A100-80GB").timelines["steady"]
+    assert 4 * 16 * 256 * 256 in steady.num_bytes  # a gradient for each row
+
+
+def test_a_reset_of_the_peak_hides_what_came_before_it():
+    def train():
+        import torch
+        from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: F401  (scripts functions with torch.jit)
+
+        model = torch.nn.Linear(1024, 1024).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        del (before := [torch.empty(2**28, device="cuda")])[0]
+        assert torch.cuda.max_memory_allocated() > 2**30
+        for _ in range(3):
+            torch.cuda.reset_peak_memory_stats()
+            model(torch.zeros(8, 1024, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            assert torch.cuda.max_memory_allocated() == torch.accelerator.max_memory_allocated() < 2**28
+        assert not before
+
+    found = peakcast.dryrun(train, "A100-80GB")
+    assert found.answer.peak_allocated_bytes.point > 2**30
+    assert [said for said in found.answer.assumptions if "test_styles.py" in said and "resets torch's peak" in said]
