@@ -81,7 +81,7 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign("a prime-rl configuration", POLICY, ("model.name data.seq_len optim", "trainer orchestrator"), ("prime_rl",)),
     Foreign(
-        "a Tunix configuration", JAX, ("rl_training_config|training_config model_config|actor_model_config",), ("tunix",)
+        "a Tunix configuration", JAX, ("rl_training_config model_config|actor_model_config",), ("tunix",)
     ),
     Foreign("an Oumi configuration", JOB, ("model.model_name training.trainer_type|training.use_peft",), ("oumi",)),
     Foreign("a Colossal-AI program", JOB, (), ("colossalai",)),
@@ -90,9 +90,7 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         "a DeepSpeed-Chat command",
         f"{JOB}, with --framework deepspeed and its --zero-stage",
-        (
-            "zero_stage|actor_zero_stage per_device_train_batch_size|per_device_training_batch_size data_split|lora_dim|offload",
-        ),
+        ("zero_stage|actor_zero_stage per_device_train_batch_size|per_device_training_batch_size data_split|lora_dim",),
     ),
     Foreign("a Primus experiment", FLAGS, ("modules.pre_trainer", "modules.post_trainer")),
     Foreign("an XTuner configuration", JOB, (), ("xtuner", "mmengine")),
