@@ -83,6 +83,7 @@ def megatron_job(
             rank,
             "less",
         )
-        notes.ignored += [key for key in settings.left() if key.startswith(rank.removesuffix("rank")) and settings.given(key)]
+        of_adapters = [key for key in settings.left() if key.startswith(rank.removesuffix("rank"))]
+        notes.ignored += filter(settings.given, of_adapters)
     versions = pasted.versions.of("megatron")
     return notes.include(from_megatron(flags_of_yaml(flags, notes), num_gpus, {}, versions, network))

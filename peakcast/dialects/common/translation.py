@@ -80,8 +80,8 @@ class Translation:
         return tuple(found.parameter for found in self.findings if found.code == UNKNOWN)
 
     def changed(self, change: Callable[[TrainingJob], TrainingJob], given: Iterable[str] = ()) -> Translation:
-        """The same with `change` applied to its job, and to the other possible jobs. `given`: the settings that it gives, for
-        which what the configuration does not say of them no longer matters."""
+        """The same with `change` applied to its job, and to the other possible jobs. `given`: the settings that it gives;
+        findings about them no longer hold."""
         others = tuple(reading._replace(job=change(reading.job)) for reading in self.others)
         settled = set(given)
         findings = tuple(found for found in self.findings if found.parameter not in settled)

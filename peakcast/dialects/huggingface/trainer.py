@@ -51,6 +51,8 @@ _SCRIPT = re.compile(
 )
 """Keys of trl's ScriptArguments, of the rest of ModelConfig and of DPOConfig's loss: data, and other keys without effect on
 memory."""
+_OF_IMAGES = re.compile(r"mm_\w+|image_\w+|\w*mm_mlp_adapter|group_by_modality_length|version")
+"""Keys of LLaVA's scripts beside `vision_tower`."""
 _TRL_DEFAULTS = {"gradient_checkpointing": True, "bf16": True}
 """Defaults of trl's configurations that differ from TrainingArguments: trl 0.24.0 and 1.16.0, SFTConfig and DPOConfig."""
 _INIT = ("dtype", "torch_dtype", "attn_implementation")
@@ -162,6 +164,13 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     method = _method(pasted.program, training)
     generation = _generation(training, notes, method) if METHODS.get(method, METHODS["sft"]).kind == "grpo" else None
     _note_loss(training, method, notes)
+    if training.pop("vision_tower", None):
+        notes.unsupported.append(
+            "The vision tower (vision_tower), its projector and the tokens of images are not in the number.",
+            "vision_tower",
+            "more",
+        )
+        _drop(training, notes, lambda key: bool(_OF_IMAGES.fullmatch(key)))
     if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
         notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
     if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):

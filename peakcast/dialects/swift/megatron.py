@@ -71,10 +71,10 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
         raise settings.refuse("model", "is required: the model's id, its folder, or its config.json", None)
     if "rlhf_type" in values or pasted.program.endswith("rlhf"):
         raise SpecError(
-            f"megatron rlhf (rlhf_type={settings.text('rlhf_type', 'dpo')}) is not modelled; megatron sft and pt are. The same "
-            "command as megatron sft gives a lower bound of its update: with micro_batch_size doubled for methods on pairs "
-            "(dpo, rm), with max_length for prompts and completions; a reference model and a rollout engine on the same GPUs "
-            "come on top.",
+            f"megatron rlhf (rlhf_type={settings.text('rlhf_type', 'dpo')}) is not modelled; megatron sft and pt are. The "
+            "same command as megatron sft gives a lower bound of its update: with micro_batch_size doubled for methods on "
+            "pairs (dpo, rm), with max_length for prompts and completions; a reference model and a rollout engine on the "
+            "same GPUs come on top.",
             parameter="rlhf_type",
             value=settings.raw("rlhf_type"),
         )
