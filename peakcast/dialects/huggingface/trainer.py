@@ -164,13 +164,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     method = _method(pasted.program, training)
     generation = _generation(training, notes, method) if METHODS.get(method, METHODS["sft"]).kind == "grpo" else None
     _note_loss(training, method, notes)
-    if training.pop("vision_tower", None):
-        notes.unsupported.append(
-            "The vision tower (vision_tower), its projector and the tokens of images are not in the number.",
-            "vision_tower",
-            "more",
-        )
-        _drop(training, notes, lambda key: bool(_OF_IMAGES.fullmatch(key)))
+    _note_images(training, notes)
     if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
         notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
     if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
@@ -215,6 +209,17 @@ def _note_loss(training: dict[str, Any], method: str | None, notes: Notes) -> No
         )
     elif loss is not None:
         notes.ignored.append("loss_type")
+
+
+def _note_images(training: dict[str, Any], notes: Notes) -> None:
+    """Note a vision tower, and remove its settings, which LLaVA's scripts have."""
+    if training.pop("vision_tower", None):
+        notes.unsupported.append(
+            "The vision tower (vision_tower), its projector and the tokens of images are not in the number.",
+            "vision_tower",
+            "more",
+        )
+        _drop(training, notes, lambda key: bool(_OF_IMAGES.fullmatch(key)))
 
 
 def _drop(training: dict[str, Any], notes: Notes, chosen: Callable[[str], bool]) -> None:
