@@ -51,6 +51,8 @@ _PARAMETERS = {
     "loss": "loss.kind",
 }
 """Trait → the job's parameter that decides it, if its name is different."""
+_OF_TRAINING = frozenset(("optimizer", "activation_checkpointing", "fused_linear_cross_entropy", "loss"))
+"""Traits that only training has."""
 OUT_OF_SCOPE_SEVERITY = KINDS["not_modelled"].severity
 MOST_SEVERE = 8
 """The sum of severities counts as at most this."""
@@ -100,7 +102,7 @@ class Domain:
     def _traits_outside(self, job: TrainingJob) -> Iterator[Finding]:
         """Traits of the job that no row has."""
         for name, value in traits(job).items():
-            if value not in self.traits.get(name, ()):
+            if value not in self.traits.get(name, ()) and (job.task == "train" or name not in _OF_TRAINING):
                 code = "kind_not_measured" if name in _KINDS else "setting_not_measured"
                 sentence = f"no measured run has {name}={value}; the bars are widened."
                 yield Finding(code, _PARAMETERS.get(name, name), "either", sentence)

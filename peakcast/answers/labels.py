@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from peakcast.answers.prediction import Fits, RestsOn
 from peakcast.timelines.timeline import Category, Phase
 
@@ -62,6 +64,12 @@ def phase_name(phase: str) -> str:
 def phase_title(phase: str) -> str:
     """The phase called `phase` in the JSON, for a table or a list."""
     return phase_name(phase).removeprefix("the ")
+
+
+def peak_part(peak_phase: str, phase_peaks_bytes: Mapping[str, int]) -> str:
+    """The phase in which the peak is, by its name in the JSON; of a generation, whose phases are all forward, the part."""
+    parts = {name: size for name, size in phase_peaks_bytes.items() if name in GENERATION}
+    return max(parts, key=lambda name: parts[name], default=peak_phase)
 
 
 def category_name(category: str) -> str:

@@ -96,7 +96,7 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
             "The recipe does not say how long its samples are (dataset.seq_length, "
             "packed_sequence.packed_sequence_size); 2048 "
             "tokens are assumed. Give that of the longest: --sequence-length.",
-            "dataset.seq_length",
+            "sequence_length",
             "more",
         )
     compiled = settings.switch("compile.enabled")

@@ -11,14 +11,20 @@ from __future__ import annotations
 import re
 from typing import Any
 
+from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Settings, Translation
+from peakcast.dialects.common.translation import Notes, Settings, Translation, words
 from peakcast.dialects.huggingface.accelerate import launcher_beside
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 
 TARGETS = ["q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj"]
+REINFORCES = words("""
+    response_length num_samples_per_prompt_rollout num_unique_prompts_rollout total_episodes vllm_num_engines async_mode
+    local_rollout_batch_size non_stop_penalty
+""")
+"""Keys that only open-instruct's GRPO, PPO and online DPO have."""
 IGNORED = re.compile(
     r"dataset_.*|model_revision|tokenizer_.*|use_slow_tokenizer|use_fast|add_bos|chat_template_name|trust_remote_code|exp_name"
     r"|preprocessing_num_workers|learning_rate|lr_scheduler_type|warmup_ratio|weight_decay|num_train_epochs|output_dir|seed"
@@ -32,6 +38,13 @@ def from_open_instruct(pasted: Pasted) -> Translation:
     """The job of an open-instruct configuration. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(pasted.values, notes, "open-instruct")
+    if REINFORCES & set(pasted.values):
+        raise SpecError(
+            f"{pasted.where} generates and trains by turns ({pasted.program or 'with rollouts'}), which is not read here; "
+            "give the update as a job: --model, --sequence-length (pack_length), --micro-batch-size "
+            "(per_device_train_batch_size), --framework deepspeed --zero-stage (deepspeed_stage), --set loss.kind=grpo.",
+            parameter="program",
+        )
     quantised = settings.switch("use_qlora")
     adapters = settings.switch("use_lora")
     if quantised and not adapters:

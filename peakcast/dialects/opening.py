@@ -14,6 +14,7 @@ from peakcast.dialects.common.foreign import foreign, foreign_python
 from peakcast.dialects.common.pasted import THE_TEXT, Pasted, mapping_of_text, merged, nested
 from peakcast.dialects.common.text import kind_of, parse, read_text
 from peakcast.dialects.python.notebook import notebook_source
+from peakcast.dialects.shell.task_file import script_in
 
 RECIPES = ("module", "recipe", "factory")
 """Flags that name a configuration in Python."""
@@ -48,6 +49,8 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
         return _program(notebook_source(value), where, folder)
     if isinstance(value, str) and kind == "YAML" and " --" in f" {value}":  # a list of arguments without a command
         return _launched(f"torchrun pretrain_gpt.py {text}", where, folder, files, counted=False)
+    if isinstance(value, dict) and (script := script_in(value)) is not None:
+        return _launched(script, where, folder, files)
     if not isinstance(value, dict):
         raise SpecError(f"{where} must hold a mapping of keys to values, or a launch command, not {type(value).__name__}.")
     return Pasted(values=value, where=where, folder=folder)
@@ -127,6 +130,7 @@ def _launched(
         num_gpus=launch.num_gpus if counted else None,
         env=launch.env,
         program="" if nemo is not None else launch.program,
+        unset=script.unset,
         remarks=tuple(dict.fromkeys((*script.notes, *(found.remarks if found is not None else ())))),
     )
 

@@ -176,11 +176,6 @@ DIALECTS: dict[str, Dialect] = {
         "huggingface.trainer:from_deepspeed",
         ("train_batch_size",),
     ),
-    "fsdp": Dialect(
-        "an FSDP configuration of transformers' Trainer",
-        ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap", "fsdp_version", "fsdp_sharding_strategy"),
-        "huggingface.trainer:from_fsdp",
-    ),
     "peft": Dialect("a PEFT adapter_config.json", ("peft_type",), "huggingface.trainer:from_peft"),
     "deepspeed_script": Dialect(
         "arguments of a script around DeepSpeed's engine",
@@ -199,6 +194,11 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "trl": Dialect("arguments of TRL's trainers", (), "huggingface.trainer:from_trl"),
     "transformers": Dialect("arguments of transformers' own Trainer", (), "huggingface.trainer:from_transformers"),
+    "fsdp": Dialect(
+        "an FSDP configuration of transformers' Trainer",
+        ("transformer_layer_cls_to_wrap", "fsdp_transformer_layer_cls_to_wrap", "fsdp_version", "fsdp_sharding_strategy"),
+        "huggingface.trainer:from_fsdp",
+    ),
     "hf_config": Dialect(
         "a Hugging Face config.json",
         ("model_type hidden_size|n_embd|d_model|text_config|num_hidden_layers", "architectures"),
@@ -299,20 +299,23 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
     name = found[0].name if found else None
     if name not in HUGGING_FACE_PARTS and pasted.model is None and "hf_config" in pasted.companions:
         pasted = replace(pasted, model=pasted.companions["hf_config"], used={"hf_config"})
-    if name is None and not pasted.program and set(pasted.values) & {field.name for field in fields(TrainingJob)}:
+    of_a_job = {field.name for field in fields(TrainingJob)}.intersection(pasted.values)
+    if name is None and not pasted.program and of_a_job and 2 * len(of_a_job) >= len(pasted.values):
         name = "job"
     if name is None:
         raise SpecError(
             f"{pasted.where} is no configuration that is known here (its keys: {_some(pasted.values)}). "
             + (f"Run it on fake tensors: peakcast dryrun -- {pasted.program} ... " if pasted.program else "")
             + f"{'Or give' if pasted.program else 'Give'} the model and the step as a job (--model, --micro-batch-size, "
-            "--sequence-length, --sharding and the like), or force what it is with --dialect, one of "
-            f"{', '.join(DIALECTS)}.",
+            "--sequence-length, --sharding and the like); if peakcast reads such files, say what it is by --dialect.",
             parameter="job",
         )
     if name != "job":
         notes.assumptions.insert(0, _read_as(pasted, name, found))
-    job = notes.include(_reader(name)(pasted))
+    try:
+        job = notes.include(_reader(name)(pasted))
+    except SpecError as error:
+        raise pasted.explained(error) from None
     for other in found[1:]:
         with contextlib.suppress(PeakcastError):
             read = _reader(other.name)(pasted)

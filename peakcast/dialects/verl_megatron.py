@@ -76,5 +76,14 @@ def megatron_job(
     }
     if network.moe is None:
         flags = {key: value for key, value in flags.items() if not key.startswith("expert_")}
+    rank = "actor_rollout_ref.model.lora.rank"
+    if settings.integer(rank, 0, least=0):
+        notes.unsupported.append(
+            f"Adapters over Megatron's layers ({rank}) are not modelled; full training is used, which needs far more.",
+            rank,
+            "less",
+        )
+        of_adapters = [key for key in settings.left() if key.startswith(rank.removesuffix("rank"))]
+        notes.ignored += filter(settings.given, of_adapters)
     versions = pasted.versions.of("megatron")
     return notes.include(from_megatron(flags_of_yaml(flags, notes), num_gpus, {}, versions, network))

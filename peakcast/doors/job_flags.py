@@ -206,7 +206,7 @@ def job_from_flags(
         if "architecture" not in pasted.values or beside:
             model = changes.pop("architecture", None)
             read = translation_of(job, replace(beside, model=str(model)) if model is not None else beside)
-            return read.changed(lambda found: job_from_mapping(_changed(job_to_mapping(found), changes, job)))
+            return read.changed(lambda found: job_from_mapping(_changed(job_to_mapping(found), changes, job)), changes)
         values = dict(pasted.values)
     values = _changed(values, changes, job)
     if "architecture" not in values:

@@ -112,6 +112,8 @@ def _next(reason: PeakReason) -> str:
     if not reason.next_phase:
         return ""
     less = reason.num_bytes - reason.next_bytes
+    if format_gib(less) == format_gib(0):
+        return f"The peak of {phase_name(reason.next_phase)} is as high: a change that lowers this one alone saves nothing."
     return (
         f"Were it not for this, the next peak would be that of {phase_name(reason.next_phase)}, "
         f"{format_gib(reason.next_bytes)}, {format_gib(less)} lower. "

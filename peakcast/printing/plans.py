@@ -93,7 +93,8 @@ def found_text(found: Found) -> str:
     head = "\n".join([head, *(textwrap.fill(note, WIDTH, subsequent_indent="  ") for note in notes)])
     if not found.plans:
         host = " more host memory," if found.num_beyond_host else ""
-        return f"{head}\nNothing fits: more GPUs,{host} a shorter sequence, adapters or a smaller model would be needed."
+        what = "Nothing that is covered fits" if found.left_out else "Nothing fits"
+        return f"{head}\n{what}: more GPUs,{host} a shorter sequence, adapters or a smaller model would be needed."
     return "\n".join([head, "", *_recommended(found), "", *_table(found.plans)])
 
 

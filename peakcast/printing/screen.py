@@ -6,10 +6,10 @@ import textwrap
 from collections.abc import Iterable
 
 from peakcast.answers.labels import (
-    GENERATION,
     METHODS,
     RESTS_ON,
     category_name,
+    peak_part,
     phase_name,
     phase_title,
     quantity_name,
@@ -110,9 +110,7 @@ def _peak(p: Prediction, most: int | None = None) -> str:
     rest = total - sum(size for _, size in shown)
     shown += [("the rest", rest)] if rest / total >= least else []
     rank = f", on rank {p.rank}" if p.rank else ""
-    generation = {name: size for name, size in p.phase_peaks_bytes.items() if name in GENERATION}
-    phase = max(generation, key=lambda name: generation[name], default=p.peak_phase)
-    lines = [f"The peak is in {phase_name(phase)}{rank}:"]
+    lines = [f"The peak is in {phase_name(peak_part(p.peak_phase, p.phase_peaks_bytes))}{rank}:"]
     return "\n".join([*lines, *(f"  {name:<24}{size / GIB:>8.2f} GiB {size / total:>6.1%}" for name, size in shown)])
 
 

@@ -63,7 +63,8 @@ class Found:
     num_ruled_out: int
     """Number of candidates whose weights, gradients and optimizer states alone are more than the GPU has."""
     left_out: Mapping[str, int]
-    """Reason why the network's recipes do not cover some layouts -> how many; these layouts are no candidates."""
+    """Reason why some layouts are no candidates -> how many: the network's recipes do not cover them; or, where nothing
+    fits, the ledger does not."""
     plans: tuple[Plan, ...]
     num_beyond_host: int = 0
     """Number of candidates that were left out because they need more host memory than the node has; 0 if enough others

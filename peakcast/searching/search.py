@@ -26,7 +26,7 @@ from peakcast.models.recipes.lent import lent as brought
 from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.searching.costs import Cost, cost, order
 from peakcast.searching.found import Found, Plan
-from peakcast.searching.space import GPUS_PER_NODE, candidates
+from peakcast.searching.space import GPUS_PER_NODE, candidates, layouts_left_out
 from peakcast.searching.walk import Candidate, Question, Workers, in_order, series, standing
 
 Progress = Callable[[str], None]
@@ -89,6 +89,8 @@ def search(
 
     with lending(lent), Workers(Question(every, device, room, findings, lent), processes) as workers:
         plans, num_beyond_host = _plans(workers, in_order(workers, left, tell), top, tell)
+    if not plans:
+        left_out = {**left_out, **layouts_left_out(job, num_gpus, gpus_per_node)}
     plans.sort(key=lambda p: (p.fits != "yes", *order(p.job, p.cost), p.peak_device_bytes.point))
     return Found(
         gpu=device.name,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Literal
@@ -10,7 +11,7 @@ from peakcast.core.errors import SpecError
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.parallelism import layers_beside_ends
 from peakcast.jobs.spec import ActivationCheckpointing, Offload, Parallelism, TrainingJob
-from peakcast.models.ledger.scope.scope import not_covered
+from peakcast.models.ledger.scope.scope import not_covered, scope_findings
 
 GPUS_PER_NODE = 8
 """Tensor parallelism stays within a node, because it communicates in every layer (Narayanan et al. 2021,
@@ -69,14 +70,27 @@ def layouts(job: TrainingJob, num_gpus: int, gpus_per_node: int = GPUS_PER_NODE)
     return list(_spread_over(job, num_gpus, gpus_per_node))
 
 
+def layouts_left_out(job: TrainingJob, num_gpus: int, gpus_per_node: int = GPUS_PER_NODE) -> dict[str, int]:
+    """Why the ledger does not cover the layouts of `job` that are no candidates -> how many of them."""
+    kept, asked = _spread_over(job, num_gpus, gpus_per_node), scope_findings(job)
+    left = [one for layout, one in _every_spread(job, num_gpus, gpus_per_node).items() if layout not in kept]
+    reasons = (next((found for found in scope_findings(one) if found not in asked), None) for one in left)
+    return dict(Counter(found.sentence.rstrip(".") for found in reasons if found is not None).most_common())
+
+
 def _spread_over(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> dict[Parallelism, TrainingJob]:
     """`layouts`, and `job` in each of them."""
+    spread, accepted = _every_spread(job, num_gpus, gpus_per_node), not_covered(job)
+    return {layout: one for layout, one in spread.items() if not_covered(one) <= accepted} or spread
+
+
+def _every_spread(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> dict[Parallelism, TrainingJob]:
+    """`job` in every layout that its framework supports."""
     spread: dict[Parallelism, TrainingJob] = {}
     for layout in _LAYOUTS.get(job.framework, _torch)(job, num_gpus, gpus_per_node):
         with suppress(SpecError):
             spread[layout] = _spread(job, layout)
-    accepted = not_covered(job)
-    return {layout: one for layout, one in spread.items() if not_covered(one) <= accepted} or spread
+    return spread
 
 
 def _deepspeed(job: TrainingJob, num_gpus: int, gpus_per_node: int) -> Iterator[Parallelism]:

@@ -8,7 +8,7 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from peakcast.answers.explanation import COLUMNS
-from peakcast.answers.labels import category_name, phase_title, quantity_name, sentence_start
+from peakcast.answers.labels import category_name, peak_part, phase_name, phase_title, quantity_name, sentence_start
 from peakcast.answers.prediction import QUANTITIES, SEEN_BY
 from peakcast.answers.remarks import verdict_reason, verdict_words, warning_sentences
 from peakcast.core.drawing import inline_svg
@@ -26,6 +26,7 @@ STYLES = {"yes": "fits", "no": "not", "uncertain": "unsure"}
 """`Prediction.fits` -> class in the page's style sheet."""
 ROOM = 1.05
 """Bars have this multiple of the length that they show, so that the GPU's capacity is visible."""
+_FLAG = re.compile(r"--[a-z][a-z-]*")
 TOP = 5
 NUM_ADVICE = 6
 
@@ -40,6 +41,7 @@ def answer_html(found: Answered) -> str:
         words=sentence_start(verdict_words(p)) + ".",
         reason=sentence_start(verdict_reason(p)),
         architecture=found.job.architecture.name,
+        part=phase_name(peak_part(p.peak_phase, p.phase_peaks_bytes)),
         prediction=p,
         capacity=100 * p.capacity_bytes / scale,
         quantities=[_quantity(p, name, scale) for name in QUANTITIES if getattr(p, name).upper_95],
@@ -74,8 +76,10 @@ def timeline_html(found: Answered) -> str:
     from peakcast.explaining.picture import draw
 
     e, p = found.explanation, found.prediction
-    picture = inline_svg(lambda: draw(e.timeline, f"One steady step of rank {e.rank}", p.capacity_bytes))
-    return _render("timeline.html.j2", picture=picture, phases=p.phase_peaks_bytes, peak_phase=p.peak_phase)
+    what = "One steady step" if found.job.task == "train" else "The generation"
+    picture = inline_svg(lambda: draw(e.timeline, f"{what}, on rank {e.rank}", p.capacity_bytes))
+    peak = peak_part(p.peak_phase, p.phase_peaks_bytes)
+    return _render("timeline.html.j2", picture=picture, phases=p.phase_peaks_bytes, peak_phase=peak)
 
 
 def layers_html(found: Answered) -> str:
@@ -124,9 +128,16 @@ def fault_html(message: str) -> str:
 
 def breakable(name: str) -> Markup:
     """`name`, escaped, which a browser may break after a dot or an underscore."""
+    from markupsafe import Markup
+
+    return Markup(re.sub(r"([._])(?=.)", r"\1<wbr>", str(sentence(name))))
+
+
+def sentence(text: str) -> Markup:
+    """`text`, escaped, with flags of the command line that a browser does not break at their hyphens."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub(r"([._])(?=.)", r"\1<wbr>", str(escape(name))))
+    return Markup(_FLAG.sub(r'<span class="flag">\g<0></span>', str(escape(text))))
 
 
 @cache
@@ -143,6 +154,7 @@ def _environment() -> Environment:
         gib2=lambda value: f"{value / GIB:,.2f}",
         mib2=lambda value: f"{value / MIB:,.2f}",
         breakable=breakable,
+        sentence=sentence,
         gib3=lambda value: f"{value / GIB:.3f}",
         phase=phase_title,
         category=category_name,

@@ -38,6 +38,31 @@ FOUND = {
         "vllm serve meta-llama/Llama-3.1-8B-Instruct --tensor-parallel-size 2 --gpu-memory-utilization 0.9\n",
         REFUSED / "sglang.sh",
     ],
+    "a SkyRL command": [
+        "uv run -m skyrl.train.entrypoints.main_base trainer.policy.model.path=x\n",
+        "trainer: {policy: {model: {path: x}}}\ngenerator: {n_samples_per_prompt: 5}\n",
+    ],
+    "an AReaL configuration": [
+        "allocation_mode: sglang:d4p1t1+d4p1t1\nactor: {path: x, mb_spec: {max_tokens_per_mb: 10240}}\n"
+    ],
+    "an EasyR1 configuration": [
+        "data: {max_prompt_length: 2048}\nworker: {actor: {global_batch_size: 1}, rollout: {n: 5}}\n"
+    ],
+    "a ROLL configuration": [
+        "pretrain: x\nsequence_length: 128\nsft_train: {strategy_args: {strategy_name: megatron_train}}\n"
+    ],
+    "a prime-rl configuration": ['[model]\nname = "x"\n[data]\nseq_len = 4096\n[optim]\nlr = 2e-5\n[inference]\n'],
+    "a Tunix configuration": ["model_config: {model_id: x}\nrl_training_config: {mini_batch_size: 128}\n"],
+    "an Oumi configuration": ["model: {model_name: x}\ntraining: {trainer_type: TRL_SFT}\n", "oumi train -c a.yaml\n"],
+    "a Colossal-AI program": [
+        "colossalai run --nproc_per_node 8 train.py --plugin zero2\n",
+        "import colossalai\nfrom x import y\n",
+    ],
+    "a BMTrain program": ["import bmtrain as bmt\nbmt.init_distributed()\n"],
+    "a fairseq2 command": ["fairseq2 lm instruction_finetune /out --config model.name=x\n"],
+    "a DeepSpeed-Chat command": [
+        "deepspeed main.py --per_device_train_batch_size 4 --zero_stage 3 --deepspeed --lora_dim 8"
+    ],
     "a nanoGPT run": [NANO_GPT],
     "a nanochat run": [REFUSED / "nanochat.sh", '{"model_config": {"sequence_len": 2048, "n_layer": 20, "n_kv_head": 10}}'],
     "a MaxText configuration": [

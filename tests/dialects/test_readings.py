@@ -82,12 +82,21 @@ def test_trl_loads_weights_in_float32_unless_it_is_told_another_dtype(program: s
 
 
 def test_adapters_that_nothing_asks_for_are_shown_as_another_reading() -> None:
-    """FastChat's train_lora.py and its kin train adapters without TRL's use_peft."""
-    found = read("train_lora.py", lora_r=8, lora_alpha=16, gradient_checkpointing=True, bf16=True)
+    values = {"lora_r": 8, "lora_alpha": 16, "gradient_checkpointing": True, "bf16": True}
+    found = read("train.py", **values)
     assert found.job.finetuning.method == "full"
     (other,) = [reading for reading in found.others if reading.job.finetuning.method == "lora"]
     assert other.job.finetuning.rank == 8
     assert "use_peft" in other.way_out
+    assert read("train_lora.py", **values).job.finetuning.method == "lora"  # FastChat's, without a switch
+
+
+@pytest.mark.parametrize(("key", "method"), [("use_lora", "lora"), ("lora_enable", "lora"), ("q_lora", "qlora")])
+def test_switches_of_scripts_with_adapters_of_their_own_are_read(key: str, method: str) -> None:
+    """Qwen's finetune.py, LLaVA's train.py and FastChat's train_lora.py: full training would need far more."""
+    found = read("finetune.py", **{key: True}, bf16=True)
+    assert found.job.finetuning.method == method
+    assert [finding.parameter for finding in found.findings if finding.code == "setting_not_modelled"] == [key]
 
 
 def test_transformers_4_loads_float32_where_its_script_says_no_dtype() -> None:

@@ -4,10 +4,12 @@ import shutil
 import subprocess
 
 import pytest
+import yaml
 
 from peakcast.core.errors import SpecError
 from peakcast.dialects.shell.launch import flags_to_mapping, launch_of
 from peakcast.dialects.shell.script import read_script
+from peakcast.doors.questions import translation_of
 
 SCRIPTS = {
     "arrays": 'A=(--x 1\n  --y "two words" # comment )\n  --z\n)\nA+=(--w)\nshow "${A[@]}" ${#A[@]} ${A[1]}',
@@ -37,6 +39,7 @@ SCRIPTS = {
     "pattern": "D=fp8_hybrid\nif [[ $D == fp8* && ! -z $D ]]; then show yes; fi\n[[ $D != *x ]] && show no",
     "read": "read -r -d '' C <<EOF || true\n--a $((1+1)) \\\n  --b\nEOF\nshow $C",
     "cat in a variable": "C=$(cat <<'EOF'\n--a $1\n--b\nEOF\n)\nshow $C $(echo x y)",
+    "expr": "N=2\nshow $(expr 16 / $N)",
     "exported text": 'N=3\nexport "A=$N b"\nshow "$A"',
     "and or": "true && show a && show b\nshow c 2>/dev/null; show d | cat",
     "comparisons in arithmetic": "T=2\nshow $(( ($T > 1) ? 1 : 0 )) $(( T == 3 )) $(( T < 3 ? T + 5 : 0 ))",
@@ -191,6 +194,9 @@ LAUNCHES = [
         "finetune.py",
         32,
     ),
+    ("swift export --model a\nNPROC_PER_NODE=4 megatron sft --model a\nswift infer --model b", "megatron sft", None),
+    ("uv run --isolated --extra fsdp -m skyrl.train.main a=1", "skyrl.train.main", None),
+    ("srun --container-image x -N 2 torchrun --nproc_per_node 4 pretrain_gpt.py --bf16", "pretrain_gpt.py", 4),
     (
         "#SBATCH --nodes=4\n#SBATCH --gpus-per-node=8\nN=$((SLURM_NNODES * SLURM_GPUS_ON_NODE))\n"
         "accelerate launch --num_processes $N pretrain_gpt.py --bf16",
@@ -219,6 +225,29 @@ def test_the_training_command_is_told_from_those_around_it():
     assert launch_of(read_script(text), text, "a script").arguments == {"num-layers": "2"}
     with pytest.raises(SpecError, match="runs no training program"):
         launch_of(read_script("ls -l\ncp a b"), "", "a script")
+
+
+def test_a_variable_that_nothing_sets_is_named_where_its_value_is_missed():
+    text = "ARGS=(--a $A)\nB=1\npython train.py ${ARGS[@]} --b $B --c ${C} --d 1"
+    assert read_script(text).unset == {"a": "A", "c": "C"}
+    with pytest.raises(SpecError, match=r"names no file.* takes it from \$DS, which is not set"):
+        translation_of("deepspeed train.py --model_name_or_path gpt2 --per_device_train_batch_size 1 --deepspeed $DS")
+
+
+def test_the_commands_of_task_files_are_read():
+    """SkyPilot's `run`, and the containers of a Kubernetes manifest, with the variables that these set."""
+    train = (
+        "torchrun --nproc_per_node {} run_clm.py --model_name_or_path $MODEL --per_device_train_batch_size 3 --bf16 True"
+    )
+    sky = {
+        "envs": {"MODEL": "gpt2"}, "resources": {"accelerators": "A100:8"},
+        "run": "cd x\n" + train.format("$SKYPILOT_NUM_GPUS_PER_NODE"),
+    }  # fmt: skip
+    container = {"image": "x", "env": [{"name": "MODEL", "value": "gpt2"}], "command": ["bash", "-c", train.format(8)]}
+    kubernetes = {"apiVersion": "kubeflow.org/v1", "kind": "PyTorchJob", "spec": {"Worker": {"containers": [container]}}}
+    for task in (sky, kubernetes):
+        job = translation_of(yaml.safe_dump(task)).job
+        assert (job.architecture.name, job.micro_batch_size, job.parallelism.data_parallel_size) == ("gpt2", 3, 8)
 
 
 def test_flags_as_argparse_and_hydra_have_them():

@@ -13,6 +13,7 @@ from peakcast.core.errors import CatalogError, SpecError
 from peakcast.core.units import GIB, format_gib
 from peakcast.web.asking import MOST_CHARACTERS, Asked, answered
 from peakcast.web.links import from_query, to_query
+from peakcast.web.panels import answer_html, fault_html
 
 DEEP = "architecture: {model_type: gpt2, n_layer: 5000000, n_embd: 64, n_head: 4, vocab_size: 99}"
 
@@ -81,6 +82,13 @@ def test_the_panels_of_a_job_that_shards_and_offloads_show_what_is_sent_and_the_
     sent = sum(row.sent_per_iteration_bytes for row in api.explain(job, "H100-80GB").communication)
     assert f"sends {format_gib(sent)} in one optimizer step" in communication
     assert "all-gather" in communication
+
+
+def test_flags_are_not_broken_at_their_hyphens_and_a_generation_peaks_in_one_of_its_parts():
+    assert '<span class="flag">--micro-batch-size</span> &lt;2&gt;' in fault_html("give --micro-batch-size <2>")
+    text = '{"architecture": "gpt2", "task": "inference", "inference": {"prompt_length": 64, "new_tokens": 8}}'
+    page = answer_html(answered(Asked(text=text, gpu="T4")))
+    assert "The peak is in\nprefill, on rank 0" in page
 
 
 def test_names_break_after_dots_and_underscores_and_stay_escaped():

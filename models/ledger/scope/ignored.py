@@ -100,13 +100,14 @@ def _of_torch(job: TrainingJob) -> Iterator[Finding]:
     yield from _eager_loss_of_torchtitan(job)
     precision, recomputation = job.precision, job.activation_checkpointing
     trained = precision.parameters if job.finetuning.method == "full" else adapter_dtype(job)
-    for name, why in (
-        ("gradients", "gradients have the dtype of their parameters"),
-        ("optimizer_states", "the optimizer and its parameters decide the dtype of its states"),
+    updated = precision.main_parameters or trained
+    for name, of, why in (
+        ("gradients", trained, "gradients have the dtype of their parameters"),
+        ("optimizer_states", updated, "the optimizer and its parameters decide the dtype of its states"),
     ):
         value = getattr(precision, name)
-        if job.task == "train" and value not in (trained, precision.parameters, getattr(DEFAULT, name)):
-            direction: Direction = "more" if WIDTH.get(value, 2) > WIDTH.get(trained, 2) else "less"
+        if job.task == "train" and value not in (of, precision.parameters, getattr(DEFAULT, name)):
+            direction: Direction = "more" if WIDTH.get(value, 2) > WIDTH.get(of, 2) else "less"
             yield _ignored(f"precision.{name}", value, f"under framework={job.framework!r} {why}", direction)
     if precision.compute not in (precision.parameters, DEFAULT.compute, "float8") and not conventions(job).get("autocast"):
         wider = WIDTH.get(precision.compute, 2) > WIDTH.get(precision.parameters, 2)

@@ -74,6 +74,7 @@ def from_axolotl(pasted: Pasted) -> Translation:
     num_gpus = launcher.gpus(pasted, notes)
     if launcher.mesh:
         training["parallelism_config"] = launcher.mesh
+    gptq = settings.switch("gptq")
     _rest(settings)
     translation = from_huggingface(
         model,
@@ -86,6 +87,8 @@ def from_axolotl(pasted: Pasted) -> Translation:
         spell=speller(keys.TRAINING, keys.ADAPTER),
     )
     job = notes.include(translation)
+    if gptq and job.finetuning.quantization != "gptq":
+        notes.unsupported.append("GPTQ weights (gptq) are not modelled where the network names none.", "gptq", "less")
     job = _units(_experts(job, settings))
     context = "context_parallel_size" if settings.given("context_parallel_size") else "sequence_parallel_degree"
     job = with_method(

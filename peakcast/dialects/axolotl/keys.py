@@ -64,7 +64,7 @@ KERNELS = {
     "chunked_cross_entropy": "the chunked cross entropy", "fp8": "FP8 training",
     "relora": "ReLoRA", "relora_steps": "ReLoRA",
     "lisa_n_layers": "LISA",
-    "loraplus_lr_ratio": "LoRA+", "gptq": "GPTQ loading", "qat": "quantization-aware training", "mora": "MoRA",
+    "loraplus_lr_ratio": "LoRA+", "qat": "quantization-aware training", "mora": "MoRA",
     "use_scattermoe": "ScatterMoE", "kd_trainer": "distillation", "llama4_linearized_experts": "linearized experts",
     "tensor_parallel_size": "the Trainer's tensor parallelism together with sharding",
     "context_parallel_size": "what ring-flash-attn keeps and passes on",

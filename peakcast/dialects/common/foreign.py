@@ -17,6 +17,7 @@ SERVED = (
     "inference.new_tokens=256, --micro-batch-size for sequences at once, --tensor-parallel-size; the answer says how many "
     "tokens of cache a server has room for"
 )
+JAX = "it runs on JAX, and peakcast counts PyTorch's allocator"
 FLAGS = "give model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...), named as its fields are"
 NEMO = (
     "its recipes are Python functions around Megatron-LM, so give their fields as flags: peakcast megatron --num-layers "
@@ -26,6 +27,7 @@ NEMO = (
 )
 """Source: NVIDIA/NeMo nemo/collections/llm/recipes/llama3_8b.py, recipes/optim/adam.py (2.x)."""
 
+POLICY = f"{JOB} (--set loss.kind=grpo for the update of a policy)"
 SWIFT = ("infer", "deploy", "rollout", "eval", "export", "sample", "app", "web-ui")
 
 
@@ -65,8 +67,30 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign(
         "a NeMo RL configuration",
-        f"{JOB}, for the update of its policy",
+        POLICY,
         ("policy.model_name policy.dtensor_cfg|policy.megatron_cfg",),
+    ),
+    Foreign("a SkyRL command", POLICY, ("trainer.policy.model.path generator.n_samples_per_prompt",), ("skyrl",)),
+    Foreign("an AReaL configuration", POLICY, ("allocation_mode actor|gconfig|model", "actor.mb_spec"), ("areal",)),
+    Foreign("an EasyR1 configuration", POLICY, ("worker.actor worker.rollout",), ("verl.trainer.main worker",)),
+    Foreign(
+        "a ROLL configuration",
+        POLICY,
+        ("actor_train.strategy_args|sft_train.strategy_args|dpo_train.strategy_args|student.strategy_args",),
+        ("roll.", "start_rlvr_pipeline"),
+    ),
+    Foreign("a prime-rl configuration", POLICY, ("model.name data.seq_len optim", "trainer orchestrator"), ("prime_rl",)),
+    Foreign(
+        "a Tunix configuration", JAX, ("rl_training_config model_config|actor_model_config",), ("tunix",)
+    ),
+    Foreign("an Oumi configuration", JOB, ("model.model_name training.trainer_type|training.use_peft",), ("oumi",)),
+    Foreign("a Colossal-AI program", JOB, (), ("colossalai",)),
+    Foreign("a BMTrain program", JOB, (), ("bmtrain",)),
+    Foreign("a fairseq2 command", JOB, (), ("fairseq2",)),
+    Foreign(
+        "a DeepSpeed-Chat command",
+        f"{JOB}, with --framework deepspeed and its --zero-stage",
+        ("zero_stage|actor_zero_stage per_device_train_batch_size|per_device_training_batch_size data_split|lora_dim",),
     ),
     Foreign("a Primus experiment", FLAGS, ("modules.pre_trainer", "modules.post_trainer")),
     Foreign("an XTuner configuration", JOB, (), ("xtuner", "mmengine")),
@@ -106,7 +130,8 @@ FOREIGN: tuple[Foreign, ...] = (
 
 _PROGRAM = re.compile(
     r"^[ \t]*(?:python[\d.]*[ \t]+-m[ \t]+)?"
-    r"((?:openrlhf|verl|swift|nemo_run|nemo_automodel|automodel|composer|MaxText|vllm\.|sglang|text-generation-launcher)[.\w]*"
+    r"((?:openrlhf|verl|swift|nemo_run|nemo_automodel|automodel|composer|MaxText|vllm\.|sglang|text-generation-launcher"
+    r"|colossalai|oumi|fairseq2|skyrl|tunix|areal|prime_rl)[.\w]*"
     r"|(?:megatron|nemo|vllm) \w+)",
     re.MULTILINE,
 )

@@ -61,6 +61,8 @@ class Pasted:
     """Package versions that the question gives in addition."""
     remarks: tuple[str, ...] = ()
     """Sentences about parts of a launch script that were not followed."""
+    unset: Mapping[str, str] = field(default_factory=dict)
+    """Flag of a launch script whose value is a variable that nothing sets -> the variable's name."""
 
     def gpus(self, notes: Notes, default: int = 1, why: str = "") -> int:
         """The number of GPUs; `default` with an assumption if it is not given."""
@@ -77,6 +79,8 @@ class Pasted:
         """
         if isinstance(name, Mapping):
             return name
+        if name is True and role not in self.companions:
+            raise SpecError(f"{key} in {self.where} names no file; give the file {self.beside()}.", parameter=key)
         path = Path(str(name))
         for known in (path.name, role):
             if known in self.companions:
@@ -93,6 +97,15 @@ class Pasted:
             parameter=key,
             value=str(name),
         )
+
+    def explained(self, error: SpecError) -> SpecError:
+        """`error`, with the variable that the launch script takes the value from, if nothing sets that variable."""
+        key = str(error.parameter).replace("-", "_")
+        variable = next((name for flag, name in self.unset.items() if flag.replace("-", "_") == key), None)
+        if variable is None:
+            return error
+        way_out = f"The script takes it from ${variable}, which is not set: write a line {variable}=... above the command."
+        return SpecError(f"{error.message} {way_out}", parameter=error.parameter, value=error.value)
 
     def beside(self, name: str = "") -> str:
         """Words for a message that say how the user can give another file (called `name`), on the command line or with a

@@ -26,7 +26,7 @@ ENDINGS = {
 _COMMAND = re.compile(
     r"^#!.*\b(?:ba|z)?sh\b"
     r"|^[ \t]*(?:export[ \t]+\w+=|\w+=\(|(?:torchrun|srun|deepspeed|accelerate|python3?|axolotl|llamafactory-cli)\s"
-    r"|(?:swift|megatron|trl|litgpt|tune|ray|nemo|automodel|uv)[ \t]+[a-z])"
+    r"|(?:swift|megatron|trl|litgpt|tune|ray|nemo|automodel|uv|colossalai|oumi|fairseq2)[ \t]+[a-z])"
     r"|^[ \t]*\S{0,400}?pretrain_\w{1,100}\.py\b",
     re.MULTILINE,
 )
@@ -34,6 +34,8 @@ _PROGRAM = re.compile(r"(?:from\s+[\w.]+\s+import\s|import\s+[\w.]+(?:\s+as\s+\w
 """A line with which only Python programs and the code of notebooks begin."""
 _TABLE = re.compile(r"\s*(?:\[[\w.\"-]+\]|[\w.]+\s*=\s*\S)")
 """A line with which only TOML begins, not YAML."""
+_KEY = re.compile(r"[A-Za-z_][\w.-]*:(?:\s|$)")
+"""A line with which only YAML begins."""
 _NO_JSON = re.compile(r",\s*[}\]]|^\s*#", re.MULTILINE)
 """A comma before a closing bracket, or a comment: allowed in YAML, not in JSON."""
 
@@ -91,7 +93,7 @@ def kind_of(text: str, ending: str = "") -> str:
     table = _TABLE.match(first) is not None
     if text.lstrip()[:1] in ("{", "["):
         return "TOML" if table else "YAML" if _NO_JSON.search(text) else "JSON"
-    if _COMMAND.search(text):
+    if not _KEY.match(first) and _COMMAND.search(text):
         return "shell"
     return "TOML" if table else "YAML"
 

@@ -79,10 +79,13 @@ class Translation:
         """Keys that are not known here; they may affect memory."""
         return tuple(found.parameter for found in self.findings if found.code == UNKNOWN)
 
-    def changed(self, change: Callable[[TrainingJob], TrainingJob]) -> Translation:
-        """The same with `change` applied to its job, and to the other possible jobs."""
+    def changed(self, change: Callable[[TrainingJob], TrainingJob], given: Iterable[str] = ()) -> Translation:
+        """The same with `change` applied to its job, and to the other possible jobs. `given`: the settings that it gives;
+        findings about them no longer hold."""
         others = tuple(reading._replace(job=change(reading.job)) for reading in self.others)
-        return replace(self, job=change(self.job), others=others)
+        settled = set(given)
+        findings = tuple(found for found in self.findings if found.parameter not in settled)
+        return replace(self, job=change(self.job), findings=findings, others=others)
 
 
 @dataclass(frozen=True, slots=True)

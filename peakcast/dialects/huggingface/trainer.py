@@ -36,6 +36,8 @@ _ADAPTER = {
 """trl's ModelConfig (0.13-0.24) -> peft's LoraConfig."""
 _ADAPTER_DEFAULTS = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
 """Defaults of trl's ModelConfig that differ from peft's."""
+_SWITCHES = ("use_peft", "use_lora", "lora_enable", "use_qlora", "q_lora")
+"""Switches for adapters: TRL's, and those of scripts with their own defaults (FastChat, Qwen's finetune.py, LLaVA)."""
 _QUANTIZATION = (
     "load_in_4bit", "load_in_8bit", "bnb_4bit_quant_type", "use_bnb_nested_quant", "bnb_4bit_quant_storage",
 )  # fmt: skip
@@ -45,10 +47,12 @@ _SCRIPT = re.compile(
     r"|pad_to_multiple_of|pad_token|truncation_mode|tools|max_prompt_length|max_completion_length"
     r"|cpo_alpha|simpo_gamma|alpha|is_encoder_decoder|tpo_(alpha|l_gamma)|label_pad_token_id|padding_value|generate_during_eval|discopop_tau|ld_alpha|loss_weights|f_.*|label_smoothing"
     r"|use_weighting|use_logits_to_keep|precompute_ref_batch_size|ref_.*|base_model_attribute_name|force_use_ref_model"
-    r"|benchmarks|callbacks|hub_model_revision|wandb_.*|overwrite_hub_revision|push_to_hub_revision|num_completions_to_print"
+    r"|data_path|lazy_preprocess|lora_weight_path|lora_bias|benchmarks|callbacks|hub_model_revision|wandb_.*|overwrite_hub_revision|push_to_hub_revision|num_completions_to_print"
 )
 """Keys of trl's ScriptArguments, of the rest of ModelConfig and of DPOConfig's loss: data, and other keys without effect on
 memory."""
+_OF_IMAGES = re.compile(r"mm_\w+|image_\w+|\w*mm_mlp_adapter|group_by_modality_length|version")
+"""Keys of LLaVA's scripts beside `vision_tower`."""
 _TRL_DEFAULTS = {"gradient_checkpointing": True, "bf16": True}
 """Defaults of trl's configurations that differ from TrainingArguments: trl 0.24.0 and 1.16.0, SFTConfig and DPOConfig."""
 _INIT = ("dtype", "torch_dtype", "attn_implementation")
@@ -154,12 +158,13 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
         training["fsdp_config"] = pasted.file(training["fsdp_config"], "fsdp", "fsdp_config")
     launcher = launcher_of(parts["accelerate"], pasted, notes) if "accelerate" in parts else Launcher()
     deepspeed = _deepspeed(pasted, parts, training, launcher)
-    adapter, quantization = _adapter(parts, training, notes, trl=whose.trl)
+    adapter, quantization = _adapter(parts, training, notes, pasted.program, trl=whose.trl)
     if quantization:
         training["quantization_config"] = quantization
     method = _method(pasted.program, training)
     generation = _generation(training, notes, method) if METHODS.get(method, METHODS["sft"]).kind == "grpo" else None
     _note_loss(training, method, notes)
+    _note_images(training, notes)
     if launcher.mixed_precision == "fp8" and launcher.fsdp is None:
         notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
     if launcher.mixed_precision in ("bf16", "fp16") and not {"bf16", "fp16"} & set(training):
@@ -204,6 +209,17 @@ def _note_loss(training: dict[str, Any], method: str | None, notes: Notes) -> No
         )
     elif loss is not None:
         notes.ignored.append("loss_type")
+
+
+def _note_images(training: dict[str, Any], notes: Notes) -> None:
+    """Note a vision tower, and remove its settings, which LLaVA's scripts have."""
+    if training.pop("vision_tower", None):
+        notes.unsupported.append(
+            "The vision tower (vision_tower), its projector and the tokens of images are not in the number.",
+            "vision_tower",
+            "more",
+        )
+        _drop(training, notes, lambda key: bool(_OF_IMAGES.fullmatch(key)))
 
 
 def _drop(training: dict[str, Any], notes: Notes, chosen: Callable[[str], bool]) -> None:
@@ -265,11 +281,13 @@ def _deepspeed(
 
 
 def _adapter(
-    parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any], notes: Notes, *, trl: bool
+    parts: Mapping[str, Mapping[str, Any]], training: dict[str, Any], notes: Notes, program: str, *, trl: bool
 ) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
     """(the LoRA settings, or None for full fine-tuning; the quantization of the base model)."""
     settings = Settings(training, notes, "trl")
-    wanted = settings.switch("use_peft")
+    asked = [key for key in _SWITCHES if settings.switch(key)]
+    asked += [program] * ("lora" in program and not {"use_peft", "use_lora", "lora_enable"} & set(training))
+    wanted = bool(asked)
     mapping = {name: training[key] for key, name in _ADAPTER.items() if training.get(key) is not None}
     quantization: dict[str, Any] = {}
     if settings.switch("load_in_4bit"):
@@ -281,7 +299,9 @@ def _adapter(
             )
     elif settings.switch("load_in_8bit"):
         quantization = {"load_in_8bit": True}
-    for key in ("use_peft", *_ADAPTER, *_QUANTIZATION):
+    elif {"use_qlora", "q_lora"} & set(asked):
+        quantization = {"load_in_4bit": True, "bnb_4bit_use_double_quant": True}
+    for key in (*_SWITCHES, *_ADAPTER, *_QUANTIZATION):
         training.pop(key, None)
     if "peft" in parts:
         return parts["peft"], quantization
@@ -291,6 +311,12 @@ def _adapter(
             sentence = f"use_peft is not true, so the lora_ settings have no effect{whose}: full fine-tuning."
             notes.assumptions.append(sentence)
         return None, quantization
+    if asked[0] != "use_peft" and not {"r", "target_modules"} <= set(mapping):
+        notes.unsupported.append(
+            f"The script trains adapters ({asked[0]}) whose rank and targets it may set itself; what is not given is taken "
+            "as in trl. Give its adapter_config.json by --with, or say it: --lora-rank, --set finetuning.targets=[q_proj].",
+            asked[0],
+        )
     for name, value in _ADAPTER_DEFAULTS.items():
         if name not in mapping:
             mapping[name] = value

@@ -28,11 +28,21 @@ LAUNCHER_SWITCHES = words("""
 CONFIG_FLAGS = ("config", "config_file", "c", "job.config_file", "config-file", "yaml_cfg", "yaml-cfg")
 """Flags with which programs are given their configuration file."""
 _CLIS = ("llamafactory-cli", "axolotl", "tune", "litgpt", "trl", "nemo", "automodel", "megatron", "swift")
+_TRAIN_NOTHING = words("""
+    api app chat convert-to-hf deploy download evaluate eval export generate infer inference ls cp merge-lora preprocess
+    rollout sample serve vllm-serve web-ui webchat webui
+""")
+"""Commands of such tools that train nothing: `swift export`, `tune download`."""
 _FILE = re.compile(r".+\.(ya?ml|json|toml)")
 _PAIR = re.compile(r"\+{0,2}[A-Za-z_][\w.]*=")
 _OF_VERL = re.compile(r"(ppo|sft)(_megatron|_veomni)?_trainer(_engine)?(\.ya?ml)?")
 """verl's own configuration files, which contain its defaults."""
 _BEFORE = re.compile(r"(.*/)?(srun|mpirun|mpiexec|nohup|numactl|time|env|sudo|nsys|ncu|exec|uv|poetry|run|conda|stdbuf)")
+_WITH_VALUE = words("""
+    --extra --with --group --python --env-file --container-image --container-mounts --container-name --nodes --ntasks
+    --ntasks-per-node --gpus-per-node --cpus-per-task --partition --job-name
+""")
+"""Options of such programs whose value is the next word."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +115,9 @@ def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
             key, equals, value = words[0].partition("=")
             if equals and not key.startswith("-"):
                 env[key] = value
-            words = words[1:]
+            if key == "-m":
+                return ["python", *words], env
+            words = words[2 if key in _WITH_VALUE and not equals else 1 :]
     return words, env
 
 
@@ -155,9 +167,10 @@ def _launch(command: Command) -> Launch | None:
 
 
 def _after_dashes(words: list[str]) -> list[str]:
-    """The words after `--` if they begin with a launcher or Python; else empty."""
+    """The words after `--` if they begin with a launcher, Python, or a program that runs these; else empty."""
     rest = words[words.index("--") + 1 :] if "--" in words else []
-    return rest if rest and (rest[0] in SIZES or re.fullmatch(r"python[\d.]*", rest[0])) else []
+    runs = rest and (rest[0] in SIZES or re.fullmatch(r"python[\d.]*", rest[0]) or _BEFORE.fullmatch(rest[0]))
+    return rest if runs else []
 
 
 def _after_python(words: list[str]) -> list[str]:
@@ -220,8 +233,12 @@ def _processes(launcher: str, own: Mapping[str, Any]) -> int | None:
 
 
 def _trains(launch: Launch) -> bool:
-    return bool(launch.arguments or launch.files) and (
-        bool(launch.launcher)
-        or launch.program.split()[0] in _CLIS
-        or re.search(r"train|tune|sft|dpo|run_clm|lora", launch.program) is not None
+    return (
+        bool(launch.arguments or launch.files)
+        and not _TRAIN_NOTHING.intersection(launch.program.split()[1:2])
+        and (
+            bool(launch.launcher)
+            or launch.program.split()[0] in _CLIS
+            or re.search(r"train|tune|sft|dpo|run_clm|lora", launch.program) is not None
+        )
     )

@@ -6,6 +6,7 @@ Source of the rules: the Bash manual, "Shell Commands", "Shell Parameters", "Bas
 
 from __future__ import annotations
 
+import itertools
 import posixpath
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,29 +19,18 @@ from peakcast.dialects.shell.shell_expansion import MAX_CHARACTERS as MAX_CHARAC
 from peakcast.dialects.shell.shell_expansion import MOST_NESTED, Variables
 from peakcast.dialects.shell.shell_tree import Node, command_nodes, descendants, joined, named, source_of, tree_of
 from peakcast.dialects.shell.slurm import slurm_variables
-from peakcast.dialects.shell.values import is_whole, tested
+from peakcast.dialects.shell.values import calculated, is_whole, tested
 
 MOST_STEPS = 20_000
 """Most statements that are followed, including repetitions in loops and functions."""
 MOST_BLOCKS = 40
 """Depth up to which nested blocks, functions and conditions are followed."""
 _WITHOUT_EFFECT = (
-    ":",
-    "echo",
-    "printf",
-    "mkdir",
-    "cd",
-    "set",
-    "unset",
-    "exit",
-    "return",
-    "module",
-    "true",
-    "wait",
-    "sleep",
-)
+    ":", "echo", "printf", "mkdir", "cd", "set", "unset", "exit", "return", "module", "true", "wait", "sleep",
+)  # fmt: skip
 
 
+_VARIABLE = re.compile(r'"?\$\{?([A-Za-z_]\w*)\}?"?')
 _FOLDER = re.compile(r"cd\s+(?:-P\s+|--\s+)?(.+?)\s*(?:[12&]?>\s*\S+\s*)*(?:&&|;)\s*pwd(?:\s+-\w)?", re.DOTALL)
 """`cd FOLDER && pwd`, which prints FOLDER."""
 
@@ -72,6 +62,8 @@ class Script:
     notes: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     """Name of a file that the script writes from a here-document -> its text."""
+    unset: dict[str, str] = field(default_factory=dict)
+    """Flag whose value is a variable that nothing sets -> the variable's name."""
 
 
 def read_script(
@@ -369,14 +361,19 @@ class _Reader:
 
     def _words(self, nodes: Iterable[Node]) -> list[str]:
         """The words that nodes expand to; adjacent nodes without a space are one word."""
-        return [word for written in joined(nodes) for word in self.variables.expand(written)]
+        texts = list(joined(nodes))
+        for flag, text in itertools.pairwise(texts):
+            name = _VARIABLE.fullmatch(text)
+            if flag.startswith("-") and name is not None and name[1] not in self.variables.variables:
+                self.script.unset[flag.lstrip("-")] = name[1]
+        return [word for text in texts for word in self.variables.expand(text)]
 
     def _text(self, node: Node) -> str:
         return " ".join(self.variables.expand(source_of(node), split=False))
 
     def _substituted(self, text: str) -> str | None:
-        """The output of `$(...)` for commands that only print: `echo`, `cat` with a here-document, and those that take a
-        path apart; None for all others. The script's own folder is `.`, from which `source` searches."""
+        """The output of `$(...)` for commands that only print: `echo`, `expr`, `cat` with a here-document, those that take
+        a path apart; None for all others. The script's own folder is `.`, from which `source` searches."""
         if (folder := _FOLDER.fullmatch(text.strip())) is not None:
             return " ".join(self.variables.expand(folder[1], split=False)) or "."
         nodes = named(tree_of(text))
@@ -389,8 +386,12 @@ class _Reader:
         documents = descendants(nodes[0], "heredoc_redirect")
         if nodes[0].type == "redirected_statement" and text.split()[:1] == ["cat"] and documents:
             return self._document(documents[0]).rstrip("\n")
-        if nodes[0].type == "command" and text.split()[:1] == ["echo"]:
-            return " ".join(self._words(command_nodes(nodes[0]))[1:])
+        if nodes[0].type == "command" and name in (["echo"], ["expr"]):
+            said = " ".join(self._words(command_nodes(nodes[0]))[1:])
+            if name == ["echo"]:
+                return said
+            value = calculated(said)
+            return None if value is None else str(value)
         return None
 
 

@@ -181,13 +181,13 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, An
     }
     if training["max_length"] is None:
         training["max_length"] = 2048
-        notes.warnings.append(
-            "max_length is not given, which ms-swift takes to be the longest that the model can; 2048 tokens are assumed. "
-            "Give "
-            "that of the longest sample.",
-            "max_length",
-            "more",
-        )
+        if settings.raw("max_completion_length") is None:
+            notes.warnings.append(
+                "max_length is not given, which ms-swift takes to be the longest that the model can; 2048 tokens are "
+                "assumed. Give that of the longest sample: --sequence-length.",
+                "sequence_length",
+                "more",
+            )
     dtype = settings.text("torch_dtype", settings.text("dtype"))
     training |= {"torch_dtype": dtype} if dtype else {}
     given = [settings.raw(key) is not None for key in ("bf16", "fp16")]

@@ -10,6 +10,7 @@ import math
 import re
 from typing import Any
 
+from peakcast.core.errors import SpecError
 from peakcast.dialects.common.job_file import note_network, resolve_architecture
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import FALSE, TRUE, Notes, Settings, Translation, note_unsupported
@@ -69,7 +70,14 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     if not named:
         raise settings.refuse("model", "is required: the model's id, its folder, or its config.json", None)
     if "rlhf_type" in values or pasted.program.endswith("rlhf"):
-        raise settings.refuse("rlhf_type", "is not modelled with Megatron; megatron sft and pt are", "dpo")
+        raise SpecError(
+            f"megatron rlhf (rlhf_type={settings.text('rlhf_type', 'dpo')}) is not modelled; megatron sft and pt are. The "
+            "same command as megatron sft gives a lower bound of its update: with micro_batch_size doubled for methods on "
+            "pairs (dpo, rm), with max_length for prompts and completions; a reference model and a rollout engine on the "
+            "same GPUs come on top.",
+            parameter="rlhf_type",
+            value=settings.raw("rlhf_type"),
+        )
     network = resolve_architecture(named)
     note_network(named, notes)
     note_unsupported(settings, UNSUPPORTED)

@@ -287,6 +287,11 @@ def test_a_setting_that_does_not_suit_the_job_is_said(mapping: dict[str, Any], p
     assert [(finding.code, finding.parameter) for finding in said] == [(code, path)]
 
 
+def test_states_of_main_parameters_have_their_dtype() -> None:
+    wide = {"main_parameters": "float32", "optimizer_states": "float32"}
+    assert not known_of(job_from_mapping(changed(PLAIN, "precision", {**PLAIN.get("precision", {}), **wide})))
+
+
 def test_what_a_chip_cannot_do_is_said() -> None:
     flash = job_from_mapping({**PLAIN, "attention": "flash_attention_2"})
     eight = job_from_mapping({**PLAIN, "precision": {"compute": "float8"}})
