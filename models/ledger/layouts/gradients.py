@@ -27,7 +27,7 @@ def tensors_of_gradients(
         name, size = parameters[index], int(template.num_bytes[index])
         path = module_of(name)
         parameter = COPIES.get(path, path), _last(name)
-        own = (one for one in left if one[1] == parameter and not (one[2].stacked and size < one[2].numel))
+        own = (one for one in left if one[1] == parameter and not (one[2].exceeds_matrix and size < one[2].numel))
         fitting = (
             one
             for one in own
