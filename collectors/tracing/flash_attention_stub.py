@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from peakcast.collectors.tracing.kernels import RULES, Taken, flash_backward_taken
+from peakcast.collectors.tracing.kernels import RULES, KernelAllocation, flash_backward_allocations
 from peakcast.core.units import round_up
 
 WIDTH = 8
@@ -56,11 +56,11 @@ def _go_back(context: Any, gradient: torch.Tensor, *_: Any) -> Any:
     return *backward(gradient, query, key, value, context.sequences), None
 
 
-def _backward_takes(arguments: Any, result: Any, device: Any) -> list[Taken]:
+def _backward_takes(arguments: Any, result: Any, device: Any) -> list[KernelAllocation]:
     _, query, key, _, sequences = arguments
     *outer, tokens, heads, width = query.shape
     rows = tokens + 128 * sequences if sequences else round_up(tokens, 128) * math.prod(outer)
-    return flash_backward_taken(query, rows, heads, width, grouped=key.shape[-2] != heads)
+    return flash_backward_allocations(query, rows, heads, width, grouped=key.shape[-2] != heads)
 
 
 def _define() -> None:

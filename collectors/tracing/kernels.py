@@ -18,7 +18,7 @@ RELEASE = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class KernelAllocation:
     """Bytes that a kernel allocates: freed when it has run or, if `kept`, kept by its library from then on."""
 
     name: str
@@ -26,20 +26,23 @@ class Taken:
     kept: bool = False
 
 
-def taken(operator: Any, arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
+def kernel_allocations(operator: Any, arguments: Sequence[Any], result: Any, device: Device) -> list[KernelAllocation]:
     """What `operator` allocated on `device` to make `result`; empty for operators without a rule."""
     rule = RULES.get(operator)
     return rule(arguments, result, device) if rule is not None else []
 
 
-def _reduces(accumulator_bytes: int) -> Callable[[Sequence[Any], Any, Device], list[Taken]]:
-    def rule(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
+def _reduces(accumulator_bytes: int) -> Callable[[Sequence[Any], Any, Device], list[KernelAllocation]]:
+    def rule(arguments: Sequence[Any], result: Any, device: Device) -> list[KernelAllocation]:
         source = arguments[0]
         dims = arguments[1] if len(arguments) > 1 else None
         found = reduction_of(source, dims, device, accumulator_bytes)
         if not found:
             return []
-        return [Taken("reduction.buffer", found.buffer_bytes), Taken("reduction.semaphores", found.semaphore_bytes)]
+        return [
+            KernelAllocation("reduction.buffer", found.buffer_bytes),
+            KernelAllocation("reduction.semaphores", found.semaphore_bytes),
+        ]
 
     return rule
 
@@ -65,7 +68,7 @@ def reduction_of(source: torch.Tensor, dims: Any, device: Device, accumulator_by
     )
 
 
-def _index_put(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
+def _index_put(arguments: Sequence[Any], result: Any, device: Device) -> list[KernelAllocation]:
     """With `accumulate`, indices are sorted first, which takes four copies of them (torch 2.11 `Indexing.cu`,
     `index_put_with_sort_kernel`; a fifth is freed by then), and the sort's own memory."""
     target, indices, _, *rest = arguments
@@ -76,50 +79,52 @@ def _index_put(arguments: Sequence[Any], result: Any, device: Device) -> list[Ta
     rows = prod(size for size, index in zip(target.shape, indices, strict=False) if index is not None)
     if not count:
         return []
-    copies = [Taken("index_put.indices", count * picked[0].element_size())] * 4
-    return [*copies, Taken("index_put.sort", kernel_workspaces.sort_bytes(count, rows))]
+    copies = [KernelAllocation("index_put.indices", count * picked[0].element_size())] * 4
+    return [*copies, KernelAllocation("index_put.sort", kernel_workspaces.sort_bytes(count, rows))]
 
 
-def _product(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
-    return [Taken("cublas_workspace", kernel_workspaces.cublas_bytes(device, RELEASE), kept=True)]
+def _product(arguments: Sequence[Any], result: Any, device: Device) -> list[KernelAllocation]:
+    return [KernelAllocation("cublas_workspace", kernel_workspaces.cublas_bytes(device, RELEASE), kept=True)]
 
 
-def _addmm(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
+def _addmm(arguments: Sequence[Any], result: Any, device: Device) -> list[KernelAllocation]:
     """A product with a bias goes to cublasLt (aten/src/ATen/native/cuda/Blas.cpp, `addmm_out_cuda_impl`)."""
     found = _product(arguments, result, device)
     bias, _, second = arguments[:3]
     kept = kernel_workspaces.cublaslt_kept(RELEASE)
     if kept is not None and bias.dim() == 1 and bias.shape[0] == second.shape[1] and min(second.shape) > 1:
-        found.append(Taken("cublaslt_workspace", CUBLASLT_BYTES, kept=kept))
+        found.append(KernelAllocation("cublaslt_workspace", CUBLASLT_BYTES, kept=kept))
     return found
 
 
-def flash_backward_taken(query: torch.Tensor, rows: int, heads: int, width: int, *, grouped: bool) -> list[Taken]:
+def flash_backward_allocations(
+    query: torch.Tensor, rows: int, heads: int, width: int, *, grouped: bool
+) -> list[KernelAllocation]:
     """What the backward kernel of flash attention allocates for `rows` queries (rounded up to whole blocks) and `heads`
     heads. If heads share keys (`grouped`), this includes gradients of keys and values for all heads."""
     accumulator, sums = kernel_workspaces.flash_backward(rows, heads, width)
-    found = [Taken("flash.dq_accum", accumulator), Taken("flash.row_sums", sums)]
+    found = [KernelAllocation("flash.dq_accum", accumulator), KernelAllocation("flash.row_sums", sums)]
     whole = query.numel() * query.element_size()
-    return [*found, *(Taken(name, whole) for name in ("flash.dk_expanded", "flash.dv_expanded") if grouped)]
+    return [*found, *(KernelAllocation(name, whole) for name in ("flash.dk_expanded", "flash.dv_expanded") if grouped)]
 
 
-def _flash_backward(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
+def _flash_backward(arguments: Sequence[Any], result: Any, device: Device) -> list[KernelAllocation]:
     """Shapes: [batch, heads, sequence, width]."""
     _, query, key, *_ = arguments
     batch, heads, tokens, width = query.shape
     rows = batch * round_up(tokens, 128)
-    return flash_backward_taken(query, rows, heads, width, grouped=key.shape[1] != heads)
+    return flash_backward_allocations(query, rows, heads, width, grouped=key.shape[1] != heads)
 
 
-def _efficient_backward(arguments: Sequence[Any], result: Any, device: Device) -> list[Taken]:
+def _efficient_backward(arguments: Sequence[Any], result: Any, device: Device) -> list[KernelAllocation]:
     """The row sums "delta" of memory-efficient attention's backward (attention_backward.cu). Shapes: [batch, heads,
     sequence, width]."""
     batch, heads, tokens, _ = arguments[1].shape
-    return [Taken("attention.row_sums", 4 * batch * heads * tokens)]
+    return [KernelAllocation("attention.row_sums", 4 * batch * heads * tokens)]
 
 
 _sum, _max = _reduces(SUM_ACCUMULATOR_BYTES), _reduces(INDEXED_MAX_ACCUMULATOR_BYTES)
-RULES: dict[Any, Callable[[Sequence[Any], Any, Device], list[Taken]]] = {
+RULES: dict[Any, Callable[[Sequence[Any], Any, Device], list[KernelAllocation]]] = {
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _sum,
     aten.mean.dim: _sum,

@@ -28,7 +28,7 @@ from peakcast.catalog import Device
 from peakcast.collectors.tracing import fake_streams
 from peakcast.collectors.tracing.blocks_in_use import BlocksInUse
 from peakcast.collectors.tracing.custom_operators import gpu_kernel
-from peakcast.collectors.tracing.kernels import Taken, taken
+from peakcast.collectors.tracing.kernels import KernelAllocation, kernel_allocations
 from peakcast.collectors.tracing.known_values import label
 from peakcast.collectors.tracing.launches import launches, tensors_of, waits
 from peakcast.collectors.tracing.operations import Operations
@@ -235,7 +235,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if func is torch.ops.aten.new_zeros.default:
             self._zeros = instant, result.untyped_storage()._cdata
         if self.gpu is not None:
-            for workspace in taken(func, args, result, self.gpu):
+            for workspace in kernel_allocations(func, args, result, self.gpu):
                 self._take(workspace, instant)
         return result
 
@@ -274,7 +274,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         made = self._zeros == (self.now - 1, target.untyped_storage()._cdata)
         return made and self.phase is Phase.BACKWARD
 
-    def _take(self, workspace: Taken, instant: int) -> None:
+    def _take(self, workspace: KernelAllocation, instant: int) -> None:
         """Record memory that an operator's kernel allocates for itself, until it ends or permanently."""
         holder = workspace.name, self.phase is Phase.BACKWARD
         if workspace.kept and holder in self._kept:

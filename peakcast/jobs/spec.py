@@ -53,6 +53,10 @@ OptimizerName = Literal[
     "paged_lion_8bit",
     "adalomo",
     "adam_mini",
+    "ademamix",
+    "ademamix_8bit",
+    "paged_ademamix_32bit",
+    "paged_ademamix_8bit",
 ]
 
 

@@ -42,6 +42,7 @@ def compiled_template(
             *(one.name, int(one.category), one.num_bytes, one.born, dies),
             born_backward=one.in_backward,
             dies_backward=one.read_again,
+            allocated=False,
         )
         for one in given
         for dies in (max(second.last_read(one.name), 1) if one.read_again else len(first.order),)

@@ -3,20 +3,17 @@ gradient."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import DTYPE_BYTES, MIB
-from peakcast.jobs.conventions import conventions, fuses_loss, mixes_precision
+from peakcast.jobs.conventions import conventions, mixes_precision
 from peakcast.jobs.loss import REFERRING
-from peakcast.jobs.ranks import ranks_that_differ
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.layouts.ddp import DDP
 from peakcast.models.ledger.layouts.fsdp1 import FSDP1, FSDP1Settings
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2, FSDP2Settings
-from peakcast.models.ledger.layouts.looped_experts import expert_by_expert
 from peakcast.models.ledger.layouts.module_tree import Block, block_of
 from peakcast.models.ledger.layouts.units import Ends, named_ends, units_by_layer
 from peakcast.models.ledger.parameters.module_order import in_order_of_modules
@@ -40,85 +37,97 @@ def layout_of(
     parallelism = job.parallelism
     ranks = parallelism.num_replicas
     if parallelism.zero_stage and job.task == "train":  # DeepSpeed's engine has its buckets and main copies on one rank too
-        return _zero(job, tensors, conventions(job), rank, modules)
+        from peakcast.models.ledger.layouts.zero_of_job import zero_of
+
+        return zero_of(job, tensors, rank, modules)
     if ranks == 1:
         return Layout(tensors)
-    chosen = conventions(job)
-    # with adapters, peft's enable_input_require_grads comes with checkpointing only
-    no_gradient_enters = job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
-    waits = bool(chosen["accumulates_without_sync"])
-    stays_after_forward = not chosen.get("fsdp_reshard_after_forward", True)
-    sharded = [tensor for tensor in tensors if tensor.sharded]
     if parallelism.sharding in ("fsdp2", "hsdp"):
-        shards = ranks
-        if parallelism.sharding == "hsdp":  # of one sequence, or of as many as the ranks of a group have
-            shards = parallelism.context_parallel_size * min(
-                parallelism.data_parallel_size, int(chosen["shard_group_size"])
-            )
-        ordered = in_order_of_modules(sharded, job.architecture)
-        units = units_by_layer(
-            ordered,
-            ends or _named_ends(job, ordered),
-            ends_apart=chosen["fsdp2_units"] == "ends",
-            first_layer_without_gradient=no_gradient_enters,
-        )
-        if chosen.get("fsdp2_last_layer_stays"):
-            for unit in [unit for unit in units if block_of(unit.modules[0]) is Block.LAYER][-1:]:
-                unit.stays_after_forward = True
-        if gathers_head_itself(job):
-            units = [unit for unit in units if unit.name != "tail"]
-        return FSDP2(
-            tensors,
-            units,
-            FSDP2Settings(
-                shards=shards,
-                replicas=ranks // shards,
-                reduce_bytes=reduced_bytes(job),
-                waits=waits,
-                offloads=job.offload.parameters,
-                stays_after_forward=stays_after_forward,
-                forward_again=_run_again_by_reentrant_checkpoints(job),
-            ),
-        )
+        return _fsdp2(job, tensors, ends)
     if parallelism.sharding == "fsdp1":
-        reentrant = job.activation_checkpointing.mode != "none" and job.activation_checkpointing.use_reentrant
-        around_units = reentrant and bool(chosen.get("checkpoints_around_units"))
-        return FSDP1(
-            tensors,
-            # peft's fsdp_auto_wrap_policy
-            units_by_layer(
-                sharded,
-                ends or _named_ends(job, sharded),
-                adapters_apart=job.finetuning.method in ("lora", "qlora"),
-                first_layer_without_gradient=no_gradient_enters,
-            ),
-            FSDP1Settings(
-                shards=ranks,
-                reduce_bytes=reduced_bytes(job),
-                waits=waits,
-                # a unit's first forward has no graph where a reentrant checkpoint is around it, so that no hook says that
-                # its backward will need it, and none fetches it (torch 2.13 `_runtime_utils.py`
-                # _register_pre_backward_hooks, _get_handle_to_prefetch: `_needs_pre_backward_unshard`)
-                prefetches="" if around_units else chosen["fsdp1_backward_prefetch"],
-                keeps_originals=bool(chosen["fsdp1_use_orig_params"]),
-                checkpoints_around_units=around_units,
-                broadcasts=bool(chosen["fsdp1_sync_module_states"]),
-                receives_ahead=bool(rank and chosen.get("fsdp1_others_on_meta")),
-                stays_after_forward=stays_after_forward,
-                limits=bool(chosen["fsdp1_limit_all_gathers"]),
-                offloads=job.offload.parameters,
-            ),
-        )
+        return _fsdp1(job, tensors, rank, ends)
+    return _ddp(job, tensors, outputs)
+
+
+def _fsdp2(job: TrainingJob, tensors: Sequence[StoredTensor], ends: Ends | None) -> Layout:
+    """The layout of an FSDP2 job, whose groups of ranks may hold replicas of each other (HSDP)."""
+    chosen, parallelism = conventions(job), job.parallelism
+    ranks = shards = parallelism.num_replicas
+    if parallelism.sharding == "hsdp":  # of one sequence, or of as many as the ranks of a group have
+        shards = parallelism.context_parallel_size * min(parallelism.data_parallel_size, int(chosen["shard_group_size"]))
+    ordered = in_order_of_modules([tensor for tensor in tensors if tensor.sharded], job.architecture)
+    units = units_by_layer(
+        ordered,
+        ends or _named_ends(job, ordered),
+        ends_apart=chosen["fsdp2_units"] == "ends",
+        first_layer_without_gradient=_no_gradient_enters(job),
+    )
+    if chosen.get("fsdp2_last_layer_stays"):
+        for unit in [unit for unit in units if block_of(unit.modules[0]) is Block.LAYER][-1:]:
+            unit.stays_after_forward = True
+    if gathers_head_itself(job):
+        units = [unit for unit in units if unit.name != "tail"]
+    settings = FSDP2Settings(
+        shards=shards,
+        replicas=ranks // shards,
+        reduce_bytes=reduced_bytes(job),
+        waits=bool(chosen["accumulates_without_sync"]),
+        offloads=job.offload.parameters,
+        stays_after_forward=not chosen.get("fsdp_reshard_after_forward", True),
+        forward_again=_run_again_by_reentrant_checkpoints(job),
+    )
+    return FSDP2(tensors, units, settings)
+
+
+def _fsdp1(job: TrainingJob, tensors: Sequence[StoredTensor], rank: int | None, ends: Ends | None) -> Layout:
+    """The layout of an FSDP1 job."""
+    chosen, sharded = conventions(job), [tensor for tensor in tensors if tensor.sharded]
+    reentrant = job.activation_checkpointing.mode != "none" and job.activation_checkpointing.use_reentrant
+    around_units = reentrant and bool(chosen.get("checkpoints_around_units"))
+    units = units_by_layer(
+        sharded,
+        ends or _named_ends(job, sharded),
+        adapters_apart=job.finetuning.method in ("lora", "qlora"),  # peft's fsdp_auto_wrap_policy
+        first_layer_without_gradient=_no_gradient_enters(job),
+    )
+    settings = FSDP1Settings(
+        shards=job.parallelism.num_replicas,
+        reduce_bytes=reduced_bytes(job),
+        waits=bool(chosen["accumulates_without_sync"]),
+        # a unit's first forward has no graph where a reentrant checkpoint is around it, so that no hook says that
+        # its backward will need it, and none fetches it (torch 2.13 `_runtime_utils.py`
+        # _register_pre_backward_hooks, _get_handle_to_prefetch: `_needs_pre_backward_unshard`)
+        prefetches="" if around_units else chosen["fsdp1_backward_prefetch"],
+        keeps_originals=bool(chosen["fsdp1_use_orig_params"]),
+        checkpoints_around_units=around_units,
+        broadcasts=bool(chosen["fsdp1_sync_module_states"]),
+        receives_ahead=bool(rank and chosen.get("fsdp1_others_on_meta")),
+        stays_after_forward=not chosen.get("fsdp_reshard_after_forward", True),
+        limits=bool(chosen["fsdp1_limit_all_gathers"]),
+        offloads=job.offload.parameters,
+    )
+    return FSDP1(tensors, units, settings)
+
+
+def _ddp(job: TrainingJob, tensors: Sequence[StoredTensor], outputs: Sequence[int]) -> Layout:
+    """The layout of a DDP job. `outputs`: as in `layout_of`."""
+    chosen = conventions(job)
     # the Trainer looks for unused parameters unless it checkpoints (transformers trainer.py `_build_accelerator_args`)
     finds_unused = bool(chosen.get("trainer")) and job.activation_checkpointing.mode == "none"
     return DDP(
         tensors,
         bucket_bytes=int(chosen["ddp_bucket_cap_mib"]) * MIB,
         views=bool(chosen["ddp_gradient_as_bucket_view"]),
-        waits=waits,
-        split=parallelism.tensor_parallel_size > 1,
+        waits=bool(chosen["accumulates_without_sync"]),
+        split=job.parallelism.tensor_parallel_size > 1,
         outputs=outputs if finds_unused else (),
     )
+
+
+def _no_gradient_enters(job: TrainingJob) -> bool:
+    """Whether the first layer's input requires no gradient: peft's enable_input_require_grads, which makes it require one
+    with adapters, comes with checkpointing only."""
+    return job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
 
 
 def _named_ends(job: TrainingJob, tensors: Sequence[StoredTensor]) -> Ends:
@@ -133,71 +142,6 @@ def _run_again_by_reentrant_checkpoints(job: TrainingJob) -> frozenset[str]:
         return frozenset()
     every = checkpointing.every_n_layers
     return frozenset(f"layers.{index}" for index in range(0, job.architecture.num_hidden_layers, every))
-
-
-def _zero(
-    job: TrainingJob,
-    tensors: Sequence[StoredTensor],
-    chosen: Mapping[str, Any],
-    rank: int | None,
-    modules: ModuleTurns | None,
-) -> Layout:
-    """The layout of a ZeRO job."""
-    from peakcast.models.ledger.layouts.zero import Buckets
-    from peakcast.models.ledger.layouts.zero3 import Zero3
-    from peakcast.models.ledger.layouts.zero3_modules import Modules
-    from peakcast.models.ledger.layouts.zero12 import Zero12
-
-    stage, ranks = job.parallelism.zero_stage, job.parallelism.data_parallel_size
-    # every framework uses DeepSpeed's ZeRO, so DeepSpeed's conventions hold where the job's framework has none
-    chosen = {**conventions(job.replace(framework="deepspeed", framework_options=FrozenMapping())), **chosen}
-    overlaps = stage == 3 if chosen["overlap_comm"] == "auto" else bool(chosen["overlap_comm"])
-    buckets = Buckets(
-        reduce=int(chosen["reduce_bucket_size"]),
-        num_reduce=2 if overlaps and stage < 3 else 1,
-        prefetch=int(chosen["stage3_prefetch_bucket_size"]),
-        persistence=int(chosen["stage3_param_persistence_threshold"]),
-        reuse=int(chosen["stage3_max_reuse_distance"]),
-        live=int(chosen["stage3_max_live_parameters"]),
-        sub_group=int(chosen["sub_group_size"]),
-    )
-    contiguous = bool(chosen.get("contiguous_gradients", True))
-    offloads, width = job.offload.optimizer, int(DTYPE_BYTES[job.precision.parameters])
-    if stage < 3:
-        rank = ranks_that_differ(job)[0] if rank is None else rank
-        if chosen.get("experts_implementation") == "loop":
-            tensors = expert_by_expert(tensors)
-        return Zero12(
-            tensors,
-            stage=stage,
-            ranks=ranks,
-            element_bytes=width,
-            buckets=buckets,
-            rank=rank,
-            round_robin=bool(chosen["round_robin_gradients"]),
-            contiguous=contiguous or offloads,
-            offloads=offloads,
-        )
-    if modules is None:
-        leaf = "mlp" if family_of(job.architecture).libraries.deepspeed_leaf else ""
-        scored = job.loss.kind in REFERRING and conventions(job).get("preference_logits") != "whole"
-        head_of_root = scored or fuses_loss(job)
-        sharded = [tensor for tensor in tensors if tensor.sharded]
-        modules = Modules(sharded, head_of_root=head_of_root, leaf=leaf, family=job.architecture.model_type)
-    return Zero3(
-        tensors,
-        ranks=ranks,
-        element_bytes=width,
-        buckets=buckets,
-        packs=not job.activation_checkpointing.use_reentrant,
-        contiguous=contiguous,
-        overlaps=overlaps,
-        offloads=offloads,
-        offloads_parameters=job.offload.parameters,
-        biases_first=family_of(job.architecture).linear.conv1d,  # DeepSpeed replaces torch's Linear, but not Conv1D
-        transposes=family_of(job.architecture).linear.transposes_weight,
-        modules=modules,
-    )
 
 
 def finds_final_norm(job: TrainingJob) -> bool:

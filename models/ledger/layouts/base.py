@@ -57,8 +57,9 @@ class StoredTensor(HashedOnce):
         return math.prod(self.shape)
 
     @property
-    def stacked(self) -> bool:
-        """Whether it contains the matrices of all experts of a layer, which are not nn.Linear modules."""
+    def exceeds_matrix(self) -> bool:
+        """Whether it has more than two dimensions, so that no nn.Linear reads it: the matrices of all experts of a layer,
+        stacked, or the kernel of a convolution."""
         return len(self.shape) > 2
 
     @property

@@ -27,7 +27,7 @@ def tensors_of_gradients(
         name, size = parameters[index], int(template.num_bytes[index])
         path = _of_any(module_of(name))
         parameter = COPIES.get(path, path), _last(name)
-        own = [one for one in left if one[1] == parameter and not (one[2].stacked and size < one[2].numel)]
+        own = [one for one in left if one[1] == parameter and not (one[2].exceeds_matrix and size < one[2].numel)]
         named = (one for one in own if one[2].name == name)
         sized = (one for one in own if round_up(one[2].numel * element_bytes, MIN_BLOCK_BYTES) == size)
         if (taken := next(named, None) or next(sized, None)) is not None:

@@ -20,7 +20,7 @@ def expert_by_expert(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
 
 def _matrices(tensor: StoredTensor) -> Iterator[StoredTensor]:
     """The matrices of a stacked tensor, the first expert's first; itself if it is not stacked."""
-    if not tensor.stacked:
+    if not tensor.exceeds_matrix:
         yield tensor
         return
     experts, _, stacked = tensor.name.rpartition(".")

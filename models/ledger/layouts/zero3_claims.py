@@ -66,7 +66,7 @@ class Claims:
             ends = next((later.ends for later in self._later(tensor, index)), ends)
         if tensor in mine and self.engine.packs and tensor.quantized:
             ends = self._last(tensor).ends  # bitsandbytes' product keeps a quantised weight for its backward (`MatMul4Bit`)
-        if (tensor.stacked or tensor in self.viewed) and (tensor in mine or tensor in self._taken_back):
+        if (tensor.exceeds_matrix or tensor in self.viewed) and (tensor in mine or tensor in self._taken_back):
             after = self._later(tensor, index)
             if after and not any(later.during is Pass.RECOMPUTATION for later in after):
                 ends = max(ends, _done(after[-1], tensor))

@@ -8,20 +8,25 @@ from peakcast.models.ledger.optimizers.rule import OptimizerRule, Options, Sized
 MIN_QUANTIZED_NUMEL = 4096
 """min_8bit_size of bitsandbytes; `_new_buffer` of torchao follows it."""
 MIN_PAGED_NUMEL = 100_000
-"""bitsandbytes 0.50.2 optim/optimizer.py get_state_buffer: smaller states stay ordinary CUDA tensors."""
+"""bitsandbytes 0.50.2 optim/optimizer.py get_state_buffer, optim/ademamix.py _get_state_double_buffer: the states of
+parameters with fewer elements stay ordinary CUDA tensors."""
 BLOCK = 256
 """Elements that share a scale: bitsandbytes since 0.44 (2048 before), torchao's 8-bit and fp8 states."""
 BLOCK_4BIT = 128
 QMAP_BYTES = 256 * FP32
 
 _BNB = "bitsandbytes 0.50.2 optim/optimizer.py Optimizer1State, Optimizer2State init_state; the update is one fused kernel"
+MOMENTUM, ADAM, ADEMAMIX = (1,), (1, 1), (2, 1)
+"""How many times as many elements as the parameter each state has. AdEMAMix keeps two averages of gradients in one state
+(bitsandbytes optim/ademamix.py init_state)."""
 _AO = "torchao 0.18 optim/adam.py _new_buffer, subclass_8bit.py, subclass_4bit.py, subclass_fp8.py; a compiled update"
 
 
-def bitsandbytes(num_states: int, bits: int, *, paged: bool = False) -> OptimizerRule:
-    """`num_states` states of `bits` per tensor: fp32, or uint8 with an fp32 absmax per block. The Trainer keeps an
-    nn.Embedding's states in fp32 (transformers 5.17 trainer.py create_optimizer, register_module_override)."""
-    numbers = range(1, num_states + 1)
+def bitsandbytes(sizes: tuple[int, ...], bits: int, *, paged: bool = False) -> OptimizerRule:
+    """States of `bits`, each `sizes` times as large as its parameter: fp32, or uint8 with an fp32 absmax per block. The
+    Trainer keeps an nn.Embedding's states in fp32 (transformers 5.17 trainer.py create_optimizer,
+    register_module_override)."""
+    numbered = tuple(enumerate(sizes, 1))
 
     def quantized(tensor: TrainedTensor, options: Options) -> bool:
         return bits == 8 and tensor.numel >= MIN_QUANTIZED_NUMEL and not (tensor.is_embedding and options.trainer)
@@ -33,16 +38,17 @@ def bitsandbytes(num_states: int, bits: int, *, paged: bool = False) -> Optimize
         return paged and tensor.numel >= MIN_PAGED_NUMEL
 
     def states(tensor: TrainedTensor, options: Options) -> list[Sized]:
-        kept = [] if is_paged(tensor) else [(f"state{i}", state_bytes(tensor, options)) for i in numbers]
+        one = state_bytes(tensor, options)
+        kept = [] if is_paged(tensor) else [(f"state{i}", size * one) for i, size in numbered]
         if quantized(tensor, options):
-            kept += [(f"absmax{i}", -(-tensor.numel // BLOCK) * FP32) for i in numbers]
+            kept += [(f"absmax{i}", size * -(-tensor.numel // BLOCK) * FP32) for i, size in numbered]
         return kept
 
     return OptimizerRule(
         _BNB,
         states,
-        shared=tuple((f"qmap{i}", QMAP_BYTES) for i in numbers) if bits == 8 else (),
-        paged=lambda tensor, options: num_states * state_bytes(tensor, options) if is_paged(tensor) else 0,
+        shared=tuple((f"qmap{i}", QMAP_BYTES) for i, _ in numbered) if bits == 8 else (),
+        paged=lambda tensor, options: sum(sizes) * state_bytes(tensor, options) if is_paged(tensor) else 0,
     )
 
 
@@ -66,13 +72,17 @@ def torchao(code_bits: int, block: int, qmap_entries: int) -> OptimizerRule:
 
 
 BITSANDBYTES: dict[tuple[str, str], OptimizerRule] = {
-    ("adamw_8bit", ""): bitsandbytes(2, 8),
-    ("paged_adamw_8bit", ""): bitsandbytes(2, 8, paged=True),
-    ("paged_adamw_32bit", ""): bitsandbytes(2, 32, paged=True),
-    ("lion", ""): bitsandbytes(1, 32),
-    ("lion_8bit", ""): bitsandbytes(1, 8),
-    ("paged_lion_32bit", ""): bitsandbytes(1, 32, paged=True),
-    ("paged_lion_8bit", ""): bitsandbytes(1, 8, paged=True),
+    ("adamw_8bit", ""): bitsandbytes(ADAM, 8),
+    ("paged_adamw_8bit", ""): bitsandbytes(ADAM, 8, paged=True),
+    ("paged_adamw_32bit", ""): bitsandbytes(ADAM, 32, paged=True),
+    ("lion", ""): bitsandbytes(MOMENTUM, 32),
+    ("lion_8bit", ""): bitsandbytes(MOMENTUM, 8),
+    ("paged_lion_32bit", ""): bitsandbytes(MOMENTUM, 32, paged=True),
+    ("paged_lion_8bit", ""): bitsandbytes(MOMENTUM, 8, paged=True),
+    ("ademamix", ""): bitsandbytes(ADEMAMIX, 32),
+    ("ademamix_8bit", ""): bitsandbytes(ADEMAMIX, 8),
+    ("paged_ademamix_32bit", ""): bitsandbytes(ADEMAMIX, 32, paged=True),
+    ("paged_ademamix_8bit", ""): bitsandbytes(ADEMAMIX, 8, paged=True),
 }
 TORCHAO: dict[tuple[str, str], OptimizerRule] = {
     ("adamw_8bit", ""): torchao(8, BLOCK, 256),

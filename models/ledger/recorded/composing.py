@@ -182,6 +182,7 @@ class _Network:
             parameters=[name.removesuffix(".grad") for name, trained in zip(names, gradients, strict=True) if trained],
             dies_without_graph=dies,
             cached=np.zeros(len(own), dtype=bool),
+            allocated=np.ones(len(own), dtype=bool),
             num_forward=len(phases),
             num_recomputed=len(phases),
             num_backward=len(walk.phases[backward]),

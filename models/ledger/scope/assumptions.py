@@ -14,7 +14,7 @@ from peakcast.networks.families import family_of
 LAYER_KERNELS = ("norm_kernel", "rotary_kernel", "gated_activation_kernel")
 
 
-def targets_taken(job: TrainingJob) -> str:
+def assumption_on_adapter_targets(job: TrainingJob) -> str:
     """An assumption about `finetuning.targets`: which names this network does not have, or what is assumed if none are
     named and peft has no default; "" if neither."""
     if job.finetuning.method in ("full", *ON_NETWORK):
@@ -39,7 +39,7 @@ def _default_targets_assumed(architecture: Architecture) -> str:
     )
 
 
-def kernels_taken(job: TrainingJob) -> str:
+def assumption_on_liger_kernels(job: TrainingJob) -> str:
     """An assumption for a job that asks for only one half of Liger, which `use_liger_kernel` never does; "" otherwise."""
     chosen = conventions(job)
     layers = all(chosen.get(name) == "fused" for name in LAYER_KERNELS)

@@ -19,9 +19,9 @@ def weights_backward(operation: Operation, made_at: int, instant: int) -> list[R
     after, rows = instant + 1, list[Row]()
     for weight in operation.weight_gradients:
         if weight.num_bytes > 0:
-            rows.append(
-                backward_row(weight.name, weight.num_bytes, made_at, after, category=GRADIENTS, parameter=weight.of)
-            )
+            gradient = backward_row(weight.name, weight.num_bytes, made_at, after, category=GRADIENTS, parameter=weight.of)
+            gradient.allocated = made_at == instant
+            rows.append(gradient)
             of_kernel = f"{weight.name}.workspace"
             rows += [backward_row(of_kernel, size, instant, after, category=WORKSPACES) for size in weight.workspaces]
     passing = f"{operation.name}.temporary"
@@ -30,13 +30,14 @@ def weights_backward(operation: Operation, made_at: int, instant: int) -> list[R
 
 class _Gradient:
     """A gradient that some operation has yet to read. `holders`: how many references to it exist, one for each tensor that
-    it is the gradient of and whose operation has not yet run backward."""
+    it is the gradient of and whose operation has not yet run backward. `allocated`, `through_view`: as in `Row`."""
 
-    __slots__ = ("born", "holders", "name", "num_bytes", "stream", "through_view")
+    __slots__ = ("allocated", "born", "holders", "name", "num_bytes", "stream", "through_view")
 
     def __init__(self, num_bytes: int, born: int, name: str = HANDED_IN, holders: int = 0, stream: int = 0) -> None:
         self.num_bytes, self.born, self.name, self.holders, self.stream = num_bytes, born, name, holders, stream
         self.through_view = False
+        self.allocated = name != HANDED_IN
 
 
 class Backward:
@@ -65,7 +66,7 @@ class Backward:
             self._held[id(output)] = _Gradient(output.num_bytes, 0, holders=1)
         if beside is not None:
             self._held[id(beside)] = _Gradient(beside.num_bytes, 0, f"{HANDED_IN}_beside", holders=2)
-            self._live(f"{HANDED_IN}_beside", beside.num_bytes, 0, end)
+            self.rows.append(backward_row(f"{HANDED_IN}_beside", beside.num_bytes, 0, end, allocated=False))
         for instant, index in enumerate(block.order):
             self._run(block.operations[index], index, instant)
         for gradient in dict.fromkeys(self._held.values()):  # the input's gradient, which goes to the block before
@@ -86,6 +87,7 @@ class Backward:
         if gradient.num_bytes > 0:
             row = backward_row(gradient.name, gradient.num_bytes, gradient.born, dies, gradient.stream)
             row.through_view = gradient.through_view and dies == gradient.born + 1
+            row.allocated = gradient.allocated
             self.rows.append(row)
 
     def _run(self, operation: Operation, index: int, instant: int) -> None:
@@ -105,10 +107,10 @@ class Backward:
             else:
                 num_bytes = tensor.num_bytes if size is None else size
                 gradient = _Gradient(num_bytes, made_at, name, stream=operation.gradients_stream)
-                gradient.through_view = through_view
+                gradient.through_view, gradient.allocated = through_view, made_at == instant
                 touched.append(gradient)
             if summed := self._hold(tensor, gradient, instant):
-                summed.name, summed.through_view = name, through_view
+                summed.name, summed.through_view, summed.allocated = name, through_view, False
                 largest_sum = max(largest_sum, summed.num_bytes)
         if not later:
             self.rows += weights_backward(operation, made_at, instant)

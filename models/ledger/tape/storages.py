@@ -131,5 +131,6 @@ class StorageLives:
                 dies_without_graph=read_until,
                 cached=cached,
                 stream=storage.stream,
+                allocated=self._block.input is None or storage is not self._block.input.storage,
             )
         )

@@ -80,16 +80,25 @@ class Row:
     cached: bool = False
     stream: int = 0
     through_view: bool = False
+    allocated: bool = True
 
 
 TEMPORARIES, GRADIENTS = int(Category.TEMPORARIES), int(Category.GRADIENTS)
 
 
 def backward_row(
-    name: str, num_bytes: int, born: int, dies: int, stream: int = 0, category: int = TEMPORARIES, parameter: str = ""
+    name: str,
+    num_bytes: int,
+    born: int,
+    dies: int,
+    stream: int = 0,
+    category: int = TEMPORARIES,
+    parameter: str = "",
+    *,
+    allocated: bool = True,
 ) -> Row:
     """The row of a tensor that lives from the backward instant `born` until before the backward instant `dies`."""
-    return Row(name, category, num_bytes, born, dies, True, True, dies, parameter, stream=stream)
+    return Row(name, category, num_bytes, born, dies, True, True, dies, parameter, stream=stream, allocated=allocated)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -114,6 +123,9 @@ class Columns:
     """`dies` when the block runs under no_grad and nothing is saved, counted from the first forward instant."""
     cached: npt.NDArray[np.bool_]
     """Results that selective checkpointing keeps: the first forward makes them and the recomputation reuses them."""
+    allocated: npt.NDArray[np.bool_]
+    """Whether the operation at `born` allocates the entry. Otherwise it comes from outside the block, or the operation
+    before made it, in place of a tensor that was freed when that operation ended."""
     streams: npt.NDArray[np.int64] | None = None
     """The stream on which each entry is allocated; None: all on the computing stream."""
     through_view: npt.NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, dtype=np.int64))
@@ -137,6 +149,7 @@ def columns_of(rows: Sequence[Row]) -> dict[str, Any]:
         parameters=[row.parameter for row in rows if row.parameter],
         dies_without_graph=np.array([row.dies_without_graph for row in rows], dtype=np.int64),
         cached=np.array([row.cached for row in rows], dtype=bool),
+        allocated=np.array([row.allocated for row in rows], dtype=bool),
         streams=np.array(streams, dtype=np.int64) if any(streams) else None,
         through_view=np.flatnonzero([row.through_view for row in rows]),
     )
@@ -235,15 +248,16 @@ class Template(Columns):
 
     @cached_property
     def made_bytes(self) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-        """Bytes that the operation at each forward instant and at each backward instant allocates, temporaries included.
-        They are found by name: a tensor that replaces another when an operation ends is born at the next instant, whose
-        operation did not allocate it."""
-        made = np.zeros(self.num_forward, dtype=np.int64), np.zeros(self.num_backward, dtype=np.int64)
-        labels = self.forward_labels, self.backward_labels
-        for name, size, at, half in zip(self.names, self.num_bytes, self.born, self.born_backward.astype(int), strict=True):
-            if at < len(made[half]) and name.startswith(labels[half][at]):
-                made[half][at] += size
-        return made
+        """Bytes that the operation at each forward instant and at each backward instant allocates, temporaries included."""
+        forward = self.allocated & ~self.born_backward
+        backward = self.allocated & self.born_backward
+        return self._allocated_at(forward, self.num_forward), self._allocated_at(backward, self.num_backward)
+
+    def _allocated_at(self, entries: npt.NDArray[np.bool_], num_instants: int) -> npt.NDArray[np.int64]:
+        """The sum of `entries` by the instant at which they are born. [num_instants]"""
+        sums = np.zeros(num_instants, dtype=np.int64)
+        np.add.at(sums, self.born[entries], self.num_bytes[entries])
+        return sums
 
     @cached_property
     def handed_in_bytes(self) -> int:

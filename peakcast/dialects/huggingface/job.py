@@ -23,23 +23,20 @@ from peakcast.dialects.common.translation import (
     refuse_teacher,
     states_direction,
 )
-from peakcast.dialects.huggingface import keys as keys
-from peakcast.dialects.huggingface.adapters import adapter_of
+from peakcast.dialects.huggingface import keys
 from peakcast.dialects.huggingface.batch import batch_of, sequence_length
 from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
-from peakcast.dialects.huggingface.parallelism import fsdp_settings, fsdp_version, layout_and_offload, mapping_at
+from peakcast.dialects.huggingface.dtypes import finetuning_of, half_dtype, precision_of, weights_dtype, widened_adapters
+from peakcast.dialects.huggingface.parallelism import fsdp_settings, layout_and_offload
 from peakcast.dialects.huggingface.quantization import quantization_of
 from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import check_framework_options, conventions
 from peakcast.jobs.spec import (
     ActivationCheckpointing,
-    Dtype,
-    Finetuning,
     Framework,
     Loss,
     Optimizer,
-    Precision,
     TrainingJob,
 )
 
@@ -82,24 +79,16 @@ def from_huggingface(
     training = _settings("training_arguments", training_arguments, notes, spell)
     modern = (release(resolved(versions).get("transformers", "")) or (5,)) >= (5,)
     adapter = _settings("peft", peft, notes, spell) if peft is not None else None
-    strategy = training.raw("deepspeed") if deepspeed is None else deepspeed
-    engine = _settings("deepspeed", strategy, notes) if isinstance(strategy, Mapping) else None
-    if isinstance(strategy, str):
-        raise training.refuse("deepspeed", "is a path; give the mapping in that file as `deepspeed`")
-    shards = fsdp_settings(fsdp, training, notes)
-    if engine is not None and shards is not None:
-        raise SpecError(
-            "fsdp and deepspeed are both given, and both shard the run; keep one of them.", parameter="fsdp", value=fsdp
-        )
+    engine, shards = _strategy(deepspeed, fsdp, training, notes)
     refuse_teacher(training, "teacher_model_name_or_path")
     quantization = quantization_of(model, training, config)
     options: dict[str, Any] = {}
-    weights = _weights_dtype(model, training, notes)
-    half = _half(training, engine, shards, notes)
+    weights = weights_dtype(model, training, notes)
+    half = half_dtype(training, engine, shards, notes)
     loaded = half if engine is not None and half is not None else weights
     widens = release((versions or {}).get("peft", "0.12")) >= (0, 12)
-    finetuning = _widened(_finetuning(adapter, loaded, quantization, notes, options, widens), half, shards, notes)
-    precision = _precision(weights, half, engine, shards, finetuning, notes, options)
+    finetuning = widened_adapters(finetuning_of(adapter, loaded, quantization, notes, options, widens), half, shards, notes)
+    precision = precision_of(weights, half, engine, shards, finetuning, notes, options)
     if training.given("ddp_bucket_cap_mb"):
         options["ddp_bucket_cap_mib"] = training.integer("ddp_bucket_cap_mb")
     if training.number("neftune_noise_alpha", None) is not None:
@@ -131,15 +120,38 @@ def from_huggingface(
     )
     if unsloths and not offloads(training, job.num_tokens, architecture.hidden_size):
         job = job.replace(offload=replace(job.offload, activations=False))
-    known = conventions(job)
-    for name in [name for name in options if name not in known]:
-        notes.assumptions.append(f"{name}={options.pop(name)!r} is left to the default of framework={framework!r}.")
-    job = job.replace(framework_options=FrozenMapping({k: v for k, v in options.items() if known[k] != v}))
-    check_framework_options(job)
+    job = _with_options(job, options, notes)
     mesh = training.raw("parallelism_config") or {}
     job = of_training(job, mesh, notes) if isinstance(mesh, Mapping) else job
     _account_for_the_rest(notes, training, adapter, engine, shards)
     return notes.finish(job)
+
+
+def _with_options(job: TrainingJob, options: dict[str, Any], notes: Notes) -> TrainingJob:
+    """`job` with those of `options` that its framework has and that differ from the framework's defaults."""
+    known = conventions(job)
+    for name in [name for name in options if name not in known]:
+        notes.assumptions.append(f"{name}={options[name]!r} is left to the default of framework={job.framework!r}.")
+    differ = {name: value for name, value in options.items() if name in known and known[name] != value}
+    job = job.replace(framework_options=FrozenMapping(differ))
+    check_framework_options(job)
+    return job
+
+
+def _strategy(
+    deepspeed: Mapping[str, Any] | None, fsdp: Mapping[str, Any] | str | None, training: Settings, notes: Notes
+) -> tuple[Settings | None, Settings | None]:
+    """The settings of DeepSpeed and of FSDP, of which a run has at most one."""
+    strategy = training.raw("deepspeed") if deepspeed is None else deepspeed
+    engine = _settings("deepspeed", strategy, notes) if isinstance(strategy, Mapping) else None
+    if isinstance(strategy, str):
+        raise training.refuse("deepspeed", "is a path; give the mapping in that file as `deepspeed`")
+    shards = fsdp_settings(fsdp, training, notes)
+    if engine is not None and shards is not None:
+        raise SpecError(
+            "fsdp and deepspeed are both given, and both shard the run; keep one of them.", parameter="fsdp", value=fsdp
+        )
+    return engine, shards
 
 
 def _settings(name: str, mapping: object, notes: Notes, spell: Callable[[str], str] = str) -> Settings:
@@ -152,126 +164,6 @@ def _settings(name: str, mapping: object, notes: Notes, spell: Callable[[str], s
     if name == "deepspeed":
         notes.unknown += sorted(set(given) - set(values) - keys.AUTOMATIC)
     return Settings(values, notes, {"peft": "peft", "deepspeed": "DeepSpeed"}.get(name, "transformers"), spell)
-
-
-def _finetuning(
-    adapter: Settings | None,
-    weights: Dtype,
-    quantization: Mapping[str, Any],
-    notes: Notes,
-    options: dict[str, Any],
-    widens: bool,
-) -> Finetuning:
-    """Which parameters train. `widens`: whether peft makes adapters in float32 by default, as it does since 0.12."""
-    kind: Literal["nf4", "gptq", "int8"] | None = None
-    if quantization.get("load_in_8bit"):
-        kind = "int8"
-    elif quantization.get("quant_method") == "gptq":
-        kind = "gptq"
-        options["gptq_group_size"] = int(quantization.get("group_size", 128))
-    elif quantization.get("load_in_4bit"):
-        kind = "nf4"
-    elif quantization:
-        named = quantization.get("quant_method", dict(quantization))
-        notes.unsupported.append(
-            f"Quantization {named!r} is not modelled: the weights count in 16 bits.", "quantization_config", "less"
-        )
-    if adapter is None:
-        if kind:
-            notes.warnings.append(
-                "quantized weights cannot train without peft; they are read as unquantized.", "quantization_config", "less"
-            )
-        return Finetuning()
-    dtype = _adapter_dtype(adapter, kind, weights, quantization, widens)
-    return adapter_of(adapter, kind, dtype, quantization, notes)
-
-
-def _adapter_dtype(
-    adapter: Settings, kind: str | None, weights: Dtype, quantization: Mapping[str, Any], widens: bool
-) -> Dtype | None:
-    """The dtype of adapters; None for peft's default, float32. Before peft 0.12 they had the dtype of the weight to which
-    they are attached, if that is a floating-point type (peft 0.11.1 `tuners/lora/layer.py` update_layer)."""
-    if not widens:
-        return weights if kind is None else None
-    return None if adapter.switch("autocast_adapter_dtype", True) else _base_dtype(kind, weights, quantization)
-
-
-def _base_dtype(kind: str | None, weights: Dtype, quantization: Mapping[str, Any]) -> Dtype:
-    """The dtype of adapters that peft 0.21 leaves in the dtype of their layer: for bitsandbytes' 4 bits, the dtype of
-    computation; other integer weights do not determine it (`_move_adapter_to_device_of_base_layer`)."""
-    if kind is None:
-        return weights
-    computed = str(quantization.get("bnb_4bit_compute_dtype", weights))
-    return keys.DTYPES.get(computed, "float32") if kind == "nf4" else "float32"
-
-
-def _widened(finetuning: Finetuning, half: Dtype | None, shards: Settings | None, notes: Notes) -> Finetuning:
-    """`finetuning` with adapters in float32 if accelerate casts them. It casts all trained parameters if FSDP mixes
-    precisions, except with FSDP2 and bitsandbytes' 4 bits (accelerate 1.15 accelerator.py, utils/fsdp_utils.py
-    `fsdp2_prepare_model`)."""
-    if half is None or shards is None or finetuning.adapter_dtype in (None, "float32"):
-        return finetuning
-    if finetuning.quantization == "nf4" and fsdp_version(shards) == 2:
-        return finetuning
-    notes.assumptions.append(f"accelerate widens adapters of {finetuning.adapter_dtype} to float32: FSDP mixes precisions.")
-    return replace(finetuning, adapter_dtype=None)
-
-
-def _half(training: Settings, engine: Settings | None, shards: Settings | None, notes: Notes) -> Dtype | None:
-    """The 16-bit dtype of mixed precision; None if no setting asks for one."""
-    mixed = shards.text("mixed_precision", "no") if shards else "no"
-    bf16, fp16 = (
-        any([training.switch(key), mixed == key, _enabled(engine, key)])  # a list: each is read, and refused if invalid
-        for key in ("bf16", "fp16")
-    )
-    if bf16 and fp16:
-        raise training.refuse("fp16", "cannot be given together with bf16; keep one", True)
-    if mixed == "fp8":
-        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
-    return "bfloat16" if bf16 else "float16" if fp16 else None
-
-
-def _precision(
-    weights: Dtype,
-    half: Dtype | None,
-    engine: Settings | None,
-    shards: Settings | None,
-    finetuning: Finetuning,
-    notes: Notes,
-    options: dict[str, Any],
-) -> Precision:
-    if engine is not None and half is not None:  # the engine casts the model and keeps a master copy
-        return Precision(
-            parameters=half, compute=half, gradients=half, optimizer_states="float32", main_parameters="float32"
-        )
-    if half is not None and shards is not None and finetuning.method == "full" and weights != "float32":
-        # accelerate 1.15 accelerator.py ("upcasting"), utils/fsdp_utils.py fsdp2_prepare_model
-        notes.assumptions.append(f"accelerate widens weights of {weights} to float32, since FSDP mixes precisions.")
-        weights = "float32"
-    trained: Dtype = weights
-    if finetuning.method != "full" and weights != "float32" and finetuning.adapter_dtype in (None, "float32"):
-        trained = "float32"  # peft's autocast_adapter_dtype
-    options["autocast"] = half is not None  # also with 16-bit weights: it runs norms and losses in fp32
-    compute = half if options.get("autocast") and half else weights
-    return Precision(parameters=weights, compute=compute, gradients=trained, optimizer_states=trained)
-
-
-def _weights_dtype(model: Mapping[str, Any], training: Settings, notes: Notes) -> Dtype:
-    for source, value in (
-        ("dtype", training.raw("dtype")),
-        ("torch_dtype", training.raw("torch_dtype")),
-        ("the configuration's dtype", model.get("dtype") or model.get("torch_dtype")),
-    ):
-        if value is not None and str(value) != "auto":
-            if str(value) not in keys.DTYPES:
-                raise SpecError(
-                    f"{source}={value!r} must be one of float32, bfloat16, float16.", parameter=source, value=value
-                )
-            if "configuration" in source:
-                notes.assumptions.append(f"the weights are loaded as {keys.DTYPES[str(value)]}, as the configuration says.")
-            return keys.DTYPES[str(value)]
-    notes.assumptions.append("torch_dtype is not given; the weights are treated as loaded in bfloat16.")
-    return "bfloat16"
 
 
 def _batch(training: Settings, engine: Settings | None, key: str, engine_key: str, default: int) -> int:
@@ -392,10 +284,3 @@ def _account_for_the_engine(notes: Notes, engine: Settings) -> None:
     for key, what in keys.UNSUPPORTED_DEEPSPEED.items():
         if engine.raw(key) not in (None, False, {}, 1):
             notes.unsupported.append(f"{what[0].upper()}{what[1:]} ({key}) is not modelled.", key)
-
-
-def _enabled(engine: Settings | None, key: str) -> bool:
-    inner = mapping_at(engine, key) if engine is not None else {}
-    if engine is None or inner.get("enabled") == "auto":
-        return False
-    return Settings(inner, engine.notes, "DeepSpeed", lambda name: f"{key}.{name}").switch("enabled")

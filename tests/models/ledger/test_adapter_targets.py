@@ -4,7 +4,7 @@ import pytest
 
 from peakcast.catalog import architecture
 from peakcast.jobs.spec import Finetuning, TrainingJob
-from peakcast.models.ledger.scope.assumptions import targets_taken
+from peakcast.models.ledger.scope.assumptions import assumption_on_adapter_targets
 from peakcast.networks.families import counted_as, model_types
 
 LORA = Finetuning(method="lora", rank=8)
@@ -30,6 +30,6 @@ def test_what_peft_does_not_know_has_no_default(family):
 
 def test_without_targets_and_a_default_the_answer_says_what_it_took():
     adapted = {name: TrainingJob(architecture=architecture(name), finetuning=LORA) for name in ("phi-3-mini", "qwen3-8b")}
-    assert "assumed to be on qkv_proj" in targets_taken(adapted["phi-3-mini"])
-    assert "gate_up_proj" in targets_taken(adapted["phi-3-mini"])  # the way out: what can be named
-    assert targets_taken(adapted["qwen3-8b"]) == ""
+    assert "assumed to be on qkv_proj" in assumption_on_adapter_targets(adapted["phi-3-mini"])
+    assert "gate_up_proj" in assumption_on_adapter_targets(adapted["phi-3-mini"])  # the way out: what can be named
+    assert assumption_on_adapter_targets(adapted["qwen3-8b"]) == ""

@@ -12,7 +12,7 @@ from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Loss, Parall
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
 from peakcast.models.ledger.layouts import adapters_are_whole
-from peakcast.models.ledger.scope.assumptions import kernels_taken
+from peakcast.models.ledger.scope.assumptions import assumption_on_liger_kernels
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Phase
 
@@ -143,11 +143,11 @@ def test_a_fused_loss_with_ligers_version_has_its_layer_kernels_too():
     fused = Loss(fused_linear_cross_entropy=True)
     with_version = job(loss=fused, versions=FrozenMapping({"liger_kernel": "0.8.5"}))
     assert conventions(with_version)["gated_activation_kernel"] == "fused"
-    assert kernels_taken(with_version) == ""
-    assert "fused loss is assumed alone" in kernels_taken(job(loss=fused))
+    assert assumption_on_liger_kernels(with_version) == ""
+    assert "fused loss is assumed alone" in assumption_on_liger_kernels(job(loss=fused))
     layers = FrozenMapping({"liger_kernels": True})
-    assert "kernels inside layers are assumed alone" in kernels_taken(job(framework_options=layers))
-    assert kernels_taken(job()) == ""
+    assert "kernels inside layers are assumed alone" in assumption_on_liger_kernels(job(framework_options=layers))
+    assert assumption_on_liger_kernels(job()) == ""
 
 
 def test_where_fused_kernels_are_not_counted():

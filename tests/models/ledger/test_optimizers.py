@@ -114,6 +114,13 @@ def test_paged_states_are_in_host_memory_from_100_000_elements_on():
     assert baseline(job("adamw_8bit"), catalog.gpu("A100-80GB")).peak_host_bytes == 0
 
 
+def test_ademamix_keeps_two_averages_of_gradients_in_one_state_and_one_of_squares():
+    assert states(job("ademamix")) == 12 * PARAMETERS
+    assert states(job("ademamix_8bit")) * 2 == pytest.approx(3 * states(job("adamw_8bit")), abs=512 * 4 * NUM_TENSORS)
+    large = EMBEDDING + V * H + LAYERS * 3 * H * F
+    assert paged_state_bytes(job("paged_ademamix_32bit")) == 12 * large
+
+
 def test_muon_updates_matrices_and_adamw_the_rest():
     assert states(job("muon")) == 2 * (EMBEDDING + LINEARS) + 4 * NORMS
     # the update, the matrix before and after a round, two Gram matrices of the shorter side

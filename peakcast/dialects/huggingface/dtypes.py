@@ -1,0 +1,141 @@
+"""The dtypes of a Hugging Face run: of the weights as loaded, of mixed precision, and of adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.translation import Notes, Settings
+from peakcast.dialects.huggingface import keys
+from peakcast.dialects.huggingface.adapters import adapter_of
+from peakcast.dialects.huggingface.parallelism import fsdp_version, mapping_at
+from peakcast.jobs.spec import Dtype, Finetuning, Precision
+
+
+def weights_dtype(model: Mapping[str, Any], training: Settings, notes: Notes) -> Dtype:
+    for source, value in (
+        ("dtype", training.raw("dtype")),
+        ("torch_dtype", training.raw("torch_dtype")),
+        ("the configuration's dtype", model.get("dtype") or model.get("torch_dtype")),
+    ):
+        if value is not None and str(value) != "auto":
+            if str(value) not in keys.DTYPES:
+                raise SpecError(
+                    f"{source}={value!r} must be one of float32, bfloat16, float16.", parameter=source, value=value
+                )
+            if "configuration" in source:
+                notes.assumptions.append(f"the weights are loaded as {keys.DTYPES[str(value)]}, as the configuration says.")
+            return keys.DTYPES[str(value)]
+    notes.assumptions.append("torch_dtype is not given; the weights are treated as loaded in bfloat16.")
+    return "bfloat16"
+
+
+def half_dtype(training: Settings, engine: Settings | None, shards: Settings | None, notes: Notes) -> Dtype | None:
+    """The 16-bit dtype of mixed precision; None if no setting asks for one."""
+    mixed = shards.text("mixed_precision", "no") if shards else "no"
+    bf16, fp16 = (
+        any([training.switch(key), mixed == key, _enabled(engine, key)])  # a list: each is read, and refused if invalid
+        for key in ("bf16", "fp16")
+    )
+    if bf16 and fp16:
+        raise training.refuse("fp16", "cannot be given together with bf16; keep one", True)
+    if mixed == "fp8":
+        notes.unsupported.append("FP8 training (mixed_precision=fp8) is not modelled.", "mixed_precision")
+    return "bfloat16" if bf16 else "float16" if fp16 else None
+
+
+def finetuning_of(
+    adapter: Settings | None,
+    weights: Dtype,
+    quantization: Mapping[str, Any],
+    notes: Notes,
+    options: dict[str, Any],
+    widens: bool,
+) -> Finetuning:
+    """Which parameters train. `widens`: whether peft makes adapters in float32 by default, as it does since 0.12."""
+    kind: Literal["nf4", "gptq", "int8"] | None = None
+    if quantization.get("load_in_8bit"):
+        kind = "int8"
+    elif quantization.get("quant_method") == "gptq":
+        kind = "gptq"
+        options["gptq_group_size"] = int(quantization.get("group_size", 128))
+    elif quantization.get("load_in_4bit"):
+        kind = "nf4"
+    elif quantization:
+        named = quantization.get("quant_method", dict(quantization))
+        notes.unsupported.append(
+            f"Quantization {named!r} is not modelled: the weights count in 16 bits.", "quantization_config", "less"
+        )
+    if adapter is None:
+        if kind:
+            notes.warnings.append(
+                "quantized weights cannot train without peft; they are read as unquantized.", "quantization_config", "less"
+            )
+        return Finetuning()
+    dtype = _adapter_dtype(adapter, kind, weights, quantization, widens)
+    return adapter_of(adapter, kind, dtype, quantization, notes)
+
+
+def _adapter_dtype(
+    adapter: Settings, kind: str | None, weights: Dtype, quantization: Mapping[str, Any], widens: bool
+) -> Dtype | None:
+    """The dtype of adapters; None for peft's default, float32. Before peft 0.12 they had the dtype of the weight to which
+    they are attached, if that is a floating-point type (peft 0.11.1 `tuners/lora/layer.py` update_layer)."""
+    if not widens:
+        return weights if kind is None else None
+    return None if adapter.switch("autocast_adapter_dtype", True) else _base_dtype(kind, weights, quantization)
+
+
+def _base_dtype(kind: str | None, weights: Dtype, quantization: Mapping[str, Any]) -> Dtype:
+    """The dtype of adapters that peft 0.21 leaves in the dtype of their layer: for bitsandbytes' 4 bits, the dtype of
+    computation; other integer weights do not determine it (`_move_adapter_to_device_of_base_layer`)."""
+    if kind is None:
+        return weights
+    computed = str(quantization.get("bnb_4bit_compute_dtype", weights))
+    return keys.DTYPES.get(computed, "float32") if kind == "nf4" else "float32"
+
+
+def widened_adapters(finetuning: Finetuning, half: Dtype | None, shards: Settings | None, notes: Notes) -> Finetuning:
+    """`finetuning` with adapters in float32 if accelerate casts them. It casts all trained parameters if FSDP mixes
+    precisions, except with FSDP2 and bitsandbytes' 4 bits (accelerate 1.15 accelerator.py, utils/fsdp_utils.py
+    `fsdp2_prepare_model`)."""
+    if half is None or shards is None or finetuning.adapter_dtype in (None, "float32"):
+        return finetuning
+    if finetuning.quantization == "nf4" and fsdp_version(shards) == 2:
+        return finetuning
+    notes.assumptions.append(f"accelerate widens adapters of {finetuning.adapter_dtype} to float32: FSDP mixes precisions.")
+    return replace(finetuning, adapter_dtype=None)
+
+
+def precision_of(
+    weights: Dtype,
+    half: Dtype | None,
+    engine: Settings | None,
+    shards: Settings | None,
+    finetuning: Finetuning,
+    notes: Notes,
+    options: dict[str, Any],
+) -> Precision:
+    if engine is not None and half is not None:  # the engine casts the model and keeps a master copy
+        return Precision(
+            parameters=half, compute=half, gradients=half, optimizer_states="float32", main_parameters="float32"
+        )
+    if half is not None and shards is not None and finetuning.method == "full" and weights != "float32":
+        # accelerate 1.15 accelerator.py ("upcasting"), utils/fsdp_utils.py fsdp2_prepare_model
+        notes.assumptions.append(f"accelerate widens weights of {weights} to float32, since FSDP mixes precisions.")
+        weights = "float32"
+    trained: Dtype = weights
+    if finetuning.method != "full" and weights != "float32" and finetuning.adapter_dtype in (None, "float32"):
+        trained = "float32"  # peft's autocast_adapter_dtype
+    options["autocast"] = half is not None  # also with 16-bit weights: it runs norms and losses in fp32
+    compute = half if options.get("autocast") and half else weights
+    return Precision(parameters=weights, compute=compute, gradients=trained, optimizer_states=trained)
+
+
+def _enabled(engine: Settings | None, key: str) -> bool:
+    inner = mapping_at(engine, key) if engine is not None else {}
+    if engine is None or inner.get("enabled") == "auto":
+        return False
+    return Settings(inner, engine.notes, "DeepSpeed", lambda name: f"{key}.{name}").switch("enabled")

@@ -1,0 +1,86 @@
+"""What preference methods and `accelerate launch` mean, in the words of several projects."""
+
+from __future__ import annotations
+
+import pytest
+
+from peakcast.dialects.recognise import Beside, dialect_of
+from peakcast.doors.questions import translation_of
+
+
+def test_dpo_in_full_keeps_a_reference_unless_its_log_probabilities_were_made_before():
+    values = {
+        "model_name_or_path": "gpt2",
+        "output_dir": "o",
+        "per_device_train_batch_size": 3,
+        "beta": 0.1,
+        "max_length": 64,
+    }
+    kept, made = translation_of(values).job, translation_of({**values, "precompute_ref_log_probs": True}).job
+    assert (kept.loss.kind, kept.reference, kept.micro_batch_size) == ("dpo", "model", 6)
+    assert (made.loss.kind, made.reference, made.micro_batch_size) == ("dpo", "precomputed", 6)
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "kind", "reference"),
+    [
+        ("training", {"center_rewards_coefficient": 0.01, "per_device_train_batch_size": 2}, "reward", "none"),
+        ("axolotl", {"micro_batch_size": 2, "rl": "ipo"}, "dpo", "model"),
+        ("axolotl", {"micro_batch_size": 2, "reward_model": True}, "reward", "none"),
+        ("llamafactory", {"stage": "dpo", "per_device_train_batch_size": 2}, "dpo", "adapter_off"),
+        (
+            "torchtune",
+            {
+                "model": {"_component_": "torchtune.models.llama3_1.lora_llama3_1_8b", "lora_attn_modules": ["q_proj"]},
+                "loss": {"_component_": "torchtune.rlhf.loss.DPOLoss"},
+                "batch_size": 2,
+            },
+            "dpo",
+            "adapter_off",
+        ),
+    ],
+)
+def test_a_method_becomes_a_loss_of_both_sequences_of_a_pair(name, values, kind, reference):
+    model = {"axolotl": "base_model", "torchtune": None}.get(name, "model_name_or_path")
+    values = {**values, model: "gpt2"} if model else values
+    assert dialect_of(values) == name
+    job = translation_of({**values, "output_dir": "o"} if name == "training" else values).job
+    assert (job.loss.kind, job.reference, job.micro_batch_size) == (kind, reference, 4)
+
+
+@pytest.mark.parametrize(
+    ("flags", "stage", "sharding"),
+    [
+        ("--use_deepspeed --zero_stage 3 --num_processes 4 --mixed_precision bf16", 3, "none"),
+        ("--use_fsdp --fsdp_sharding_strategy SHARD_GRAD_OP --num_processes 4", 0, "fsdp1"),
+        ("--use_fsdp --fsdp_version 2 --num_processes 4", 0, "fsdp2"),
+        ("--multi_gpu --num_processes 4", 0, "none"),
+    ],
+)
+def test_the_flags_of_accelerate_launch_count(flags, stage, sharding):
+    words = "--model_name_or_path gpt2 --output_dir o --per_device_train_batch_size 1 --max_length 64"
+    job = translation_of(f"accelerate launch {flags} sft.py \\\n {words}\n").job
+    layout = job.parallelism
+    assert (layout.data_parallel_size, layout.zero_stage, layout.sharding) == (4, stage, sharding)
+
+
+def test_an_unknown_flag_of_accelerate_launch_is_listed():
+    text = "accelerate launch --num_processes 4 --what_is_this 3 sft.py --model_name_or_path gpt2 --max_length 64\n"
+    assert translation_of(text).unknown == ("what_is_this",)
+
+
+def test_what_trl_takes_by_itself_is_taken_and_said():
+    values = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 1}
+    plain, trl = translation_of(values), translation_of({**values, "max_length": 64})
+    assert plain.job.activation_checkpointing.mode == "none"
+    assert trl.job.activation_checkpointing.mode == "full"
+    assert any("gradient_checkpointing is not given; the default of trl" in sentence for sentence in trl.assumptions)
+
+
+def test_fsdp_1_takes_its_strategy_from_the_newer_key_too():
+    values = {
+        "distributed_type": "FSDP",
+        "num_processes": 2,
+        "fsdp_config": {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"},
+    }
+    assert translation_of(values, Beside(model="gpt2")).job.framework_options["fsdp_reshard_after_forward"] is False
