@@ -90,6 +90,19 @@ def test_a_regime_that_is_refused_loses_no_other(tmp_path: Path, monkeypatch: py
     assert found.refused == {"unheard_of": "it does not support gradient checkpointing"}
 
 
+@pytest.mark.parametrize(
+    ("layers", "kinds", "expected"),
+    [(48, [], 20), (12, [], 12), (30, ["s"] * 5 + ["f"], 18), (62, ["s", "f"], 20), (16, ["c", "c", "f", "c"], 16)],
+)
+def test_layers_are_recorded_in_whole_periods_of_their_kinds(layers: int, kinds: list[str], expected: int) -> None:
+    assert shipping.recorded_layers(layers, (kinds * layers)[:layers]) == expected
+
+
+def test_layers_of_no_period_are_all_recorded() -> None:
+    irregular = ["f" if layer in (2, 5, 8, 10, 12, 14) else "c" for layer in range(30)]
+    assert shipping.recorded_layers(30, irregular) == 30
+
+
 def test_a_family_that_is_not_recorded_is_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(SpecError, match="families='llama' must be a family that transformers has and the ledger has not"):
         api.record_all(tmp_path, families=["llama"])

@@ -58,10 +58,16 @@ COMPLETED: Mapping[str, Mapping[str, Any]] = {
     "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8, "moe_intermediate_size": 3072},
+    "lfm2": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
+    },
     "longt5": {"decoder_start_token_id": 0},
 }
-"""Families whose defaults alone make no network -> what a published network of theirs adds: rednote-hilab/dots.llm1.base,
-facebook/esm2_t33_650M_UR50D, tencent/Hunyuan-7B-Instruct, tencent/Hunyuan-A13B-Instruct, google/long-t5-tglobal-base."""
+"""Families whose defaults make no network, or none like the published ones -> what a published network of theirs adds:
+rednote-hilab/dots.llm1.base, facebook/esm2_t33_650M_UR50D, tencent/Hunyuan-7B-Instruct, tencent/Hunyuan-A13B-Instruct,
+LiquidAI/LFM2-1.2B, google/long-t5-tglobal-base."""
 HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
 """Numbers of heads. A family whose defaults have equally many of both also has published networks with fewer key and value
 heads, which use other code."""
@@ -162,12 +168,21 @@ def _jobs(config: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Train
             job = job_from_mapping(
                 {"architecture": dict(config), "micro_batch_size": batch, "sequence_length": LENGTH, **asked}
             )
-            layers = min(job.architecture.num_hidden_layers, LAYERS)
+            layers = recorded_layers(job.architecture.num_hidden_layers, config.get("layer_types") or ())
             job = job.replace(architecture=with_layers(job.architecture, layers))
             yield job
             heads, groups = (config.get(name, 0) for name in (HEADS, GROUPS))
             if heads == groups and heads >= FEWEST_HEADS:
                 yield with_values(job, {NETWORK + GROUPS: heads // 4})
+
+
+def recorded_layers(layers: int, kinds: Sequence[str]) -> int:
+    """How many of a network's `layers` layers, of these `kinds`, are recorded: at most LAYERS, in whole periods of the
+    kinds. All of them if no period is short enough."""
+    periods = (size for size in range(1, len(kinds)) if list(kinds[size:]) == list(kinds[:-size]))
+    period = next(periods, len(kinds) or 1)
+    most = min(layers, LAYERS)
+    return layers if period > most else most - most % period
 
 
 def _recorded(recorder: Recorder, job: TrainingJob, releases: FrozenMapping) -> tuple[Kind, Recipe]:
