@@ -8,14 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from peakcast.core.fields import FrozenMapping
-from peakcast.core.units import round_up
+from peakcast.core.units import DTYPE_BYTES, round_up
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.huggingface.job import from_huggingface
-from peakcast.jobs.conventions import release
+from peakcast.jobs.conventions import adapter_dtype, release
 from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.parameters.inventory import layer_parameters
 from peakcast.networks.config import architecture_from_hf_config
 
 SEQUENCE_LENGTH = 4096
@@ -84,6 +86,17 @@ class Case:
     name: str
     assumptions: tuple[str, ...]
     out_of_scope: str
+    unseen_bytes: int
+    """What the run allocates and the source's tracker does not see, between steps and at the peak."""
+
+    def allocated(self, num_bytes: int | None) -> int | None:
+        """What was allocated where the tracker saw `num_bytes`; None if it saw nothing."""
+        return num_bytes + self.unseen_bytes if num_bytes else None
+
+    def as_read(self, **measured: int | None) -> dict[str, dict[str, int]]:
+        """What a row's environment has where the source's numbers are not the row's."""
+        found = {name: num_bytes for name, num_bytes in measured.items() if num_bytes}
+        return {"as_read": found} if self.unseen_bytes and found else {}
 
 
 def case_of(
@@ -118,10 +131,13 @@ def case_of(
             precision=replace(job.precision, gradients=narrow, optimizer_states=narrow),
         )
         facts.append(f"Adapters are in {narrow}, the dtype in which FSDP stores quantised weights (peft before 0.12).")
+    unseen = 0
     if job.parallelism.world_size > 1 and "foak" in setup and job.finetuning.quantization:
+        unseen = _adapter_bytes(job)
         facts.append(
-            "The allocated peak lacks the adapters' weights, which come to the GPU between the stages that the source's "
-            "tracker adds up (fms_acceleration_foak/utils.py lora_adapters_switch_ddp_from_fsdp)."
+            f"The source's allocated memory lacks the adapters' weights, {unseen:,} bytes that are added here: they come "
+            "to the GPU between the stages that its tracker adds up (fms_acceleration_foak/utils.py "
+            "lora_adapters_switch_ddp_from_fsdp)."
         )
     if setup == "baseline-peft-bnb" and num_gpus == 1:  # trl casts no sharded model (`is_sharded_qlora`)
         options["norms_in_float32"] = True
@@ -142,7 +158,16 @@ def case_of(
         name=f"{model}/{num_gpus} GPUs/batch {batch}/{method}/{setup}",
         assumptions=(*COMMON_ASSUMPTIONS, *facts, *translation.assumptions, *translation.warnings),
         out_of_scope=" ".join(reasons),
+        unseen_bytes=unseen,
     )
+
+
+def _adapter_bytes(job: TrainingJob) -> int:
+    """Bytes of the weights of all LoRA adapters: [rank, inputs] and [outputs, rank] beside each target's matrix."""
+    targets, size = {f"self_attn.{name}.weight" for name in job.finetuning.targets}, DTYPE_BYTES[adapter_dtype(job)]
+    layers = (layer_parameters(job.architecture, layer) for layer in range(job.architecture.num_hidden_layers))
+    matrices = (tensor for tensor in chain.from_iterable(layers) if tensor.name in targets)
+    return sum(int(job.finetuning.rank * sum(matrix.shape) * size) for matrix in matrices)
 
 
 def _adapters_are_narrow(job: TrainingJob, versions: Mapping[str, str], *, fused: bool) -> bool:

@@ -85,7 +85,7 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
         observed=record["note"].removeprefix("date ")[:10],
         collectives="nccl" if record["num_gpus"] > 1 else "none",
         outcome="failed" if measured["peak_device_bytes"] < NEVER_RAN_BYTES else "ok",
-        peak_allocated_bytes=measured.get("peak_allocated_bytes"),
+        peak_allocated_bytes=case.allocated(measured.get("peak_allocated_bytes")),
         peak_device_bytes=measured["peak_device_bytes"],
         environment={
             **recorded,
@@ -94,6 +94,7 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
             "grade": record["grade"],
             "idle_subtracted": True,
             **({DEVICE_MEAN: True} if record["num_gpus"] > 1 else {}),
+            **case.as_read(peak_allocated_bytes=measured.get("peak_allocated_bytes")),
         },
         assumptions=(*facts, *case.assumptions),
         out_of_scope=" ".join(reasons),
