@@ -100,11 +100,18 @@ class Case:
 
 
 def case_of(
-    record: Mapping[str, str], versions: Mapping[str, str], *, rows_multiple_of: int = 1, loads_on_hosts: bool = False
+    record: Mapping[str, str],
+    versions: Mapping[str, str],
+    *,
+    rows_multiple_of: int = 1,
+    loads_on_hosts: bool = False,
+    own_gptq: bool = True,
 ) -> Case:
     """The case of a line of the benchmark's tables (`record`, its columns as text), run with `versions`.
     `rows_multiple_of`: the rows of token table and lm_head were rounded up to a multiple of this. `loads_on_hosts`: whether
-    the plug-ins made every rank load quantised weights on its host, whatever transformers would do.
+    the plug-ins made every rank load quantised weights on its host, whatever transformers would do. `own_gptq`: whether the
+    project's own copy of GPTQModel loads GPTQ's, which asks accelerate for a device map under FSDP too, though it does not
+    use it (fms_acceleration_peft/gptqmodel/models/base.py from_quantized, get_balanced_memory), and not AutoGPTQ by a map.
 
     Raises: KeyError or ValueError when a column is missing or holds something that the benchmark does not write.
     """
@@ -147,6 +154,8 @@ def case_of(
             facts.append("Token table and lm_head are in fp32: trl 0.9.6 narrows them again with bf16=True only.")
     if "foak" in setup:
         options["fused_kernels"] = True
+    if own_gptq and job.finetuning.quantization == "gptq" and num_gpus > 1:
+        options["contexts_on_every_gpu"] = True
     if loads_on_hosts and quantized and num_gpus > 1:
         options["fsdp1_others_on_meta"] = False
     reasons = [*translation.unsupported, *([NETWORK_REASONS[model]] if model in NETWORK_REASONS else [])]
