@@ -77,6 +77,7 @@ def layout_of(
                 waits=waits,
                 offloads=job.offload.parameters,
                 stays_after_forward=stays_after_forward,
+                loss_outside=chosen.get("logits_upcast") == "none",  # a loop of its own, whose labels are shifted already
                 forward_again=_run_again_by_reentrant_checkpoints(job),
             ),
         )
