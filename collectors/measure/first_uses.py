@@ -222,7 +222,7 @@ def main(arguments: list[str]) -> int:
     probes.open_context()
     nvml.check(probes.cuda_uuid())
     context = growth.mark("context")
-    steps = first_uses("cuda", growth)
+    steps = first_uses("cuda", growth) if context is not None else []  # without the driver's count they would tell nothing
     remarks = [*([BUSY] if busy else []), *nvml.remarks(nvml.processes())]
     attention: list[dict[str, Any]] = []
     try:

@@ -149,6 +149,7 @@ def with_adapters(model: Any, job: TrainingJob) -> Any:
         target_modules=targets,
         task_type=_task_type(model, job),
         exclude_modules=frozen_modules(model, job) or None,
+        modules_to_save=list(tuning.modules_to_save) or None,
     )
     if job.activation_checkpointing.mode != "none":
         model.enable_input_require_grads()

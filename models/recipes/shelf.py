@@ -18,6 +18,7 @@ from peakcast.core.durable import replace_file
 from peakcast.core.errors import RecordError
 from peakcast.core.fields import FrozenMapping
 from peakcast.jobs.spec import TrainingJob, canonical_json, job_to_mapping
+from peakcast.jobs.trained_parts import trains_other_parts
 from peakcast.models.recipes import files
 from peakcast.models.recipes.baseline_choice import chosen
 from peakcast.models.recipes.lent import lent
@@ -37,8 +38,11 @@ _reasons: dict[str, str] = {}
 
 
 def wants_recipe(job: TrainingJob) -> bool:
-    """Whether a recipe should answer `job`: the ledger does not know its family, or a recipe is asked for."""
-    return lent() is not None or chosen() == "recipe" or (chosen() == "auto" and bool(job.architecture.configuration))
+    """Whether a recipe should answer `job`: the ledger does not know its family or counts other parts as trained, or
+    a recipe is asked for."""
+    if lent() is not None or chosen() == "recipe":
+        return True
+    return chosen() == "auto" and (bool(job.architecture.configuration) or trains_other_parts(job))
 
 
 def recipe_of(job: TrainingJob) -> Recipe | None:

@@ -105,6 +105,8 @@ class Finetuning:
     frozen: tuple[str, ...] = unsaid(())
     """Parts whose weights do not train, nor get adapters: `vision`, `projector` or `language` of a vision-language model,
     or names of modules (`embed_tokens`)."""
+    modules_to_save: tuple[str, ...] = unsaid(())
+    """Names of modules (`embed_tokens`, `lm_head`) of which a copy trains with all its weights, beside the adapters."""
 
     def __post_init__(self) -> None:
         require_positive(self, "rank", where="finetuning.")

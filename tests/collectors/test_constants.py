@@ -243,6 +243,23 @@ def test_the_program_of_first_uses_gives_what_is_read(stand_in, monkeypatch, tmp
     assert "the choice of attention kernels was not read: TypeError: unexpected keyword" in " ".join(read.remarks)
 
 
+def test_without_nvml_no_step_is_run_in_vain(stand_in, monkeypatch, tmp_path):
+    torch = pytest.importorskip("torch")
+    from peakcast.collectors.measure import first_uses
+
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(first_uses, "first_uses", lambda *_: pytest.fail("a step was run"))
+    monkeypatch.setattr(first_uses, "chosen_attention", lambda device: [])
+
+    def probe(module, num_ranks, timeout_seconds):
+        assert first_uses.main([str(tmp_path / "found.json")]) == 0
+        return json.loads((tmp_path / "found.json").read_text())
+
+    with pytest.raises(CollectorError, match="NVML cannot be read: pynvml is not installed"):
+        read_constants(None, 60, probe)
+
+
 def test_a_kernel_that_fails_later_costs_its_own_step_only(stand_in, monkeypatch):
     """CUDA reports what went wrong in a kernel at the next wait for the GPU, not where it was launched."""
     torch = pytest.importorskip("torch")

@@ -11,6 +11,7 @@ import pytest
 import peakcast
 from peakcast.collectors.measure.grid import expand
 from peakcast.doors.recording import ensure_recipes
+from peakcast.models.ledger.recorded.parameters import recorded_parameters
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.recipes import shelf, shipped
 
@@ -93,3 +94,34 @@ def test_adapters_of_a_network_that_generates_nothing_are_recorded(ledger_equals
     ensure_recipes([job], processes=1)
     assert out_of_scope(job) == ""
     ledger_equals_trace(job, rel=1e-3)
+
+
+TRAINED_ENDS = {"targets": ["q_proj", "v_proj", "lm_head"], "modules_to_save": ["embed_tokens"]}
+
+
+def small_llama(**tuning):
+    """A job of a family that the ledger knows, whose adapters are `tuning`'s."""
+    network = {"model_type": "llama", "hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 4}
+    network |= {"num_hidden_layers": 3, "vocab_size": 8000, "tie_word_embeddings": False}
+    asked = {"architecture": network, "finetuning": {"method": "lora", "rank": 8, **tuning}}
+    return expand({"include": [{**asked, "micro_batch_size": 2, "sequence_length": 512}]})[0]
+
+
+def test_what_trains_outside_the_layers_of_a_known_family_is_counted_by_a_recipe(ledger_equals_trace) -> None:
+    """Adapters on the lm_head, and the copy that peft trains of the token table."""
+    job = small_llama(**TRAINED_ENDS)
+    ensure_recipes([job], processes=1)
+    assert out_of_scope(job) == ""
+    ledger_equals_trace(job, rel=1e-3)
+    (recipe,) = shelf.recipes_of(job)
+    trained = [tensor for tensor in recorded_parameters(job, recipe) if tensor.trains]
+    in_layers, on_head, copied = 3 * 2 * 8 * (256 + 256), 8 * (256 + 8000), 8000 * 256
+    assert sum(math.prod(tensor.shape) for tensor in trained) == in_layers + on_head + copied
+
+
+def test_without_a_recipe_the_ledger_says_what_it_leaves_out(monkeypatch) -> None:
+    monkeypatch.setenv("PEAKCAST_RECORD", "never")
+    said = out_of_scope(small_llama(targets=["q_proj"], modules_to_save=["lm_head"]))
+    assert "which parts of 'llama' train is counted by a recipe, and no recipe of it has been recorded" in said
+    assert "finetuning.modules_to_save names lm_head: the copies that peft trains of them are not counted." in said
+    assert "token table or the head" in out_of_scope(small_llama(targets=["q_proj", "lm_head"]))

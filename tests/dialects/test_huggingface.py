@@ -98,7 +98,6 @@ def test_lora_and_qlora():
     ("key", "value", "words"),
     [
         ("use_bdlora", {"nblocks": 2}, "block-diagonal LoRA"),
-        ("modules_to_save", ["lm_head"], "fully trained modules"),
         ("bias", "all", "Trained biases"),
         ("peft_type", "XLORA", "peft_type=XLORA"),
         ("target_modules", ".*proj", "is a pattern"),
@@ -107,6 +106,12 @@ def test_lora_and_qlora():
 def test_what_peft_can_and_a_job_cannot(key, value, words):
     translation = translate(peft={"r": 8, key: value})
     assert any(words.lower() in sentence.lower() for sentence in translation.unsupported), translation.unsupported
+
+
+def test_modules_that_train_beside_the_adapters_are_the_jobs():
+    found = translate(peft={"r": 8, "modules_to_save": ["embed_tokens", "lm_head"]})
+    assert found.job.finetuning.modules_to_save == ("embed_tokens", "lm_head")
+    assert not found.unsupported
 
 
 def test_fsdp1_keeps_what_decides_its_buffers():

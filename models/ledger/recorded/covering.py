@@ -14,6 +14,7 @@ from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.spec import Offload, TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.models.ledger.recorded.ends import overlap
+from peakcast.models.recipes.baseline_choice import chosen
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.shelf import recipe_of, why_not
@@ -81,7 +82,7 @@ def no_recipe(job: TrainingJob) -> str:
 def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
     """Findings about what differs from the recording, for a job that needs a recipe."""
     if reason := no_recipe(job):
-        return (found(f"{_wanting(job.architecture)}, and {reason}{_instead(job.architecture)}", "architecture"),)
+        return (found(f"{_wanting(job)}, and {reason}{_instead(job.architecture)}", "architecture"),)
     return (*_without_kernels(recipe_of(job)), *_otherwise_placed(job))
 
 
@@ -193,12 +194,15 @@ def recorded_with(job: TrainingJob) -> str:
     return f"{sentence} {job.images} {each}, part of sequence_length; limits of its processor are its class's."
 
 
-def _wanting(architecture: Architecture) -> str:
+def _wanting(job: TrainingJob) -> str:
     """Why the job needs a recipe."""
+    architecture = job.architecture
     if architecture.kind == "multimodal":
         return f"{architecture.name!r} is a vision-language model"
-    if family(architecture.model_type) is not None:
+    if family(architecture.model_type) is not None and chosen() == "recipe":
         return f"a recipe of {architecture.name!r} is asked for"
+    if family(architecture.model_type) is not None:
+        return f"which parts of {architecture.name!r} train is counted by a recipe"
     return f"model_type={architecture.model_type!r} is no family of the ledger"
 
 

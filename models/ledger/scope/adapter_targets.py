@@ -16,15 +16,8 @@ from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK
 from peakcast.models.ledger.parameters.inventory import layer_parameters
 from peakcast.models.recipes.shelf import recipe_of
 
-ENDS = ("embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out")
-"""What families call the token table and the head."""
 EXPERTS = ("gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
 """What families call the matrices of an expert, if each is a Linear."""
-
-
-def ends_named(job: TrainingJob) -> list[str]:
-    """The token table and the head, as far as `finetuning.targets` names them."""
-    return sorted(set(job.finetuning.targets).intersection(ENDS))
 
 
 def shared_expert_projections(job: TrainingJob) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from itertools import chain
 
 from peakcast.core.findings import FAILS, UNKNOWN, Finding, sentences
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.recorded.covering import recipe_findings
+from peakcast.models.ledger.recorded.covering import no_recipe, recipe_findings
 from peakcast.models.ledger.scope.kernels import ATTENTION, COMPILED, FUSED_KERNELS
 from peakcast.models.ledger.scope.layouts import LAYOUTS, ZERO
 from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS
@@ -50,10 +50,11 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
     all."""
     if tracer() is not None:
         return ()
-    if wants_recipe(job):
-        return recipe_findings(job)
-    found = (section.finding(job) for section in sections(job.framework))
-    return tuple(finding for finding in found if finding)
+    recorded = recipe_findings(job) if wants_recipe(job) else None
+    if recorded is not None and (job.architecture.configuration or not no_recipe(job)):
+        return recorded
+    found = (section.finding(job) for section in sections(job.framework))  # a family of the ledger, which then answers
+    return (*(recorded or ()), *(finding for finding in found if finding))
 
 
 def out_of_scope(job: TrainingJob) -> str:

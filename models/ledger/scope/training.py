@@ -23,7 +23,7 @@ LENGTHS = Section("lengths that change", (
 FROZEN = Section("frozen parts of a network", (
     less("finetuning.frozen", setting("finetuning.frozen"),
          "finetuning.frozen={frozen_parts} is counted from recipes and traces alone, and these weights are counted as if "
-         "they trained; ask with baseline recipe."),
+         "they trained."),
 ))
 
 _KIND = "loss.kind"
@@ -84,6 +84,8 @@ ADAPTERS = Section("adapters", when=job.adapts, rows=(
     _METHODS,
     more("finetuning.targets", job.trains & job.names_ends,
          "finetuning.targets names {ends_named}: adapters on the token table or the head are not counted."),
+    more("finetuning.modules_to_save", job.trains & job.copies_modules,
+         "finetuning.modules_to_save names {copied_modules}: the copies that peft trains of them are not counted."),
     more("finetuning.targets", job.trains & job.adapts_shared_experts,
          "adapters on the shared experts of {architecture.name!r} ({shared_expert_projections}) are not counted."),
     more("finetuning.targets",

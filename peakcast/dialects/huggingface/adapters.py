@@ -18,7 +18,6 @@ UNSUPPORTED: Mapping[str, str] = {
     "layer_replication": "replicated layers",
     "layers_to_transform": "adapters on some layers only",
     "lora_bias": "adapters with biases",
-    "modules_to_save": "fully trained modules in addition to the adapters",
     "rank_pattern": "adapter ranks that differ between modules",
     "target_parameters": "adapters on bare parameters",
     "trainable_token_indices": "trained token embeddings in addition to the adapters",
@@ -70,6 +69,7 @@ def adapter_of(
         quantization=kind,
         double_quantization=kind == "nf4" and bool(quantization.get("bnb_4bit_use_double_quant", False)),
         settings=_settings(method, adapter),
+        modules_to_save=adapter.words("modules_to_save"),
     )
 
 

@@ -67,6 +67,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "finetuning.quantization": (QLORA, "int8"),
     "finetuning.double_quantization": (QLORA, True),
     "finetuning.frozen": (PLAIN, ["embed_tokens"]),
+    "finetuning.modules_to_save": (LORA, ["lm_head"]),
     "finetuning.settings": ({**PLAIN, "finetuning": {"method": "fourierft"}}, {"n_frequency": 2000}),
     "attention": (PLAIN, "eager"),
     "activation_checkpointing.mode": (PLAIN, "full"),

@@ -1,0 +1,28 @@
+"""Which parts of a network train, where that is neither all of it nor LoRA on matrices inside its layers."""
+
+from __future__ import annotations
+
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import TrainingJob
+
+ENDS = ("embed_tokens", "wte", "word_embeddings", "lm_head", "embed_out")
+"""What families call the token table and the head."""
+STACKS = ("huggingface", "torch", "deepspeed")
+"""Frameworks that train whichever modules of the network they are told."""
+
+
+def ends_named(job: TrainingJob) -> list[str]:
+    """The token table and the head, as far as `finetuning.targets` names them."""
+    return sorted(set(job.finetuning.targets).intersection(ENDS))
+
+
+def trains_other_parts(job: TrainingJob) -> bool:
+    """Whether parts of the network stay frozen, or LoRA by peft's own kernels also trains something outside the layers:
+    with adapters, or as a copy."""
+    tuning = job.finetuning
+    if job.framework not in STACKS or job.task != "train":
+        return False
+    if tuning.frozen:
+        return True
+    adapts = tuning.method in ("lora", "qlora") and conventions(job).get("lora_kernel", "eager") == "eager"
+    return adapts and bool(ends_named(job) or tuning.modules_to_save)
