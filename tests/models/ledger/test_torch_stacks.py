@@ -188,8 +188,8 @@ def test_runs_of_mid_2024_are_told_that_they_reserved_more():
 
 
 def test_litgpts_networks_by_lightning_thunder_as_published():
-    """Llama-2's on one H100 and on eight by FSDP2, which are compiled between the layers too, and whose forward, which ends
-    before the loss, then lets the last gathered layer's buffer go. Each of the two is up to 1.3 and 0.5 % of these peaks."""
+    """Llama-2's on one H100 and on eight by FSDP2: compiled between the layers too (up to 1.3 % of these peaks), and a
+    forward that ends before the loss, and lets the last gathered layer's buffer go then (up to 0.6 %)."""
     rows = [row for row in read_csv(datasets_folder() / "published" / "lightning_thunder.csv") if row.counts]
     chosen = [row for row in rows if not out_of_scope(row.job) and row.job.architecture.vocab_size == 32000]
     peaks = {row.case[:8]: ledger(row.job, device=catalog.gpu(row.gpu)).peak().num_bytes for row in chosen}
