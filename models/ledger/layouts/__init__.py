@@ -77,7 +77,7 @@ def layout_of(
                 waits=waits,
                 offloads=job.offload.parameters,
                 stays_after_forward=stays_after_forward,
-                loss_outside=chosen.get("logits_upcast") == "none",  # a loop of its own, whose labels are shifted already
+                loss_outside=bool(chosen.get("loss_outside_network")),
                 forward_again=_run_again_by_reentrant_checkpoints(job),
             ),
         )
