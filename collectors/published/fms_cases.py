@@ -176,7 +176,7 @@ def _adapter_bytes(job: TrainingJob) -> int:
     targets, size = {f"self_attn.{name}.weight" for name in job.finetuning.targets}, DTYPE_BYTES[adapter_dtype(job)]
     layers = (layer_parameters(job.architecture, layer) for layer in range(job.architecture.num_hidden_layers))
     matrices = (tensor for tensor in chain.from_iterable(layers) if tensor.name in targets)
-    return sum(int(job.finetuning.rank * sum(matrix.shape) * size) for matrix in matrices)
+    return sum(int((job.finetuning.rank or 0) * sum(matrix.shape) * size) for matrix in matrices)
 
 
 def _adapters_are_narrow(job: TrainingJob, versions: Mapping[str, str], *, fused: bool) -> bool:
