@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,6 +74,20 @@ def test_what_was_recorded_is_not_recorded_again(tmp_path: Path, monkeypatch: py
     assert {tuple(recipe.versions.items()) for _, recipe in shipped.all_of(path)} == {
         (("torch", "2.13.0"), ("transformers", "5.17.0"))
     }
+
+
+def test_a_regime_that_is_refused_loses_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of networks that cannot recompute activations: the regimes without checkpoints are recorded all the same."""
+
+    def of(self: Any, job: TrainingJob) -> Any:
+        if job.activation_checkpointing.mode != "none":
+            raise CollectorError("it does not support gradient checkpointing")
+        return nullcontext(Library(lambda *sample: sample))
+
+    monkeypatch.setattr(Recorder, "of", of)
+    found = api.record_all(tmp_path)
+    assert found.kinds == {"unheard_of": len(shipping.BATCHES)}
+    assert found.refused == {"unheard_of": "it does not support gradient checkpointing"}
 
 
 def test_a_family_that_is_not_recorded_is_refused_by_name(tmp_path: Path) -> None:

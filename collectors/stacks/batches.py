@@ -16,9 +16,9 @@ def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
     ids = random_tokens(job, job.sequence_length)
     if job.batch.form == "masked":
         return {"input_ids": ids, "labels": ids.clone(), "attention_mask": _padding(job, ids)}
-    if job.architecture.kind != "encoder_decoder":
-        return {"input_ids": ids, "labels": ids.clone()}  # collators make a new tensor for labels
-    return {"input_ids": ids, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
+    if job.architecture.kind == "encoder_decoder" or job.decoder_sequence_length:
+        return {"input_ids": ids, "labels": random_tokens(job, job.decoder_sequence_length or job.sequence_length)}
+    return {"input_ids": ids, "labels": ids.clone()}  # collators make a new tensor for labels
 
 
 def _joined(job: TrainingJob) -> dict[str, torch.Tensor]:

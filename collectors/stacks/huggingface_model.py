@@ -42,6 +42,13 @@ def model_of(job: TrainingJob, *, padded: bool = True) -> Any:
     architecture = _trainable(job.architecture)
     told = configuration_of(architecture) or hf_config_of(architecture)
     config = transformers.AutoConfig.for_model(**told)
+    if job.decoder_sequence_length and not config.is_encoder_decoder:
+        raise CollectorError(
+            f"decoder_sequence_length={job.decoder_sequence_length} is the length of an encoder-decoder's targets, and "
+            f"{architecture.name!r} is none; give sequence_length alone.",
+            parameter="decoder_sequence_length",
+            value=job.decoder_sequence_length,
+        )
     begins_padded = architecture.kind == "encoder_decoder"  # T5 shifts targets by its padding, whose row is like others
     for part in (config, config.get_text_config()):
         rows = getattr(part, "vocab_size", None) or architecture.vocab_size

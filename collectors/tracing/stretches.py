@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.nn.modules import module as hooks
+from torch.utils._pytree import tree_leaves
 
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.collectors.tracing.visits import Visits
@@ -47,6 +48,8 @@ class StretchTracer(Tracer):
         self.handed_on: dict[int, int] = {}
         """Number of such an entry -> the operation before which this happens."""
         self.visits = Visits()
+        self.returned: tuple[int, ...] = ()
+        """Numbers of the entries that the network's last forward has returned; its loss is none of them."""
         self.first_place: dict[str, int] = {}
         """Module -> the place where it first ran."""
         self._blocks: dict[int, str] = {}
@@ -112,11 +115,19 @@ class StretchTracer(Tracer):
     def _ends(self, part: torch.nn.Module, names: dict[int, str], results: Any) -> None:
         if self.cuts and id(part) in names:
             self.visits.leave(names[id(part)], results, self.now, self._again)
+            if not names[id(part)]:
+                self.returned = self._numbers_of(results)
         if id(part) not in self._blocks or not self.cuts:
             return
         self._again = False
         if self.phase != Phase.BACKWARD and self.cuts[-1].place % 2:
             self._move(self.cuts[-1].place + 1, backward=False)
+
+    def _numbers_of(self, results: Any) -> tuple[int, ...]:
+        """Numbers of the entries of all tensors in `results` that are more than one number."""
+        tensors = [one for one in tree_leaves(results) if isinstance(one, torch.Tensor) and one.dim()]
+        numbers = (self._alive.get(one.untyped_storage()._cdata) for one in tensors)
+        return tuple(dict.fromkeys(number for number in numbers if number is not None))
 
     def _recompute(self, block: int) -> None:
         """A block is recomputed inside backward: what follows belongs to the block, whichever code caused it."""

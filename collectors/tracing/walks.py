@@ -169,10 +169,13 @@ def mapping_of(
         starts[index] = min(starts[index], starts[index + 1])
     spans = list(zip(starts, [*starts[1:], end], strict=True))
     own = WalkNames(tracer, weights, last_place)
+    entries = dict(_entries(tracer, own, starts, start, end, num_places))
+    numbers = list(entries)
     return {
         "num_places": num_places,
         "stretches": [[tracer._labels[since:until], tracer._phases[since:until]] for since, until in spans],
-        "entries": list(_entries(tracer, own, starts, start, end, num_places)),
+        "entries": list(entries.values()),
+        "returned": [numbers.index(number) for number in tracer.returned if number in entries],
         "visits": _visits(tracer, own, starts, first, num_places),
         "groups": own.groups(groups, weights, num_places),
         "replaced": sorted(kernel_packages.replaced.items()),
@@ -182,10 +185,12 @@ def mapping_of(
 
 def _entries(
     tracer: StretchTracer, own: WalkNames, starts: list[int], start: int, end: int, num_places: int
-) -> Iterator[list[Any]]:
-    """[name, category, bytes, place, born: stretch, offset, dies: stretch, offset, given: stretch, offset, whether it is a
-    parameter's gradient]. Stretch -1 for birth means before this step, with offset 0 if before the first step, else 1; for
-    death it means never. `place`: to which it belongs. Given: when autograd gives it to its parameter as a gradient."""
+) -> Iterator[tuple[int, list[Any]]]:
+    """(number, [name, category, bytes, place, born: stretch, offset, dies: stretch, offset, given: stretch, offset, whether
+    it is a parameter's gradient]). Stretch -1 for birth means before this step, with offset 0 if before the first step,
+    else 1; for death it means never. `place`: to which it belongs. Given: when autograd gives it to its parameter as a
+    gradient.
+    """
     for number, (label, _, born, dies, module) in sorted(tracer._entries.items(), key=lambda item: (item[1][2], item[0])):
         ends = sys.maxsize if dies is None else dies
         category, called = tracer._named.get(number, (None, ""))
@@ -207,7 +212,7 @@ def _entries(
         is_gradient = category is Category.GRADIENTS
         place = own.place_of(called) if origin[0] < 0 else _place(origin[0], num_places)
         handed_on = _after(tracer.handed_on[number], starts) if gradient is not None else [-1, 0]
-        yield [name, int(category), tracer.raw_bytes[number], place, *origin, *fate, *handed_on, int(is_gradient)]
+        yield number, [name, int(category), tracer.raw_bytes[number], place, *origin, *fate, *handed_on, int(is_gradient)]
 
 
 def _after(instant: int, starts: list[int]) -> list[int]:

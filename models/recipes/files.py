@@ -85,6 +85,7 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
         "stacks": walk.stacks,
         "image_tokens": walk.image_tokens,
         **({"replaced": [list(pair) for pair in walk.replaced]} if walk.replaced else {}),
+        **({"returned": list(walk.returned)} if walk.returned else {}),
         "versions": dict(recipe.versions),
     }
 
@@ -105,6 +106,9 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         raise ValueError("its sizes are no polynomials")
     if not places // 2 <= int(mapping["layers"]) <= MOST_LAYERS:
         raise ValueError(f"layers must be from those that were recorded to {MOST_LAYERS:,}")
+    returned = tuple(map(int, mapping.get("returned", ())))
+    if any(not 0 <= entry < count for entry in returned):
+        raise ValueError("it returns tensors that it does not have")
     if not stretches or len(stretches) % (2 * places) or (abs(columns["lives"]) > len(stretches) + 10**6).any():
         raise ValueError("its stretches are not those of a step")
     sizes = Sizes(exponents, coefficients, multiples)
@@ -124,6 +128,7 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         stacks=int(mapping.get("stacks", 1)),
         image_tokens=int(mapping.get("image_tokens", 0)),
         replaced=pairs_of(mapping.get("replaced", ())),
+        returned=returned,
     )
     how = None
     if mapping["repeats"] is not None:

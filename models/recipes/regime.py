@@ -14,18 +14,21 @@ from peakcast.models.ledger.layouts import gathered_dtype
 def regime(job: TrainingJob) -> TrainingJob:
     """The job on one GPU that has the same recipe as `job`. What the layout, the optimizer and the allocator do is not
     recorded, except ZeRO-3's linear layers, which save more if weights are frozen. All micro-batches run alike; what
-    becomes of their gradients is up to the layout."""
+    becomes of their gradients is up to the layout. An encoder-decoder's targets are as long as what it reads, or of a
+    length of their own, which is recorded."""
     precision = job.precision
     adapts = job.finetuning.method != "full"
     adapters = used_adapter_dtype(job) if adapts else None
     dtypes = dict.fromkeys(("parameters", "gradients", "optimizer_states"), gathered_dtype(job))
     driven = DRIVEN_BY.get(job.framework, job.framework)
+    targets = job.decoder_sequence_length
     return job.replace(
         framework=driven,
         framework_options=_framework_options(driven, job),
         finetuning=build(Finetuning, to_mapping(job.finetuning) | {"adapter_dtype": adapters}),
         micro_batch_size=1,
         sequence_length=1,
+        decoder_sequence_length=None if targets == job.sequence_length else targets,
         gradient_accumulation_steps=1,
         parallelism=Parallelism(zero_stage=3) if job.parallelism.zero_stage == 3 and adapts else Parallelism(),
         optimizer=Optimizer(),

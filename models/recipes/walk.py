@@ -79,6 +79,8 @@ class Walk:
     """Number of tokens that represent each image of the batch."""
     replaced: tuple[tuple[str, str], ...] = ()
     """Functions that ran as the library's own code, and the packages whose kernels it calls where they are installed."""
+    returned: tuple[int, ...] = ()
+    """Entries that the network returns, logits first; empty if that was not recorded."""
 
     @property
     def num_layers(self) -> int:
@@ -134,4 +136,5 @@ class Walk:
             int(mapping.get("stacks", 1)),
             int(mapping.get("image_tokens", 0)),
             pairs_of(mapping.get("replaced", ())),
+            tuple(mapping.get("returned", ())),
         )

@@ -53,6 +53,15 @@ LAYERS = 20
 """Enough layers for every pattern of layers that repeats; recipes for other depths are derived."""
 TIMEOUT_SECONDS = 1800.0
 """Longest that one kind of network may take: ten times what most take, since other work may share the machine."""
+COMPLETED: Mapping[str, Mapping[str, Any]] = {
+    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
+    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
+    "hunyuan_v1_dense": {"head_dim": 128},
+    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8, "moe_intermediate_size": 3072},
+    "longt5": {"decoder_start_token_id": 0},
+}
+"""Families whose defaults alone make no network -> what a published network of theirs adds: rednote-hilab/dots.llm1.base,
+facebook/esm2_t33_650M_UR50D, tencent/Hunyuan-7B-Instruct, tencent/Hunyuan-A13B-Instruct, google/long-t5-tglobal-base."""
 HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
 """Numbers of heads. A family whose defaults have equally many of both also has published networks with fewer key and value
 heads, which use other code."""
@@ -99,7 +108,7 @@ def record_all(
         need("recording recipes", "torch", "transformers")
     with Recorder(python) as recorder:
         everything, versions = recorder.families()
-    known = {name: config for name, config in everything.items() if family(name) is None}
+    known = {name: {**config, **COMPLETED.get(name, {})} for name, config in everything.items() if family(name) is None}
     for name in families:
         if name not in known:
             rule = f"must be a family that transformers has and the ledger has not{near_misses(name, known) or '.'}"
@@ -131,34 +140,34 @@ def _record_family(recorder: Recorder, config: Mapping[str, Any], path: Path, re
     """(number of kinds of a family's networks in the file at `path` afterwards, why one could not be recorded)."""
     found = shipped.all_of(path)
     reason = ""
-    for job in _jobs(config):
-        if any(recipe.covers(job.micro_batch_size, LENGTH) and kind.values(job) is not None for kind, recipe in found):
-            continue
-        try:
-            found.append(_recorded(recorder, job, releases))
-        except CollectorError as error:
-            reason = str(error)
-            if not found:
-                break  # the defaults make no valid network, or its code reads values
-        else:
-            replace_file(path, shipped.written(found))
+    for asked in REGIMES:
+        for job in _jobs(config, asked):
+            if any(recipe.covers(job.micro_batch_size, LENGTH) and kind.values(job) is not None for kind, recipe in found):
+                continue
+            try:
+                found.append(_recorded(recorder, job, releases))
+            except CollectorError as error:
+                if str(error) == reason:
+                    break  # other networks of this regime will not run either; another regime may
+                reason = str(error)
+            else:
+                replace_file(path, shipped.written(found))
     return len(found), reason
 
 
-def _jobs(config: Mapping[str, Any]) -> Iterator[TrainingJob]:
-    """Jobs whose recipes are shipped, for the network with a family's defaults."""
+def _jobs(config: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[TrainingJob]:
+    """Jobs of a regime whose recipes are shipped, for the network with a family's defaults."""
     with for_tracing():
-        for asked in REGIMES:
-            for batch in BATCHES:
-                job = job_from_mapping(
-                    {"architecture": dict(config), "micro_batch_size": batch, "sequence_length": LENGTH, **asked}
-                )
-                layers = min(job.architecture.num_hidden_layers, LAYERS)
-                job = job.replace(architecture=with_layers(job.architecture, layers))
-                yield job
-                heads, groups = (config.get(name, 0) for name in (HEADS, GROUPS))
-                if heads == groups and heads >= FEWEST_HEADS:
-                    yield with_values(job, {NETWORK + GROUPS: heads // 4})
+        for batch in BATCHES:
+            job = job_from_mapping(
+                {"architecture": dict(config), "micro_batch_size": batch, "sequence_length": LENGTH, **asked}
+            )
+            layers = min(job.architecture.num_hidden_layers, LAYERS)
+            job = job.replace(architecture=with_layers(job.architecture, layers))
+            yield job
+            heads, groups = (config.get(name, 0) for name in (HEADS, GROUPS))
+            if heads == groups and heads >= FEWEST_HEADS:
+                yield with_values(job, {NETWORK + GROUPS: heads // 4})
 
 
 def _recorded(recorder: Recorder, job: TrainingJob, releases: FrozenMapping) -> tuple[Kind, Recipe]:

@@ -227,7 +227,8 @@ class TrainingJob(HashedOnce):
 
     def _check_what_has_no_effect(self) -> None:
         """Refuse settings that contradict the rest of the job and would have no effect."""
-        if self.decoder_sequence_length is not None and self.architecture.kind != "encoder_decoder":
+        targets = ("encoder_decoder", "undescribed")  # of an undescribed network only the library knows what it is
+        if self.decoder_sequence_length is not None and self.architecture.kind not in targets:
             raise SpecError(
                 f"decoder_sequence_length={self.decoder_sequence_length} is the length of an encoder-decoder's targets, "
                 f"and {self.architecture.name!r} is none; give sequence_length alone.",

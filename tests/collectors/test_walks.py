@@ -6,8 +6,12 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from peakcast.collectors.stacks.huggingface_model import model_of
 from peakcast.collectors.tracing.families import defaults_of
 from peakcast.collectors.tracing.walks import refusal
+from peakcast.core.errors import CollectorError
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.networks.undescribed import for_tracing
 
 
 def raised(action):
@@ -68,3 +72,12 @@ def test_a_layer_that_reuses_the_keys_of_no_layer_is_told_what_to_change() -> No
     layers = {"num_hidden_layers": 3, "layer_types": kinds, "num_kv_shared_layers": 1}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model("gemma4_text", **sizes, **tables, **layers))
     assert "num_kv_shared_layers" in raised(lambda: model(torch.zeros(1, 4, dtype=torch.int64)))
+
+
+def test_only_an_encoder_decoder_has_targets_of_a_length_of_their_own() -> None:
+    """The job cannot tell: of a family that the ledger does not know, only the library knows what it is."""
+    network = {"model_type": "xglm", "d_model": 16, "ffn_dim": 16, "num_layers": 1, "attention_heads": 2, "vocab_size": 32}
+    with for_tracing():
+        job = job_from_mapping({"architecture": network, "decoder_sequence_length": 8})
+    with pytest.raises(CollectorError, match="decoder_sequence_length=8 is the length of an encoder-decoder's targets"):
+        model_of(job)

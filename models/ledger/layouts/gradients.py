@@ -25,22 +25,19 @@ def tensors_of_gradients(
     found: dict[int, int] = {}
     for index in gradients:
         name, size = parameters[index], int(template.num_bytes[index])
-        path = module_of(name)
+        path = _of_any(module_of(name))
         parameter = COPIES.get(path, path), _last(name)
-        own = (one for one in left if one[1] == parameter and not (one[2].stacked and size < one[2].numel))
-        fitting = (
-            one
-            for one in own
-            if one[2].name == name or round_up(one[2].numel * element_bytes, MIN_BLOCK_BYTES) == size
-        )
-        if (taken := next(fitting, None)) is not None:
+        own = [one for one in left if one[1] == parameter and not (one[2].stacked and size < one[2].numel)]
+        named = (one for one in own if one[2].name == name)
+        sized = (one for one in own if round_up(one[2].numel * element_bytes, MIN_BLOCK_BYTES) == size)
+        if (taken := next(named, None) or next(sized, None)) is not None:
             found[index] = taken[0]
             left.remove(taken)
     return found
 
 
 def _of_any(path: ModulePath) -> ModulePath:
-    """The path without an expert's number: a block's gradients do not say of which expert they are."""
+    """The path without numbers: the gradients of a block of the ledger do not say of which expert they are."""
     return ModulePath(tuple(name for name in path.names if not name.isdecimal()))
 
 

@@ -43,7 +43,8 @@ def recipe_ledger(
     job = described(job, recipe)
     network, tensors = _Network(recipe, job), recorded_parameters(job, recipe)
     modules = RecordedModules(recipe.walk, network.deep, network.names, tensors)
-    layout = layout_of(job, tensors, (), rank, modules, ends_of(recipe.walk, network.deep, network.names, tensors))
+    returned = network.num_bytes[list(recipe.walk.returned)].tolist()
+    layout = layout_of(job, tensors, returned, rank, modules, ends_of(recipe.walk, network.deep, network.names, tensors))
     layout.first_step = step == "first"
     hand_updates(job, layout, step)
     timeline = Step(hooks=layout)

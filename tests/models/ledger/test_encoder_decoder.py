@@ -65,6 +65,23 @@ def test_more_targets_never_need_less(checkpointing):
     assert peaks == sorted(peaks)
 
 
+def test_gradients_of_the_position_bias_are_summed_over_sequences_after_the_kernel_has_made_them():
+    """Each sequence's gradient [4 heads, 64, 64] in bfloat16 stands beside the sum only while that is made."""
+    timeline, one = ledger(job(activation_checkpointing=ActivationCheckpointing(mode="full"))), 4 * 64 * 64 * 2
+    operations = list(zip(timeline.labels, timeline.labels[1:], strict=False))  # recomputing, it comes before the kernel
+    summed = operations.index(("cross_attn.efficient_attention", "cross_attn.expand")) + 1
+
+    def gradients(instant):
+        alive = (timeline.born <= instant) & (instant < timeline.dies)
+        named = [name.startswith("cross_attn.") and name.endswith(".gradient") for name in timeline.names]
+        return timeline.num_bytes[alive & named].tolist()
+
+    assert 2 * one in gradients(summed - 1)
+    assert one not in gradients(summed - 1)
+    assert 2 * one in gradients(summed)
+    assert 2 * one not in gradients(summed + 1)
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [

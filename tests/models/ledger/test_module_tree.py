@@ -84,3 +84,11 @@ def test_a_gradient_of_a_tied_table_or_of_one_expert_is_none_of_the_blocks_tenso
     made = gradients(("lm_head.weight", 4096), ("mlp.experts.gate_up_proj", 512))
     tensors = [stored("norm.weight", 512), stored("mlp.experts.gate_up_proj", 8, 512, 4)]
     assert tensors_of_gradients(made, [0, 1], tensors, 2) == {}
+
+
+def test_modules_with_numbers_in_their_names_have_the_gradients_of_their_own():
+    """A layer of T5 is a list: its attention is layer.0, its feed-forward layer.1; experts are told apart."""
+    names = ["layer.0.SelfAttention.q.weight", "layer.1.mlp.wi.weight", "experts.0.up.weight", "experts.1.up.weight"]
+    tensors = [stored(name, 512) for name in names]
+    made = gradients(*((name, 512) for name in reversed(names)))
+    assert tensors_of_gradients(made, range(4), tensors, 2) == {0: 3, 1: 2, 2: 1, 3: 0}

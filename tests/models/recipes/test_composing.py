@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from peakcast import catalog
-from peakcast.jobs.spec import TrainingJob
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.jobs.spec import ActivationCheckpointing, Parallelism, TrainingJob
 from peakcast.models.ledger.recorded.composing import recipe_ledger
 from peakcast.models.recipes.recipe import recorded
-from peakcast.timelines.timeline import Timeline
+from peakcast.timelines.timeline import Phase, Timeline
 from tests.models.recipes.walks import Library
 
 
@@ -56,3 +59,21 @@ def test_gradients_stand_from_the_first_micro_batch_on() -> None:
 def test_more_than_two_micro_batches_need_as_much_as_two() -> None:
     two, many = step(2), step(7)
     assert np.array_equal(two.num_bytes, many.num_bytes)
+
+
+def test_ddp_clones_what_the_network_returns_unless_layers_are_checkpointed() -> None:
+    """The Trainer looks for unused parameters (`find_unused_parameters`) only then. Both the logits and their clone are
+    there: 1,000 bytes each."""
+    one = recorded(Library(8), (2, 256))
+    head, phases = one.walk.num_places - 1, list(one.walk.phases)
+    phases[head] = bytes([Phase.LOSS] * len(phases[head]))
+    returned = one.walk.names.index("logits", one.walk.names.index("logits") + 1)
+    known = replace(one, walk=replace(one.walk, phases=tuple(phases), returned=(returned,)))
+    plain = job_from_mapping({"architecture": "llama-3.2-1b", "micro_batch_size": 2, "sequence_length": 256})
+    job = plain.replace(parallelism=Parallelism(data_parallel_size=2))
+    found = recipe_ledger(job, known)
+    cloned = [index for index, name in enumerate(found.names) if name == "outputs.logits"]
+    assert found.num_bytes[cloned].tolist() == [1024, 1024]
+    assert {found.labels[instant] for instant in found.born[cloned]} == {"ddp_sink.clone"}
+    for other in (plain, job.replace(activation_checkpointing=ActivationCheckpointing(mode="full"))):
+        assert "outputs.logits" not in recipe_ledger(other, known).names

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,8 @@ from tests.models.recipes.walks import Library
 
 
 def recipe() -> Recipe:
-    return recorded(Library(12), (2, 512))
+    one = recorded(Library(12), (2, 512))
+    return replace(one, walk=replace(one.walk, returned=(1,)))
 
 
 def test_a_recipe_is_read_back_as_it_was(tmp_path: Path) -> None:
@@ -28,6 +30,7 @@ def test_a_recipe_is_read_back_as_it_was(tmp_path: Path) -> None:
     (back,) = files.read(path)
     assert back.walk.same_program(one.walk)
     assert back.walk.parameters == one.walk.parameters
+    assert back.walk.returned == one.walk.returned
     assert back.sizes.at(7, 4096).tolist() == one.sizes.at(7, 4096).tolist()
     assert (back.layers, back.batches, back.lengths, back.even) == (one.layers, one.batches, one.lengths, one.even)
     assert back.repeats is not None
@@ -51,6 +54,14 @@ def test_what_is_no_file_of_recipes_is_refused_in_a_sentence(tmp_path: Path, con
 
 
 PLAIN = json.loads(gzip.decompress(files.written([recipe()])))
+
+
+def test_a_recipe_returns_tensors_that_it_has(tmp_path: Path) -> None:
+    path, (plain,) = tmp_path / "one.json.gz", PLAIN["recipes"]
+    damaged = {**plain, "returned": [len(plain["names"])]}
+    path.write_bytes(gzip.compress(json.dumps({**PLAIN, "recipes": [damaged]}).encode()))
+    with pytest.raises(RecordError, match="it returns tensors that it does not have"):
+        files.read(path)
 
 
 VALUES = st.one_of(st.none(), st.integers(), st.text(max_size=3), st.lists(st.integers(), max_size=3))

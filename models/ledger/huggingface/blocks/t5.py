@@ -191,8 +191,8 @@ def _efficient(
     wide, narrow = mask, context.sequence * key_length * heads * context.precision.compute_bytes
     if mask.num_bytes > narrow:  # autocast casts every floating-point argument of attention
         mask = ops.cast(tape, mask, narrow, f"{name}.mask_cast")
-    # the mask's gradient for every sequence, before these are summed
-    summed = context.batch * mask.num_bytes if mask.requires_grad and context.batch > 1 else 0
+    if mask.requires_grad and context.batch > 1:  # a view for every sequence, whose gradients are summed
+        mask = tape.operation(f"{name}.expand", [mask], Output(context.batch * mask.num_bytes, view_of=mask))
     inside = FP32 * context.rows * heads if context.gpu else 0  # the row sums "delta"
     output = tape.operation(
         f"{name}.efficient_attention",
@@ -203,7 +203,7 @@ def _efficient(
             output=True,
             extra_bytes=[FP32 * context.batch * heads * round_up(context.sequence, 32), INT64, INT64],
         ),
-        backward_temporary_bytes=summed + inside,
+        backward_temporary_bytes=inside,
     )
     tape.hold(wide)
     return output

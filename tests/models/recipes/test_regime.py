@@ -1,0 +1,32 @@
+"""Which jobs share a recipe."""
+
+from __future__ import annotations
+
+import pytest
+
+from peakcast.core.errors import SpecError
+from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.recipes.regime import regime
+
+BART = {"model_type": "bart", "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 512}
+
+
+def job(**changes: object) -> TrainingJob:
+    return job_from_mapping({"architecture": BART, **changes})
+
+
+def test_targets_as_long_as_the_input_are_the_recipe_of_any_length() -> None:
+    assert regime(job(sequence_length=512, decoder_sequence_length=512)) == regime(job(sequence_length=700))
+
+
+def test_targets_of_another_length_are_a_regime_of_their_own() -> None:
+    short = regime(job(sequence_length=512, decoder_sequence_length=96))
+    assert short == regime(job(sequence_length=700, decoder_sequence_length=96))
+    assert short != regime(job(sequence_length=512, decoder_sequence_length=128))
+    assert short != regime(job(sequence_length=512))
+
+
+def test_a_known_decoder_has_no_targets() -> None:
+    with pytest.raises(SpecError, match="is none; give sequence_length alone"):
+        job_from_mapping({"architecture": "gpt2", "decoder_sequence_length": 96})
