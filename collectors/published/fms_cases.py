@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 from peakcast.core.fields import FrozenMapping
@@ -17,7 +16,6 @@ from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.jobs.conventions import adapter_dtype, release
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.parameters.inventory import layer_parameters
 from peakcast.networks.config import architecture_from_hf_config
 
 SEQUENCE_LENGTH = 4096
@@ -173,10 +171,12 @@ def case_of(
 
 def _adapter_bytes(job: TrainingJob) -> int:
     """Bytes of the weights of all LoRA adapters: [rank, inputs] and [outputs, rank] beside each target's matrix."""
-    targets, size = {f"self_attn.{name}.weight" for name in job.finetuning.targets}, DTYPE_BYTES[adapter_dtype(job)]
-    layers = (layer_parameters(job.architecture, layer) for layer in range(job.architecture.num_hidden_layers))
-    matrices = (tensor for tensor in chain.from_iterable(layers) if tensor.name in targets)
-    return sum(int((job.finetuning.rank or 0) * sum(matrix.shape) * size) for matrix in matrices)
+    network, size = job.architecture, DTYPE_BYTES[adapter_dtype(job)]
+    hidden, query, key = network.hidden_size, network.query_size, network.key_value_size
+    apart = {"q_proj": hidden + query, "k_proj": hidden + key, "v_proj": hidden + key, "o_proj": query + hidden}
+    lengths = {"c_attn": hidden + query + 2 * key} if network.fused_qkv else apart
+    each = sum(length for name, length in lengths.items() if name in job.finetuning.targets)
+    return int(network.num_hidden_layers * (job.finetuning.rank or 0) * each * size)
 
 
 def _adapters_are_narrow(job: TrainingJob, versions: Mapping[str, str], *, fused: bool) -> bool:
