@@ -58,7 +58,7 @@ def read_fms_a100(path: Path) -> list[Measurement]:
 def _measurement(record: Mapping[str, str]) -> Measurement:
     case = case_of(record, VERSIONS)
     peak = _whole(record, "mem_peak_torch_mem_alloc_in_bytes")
-    device = _whole(record, "mem_nvidia_mem_reserved")
+    steady, device = _whole(record, "mem_torch_mem_alloc_in_bytes"), _whole(record, "mem_nvidia_mem_reserved")
     return Measurement(
         job=case.job,
         gpu="A100-80GB",
@@ -68,15 +68,16 @@ def _measurement(record: Mapping[str, str]) -> Measurement:
         case=case.name,
         collectives="nccl" if int(record["num_gpus"]) > 1 else "none",
         outcome="ok" if peak is not None else "out_of_memory",
-        peak_allocated_bytes=peak,
+        peak_allocated_bytes=case.allocated(peak),
         peak_device_bytes=None if device is None else device * MIB,
-        steady_allocated_bytes=_whole(record, "mem_torch_mem_alloc_in_bytes"),
+        steady_allocated_bytes=case.allocated(steady),
         environment={
             **VERSIONS,
             "framework_config": record["framework_config"],
             "model_name_or_path": record["model_name_or_path"],
             "idle_subtracted": True,
             **({DEVICE_MEAN: True} if int(record["num_gpus"]) > 1 else {}),
+            **case.as_read(peak_allocated_bytes=peak, steady_allocated_bytes=steady),
         },
         assumptions=(TOTAL_PEAK, *case.assumptions),
         out_of_scope=case.out_of_scope,

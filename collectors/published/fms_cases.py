@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from peakcast.core.fields import FrozenMapping
-from peakcast.core.units import round_up
+from peakcast.core.units import DTYPE_BYTES, round_up
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.huggingface.job import from_huggingface
-from peakcast.jobs.conventions import release
+from peakcast.jobs.conventions import adapter_dtype, release
 from peakcast.jobs.spec import TrainingJob
 from peakcast.networks.config import architecture_from_hf_config
 
@@ -84,14 +84,32 @@ class Case:
     name: str
     assumptions: tuple[str, ...]
     out_of_scope: str
+    unseen_bytes: int
+    """What the run allocates and the source's tracker does not see, between steps and at the peak."""
+
+    def allocated(self, num_bytes: int | None) -> int | None:
+        """What was allocated where the tracker saw `num_bytes`; None if it saw nothing."""
+        return num_bytes + self.unseen_bytes if num_bytes else None
+
+    def as_read(self, **measured: int | None) -> dict[str, dict[str, int]]:
+        """What a row's environment has where the source's numbers are not the row's."""
+        found = {name: num_bytes for name, num_bytes in measured.items() if num_bytes}
+        return {"as_read": found} if self.unseen_bytes and found else {}
 
 
 def case_of(
-    record: Mapping[str, str], versions: Mapping[str, str], *, rows_multiple_of: int = 1, loads_on_hosts: bool = False
+    record: Mapping[str, str],
+    versions: Mapping[str, str],
+    *,
+    rows_multiple_of: int = 1,
+    loads_on_hosts: bool = False,
+    own_gptq: bool = True,
 ) -> Case:
     """The case of a line of the benchmark's tables (`record`, its columns as text), run with `versions`.
     `rows_multiple_of`: the rows of token table and lm_head were rounded up to a multiple of this. `loads_on_hosts`: whether
-    the plug-ins made every rank load quantised weights on its host, whatever transformers would do.
+    the plug-ins made every rank load quantised weights on its host, whatever transformers would do. `own_gptq`: whether the
+    project's own copy of GPTQModel loads GPTQ's, which asks accelerate for a device map under FSDP too, though it does not
+    use it (fms_acceleration_peft/gptqmodel/models/base.py from_quantized, get_balanced_memory), and not AutoGPTQ by a map.
 
     Raises: KeyError or ValueError when a column is missing or holds something that the benchmark does not write.
     """
@@ -118,10 +136,13 @@ def case_of(
             precision=replace(job.precision, gradients=narrow, optimizer_states=narrow),
         )
         facts.append(f"Adapters are in {narrow}, the dtype in which FSDP stores quantised weights (peft before 0.12).")
+    unseen = 0
     if job.parallelism.world_size > 1 and "foak" in setup and job.finetuning.quantization:
+        unseen = _adapter_bytes(job)
         facts.append(
-            "The allocated peak lacks the adapters' weights, which come to the GPU between the stages that the source's "
-            "tracker adds up (fms_acceleration_foak/utils.py lora_adapters_switch_ddp_from_fsdp)."
+            f"The source's allocated memory lacks the adapters' weights, {unseen:,} bytes that are added here: they come "
+            "to the GPU between the stages that its tracker adds up (fms_acceleration_foak/utils.py "
+            "lora_adapters_switch_ddp_from_fsdp)."
         )
     if setup == "baseline-peft-bnb" and num_gpus == 1:  # trl casts no sharded model (`is_sharded_qlora`)
         options["norms_in_float32"] = True
@@ -131,6 +152,8 @@ def case_of(
             facts.append("Token table and lm_head are in fp32: trl 0.9.6 narrows them again with bf16=True only.")
     if "foak" in setup:
         options["fused_kernels"] = True
+    if own_gptq and job.finetuning.quantization == "gptq" and num_gpus > 1:
+        options["contexts_on_every_gpu"] = True
     if loads_on_hosts and quantized and num_gpus > 1:
         options["fsdp1_others_on_meta"] = False
     reasons = [*translation.unsupported, *([NETWORK_REASONS[model]] if model in NETWORK_REASONS else [])]
@@ -142,7 +165,18 @@ def case_of(
         name=f"{model}/{num_gpus} GPUs/batch {batch}/{method}/{setup}",
         assumptions=(*COMMON_ASSUMPTIONS, *facts, *translation.assumptions, *translation.warnings),
         out_of_scope=" ".join(reasons),
+        unseen_bytes=unseen,
     )
+
+
+def _adapter_bytes(job: TrainingJob) -> int:
+    """Bytes of the weights of all LoRA adapters: [rank, inputs] and [outputs, rank] beside each target's matrix."""
+    network, size = job.architecture, DTYPE_BYTES[adapter_dtype(job)]
+    hidden, query, key = network.hidden_size, network.query_size, network.key_value_size
+    apart = {"q_proj": hidden + query, "k_proj": hidden + key, "v_proj": hidden + key, "o_proj": query + hidden}
+    lengths = {"c_attn": hidden + query + 2 * key} if network.fused_qkv else apart
+    each = sum(length for name, length in lengths.items() if name in job.finetuning.targets)
+    return int(network.num_hidden_layers * (job.finetuning.rank or 0) * each * size)
 
 
 def _adapters_are_narrow(job: TrainingJob, versions: Mapping[str, str], *, fused: bool) -> bool:

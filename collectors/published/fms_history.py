@@ -37,6 +37,8 @@ LOADS_ON_HOSTS = "97fc3c138e09108354c74297cf5ee9899bf606dc"
 """The commit with transformers 4.45 whose plug-ins say that every rank is the first of its node, so that no rank has
 quantised weights on `meta` (framework_plugin_bnb.py: patch_target_module of `is_local_dist_rank_0`; removed by
 fms-acceleration #90)."""
+BEFORE_OWN_GPTQ = ("810323822cf38f1f1a1ecae5363555cd75636714", "00febdc8a6b03d2fc509469f2e9e4619dc96a372")
+"""The tables of June 2024, before the project had its own copy of GPTQModel; that of 2024-07-15 (c3a069c) has it."""
 HOST_WEIGHTS = "810323822cf38f1f1a1ecae5363555cd75636714"
 """The commit whose plug-in is assumed to leave adapted layers out of FSDP, on the host. This is inferred: the plug-in was
 read at neighbouring commits (0c76157 framework_plugin_fast_quantized_peft.py: ignored_modules = modules; 06a1af9
@@ -70,6 +72,7 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
         versions,
         rows_multiple_of=ROWS_MULTIPLE_OF.get(record["commit"], 1),
         loads_on_hosts=record["commit"] == LOADS_ON_HOSTS,
+        own_gptq=record["commit"] not in BEFORE_OWN_GPTQ,
     )
     reasons = [case.out_of_scope] if case.out_of_scope else []
     sharded_foak = record["num_gpus"] > 1 and arguments["framework_config"] == "accelerated-peft-autogptq-foak"
@@ -85,7 +88,7 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
         observed=record["note"].removeprefix("date ")[:10],
         collectives="nccl" if record["num_gpus"] > 1 else "none",
         outcome="failed" if measured["peak_device_bytes"] < NEVER_RAN_BYTES else "ok",
-        peak_allocated_bytes=measured.get("peak_allocated_bytes"),
+        peak_allocated_bytes=case.allocated(measured.get("peak_allocated_bytes")),
         peak_device_bytes=measured["peak_device_bytes"],
         environment={
             **recorded,
@@ -94,6 +97,7 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
             "grade": record["grade"],
             "idle_subtracted": True,
             **({DEVICE_MEAN: True} if record["num_gpus"] > 1 else {}),
+            **case.as_read(peak_allocated_bytes=measured.get("peak_allocated_bytes")),
         },
         assumptions=(*facts, *case.assumptions),
         out_of_scope=" ".join(reasons),

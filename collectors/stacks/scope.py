@@ -73,6 +73,14 @@ def _outgrows_table(job: TrainingJob) -> int:
 
 
 Rule = tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob], object], str]
+
+
+def _compiles_layers(job: TrainingJob) -> bool:
+    """Whether the layers are compiled one by one in a layout that they were traced in, and nothing between them is."""
+    alone = job.parallelism.world_size == 1 or compiles_shards(job)
+    return alone and conventions(job)["compiled_regions"] != "network_in_parts"
+
+
 SINGLE_GPU: dict[str, Rule] = {
     "task": (lambda j: j.task != "train", lambda j: j.task, "train"),
     "compile": (
@@ -81,7 +89,7 @@ SINGLE_GPU: dict[str, Rule] = {
         "it with framework huggingface or torch, without tensor and pipeline parallelism",
     ),
     "framework_options.compiled_regions": (
-        lambda j: j.compile and not is_compiled_whole(j) and j.parallelism.world_size > 1 and not compiles_shards(j),
+        lambda j: j.compile and not is_compiled_whole(j) and not _compiles_layers(j),
         lambda j: conventions(j)["compiled_regions"],
         "layers on one GPU, or with sharding: fsdp2 or hsdp; network on several GPUs otherwise",
     ),

@@ -19,7 +19,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.allocator.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.allocator.nearby_orders import nearby_orders
 from peakcast.models.allocator.replay import Replay, replay_run
-from peakcast.models.baseline.device_memory import communicator_bytes, context_bytes
+from peakcast.models.baseline.device_memory import communicator_bytes, context_bytes, num_contexts
 from peakcast.models.baseline.evenly_routed import evenly_routed
 from peakcast.models.baseline.host import host_bytes
 from peakcast.models.baseline.measured_constants import Outside, outside
@@ -65,7 +65,7 @@ class Baseline:
     num_retries: int
     """How often it has to give segments back. Each time is slow, and only 0 is comfortable."""
     context_bytes: int
-    """Estimate of what the CUDA context and its kernels take outside PyTorch."""
+    """Estimate of what CUDA contexts and their kernels take outside PyTorch."""
     communicator_bytes: int
     """Estimate of what NCCL takes outside PyTorch; 0 for one rank."""
     peak_device_bytes: int
@@ -142,7 +142,8 @@ def _baseline(
     worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)
     chosen, steady = candidates[worst], steadies[worst]
     first = ledger(job, device=device, rank=chosen, step="first")
-    context, communicators = context_bytes(device, job.versions), communicator_bytes(job, device)
+    context = num_contexts(job, device) * context_bytes(device, job.versions)
+    communicators = communicator_bytes(job, device)
     read = outside(job, device)
     outside_bytes = read.num_bytes if read is not None else context + communicators
     seen = seen_run()

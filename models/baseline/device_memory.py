@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from peakcast.core.units import KIB, MIB
 from peakcast.core.versions import release, resolved, torch_release
+from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
 if TYPE_CHECKING:
@@ -56,6 +57,13 @@ def context_bytes(device: Device, versions: Mapping[str, Any]) -> int:
     """Estimate of the CUDA context on `device` under a job's `versions`: its base and the local-memory arena."""
     arena = device.num_sms * device.max_threads_per_sm * LOCAL_MEMORY_BYTES_PER_THREAD
     return _by_release(BASE_CONTEXT_BYTES, versions) + arena
+
+
+def num_contexts(job: TrainingJob, device: Device) -> int:
+    """Number of processes that have a CUDA context on the GPU of a rank: its own, and all of its node where each of them
+    touches every GPU (convention `contexts_on_every_gpu`)."""
+    everywhere = conventions(job).get("contexts_on_every_gpu")
+    return min(job.parallelism.world_size, device.gpus_per_node) if everywhere else 1
 
 
 def communicator_bytes(job: TrainingJob, device: Device) -> int:

@@ -20,6 +20,7 @@ from peakcast.models.baseline.device_memory import (
     communicator_ranks,
     context_bytes,
     cuda_major,
+    num_contexts,
     one_communicator_bytes,
 )
 
@@ -65,7 +66,7 @@ def outside(job: TrainingJob, device: Device) -> Outside | None:
         nccl = communicator_bytes(job, device)
         missing += [COMMUNICATORS] if ranks else []
     return Outside(
-        context_bytes=own.context_bytes,
+        context_bytes=num_contexts(job, device) * own.context_bytes,
         kernels_bytes=sum(own.first_uses_bytes.get(step, 0) for step in (*pytorch, *libraries)),
         communicator_bytes=nccl,
         missing=tuple(missing),

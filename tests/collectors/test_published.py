@@ -100,6 +100,18 @@ def test_the_fms_peak_is_the_total(fms):
     assert row.peak_allocated_bytes == pytest.approx(10 * 7_241_732_096, rel=0.001)
 
 
+def test_adapters_that_the_tracker_did_not_see_are_added(fms, history):
+    """Beside q and o of 32 layers [16, 4096] and [4096, 16], beside k and v [16, 4096] and [1024, 16], in fp32."""
+    adapters = 32 * 16 * 2 * ((4096 + 4096) + (4096 + 1024)) * 4
+    (row,) = (r for r in fms if r.case == "mistralai/Mistral-7B-v0.1/2 GPUs/batch 2/lora/accelerated-peft-bnb-foak")
+    as_read = row.environment["as_read"]
+    assert row.peak_allocated_bytes - as_read["peak_allocated_bytes"] == adapters
+    assert row.steady_allocated_bytes - as_read["steady_allocated_bytes"] == adapters
+    changed = [r for r in [*fms, *history] if "as_read" in r.environment]
+    assert len(changed) == 78
+    assert all("2 GPUs" in r.case and "-foak" in r.case and r.job.finetuning.method == "qlora" for r in changed)
+
+
 def test_running_out_of_memory_is_an_outcome_with_a_lower_bound(fms):
     full = [row for row in fms if row.outcome == "out_of_memory"]
     assert len(full) == 39

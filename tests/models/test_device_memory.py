@@ -6,15 +6,18 @@ from statistics import median
 import pytest
 
 from peakcast.catalog import gpu
+from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import KIB, MIB
 from peakcast.jobs.spec import Parallelism
 from peakcast.measurements.store import datasets_folder
+from peakcast.models.baseline.baseline import baseline
 from peakcast.models.baseline.device_memory import (
     AMPERE_COMMUNICATOR_BYTES,
     AMPERE_NCCL_BYTES,
     communicator_bytes,
     context_bytes,
     cuda_major,
+    num_contexts,
     one_communicator_bytes,
 )
 
@@ -40,6 +43,17 @@ def test_the_release_of_cuda_follows_from_what_a_job_says():
     assert cuda_major({"torch": "2.1.1+cu118"}) == 11
     assert cuda_major({"torch": "2.10.0"}) == 12
     assert cuda_major({"torch": "2.11.0"}) == 13
+
+
+def test_processes_that_touch_every_gpu_have_a_context_on_each(fakes):
+    """Of 16 ranks the 8 of a node. accelerate's get_max_memory makes a tensor on every GPU that a process sees."""
+    a100, everywhere = gpu("A100-80GB"), FrozenMapping({"contexts_on_every_gpu": True})
+    layouts = [Parallelism(data_parallel_size=ranks) for ranks in (1, 2, 16)]
+    jobs = [fakes.job(parallelism=layout, framework_options=everywhere) for layout in layouts]
+    assert [num_contexts(job, a100) for job in jobs] == [1, 2, 8]
+    assert num_contexts(fakes.job(parallelism=layouts[1]), a100) == 1
+    alone, both = (baseline(job, a100, 0, ledger=fakes.ledger) for job in (fakes.job(parallelism=layouts[1]), jobs[1]))
+    assert both.peak_device_bytes - alone.peak_device_bytes == context_bytes(a100, {})
 
 
 def test_a_smaller_communicator_takes_less():

@@ -11,7 +11,6 @@ from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.findings import CAUSES, FAILS, KINDS, LESS, MORE, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Finding, found
 from peakcast.core.units import GIB, MIB, format_gib
-from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.jobs.spec import ActivationCheckpointing, Batch, Loss, Offload, Parallelism, TrainingJob
@@ -303,17 +302,3 @@ def test_an_estimate_is_named_where_it_may_be_a_tenth_of_the_answer_and_nothing_
     assert outside_estimated(replace(alone, outside=read), 9 * one - MIB) is None
     answer = predict(fakes.job(), fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger)
     assert small.sentence in answer.warnings
-
-
-@pytest.mark.parametrize(("rank", "direction"), [(None, ""), (16, "more")])
-def test_that_earlier_releases_need_another_amount_is_said_where_no_version_is(rank, direction):
-    """Mistral-7B with adapters allocates 5 % more with the releases of September 2024, whose model widened all logits."""
-    tuning = {"finetuning": {"method": "lora", "rank": rank}} if rank else {"sequence_length": 4096}
-    job = job_from_mapping({"architecture": "mistral-7b", "micro_batch_size": 4, **tuning})
-
-    def said(of):
-        found = predict(of, catalog.gpu("A100-80GB")).findings
-        return [(finding.direction, finding.severity) for finding in found if finding.code == "versions_not_given"]
-
-    assert said(job) == [(direction, 0)] * bool(direction)
-    assert said(job.replace(versions=FrozenMapping({"transformers": "5.17"}))) == []

@@ -45,6 +45,7 @@ COMPILED: dict[tuple[str, str], frozenset[str]] = {
     ("network", "huggingface"): frozenset({"layers", "ends", "loss", "mask"}),
     ("network", "torch"): frozenset({"layers", "ends", "loss", "mask"}),
     ("layers", "huggingface"): frozenset({"layers", "ends"}),
+    ("network_in_parts", "torch"): frozenset({"layers", "ends"}),
     ("layers", "torch"): frozenset({"layers", "loss"}),
     ("loss", "torch"): frozenset({"loss"}),
 }

@@ -14,7 +14,7 @@ from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.head import head
-from peakcast.models.ledger.huggingface.blocks.kv_cache import returned_cache_bytes
+from peakcast.models.ledger.huggingface.blocks.kv_cache import returned_cache_bytes, widened_cache_bytes
 from peakcast.models.ledger.huggingface.blocks.token_table import tied_in_graph
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import (
@@ -125,6 +125,10 @@ class _BlockByBlock:
             for run in checkpointed.values():
                 born = run.forward_start + run.template.num_forward
                 timeline.hold("past_key_values", Category.ACTIVATIONS, returned, born, timeline.now, run.module)
+            widened = widened_cache_bytes(context)
+            for run in checkpointed.values():  # made with the logits' copy, when the model has returned
+                held = timeline.now - 1, timeline.now
+                timeline.hold("past_key_values.to_float32", Category.ACTIVATIONS, widened, *held, run.module)
 
     def _hold_variables_of_model(self) -> None:
         """Hold what variables of the model's own forward refer to: the attention weights that a layer returned, until the

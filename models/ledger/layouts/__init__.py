@@ -74,6 +74,7 @@ def _fsdp2(job: TrainingJob, tensors: Sequence[StoredTensor], ends: Ends | None)
         waits=bool(chosen["accumulates_without_sync"]),
         offloads=job.offload.parameters,
         stays_after_forward=not chosen.get("fsdp_reshard_after_forward", True),
+        loss_outside=bool(chosen.get("loss_outside_network")),
         forward_again=_run_again_by_reentrant_checkpoints(job),
     )
     return FSDP2(tensors, units, settings)

@@ -17,7 +17,7 @@ from peakcast.models.ledger.layouts.module_tree import Block, block_of
 from peakcast.models.ledger.layouts.sharded import ShardedLayout
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
-from peakcast.models.ledger.tape.step import Step
+from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.models.ledger.tape.update_in_backward import Parameter
 from peakcast.timelines.timeline import Category, Phase
 
@@ -61,6 +61,8 @@ class FSDP2Settings:
     """`CPUOffloadPolicy`: parts, their gradients and the optimizer's states are in host memory."""
     stays_after_forward: bool = False
     """`reshard_after_forward=False`."""
+    loss_outside: bool = False
+    """Whether the loss is no part of the network's forward, which then ends before it."""
     forward_again: frozenset[str] = frozenset()
     """Modules whose recomputation counts as a forward for the hooks: reentrant checkpointing calls the module before its
     backward has begun (`FSDPState._pre_forward`; otherwise the state is already that of backward, and the hooks return at
@@ -202,6 +204,12 @@ class FSDP2(ShardedLayout):
         for unit in self._of_module.get(module, []) if self.prefetches_forward else []:
             if unit is not self.units[-1]:
                 self.prefetch(step, self.units[self.units.index(unit) + 1], phase=Phase.FORWARD)
+
+    def while_forward(self, step: Step, run: Run) -> None:
+        super().while_forward(step, run)
+        if self.settings.loss_outside and block_of(run.module) is Block.HEAD:
+            with step.within(run.forward_start + run.template.loss_from):
+                self.end_forward(step)
 
     def after_forward(self, step: Step, module: str) -> None:
         super().after_forward(step, module)

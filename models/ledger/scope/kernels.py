@@ -52,7 +52,7 @@ FUSED_KERNELS = Section("fused kernels", (
 # -- torch.compile: what `peakcast verify agreement` has compiled --------------------------------------------------------
 
 _ONE = ~job.many_ranks
-_IN_SHARDS = job.shards_layers_alone & option("compiled_regions", "layers")
+_IN_SHARDS = job.shards_layers_alone & option("compiled_regions", "layers", "network_in_parts")
 _WHOLE = option("compiled_regions", "network")
 _CAST = job.autocast & _ONE
 """Weights are cast; FSDP2 gathers them narrow already."""

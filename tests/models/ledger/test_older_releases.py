@@ -78,9 +78,29 @@ def test_the_fullest_expert_of_mixtral_takes_two_shares_in_published_runs(num_gp
 
 
 def test_fused_kernels_of_published_runs_on_two_gpus():
-    """The source's tracker does not see the adapters come to the GPU, between the stages that it watches: 0.6 %."""
-    found = errors("fms_a100.csv", networks=("mistral-7b", "llama-2-70b"), setups=FUSED, num_gpus=2)
-    assert (len(found), found[0] < 6e-3) == (10, True)
+    """With the adapters that the source's tracker does not see; without them they are up to 0.6 % too high."""
+    networks = ("mistral-7b", "llama-2-70b")
+    found = errors("fms_a100.csv", networks=networks, setups=FUSED, num_gpus=2)
+    assert (len(found), found[0] < 3e-4) == (10, True)
+    older = errors("fms_history.csv", networks=networks, setups=FUSED, num_gpus=2)
+    assert (len(older), older[0] < 4e-4) == (37, True)
+
+
+@pytest.mark.parametrize(("num_gpus", "num_rows"), [(1, 2), (2, 2)])
+def test_autocast_copies_the_cache_that_training_returns(num_gpus, num_rows):
+    """Full training of SantaCoder in September 2024; without the fp32 copies 1.7 and 2.3 % (one GPU), 1.6 % (two)."""
+    rows = [
+        row
+        for row in published("fms_history.csv")
+        if row.counts and row.job.framework_options.get("autocast") and row.job.finetuning.method == "full"
+        and row.job.architecture.name == "santacoder" and row.environment["framework_config"] == "foak-fast-kernels"
+        and row.job.parallelism.world_size == num_gpus
+    ]  # fmt: skip
+    found = [
+        baseline(row.job, catalog.gpu(row.gpu), row.rank).replayed_allocated_bytes / row.peak_allocated_bytes - 1
+        for row in rows
+    ]
+    assert (len(found), max(map(abs, found)) < 6e-3) == (num_rows, True)
 
 
 def outside_pytorch(table, *, networks, setups, releases=("",)):

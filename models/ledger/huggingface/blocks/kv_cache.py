@@ -91,6 +91,20 @@ def returned_cache_bytes(context: HFContext) -> int:
     Source: transformers 4.48.1 models/gpt_bigcode/modeling_gpt_bigcode.py, `present = key_value`; bitsandbytes 0.43
     nn/modules.py Linear4bit.forward.
     """
-    architecture, widened = context.architecture, context.precision.autocast and context.finetuning.quantization is not None
+    architecture = context.architecture
     columns = architecture.query_size + 2 * architecture.key_value_size
-    return context.rows * columns * (FP32 if widened else context.precision.compute_bytes)
+    return context.rows * columns * (FP32 if _projects_to_float32(context) else context.precision.compute_bytes)
+
+
+def widened_cache_bytes(context: HFContext) -> int:
+    """Bytes of the fp32 copy of a layer's keys and values that accelerate makes under autocast of all that the model
+    returns; 0 if there is none.
+
+    Source: accelerate 0.33.0 utils/operations.py, ConvertOutputsToFp32.
+    """
+    converts = context.precision.autocast and not _projects_to_float32(context)
+    return context.rows * 2 * context.architecture.key_value_size * FP32 if converts else 0
+
+
+def _projects_to_float32(context: HFContext) -> bool:
+    return context.precision.autocast and context.finetuning.quantization is not None
