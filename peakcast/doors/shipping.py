@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import itertools
 import sys
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,21 +55,8 @@ LAYERS = 20
 """Enough layers for every pattern of layers that repeats; recipes for other depths are derived."""
 TIMEOUT_SECONDS = 1800.0
 """Longest that one kind of network may take: ten times what most take, since other work may share the machine."""
-COMPLETED: Mapping[str, Mapping[str, Any]] = {
-    "dots1": {"n_routed_experts": 128, "n_shared_experts": 2, "num_experts_per_tok": 6, "n_group": 1, "topk_group": 1},
-    "esm": {"vocab_size": 33, "pad_token_id": 1, "mask_token_id": 32},
-    "hunyuan_v1_dense": {"head_dim": 128},
-    "hunyuan_v1_moe": {"head_dim": 128, "num_experts": 64, "moe_topk": 8, "moe_intermediate_size": 3072},
-    "lfm2": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "layer_types": ["full_attention" if layer in (2, 5, 8, 10, 12, 14) else "conv" for layer in range(16)],
-    },
-    "longt5": {"decoder_start_token_id": 0},
-}
-"""Families whose defaults make no network, or none like the published ones -> what a published network of theirs adds:
-rednote-hilab/dots.llm1.base, facebook/esm2_t33_650M_UR50D, tencent/Hunyuan-7B-Instruct, tencent/Hunyuan-A13B-Instruct,
-LiquidAI/LFM2-1.2B, google/long-t5-tglobal-base."""
+COMPLETED = "completed.toml"
+"""The catalog's table of what the defaults of some families lack."""
 HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
 """Numbers of heads. A family whose defaults have equally many of both also has published networks with fewer key and value
 heads, which use other code."""
@@ -114,7 +103,8 @@ def record_all(
         need("recording recipes", "torch", "transformers")
     with Recorder(python) as recorder:
         everything, versions = recorder.families()
-    known = {name: {**config, **COMPLETED.get(name, {})} for name, config in everything.items() if family(name) is None}
+    completed = tomllib.loads(resources.files("peakcast").joinpath("catalog", COMPLETED).read_text(encoding="utf-8"))
+    known = {name: {**config, **completed.get(name, {})} for name, config in everything.items() if family(name) is None}
     for name in families:
         if name not in known:
             rule = f"must be a family that transformers has and the ledger has not{near_misses(name, known) or '.'}"
