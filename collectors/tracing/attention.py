@@ -88,7 +88,7 @@ def _flash_can(
         and square
         and query.shape[-1] == key.shape[-1] == value.shape[-1] <= MAX_FLASH_HEAD_DIM
         and _rows_are_contiguous(query, key, value)
-        and torch.backends.cuda.flash_sdp_enabled()
+        and _flash_is_on()
     )
 
 
@@ -107,8 +107,20 @@ def _efficient_can(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, 
         and query.shape[-1] == key.shape[-1]
         and query.shape[-1] % vector == value.shape[-1] % vector == 0
         and _rows_are_contiguous(query, key, value, *(() if bias is None else (bias,)))
-        and torch.backends.cuda.mem_efficient_sdp_enabled()
+        and _efficient_is_on()
     )
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _flash_is_on() -> bool:
+    """Whether the script has left flash attention switched on; torch.compile cannot trace the question."""
+    return bool(torch.backends.cuda.flash_sdp_enabled())
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _efficient_is_on() -> bool:
+    """The same of memory-efficient attention."""
+    return bool(torch.backends.cuda.mem_efficient_sdp_enabled())
 
 
 def has_flash() -> bool:

@@ -52,3 +52,25 @@ def test_padded_copies_are_made_of_odd_head_dims_and_of_masks_whose_rows_begin_b
     gradients = BATCH * HEADS * LENGTH * 52 * 2
     mask = round_up(100 * 104 * 2, 512)
     assert padded == [copies] * 3 + [gradients] * 3 + [mask]
+
+
+@pytest.mark.parametrize("flash", [True, False])
+def test_a_compiled_graph_goes_on_through_attention(flash):
+    """With `fullgraph=True` torch.compile refuses code that it has to interrupt."""
+
+    def train():
+        import torch
+
+        torch.backends.cuda.enable_flash_sdp(flash)
+        attend = torch.compile(torch.nn.functional.scaled_dot_product_attention, fullgraph=True)
+        weight = torch.nn.Parameter(torch.ones(1, device="cuda"))
+        optimizer = torch.optim.SGD([weight], lr=0.1)
+        for _ in range(3):
+            q, k, v = (weight.bfloat16().expand(BATCH, HEADS, LENGTH, 64).contiguous() for _ in "qkv")
+            attend(q, k, v).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    steady = peakcast.dryrun(train, "H100-80GB").timelines["steady"]
+    kernel = FLASH if flash else EFFICIENT
+    assert any(kernel.removeprefix("_scaled_dot_product").split(".")[0] in name for name in steady.labels)
