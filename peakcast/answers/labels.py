@@ -22,7 +22,7 @@ OF_LIMIT = {
 }
 """Quantity -> words after the size of its limit that say what the limit applies to."""
 METHODS = {"full": "full training", "lora": "LoRA", "qlora": "QLoRA"}
-"""`finetuning.method` -> what is trained."""
+"""`finetuning.method` -> what is trained; other methods of peft go by peft's name."""
 PHASE_NAMES = {
     Phase.INIT: "set-up",
     Phase.FORWARD: "the forward pass",

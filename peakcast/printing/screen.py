@@ -79,7 +79,8 @@ def _verdict(p: Prediction) -> str:
 
 def _asked(job: TrainingJob) -> str:
     """The job in one line, so that users see for what the answer holds and what was assumed."""
-    what = "inference" if job.task == "inference" else METHODS[job.finetuning.method]
+    method = job.finetuning.method
+    what = "inference" if job.task == "inference" else METHODS.get(method, f"adapters ({method})")
     if job.finetuning.frozen:
         what += f" ({', '.join(job.finetuning.frozen)} frozen)"
     ranks = job.parallelism.world_size
