@@ -41,7 +41,7 @@ IGNORED: dict[str, dict[str, tuple[str, Direction]]] = {
 
 # fmt: off
 IDLE: tuple[tuple[str, tuple[str, ...], Fact, str], ...] = (
-    ("finetuning", ("rank", "alpha", "targets", "dropout", "adapter_dtype"), ~facts.adapts,
+    ("finetuning", ("rank", "alpha", "targets", "modules_to_save", "dropout", "adapter_dtype"), ~facts.adapts,
      "finetuning.method='full' has no adapters (lora has)"),
     ("activation_checkpointing", ("every_n_layers", "modules", "num_layers"), ~facts.checkpoints,
      "activation_checkpointing.mode='none'"),
