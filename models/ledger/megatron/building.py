@@ -54,8 +54,8 @@ def build_megatron(step: Step, job: TrainingJob, rank: int) -> None:
         kept = bool(own_tensors(share, buffer))
         copied = step.moment("copied", Phase.INIT) if buffer.rules.sharded and not kept else FOREVER
         for p, numel in buffer.whole:
-            alone = own_tensors(share, replace(buffer, parameters=[p])) if kept else tensors_of([(p, numel)], "", buffer.width)
-            for name, module, size in alone:
+            alone = replace(buffer, parameters=[p])
+            for name, module, size in own_tensors(share, alone) if kept else tensors_of([(p, numel)], "", buffer.width):
                 step.hold(name, Category.PARAMETERS, size, made[p], copied, module)
     for buffer in buffers(share) if main.width and not main.made_by_step else ():
         for p, numel in buffer.pieces:
