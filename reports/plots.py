@@ -65,7 +65,8 @@ def error_histogram(cells: Sequence[Scored]) -> Figure:
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5))
     axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value * 100:g} %"))
     beyond = sum(abs(cell.error) > edge for cell in cells)
-    axes.set(xlabel="predicted / measured − 1" + (f" ({beyond} {'row' if beyond == 1 else 'rows'} beyond the edge)" if beyond else ""))
+    outside = f" ({beyond} {'row' if beyond == 1 else 'rows'} beyond the edge)" if beyond else ""
+    axes.set(xlabel=f"predicted / measured − 1{outside}")
     axes.set(ylabel="configurations")
     _legend(axes)
     return figure
