@@ -187,7 +187,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, help="folder of the fetched scripts")
-    parser.add_argument("names", nargs="*", help="runs whose scripts are dry-run, by the beginning of their names (default: all of the table)")
+    parser.add_argument("names", nargs="*", help="beginnings of the names of those runs (default: all of the table)")
     asked = parser.parse_args(arguments)
     runs, answers = read_runs(), read_answers()
     for run in runs if asked.folder is not None else ():

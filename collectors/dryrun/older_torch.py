@@ -65,7 +65,8 @@ class _PackedFlash(torch.autograd.Function):  # type: ignore[misc]
         query, key, value, output, sums, seed, offset = ctx.saved_tensors
         *options, scale = ctx.options
         tensors = *map(_packed, (gradient, query, key, value)), output, sums, None, None
-        gradients = torch.ops.aten._scaled_dot_product_flash_attention_backward(*tensors, *options, seed, offset, scale=scale)
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        gradients = kernel(*tensors, *options, seed, offset, scale=scale)
         return *gradients, None, None, None
 
 
