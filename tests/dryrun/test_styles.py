@@ -150,6 +150,8 @@ def test_generators_of_the_gpu_and_numbers_of_many_tensors():
         for _ in range(3):
             model(torch.randn(8, 1024, device="cuda", generator=generator)).sum().backward()
             norms = [[torch.norm(one.grad) for one in model.parameters()]]
+            narrow = model.weight.detach().bfloat16()
+            torch.addmm(model.weight.detach(), narrow, narrow, out_dtype=torch.float32)  # its operations are counted
             assert float(torch.norm(torch.tensor(norms))) > 0  # real: it is on the CPU
             optimizer.step()
             optimizer.zero_grad()
