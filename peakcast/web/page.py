@@ -122,7 +122,8 @@ def page(*, reports: bool) -> gr.Blocks:
     The question, the answer and the knobs follow each other, as they do on a phone; `style.css` puts the answer beside
     the others where there is room.
     """
-    with gr.Blocks(analytics_enabled=False, title="peakcast: will this training run fit?", fill_width=True) as blocks:
+    blocks = gr.Blocks(analytics_enabled=False, title="peakcast: will this training run fit?", fill_width=True)
+    with blocks:
         accuracy = ' How far off it is: <a href="/reports/index.html">accuracy reports</a>.' if reports else ""
         gr.HTML(
             "<h1>Will this training run fit?</h1><p>Paste the configuration that you have, or name a model. Nothing leaves "

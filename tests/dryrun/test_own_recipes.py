@@ -13,18 +13,9 @@ import peakcast
 from peakcast.collectors.dryrun.resizing import Batch
 from peakcast.core.errors import SpecError
 from peakcast.doors.kept import read_kept
-from peakcast.models.recipes import shelf
 
+pytestmark = pytest.mark.usefixtures("recorded_elsewhere")
 SCRIPT = Path(__file__).parent / "scripts" / "own_gpt.py"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def recorded_elsewhere(tmp_path_factory):
-    """What is recorded on the way lies in a folder of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PEAKCAST_RECIPES", str(tmp_path_factory.mktemp("recipes")))
-        patch.setattr(shelf, "_found", {})
-        yield
 
 
 @pytest.fixture(scope="module")
