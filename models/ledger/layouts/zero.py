@@ -53,7 +53,7 @@ class Buckets:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings:
+class ZeroSettings:
     """How DeepSpeed's engine runs a job, as far as every stage reads it."""
 
     ranks: int
@@ -80,7 +80,7 @@ class Partitions(Layout):
 
     holds_main_parameters = True
 
-    def __init__(self, tensors: Sequence[StoredTensor], settings: Settings) -> None:
+    def __init__(self, tensors: Sequence[StoredTensor], settings: ZeroSettings) -> None:
         super().__init__(tensors)
         self.ranks, self.element_bytes, self.buckets = settings.ranks, settings.element_bytes, settings.buckets
         self.contiguous, self.offloads = settings.contiguous, settings.offloads

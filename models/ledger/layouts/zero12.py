@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.gradients import tensors_of_gradients
 from peakcast.models.ledger.layouts.module_tree import LM_HEAD, Block, block_of
-from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Partitions, Settings, made_at
+from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Partitions, ZeroSettings, made_at
 from peakcast.models.ledger.layouts.zero12_bucket import Arrival, Bucket
 from peakcast.models.ledger.layouts.zero12_division import Division
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
@@ -60,7 +60,7 @@ class Zero12(Partitions):
     `copy_grads_in_partition`."""
 
     def __init__(
-        self, tensors: Sequence[StoredTensor], settings: Settings, *, stage: int, rank: int, round_robin: bool
+        self, tensors: Sequence[StoredTensor], settings: ZeroSettings, *, stage: int, rank: int, round_robin: bool
     ) -> None:
         super().__init__(tensors, settings)
         self.stage = stage

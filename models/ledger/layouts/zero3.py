@@ -13,7 +13,7 @@ from peakcast.models.ledger.layouts.zero import (
     MAIN_BYTES,
     REDUCING,
     Partitions,
-    Settings,
+    ZeroSettings,
     made_at,
 )
 from peakcast.models.ledger.layouts.zero3_bucket import Bucket, Gradient
@@ -30,7 +30,7 @@ from peakcast.timelines.timeline import Category, Phase
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Settings3(Settings):
+class Zero3Settings(ZeroSettings):
     """The same, with what only stage 3 reads."""
 
     packs: bool
@@ -45,7 +45,7 @@ class Settings3(Settings):
 class Zero3(Partitions):
     """Stage 3: weights are partitioned too, and gathered module by module (`zero3_fetching.py`)."""
 
-    def __init__(self, tensors: Sequence[StoredTensor], settings: Settings3, modules: ModuleTurns) -> None:
+    def __init__(self, tensors: Sequence[StoredTensor], settings: Zero3Settings, modules: ModuleTurns) -> None:
         whole, tensors = [t for t in tensors if not t.sharded], [t for t in tensors if t.sharded]
         super().__init__(tensors, settings)
         self._whole = whole

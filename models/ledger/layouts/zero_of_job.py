@@ -13,8 +13,8 @@ from peakcast.jobs.ranks import ranks_that_differ
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.layouts.looped_experts import expert_by_expert
-from peakcast.models.ledger.layouts.zero import Buckets, Settings
-from peakcast.models.ledger.layouts.zero3 import Settings3, Zero3
+from peakcast.models.ledger.layouts.zero import Buckets, ZeroSettings
+from peakcast.models.ledger.layouts.zero3 import Zero3, Zero3Settings
 from peakcast.models.ledger.layouts.zero3_modules import Modules, ModuleTurns
 from peakcast.models.ledger.layouts.zero12 import Zero12
 from peakcast.networks.families import family_of
@@ -52,7 +52,7 @@ def _zero12(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[s
     if chosen.get("experts_implementation") == "loop":
         tensors = expert_by_expert(tensors)
     stage, offloads = job.parallelism.zero_stage, job.offload.optimizer
-    settings = Settings(
+    settings = ZeroSettings(
         ranks=job.parallelism.data_parallel_size,
         element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
         buckets=_buckets(chosen, num_reduce=2 if _overlaps(chosen, stage) else 1),
@@ -77,7 +77,7 @@ def _zero3(
             leaf="mlp" if family.libraries.deepspeed_leaf else "",
             family=job.architecture.model_type,
         )
-    settings = Settings3(
+    settings = Zero3Settings(
         ranks=job.parallelism.data_parallel_size,
         element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
         buckets=_buckets(chosen, num_reduce=1),

@@ -14,7 +14,7 @@ from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, Weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
+class LinearLayer:
     """A Linear, x·Wᵀ (+ b): its weight, and what its surroundings make of its input and its gradients."""
 
     name: str
@@ -42,7 +42,7 @@ class Linear:
         return self.in_features * self.out_features * self.element_bytes
 
 
-def linear(tape: Tape, x: Tensor, rows: int, layer: Linear) -> Tensor:
+def linear(tape: Tape, x: Tensor, rows: int, layer: LinearLayer) -> Tensor:
     """x·Wᵀ (+ b). Saves its input if the weight trains; the weight is a parameter and exists anyway."""
     name, size = layer.name, layer.element_bytes
     gradients = [WeightGradient(f"{name}.weight.grad", layer.weight_bytes)] * layer.num_matrices

@@ -84,7 +84,7 @@ def test_a_recomputation_stops_before_what_keeps_its_inputs_and_after_what_keeps
 
 
 def test_linear_keeps_its_input_only_when_its_weight_trains():
-    layer = ops.Linear(name="linear", in_features=256, out_features=128, element_bytes=2)
+    layer = ops.LinearLayer(name="linear", in_features=256, out_features=128, element_bytes=2)
     for trainable in (True, False):
         tape = Tape()
         x = tape.operation("x", [tape.input(KIB)], KIB)

@@ -24,7 +24,7 @@ from peakcast.models.ledger.parameters.adapter_methods import METHODS, ON_NETWOR
 from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.primitives import Linear
+from peakcast.models.ledger.tape.primitives import LinearLayer
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
@@ -99,7 +99,7 @@ class BlockBuilder:
             alike = x.num_bytes == self.rows * in_features * context.adapters.input_bytes and not context.linears.keep_input
             cast = context.precision.autocast and context.adapters.weight_bytes > context.precision.compute_bytes
             adds = adapted and alike and not (tuning.dropout or cast) and x.requires_grad
-            layer = Linear(
+            layer = LinearLayer(
                 name=name,
                 in_features=in_features,
                 out_features=out_features,
@@ -115,7 +115,7 @@ class BlockBuilder:
             return self._adapter(x, result, in_features, out_features, name, split)
         return self._other_adapter(x, result, in_features, out_features, name)
 
-    def _split_linear(self, x: Tensor, layer: Linear, split: Split) -> Tensor:
+    def _split_linear(self, x: Tensor, layer: LinearLayer, split: Split) -> Tensor:
         """A Linear with the collectives of its tensor-parallel `split`."""
         tape, group = self.tape, self.context.group
         x = enter_columns(tape, x, group, layer.name) if split == "columns" else x
@@ -136,8 +136,8 @@ class BlockBuilder:
         variables.append(x)
         x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
         outer, inner = split if split == "rows" else "", split if split == "columns" else ""
-        down = Linear(name=f"{name}.lora_A", in_features=in_features, out_features=rank, element_bytes=wide)
-        up = Linear(name=f"{name}.lora_B", in_features=rank, out_features=out_features, element_bytes=wide)
+        down = LinearLayer(name=f"{name}.lora_A", in_features=in_features, out_features=rank, element_bytes=wide)
+        up = LinearLayer(name=f"{name}.lora_B", in_features=rank, out_features=out_features, element_bytes=wide)
         y = self._split_linear(x, replace(down, trains=tuning.method != "lora_fa"), outer)
         summed = self.for_rows(context.stream_rows, self.num_matrices) if outer else self
         y = summed._split_linear(y, up, inner)
@@ -193,7 +193,7 @@ class BlockBuilder:
             result = ops.cast(tape, result, rows * out_features * (wide // (rows * in_features)), f"{name}.to_input_dtype")
         return result
 
-    def linear(self, x: Tensor, layer: Linear) -> Tensor:
+    def linear(self, x: Tensor, layer: LinearLayer) -> Tensor:
         """A Linear over `rows`, in the dtype that autocast or the weight decides."""
         context = self.context
         plain = layer.name == "lm_head" or layer.name.endswith(ADAPTERS)
@@ -212,7 +212,7 @@ class BlockBuilder:
         self.tape.hold(x)  # the module's argument, until it returns
         return result
 
-    def _narrowed_linear(self, x: Tensor, layer: Linear, compute: int, *, cached: bool) -> Tensor:
+    def _narrowed_linear(self, x: Tensor, layer: LinearLayer, compute: int, *, cached: bool) -> Tensor:
         """A Linear whose weight is wider than the dtype in which autocast computes: it uses a narrow copy of the weight.
         Autocast keeps the copy until forward ends if it is `cached`; otherwise it is freed after the product, unless a
         graph saves it. Arguments are cast from right to left, so in backward the input's gradient is widened first."""
@@ -238,12 +238,12 @@ class BlockBuilder:
             weight_gradients=of_bias,
         )
 
-    def _input_cast(self, x: Tensor, layer: Linear, element_bytes: int) -> Tensor:
+    def _input_cast(self, x: Tensor, layer: LinearLayer, element_bytes: int) -> Tensor:
         """Under autocast, the narrow copy that each Linear makes of a wide input; else x itself."""
         size = self.rows * layer.in_features * element_bytes
         return ops.cast(self.tape, x, size, f"{layer.name}.input_cast") if x.num_bytes > size else x
 
-    def _computes_in_float8(self, layer: Linear) -> bool:
+    def _computes_in_float8(self, layer: LinearLayer) -> bool:
         """Whether a Linear computes in float8. accelerate 1.15 utils/ao.py filter_linear_layers: an nn.Linear whose sizes
         are multiples of 16."""
         context = self.context

@@ -9,14 +9,14 @@ float8_ops.py preprocess_addmm. Compiled, these conversions fuse; that is not mo
 
 from __future__ import annotations
 
-from peakcast.models.ledger.tape.primitives import Linear
+from peakcast.models.ledger.tape.primitives import LinearLayer
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 
 CONVERSION_BYTES = 4 + 4 + 1
 """Bytes per element at the fullest moment of a conversion: the scaled fp32 tensor, its clamped copy, the result."""
 
 
-def float8_linear(tape: Tape, x: Tensor, rows: int, layer: Linear) -> Tensor:
+def float8_linear(tape: Tape, x: Tensor, rows: int, layer: LinearLayer) -> Tensor:
     """x·Wᵀ (+ b) with a weight that trains. Shapes: [rows, in_features] to [rows, out_features]."""
     name, element_bytes = layer.name, layer.element_bytes
     inputs, outputs, weight = rows * layer.in_features, rows * layer.out_features, layer.in_features * layer.out_features
