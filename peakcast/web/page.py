@@ -148,7 +148,7 @@ def page(*, reports: bool) -> gr.Blocks:
         gr.on(changed, ask, inputs, outputs, api_name="ask", concurrency_limit=AT_ONCE)
         button.click(None, None, None, js=SHOW_ANSWER)
         blocks.load(None, None, None, js=SAY_ANSWER)
-        blocks.load(restored, None, [*inputs, *outputs], api_name=False, concurrency_limit=AT_ONCE)
+        blocks.load(restored, None, [*inputs, *outputs], api_visibility="private", concurrency_limit=AT_ONCE)
     return blocks
 
 

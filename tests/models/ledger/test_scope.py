@@ -42,7 +42,7 @@ def reason(name, **changes):
         ("llama-3.1-8b", {**TENSOR, **LIGER}, "Liger's kernels under torch's tensor"),
         ("llama-3.1-8b", {**TENSOR, "attention": "eager"}, "under sequence_parallel fails"),
         ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, "precision": MIXED}, "cannot multiply two dtypes"),
-        ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, **SELECTIVE}, "the units inside it run other operations"),
+        ("llama-3.1-8b", {**by_fsdp("fsdp1"), "finetuning": ATTENTION, **SELECTIVE}, "the units inside it run other"),
         ("llama-3.1-8b", {**by_fsdp("fsdp2"), "finetuning": ATTENTION, "loss": FUSED}, "never calls the lm_head"),
         ("deepseek-v2-lite", {"framework_options": FrozenMapping({"autocast": True})}, "under autocast"),
         ("gpt-j-6b", {"task": "inference"}, "generation with"),
