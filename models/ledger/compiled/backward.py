@@ -216,7 +216,8 @@ class LayerOps(LayerForward):
         ]
 
     def _gradient(self, name: str, reads: str | Names, size: int, *, wide: bool = False) -> Op:
-        """The gradient of a parameter, `name`: the operation that uses it and which of its parameters it is."""
+        """The operation that computes a parameter's gradient. `name`: the forward operation that uses the parameter, a
+        dot, and "weight" or "bias"."""
         operation, dot, which = name.partition(".")
         parameter = modules_of(self.context.architecture).get(operation, operation) + dot + which
         return op(f"{name}.grad", reads, size, wide=wide, is_result=True, parameter=parameter)

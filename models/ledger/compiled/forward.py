@@ -22,7 +22,7 @@ from peakcast.networks.families import family_of
 
 @cache
 def products(architecture: Architecture) -> dict[str, tuple[int, int]]:
-    """A layer's matrix products in order: name -> (columns that it reads, columns that it gives)."""
+    """A layer's matrix products in order: name -> (in_features, out_features)."""
     hidden, inner, q, k = (
         architecture.hidden_size,
         architecture.intermediate_size,
