@@ -37,7 +37,8 @@ class Offload:
         }
         sizes: dict[str, list[int]] = {group_of[place]: [] for place in reversed(operations)}
         for storage in block.storages:
-            savers, leaf = set(block.savers.get(id(storage), ())), {storage.leaf_for} - {None}
+            savers = set(block.savers.get(id(storage), ()))
+            leaf = set() if storage.leaf_for is None else {storage.leaf_for}
             copied = sorted((savers - leaf) & group_of.keys())
             if not copied or storage.made_again is not None or storage.num_bytes < self.least_bytes:
                 continue
