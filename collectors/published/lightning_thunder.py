@@ -29,6 +29,8 @@ FLOAT8 = ("THUN-007", "THUN-008", "THUN-009", "THUN-010")
 RECOMPUTED_FLOAT8 = ("THUN-008", "THUN-010")
 APART = ("THUN-006",)
 """Rows in which embedding, last norm and head are wrapped as units of their own."""
+UNBUCKETED = ("THUN-012", "THUN-014", "THUN-016", "THUN-018")
+"""Rows with bucketing_mode=none, whose policy (`zero_bucket_wrap_policy`) has FSDP1 wrap every module."""
 
 
 def read_lightning_thunder(path: Path) -> list[Measurement]:
@@ -39,7 +41,11 @@ def read_lightning_thunder(path: Path) -> list[Measurement]:
 def _reading(record: Mapping[str, Any]) -> Reading:
     name = record["id"]
     base = job_of({**record, "framework": "torch"})
-    options = {**base.framework_options, **({"fsdp2_units": "ends"} if name in APART else {})}
+    options = dict(base.framework_options)
+    if name in APART:
+        options["fsdp2_units"] = "ends"
+    if name in UNBUCKETED:
+        options["fsdp1_units"] = "modules"
     precision = {**to_mapping(base.precision), **({"compute": "float8"} if name in FLOAT8 else {})}
     reasons = []
     if name in FLOAT8:

@@ -10,6 +10,7 @@ from peakcast.models.allocator.replay import replay_run
 
 CUT = {"name": "smollm2-135m", "num_hidden_layers": 3}
 MIXED = {"precision.parameters": "float32", "precision.compute": "bfloat16"}
+NARROW = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4}
 CELLS = {
     "ddp_trainer": {"parallelism": {"data_parallel_size": 8}},
     "fsdp1_lora_prefetching": {
@@ -30,6 +31,13 @@ CELLS = {
         "activation_checkpointing": {"mode": "full", "use_reentrant": True},
         "framework_options": {"checkpoints_around_units": True, "fsdp1_backward_prefetch": "BACKWARD_PRE"},
         "architecture": {**CUT, "num_hidden_layers": 4, "vocab_size": 512},
+    },
+    "fsdp1_every_module": {  # with its peak in the loss
+        "sequence_length": 1024,
+        "framework": "torch",
+        "architecture": {"name": "llama-3.1-8b", "num_hidden_layers": 2, "vocab_size": 8192, **NARROW},
+        "parallelism": {"data_parallel_size": 8, "sharding": "fsdp1"},
+        "framework_options": {"fsdp1_units": "modules"},
     },
     "fsdp1_offloading": {
         **MIXED,

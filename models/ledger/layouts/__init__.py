@@ -15,8 +15,9 @@ from peakcast.models.ledger.layouts.ddp import DDP
 from peakcast.models.ledger.layouts.fsdp1 import FSDP1, FSDP1Settings
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2, FSDP2Settings
 from peakcast.models.ledger.layouts.module_tree import Block, block_of
-from peakcast.models.ledger.layouts.units import Ends, named_ends, units_by_layer
+from peakcast.models.ledger.layouts.units import Ends, named_ends, units_by_layer, units_by_module
 from peakcast.models.ledger.parameters.module_order import in_order_of_modules
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.networks.families import family_of
 
 if TYPE_CHECKING:
@@ -85,12 +86,17 @@ def _fsdp1(job: TrainingJob, tensors: Sequence[StoredTensor], rank: int | None, 
     chosen, sharded = conventions(job), [tensor for tensor in tensors if tensor.sharded]
     reentrant = job.activation_checkpointing.mode != "none" and job.activation_checkpointing.use_reentrant
     around_units = reentrant and bool(chosen.get("checkpoints_around_units"))
-    units = units_by_layer(
-        sharded,
-        ends or _named_ends(job, sharded),
-        adapters_apart=job.finetuning.method in ("lora", "qlora"),  # peft's fsdp_auto_wrap_policy
-        first_layer_without_gradient=_no_gradient_enters(job),
-    )
+    if chosen.get("fsdp1_units") == "modules":
+        units = units_by_module(sharded, compiled=job.compile)
+    else:
+        units = units_by_layer(
+            sharded,
+            ends or _named_ends(job, sharded),
+            adapters_apart=job.finetuning.method in ("lora", "qlora"),  # peft's fsdp_auto_wrap_policy
+            first_layer_without_gradient=_no_gradient_enters(job),
+        )
+        if chosen.get("loss_outside_network"):
+            units[-1].hook = Mark.LM_HEAD  # of the root's output, the logits
     settings = FSDP1Settings(
         shards=job.parallelism.num_replicas,
         reduce_bytes=reduced_bytes(job),

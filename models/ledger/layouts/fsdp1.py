@@ -246,20 +246,19 @@ class FSDP1(ShardedLayout):
         self._free_gathered(step, self._resharded_late)
 
     def while_forward(self, step: Step, run: Run) -> None:
-        """An adapter's matrix is gathered only for its own product, also in a recomputation. Adapters that are switched off
-        do not run."""
-        ran = list(self._operations(run, run.template.in_forward))
+        """A matrix that is a unit is gathered only for its own product, also in a recomputation. Adapters that are switched
+        off do not run."""
+        ran = list(self._operations(run, run.template.in_forward, ""))
         for at, unit in ran:
             self._gather_for_one_operation(step, unit, run.forward_start + at, Phase.FORWARD)
         if ran and self._ran_before.keys().isdisjoint(unit for _, unit in ran):
             self._note_order(run.module, [unit for _, unit in ran])
 
-    def _operations(self, run: Run, instants: Mapping[str, int], suffix: str = "") -> Iterator[tuple[int, Unit]]:
-        """The units of single operations of the run's block, with the instants of those operations among `instants`, in
-        their order."""
-        units = self._of_operations.get(run.module, ())
-        found = {instants[name]: unit for unit in units if (name := f"{unit.operation}{suffix}") in instants}
-        return iter(sorted(found.items()))
+    def _operations(self, run: Run, instants: Mapping[str, int], *suffixes: str) -> Iterator[tuple[int, Unit]]:
+        """The units of single operations of the run's block, with the instants of those operations (one of `suffixes` may
+        follow their names) among `instants`, in their order."""
+        named = ((f"{unit.operation}{end}", unit) for unit in self._of_operations.get(run.module, ()) for end in suffixes)
+        return iter(sorted({instants[name]: unit for name, unit in named if name in instants}.items()))
 
     def _gather_for_one_operation(self, step: Step, unit: Unit, at: int, phase: Phase) -> None:
         """Gather a unit for a forward operation that ran at the instant `at`, and reshard it after that."""
@@ -273,19 +272,19 @@ class FSDP1(ShardedLayout):
     def _note_order(self, module: str, ran: Sequence[Unit]) -> None:
         """Note the order in which units' forwards end; backward reaches them in reverse order (`record_post_forward`)."""
         before = super().unit_before(self._of_operations[module][0])
-        for unit in (*ran, *self._of_module[module]):
+        for unit in (*ran, *self._of_module.get(module, ())):
             self._ran_before[unit], before = before, unit
 
     def unit_before(self, unit: Unit) -> Unit | None:
         return self._ran_before[unit] if unit in self._ran_before else super().unit_before(unit)
 
     def _while_backward(self, step: Step, run: Run) -> None:
-        """Gather and reduce each adapter's matrix around its own backward. If the recomputation is part of the block's
+        """Gather and reduce each such matrix around its own backward. If the recomputation is part of the block's
         backward, not a run of its own, the matrices are gathered for that first."""
         begins, instants = run.backward_start or 0, run.template.in_backward
         for at, unit in self._operations(run, instants, " again"):
             self._gather_for_one_operation(step, unit, begins + at, Phase.BACKWARD)
-        for at, unit in self._operations(run, instants):
+        for at, unit in self._operations(run, instants, "", ".weight.grad"):  # the second in compiled graphs
             with step.within(begins + at):
                 if not unit.gathered:
                     self.gather(step, unit)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import groupby
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.module_tree import Block, block_of
@@ -113,6 +114,22 @@ def units_by_layer(
     left = [tensor for tensor in left if tensor not in taken]
     if left or not ends_apart:
         units.append(Unit("root", ends.root, tuple(left), stays_after_forward=True, reduces_at_end=True))
+    return units
+
+
+def units_by_module(tensors: Iterable[StoredTensor], *, compiled: bool = False) -> list[Unit]:
+    """A unit per matrix, with the norms listed before it, whose few KB are not worth a unit: what FSDP1 makes of an
+    auto_wrap_policy that wraps every module. `compiled`: layers' operations have the names of `compiled/forward.py`."""
+    units: list[Unit] = []
+    waiting: list[StoredTensor] = []
+    groups = {key: list(group) for key, group in groupby(tensors, lambda tensor: (tensor.module, str(tensor.path)))}
+    for (module, path), group in groups.items():
+        waiting += group
+        if any(len(tensor.shape) > 1 for tensor in group):
+            name = path.rsplit(".", 1)[-1].removesuffix("_proj")
+            operation = name if compiled and block_of(module) is Block.LAYER else path
+            units.append(Unit(f"{module}.{path}", (module,), tuple(waiting), operation=operation))
+            waiting = []
     return units
 
 

@@ -41,6 +41,8 @@ def megatron_ledger(
     _hold_dispatchers(done, turns)
     hold_saved_batches(done, share, turns.spans)
     turns.leaves.hold(done, first=first)
+    if not first:
+        turns.reloads.hold(done)
     if widens_gradients(share) and not first:
         hold_previous_gradients(done, weights)
     return done.timeline()

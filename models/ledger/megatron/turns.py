@@ -18,6 +18,7 @@ from peakcast.models.ledger.megatron.leaves import Leaves
 from peakcast.models.ledger.megatron.optimizer import widens_gradients
 from peakcast.models.ledger.megatron.rank_blocks import RankBlocks, receives
 from peakcast.models.ledger.megatron.received import Span
+from peakcast.models.ledger.megatron.reloading import ReloadsAhead
 from peakcast.models.ledger.megatron.share import RankShare
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run, Step
@@ -63,6 +64,7 @@ class Turns:
         self.recomputed: dict[int, list[tuple[int, int]]] = {}
         """By checkpointed layer, (begin, end) of each recomputation and backward of its group."""
         self.leaves = Leaves(share.context.stream_bytes)
+        self.reloads = ReloadsAhead()
         if widens_gradients(share):
             self.step.moment("zero_grad", Phase.FORWARD)
         for turn in self._turns():
@@ -158,6 +160,8 @@ class Turns:
                     self.leaves.named(runs.layers, step.now, received=runs.received)
             else:
                 self._run_backward(runs)
+                for run in reversed(runs) if context.offloading.modules else ():
+                    self.reloads.ran_backward(run, state.end)
                 summed = summed or self._summed(runs[-1])
         self.leaves.lower_done(step.now)
         if self.share.target is not None:

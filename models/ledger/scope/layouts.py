@@ -35,6 +35,13 @@ _FSDP1 = Section("FSDP1", when=job.asks_fsdp1, rows=(
             option("fsdp_reshard_after_forward", False) & option("fsdp1_use_orig_params"),
             "FSDP1 that keeps weights gathered after forward (fsdp_reshard_after_forward=false) is modelled with "
             "fsdp1_use_orig_params=false; with true torch 2.13 cannot be traced."),
+    unknown("framework_options.fsdp1_units",
+            option("fsdp1_units", "modules") & (~job.like_llama | job.ties_embeddings | job.adapts | job.experts),
+            "FSDP1 with every module as a unit is modelled for layers like Llama's without shared table, adapters and "
+            "experts."),
+    nearly_more("framework_options.fsdp1_units", option("fsdp1_units", "modules"),
+                "FSDP1 with every module as a unit is counted without the gradient that is joined beside its parts: where "
+                "so few tokens are in a step that the peak is there, one matrix more."),
     fails("offload.activations", job.checkpoints_around_units & job.offloads_activations,
           "activations cannot be offloaded where FSDP1's units are checkpointed from outside (checkpoints_around_units; "
           "transformers < 4.53): only layers that checkpoint themselves offload (gradient_checkpointing_enable)."),

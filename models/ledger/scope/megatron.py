@@ -136,9 +136,8 @@ _OPTIONS = Section("options", (
     unknown("framework_options", job.context_parallel & megatron.mixed_exchange,
             "cp-comm-type={exchanges} is not modelled; {known_exchanges} in every layer is."),
     nearly_more("offload.activations", job.offloads_activations & option("offload_modules"),
-                "Offloaded activations are counted as if copies took no time. They live until their copy has ended and "
-                "come back before they are read; two published runs, which run two micro-batches at once as well, have 13 "
-                "% more after their first step."),
+                "Offloaded activations are counted as if copies took no time. They live until their copy has ended; two "
+                "published runs, which run two micro-batches at once as well, have 4 % more."),
 ))
 
 _EXPERTS = Section("latent attention, multi-token prediction and experts", (

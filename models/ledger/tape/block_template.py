@@ -11,7 +11,7 @@ from peakcast.models.ledger.tape.autograd import weights_backward
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.operations import Operation
 from peakcast.models.ledger.tape.storages import Block
-from peakcast.models.ledger.tape.template import HANDED_IN, Elsewhere, Later, Row, Template, Waiting, columns_of
+from peakcast.models.ledger.tape.template import HANDED_IN, Elsewhere, Later, Reload, Row, Template, Waiting, columns_of
 
 
 def block_template(
@@ -21,6 +21,7 @@ def block_template(
     elsewhere: Mapping[str, Elsewhere],
     added_to_handed_in: int | None,
     beside_bytes: int = 0,
+    reloads: tuple[Reload, ...] = (),
     later: Later | None = None,
 ) -> Template:
     """The template of `rows`. `added_to_handed_in`: None if backward reads the gradient handed in to its end."""
@@ -42,6 +43,7 @@ def block_template(
         backward_marks=_backward_marks(block),
         beside_bytes=beside_bytes,
         elsewhere=dict(elsewhere),
+        reloads=reloads,
         later=later,
     )
 

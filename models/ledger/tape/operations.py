@@ -13,6 +13,14 @@ KINDS = ("attention", "flex", "reduce_scatter", "topk", "all_to_all")
 it keeps is a convention, `selective_checkpointing_keeps`."""
 
 
+class HostCopy(NamedTuple):
+    """A saved tensor that is offloaded: the backward instants at which it is back on the GPU, and at which the operation
+    that saved it has run."""
+
+    back: int
+    freed: int
+
+
 class Storage:
     """One allocation, and what decides how long it lives on this tape."""
 
@@ -22,10 +30,13 @@ class Storage:
         "kind",
         "last_read",
         "last_saver",
+        "leaf_for",
         "made_again",
         "name",
         "num_bytes",
         "of_graph",
+        "on_host",
+        "stays_for",
         "stream",
     )
 
@@ -40,6 +51,9 @@ class Storage:
         self.of_graph = False  # an attribute of a graph node, not a saved tensor: it lives as long as the graph
         self.stream = stream
         self.made_again: int | None = None  # it is freed after this operation and recomputed in that one's backward
+        self.leaf_for: int | None = None  # it is also a leaf, which nothing offloads, until this operation has run backward
+        self.on_host: tuple[HostCopy, ...] = ()  # copies for the operations that save it but let the GPU's be freed
+        self.stays_for: int | None = None  # if there are copies: the first of the operations that keep the GPU's
 
 
 class Tensor:

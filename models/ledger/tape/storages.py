@@ -87,6 +87,10 @@ class StorageLives:
                     backward_row(storage.name, storage.num_bytes, again, freed, storage.stream, storage.category)
                 )
                 freed = None
+        for copy in storage.on_host:
+            self.rows.append(
+                backward_row(storage.name, storage.num_bytes, copy.back, copy.freed, storage.stream, storage.category)
+            )
         if self._block.splits_backward and freed is not None:
             self._wait(storage, freed)
         else:
@@ -95,9 +99,10 @@ class StorageLives:
     def _saved_until(self, storage: Storage) -> int | None:
         """The backward instant at which the last operation that saved it has run and autograd frees it (engine.cpp
         `release_variables`); None if autograd does not keep it on the GPU."""
-        if self._block.saves_on_cpu or storage.last_saver is None:
+        saver = storage.stays_for if storage.on_host else storage.last_saver
+        if self._block.saves_on_cpu or saver is None:
             return None
-        return self._ran.get(storage.last_saver)
+        return self._ran.get(saver)
 
     def _wait(self, storage: Storage, freed: int) -> None:
         """The first half of a split backward retains the graph, so the storage waits for the second half."""

@@ -226,6 +226,12 @@ class Tape:
         """Autograd saves `tensor` for the backward of the last appended operation."""
         self._keep(tensor.storage, len(self._operations) - 1)
 
+    def keep_as_leaf(self, tensor: Tensor) -> None:
+        """As `keep`, as a leaf of a graph of its own: its AccumulateGrad node keeps the tensor on the GPU even if it is
+        offloaded (torch `csrc/autograd/saved_variable.cpp` save_metadata)."""
+        self.keep(tensor)
+        tensor.storage.leaf_for = len(self._operations) - 1
+
     @property
     def num_tensors(self) -> int:
         """How many tensors have been made so far; marks a position on the tape for `make_again`."""
@@ -272,7 +278,7 @@ class Tape:
         if output is not None:
             output.storage.last_read = len(self._operations) - 1
         block = self._block()
-        self._offload.let_go(block.operations, block.storages, block.savers)
+        reloads = self._offload.let_go(block)
         stored = StorageLives(block, SelectiveCheckpoint(cached_matmuls, cached_kinds), beside)
         ran = Backward(block, output, beside, released=stored.released)
         return block_template(
@@ -281,6 +287,7 @@ class Tape:
             elsewhere={name: _use_of(tensor, block, ran) for name, tensor in block.elsewhere.items()},
             added_to_handed_in=ran.added_to_handed_in,
             beside_bytes=0 if beside is None else beside.num_bytes,
+            reloads=reloads,
             later=second_half(block, [*stored.waiting, *ran.waiting]) if block.splits_backward else None,
         )
 

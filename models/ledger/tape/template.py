@@ -61,6 +61,16 @@ class Later:
     waiting: tuple[Waiting, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class Reload:
+    """What a group of operations brings back from the host: the sizes of its tensors, the backward instant from which the
+    block has them, and the operation whose backward is the group's last."""
+
+    num_bytes: tuple[int, ...]
+    back: int
+    last: str
+
+
 @dataclass(slots=True)
 class Row:
     """One tensor of a template, before rows become columns. Fields mean what the columns of the same names mean in
@@ -192,6 +202,8 @@ class Template(Columns):
     modules: list[str] = field(default_factory=list)
     """The module of each entry, if the block covers several modules; empty: all belong to the module under which the block
     runs."""
+    reloads: tuple[Reload, ...] = ()
+    """What comes back from the host, group by group in the order of backward."""
     later: Later | None = None
     """If backward is split in two: its second half. This template then has the first half, the inputs' gradients."""
 

@@ -73,6 +73,50 @@ def test_the_peak_is_lower_by_what_all_layers_but_those_at_hand_keep() -> None:
     assert megatron_ledger(job("[core_attn]")).peak().num_bytes < whole
 
 
+def reloaded(asked: TrainingJob) -> list[tuple[int, int, int]]:
+    """(layer, bytes, instants) of what is back before its own layer's backward, in the order of backward."""
+    found = megatron_ledger(asked)
+    early = [i for i, name in enumerate(found.names) if name == "reloaded"]
+    sizes = ((int(found.modules[i].split(".")[1]), int(found.num_bytes[i])) for i in early)
+    return [(*one, int(found.dies[i] - found.born[i])) for one, i in zip(sizes, early, strict=True)]
+
+
+def test_each_operation_that_saves_a_tensor_gets_a_copy_of_its_own() -> None:
+    """Unfused attention saves the scores' softmax [heads, sequence, sequence] for the softmax and for the sum of values."""
+    template = decoder_layer(rank_share(job("[core_attn]", attention_backend="unfused"), None, 0).layer_context(0))
+    softmax = 2 * HEADS * S * S
+    assert [size for one in template.reloads for size in one.num_bytes].count(softmax) == 2
+    back = template.born_backward & (template.num_bytes == softmax) & ~template.weight_gradient
+    assert [template.names[i] for i in back.nonzero()[0]].count("softmax") == 2
+
+
+def test_tensors_come_back_one_layer_ahead_after_the_first_step() -> None:
+    """Layer 5 stays. When its attention has run backward, layer 4's comes back, and so on down to layer 0: query, key,
+    value and result. They are back while the rest of a layer runs backward; then the layer itself counts them."""
+    asked = job("[core_attn]")
+    found = reloaded(asked)
+    assert [(layer, size) for layer, size, _ in found] == [(layer, STREAM) for layer in (4, 3, 2, 1, 0) for _ in range(4)]
+    template = decoder_layer(rank_share(asked, None, 0).layer_context(0))
+    assert {instants for *_, instants in found} == {template.num_backward - template.in_backward["fused_attention"] - 1}
+    assert "reloaded" not in megatron_ledger(asked, step="first").names
+
+
+def test_the_next_chunk_is_reloaded_only_if_it_has_run_forward() -> None:
+    """On the last of two stages each micro-batch runs backward at once: nothing of the next one can come back early."""
+    flags = {"pipeline_model_parallel_size": 2, "global_batch_size": 4}
+    asked = from_megatron(
+        {**GPT, "fine-grained-activation-offloading": True, "offload-modules": "[core_attn]"}
+        | {name.replace("_", "-"): value for name, value in flags.items()},
+        2,
+    ).job
+    first, last = (
+        {name for name, module in zip(found.names, found.modules, strict=True) if module == f"layers.{layer}"}
+        for found, layer in ((megatron_ledger(asked, rank=0), 2), (megatron_ledger(asked, rank=1), 5))
+    )
+    assert "reloaded" in first  # of the next micro-batch, while the forward of another one runs
+    assert "reloaded" not in last
+
+
 def test_it_is_said_that_copies_take_no_time_here() -> None:
     (found,) = scope_findings(job("[core_attn]"))
     assert (found.code, found.direction) == ("nearly_modelled", "more")

@@ -17,6 +17,7 @@ from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
 from peakcast.models.ledger.layouts import layout_of
 from peakcast.models.ledger.scope.scope import out_of_scope
+from peakcast.timelines.timeline import Category
 
 MIXED = Precision(parameters="float32", compute="bfloat16", gradients="float32", optimizer_states="float32")
 FLOAT8 = Precision(parameters="float32", compute="float8", gradients="float32", optimizer_states="float32")
@@ -243,3 +244,24 @@ def test_litgpts_networks_by_lightning_thunder_as_published():
     errors = {row.case[:8]: abs(peaks[row.case[:8]] / row.peak_allocated_bytes - 1) for row in chosen}
     assert len(errors) == 6
     assert max(errors.values()) < 2.5e-3
+
+
+def test_without_bucketing_fsdp1_gathers_module_by_module():
+    """bucketing_mode=none has FSDP1 wrap every module: when lm_head runs backward, it is gathered with the last norm, and
+    the last layer's down_proj is fetched ahead. At the peak, in the loss, nothing is gathered, where layers and root
+    as units have 1.28 GB."""
+    rows = [row for row in read_csv(datasets_folder() / "published" / "lightning_thunder.csv") if row.counts]
+    chosen = [row for row in rows if row.job.framework_options.get("fsdp1_units") == "modules"]
+    assert [row.job.architecture.num_hidden_layers for row in chosen] == [2, 4, 10, 20]
+    for row in chosen:
+        timeline = ledger(row.job, device=catalog.gpu(row.gpu))
+        assert abs(timeline.peak().num_bytes / row.peak_allocated_bytes - 1) < 1.2e-3
+        begins = timeline.labels.index("lm_head", timeline.labels.index("nll_loss"))
+        hidden, wide = 5120, 13824
+        gathered = [
+            int(size)
+            for name, size in zip(timeline.names, timeline.num_bytes * timeline.alive_at(begins), strict=True)
+            if name == "flat_param.gathered" and size
+        ]
+        assert sorted(gathered) == [2 * hidden * wide, 2 * (hidden * 32000 + hidden)]
+        assert timeline.composition(timeline.peak().instant).get(Category.COMMUNICATION_BUFFERS, 0) == 0

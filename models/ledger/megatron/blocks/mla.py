@@ -49,7 +49,7 @@ def latent_attention(
     attended = core_attention(tape, query, key, value, context)
     if latent.recompute_up_projection:
         for read in (asked, combined, position):
-            tape.keep(read)
+            tape.keep_as_leaf(read)
         tape.make_again(*projected_up)
     return attended, [x, asked, combined, query, key, value], normalized
 
