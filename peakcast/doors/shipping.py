@@ -48,8 +48,10 @@ the number of micro-batches change no recipe."""
 BATCHES = (1, 2)
 """Most libraries treat a micro-batch of one sequence in a special way."""
 LENGTH = 512
-LAYERS = 20
+LAYERS = 24
 """Enough layers for every pattern of layers that repeats; recipes for other depths are derived."""
+PERIOD = 12
+"""A multiple of most patterns' lengths, for families whose configurations do not list the kinds of their layers."""
 TIMEOUT_SECONDS = 1800.0
 """Longest that one kind of network may take: ten times what most take, since other work may share the machine."""
 COMPLETED = "completed.toml"
@@ -169,12 +171,11 @@ def _jobs(config: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Train
 
 
 def recorded_layers(layers: int, kinds: Sequence[str]) -> int:
-    """How many of a network's `layers` layers, of these `kinds`, are recorded: at most LAYERS, in whole periods of the
-    kinds. All of them if no period is short enough."""
+    """How many of a network's `layers` layers, of these `kinds`, are recorded: whole periods of the kinds fewer until there are
+    at most LAYERS, so that the pattern ends as the network's does. All of them if no period is short enough."""
     periods = (size for size in range(1, len(kinds)) if list(kinds[size:]) == list(kinds[:-size]))
-    period = next(periods, len(kinds) or 1)
-    most = min(layers, LAYERS)
-    return layers if period > most else most - most % period
+    period = next(periods, len(kinds) or PERIOD)
+    return layers if period > LAYERS else layers - period * max(0, -(-(layers - LAYERS) // period))
 
 
 def _recorded(recorder: Recorder, job: TrainingJob, releases: FrozenMapping) -> tuple[Kind, Recipe]:
