@@ -98,7 +98,14 @@ def test_regimes_are_every_mixture_of_what_people_choose() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "kinds", "expected"),
-    [(48, [], 24), (12, [], 12), (22, [], 22), (30, ["s"] * 5 + ["f"], 24), (61, ["s", "f"], 23), (16, ["c", "c", "f", "c"], 16)],
+    [
+        (48, [], 24),
+        (12, [], 12),
+        (22, [], 22),
+        (30, ["s"] * 5 + ["f"], 24),
+        (61, ["s", "f"], 23),
+        (16, ["c", "c", "f", "c"], 16),
+    ],
 )
 def test_whole_periods_of_layers_are_left_out(layers: int, kinds: list[str], expected: int) -> None:
     assert shipping.recorded_layers(layers, (kinds * layers)[:layers]) == expected

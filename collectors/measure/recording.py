@@ -65,7 +65,9 @@ class Recorder:
         try:
             with worker.limited(self._timeout_seconds):
                 said = worker.ask(job_to_mapping(job))
-                yield Library(lambda *sample: worker.ask(sample), said["versions"], said["defaults"], frozenset(said["read"]))
+                yield Library(
+                    lambda *sample: worker.ask(sample), said["versions"], said["defaults"], frozenset(said["read"])
+                )
         except BaseException:
             self._end()  # the process may be busy: the next job gets a new one
             raise

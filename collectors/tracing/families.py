@@ -22,8 +22,9 @@ MAPPINGS = (
 
 SHARED = (
     "configuration_utils.py", "modeling_utils.py", "modeling_rope_utils.py", "masking_utils.py",
-    "modeling_attn_mask_utils.py", "modeling_flash_attention_utils.py", "activations.py", "pytorch_utils.py", "cache_utils.py",
-    "loss/*.py", "integrations/sdpa_attention.py", "integrations/flash_attention.py", "integrations/moe.py",
+    "modeling_attn_mask_utils.py", "modeling_flash_attention_utils.py", "activations.py", "pytorch_utils.py",
+    "cache_utils.py", "loss/*.py", "integrations/sdpa_attention.py", "integrations/flash_attention.py",
+    "integrations/moe.py",
 )  # fmt: skip
 """Files of transformers whose code runs for networks of every family."""
 READ = re.compile(r'config\w*\.(\w+)|attr\(\s*[\w.]*config\w*,\s*"(\w+)"|kwargs\.\w+\(\s*"(\w+)"')
@@ -33,8 +34,8 @@ SAID = re.compile(r'self\.(\w+)|"(\w+)"')
 
 
 def read_of(config: Mapping[str, Any]) -> list[str]:
-    """Names under which the library's code may read values of `config`, rather more than it does; a value under another name
-    changes no network. Empty if transformers has no such class."""
+    """Names under which the library's code may read values of `config`, rather more than it does; a value under another
+    name changes no network. Empty if transformers has no such class."""
     import transformers
 
     if config["model_type"] not in transformers.CONFIG_MAPPING:

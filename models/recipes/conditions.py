@@ -30,9 +30,7 @@ OF_LENGTH = ("dynamic", "longrope")
 `dynamic_rope_update`); those of other kinds exist before it."""
 
 
-def conditions(
-    job: TrainingJob, defaults: Conditions | None = None, read: Set[str] = frozenset()
-) -> dict[str, Any]:
+def conditions(job: TrainingJob, defaults: Conditions | None = None, read: Set[str] = frozenset()) -> dict[str, Any]:
     """The conditions of `job`: its own fields where they differ from the defaults (so that fields added to jobs later
     change nothing), and its network's configuration. `defaults`: the library's defaults, for what that does not say;
     `read`: the names that its code reads (empty: it may be any)."""

@@ -42,9 +42,9 @@ REGIMES: tuple[Mapping[str, Any], ...] = tuple(
     {**kernel, **method, **precision, **checkpoints}
     for kernel, method, precision, checkpoints in itertools.product(KERNELS, METHODS, PRECISIONS, CHECKPOINTS)
 )
-"""Changes to a job's defaults, the most used first: with and without checkpointing, bfloat16 and autocast, all weights and
-adapters of any rank, PyTorch's attention kernels and flash-attention's, where the family can run them. Layouts, optimizers and
-the number of micro-batches change no recipe."""
+"""Changes to a job's defaults, the most used first: with and without checkpointing, bfloat16 and autocast, all weights
+and adapters of any rank, PyTorch's attention kernels and flash-attention's, where the family can run them. Layouts,
+optimizers and the number of micro-batches change no recipe."""
 BATCHES = (1, 2)
 """Most libraries treat a micro-batch of one sequence in a special way."""
 LENGTH = 512
@@ -103,7 +103,9 @@ def record_all(
     with Recorder(python) as recorder:
         everything, versions = recorder.families()
     completed = tomllib.loads(resources.files("peakcast").joinpath("catalog", COMPLETED).read_text(encoding="utf-8"))
-    known = {name: _completed(config, completed.get(name, {})) for name, config in everything.items() if family(name) is None}
+    known = {
+        name: _completed(config, completed.get(name, {})) for name, config in everything.items() if family(name) is None
+    }
     for name in families:
         if name not in known:
             rule = f"must be a family that transformers has and the ledger has not{near_misses(name, known) or '.'}"
@@ -171,8 +173,8 @@ def _jobs(config: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Train
 
 
 def recorded_layers(layers: int, kinds: Sequence[str]) -> int:
-    """How many of a network's `layers` layers, of these `kinds`, are recorded: whole periods of the kinds fewer until there are
-    at most LAYERS, so that the pattern ends as the network's does. All of them if no period is short enough."""
+    """How many of a network's `layers` layers, of these `kinds`, are recorded: whole periods of the kinds fewer until there
+    are at most LAYERS, so that the pattern ends as the network's does. All of them if no period is short enough."""
     periods = (size for size in range(1, len(kinds)) if list(kinds[size:]) == list(kinds[:-size]))
     period = next(periods, len(kinds) or PERIOD)
     return layers if period > LAYERS else layers - period * max(0, -(-(layers - LAYERS) // period))

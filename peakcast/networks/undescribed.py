@@ -25,8 +25,8 @@ _SIZES = {
     "num_key_value_heads": ("num_key_value_heads",),
     "head_dim": ("head_dim", "attention_head_dim", "d_kv"),
 }
-"""Size of such a network -> its usual keys. It is shown to the user and compared with what was measured; no tensor follows from
-it."""
+"""Size of such a network -> its usual keys. It is shown to the user and compared with what was measured; no tensor follows
+from it."""
 _FLOAT = "__float__"
 """The key under which transformers writes numbers that JSON cannot express (5.17 `configuration_utils.py`
 `_FLOAT_TAG_KEY`)."""

@@ -37,9 +37,14 @@ def test_a_known_decoder_has_no_targets() -> None:
 
 @pytest.mark.parametrize(
     ("batch", "reason"),
-    [({"form": "padding_free", "num_tokens": 300}, "batch.num_tokens=300"), ({"shortest_sequence": 64}, "lengths that change")],
+    [
+        ({"form": "padding_free", "num_tokens": 300}, "batch.num_tokens=300"),
+        ({"shortest_sequence": 64}, "lengths that change"),
+    ],
 )
-def test_rows_that_are_not_full_share_the_regime_of_full_ones_and_have_no_recipe(batch: dict[str, Any], reason: str) -> None:
+def test_rows_that_are_not_full_share_the_regime_of_full_ones_and_have_no_recipe(
+    batch: dict[str, Any], reason: str
+) -> None:
     asked = job(micro_batch_size=4, sequence_length=128, batch=batch)
     assert regime(asked) == regime(job(batch={key: value for key, value in batch.items() if key == "form"}))
     assert reason in no_recipe(asked)
