@@ -69,7 +69,7 @@ class Kind:
         ours, theirs = self._fixed(self.conditions), self._fixed(asked)
         return {name: ours.get(name) for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)}
 
-    def _conditions(self, job: TrainingJob) -> dict[str, object]:
+    def _conditions(self, job: TrainingJob) -> Conditions:
         return conditions(job, self.defaults, self.read)
 
     def _layers_of(self, layers: int) -> list[int] | None:
