@@ -88,6 +88,22 @@ def test_a_shipped_recipe_covers_a_published_configuration(name: str) -> None:
     assert shelf.recipe_of(job) is not None
 
 
+def test_a_trainers_bf16_is_answered_without_recording() -> None:
+    """Float32 weights under autocast, no checkpoints, short sequences and many of them: how encoders are tuned."""
+    xlm_roberta = {"model_type": "xlm-roberta", "hidden_size": 768, "intermediate_size": 3072, "vocab_size": 250002}
+    xlm_roberta |= {
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
+    }
+    autocast = {"precision": {"parameters": "float32", "compute": "bfloat16"}}
+    for batch, length in ((1, 17), (64, 128), (16, 512)):
+        shape = {"micro_batch_size": batch, "sequence_length": length}
+        (job,) = expand({"include": [{"architecture": xlm_roberta, "framework": "huggingface", **shape, **autocast}]})
+        assert shelf.recipe_of(job) is not None
+
+
 @pytest.mark.parametrize(
     "path", [path for folder in shipped._stacks() for path in sorted(folder.iterdir())], ids=lambda path: path.name
 )
