@@ -183,13 +183,13 @@ class LayerOps(LayerForward):
                 *self.back("qkv", ("d_qkv", "norm_1"), "d_norm_1_of_qkv", "d_qkv", hidden),
                 *self._bias("qkv", "d_qkv", architecture.attention_bias),
             ]
-        if self.masked:
+        if self.masked or self.grouped:
             ops += self._rotated_back("k", self.k) + self._rotated_back("q", self.q)
             ops += [op("d_v", "d_v_expanded", self.k)] if self.grouped else []
             ops += self._scaled("d_v", "d_v_expanded" if self.grouped else "d_v", self.k, ("v",))
         for name in ("v", "k", "q"):
             size = self.q if name == "q" else self.k
-            if name != "v" and not self.masked:
+            if name != "v" and not (self.masked or self.grouped):
                 ops += self._rotated_back(name, size)
             elif name != "v" and self.lays_out:
                 ops.append(op(f"d_{name}", f"d_{name}_by_head", size, replaces=f"d_{name}_by_head"))

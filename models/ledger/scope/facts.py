@@ -6,6 +6,7 @@ library knows of it (`trait`; `catalog/families/`).
 
 from __future__ import annotations
 
+from peakcast.core.versions import OWN_NETWORKS
 from peakcast.jobs.conventions import (
     adapter_dtype,
     conventions,
@@ -18,7 +19,8 @@ from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.loss import PAIRS
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.spec import ActivationCheckpointing, Offload, TrainingJob
-from peakcast.jobs.trained_parts import ends_named
+from peakcast.jobs.trained_parts import copied_modules, ends_named
+from peakcast.jobs.trained_parts import trains_other_parts as trains_others
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, slides_anywhere
 from peakcast.models.ledger.layouts import expert_ranks, gathered_dtype
@@ -122,7 +124,7 @@ def adapts_gathered_outputs(job: TrainingJob) -> bool:
 
 
 names_ends = Fact(ends_named, "adapters on the token table or the head")
-copies_modules = Fact(lambda job: bool(job.finetuning.modules_to_save), "modules that train beside the adapters")
+copies_modules = Fact(lambda job: bool(copied_modules(job)), "modules that train beside the adapters")
 adapts_shared_experts = Fact(adapter_targets.adapts_shared_experts, "adapters on shared experts")
 names_experts = Fact(adapter_targets.names_experts, "adapters on experts")
 unconfirmed_method = Fact(
@@ -193,6 +195,10 @@ flash = setting("attention", "flash_attention_2")
 flex = setting("attention", "flex")
 liger = option("liger_kernels")
 unsloth = Fact(lambda job: "unsloth" in job.versions, "Unsloth")
+litgpt = Fact(lambda job: "litgpt" in job.versions and "lightning_thunder" not in job.versions, "LitGPT's own programs")
+torchtune = Fact(lambda job: "torchtune" in job.versions, "torchtune")
+own_networks = Fact(lambda job: any(stack in job.versions for stack in OWN_NETWORKS), "a library with networks of its own")
+trains_other_parts = Fact(trains_others, "trained parts that a recipe answers")
 fused_lora = option("lora_kernel") & ~option("lora_kernel", "eager") & adapts
 ligers_loss = option("loss_kernel", "fused_linear") & ~option("loss_chunks")
 asks_loss_chunks = Fact(lambda job: job.framework_options.get("loss_chunks"), "framework_options.loss_chunks")

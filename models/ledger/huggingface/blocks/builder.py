@@ -316,7 +316,7 @@ class BlockBuilder:
                 element_bytes=x.num_bytes // (rows * width),
                 weight_bytes=context.precision.norm_weight_bytes,
                 trainable=context.norms_train,
-                weight_in_fp32=family.norm.weight_in_float32,
+                weight_in_fp32=family.norm.weight_in_float32 or context.kernels.wide_norm,
                 of_input=family.norm.multiplies_input,
                 names_product=family.norm.names_product,
             )

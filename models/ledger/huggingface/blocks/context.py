@@ -130,6 +130,8 @@ class Kernels:
     and `lora_kernel`. False or "eager": the family's own code."""
 
     norm: bool = False
+    wide_norm: bool = False
+    """Whether RMSNorm's weight multiplies in fp32, before the result is narrowed."""
     rotary: bool = False
     gated_activation: bool = False
     loss: str = "eager"
