@@ -49,7 +49,7 @@ class Recorder:
 
 class Library:
     def __init__(self, walk: Any) -> None:
-        self.walk, self.defaults = walk, dict[str, Any]()
+        self.walk, self.defaults, self.read = walk, dict[str, Any](), frozenset[str]()
 
 
 @pytest.fixture(autouse=True)
@@ -86,15 +86,28 @@ def test_a_regime_that_is_refused_loses_no_other(tmp_path: Path, monkeypatch: py
 
     monkeypatch.setattr(Recorder, "of", of)
     found = api.record_all(tmp_path)
-    assert found.kinds == {"unheard_of": len(shipping.BATCHES)}
+    assert found.kinds == {"unheard_of": len(shipping.BATCHES) * len(shipping.REGIMES) // 2}
     assert found.refused == {"unheard_of": "it does not support gradient checkpointing"}
+
+
+def test_regimes_are_every_mixture_of_what_people_choose() -> None:
+    """Also bf16=True of a Trainer without checkpoints: float32 weights under autocast."""
+    assert len({str(one) for one in shipping.REGIMES}) == len(shipping.REGIMES) == 2**4
+    assert {"precision": {"parameters": "float32", "compute": "bfloat16"}} in shipping.REGIMES
 
 
 @pytest.mark.parametrize(
     ("layers", "kinds", "expected"),
-    [(48, [], 20), (12, [], 12), (30, ["s"] * 5 + ["f"], 18), (62, ["s", "f"], 20), (16, ["c", "c", "f", "c"], 16)],
+    [
+        (48, [], 24),
+        (12, [], 12),
+        (22, [], 22),
+        (30, ["s"] * 5 + ["f"], 24),
+        (61, ["s", "f"], 23),
+        (16, ["c", "c", "f", "c"], 16),
+    ],
 )
-def test_layers_are_recorded_in_whole_periods_of_their_kinds(layers: int, kinds: list[str], expected: int) -> None:
+def test_whole_periods_of_layers_are_left_out(layers: int, kinds: list[str], expected: int) -> None:
     assert shipping.recorded_layers(layers, (kinds * layers)[:layers]) == expected
 
 

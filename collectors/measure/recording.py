@@ -33,6 +33,8 @@ class Library:
     """Releases of the packages in that environment."""
     defaults: Mapping[str, Any]
     """Flat name of a configuration's value -> the default that applies if a configuration does not say it."""
+    read: frozenset[str]
+    """Names of values that the libraries' code may read from a configuration."""
 
 
 class Recorder:
@@ -63,7 +65,9 @@ class Recorder:
         try:
             with worker.limited(self._timeout_seconds):
                 said = worker.ask(job_to_mapping(job))
-                yield Library(lambda *sample: worker.ask(sample), said["versions"], said["defaults"])
+                yield Library(
+                    lambda *sample: worker.ask(sample), said["versions"], said["defaults"], frozenset(said["read"])
+                )
         except BaseException:
             self._end()  # the process may be busy: the next job gets a new one
             raise

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 MAPPINGS = (
@@ -17,6 +19,39 @@ MAPPINGS = (
     "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
 )
 """Mappings of `transformers.models.auto.modeling_auto`: family -> class that trains it."""
+
+SHARED = (
+    "configuration_utils.py", "modeling_utils.py", "modeling_rope_utils.py", "masking_utils.py",
+    "modeling_attn_mask_utils.py", "modeling_flash_attention_utils.py", "activations.py", "pytorch_utils.py",
+    "cache_utils.py", "loss/*.py", "integrations/sdpa_attention.py", "integrations/flash_attention.py",
+    "integrations/moe.py",
+)  # fmt: skip
+"""Files of transformers whose code runs for networks of every family."""
+READ = re.compile(r'config\w*\.(\w+)|attr\(\s*[\w.]*config\w*,\s*"(\w+)"|kwargs\.\w+\(\s*"(\w+)"')
+"""How code reads a value of a configuration."""
+SAID = re.compile(r'self\.(\w+)|"(\w+)"')
+"""How a configuration's own class does."""
+
+
+def read_of(config: Mapping[str, Any]) -> list[str]:
+    """Names under which the library's code may read values of `config`, rather more than it does; a value under another
+    name changes no network. Empty if transformers has no such class."""
+    import transformers
+
+    if config["model_type"] not in transformers.CONFIG_MAPPING:
+        return []
+    read_by = transformers.CONFIG_MAPPING[config["model_type"]]
+    library, own = Path(transformers.__file__).parent, Path(inspect.getfile(read_by)).parent
+    code = _text_of([*own.glob("modeling_*.py"), *(file for pattern in SHARED for file in library.glob(pattern))])
+    by_itself = _text_of(own.glob("configuration_*.py"))
+    found = {*inspect.signature(read_by.__init__).parameters} & {*re.findall(r"\w+", code)}
+    for way, text in ((READ, code), (READ, by_itself), (SAID, by_itself)):
+        found |= {name for groups in way.finditer(text) for name in groups.groups() if name}
+    return sorted(found)
+
+
+def _text_of(files: Iterable[Path]) -> str:
+    return "\n".join(file.read_text(encoding="utf-8") for file in files)
 
 
 def defaults_of(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -19,7 +19,7 @@ from typing import Any
 
 from peakcast.collectors.stacks.steps.stepping import name_gradients
 from peakcast.collectors.tracing import kernel_packages, known_values, zero3_linear
-from peakcast.collectors.tracing.families import defaults_of
+from peakcast.collectors.tracing.families import defaults_of, read_of
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer
 from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
 from peakcast.collectors.tracing.visits import FORWARD
@@ -64,6 +64,11 @@ class Walker:
         """The library's defaults for values of the network's configuration, by flat names."""
         kept = self._job.architecture.configuration
         return dict(defaults_of(json.loads(kept), NETWORK)) if kept else {}
+
+    def read(self) -> list[str]:
+        """Names of values that the library's code may read from the network's configuration."""
+        kept = self._job.architecture.configuration
+        return read_of(json.loads(kept)) if kept else []
 
     def walk(
         self, layers: int | None, batch: int, length: int, steps: int = STEPS, changes: Mapping[str, Any] | None = None
@@ -308,7 +313,7 @@ def serve(job_line: str) -> None:
         walker = Walker(job_from_mapping(json.loads(line)))
         gc.collect()
         gc.freeze()  # the libraries' objects stay; examining them takes a quarter of a walk
-        return {"versions": versions(), "defaults": walker.defaults()}
+        return {"versions": versions(), "defaults": walker.defaults(), "read": walker.read()}
 
     line = job_line
     while line and line.strip() != "null":

@@ -4,7 +4,7 @@ compared."""
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any
 
 from peakcast.core.fields import flat
@@ -21,6 +21,8 @@ IDLE = re.compile(
 )
 """Names of settings that change no tensor of a training step: how weights are initialised, tokens numbered, small terms
 added."""
+OFF = ("gradient_checkpointing",)
+"""Switches that no class of transformers names and whose absence means off."""
 ROTARY = re.compile(r"(rope_\w+|\w+_rope\w*)(\..*)?|rotary_base|default_theta")
 ROTARY_SHARE = "partial_rotary_factor"
 OF_LENGTH = ("dynamic", "longrope")
@@ -28,9 +30,10 @@ OF_LENGTH = ("dynamic", "longrope")
 `dynamic_rope_update`); those of other kinds exist before it."""
 
 
-def conditions(job: TrainingJob, defaults: Conditions | None = None) -> dict[str, Any]:
+def conditions(job: TrainingJob, defaults: Conditions | None = None, read: Set[str] = frozenset()) -> dict[str, Any]:
     """The conditions of `job`: its own fields where they differ from the defaults (so that fields added to jobs later
-    change nothing), and its network's configuration. `defaults`: the library's defaults, for what that does not say."""
+    change nothing), and its network's configuration. `defaults`: the library's defaults, for what that does not say;
+    `read`: the names that its code reads (empty: it may be any)."""
     own = flat(job_to_mapping(regime(job)))
     usual = flat(job_to_mapping(TrainingJob(architecture=job.architecture)))
     fields = (name for name in own if not name.startswith("architecture."))
@@ -43,12 +46,20 @@ def conditions(job: TrainingJob, defaults: Conditions | None = None) -> dict[str
         last = short.rpartition(".")[2]
         if value is None or IDLE.fullmatch(last) or (last in COUNTS and value == job.architecture.num_hidden_layers):
             continue
+        if name.startswith(NETWORK) and _changes_nothing(short, value, read):
+            continue
         if name.startswith(NETWORK) and ROTARY.fullmatch(short) and last != ROTARY_SHARE:
             if value not in OF_LENGTH:
                 continue
             name = NETWORK + "rotary_of_length"
         found[name] = value
     return {**_implied(network), **found}
+
+
+def _changes_nothing(name: str, value: object, read: Set[str]) -> bool:
+    """Whether a value of a configuration is under a name that no code reads, or a switch that is off by default."""
+    parts = name.split(".")
+    return bool(read and not read & {*parts}) or IDLE.fullmatch(parts[0]) is not None or (name in OFF and value is False)
 
 
 def implied(job: TrainingJob, defaults: Conditions) -> dict[str, Any]:

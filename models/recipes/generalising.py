@@ -28,6 +28,8 @@ COUNTED = re.compile(r"(num|n)_\w+|\w*(_heads|_experts|_k|topk)")
 HEADS = re.compile(r"num_(attention_)?heads|n_heads?|\w*encoder_attention_heads|\w*decoder_attention_heads")
 POSITIONS = re.compile(r"(max_)?(n_)?position\w*|\w*_positions|n_ctx")
 """Names of the number of a network's positions: fewer would not accept the sequences that are walked."""
+VOCABULARIES = 4
+"""By how much more than other numbers vocabularies are raised: XLM-RoBERTa's has eight times as many words as BERT's."""
 RANK = "finetuning.rank"
 """The only number that is not part of the network's configuration."""
 SMALLEST = 2
@@ -38,15 +40,17 @@ ROUNDS = 6
 Change = Callable[[str, int, bool], int]
 
 
-def kind_of(record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditions) -> Kind | None:
+def kind_of(
+    record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditions, read: frozenset[str] = frozenset()
+) -> Kind | None:
     """All networks that `recipe`, which is one of `job`, represents; None if no other network confirms it. `record`: takes
-    the arguments of `recipe.Record` and then values that differ from the job's."""
+    the arguments of `recipe.Record` and then values that differ from the job's. `defaults`, `read`: as of `Kind`."""
     layers = None if recipe.repeats is None else recipe.walk.num_layers
     stacks = recipe.walk.stacks
     plain = recipe.layers == stacks * job.architecture.num_hidden_layers  # else a tower's blocks are counted as well
     how = recipe.repeats if plain else None
     shown = job.architecture if how is None or layers is None else with_layers(job.architecture, layers // stacks)
-    base = conditions(job.replace(architecture=shown), defaults)
+    base = conditions(job.replace(architecture=shown), defaults, read)
     explored = _Explored(record, recipe, layers, base, implied(job, defaults))
     explored.look()
     found = explored.widths()
@@ -62,6 +66,7 @@ def kind_of(record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditio
         same_as=explored.same_as,
         widths=found[0],
         confirmed=found[1],
+        read=read,
     )
 
 
@@ -264,7 +269,7 @@ def _times(factor: int | Fraction) -> Change:
     def changed(name: str, value: int, rises: bool) -> int:
         if value * factor % 1 or (factor > 1 and not rises) or (factor < 1 and _counts_positions(name)):
             return value
-        return int(value * factor)
+        return int(value * factor * (VOCABULARIES if factor > 1 and "vocab" in name else 1))
 
     return changed
 
@@ -283,10 +288,12 @@ def _odd(name: str, value: int, rises: bool) -> int:
 
 
 def _uneven(name: str, value: int, rises: bool) -> int:
-    """The change to numbers as uneven as in published networks: an odd vocabulary, 20 heads of 80."""
+    """The change to numbers as uneven as in published networks: an odd vocabulary, 20 heads of 80, 514 positions."""
     if "vocab" in name:
         return value * 5 // 8 | 1
-    return value * 5 // 8 if value % 8 == 0 and not _counts_positions(name) else value
+    if _counts_positions(name):
+        return value | 1
+    return value * 5 // 8 if value % 8 == 0 else value
 
 
 def _counts_positions(name: str) -> bool:

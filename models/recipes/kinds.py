@@ -41,13 +41,15 @@ class Kind:
     widths: Widths
     confirmed: Ints
     """[num_walks, num_keys]: the values of `widths.keys` in the walks."""
+    read: frozenset[str] = frozenset()
+    """Names of values that the library's code reads from a configuration; empty if that is not known."""
 
     def values(self, job: TrainingJob) -> list[int] | None:
         """The values of `widths.keys` in the job's network; None if the network is of another kind."""
         order = self._layers_of(job.architecture.num_hidden_layers)
         if order is None:
             return None
-        asked = conditions(job.replace(architecture=with_layers(job.architecture, self.layers)), self.defaults)
+        asked = self._conditions(job.replace(architecture=with_layers(job.architecture, self.layers)))
         if any(asked.get(name) != asked.get(leader) for name, leader in self.same_as.items()):
             return None
         if not all(_is_number_like(asked.get(name), self.conditions.get(name)) for name in self.idle):
@@ -55,12 +57,21 @@ class Kind:
         values = [asked.get(key) for key in self.widths.keys]
         if self._fixed(asked) != self._fixed(self.conditions) or not self._confirms(values):
             return None
-        deep = conditions(job, self.defaults)
+        deep = self._conditions(job)
         for name, short in self.conditions.items():
             of_layers = isinstance(short, list) and len(short) == self.layers < len(order)
             if of_layers and deep.get(name) not in (short, [short[layer] for layer in order]):
                 return None
         return [int(value) for value in values if value is not None]
+
+    def otherwise(self, job: TrainingJob) -> dict[str, object]:
+        """What is fixed for networks of this kind and is another in `job`: name -> the recorded value (None: not given)."""
+        asked = self._conditions(job.replace(architecture=with_layers(job.architecture, self.layers)))
+        ours, theirs = self._fixed(self.conditions), self._fixed(asked)
+        return {name: ours.get(name) for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)}
+
+    def _conditions(self, job: TrainingJob) -> Conditions:
+        return conditions(job, self.defaults, self.read)
 
     def _layers_of(self, layers: int) -> list[int] | None:
         """For each layer of a network with `layers` layers, the index of the recorded layer that it is a copy of; None if

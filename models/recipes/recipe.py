@@ -26,7 +26,10 @@ UNEVEN = 331
 FAR = (5, 65536)
 """A micro-batch and a length that few jobs exceed: if the operations are the same there, they are the same in between."""
 FEWEST = 128
-"""If a network does not accept lengths like these: fractions of its longest, if that is at least this number of tokens."""
+"""If a network does not accept lengths like these: fractions of its longest, or of the asked one, if that is at least this
+number of tokens."""
+SHORTEST = 17
+"""A length that few jobs fall below: if the operations are the same there, they are the same from there on."""
 LARGEST_BATCH = 2**16
 EVEN = 8
 """Lengths that are multiples of this run the same kernels."""
@@ -98,7 +101,7 @@ def recorded(
     room = -(-images * (whole.image_tokens + 1) // LENGTHS[0]) * LENGTHS[0]  # tokens of a sequence that images use
     small = LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room
     if most is not None and small[2] > most >= FEWEST and not images:
-        small = most // 4 // EVEN * EVEN, most // 2 // EVEN * EVEN, most * 3 // 4 // EVEN * EVEN
+        small = _fractions(most)
     short, depth = short_depth(whole, told if len(told) * whole.stacks == whole.num_layers else ()), None
     if short is not None:
         with suppress(CollectorError):  # the network has no fewer layers
@@ -120,7 +123,7 @@ def recorded(
         batches, walk = (batch,), record(depth, *asked)
         walks = {asked: walk}
         how = repeats(walk, short.prefixes, short.unit) if short is not None and depth is not None else None
-    for lengths in (small, _near(length)):
+    for lengths in (small, *([_fractions(length)] if length >= FEWEST and not images else []), _near(length)):
         solving = [(one, other) for one in batches for other in lengths]
         if alike(asked) and all(alike(point) for point in solving):
             sizes = through({point: one.raw_bytes for point, one in walks.items()}, solving)
@@ -154,24 +157,38 @@ def _sizes_of_walk(walk: Walk, point: Point) -> Sizes:
 def _widened(
     recipe: Recipe, walks: dict[Point, Walk], alike: Callable[[Point], bool], most: int | None, nearer: Sequence[Point]
 ) -> Recipe:
-    """The recipe with as wide a range as an uneven length and a far point confirm, each by itself."""
+    """The recipe with as wide a range as an uneven length, a short one and a far point confirm."""
     batch, alone = recipe.batches[0], recipe.batches[0] == recipe.batches[1]
-    uneven = batch, recipe.lengths[0] + UNEVEN - LENGTHS[0]
-    longest = max(recipe.lengths[1], min(FAR[1], FAR[1] if most is None else most))
-    far = batch if alone else FAR[0] * max(1, FAR[1] // longest), longest  # as many tokens: some code depends on them
-    told = recipe.sizes.confirmed({uneven: walks[uneven].raw_bytes}) if alike(uneven) else None
-    recipe = replace(recipe, sizes=told or recipe.sizes, even=told is None and bool(uneven[1] % EVEN))
-    others = ((batch if alone else many, length) for many, length in nearer if recipe.lengths[1] <= length < longest)
-    for corner in (far, *others):
+    shortest, longest = recipe.lengths[0], max(recipe.lengths[1], min(FAR[1], FAR[1] if most is None else most))
+    uneven = batch, shortest + min(UNEVEN - LENGTHS[0], (recipe.lengths[1] - shortest) // 2 | 1)
+    # as many tokens at any length: some code depends on them
+    far, many = ((batch if alone else FAR[0] * max(1, FAR[1] // one), one) for one in (longest, recipe.lengths[1]))
+
+    def told(point: Point) -> Sizes | None:
+        """The sizes, if `point` and all that were walked before confirm them."""
+        return recipe.sizes.confirmed({one: found.raw_bytes for one, found in walks.items()}) if alike(point) else None
+
+    sizes = told(uneven)
+    recipe = replace(recipe, sizes=sizes or recipe.sizes, even=sizes is None and bool(uneven[1] % EVEN))
+    if shortest > SHORTEST and not recipe.even and (sizes := told((batch, SHORTEST))):
+        recipe = replace(recipe, sizes=sizes, lengths=(SHORTEST, recipe.lengths[1]))
+    others = ((batch if alone else more, length) for more, length in nearer if recipe.lengths[1] <= length < longest)
+    for corner in (far, *others, many):
         if alike(corner) and not recipe.sizes.wrong({corner: walks[corner].raw_bytes}).any():
-            most_sequences = batch if alone else LARGEST_BATCH if corner == far else max(recipe.batches[1], corner[0])
-            return replace(recipe, lengths=(recipe.lengths[0], corner[1]), batches=(batch, most_sequences))
+            most_sequences = LARGEST_BATCH if corner in (far, many) else max(recipe.batches[1], corner[0])
+            batches = batch, batch if alone else most_sequences
+            return replace(recipe, lengths=(recipe.lengths[0], corner[1]), batches=batches)
     return recipe
 
 
 def _sorted(columns: Ints) -> Ints:
     """The columns in a fixed order."""
     return columns[:, np.lexsort(columns)]
+
+
+def _fractions(length: int) -> tuple[int, int, int]:
+    """A quarter, half and three quarters of `length`."""
+    return length // 4 // EVEN * EVEN, length // 2 // EVEN * EVEN, length * 3 // 4 // EVEN * EVEN
 
 
 def _near(length: int) -> tuple[int, int, int]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 from peakcast.core.fields import FrozenMapping, build, to_mapping
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision
+from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.parallelism import Parallelism
 from peakcast.jobs.spec import Finetuning, Optimizer, Precision, TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
@@ -26,6 +27,7 @@ def regime(job: TrainingJob) -> TrainingJob:
         framework=driven,
         framework_options=_framework_options(driven, job),
         finetuning=build(Finetuning, to_mapping(job.finetuning) | {"adapter_dtype": adapters}),
+        batch=Batch(form=job.batch.form),
         micro_batch_size=1,
         sequence_length=1,
         decoder_sequence_length=None if targets == job.sequence_length else targets,

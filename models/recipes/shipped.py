@@ -17,8 +17,10 @@ from typing import Any
 import numpy as np
 
 import peakcast
+from peakcast.core.fields import flat
 from peakcast.core.versions import release
-from peakcast.jobs.spec import TrainingJob
+from peakcast.dialects.common.network_values import NETWORK
+from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.models.recipes import files
 from peakcast.models.recipes.kinds import Kind, with_values
 from peakcast.models.recipes.recipe import Recipe
@@ -27,6 +29,13 @@ from peakcast.models.recipes.widths import Widths
 
 STACK = "transformers-"
 """The prefix of folder names; the release follows."""
+FOLLOWING = (
+    *("precision.gradients", "precision.optimizer_states"),
+    *("finetuning.adapter_dtype", "finetuning.rank", "finetuning.targets"),
+)
+"""Settings that follow from others (`precision.parameters`, `finetuning.method`) in the regimes that are shipped."""
+MOST_SAID = 40
+"""Longest value that is put into a sentence."""
 Shipped = tuple[Kind, str]
 """A kind of network, and its recipe as text."""
 
@@ -63,6 +72,33 @@ def _recipes_of(job: TrainingJob, path: Path) -> list[Recipe]:
             except ValueError:  # no network has these values
                 continue
     return found
+
+
+def nearest_shipped(job: TrainingJob) -> str:
+    """What the shipped recipe of the job's family that is nearest to `job`, and does not cover it, is of; "" if the family
+    has none."""
+    family = file_name(job.architecture.model_type)
+    paths = [folder / family for folder in _stacks() if (folder / family).is_file()]
+    found = [(kind.otherwise(job), kind, text) for path in paths for kind, text in read(path)]
+    if not found:
+        return ""
+    others, kind, text = min(found, key=lambda one: (len(one[0]), one[1].values(job) is None))
+    if others:
+        usual = flat(job_to_mapping(TrainingJob(architecture=job.architecture)))
+        values = {name.removeprefix(NETWORK): usual.get(name) if value is None else value for name, value in others.items()}
+        return " and ".join(_told(name, value) for name, value in values.items() if name not in FOLLOWING)
+    if kind.values(job) is None:
+        return "of networks of other sizes"
+    recipe = _parsed(text)
+    (fewest, most), (shortest, longest) = recipe.batches, recipe.lengths
+    return f"of micro-batches of {fewest} to {most} sequences of {shortest} to {longest} tokens"
+
+
+def _told(name: str, value: object) -> str:
+    """A value of a shipped recipe in words."""
+    if value is None:
+        return f"without {name}"
+    return f"of another {name}" if len(str(value)) > MOST_SAID else f"of {name}={value}"
 
 
 def _minor(version: str) -> tuple[int, ...]:
@@ -124,6 +160,7 @@ def _mapping(kind: Kind) -> dict[str, Any]:
         **{name: getattr(kind, name) for name in ("layers", "prefix", "unit")},
         **{name: dict(getattr(kind, name)) for name in ("conditions", "defaults", "same_as")},
         "idle": list(kind.idle),
+        "read": sorted(kind.read),
         "keys": list(widths.keys),
         "base": list(widths.base),
         "products": [list(one) for one in widths.products],
@@ -159,4 +196,5 @@ def _kind(mapping: Mapping[str, Any]) -> Kind:
         same_as=dict(mapping["same_as"]),
         widths=Widths(keys, base, products, parts),
         confirmed=confirmed,
+        read=frozenset(map(str, mapping.get("read", ()))),
     )

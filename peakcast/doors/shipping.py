@@ -34,25 +34,24 @@ from peakcast.networks.undescribed import for_tracing
 if TYPE_CHECKING:
     from peakcast.collectors.measure.recording import Recorder
 
-REGIMES: tuple[Mapping[str, Any], ...] = (
-    {"activation_checkpointing": {"mode": "full"}},
-    {"activation_checkpointing": {"mode": "full"}, "finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"]}},
-    {"activation_checkpointing": {"mode": "full"}, "precision": {"parameters": "float32", "compute": "bfloat16"}},
-    {},
-    {"attention": "flash_attention_2", "activation_checkpointing": {"mode": "full"}},
-    {
-        "attention": "flash_attention_2",
-        "activation_checkpointing": {"mode": "full"},
-        "finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"]},
-    },
+CHECKPOINTS: tuple[Mapping[str, Any], ...] = ({"activation_checkpointing": {"mode": "full"}}, {})
+PRECISIONS: tuple[Mapping[str, Any], ...] = ({}, {"precision": {"parameters": "float32", "compute": "bfloat16"}})
+METHODS: tuple[Mapping[str, Any], ...] = ({}, {"finetuning": {"method": "lora", "rank": 16, "targets": ["all-linear"]}})
+KERNELS: tuple[Mapping[str, Any], ...] = ({}, {"attention": "flash_attention_2"})
+REGIMES: tuple[Mapping[str, Any], ...] = tuple(
+    {**kernel, **method, **precision, **checkpoints}
+    for kernel, method, precision, checkpoints in itertools.product(KERNELS, METHODS, PRECISIONS, CHECKPOINTS)
 )
-"""Changes to a job's defaults: with and without checkpointing, all weights and adapters, bfloat16 and autocast, and
-flash-attention's kernels, where the family can run them."""
+"""Changes to a job's defaults, the most used first: with and without checkpointing, bfloat16 and autocast, all weights
+and adapters of any rank, PyTorch's attention kernels and flash-attention's, where the family can run them. Layouts,
+optimizers and the number of micro-batches change no recipe."""
 BATCHES = (1, 2)
 """Most libraries treat a micro-batch of one sequence in a special way."""
 LENGTH = 512
-LAYERS = 20
+LAYERS = 24
 """Enough layers for every pattern of layers that repeats; recipes for other depths are derived."""
+PERIOD = 12
+"""A multiple of most patterns' lengths, for families whose configurations do not list the kinds of their layers."""
 TIMEOUT_SECONDS = 1800.0
 """Longest that one kind of network may take: ten times what most take, since other work may share the machine."""
 COMPLETED = "completed.toml"
@@ -104,7 +103,9 @@ def record_all(
     with Recorder(python) as recorder:
         everything, versions = recorder.families()
     completed = tomllib.loads(resources.files("peakcast").joinpath("catalog", COMPLETED).read_text(encoding="utf-8"))
-    known = {name: {**config, **completed.get(name, {})} for name, config in everything.items() if family(name) is None}
+    known = {
+        name: _completed(config, completed.get(name, {})) for name, config in everything.items() if family(name) is None
+    }
     for name in families:
         if name not in known:
             rule = f"must be a family that transformers has and the ledger has not{near_misses(name, known) or '.'}"
@@ -130,6 +131,11 @@ def record_all(
     with ThreadPoolExecutor(processes) as pool:  # each thread waits for its own process
         list(pool.map(record, asked))
     return shipment
+
+
+def _completed(config: Mapping[str, Any], published: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a family's defaults with what a published network adds."""
+    return {name: value for name, value in {**config, **published}.items() if value != []}
 
 
 def _record_family(recorder: Recorder, config: Mapping[str, Any], path: Path, releases: FrozenMapping) -> tuple[int, str]:
@@ -167,12 +173,11 @@ def _jobs(config: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[Train
 
 
 def recorded_layers(layers: int, kinds: Sequence[str]) -> int:
-    """How many of a network's `layers` layers, of these `kinds`, are recorded: at most LAYERS, in whole periods of the
-    kinds. All of them if no period is short enough."""
+    """How many of a network's `layers` layers, of these `kinds`, are recorded: whole periods of the kinds fewer until there
+    are at most LAYERS, so that the pattern ends as the network's does. All of them if no period is short enough."""
     periods = (size for size in range(1, len(kinds)) if list(kinds[size:]) == list(kinds[:-size]))
-    period = next(periods, len(kinds) or 1)
-    most = min(layers, LAYERS)
-    return layers if period > most else most - most % period
+    period = next(periods, len(kinds) or PERIOD)
+    return layers if period > LAYERS else layers - period * max(0, -(-(layers - LAYERS) // period))
 
 
 def _recorded(recorder: Recorder, job: TrainingJob, releases: FrozenMapping) -> tuple[Kind, Recipe]:
@@ -184,7 +189,7 @@ def _recorded(recorder: Recorder, job: TrainingJob, releases: FrozenMapping) -> 
 
         asked, told = (job.micro_batch_size, LENGTH), told_by_layer(job.architecture)
         recipe = recorded(record, asked, job.architecture.most_positions, told=told)
-        kind = kind_of(record, recipe, job, library.defaults)
+        kind = kind_of(record, recipe, job, library.defaults, library.read)
     if kind is None:
         raise CollectorError("no network with other numbers confirms what was recorded.")
     return kind, replace(recipe, versions=releases)

@@ -22,8 +22,11 @@ _SIZES = {
     "num_attention_heads": ("num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads"),
     "intermediate_size": ("intermediate_size", "n_inner", "d_ff", "ffn_dim", "encoder_ffn_dim"),
     "vocab_size": ("vocab_size",),
+    "num_key_value_heads": ("num_key_value_heads",),
+    "head_dim": ("head_dim", "attention_head_dim", "d_kv"),
 }
-"""Size that is shown to the user for such a network -> its usual keys; nothing is computed from it."""
+"""Size of such a network -> its usual keys. It is shown to the user and compared with what was measured; no tensor follows
+from it."""
 _FLOAT = "__float__"
 """The key under which transformers writes numbers that JSON cannot express (5.17 `configuration_utils.py`
 `_FLOAT_TAG_KEY`)."""
@@ -78,23 +81,25 @@ def _untagged(value: Any) -> Any:
 def undescribed(config: Mapping[str, Any], name: str | None) -> Architecture:
     """The network of `config`, as an `Architecture` that contains the configuration."""
     called = name or config.get("name") or config.get("_name_or_path") or config["model_type"]
+    hidden, heads = _size(config, "hidden_size", 1), _size(config, "num_attention_heads", 1)
+    groups = _size(config, "num_key_value_heads", heads)
     return Architecture(
         name=str(called),
         model_type=str(config["model_type"]),
-        hidden_size=_size(config, "hidden_size"),
-        num_hidden_layers=_size(config, "num_hidden_layers"),
-        num_attention_heads=_size(config, "num_attention_heads"),
-        intermediate_size=_size(config, "intermediate_size"),
-        vocab_size=_size(config, "vocab_size"),
-        num_key_value_heads=1,
-        head_dim=1,
+        hidden_size=hidden,
+        num_hidden_layers=_size(config, "num_hidden_layers", 1),
+        num_attention_heads=heads,
+        intermediate_size=_size(config, "intermediate_size", 1),
+        vocab_size=_size(config, "vocab_size", 1),
+        num_key_value_heads=groups if heads % groups == 0 else heads,
+        head_dim=_size(config, "head_dim", max(1, hidden // heads)),
         configuration=kept_configuration(config),
         kind="undescribed",
     )
 
 
-def _size(config: Mapping[str, Any], field: str) -> int:
+def _size(config: Mapping[str, Any], field: str, otherwise: int) -> int:
     inner = (config.get(part) for part in _TEXT_PARTS)
     places = [config, *(part for part in inner if isinstance(part, Mapping))]
     found = (place.get(key) for place in places for key in _SIZES[field])
-    return next((value for value in found if isinstance(value, int) and value > 0), 1)
+    return next((value for value in found if isinstance(value, int) and value > 0), otherwise)

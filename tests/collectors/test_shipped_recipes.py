@@ -13,6 +13,26 @@ from peakcast.models.recipes import shelf, shipped
 
 transformers = pytest.importorskip("transformers")
 
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "distilbert-base-uncased": {
+        "model_type": "distilbert",
+        "activation": "gelu",
+        "dim": 768,
+        "hidden_dim": 3072,
+        "n_heads": 12,
+    }
+    | {
+        "n_layers": 6,
+        "max_position_embeddings": 512,
+        "sinusoidal_pos_embds": False,
+        "tie_weights_": True,
+        "vocab_size": 30522,
+    },
+    "Apertus-8B": {"model_type": "apertus", "hidden_act": "xielu", "hidden_dropout": 0.0, "hidden_size": 4096}
+    | {"intermediate_size": 21504, "max_position_embeddings": 65536, "mlp_bias": False, "num_attention_heads": 32}
+    | {"num_hidden_layers": 32, "num_key_value_heads": 8, "post_norm": False, "qk_norm": True, "vocab_size": 131072},
+}
+"""What the configurations on the hub say, with the keys that no code reads any more."""
 AGAIN = "persimmon"
 CHECKPOINTED = {"activation_checkpointing.mode": "full", "framework": "huggingface"}
 SMALL = {"hidden_size": 1536, "num_hidden_layers": 5, "num_attention_heads": 12, "vocab_size": 50257}
@@ -60,6 +80,30 @@ def test_a_shipped_recipe_equals_the_trace_of_a_network_that_was_never_recorded(
     ledger_equals_trace(job, rel=1e-3)
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_shipped_recipe_covers_a_published_configuration(name: str) -> None:
+    (job,) = expand(
+        {"include": [{"architecture": PUBLISHED[name], "micro_batch_size": 2, "sequence_length": 512} | CHECKPOINTED]}
+    )
+    assert shelf.recipe_of(job) is not None
+
+
+def test_a_trainers_bf16_is_answered_without_recording() -> None:
+    """Float32 weights under autocast, no checkpoints, short sequences and many of them: how encoders are tuned."""
+    xlm_roberta = {"model_type": "xlm-roberta", "hidden_size": 768, "intermediate_size": 3072, "vocab_size": 250002}
+    xlm_roberta |= {
+        "num_attention_heads": 12,
+        "num_hidden_layers": 12,
+        "max_position_embeddings": 514,
+        "type_vocab_size": 1,
+    }
+    autocast = {"precision": {"parameters": "float32", "compute": "bfloat16"}}
+    for batch, length in ((1, 17), (64, 128), (16, 512)):
+        shape = {"micro_batch_size": batch, "sequence_length": length}
+        (job,) = expand({"include": [{"architecture": xlm_roberta, "framework": "huggingface", **shape, **autocast}]})
+        assert shelf.recipe_of(job) is not None
+
+
 @pytest.mark.parametrize(
     "path", [path for folder in shipped._stacks() for path in sorted(folder.iterdir())], ids=lambda path: path.name
 )
@@ -69,6 +113,7 @@ def test_every_shipped_file_is_read(path: Path) -> None:
     for kind, recipe in kinds:
         assert recipe.versions["transformers"] == path.parent.name.removeprefix(shipped.STACK)
         assert len(kind.confirmed) > 1
+        assert "hidden_size" in kind.read
 
 
 @pytest.mark.whole

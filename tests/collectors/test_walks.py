@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from peakcast.collectors.stacks.huggingface_model import model_of
-from peakcast.collectors.tracing.families import defaults_of
+from peakcast.collectors.tracing.families import defaults_of, read_of
 from peakcast.collectors.tracing.walks import refusal
 from peakcast.core.errors import CollectorError
 from peakcast.dialects.common.job_file import job_from_mapping
@@ -59,6 +59,15 @@ def test_a_family_that_the_library_lacks_has_no_defaults() -> None:
     """What is said of it then is what the library says when the network is built."""
     assert list(defaults_of({"model_type": "no_such_family"})) == []
     assert dict(defaults_of({"model_type": "gpt2"}))["n_embd"] == 768
+
+
+def test_what_the_code_of_a_family_reads() -> None:
+    """Not how to generate, nor what other programs wrote into published configurations."""
+    read = set(read_of({"model_type": "bart"}))
+    assert {"d_model", "scale_embedding", "activation_dropout", "num_hidden_layers", "tie_word_embeddings"} <= read
+    assert not {"num_beams", "static_position_embeddings", "task_specific_params", "suppress_tokens"} & read
+    assert "suppress_tokens" not in read_of({"model_type": "whisper"})  # a value of its class that no network uses
+    assert read_of({"model_type": "no_such_family"}) == []
 
 
 def test_a_layer_that_reuses_the_keys_of_no_layer_is_told_what_to_change() -> None:

@@ -18,6 +18,7 @@ from peakcast.models.recipes.baseline_choice import chosen
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.shelf import recipe_of, why_not
+from peakcast.models.recipes.shipped import nearest_shipped
 from peakcast.networks.config import left_out_of
 from peakcast.networks.families import family, family_of, model_types
 
@@ -64,6 +65,10 @@ def cannot_be_recorded(job: TrainingJob) -> str:
         (job.loss.kind != "cross_entropy", f"loss.kind={job.loss.kind!r} is not recorded"),
         (lengths_change(job), "lengths that change are not recorded"),
         (
+            job.num_tokens < job.micro_batch_size * job.sequence_length,
+            f"batch.num_tokens={job.batch.num_tokens}, fewer tokens than fit, is not recorded: leave it out for full rows",
+        ),
+        (
             layout.world_size > layout.data_parallel_size or layout.expert_parallel_size > 1,
             "of layouts, recipes are placed under DDP, FSDP, HSDP and ZeRO",
         ),
@@ -75,8 +80,13 @@ def no_recipe(job: TrainingJob) -> str:
     """Why a job that needs a recipe has none; "" if it has one."""
     if recipe_of(job) is not None and not cannot_be_recorded(job):
         return ""
-    reason = brought.why_not(job) if (brought := lent()) is not None else why_not(job)
-    return cannot_be_recorded(job) or reason or "no recipe of it has been recorded"
+    if reason := cannot_be_recorded(job):
+        return reason
+    if (brought := lent()) is not None:
+        return brought.why_not(job)
+    reason = why_not(job) or "no recipe of it has been recorded"
+    near = nearest_shipped(job)
+    return f"{reason}; the nearest that comes with peakcast is {near}" if near else reason
 
 
 def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:

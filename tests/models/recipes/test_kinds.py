@@ -130,6 +130,39 @@ def test_networks_that_no_walk_confirms_are_left_alone(known: tuple[Kind, Recipe
     assert known[0].values(job(**other)) is None
 
 
+def test_what_no_code_reads_may_be_anything(known: tuple[Kind, Recipe]) -> None:
+    """Published configurations keep keys of the programs that made them, and how to generate."""
+    kind = replace(known[0], read=frozenset(CONFIG))
+    assert kind.values(job(logit_scale=0.5, num_beams=4, task_specific_params={"a": {"b": 1}})) is not None
+    assert kind.values(job(hidden_act="gelu", num_beams=4)) is None
+
+
+def test_a_switch_that_is_off_is_as_good_as_absent(known: tuple[Kind, Recipe]) -> None:
+    assert known[0].values(job(gradient_checkpointing=False)) is not None
+    assert known[0].values(job(gradient_checkpointing=True)) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"precision": {"parameters": "float32", "compute": "bfloat16"}}, "of precision.parameters=bfloat16"),
+        ({"architecture": {**CONFIG, "hidden_act": "gelu"}}, "of hidden_act=silu"),
+        ({"architecture": {**CONFIG, "logit_scale": 0.5}}, "without logit_scale"),
+        ({"architecture": {**CONFIG, "hidden_size": 2**20}}, "of networks of other sizes"),
+        ({"micro_batch_size": 1}, "of micro-batches of 2 to 65536 sequences of 17 to 65536 tokens"),
+        ({"architecture": {**CONFIG, "model_type": "never_shipped"}}, ""),
+    ],
+)
+def test_a_refusal_says_what_the_nearest_shipped_recipe_is_of(
+    known: tuple[Kind, Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str
+) -> None:
+    (tmp_path / shipped.file_name("unheard_of")).write_bytes(shipped.written([known]))
+    monkeypatch.setattr(shipped, "_stacks", lambda: (tmp_path,))
+    with for_tracing():
+        asked = job_from_mapping({"architecture": CONFIG, "micro_batch_size": 2, "sequence_length": 512, **changes})
+    assert shipped.nearest_shipped(asked) == expected
+
+
 def test_another_regime_is_another_kind(known: tuple[Kind, Recipe]) -> None:
     asked = job_from_mapping({"architecture": "gpt2", "activation_checkpointing": {"mode": "full"}})
     assert known[0].values(job().replace(activation_checkpointing=asked.activation_checkpointing)) is None

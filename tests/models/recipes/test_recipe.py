@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from peakcast.core.errors import CollectorError
-from peakcast.models.recipes.recipe import recorded
+from peakcast.models.recipes.recipe import LARGEST_BATCH, recorded
 from peakcast.models.recipes.walk import Walk
 from tests.models.recipes.walks import Library, walk
 
@@ -31,7 +31,8 @@ def test_sizes_follow_batch_and_length() -> None:
 
 def test_a_recipe_ends_where_the_library_does_something_else() -> None:
     short, long = recorded(Library(8, window=4096), (2, 512)), recorded(Library(8, window=4096), (2, 8192))
-    assert short.lengths == (256, 768)  # what was walked: nobody knows where between there and far it changes
+    assert short.lengths == (17, 768)  # what was walked: nobody knows where between there and far it changes
+    assert short.batches == (2, LARGEST_BATCH)  # more sequences of that length were walked
     assert not short.covers(2, 8192)
     assert long.covers(2, 8192)
     assert not long.covers(2, 4096)
@@ -48,7 +49,7 @@ def test_an_uneven_length_is_told_apart_from_a_far_one() -> None:
             return replace(made, raw_bytes=np.where(kept, batch * rows * 4, made.raw_bytes))
 
     recipe = recorded(Rounding(8), (2, 512))
-    assert recipe.lengths == (256, 768)  # the far walk has other sizes
+    assert recipe.lengths == (17, 768)  # the far walk has other sizes
     assert recipe.covers(2, 333)
     sizes = dict(zip(recipe.walk.names, recipe.sizes.at(2, 333).tolist(), strict=True))
     assert sizes["kept"] == 2 * 352 * 4
@@ -57,15 +58,22 @@ def test_an_uneven_length_is_told_apart_from_a_far_one() -> None:
 def test_a_table_of_positions_bounds_the_lengths() -> None:
     library = Library(8)
     recipe = recorded(library, (2, 512), most=1024)
-    assert recipe.lengths == (256, 1024)
+    assert recipe.lengths == (17, 1024)
     assert max(length for _, _, length in library.asked) <= 1024
 
 
 def test_a_length_that_the_library_refuses_is_not_covered() -> None:
     recipe = recorded(Library(8, refuses_from=20_000), (2, 512))
-    assert recipe.lengths == (256, 768)
+    assert recipe.lengths == (17, 768)
     with pytest.raises(CollectorError, match="too long"):
         recorded(Library(8, refuses_from=20_000), (2, 32768))
+
+
+def test_a_network_of_few_positions_is_recorded_at_fractions_of_the_asked_length() -> None:
+    """BERT's 512, which its configuration names in a way that peakcast does not know."""
+    recipe = recorded(Library(8, refuses_from=513), (2, 512))
+    assert recipe.lengths == (17, 512)
+    assert recipe.covers(64, 131)
 
 
 def test_weights_that_are_neither_in_blocks_nor_a_table_are_odd_ends() -> None:
