@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from peakcast.core.errors import CalibrationError
-from peakcast.models.calibration.evidence import evidence_weights
+from peakcast.models.calibration.evidence import evidence_weights, shared_equally
 from peakcast.models.calibration.intervals import Intervals, student_t
 
 ALL = ("all",)
@@ -59,6 +59,13 @@ def test_an_architecture_of_n_rows_says_as_much_as_root_n_rows():
     assert evidence_weights(units, np.ones(14)) == pytest.approx([1.0] + [1 / 2] * 4 + [1 / 3] * 9)
     bar = Intervals().fit(np.arange(14.0), units.astype(str), [ALL] * 14).bars_["all"]
     assert bar.effective_rows == pytest.approx(1 + 2 + 3)
+
+
+def test_lists_of_rows_share_the_weight_equally() -> None:
+    """Six rows of one list and two of another, of weight 1: each list has half of the 8."""
+    shared = shared_equally(np.ones(8), ["architecture"] * 6 + ["source"] * 2)
+    assert shared == pytest.approx([4 / 6] * 6 + [2.0] * 2)
+    assert shared_equally(np.ones(3), ["architecture"] * 3) == pytest.approx([1.0] * 3)
 
 
 def test_repeats_of_a_row_change_nothing():
