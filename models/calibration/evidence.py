@@ -27,12 +27,3 @@ def evidence_weights(units: Units, counts: Floats) -> Floats:
     sizes = np.bincount(units, weights=counts)
     weights: Floats = counts / np.sqrt(np.maximum(sizes, 1.0))[units]
     return weights
-
-
-def shared_equally(weights: Floats, lists: Sequence[str]) -> Floats:
-    """`weights` [rows], scaled so that each list of rows has the same sum; the sum of all stays. `lists`: the name of the
-    list that each row is in."""
-    which = number_of(lists)
-    sums = np.bincount(which, weights=weights)
-    scaled: Floats = weights * (sums.mean() / sums)[which]
-    return scaled

@@ -13,7 +13,7 @@ from peakcast.core.errors import CalibrationError
 from peakcast.measurements.records import Measurement
 from peakcast.models.calibration.calibration import Calibration, QuantityCalibration
 from peakcast.models.calibration.domain import Domain
-from peakcast.models.calibration.evidence import evidence_weights, number_of, shared_equally
+from peakcast.models.calibration.evidence import evidence_weights, number_of
 from peakcast.models.calibration.features import of_quantity
 from peakcast.models.calibration.intervals import MIN_ARCHITECTURES, Intervals
 from peakcast.models.calibration.regressors import Regressor, candidates
@@ -110,9 +110,7 @@ def fit_quantity(
     num_folds: int = NUM_FOLDS,
 ) -> QuantityCalibration:
     """Residual, spread and bars of one quantity. Spread and bars are fitted to the residual's errors on architectures, and
-    on sources, that were held out. For the spread both lists weigh the same, although there are several architectures for
-    each source: what it costs to be outside only sources show. A bound counts among them only if the prediction was below
-    it."""
+    on sources, that were held out. A bound counts among them only if the prediction was below it."""
     ratios = [sample.log_ratio(quantity) for sample in rows]
     weights = repeat_weights(rows)
     most = max(sample.trust for sample in rows)
@@ -130,7 +128,6 @@ def fit_quantity(
     held = [
         _Held(
             sample=rows[i],
-            split=name,
             unit=f"{name} {units[i]}",
             missed=ratios[i] - guess,
             terms=terms_of(own_features[i], quantity, severities[i]),
@@ -142,9 +139,7 @@ def fit_quantity(
         if not rows[i].censored or ratios[i] > guess
     ]
     evidence = evidence_weights(number_of([h.unit for h in held]), np.array([h.weight for h in held]))
-    spread = Spread(quantity).fit(
-        [h.terms for h in held], [h.missed for h in held], shared_equally(evidence, [h.split for h in held])
-    )
+    spread = Spread(quantity).fit([h.terms for h in held], [h.missed for h in held], evidence)
     intervals = Intervals().fit(
         [h.missed for h in held],
         [h.unit for h in held],
@@ -173,7 +168,6 @@ class _Held:
     """A row predicted without its unit: its error (log), and the terms that say how large an error to expect."""
 
     sample: Sample
-    split: str
     unit: str
     missed: float
     terms: dict[str, float]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from peakcast.core.errors import CalibrationError
-from peakcast.models.calibration.evidence import evidence_weights, shared_equally
+from peakcast.models.calibration.evidence import evidence_weights
 from peakcast.models.calibration.intervals import Intervals, student_t
 
 ALL = ("all",)
@@ -48,10 +48,19 @@ def test_mondrian_groups_are_crepes_bins():
     bins = np.repeat(["quiet", "loud"], 150)
     residuals = random.normal(size=300) * np.where(bins == "loud", 5.0, 1.0)
     oracle = ConformalRegressor().fit(residuals=residuals, bins=bins)
-    fitted = Intervals().fit(residuals, one_row_each(300), [(name, "all") for name in bins])
+    fitted = Intervals(min_group_rows=0).fit(residuals, one_row_each(300), [(name, "all") for name in bins])
     for name in ("quiet", "loud"):
         expected = oracle.predict_int(np.zeros(1), bins=np.array([name]), confidence=0.9)[0, 1]
         assert fitted.bars_[name].half_width == expected
+
+
+def test_the_larger_group_counts_as_some_rows_beside_a_groups_own():
+    """40 rows of 1 and 160 of 10. All 200 count as 20 rows, 4 of 1 and 16 of 10: 44 of 60 are 1 beside the quiet group's own,
+    so that 54.9, 90 % of 61, is among the 10; beside 160 of the loud group's own, too. With 4,000 quiet rows it is not."""
+    for num, quiet in ((40, 10.0), (4000, 1.0)):
+        groups = [("quiet", "all")] * num + [("loud", "all")] * 160
+        fitted = Intervals().fit([1.0] * num + [10.0] * 160, one_row_each(num + 160), groups)
+        assert {name: bar.half_width for name, bar in fitted.bars_.items() if name != "all"} == {"quiet": quiet, "loud": 10.0}
 
 
 def test_an_architecture_of_n_rows_says_as_much_as_root_n_rows():
@@ -59,13 +68,6 @@ def test_an_architecture_of_n_rows_says_as_much_as_root_n_rows():
     assert evidence_weights(units, np.ones(14)) == pytest.approx([1.0] + [1 / 2] * 4 + [1 / 3] * 9)
     bar = Intervals().fit(np.arange(14.0), units.astype(str), [ALL] * 14).bars_["all"]
     assert bar.effective_rows == pytest.approx(1 + 2 + 3)
-
-
-def test_lists_of_rows_share_the_weight_equally() -> None:
-    """Six rows of one list and two of another, of weight 1: each list has half of the 8."""
-    shared = shared_equally(np.ones(8), ["architecture"] * 6 + ["source"] * 2)
-    assert shared == pytest.approx([4 / 6] * 6 + [2.0] * 2)
-    assert shared_equally(np.ones(3), ["architecture"] * 3) == pytest.approx([1.0] * 3)
 
 
 def test_repeats_of_a_row_change_nothing():
