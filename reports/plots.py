@@ -65,7 +65,8 @@ def error_histogram(cells: Sequence[Scored]) -> Figure:
     axes.xaxis.set_major_locator(matplotlib.ticker.MaxNLocator(5))
     axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value * 100:g} %"))
     beyond = sum(abs(cell.error) > edge for cell in cells)
-    axes.set(xlabel="predicted / measured − 1" + (f" ({beyond} rows beyond the edge)" if beyond else ""))
+    outside = f" ({beyond} {'row' if beyond == 1 else 'rows'} beyond the edge)" if beyond else ""
+    axes.set(xlabel=f"predicted / measured − 1{outside}")
     axes.set(ylabel="configurations")
     _legend(axes)
     return figure
@@ -77,11 +78,11 @@ def coverage_by_layout(cells: Sequence[Scored]) -> Figure:
     names = list(groups)[:14][::-1]
     figure, axes = _figure("Coverage of the 90 % bars by layout", height=max(2.2, 0.3 * len(names) + 1.2))
     axes.axvspan(0.88, 0.92, color=GOOD, zorder=0)
-    axes.axvline(0.9, color=MUTED, linewidth=1, zorder=1)
+    axes.axvline(0.9, color=MUTED, linewidth=1, zorder=3)
     axes.barh(names, [groups[name].coverage for name in names], color=ACCENT, height=0.55, zorder=2)
     for row, name in enumerate(names):
-        label = f" {groups[name].num_configurations:.0f}"
-        axes.text(groups[name].coverage, row, label, va="center", ha="left", fontsize=9, color=INK)
+        label = f"{groups[name].num_configurations:.0f}"
+        axes.text(groups[name].coverage + 0.015, row, label, va="center", ha="left", fontsize=9, color=INK)
     axes.set(xlim=(0, 1.12), xlabel="share covered; beside it the number of configurations")
     axes.set_xticks([0, 0.25, 0.5, 0.75, 1.0])
     axes.xaxis.set_major_formatter(matplotlib.ticker.PercentFormatter(1.0, decimals=0))
@@ -186,9 +187,8 @@ def _figure(title: str, height: float = _SIZE[1]) -> tuple[Figure, Any]:
 
 
 def _legend(axes: Any) -> None:
-    """A legend above the axes, at the right of the title, where it hides no point."""
-    place = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
-    axes.legend(frameon=False, fontsize=9, ncols=2, columnspacing=1, **place)
+    """A legend below the axes, where it hides neither a point nor the title."""
+    axes.figure.legend(frameon=False, fontsize=9, ncols=2, loc="outside lower center")
 
 
 def _thinned(cells: Sequence[Scored]) -> list[Scored]:

@@ -8,6 +8,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import IO, Any
 
 import pytest
@@ -82,6 +83,22 @@ def test_a_bad_question_is_a_sentence_and_the_next_one_is_answered(wire: Wire) -
     assert "did you mean 'H100-80GB'" in refused["content"][0]["text"]
     assert "Traceback" not in refused["content"][0]["text"]
     assert not wire.call("predict", job="llama-3.2-1b", gpu="H100-80GB").get("isError")
+
+
+def test_an_argument_that_a_tool_does_not_have_is_refused(wire: Wire) -> None:
+    refused = wire.call("predict", job=JOB, gpu="H100-80GB", gpus_per_node=4)
+    assert refused["isError"]
+    assert "gpus_per_node" in refused["content"][0]["text"]
+
+
+def test_what_a_configuration_does_not_say_comes_beside_it(wire: Wire, tmp_path: Path) -> None:
+    training = "model_name_or_path: llama-3.2-1b\nper_device_train_batch_size: 1\nmax_length: 1024\ndeepspeed: z3.json\n"
+    (tmp_path / "z3.json").write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
+    beside = {"num_gpus": 8, "files": [str(tmp_path / "z3.json")]}
+    assert "data_parallel_size: 8" in wire.call("read", job=training, **beside)["content"][0]["text"]
+    answer = wire.call("predict", job=training, gpu="H100-80GB", **beside)
+    known = api.predict(api.read(training, beside["files"], 8), "H100-80GB").peak_allocated_bytes.point
+    assert answer["structuredContent"]["peak_allocated_bytes"]["point"] == known
 
 
 def test_texts_say_what_the_commands_print(wire: Wire) -> None:

@@ -10,6 +10,7 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +47,9 @@ def _class(name: str, kind: type) -> Iterator[str]:
         value = getattr(value, "__func__", value)
         if member.startswith("_"):
             continue
-        if isinstance(value, property):
-            yield f"    {member} -> {inspect.signature(value.fget or len).return_annotation}"
+        if isinstance(value, (property, cached_property)):
+            computed = value.fget if isinstance(value, property) else value.func
+            yield f"    {member} -> {inspect.signature(computed or len).return_annotation}"
         elif inspect.isfunction(value):
             yield f"    {member}{inspect.signature(value)}".replace("'", "")
 

@@ -38,15 +38,15 @@ def prediction(fits: str, lower: float, upper: float, *findings: Finding, limit:
         fits=fits,  # type: ignore[arg-type]
         limit=limit or Limit("peak_device_bytes", 80 * GIB),
         peak_phase="backward",
-        findings=findings,
+        found=findings,
     )
 
 
 def test_at_least_is_said_only_where_nothing_may_lower_it() -> None:
     sure, unknown = prediction("no", 90, 100), found("it is not modelled.", "it", effect=UNKNOWN)
     assert verdict_reason(sure) == "expect 95.00 GiB, at least 90.00 (95 % sure), where there are 80.00 GiB"
-    assert "at least" not in verdict_reason(replace(sure, findings=(unknown,)))
-    assert "at least" in verdict_reason(replace(sure, findings=(found("it needs more.", "it", effect=MORE),)))
+    assert "at least" not in verdict_reason(replace(sure, found=(unknown,)))
+    assert "at least" in verdict_reason(replace(sure, found=(found("it needs more.", "it", effect=MORE),)))
     less = prediction("uncertain", 90, 100, found("it saves memory.", "it", effect=LESS))
     assert verdict_reason(less) == "expect 95.00 GiB where there are 80.00 GiB, but less for something that is not counted"
     more = prediction("uncertain", 10, 20, found("it needs more.", "it", effect=MORE))

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING
 
 from peakcast.answers.prediction import Prediction
@@ -54,8 +56,7 @@ def predict(
     intervals = combine(job, base, row, calibration, device.name, known)
     judged = judge(intervals, limits(job, device), reasons)
     noticed = [*reasons, judged.finding, retries(base), outside_estimated(base, intervals["peak_device_bytes"].point)]
-    if ledger is None:
-        noticed.append(versions_matter(job, device, base))
+    here = copy_context()  # what is computed later uses the timelines chosen now
     return Prediction(
         gpu=device.name,
         rank=base.rank,
@@ -72,7 +73,8 @@ def predict(
         inside_calibrated_domain=calibration.has_rows_of(device.name) and not severity(reasons),
         calibration=calibration.gpu,
         assumptions=assumptions(job, device, base, rank),
-        findings=ordered(finding for finding in noticed if finding),
+        found=ordered(finding for finding in noticed if finding),
+        compare_releases=partial(here.run, versions_matter, job, device, base) if ledger is None else tuple,
     )
 
 

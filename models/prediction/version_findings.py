@@ -67,16 +67,16 @@ NOTABLE = 0.05
 10 % off; 574 of these answers name a cause, all of them with the right direction."""
 
 
-def versions_matter(job: TrainingJob, device: Device, base: Baseline) -> Finding | None:
+def versions_matter(job: TrainingJob, device: Device, base: Baseline) -> tuple[Finding, ...]:
     """The finding for a job without versions of which the ledger counts a notably different peak, or less of the job, with
-    its `ALTERNATIVES`; None for another job, and where a trace or a recipe answers, which is of one release. `base`: the
+    its `ALTERNATIVES`; none for another job, and where a trace or a recipe answers, which is of one release. `base`: the
     job's baseline."""
     alternative = ALTERNATIVES.get((job.framework, job.task))
     if alternative is None or job.versions or tracer() is not None or wants_recipe(job):
-        return None
+        return ()
     other_job = job.replace(versions=alternative.versions)
     if conventions(other_job) == conventions(job):
-        return None
+        return ()
     other = baseline(other_job, device, base.rank)
     allocates = other.peak_allocated_bytes / base.peak_allocated_bytes - 1
     reserves = other.peak_reserved_bytes / base.peak_reserved_bytes - 1
@@ -92,10 +92,10 @@ def versions_matter(job: TrainingJob, device: Device, base: Baseline) -> Finding
         covered = scope_findings(job)
         one_way = [left for left in scope_findings(other_job) if left not in covered and left.direction != "either"]
         if not one_way:
-            return None
+            return ()
         direction, difference = one_way[0].direction, one_way[0].sentence.rstrip(".")
     sentence = (
         f"no versions are given, so {alternative.assumed}: with {alternative.named} {difference}; say which yours are in "
         "versions."
     )
-    return Finding("versions_not_given", "versions", direction, sentence)
+    return (Finding("versions_not_given", "versions", direction, sentence),)

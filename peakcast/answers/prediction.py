@@ -115,8 +115,15 @@ class Prediction:
     interval's `rests_on` says the same of its own quantity."""
     calibration: str = "none"
     assumptions: tuple[str, ...] = ()
-    findings: tuple[Finding, ...] = ()
-    """Why the real peak may differ from the answer; findings that may change it most come first."""
+    found: tuple[Finding, ...] = ()
+    """The findings but for the one that other releases need another amount."""
+    compare_releases: Callable[[], tuple[Finding, ...]] = field(default=tuple, repr=False, compare=False)
+
+    @cached_property
+    def findings(self) -> tuple[Finding, ...]:
+        """Why the real peak may differ from the answer; findings that may change it most come first. Whether other releases
+        need another amount takes as long as the prediction itself, so it is computed when findings are first read."""
+        return (*self.found, *self.compare_releases())
 
     @property
     def warnings(self) -> tuple[str, ...]:
@@ -126,7 +133,7 @@ class Prediction:
     @property
     def is_covered(self) -> bool:
         """Whether the ledger counts everything in the job."""
-        return not any(finding.code == "not_modelled" for finding in self.findings)
+        return not any(finding.code == "not_modelled" for finding in self.found)
 
     def to_mapping(self) -> dict[str, Any]:
         """The answer as a JSON-able mapping (DESIGN section 5)."""

@@ -27,7 +27,7 @@ def verdict_reason(p: Prediction) -> str:
     bar: Interval = getattr(p, p.limit.quantity)
     what = OF_LIMIT[p.limit.quantity]
     there, expected = format_gib(p.limit.num_bytes), format_gib(bar.point)
-    expect = f"expect {bar.point / GIB:.2f} of {there}{what}"
+    expect = f"expect {bar.point / GIB:,.2f} of {there}{what}"
     if not p.limit.known:
         return f"expect {expected}{what} a rank, where a usual node has {there} a GPU"
     if preventing(p):
@@ -38,10 +38,10 @@ def verdict_reason(p: Prediction) -> str:
     if p.fits == "uncertain" and bar.lower > p.limit.num_bytes and _may_be_lower(p):
         return f"expect {expected}{what} where there are {there}, but less for something that is not counted"
     if p.fits == "yes":
-        return f"{expect}, at most {bar.upper_95 / GIB:.2f} ({SURE})"
+        return f"{expect}, at most {bar.upper_95 / GIB:,.2f} ({SURE})"
     if p.fits == "no" and not _may_be_lower(p):
-        return f"expect {expected}{what}, at least {bar.lower / GIB:.2f} ({SURE}), where there are {there}"
-    return f"{expect}, but {bar.lower / GIB:.2f} to {format_gib(bar.upper_95)} are possible"
+        return f"expect {expected}{what}, at least {bar.lower / GIB:,.2f} ({SURE}), where there are {there}"
+    return f"{expect}, but {bar.lower / GIB:,.2f} to {format_gib(bar.upper_95)} are possible"
 
 
 def preventing(p: Prediction) -> Finding | None:

@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp.server.mcpserver.tools import Tool
 from mcp.types import ToolAnnotations
 from pydantic import Field
 
@@ -40,13 +41,24 @@ Job = Annotated[
 ]
 Gpu = Annotated[str, Field(description="GPU type, such as H100-80GB; `gpus` lists them.")]
 Rank = Annotated[str, Field(description="worst, last, or a number.")]
+NumGpus = Annotated[int | None, Field(description="GPUs of the whole run, where the configuration does not say it.", ge=1)]
+Files = Annotated[
+    list[str] | None, Field(description="Paths of other files of the same run, such as the DeepSpeed file that it names.")
+]
 HostMemory = Annotated[float | None, Field(description="Host memory of a node in GiB, where it is to be weighed.")]
 
 
-def predict(job: Job, gpu: Gpu, rank: Rank = "worst", host_memory_gib: HostMemory = None) -> dict[str, Any]:
+def predict(
+    job: Job,
+    gpu: Gpu,
+    rank: Rank = "worst",
+    host_memory_gib: HostMemory = None,
+    num_gpus: NumGpus = None,
+    files: Files = None,
+) -> dict[str, Any]:
     """Predict the peak memory of one rank of a job (allocated, reserved, as nvidia-smi shows it, and of the host), with
     error bars, whether it fits, which GPU types would fit and what to try first."""
-    return api.predict(job, gpu, rank, host_memory_gib=host_memory_gib).to_mapping()
+    return api.predict(_asked(job, num_gpus, files), gpu, rank, host_memory_gib=host_memory_gib).to_mapping()
 
 
 def megatron(
@@ -67,10 +79,14 @@ def explain(
     ] = None,
     rank: Rank = "worst",
     against: Annotated[str | dict[str, Any] | None, Field(description="Another job to compare with.")] = None,
+    num_gpus: NumGpus = None,
+    files: Files = None,
 ) -> str:
     """Explain the memory of one rank of a job in text: why the peak is where it is, layer by layer, what is communicated,
     and what would lower it by how much."""
-    return explanation_text(api.explain(job, gpu, rank, against=against), layers=False, whole=True)
+    return explanation_text(
+        api.explain(_asked(job, num_gpus, files), gpu, rank, against=against), layers=False, whole=True
+    )
 
 
 def search(
@@ -83,10 +99,11 @@ def search(
     ] = "plans",
     top: Annotated[int, Field(description="Plans to give.", ge=1, le=100)] = 5,
     host_memory_gib: HostMemory = None,
+    files: Files = None,
 ) -> dict[str, Any]:
     """Find layouts, micro-batches, checkpointing, sharding and offloading with which a job fits, ranked."""
     found = api.search(
-        job,
+        _asked(job, None, files),
         gpu,
         num_gpus=num_gpus,
         global_batch_size=global_batch_size,
@@ -97,10 +114,10 @@ def search(
     return found.to_mapping()
 
 
-def read(job: Job) -> str:
+def read(job: Job, num_gpus: NumGpus = None, files: Files = None) -> str:
     """How a configuration is understood: the job with every default as YAML, and as comments what was taken for granted
     and what was left out."""
-    return render.job_text(job, as_json=False)
+    return render.job_text(_asked(job, num_gpus, files), as_json=False)
 
 
 def replay(
@@ -132,14 +149,28 @@ TOOLS: tuple[Callable[..., Any], ...] = (predict, megatron, explain, search, rea
 
 def server() -> MCPServer:
     """The server with its tools."""
-    made = MCPServer("peakcast", version=__version__, instructions=INSTRUCTIONS, log_level="ERROR")
-    for tool in TOOLS:
-        made.add_tool(
-            _explained(tool),
-            description=" ".join(str(tool.__doc__).split()),
-            annotations=ToolAnnotations(read_only_hint=True, open_world_hint=False),
-        )
+    tools = [_tool(function) for function in TOOLS]
+    return MCPServer("peakcast", version=__version__, instructions=INSTRUCTIONS, log_level="ERROR", tools=tools)
+
+
+def _tool(function: Callable[..., Any]) -> Tool:
+    """The tool that calls `function`. It refuses an argument that it does not have: left out in silence, as the package
+    does it, the answer would be to another question."""
+    made = Tool.from_function(
+        _explained(function),
+        description=" ".join(str(function.__doc__).split()),
+        annotations=ToolAnnotations(read_only_hint=True, open_world_hint=False),
+    )
+    arguments = made.fn_metadata.arg_model
+    arguments.model_config["extra"] = "forbid"
+    arguments.model_rebuild(force=True)
+    made.parameters = arguments.model_json_schema(by_alias=True)
     return made
+
+
+def _asked(job: Any, num_gpus: int | None, files: list[str] | None) -> Any:
+    """`job` read with what goes with it."""
+    return api.read(job, files or (), num_gpus) if files or num_gpus else job
 
 
 def tools() -> list[dict[str, Any]]:

@@ -8,9 +8,12 @@ components/_peft/lora.py PeftConfig (adapters in the dtype of their weight), com
 from __future__ import annotations
 
 import re
+from math import prod
 from typing import Any
 
+from peakcast.core.errors import SpecError
 from peakcast.core.fields import flat
+from peakcast.dialects.common.mesh import meshed
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, states_direction
 from peakcast.dialects.huggingface.job import from_huggingface
@@ -18,10 +21,11 @@ from peakcast.dialects.huggingface.job import from_huggingface
 PLACES = ("distributed.", "distributed_config.", "model.", "parallelizer.")
 """Sections that may say whether activations are checkpointed."""
 STRATEGIES = ("fsdp2", "ddp", "megatron_fsdp")
+MESH = {"tensor": "distributed.tp_size", "context": "distributed.cp_size"}
+"""Axis -> the key for its size."""
 UNSUPPORTED = {
-    "distributed.tp_size": "tensor parallelism", "distributed.cp_size": "context parallelism",
-    "distributed.pp_size": "pipeline parallelism",
-    "distributed.pipeline": "pipeline parallelism", "qat.enabled": "training for quantisation",
+    "distributed.tp_size": "tensor parallelism together with sharding", "distributed.cp_size": "context parallelism",
+    "distributed.pp_size": "pipeline parallelism", "qat.enabled": "training for quantisation",
     "fp8.enabled": "FP8 training",
     "fp8.enable_fsdp_float8_all_gather": "FP8 training", "freeze_config": "frozen weights",
     "distributed.enable_fsdp2_prefetch": "units gathered ahead", "moe_metrics.enabled": "metrics of experts",
@@ -37,7 +41,7 @@ IGNORED = re.compile(
     r"|compile\.(mode|fullgraph|dynamic|backend|dynamo_cache_size_limit)|loss_fn\..*"
     r"|peft\.(match_all_linear|use_triton|lora_A_init|dropout_position|use_memory_efficient_lora|moe_rank_scaling|alpha)"
     r"|distributed(_config)?\.(dp_size|sequence_parallel|backend|use_hf_tp_plan|tp_plan|patch_is_packed_sequence|timeout.*"
-    r"|defer_fsdp_grad_sync|autocast_dtype|mp_policy\..*|activation_checkpointing_scope|fsdp2_.*_prefetch_depth|moe\..*|strategy)"
+    r"|defer_fsdp_grad_sync|autocast_dtype|mp_policy\..*|pipeline\..*|activation_checkpointing_scope|fsdp2_.*_prefetch_depth|moe\..*|strategy)"
     r"|autopipeline\..*|device_mesh\..*|temperature|enable_.*_logging|fp8\.(?!enabled|enable_fsdp).*"
 )
 
@@ -53,9 +57,9 @@ def from_automodel(pasted: Pasted) -> Translation:
         settings.given(key)
     model = pasted.model or named
     if not model:
-        raise settings.refuse("model.pretrained_model_name_or_path", "is required: the model's hub id or its folder", None)
+        raise settings.missing("model.pretrained_model_name_or_path", "the model's hub id or its folder")
     num_gpus = _gpus(settings, pasted)
-    training = _training(settings, num_gpus)
+    training = _training(settings, num_gpus // _ranks_of_a_sample(settings))
     adapter = _adapter(settings, training)
     fsdp = _sharding(settings)
     note_unsupported(settings, UNSUPPORTED)
@@ -67,6 +71,7 @@ def from_automodel(pasted: Pasted) -> Translation:
         )
     versions = pasted.versions.of("huggingface")
     job = notes.include(from_huggingface(model, training, adapter, None, fsdp, num_gpus, versions=versions))
+    job = meshed(job, settings, MESH, fills="shard")
     notes.warnings.append(
         "NeMo AutoModel has layers of its own for some families (Llama, Qwen, DeepSeek, ...); those of transformers are "
         "taken.",
@@ -76,18 +81,31 @@ def from_automodel(pasted: Pasted) -> Translation:
     return notes.finish(job)
 
 
+def _ranks_of_a_sample(settings: Settings) -> int:
+    """How many ranks work on the same samples: those of a pipeline, of a layer, and of a sequence."""
+    return prod(settings.integer(f"distributed.{axis}_size", 1) or 1 for axis in ("tp", "cp", "pp"))
+
+
 def _gpus(settings: Settings, pasted: Pasted) -> int:
     nodes, each = settings.integer("benchmark.num_nodes", 1) or 1, settings.integer("benchmark.num_gpus")
     if pasted.num_gpus is None and each:
         return nodes * each
-    return pasted.gpus(settings.notes)
+    least = _ranks_of_a_sample(settings)
+    num_gpus = pasted.gpus(settings.notes, least, ", the fewest for these sizes" if least > 1 else "")
+    if num_gpus % least:
+        raise SpecError(
+            f"num_gpus={num_gpus} must be a multiple of {least}, which is distributed.tp_size × cp_size × pp_size.",
+            parameter="num_gpus",
+            value=num_gpus,
+        )
+    return num_gpus
 
 
-def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
-    """The training settings under the names of transformers' TrainingArguments."""
+def _training(settings: Settings, replicas: int) -> dict[str, Any]:
+    """The training settings under the names of transformers' TrainingArguments. `replicas`: ranks with other samples."""
     notes = settings.notes
     micro = settings.size("step_scheduler.local_batch_size", settings.integer("step_scheduler.micro_batch_size", 1))
-    total = settings.integer("step_scheduler.global_batch_size") or micro * num_gpus
+    total = settings.integer("step_scheduler.global_batch_size") or micro * replicas
     packed = settings.integer("packed_sequence.packed_sequence_size", 0, least=0) or 0
     length = packed or settings.integer("dataset.seq_length", settings.integer("dataset.seq_len"))
     if not length:
@@ -124,7 +142,7 @@ def _training(settings: Settings, num_gpus: int) -> dict[str, Any]:
         )
     return {
         "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": max(1, total // (micro * num_gpus)),
+        "gradient_accumulation_steps": max(1, total // (micro * replicas)),
         "max_length": length,
         "packing": bool(packed),
         "torch_dtype": "bfloat16" if dtype in ("auto", "bf16") else dtype.removeprefix("torch."),

@@ -45,7 +45,7 @@ def from_lmflow(pasted: Pasted) -> Translation:
     settings = Settings(pasted.values, notes, "LMFlow")
     model = pasted.model or settings.text("model_name_or_path")
     if not model:
-        raise settings.refuse("model_name_or_path", "is required: the model's hub id, its folder, or its config.json", None)
+        raise settings.missing("model_name_or_path", "the model's hub id, its folder, or its config.json")
     settings.given("model_name_or_path")
     settings.one_of("arch_type", "decoder_only", ("decoder_only",))
     quantised = settings.switch("use_qlora")

@@ -51,7 +51,7 @@ def from_open_instruct(pasted: Pasted) -> Translation:
         raise settings.refuse("use_qlora", "has adapters only with use_lora: true; add it")
     model = pasted.model or settings.text("model_name_or_path")
     if not model:
-        raise settings.refuse("model_name_or_path", "is required: the model's hub id, its folder, or its config.json", None)
+        raise settings.missing("model_name_or_path", "the model's hub id, its folder, or its config.json")
     settings.given("model_name_or_path")
     peft = _adapters(settings) if adapters else None
     training = _training(settings, quantised=quantised, adapters=adapters)

@@ -47,7 +47,7 @@ def from_openrlhf(pasted: Pasted) -> Translation:
     settings = Settings({str(key).replace("-", "_"): value for key, value in pasted.values.items()}, notes, "OpenRLHF")
     model = pasted.model or settings.text("pretrain")
     if not model:
-        raise settings.refuse("pretrain", "is required: the model's hub id, its folder, or its config.json", None)
+        raise settings.missing("pretrain", "the model's hub id, its folder, or its config.json")
     settings.given("pretrain")
     method = _method(settings, pasted.program)
     num_gpus = _gpus(settings, pasted, method)

@@ -54,7 +54,7 @@ DIALECTS: dict[str, Dialect] = {
     "open_instruct": Dialect(
         "an open-instruct configuration",
         (
-            "model_name_or_path dataset_mixer|dataset_mixer_list|use_slow_tokenizer|with_tracking|reduce_loss",
+            "model_name_or_path dataset_mixer_list|use_slow_tokenizer|with_tracking|reduce_loss",
             "model_name_or_path use_qlora",
         ),
         "open_instruct:from_open_instruct",

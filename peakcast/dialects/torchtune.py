@@ -170,9 +170,11 @@ def _sequence_length(settings: Settings) -> int:
     length = settings.integer("tokenizer.max_seq_len")
     packed = settings.switch("dataset.packed")
     if length is None:
-        settings.notes.assumptions.append(
-            "tokenizer.max_seq_len is not given: batches are as long as their longest sample; 2048 is assumed. "
-            "--sequence-length changes it."
+        settings.notes.warnings.append(
+            "tokenizer.max_seq_len is not given: batches are as long as their longest sample; 2048 tokens are assumed. "
+            "Give those of the longest: --sequence-length.",
+            "tokenizer.max_seq_len",
+            "more",
         )
         return 2048
     if not packed:

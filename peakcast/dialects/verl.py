@@ -52,7 +52,7 @@ def from_verl(pasted: Pasted) -> Translation:
     for key in ("path", "partial_pretrain"):
         settings.given(f"{model}{key}")
     if not name:
-        raise settings.refuse(f"{model}path", "is required: the model's hub id, its folder, or its config.json", None)
+        raise settings.missing(f"{model}path", "the model's hub id, its folder, or its config.json")
     num_gpus = _gpus(settings, pasted)
     generation = _generation(settings) if updates else None
     training = _training(settings, inside, model, num_gpus, generation)
@@ -78,7 +78,7 @@ def from_verl(pasted: Pasted) -> Translation:
 def _megatron(settings: Settings, inside: str, pasted: Pasted) -> str:
     """The name of the section with Megatron's settings; "" for FSDP. Raises: SpecError for any other engine."""
     strategy = settings.text(f"{inside}strategy", settings.text("engine.strategy", settings.text("model.strategy")))
-    for key in (f"{inside}strategy", "engine.strategy", "model.strategy", "engine"):
+    for key in (f"{inside}strategy", "engine.strategy", "model.strategy", "engine", "model_engine"):
         settings.given(key)
     section = f"{inside}megatron." if inside else "engine."
     there = any(key.startswith((f"{inside}megatron.", "engine.tensor_model")) for key in settings.left())
@@ -129,14 +129,18 @@ def _training(settings: Settings, inside: str, model: str, num_gpus: int, genera
     micro = settings.integer(f"{own}micro_batch_size_per_gpu", settings.integer(f"{own}micro_batch_size"))
     tokens = settings.integer(tokens_key, 16384 if inside else 8192)
     total = settings.integer(f"{own}mini_batch_size" if inside else "data.train_batch_size", 256)
+    if total is not None and inside:  # of prompts, each with its completions
+        total *= settings.integer(f"{ROLES}.rollout.n", 1) or 1
     length: int | None = generation.sequence_length if generation else settings.size("data.max_length", 1024, assume=True)
+    samples = micro or 1
     if dynamic:
+        samples = max(1, (tokens or 1) // (length or 1))  # of full length, in a row of `tokens`
         micro, length = 1, tokens
         notes.assumptions.append(f"use_dynamic_bsz fills micro-batches up to {settings.spell(tokens_key)}={tokens} tokens.")
     elif micro is None:
         if inside:
-            raise settings.refuse(f"{own}micro_batch_size_per_gpu", "is required and missing; add it", None)
-        micro = settings.size(f"{own}micro_batch_size_per_gpu", 4, assume=True)
+            raise settings.missing(f"{own}micro_batch_size_per_gpu", "add it")
+        micro = samples = settings.size(f"{own}micro_batch_size_per_gpu", 4, assume=True)
     unpadded = settings.switch(f"{model}use_remove_padding", settings.switch("use_remove_padding", bool(dynamic)))
     checkpoints = settings.switch(f"{model}enable_gradient_checkpointing", bool(inside))
     if not settings.given(f"{model}enable_gradient_checkpointing"):
@@ -165,7 +169,7 @@ def _training(settings: Settings, inside: str, model: str, num_gpus: int, genera
         settings.given(f"{inside}{key}")
     return {
         "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": max(1, (total or 256) // (micro * num_gpus)),
+        "gradient_accumulation_steps": max(1, (total or 256) // (samples * num_gpus)),
         "max_length": length,
         "padding_free": unpadded,
         "bf16": True,

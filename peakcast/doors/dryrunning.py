@@ -173,7 +173,7 @@ def answered(
         assumptions=(*_said(seen), *found.assumptions),
         advise=partial(_advice, job, device, rank, seen),
         not_modelled=tuple(gap.removeprefix("evaluation, " if seen.evaluated else "") for gap in found.not_modelled),
-        findings=ordered((*found.findings, *_few_steps(seen))),
+        found=ordered((*found.found, *_few_steps(seen))),
     )
 
 

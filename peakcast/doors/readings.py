@@ -19,7 +19,7 @@ def with_others(
 ) -> Prediction:
     """`prediction` with a finding for each of `others` that needs another amount. If one of them fits and another does not,
     the verdict is uncertain."""
-    findings, fits = list(prediction.findings), prediction.fits
+    found, fits = list(prediction.found), prediction.fits
     point = prediction.peak_allocated_bytes.point
     for reading in others:
         other = predict(reading.job)
@@ -31,6 +31,6 @@ def with_others(
             f"{VERDICT[other.fits]}. {reading.way_out}"
         )
         direction: Direction = "more" if other.peak_allocated_bytes.point > point else "less"
-        findings.insert(0, Finding("setting_reinterpreted", "", direction, sentence))
+        found.insert(0, Finding("setting_reinterpreted", "", direction, sentence))
         fits = fits if other.fits == fits else "uncertain"
-    return replace(prediction, findings=tuple(findings), fits=fits)
+    return replace(prediction, found=tuple(found), fits=fits)

@@ -54,7 +54,7 @@ def draw(found: Beside, title: str) -> Any:
     _shade(axes, found.recorded, instants, top)
     where = int(np.argmax(base))
     axes.annotate(
-        f"recorded peak {found.peak.recorded_bytes / GIB:.2f} GiB",
+        f"recorded peak {found.peak.recorded_bytes / GIB:,.2f} GiB",
         xy=(where, float(base.max())),
         xytext=(min(max(where, 0.14 * COLUMNS), 0.86 * COLUMNS), top * 1.1),
         ha="center", fontsize=10, fontweight="bold", color=INK, zorder=6,

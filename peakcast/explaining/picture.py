@@ -86,7 +86,7 @@ def draw(timeline: Timeline, title: str, capacity_bytes: int | None = None) -> A
             base = upper
     _shade(axes, timeline, instants)
     axes.annotate(
-        f"peak {timeline.peak().num_bytes / GIB:.2f} GiB",
+        f"peak {timeline.peak().num_bytes / GIB:,.2f} GiB",
         xy=(where, top),
         xytext=(min(max(where, 0.09 * COLUMNS), 0.9 * COLUMNS), top + 0.07 * limit),
         ha="center", va="bottom", fontsize=10, fontweight="bold", color=INK, zorder=6,

@@ -16,6 +16,13 @@ def ends_named(job: TrainingJob) -> list[str]:
     return sorted(set(job.finetuning.targets).intersection(ENDS))
 
 
+def copied_modules(job: TrainingJob) -> list[str]:
+    """Modules of which peft trains a copy because `modules_to_save` names them. Not the head of a reward model, which it
+    copies in any case."""
+    always = {"score"} if job.loss.kind == "reward" else set()
+    return [name for name in job.finetuning.modules_to_save if name not in always]
+
+
 def trains_other_parts(job: TrainingJob) -> bool:
     """Whether parts of the network stay frozen, or LoRA by peft's own kernels also trains something outside the layers:
     with adapters, or as a copy."""
@@ -25,4 +32,4 @@ def trains_other_parts(job: TrainingJob) -> bool:
     if tuning.frozen:
         return True
     adapts = tuning.method in ("lora", "qlora") and conventions(job).get("lora_kernel", "eager") == "eager"
-    return adapts and bool(ends_named(job) or tuning.modules_to_save)
+    return adapts and bool(ends_named(job) or copied_modules(job))

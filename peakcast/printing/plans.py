@@ -181,7 +181,7 @@ def largest_text(found: Largest) -> str:
     bar = found.plan.peak_device_bytes
     text = (
         f"{'Fewest' if fewest else 'Largest'} {name} that surely fits: {_number(found.value)} "
-        f"(expect {bar.point / GIB:.2f} GiB, at most {bar.upper_95 / GIB:.2f}, {SURE})."
+        f"(expect {bar.point / GIB:,.2f} GiB, at most {bar.upper_95 / GIB:,.2f}, {SURE})."
     )
     if found.beyond is not None:
         text += f" With {_number(found.beyond)} it {VERDICTS[found.beyond_fits or 'no']}."

@@ -97,7 +97,7 @@ def _quantities(p: Prediction) -> str:
     for quantity in QUANTITIES:
         bar: Interval = getattr(p, quantity)
         if quantity != "peak_host_bytes" or bar.upper_95:
-            span = f"{bar.lower / GIB:.2f} – {bar.upper / GIB:.2f}"
+            span = f"{bar.lower / GIB:,.2f} – {bar.upper / GIB:,.2f}"
             size = f"{quantity_name(quantity):<11}{bar.point / GIB:>8.2f}{span:>18}"
             lines.append(f"{size}   {RESTS_ON[bar.rests_on]:<14}{SEEN_BY[quantity]}")
     return "\n".join(lines)
@@ -169,7 +169,7 @@ def _more(p: Answer) -> str:
 
 
 def _phases(p: Prediction) -> str:
-    phases = ", ".join(f"{phase_title(name)} {size / GIB:.2f}" for name, size in p.phase_peaks_bytes.items())
+    phases = ", ".join(f"{phase_title(name)} {size / GIB:,.2f}" for name, size in p.phase_peaks_bytes.items())
     first, between = format_gib(p.first_step_peak_bytes), format_gib(p.steady_state_bytes)
     return _lines([f"By phase in GiB: {phases}.", f"The first step's peak is {first}; between steps {between} remain."])
 

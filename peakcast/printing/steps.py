@@ -26,7 +26,7 @@ def steps_text(steps: Sequence[Advice]) -> str:
 def lowered(item: Advice) -> str:
     """The peak after a change, and what it saves."""
     reserved = " reserved" if item.quantity == "peak_reserved_bytes" else ""
-    return f"{item.peak_bytes / GIB:.2f} GiB{reserved} (−{item.saved_bytes / GIB:.2f})"
+    return f"{item.peak_bytes / GIB:,.2f} GiB{reserved} (−{item.saved_bytes / GIB:,.2f})"
 
 
 def flags_text(changes: Mapping[str, Any]) -> str:

@@ -53,6 +53,9 @@ FOUND = {
     ],
     "a prime-rl configuration": ['[model]\nname = "x"\n[data]\nseq_len = 4096\n[optim]\nlr = 2e-5\n[inference]\n'],
     "a Tunix configuration": ["model_config: {model_id: x}\nrl_training_config: {mini_batch_size: 128}\n"],
+    "a Levanter configuration": [
+        "model: {type: llama, seq_len: 4096}\ntrainer: {train_batch_size: 32}\ndata: {tokenizer: x}\n",
+    ],
     "an Oumi configuration": ["model: {model_name: x}\ntraining: {trainer_type: TRL_SFT}\n", "oumi train -c a.yaml\n"],
     "a Colossal-AI program": [
         "colossalai run --nproc_per_node 8 train.py --plugin zero2\n",

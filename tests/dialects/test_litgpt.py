@@ -65,6 +65,14 @@ def test_pretraining_and_finetuning_are_other_recipes():
     assert tuned.optimizer.implementation == "foreach"
 
 
+def test_pretraining_fills_the_networks_length_where_none_is_given():
+    unsaid = {"train": {"global_batch_size": 32, "micro_batch_size": 2}}
+    assert read(model_config={**LLAMA, "block_size": 4096}, **unsaid).job.sequence_length == 4096
+    tuned = read(checkpoint_dir="checkpoints/mistralai/Mistral-7B-v0.3", **unsaid)
+    assert tuned.job.sequence_length == 2048
+    assert any(finding.direction == "more" for finding in tuned.findings if finding.parameter == "train.max_seq_length")
+
+
 def test_a_mixed_precision_is_autocast_on_one_gpu():
     one = read(model_name="tiny-llama-1.1b", precision="bf16-mixed")
     assert one.job.framework_options["autocast"] is True

@@ -89,6 +89,22 @@ def test_hydras_null_is_no_value():
     assert (read.job.framework, read.job.parallelism.virtual_pipeline_stages, read.unknown) == ("megatron", 1, ())
 
 
+def test_a_mini_batch_of_verl_is_of_prompts_with_several_completions_each():
+    """256 prompts × 5 completions over 8 GPUs: 40 micro-batches of 4; filled by tokens, 20 rows of 8 samples of 3,072."""
+    command = (
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=qwen3-8b data.max_prompt_length=1024 "
+        "data.max_response_length=2048 actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.rollout.n=5 "
+        "trainer.n_gpus_per_node=8 {}\n"
+    )
+    fixed = "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4"
+    filled = "actor_rollout_ref.actor.use_dynamic_bsz=True actor_rollout_ref.actor.ppo_max_token_len_per_gpu=24576"
+    jobs = [translation_of(command.format(flags)).job for flags in (fixed, filled)]
+    assert [(job.micro_batch_size, job.sequence_length, job.gradient_accumulation_steps) for job in jobs] == [
+        (4, 3072, 40),
+        (1, 24576, 20),
+    ]
+
+
 def test_ring_attention_of_openrlhf_needs_less_than_the_answer():
     command = (
         "deepspeed --module openrlhf.cli.train_dpo --pretrain llama-3-8b --micro_train_batch_size 1 --max_len 8192 "

@@ -61,6 +61,13 @@ def test_arguments_that_may_be_of_either_are_read_as_both() -> None:
     assert "--dialect trl or --dialect transformers" in other.way_out
 
 
+def test_beta_alone_is_dpos_or_that_of_a_method_without_a_reference() -> None:
+    (other,) = read(beta=0.1).others
+    assert (other.job.loss.kind, other.job.micro_batch_size) == ("cross_entropy", 2 * 8)
+    assert read(beta=0.1).job.reference == "model"
+    assert read("dpo.py", beta=0.1).others == read(beta=0.1, rpo_alpha=1.0).others == ()
+
+
 @pytest.mark.parametrize(("dialect", "mode"), [("trl", "full"), ("transformers", "none")])
 def test_saying_whose_they_are_settles_it(dialect: str, mode: str) -> None:
     found = translation_of({**PLAIN, "dataset_name": "wikitext"}, Beside(dialect=dialect))

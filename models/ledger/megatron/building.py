@@ -55,8 +55,8 @@ def build_megatron(step: Step, job: TrainingJob, rank: int) -> None:
         copied = step.moment("copied", Phase.INIT) if buffer.rules.sharded and not kept else FOREVER
         for p, numel in buffer.whole:
             alone = replace(buffer, parameters=[p])
-            made_tensors = own_tensors(share, alone) if kept else tensors_of([(p, numel)], "", buffer.width)
-            step.hold_all(made_tensors, Category.PARAMETERS, made[p], copied)
+            for name, module, size in own_tensors(share, alone) if kept else tensors_of([(p, numel)], "", buffer.width):
+                step.hold(name, Category.PARAMETERS, size, made[p], copied, module)
     for buffer in buffers(share) if main.width and not main.made_by_step else ():
         for p, numel in buffer.pieces:
             for part in p.parts(numel):

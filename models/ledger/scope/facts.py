@@ -18,7 +18,7 @@ from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.loss import PAIRS
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.spec import ActivationCheckpointing, Offload, TrainingJob
-from peakcast.jobs.trained_parts import ends_named
+from peakcast.jobs.trained_parts import copied_modules, ends_named
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, slides_anywhere
 from peakcast.models.ledger.layouts import expert_ranks, gathered_dtype
@@ -122,7 +122,7 @@ def adapts_gathered_outputs(job: TrainingJob) -> bool:
 
 
 names_ends = Fact(ends_named, "adapters on the token table or the head")
-copies_modules = Fact(lambda job: bool(job.finetuning.modules_to_save), "modules that train beside the adapters")
+copies_modules = Fact(lambda job: bool(copied_modules(job)), "modules that train beside the adapters")
 adapts_shared_experts = Fact(adapter_targets.adapts_shared_experts, "adapters on shared experts")
 names_experts = Fact(adapter_targets.names_experts, "adapters on experts")
 unconfirmed_method = Fact(

@@ -51,7 +51,7 @@ def from_axolotl(pasted: Pasted) -> Translation:
     named = settings.text("base_model")
     model = pasted.model or named
     if not model:
-        raise settings.refuse("base_model", "is required: the model's hub id, its folder, or its config.json", None)
+        raise settings.missing("base_model", "the model's hub id, its folder, or its config.json")
     refuse_teacher(settings, "gkd_teacher")
     _precision(settings, training)
     _memory(settings, training)

@@ -83,6 +83,12 @@ FOREIGN: tuple[Foreign, ...] = (
     Foreign(
         "a Tunix configuration", JAX, ("rl_training_config model_config|actor_model_config",), ("tunix",)
     ),
+    Foreign(
+        "a Levanter configuration",
+        JAX,
+        ("trainer.per_device_parallelism|trainer.train_batch_size model.type data",),
+        ("levanter",),
+    ),
     Foreign("an Oumi configuration", JOB, ("model.model_name training.trainer_type|training.use_peft",), ("oumi",)),
     Foreign("a Colossal-AI program", JOB, (), ("colossalai",)),
     Foreign("a BMTrain program", JOB, (), ("bmtrain",)),

@@ -228,6 +228,11 @@ class Settings:
         for key in self.left():
             (self.notes.ignored if ignored.fullmatch(key) else self.notes.unknown).append(key)
 
+    def missing(self, key: str, what: str) -> SpecError:
+        """The error for the required `key`, which is not given; `what` it says."""
+        name = self.spell(key)
+        return SpecError(f"{name} is required and missing: {what}.", parameter=name)
+
     def refuse(self, key: str, rule: str, value: object = None) -> SpecError:
         """The error for `key` that breaks `rule`, in the user's own spelling."""
         value = self._values.get(key, value)

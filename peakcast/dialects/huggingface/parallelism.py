@@ -104,7 +104,8 @@ def layout_and_offload(
         )
     offloads = shards.switch("fsdp_offload_params") or shards.switch("offload_params") or shards.switch("cpu_offload")
     if num_gpus == 1:
-        notes.warnings.append("FSDP on one GPU shards nothing; it is treated as not used.", "fsdp")
+        sentence = "FSDP on one GPU shards nothing; it is treated as not used. On several, each needs less: --num-gpus."
+        notes.warnings.append(sentence, "fsdp", "less")
         sharding = "no_shard"
     layout = Parallelism(data_parallel_size=num_gpus, sharding=sharding)
     return layout, Offload(parameters=offloads, optimizer=offloads, activations=activations)

@@ -60,6 +60,7 @@ _INIT = ("dtype", "torch_dtype", "attn_implementation")
 TRL = Whose(True, True, "taken as TRL's, as asked")
 TRANSFORMERS = Whose(False, True, "taken as transformers' own, as asked")
 ASK_WHOSE = "Say which by --dialect trl or --dialect transformers."
+ASK_METHOD = "Say which by the launch script that names its program, such as dpo.py or orpo.py."
 _OF_METHOD = {
     "grpo": ("num_generations", "use_vllm"),
     "kto": ("desirable_weight", "undesirable_weight"),
@@ -125,16 +126,20 @@ def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Transla
     given = {key: value for key, value in parts.get("training", {}).items() if value is not None}
     whose = whose or whose_trainer(pasted.program, given)
     read = _of_parts(pasted, parts, whose)
-    if whose.sure:
-        return read
+    likely = []
+    if not whose.sure:
+        likely.append(("a run of TRL's trainers, with their defaults", pasted, parts, TRL, ASK_WHOSE))
+    if not whose.sure and {"lora_r", "lora_alpha"} & set(given):
+        adapters = {**parts, "training": {**given, "use_peft": True}}
+        name, way_out = "a run that trains adapters, as its lora_ keys say", "Say which by use_peft: true or false."
+        likely.append((name, pasted, adapters, whose, way_out))
+    if whose.trl and not pasted.program and {key for key in _OF_METHOD["dpo"] if key in given} == {"beta"}:
+        name = "a run of ORPO or CPO, which keep no reference, by beta"
+        likely.append((name, replace(pasted, program="orpo.py"), parts, whose, ASK_METHOD))
     others = []
-    adapters = {**parts, "training": {**given, "use_peft": True}} if {"lora_r", "lora_alpha"} & set(given) else None
-    for name, inner, theirs, way_out in (
-        ("a run of TRL's trainers, with their defaults", parts, TRL, ASK_WHOSE),
-        ("a run that trains adapters, as its lora_ keys say", adapters, whose, "Say which by use_peft: true or false."),
-    ):
+    for name, asked, inner, theirs, way_out in likely:
         with contextlib.suppress(SpecError):
-            if inner is not None and (job := _of_parts(pasted, inner, theirs).job) != read.job:
+            if (job := _of_parts(asked, inner, theirs).job) != read.job:
                 others.append(Reading(name, job, way_out))
     return replace(read, others=tuple(others))
 

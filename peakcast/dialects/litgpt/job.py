@@ -53,12 +53,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
     finetuning = _finetuning(settings, architecture)
     micro = settings.size("train.micro_batch_size", 1 if finetuning.method != "full" else 4, assume=True)
     steps = _accumulation(settings, micro, num_gpus)
-    length = settings.integer("train.max_seq_length")
-    if length is None:
-        length = min(architecture.max_position_embeddings or 2048, 2048)
-        notes.assumptions.append(f"train.max_seq_length is not given: samples are as long as the data; {length} is used.")
-    else:
-        notes.assumptions.append("sequences are treated as long as train.max_seq_length; shorter samples need less.")
+    length = _length(settings, architecture.max_position_embeddings or 2048, pretrains=pretrains)
     # finetune/full.py and lora.py: FSDPStrategy with checkpointed blocks on several GPUs, neither on one
     # pretrain.py: FSDPStrategy with HYBRID_SHARD and no checkpoints, a compiled network, a fused optimizer
     several = num_gpus > 1
@@ -96,6 +91,26 @@ def from_litgpt(pasted: Pasted) -> Translation:
     )
     settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _length(settings: Settings, longest: int, *, pretrains: bool) -> int:
+    """Tokens per sample: `train.max_seq_length`. Without it, pretraining fills every sample to the `longest` that the
+    network takes (litgpt 0.5.13 pretrain.py: `model.max_seq_length`), and finetuning takes samples as they are."""
+    length, notes = settings.integer("train.max_seq_length"), settings.notes
+    if length is not None:
+        notes.assumptions.append("sequences are treated as long as train.max_seq_length; shorter samples need less.")
+        return length
+    if pretrains:
+        notes.assumptions.append(f"train.max_seq_length is not given; pretraining takes the network's, {longest}.")
+        return longest
+    length = min(longest, 2048)
+    notes.warnings.append(
+        f"train.max_seq_length is not given: samples are as long as the data, up to {longest} tokens; {length} are "
+        "assumed. Give those of the longest sample: --sequence-length.",
+        "train.max_seq_length",
+        "more" if length < longest else "less",
+    )
+    return length
 
 
 def _num_gpus(settings: Settings, pasted: Pasted) -> int:

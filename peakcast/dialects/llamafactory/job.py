@@ -121,7 +121,7 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     named = settings.text("model_name_or_path")
     model = pasted.model or named
     if not model:
-        raise settings.refuse("model_name_or_path", "is required: the model's hub id, its folder, or its config.json", None)
+        raise settings.missing("model_name_or_path", "the model's hub id, its folder, or its config.json")
     kind = settings.one_of("finetuning_type", "lora", ("lora", "full", "freeze", "oft"))
     if kind in ("freeze", "oft"):
         raise settings.refuse("finetuning_type", "is not modelled; lora and full are")

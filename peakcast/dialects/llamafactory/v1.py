@@ -38,7 +38,7 @@ def from_llamafactory_v1(pasted: Pasted) -> Translation:
     settings = Settings(pasted.values, notes, "LLaMA-Factory v1")
     model = pasted.model or settings.text("model", settings.text("model_name_or_path"))
     if not model:
-        raise settings.refuse("model", "is required: the model's hub id, its folder, or its config.json", None)
+        raise settings.missing("model", "the model's hub id, its folder, or its config.json")
     for key in ("model", "model_name_or_path"):
         settings.given(key)
     num_gpus = pasted.gpus(notes)

@@ -82,7 +82,7 @@ def from_swift(pasted: Pasted) -> Translation:
     settings = Settings(_values(pasted), notes, "ms-swift")
     model = pasted.model or settings.text("model")
     if not model:
-        raise settings.refuse("model", "is required: the model's id, its folder, or its config.json", None)
+        raise settings.missing("model", "the model's id, its folder, or its config.json")
     settings.given("model")
     refuse_teacher(settings, "teacher_model", "teacher_model_server")
     method = _method(settings, pasted.program)

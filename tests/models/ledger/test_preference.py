@@ -177,3 +177,10 @@ def test_fsdp1_gathers_no_adapter_for_a_reference_that_runs_without_them():
     begun = {Phase(timeline.phases[at]) for at, of in zip(timeline.born, timeline.modules, strict=True) if "lora" in of}
     assert Phase.FORWARD in begun
     assert Phase.LOSS not in begun
+
+
+def test_the_copy_of_a_reward_models_head_is_counted_whether_or_not_it_is_named():
+    reward = job(loss={"kind": "reward"}, finetuning=LORA)
+    named = job(loss={"kind": "reward"}, finetuning={**LORA, "modules_to_save": ["score"]})
+    assert out_of_scope(named) == out_of_scope(reward) == ""
+    assert ledger(named).peak() == ledger(reward).peak()
