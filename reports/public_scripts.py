@@ -187,11 +187,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, help="folder of the fetched scripts")
-    parser.add_argument("names", nargs="*", help="runs whose scripts are dry-run (default: all of the table)")
+    parser.add_argument("names", nargs="*", help="beginnings of the names of those runs (default: all of the table)")
     asked = parser.parse_args(arguments)
     runs, answers = read_runs(), read_answers()
     for run in runs if asked.folder is not None else ():
-        if not asked.names or run.name in asked.names:
+        if run.name.startswith(tuple(asked.names) or ""):
             answers[run.name] = dryrun(run, asked.folder)
             _write_answers((answers[one.name] for one in runs if one.name in answers), PAGES / "answers.csv")
     replace_file(PAGES / "README.md", page(runs, answers).encode())

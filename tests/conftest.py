@@ -7,7 +7,7 @@ import importlib.util
 import logging
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -112,22 +112,38 @@ def few_rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def traced() -> Iterator[Callable[..., dict[str, Timeline]]]:
-    """The timelines of a job's two steps on a rank, traced in a process of its own, which is forked from one that has
-    imported the libraries: importing them takes longer than tracing a cut-down network."""
+def warm_parent() -> Iterator[Callable[..., dict[str, Any]]]:
+    """The answer to a question of a collection, from a process that is forked from one that has imported the libraries:
+    importing them takes longer than tracing a cut-down network, so all tests here share it."""
+    from peakcast.collectors.processes.engines import WORK, local
 
+    yield local.one
+    if WORK in local._kept:
+        local._kept.pop(WORK).end()
+
+
+@pytest.fixture
+def from_the_warm_parent(warm_parent: Callable[..., dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collections run their cells one after the other from the process that traces share, not from one of their own."""
     from peakcast.collectors.processes.engines import local
 
-    asked: list[dict[str, Any]] = []
-    answers = local.run(iter(asked.pop, None), timeout_seconds=300)
+    def run(questions: Iterable[Any], timeout_seconds: float, **_: Any) -> Iterator[tuple[Any, dict[str, Any]]]:
+        for question in questions:
+            yield question, warm_parent(question, timeout_seconds)
+
+    monkeypatch.setattr(local, "run", run)
+
+
+@pytest.fixture(scope="session")
+def traced(warm_parent: Callable[..., dict[str, Any]]) -> Callable[..., dict[str, Timeline]]:
+    """The timelines of a job's two steps on a rank, traced in a process of its own."""
 
     @cache
     def trace(job: TrainingJob, rank: int = 0) -> dict[str, Timeline]:
-        asked.append({"job": job_to_mapping(job), "rank": rank, "gpu": "A100-80GB", "trace": True, "history": True})
-        _, answer = next(answers)
+        question = {"job": job_to_mapping(job), "rank": rank, "gpu": "A100-80GB", "trace": True, "history": True}
+        answer = warm_parent(question, timeout_seconds=300)
         assert "history" in answer, answer
         steps = unpack(base64.b64decode(answer["history"]))
         return {step: timeline_from_mapping(steps[step]) for step in STEPS}
 
-    yield trace
-    answers.close()
+    return trace

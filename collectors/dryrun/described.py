@@ -49,12 +49,14 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     weights = _dtype(parameters)
     computed, reduced = _mixed(steps.networks)
     framework = _framework(steps.networks, config)
+    parallelism = _parallelism(steps.networks)
+    parts = parallelism.get("context_parallel_size", 1)  # of a sequence, of which this rank's network sees one
     job: dict[str, Any] = {
         "architecture": _architecture(network, config),
         "framework": framework,
         "versions": _versions(steps, framework),
         "micro_batch_size": batch,
-        "sequence_length": length,
+        "sequence_length": parts * length,
         "gradient_accumulation_steps": max(1, steps.micro_batches),
         "precision": {
             "parameters": weights,
@@ -67,8 +69,8 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         **_of_transformers(network, config),
         "framework_options": {"autocast": True} if steps.autocast and weights == "float32" else {},
         "compile": _compiled(network),
-        "parallelism": _parallelism(steps.networks),
-        "batch": {"shortest_sequence": max(1, min(steps.lengths.of_steps))} if steps.lengths.change else {},
+        "parallelism": parallelism,
+        "batch": {"shortest_sequence": max(1, parts * min(steps.lengths.of_steps))} if steps.lengths.change else {},
         "allocator": _allocator(),
     }
     return Described(_told(job), ())
@@ -274,6 +276,7 @@ def _parallelism(networks: Sequence[torch.nn.Module]) -> dict[str, Any]:
     if not dist.is_initialized():
         return {}
     sizes = {MESH_NAMES[name]: size for name, size in MESH_SIZES.items() if name in MESH_NAMES and size > 1}
+    sizes |= _sizes_of_megatron()
     divided = math.prod(size for name, size in sizes.items() if name != "expert")
     found: dict[str, Any] = {f"{name}_parallel_size": size for name, size in sizes.items()}
     found["data_parallel_size"] = max(1, dist.get_world_size() // divided)
@@ -285,6 +288,20 @@ def _parallelism(networks: Sequence[torch.nn.Module]) -> dict[str, Any]:
         found["sharding"] = "fsdp2"
     stage = next((part.zero_optimization_stage() for part in parts if type(part).__name__ == "DeepSpeedEngine"), 0)
     return {**found, "zero_stage": stage} if stage else found
+
+
+def _sizes_of_megatron() -> dict[str, int]:
+    """The sizes of Megatron-LM's groups, which it makes without meshes."""
+    state = sys.modules.get("megatron.core.parallel_state")
+    if state is None or not state.model_parallel_is_initialized():
+        return {}
+    functions = {
+        "tensor": state.get_tensor_model_parallel_world_size,
+        "pipeline": state.get_pipeline_model_parallel_world_size,
+        "context": state.get_context_parallel_world_size,
+        "expert": state.get_expert_model_parallel_world_size,
+    }
+    return {name: size for name, function in functions.items() if (size := function()) > 1}
 
 
 def _told(job: dict[str, Any]) -> dict[str, Any]:

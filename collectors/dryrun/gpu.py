@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from peakcast.catalog import Device
+from peakcast.collectors.dryrun import generators
 from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.peaks import Peaks
 from peakcast.collectors.tracing import fake_cuda, fake_streams, inductor
@@ -85,7 +86,8 @@ def install(device: Device, gpus_per_node: int, own: torch.device, peaks: Peaks)
     cuda.is_available = _is_available
     free_and_all: Any = lambda *_, **__: (device.cuda_memory_bytes - peaks.now(), device.cuda_memory_bytes)  # noqa: E731
     cuda.mem_get_info = cuda.memory.mem_get_info = torch.accelerator.get_memory_info = free_and_all
-    cuda.get_rng_state = lambda *_, **__: torch.zeros(16, dtype=torch.uint8, device="cpu")
+    generators.install(gpus_per_node)
+    cuda.get_rng_state = lambda *_, **__: cuda.default_generators[0].get_state()
     cuda.get_rng_state_all = lambda: [cuda.get_rng_state()] * gpus_per_node
     cuda.random.get_rng_state, cuda.random.set_rng_state = cuda.get_rng_state, cuda.set_rng_state
     cuda.device = cuda.device_of = _OnDevice

@@ -2,7 +2,7 @@
 note for the user.
 
 Such packages cannot be installed without a GPU, and scripts that do not find them take another code path, which needs
-another amount of memory. Installed packages are not replaced.
+another amount of memory. Installed packages are not replaced, but for Triton's launches.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Install the finder, for later imports of the script."""
         sys.meta_path.append(self)
         when_imported("transformers.modeling_utils", self._in_modeling)
+        for name in ("jit", "autotuner", "driver"):
+            when_imported(f"triton.runtime.{name}", _launch_nothing)
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
         """The specification of a package's stub, if the script itself has asked for the package."""
@@ -107,6 +109,17 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def _say(self, sentence: str) -> None:
         self._notes.add("script_part_skipped", "command", sentence)
+
+
+def _launch_nothing(module: Any) -> None:
+    """Make kernels of an installed Triton do nothing, before it asks for a GPU for which to compile them."""
+    if getattr(module, "__file__", None) is None:  # the stub
+        return
+    for name in ("JITFunction", "Autotuner"):
+        if hasattr(module, name):
+            getattr(module, name).run = lambda *_, **__: None
+    if hasattr(module, "driver"):
+        module.driver.set_active(triton_stub.driver().active)
 
 
 def _is_flash(attention: str) -> bool:

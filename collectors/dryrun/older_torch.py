@@ -9,6 +9,7 @@ import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 from peakcast.collectors.dryrun.noted import Notes
+from peakcast.collectors.tracing import attention
 from peakcast.core.versions import release
 
 FLOAT32_NORM = (2, 12)
@@ -20,6 +21,11 @@ state. Source: torch 2.0 optim/adam.py `_multi_tensor_adam`: `denom = torch._for
 LIMITED_GATHERS = (2, 1)
 """From this release on, FSDP1's `limit_all_gathers` is True unless given. Source: torch 2.0, 2.1
 distributed/fsdp/fully_sharded_data_parallel.py."""
+STRIDED_FLASH = (2, 2)
+"""From this release on, flash attention reads queries in any layout and leaves its output in theirs; before, rows that do
+not follow each other sequence by sequence were copied, and those of the output always did. Source: torch 2.0, 2.1
+aten/src/ATen/native/transformers/cuda/attention.cu `_scaled_dot_product_flash_attention_cuda`: `query_reshaped =
+q_t.reshape({Nnz_q, num_heads, head_dim})`."""
 NORMS = ("rms_norm", "RMSNorm")
 _keep_alive: list[Any] = []
 
@@ -36,6 +42,39 @@ def install(asked: str | None) -> None:
         _keep_denominators()
     if _is_older(asked, LIMITED_GATHERS):
         _gather_ahead()
+    if _is_older(asked, STRIDED_FLASH):
+        attention.flash_kernel = _PackedFlash.apply
+
+
+class _PackedFlash(torch.autograd.Function):  # type: ignore[misc]
+    """Flash attention on rows [batch × sequence, heads, head_dim]: other layouts are copied, in backward again."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any, dropout_p: float, is_causal: bool, scale: float | None) -> Any:
+        """The output. Shapes: [batch, heads, sequence, head_dim]."""
+        output, sums, _, _, *lengths, seed, offset, _ = torch.ops.aten._scaled_dot_product_flash_attention(
+            *map(_packed, (query, key, value)), dropout_p, is_causal, False, scale=scale
+        )
+        ctx.options = *lengths, dropout_p, is_causal, scale
+        ctx.save_for_backward(query, key, value, output, sums, seed, offset)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:
+        """The gradients of query, key and value."""
+        query, key, value, output, sums, seed, offset = ctx.saved_tensors
+        *options, scale = ctx.options
+        tensors = *map(_packed, (gradient, query, key, value)), output, sums, None, None
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
+        gradients = kernel(*tensors, *options, seed, offset, scale=scale)
+        return *gradients, None, None, None
+
+
+def _packed(heads: torch.Tensor) -> torch.Tensor:
+    """[batch, heads, sequence, head_dim] with the sequences' rows one after another in memory."""
+    batch, number, length, head_dim = heads.shape
+    rows = heads.transpose(1, 2).reshape(batch * length, number, head_dim)
+    return rows.view(batch, length, number, head_dim).transpose(1, 2)
 
 
 def _gather_ahead() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor
 
 from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.timelines.timeline import Category
@@ -80,6 +81,7 @@ def install(rank: int, world_size: int, name: Named) -> None:
         random.manual_seed = lambda *_, **__: None  # it would set a GPU generator's state
     _install_groups(rank, world_size)
     _install_objects()
+    _install_broadcasts()
     _install_ddp(name)
     _install_meshes()
     os.environ["DS_ACCELERATOR"] = "cuda"
@@ -193,6 +195,22 @@ def _install_objects() -> None:
         for module in (dist, dist.distributed_c10d):
             setattr(module, name, fake)
     torch.distributed.send_object_list = lambda *_, **__: None  # type: ignore[attr-defined]
+
+
+def _install_broadcasts() -> None:
+    """What another rank broadcasts is not known here, whatever this rank's tensor held before."""
+    broadcast = dist.broadcast
+
+    @functools.wraps(broadcast)
+    def received(tensor: Any, src: Any = None, group: Any = None, async_op: bool = False, group_src: Any = None) -> Any:
+        work = broadcast(tensor, src, group, async_op, group_src)
+        own = dist.get_rank() if group_src is None else dist.get_rank(group)
+        if own != (src if group_src is None else group_src) and isinstance(tensor, FakeTensor):
+            tensor.known_value = tensor.constant = None  # type: ignore[attr-defined]
+        return work
+
+    for module in (dist, dist.distributed_c10d):
+        module.broadcast = received  # type: ignore[assignment]
 
 
 def _read_on_every_rank(module: Any) -> None:

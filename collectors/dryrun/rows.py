@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -49,6 +50,11 @@ class Rows:
         columns = ("prompt", "chosen", "rejected") if self._prefers else ("prompt",) if _is_loaded(PROMPTS) else ("text",)
         return module.Dataset.from_dict({name: self._values(name, NUM_ROWS) for name in columns})
 
+    @functools.lru_cache(MOST_COLUMNS)  # noqa: B019
+    def values(self, column: str) -> list[Any]:
+        """The values of `column` in all rows."""
+        return self._values(column, NUM_ROWS)
+
     def _values(self, column: str, count: int) -> list[Any]:
         if column in NUMBERS:
             return [0] * count
@@ -80,8 +86,12 @@ class Rows:
         kind.features = property(lambda rows: Known(features.fget(rows) or {}))  # type: ignore[misc]
 
     def _change(self, kind: Any) -> None:
-        """Make functions that map rows or name a column find it."""
-        apply, keep, self._remove = kind.map, kind.filter, kind.remove_columns
+        """Make functions that map rows, name a column or read one of a row find it."""
+        apply, keep, read, self._remove = kind.map, kind.filter, kind.__getitem__, kind.remove_columns
+
+        def read_row(rows: Any, key: Any) -> Any:
+            found = read(rows, key)
+            return _Row(found, self, key) if isinstance(found, dict) and isinstance(key, int) else found
 
         def mapped(rows: Any, *arguments: Any, **keywords: Any) -> Any:
             rows = self._with(rows, (*_names(keywords.get("remove_columns")), *self._asked))
@@ -109,9 +119,20 @@ class Rows:
             self._say(f"rows that stood in were cut to {most:,}, the longest that a filter of the script lets pass.")
             return keep(apply(rows, lambda row: _cut(row, most)), function, *arguments, **keywords)
 
-        kind.map, kind.filter = mapped, filtered
+        kind.map, kind.filter, kind.__getitem__ = mapped, filtered, read_row
         for name in ("rename_column", "rename_columns", "remove_columns", "select_columns"):
             setattr(kind, name, asking(getattr(kind, name)))
+
+
+class _Row(dict[str, Any]):
+    """A row, the `number`th, with every column that is read of it."""
+
+    def __init__(self, found: Mapping[str, Any], rows: Rows, number: int) -> None:
+        super().__init__(found)
+        self._rows, self._number = rows, number
+
+    def __missing__(self, column: str) -> Any:
+        return self._rows.values(column)[self._number]
 
 
 def _cut(row: Mapping[str, Any], length: int) -> dict[str, Any]:

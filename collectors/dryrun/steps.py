@@ -68,21 +68,25 @@ class ScriptSteps:
         module_hooks.register_module_forward_hook(lambda *_: self._forward_ends(), always_call=True)
         optimizer_hooks.register_optimizer_step_pre_hook(self._step_begins)
         optimizer_hooks.register_optimizer_step_post_hook(self._step_ended)
-        backward = torch.autograd.backward
+        backward = torch.autograd.Variable._execution_engine.run_backward
 
-        def counted(*arguments: Any, **keywords: Any) -> Any:
-            if not inside_backward():
+        def counted(*arguments: Any, accumulate_grad: bool = False, **keywords: Any) -> Any:
+            """Counts what `torch.autograd.backward` asks autograd's engine for, which Megatron-LM asks itself; not what
+            `torch.autograd.grad` asks for, which leaves no gradients."""
+            if accumulate_grad and not inside_backward():
                 if self._stepped and self._after_step is not None:
                     self._end_step(self._after_step)
                     if self.lengths.enough:
                         self._enough()
                 self.goes_back()
+                self.tracer.phase = Phase.BACKWARD
                 self._backwards += 1
-            answer = backward(*arguments, **keywords)
-            self._has_gradients = self._has_gradients or not self._gradients_are_gone()
+            answer = backward(*arguments, accumulate_grad=accumulate_grad, **keywords)
+            if accumulate_grad:
+                self._has_gradients = self._has_gradients or not self._gradients_are_gone()
             return answer
 
-        torch.autograd.backward = counted
+        torch.autograd.Variable._execution_engine = _Engine(counted)
 
     def timelines(self) -> dict[str, Timeline]:
         """Timelines of the first step, of the later step with most bytes, and of the whole "run". If a script has
@@ -209,6 +213,14 @@ class ScriptSteps:
         self._stepped = self._has_gradients = False
         self._after_step = None
         self.micro_batches, self._backwards = self._backwards, 0
+
+
+class _Engine(type(torch.autograd.Variable._execution_engine)):  # type: ignore[misc]
+    """Autograd's engine, which runs backward by `run_backward`."""
+
+    def __init__(self, run_backward: Callable[..., Any]) -> None:
+        super().__init__()
+        self.run_backward = run_backward
 
 
 def _batch(inputs: Any) -> tuple[int, ...]:

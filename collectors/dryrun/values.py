@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import (
 from torch.jit._builtins import _register_builtin
 from torch.nested._internal.nested_int import NestedIntNode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from peakcast.collectors.dryrun.noted import Notes
 from peakcast.collectors.dryrun.resizing import Resizing
@@ -194,9 +194,16 @@ def install(mode: ScriptMode) -> None:
     for name in ("tolist", "numpy", "__array__"):
         setattr(torch.Tensor, name, _numbers(name, getattr(torch.Tensor, name)))
     make_of_numbers = torch.tensor
-    torch.tensor = functools.wraps(make_of_numbers)(  # it pins memory in C++, where no mode sees it
-        lambda data, pin_memory=False, **keywords: make_of_numbers(data, **keywords)
-    )
+
+    @functools.wraps(make_of_numbers)
+    def of_numbers(data: Any, pin_memory: bool = False, **keywords: Any) -> torch.Tensor:
+        """In C++ it pins memory, and reads tensors in lists of numbers, where no mode sees it."""
+        if isinstance(data, (list, tuple)) and (read := [one for one in tree_leaves(data) if isinstance(one, FakeTensor)]):
+            keywords = {"dtype": read[0].dtype, **keywords}
+            data = tree_map_only(FakeTensor, lambda one: one.tolist(), data)
+        return make_of_numbers(data, **keywords)
+
+    torch.tensor = of_numbers
     _register_builtin(torch.tensor, "aten::tensor")  # for torch.jit.script, as in torch.distributed.optim
     # as torch.Tensor does for its own class alone
     FakeTensor.__format__ = lambda tensor, form: format(tensor.item() if tensor.ndim == 0 else str(tensor), form)

@@ -141,10 +141,18 @@ def _flash(
     if missing:
         query, key, value = (torch.nn.functional.pad(one, (0, missing)) for one in (query, key, value))
         scale = head_dim**-0.5 if scale is None else scale
+    output = flash_kernel(query, key, value, dropout_p, is_causal, scale)
+    return output[..., :head_dim] if missing else output
+
+
+def flash_kernel(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, dropout_p: float, is_causal: bool, scale: float | None
+) -> torch.Tensor:
+    """Flash attention's kernel, whose output has the layout of `query`."""
     output: torch.Tensor = torch.ops.aten._scaled_dot_product_flash_attention(
         query, key, value, dropout_p, is_causal, False, scale=scale
     )[0]
-    return output[..., :head_dim] if missing else output
+    return output
 
 
 def _aligned(bias: torch.Tensor | None, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor | None:

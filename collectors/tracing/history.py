@@ -37,7 +37,7 @@ class Operator:
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """A tensor's storage as operators saw it: the first operator that used it, its address, and what it is."""
+    """A tensor's memory as the operators reported it. `operator`: the first operator that used it."""
 
     operator: int
     address: int

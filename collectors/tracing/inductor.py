@@ -71,13 +71,19 @@ class _OnCpu(TorchDispatchMode):  # type: ignore[misc]
         return func(*args, **kwargs)
 
 
-class _Generator(torch.Generator):  # type: ignore[misc]
-    """The GPU's random generator: compiled code passes its earlier state to a kernel that runs again."""
+class Generator(torch.Generator):  # type: ignore[misc]
+    """A GPU's random generator: compiled code passes its earlier state to a kernel that runs again."""
 
     device = torch.device("cuda", 0)
 
+    def get_state(self) -> torch.Tensor:
+        return torch.zeros(16, dtype=torch.uint8, device="cpu")  # seed and offset
+
+    def set_state(self, new_state: torch.Tensor) -> torch.Generator:
+        return self
+
     def clone_state(self) -> torch.Generator:
-        return _Generator()
+        return Generator()
 
     def graphsafe_get_state(self) -> torch.Generator:
         return self
@@ -254,7 +260,7 @@ def _answer_for_the_gpu() -> None:
     folded = ("get_device_properties", "current_device", "is_available", "is_initialized")
     in_graph.constant_fold_functions.update(dict.fromkeys(getattr(cuda, name) for name in folded))
     dynamo_utils.common_constant_types.add(DeviceProperties)
-    cuda.default_generators = (_Generator(),)
+    cuda.default_generators = cuda.default_generators or (Generator(),)
     cuda._DeviceGuard = lambda device: contextlib.nullcontext()  # type: ignore[assignment,misc]
     torch._C._cuda_getCurrentRawStream = lambda device: 0  # type: ignore[attr-defined]
     # C functions that would make real tensors on the GPU, or from a fake tensor's storage

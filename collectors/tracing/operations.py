@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 from typing import Any
 
+import torch
 from torch.utils.flop_counter import flop_registry
 
 LENGTHS_ARE_VALUES = ("aten._flash_attention", "aten._efficient_attention")
@@ -27,7 +28,8 @@ class Operations:
         count = COUNTS.get(getattr(operator, "_overloadpacket", operator))
         if count is not None:
             self._instants.append(instant)
-            self._totals.append(self._totals[-1] + int(count(*args, **kwargs, out_val=result)))
+            sizes = [one for one in args if not isinstance(one, torch.dtype)]  # `addmm` with a dtype of its output
+            self._totals.append(self._totals[-1] + int(count(*sizes, **kwargs, out_val=result)))
 
     def before(self, instant: int) -> int:
         """Number of operations that were launched before `instant`."""

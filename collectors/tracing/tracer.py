@@ -124,8 +124,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
 
     @contextlib.contextmanager
     def one_operation(self, label: str) -> Iterator[None]:
-        """A context for what is one kernel on a GPU: it is a single operation, of which only the tensors that outlive it
-        are seen."""
+        """A context around Python code that is a single kernel on a GPU. It counts as one operation, and of the tensors
+        that it makes only those are recorded that exist after it."""
         if self._fused is not None:
             yield
             return

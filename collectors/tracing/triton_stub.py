@@ -72,12 +72,13 @@ class _Module(types.ModuleType):
         return {"JITFunction": _Anything, "Autotuner": _NoKernel, "Heuristics": _NoKernel}.get(name, _Anything())
 
 
-def _driver() -> Any:
+def driver() -> Any:
     """Triton's driver, which code asks about the GPU for which kernels are compiled; answers for the GPU of the trace."""
     target = types.SimpleNamespace(backend="cuda", arch=10 * COMPUTE_CAPABILITY[0] + COMPUTE_CAPABILITY[1], warp_size=32)
     properties = {"multiprocessor_count": 1, "max_shared_mem": SHARED_MEMORY_BYTES}
     utilities = types.SimpleNamespace(get_device_properties=lambda device: properties)
-    return types.SimpleNamespace(active=types.SimpleNamespace(get_current_target=lambda: target, utils=utilities))
+    active = {"get_current_target": lambda: target, "get_current_device": lambda: 0, "utils": utilities}
+    return types.SimpleNamespace(active=types.SimpleNamespace(**active))
 
 
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -98,7 +99,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             module.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
             module.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()  # type: ignore[attr-defined]
             module.jit = lambda function=None, **keywords: _Anything()  # type: ignore[attr-defined]
-            module.runtime = types.SimpleNamespace(driver=_driver())  # type: ignore[attr-defined]
+            module.runtime = types.SimpleNamespace(driver=driver())  # type: ignore[attr-defined]
         return module
 
     def exec_module(self, module: types.ModuleType) -> None: ...

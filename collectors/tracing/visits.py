@@ -46,8 +46,10 @@ class _Passed:
 
 
 class Visits:
-    """`seen`: the visits so far. `weights`: module -> names of the parameters that it reads: its own, and those of other
-    modules that it read while it was the innermost running one (`register_external_parameter`)."""
+    """Which modules ran, in which order, and which parameters each of them read.
+
+    `seen`: the visits so far. `weights`: module -> names of the parameters that it reads: its own, and those of other
+    modules that were read while no module inside it ran (DeepSpeed's `register_external_parameter`)."""
 
     def __init__(self) -> None:
         self.seen: list[Visit] = []

@@ -4,10 +4,10 @@ fitted to measurements; `residual.py` learns the rest."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -138,10 +138,9 @@ def _baseline(
 
     ledger = lru_cache(maxsize=None)(ledger)  # what is reserved, allocated and pinned follows from the same few timelines
     candidates = fullest_ranks(job) if rank is None else (rank,)
-    steadies = [ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates]
-    worst = max(range(len(candidates)), key=lambda index: steadies[index].peak().num_bytes)
-    chosen, steady = candidates[worst], steadies[worst]
-    first = ledger(job, device=device, rank=chosen, step="first")
+    steadies = {candidate: ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates}
+    chosen = max(candidates, key=lambda candidate: steadies[candidate].peak().num_bytes)
+    steady, first = steadies[chosen], ledger(job, device=device, rank=chosen, step="first")
     context = num_contexts(job, device) * context_bytes(device, job.versions)
     communicators = communicator_bytes(job, device)
     read = outside(job, device)
@@ -149,29 +148,24 @@ def _baseline(
     seen = seen_run()
     steps = [seen.timeline] if seen is not None else _steps_of_run(job, device, chosen, ledger)
     run = _replay([*before(chosen), *steps], job, device, outside_bytes)
-    reserved_range = None
+    reserved_range = let_go = None
     if seen is not None and seen.compiled:
         nearby = [_replay(order, job, device, outside_bytes).peak_reserved_bytes for order in nearby_orders(steps)]
         reserved = [run.peak_reserved_bytes, *nearby]
         reserved_range = min(reserved), max(reserved)
         run = replace(run, peak_reserved_bytes=sum(reserved) // len(reserved))
-    let_go = None
     if seen is not None and seen.let_go is not None:
         least = _replay([seen.let_go], job, device, outside_bytes)
         let_go = least.peak_allocated_bytes, least.peak_reserved_bytes
     if rank is None:
-        most = steady.peak().num_bytes
-        near = [one for one, other in zip(candidates, steadies, strict=True) if other.peak().num_bytes > NEARLY * most]
-        alike = [one for stage in near for one in ranks_by_shard(job, stage) if one != chosen]
+        alike = _nearly_as_full(job, chosen, steadies)
         runs = [_replay_of(one, job, device, ledger, before, outside_bytes) for one in alike]
         run = replace(run, peak_reserved_bytes=max(one.peak_reserved_bytes for one in (run, *runs)))
-    higher = max((steady, first), key=lambda step: step.peak().num_bytes)
-    peak = higher.peak()
     if evenly_routed(job) != job and seen is None:
-        run = _with_fullest_expert(run, peak.num_bytes - max(step.peak().num_bytes for step in steps))
+        most = max(step.peak().num_bytes for step in (steady, first))
+        run = _with_fullest_expert(run, most - max(step.peak().num_bytes for step in steps))
     return Baseline(
         rank=chosen,
-        peak_allocated_bytes=peak.num_bytes,
         replayed_allocated_bytes=run.peak_allocated_bytes,
         peak_reserved_bytes=run.peak_reserved_bytes,
         num_retries=run.num_retries,
@@ -179,21 +173,37 @@ def _baseline(
         communicator_bytes=communicators,
         peak_device_bytes=run.peak_reserved_bytes + context + communicators,
         peak_host_bytes=host_bytes(job, lambda j: ledger(j, device=device, rank=chosen, step="steady")),
-        held_bytes=_most_held(steady),
-        peak_phase=peak.phase.name.lower(),
-        phase_peaks_bytes={phase.name.lower(): size for phase, size in steady.phase_peaks().items()},
         generation_peaks_bytes=_generation_peaks(steady) if job.task == "inference" else {},
-        steady_state_bytes=_between_steps(steady),
-        first_step_peak_bytes=first.peak().num_bytes,
-        largest=tuple(
-            (name, category.name.lower(), size, number)
-            for name, category, size, number in higher.largest_at(peak.instant, NUM_LARGEST)
-        ),
-        composition={category.name.lower(): size for category, size in higher.composition(peak.instant).items()},
         reserved_range_bytes=reserved_range,
         let_go_bytes=let_go,
         outside=read,
+        **_of_the_steps(steady, first),
     )
+
+
+def _nearly_as_full(job: TrainingJob, chosen: int, steadies: Mapping[int, Timeline]) -> list[int]:
+    """The ranks besides `chosen` that allocate nearly as much, one of which may reserve more. `steadies`: the steady step
+    of a rank of each stage."""
+    most = steadies[chosen].peak().num_bytes
+    near = [stage for stage, steady in steadies.items() if steady.peak().num_bytes > NEARLY * most]
+    return [one for stage in near for one in ranks_by_shard(job, stage) if one != chosen]
+
+
+def _of_the_steps(steady: Timeline, first: Timeline) -> dict[str, Any]:
+    """What a rank's steady and first step say by themselves, by the names of `Baseline`'s fields."""
+    higher = max((steady, first), key=lambda step: step.peak().num_bytes)
+    peak = higher.peak()
+    largest = higher.largest_at(peak.instant, NUM_LARGEST)
+    return {
+        "peak_allocated_bytes": peak.num_bytes,
+        "held_bytes": _most_held(steady),
+        "peak_phase": peak.phase.name.lower(),
+        "phase_peaks_bytes": {phase.name.lower(): size for phase, size in steady.phase_peaks().items()},
+        "steady_state_bytes": _between_steps(steady),
+        "first_step_peak_bytes": first.peak().num_bytes,
+        "largest": tuple((name, category.name.lower(), size, number) for name, category, size, number in largest),
+        "composition": {category.name.lower(): size for category, size in higher.composition(peak.instant).items()},
+    }
 
 
 def _replay_of(

@@ -198,7 +198,8 @@ class Residual:
 def fit_bounded(
     candidate: Regressor, x: Floats, y: Floats, weights: Floats, groups: Sequence[str], censored: Flags
 ) -> Regressor:
-    """`candidate` fitted to the rows that finished, and to those bounds (`censored`) that it would otherwise lie below."""
+    """`candidate` fitted to the rows that finished. A run out of memory (`censored`) gives only a lower bound: it joins the
+    fit when the prediction would otherwise be below its bound."""
     used = ~censored
     names = np.asarray(groups, dtype=object)
     fitted = candidate

@@ -146,7 +146,8 @@ def _sample_or_reason(
 
 
 def _baselines_needed(row: Measurement) -> list[Asked]:
-    """Whose baselines a row needs: its rank's and, if it is a mean over GPUs, those of ranks that differ."""
+    """The baselines that a row is compared with: of its own rank and, if its device memory is a mean over all GPUs, of one
+    rank from each set of equal ranks."""
     ranks = [row.rank]
     if row.environment.get(DEVICE_MEAN):
         ranks += [rank for rank in ranks_by_shard(row.job, 0) if rank != row.rank]

@@ -42,8 +42,8 @@ class Repeats:
 
 @dataclass(frozen=True, slots=True)
 class Short:
-    """The shortest network that represents a deep one. `layers`: those of all stacks; `prefixes`, `unit`: as in
-    `Repeats`."""
+    """The shortest network from whose walk a deep one's can be composed. `layers`: those of all stacks; `prefixes`, `unit`:
+    as in `Repeats`."""
 
     layers: int
     prefixes: tuple[int, ...]
@@ -51,8 +51,8 @@ class Short:
 
 
 def short_depth(walk: Walk, told: Sequence[object] = ()) -> Short | None:
-    """The shortest network that represents this deep one; None if no shorter one does. `told`: something by which layers of
-    a stack differ, besides what they do."""
+    """The fewest layers from whose walk the deep network's can be composed; None if all layers are needed. `told`: for each
+    layer of a stack, what distinguishes it beyond its operations, such as its entry of `layer_types`."""
     deep = walk.num_layers // walk.stacks
     of_layer = [told[layer % deep] if told else None for layer in range(walk.num_layers)]
     kinds = [(_kind(walk, layer), of_layer[layer]) for layer in range(walk.num_layers)]
@@ -93,8 +93,8 @@ def _alike(some: Sequence[object], others: Sequence[object], last_differs: bool)
 
 
 def _kind(walk: Walk, layer: int) -> tuple[object, ...]:
-    """What a layer does. Layers of one kind are equal in this, and so are their neighbours, which free what the layer
-    passes on."""
+    """A key that is equal for layers with equal operations and tensors, the gap to the next layer included, where tensors
+    that a layer hands on are freed."""
     places = (2 * layer + 1, 2 * layer + 2) if layer < walk.num_layers - 1 else (2 * layer + 1,)
     stretches = [stretch for place in places for stretch in _stretches(walk, place)]
     own = np.flatnonzero(np.isin(walk.lives[PLACE], places))

@@ -21,7 +21,8 @@ from peakcast.networks.layer_count import with_layers
 
 @dataclass(frozen=True)
 class Kind:
-    """Networks like the recorded one, which has `conditions`. Layers are counted as its configuration counts them."""
+    """All networks that one recipe represents: how they may differ from the recorded network. Layers are counted as
+    `num_hidden_layers` counts them."""
 
     conditions: Conditions
     """Those of the recorded network, at the recorded depth."""
@@ -62,7 +63,8 @@ class Kind:
         return [int(value) for value in values if value is not None]
 
     def _layers_of(self, layers: int) -> list[int] | None:
-        """For each of `layers` layers, the recorded layer that it equals; None if no such network has that number."""
+        """For each layer of a network with `layers` layers, the index of the recorded layer that it is a copy of; None if
+        that depth cannot be composed of the recorded layers."""
         more, ends = layers - self.layers, self.prefix + self.unit
         if more < 0 or (more and (not self.unit or more % self.unit)):
             return None

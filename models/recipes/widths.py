@@ -69,8 +69,8 @@ class Widths:
 
 
 def learned(keys: Sequence[str], base: Sequence[int], numbers: Ints, samples: Sequence[Sample]) -> tuple[Widths, Ints]:
-    """The widths that explain all `samples`, and the indices of the numbers that they cannot explain (for which they say
-    that nothing changes them). `numbers`: those of the recorded network."""
+    """Formulas for how each of `numbers`, sizes in the recorded network, depends on the configuration's `keys`, learned
+    from `samples`; and the indices of the numbers that no formula explains, which are treated as constant."""
     factors = [sample.factors for sample in samples]
     found: dict[tuple[Fraction, ...], Sum | None] = {}
     products: dict[Product, int] = {}

@@ -122,7 +122,8 @@ def page(*, reports: bool) -> gr.Blocks:
     The question, the answer and the knobs follow each other, as they do on a phone; `style.css` puts the answer beside
     the others where there is room.
     """
-    with gr.Blocks(analytics_enabled=False, title="peakcast: will this training run fit?", fill_width=True) as blocks:
+    blocks = gr.Blocks(analytics_enabled=False, title="peakcast: will this training run fit?", fill_width=True)
+    with blocks:
         accuracy = ' How far off it is: <a href="/reports/index.html">accuracy reports</a>.' if reports else ""
         gr.HTML(
             "<h1>Will this training run fit?</h1><p>Paste the configuration that you have, or name a model. Nothing leaves "
@@ -131,70 +132,85 @@ def page(*, reports: bool) -> gr.Blocks:
         )
         with gr.Row(elem_id="layout"):
             with gr.Column(elem_id="question", min_width=300):
-                text = gr.Textbox(
-                    label="Model name or configuration",
-                    info="A catalog name such as llama-3.1-8b, a config.json, a job file, Megatron-LM arguments, ... "
-                    "Other files of the same run go below it, each after a line of --- with its name.",
-                    lines=6,
-                    max_lines=18,
-                    elem_id="text",
-                )
-                button = gr.Button("Predict", variant="primary", elem_id="predict")
-                gpu = gr.Dropdown(catalog.gpu_names(), label="GPU type", elem_id="gpu")
+                text, button, gpu = _question()
             with gr.Column(elem_id="found", min_width=320):
-                answer = gr.HTML(elem_id="answer", elem_classes="page")
-                timeline = gr.HTML(elem_id="timeline", elem_classes="page")
-                with gr.Accordion("Layer by layer", open=False):
-                    layers = gr.HTML(elem_classes="page")
-                with gr.Accordion("What is sent between GPUs", open=False):
-                    communication = gr.HTML(elem_classes="page")
-                with gr.Accordion("Assumptions, warnings, and what is not modelled", open=False):
-                    notes = gr.HTML(elem_classes="page")
-                with gr.Accordion("The job as a file for the command line", open=False):
-                    job = gr.Code(language="yaml", label="job.yaml", interactive=False, max_lines=24)
-                link = gr.HTML(elem_id="link", elem_classes="page")
+                outputs = _answer()
             with gr.Column(elem_id="knobs", min_width=300):
                 with gr.Accordion("What the configuration leaves open", open=False):
-                    num_gpus = gr.Number(
-                        label="GPUs of the whole run", info="--num-gpus", precision=0, minimum=0, elem_id="num_gpus"
-                    )
-                    model = gr.Textbox(label="Another model", info="--model", elem_id="model", max_lines=1)
-                    versions = gr.Textbox(
-                        label="Versions",
-                        info="torch=2.9,transformers=4.45.2, or the tag of NVIDIA's PyTorch image: 26.04",
-                        elem_id="versions",
-                        max_lines=1,
-                    )
-                    with gr.Row():
-                        host_memory = gr.Number(
-                            label="Host memory of a node, GiB",
-                            info="--host-memory-gib",
-                            minimum=0,
-                            elem_id="host_memory_gib",
-                            min_width=120,
-                        )
-                        per_node = gr.Number(
-                            label="GPUs of a node",
-                            info="--gpus-per-node",
-                            precision=0,
-                            minimum=0,
-                            placeholder="8",
-                            elem_id="gpus_per_node",
-                            min_width=120,
-                        )
+                    typed, chosen = _left_open()
                 with gr.Accordion("Change the step"):
                     knobs = _knobs(STEP)
                 with gr.Accordion("Change the layout over GPUs", open=False):
                     knobs += _knobs(LAYOUT)
+        (model, versions), (num_gpus, host_memory, per_node) = typed, chosen
         inputs = [text, num_gpus, model, versions, gpu, host_memory, per_node, *knobs]
-        outputs = [answer, timeline, layers, communication, notes, job, link]
-        changed = [button.click, *(box.submit for box in (text, model, versions))]
-        changed += [box.input for box in (num_gpus, gpu, host_memory, per_node, *knobs)]
+        changed = [button.click, *(box.submit for box in (text, *typed)), *(box.input for box in (gpu, *chosen, *knobs))]
         gr.on(changed, ask, inputs, outputs, api_name="ask", concurrency_limit=AT_ONCE)
         button.click(None, None, None, js=SHOW_ANSWER)
         blocks.load(None, None, None, js=SAY_ANSWER)
-        blocks.load(restored, None, [*inputs, *outputs], api_name=False, concurrency_limit=AT_ONCE)
+        blocks.load(restored, None, [*inputs, *outputs], api_visibility="private", concurrency_limit=AT_ONCE)
     return blocks
+
+
+def _question() -> tuple[gr.Textbox, gr.Button, gr.Dropdown]:
+    """Where the configuration is pasted, the button, and the GPU type."""
+    text = gr.Textbox(
+        label="Model name or configuration",
+        info="A catalog name such as llama-3.1-8b, a config.json, a job file, Megatron-LM arguments, ... "
+        "Other files of the same run go below it, each after a line of --- with its name.",
+        lines=6,
+        max_lines=18,
+        elem_id="text",
+    )
+    button = gr.Button("Predict", variant="primary", elem_id="predict")
+    return text, button, gr.Dropdown(catalog.gpu_names(), label="GPU type", elem_id="gpu")
+
+
+def _answer() -> list[Any]:
+    """The panels, in the order in which `ask` fills them."""
+    answer = gr.HTML(elem_id="answer", elem_classes="page")
+    timeline = gr.HTML(elem_id="timeline", elem_classes="page")
+    with gr.Accordion("Layer by layer", open=False):
+        layers = gr.HTML(elem_classes="page")
+    with gr.Accordion("What is sent between GPUs", open=False):
+        communication = gr.HTML(elem_classes="page")
+    with gr.Accordion("Assumptions, warnings, and what is not modelled", open=False):
+        notes = gr.HTML(elem_classes="page")
+    with gr.Accordion("The job as a file for the command line", open=False):
+        job = gr.Code(language="yaml", label="job.yaml", interactive=False, max_lines=24)
+    link = gr.HTML(elem_id="link", elem_classes="page")
+    return [answer, timeline, layers, communication, notes, job, link]
+
+
+def _left_open() -> tuple[list[Any], list[Any]]:
+    """What a configuration may not say: another model and versions, as text; GPUs of the run, host memory and GPUs of a
+    node, as numbers."""
+    num_gpus = gr.Number(label="GPUs of the whole run", info="--num-gpus", precision=0, minimum=0, elem_id="num_gpus")
+    model = gr.Textbox(label="Another model", info="--model", elem_id="model", max_lines=1)
+    versions = gr.Textbox(
+        label="Versions",
+        info="torch=2.9,transformers=4.45.2, or the tag of NVIDIA's PyTorch image: 26.04",
+        elem_id="versions",
+        max_lines=1,
+    )
+    with gr.Row():
+        host_memory = gr.Number(
+            label="Host memory of a node, GiB",
+            info="--host-memory-gib",
+            minimum=0,
+            elem_id="host_memory_gib",
+            min_width=120,
+        )
+        per_node = gr.Number(
+            label="GPUs of a node",
+            info="--gpus-per-node",
+            precision=0,
+            minimum=0,
+            placeholder="8",
+            elem_id="gpus_per_node",
+            min_width=120,
+        )
+    return [model, versions], [num_gpus, host_memory, per_node]
 
 
 def _knobs(rows: dict[str, tuple[str, list[str] | None]]) -> list[Any]:

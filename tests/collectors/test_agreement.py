@@ -8,6 +8,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("peft")
 
 
+@pytest.mark.usefixtures("from_the_warm_parent")
 def test_every_cell_of_a_grid_is_traced_and_compared(tmp_path):
     grid = tmp_path / "grid.yaml"
     grid.write_text(

@@ -28,19 +28,17 @@ def cells(*layouts, **changes):
 STAGES = {"sharding": "fsdp2", "pipeline_parallel_size": 2}
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 @pytest.mark.parametrize(
     ("jobs", "ranks", "with_loss"),
     [
         (cells({}), 2, {0, 1}),
         # two stages of a pipeline, each sharded over two
-        pytest.param(
-            cells(STAGES, framework="torch", gradient_accumulation_steps=2), 4, {2, 3}, marks=pytest.mark.whole
-        ),
+        (cells(STAGES, framework="torch", gradient_accumulation_steps=2), 4, {2, 3}),
     ],
     ids=["replicas", "stages"],
 )
-def test_each_rank_hands_back_a_row_and_the_cell_is_not_run_again(tmp_path, jobs, ranks, with_loss):
+def test_each_real_rank_is_traced_as_a_fake_one_would_be(tmp_path, jobs, ranks, with_loss):
     shard = tmp_path / "two.shard.jsonl"
     summary = collect(jobs, shard, CollectSettings(trace=True, ranks="real", history=True, timeout_seconds=200))
     assert (summary.finished, summary.failed) == (1, 0), summary.reasons
@@ -65,25 +63,28 @@ def ranks(question):
     return gang.run(question, 2, "several:one")
 
 def one(question):
-    import torch.distributed as dist
     folder = pathlib.Path({folder!r})
     (folder / f"pid{{gang.rank()}}").write_text(str(os.getpid()))
-    dist.init_process_group("gloo")
+    {begins}
     row = dict(job=job_from_mapping(question["job"]), gpu="A100-80GB", provenance="traced", source="peakcast",
                rank=gang.rank(), collectives="gloo")
     if gang.rank() == 1:
         {does}
-    dist.barrier()  # waits for ever when the other is gone
+    {waits}
     return Measurement(**row)
 """
 
 
 @pytest.fixture
 def several(tmp_path, monkeypatch):
-    """The name of work in which rank 1 `does` something of its own."""
+    """The name of work in which rank 1 `does` something of its own while the other waits for it: in a collective, or in
+    one that is `feigned`, for which no rank imports torch."""
 
-    def written(does):
-        (tmp_path / "several.py").write_text(RANK.format(folder=str(tmp_path), does=does))
+    def written(does, feigned=True):
+        begins = "" if feigned else "import torch.distributed as dist; dist.init_process_group('gloo')"
+        waits = "time.sleep(600)" if feigned else "dist.barrier()"
+        program = RANK.format(folder=str(tmp_path), begins=begins, does=does, waits=waits)
+        (tmp_path / "several.py").write_text(program)
         monkeypatch.setenv("PYTHONPATH", str(tmp_path))
         return "several:ranks"
 
@@ -91,20 +92,33 @@ def several(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
+def test_each_rank_hands_back_a_row_and_the_cell_is_not_run_again(tmp_path, several):
+    shard = tmp_path / "two.shard.jsonl"
+    work = several("pass", feigned=False)
+    summary = collect(cells({}), shard, CollectSettings(trace=True, timeout_seconds=120), work=work)
+    assert (summary.finished, summary.failed) == (1, 0), summary.reasons
+    rows, bad = store.read_shard(shard)
+    assert sorted((row.rank, row.collectives) for row in rows) == [(0, "gloo"), (1, "gloo")]
+    assert (len({row.key for row in rows}), bad) == (2, [])
+    assert collect(cells({}), shard, CollectSettings(trace=True), work=work).skipped == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    ("does", "timeout_seconds", "reason"),
+    ("does", "feigned", "timeout_seconds", "reason"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", 120, "rank 1 ended with exit code -9; the others of 2 were ended with it"),
-        ("raise CollectorError('this rank cannot.')", 120, "rank 1 of 2: this rank cannot."),
-        pytest.param("time.sleep(600)", 15, "no answer within 15 s", marks=pytest.mark.whole),
+        ("os.kill(os.getpid(), signal.SIGKILL)", False, 120, "rank 1 ended with exit code -9; the others of 2 were ended"),
+        ("raise CollectorError('this rank cannot.')", True, 120, "rank 1 of 2: this rank cannot."),
+        pytest.param("time.sleep(600)", False, 15, "no answer within 15 s", marks=pytest.mark.whole),
     ],
 )
 def test_a_rank_that_is_killed_fails_or_hangs_ends_the_cell_and_the_other_rank(
-    tmp_path, several, gone, does, timeout_seconds, reason
+    tmp_path, several, gone, does, feigned, timeout_seconds, reason
 ):
     started = time.monotonic()
     shard = tmp_path / "cells.jsonl"
-    summary = collect(cells({}), shard, CollectSettings(trace=True, timeout_seconds=timeout_seconds), work=several(does))
+    settings = CollectSettings(trace=True, timeout_seconds=timeout_seconds)
+    summary = collect(cells({}), shard, settings, work=several(does, feigned))
     assert (summary.finished, summary.failed) == (0, 1)
     assert reason in summary.reasons[0]
     assert time.monotonic() - started < 90

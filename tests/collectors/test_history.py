@@ -171,6 +171,7 @@ def test_a_small_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch)
 # -- recorded ------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.usefixtures("from_the_warm_parent")
 def test_a_collection_keeps_timelines_beside_its_rows(tmp_path):
     pytest.importorskip("transformers")
     shard = tmp_path / "mine.shard.jsonl"

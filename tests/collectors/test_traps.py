@@ -1,7 +1,7 @@
 """Each replacement that traces need, shown to matter: with it the step is a GPU's, without it the trace silently differs.
 
-The traces change their process for good, so each runs in one of its own, forked from one that has imported the libraries;
-the one without a fix undoes just that fix.
+A trace changes its process for good, so each runs in one of its own, forked from one that has imported the libraries; one
+that goes without a replacement undoes just that one.
 """
 
 import json
@@ -10,13 +10,16 @@ import sys
 
 import pytest
 
+from peakcast.collectors.measure.grid import expand
+from peakcast.jobs.spec import job_to_mapping
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 PROGRAM = """
 import importlib, json, os, sys
 import torch
-from peakcast.collectors.measure.grid import expand
+from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.collectors.machine.packages import import_for_good
 from peakcast.collectors.tracing import fake_cuda, patches
 from peakcast.collectors.tracing.trace import trace_here
@@ -31,16 +34,16 @@ def installed(**switches):
     install(**switches)
     exec(undo)
 patches.install = installed
-for cell, undo in json.load(sys.stdin):
+for job, undo in json.load(sys.stdin):
     if os.fork():
         os.wait()
         continue
     if undo.startswith("before:"):
         exec(undo.removeprefix("before:"))
         undo = ""
-    (job,) = expand({"base": {"sequence_length": 128, "micro_batch_size": 2}, "include": [cell]})
+    job = job_from_mapping(job)
     steady = trace_here(job)["steady"]
-    peaks = {phase.name.lower(): size for phase, size in steady.phase_peaks().items()}
+    peaks = {phase.name: size for phase, size in steady.phase_peaks().items()}
     print(json.dumps({"peaks": peaks, "labels": sorted(set(steady.labels))}))
     break
 """
@@ -66,18 +69,32 @@ UNDO = {
 }
 
 
+WITH_ALL = {"none": PLAIN, "none, padding": OPT, "none, autocast": AUTOCAST}
+
+
+def job(cell):
+    (one,) = expand({"base": {"sequence_length": 128, "micro_batch_size": 2}, "include": [cell]})
+    return one
+
+
+def peaks_of(timeline):
+    return {phase.name: size for phase, size in timeline.phase_peaks().items()}
+
+
 @pytest.fixture(scope="module")
-def found():
+def found(traced):
     if torch.cuda.is_available():
         pytest.skip("on a machine with a GPU nothing needs to be replaced")
-    whole = {"none": (PLAIN, ""), "none, padding": (OPT, ""), "none, autocast": (AUTOCAST, "")}
-    asked = {**UNDO, **whole}
     command = [sys.executable, "-P", "-c", PROGRAM]
-    question = json.dumps(list(asked.values()))
+    question = json.dumps([(job_to_mapping(job(cell)), undo) for cell, undo in UNDO.values()])
     done = subprocess.run(command, input=question, capture_output=True, text=True, check=False)
     answers = done.stdout.splitlines()
-    assert len(answers) == len(asked), done.stderr[-2000:]
-    return dict(zip(asked, map(json.loads, answers), strict=True))
+    assert len(answers) == len(UNDO), done.stderr[-2000:]
+    whole = {name: traced(job(cell))["steady"] for name, cell in WITH_ALL.items()}
+    return {
+        **dict(zip(UNDO, map(json.loads, answers), strict=True)),
+        **{name: {"peaks": peaks_of(steady), "labels": sorted(set(steady.labels))} for name, steady in whole.items()},
+    }
 
 
 def has(trace, start):
@@ -92,13 +109,13 @@ def test_default_choices_take_the_foreach_path(found):
 def test_attention_is_fused(found):
     assert has(found["none"], "_scaled_dot_product_flash_attention.")
     assert not has(found["attention"], "_scaled_dot_product_flash_attention.")
-    assert found["attention"]["peaks"]["backward"] > found["none"]["peaks"]["backward"]
+    assert found["attention"]["peaks"]["BACKWARD"] > found["none"]["peaks"]["BACKWARD"]
 
 
 def test_no_mask_is_built_for_unpacked_sequences(found):
     assert not has(found["none"], "_scaled_dot_product_efficient_attention")
     assert has(found["mask"], "_scaled_dot_product_efficient_attention")  # a mask of b·s·s bytes forbids flash
-    assert found["mask"]["peaks"]["backward"] > found["none"]["peaks"]["backward"]
+    assert found["mask"]["peaks"]["BACKWARD"] > found["none"]["peaks"]["BACKWARD"]
 
 
 def test_a_padding_mask_of_ones_is_dropped(found):
@@ -114,7 +131,7 @@ def test_operators_with_a_cuda_kernel_are_not_decomposed(found):
 
 def test_autocast_is_on(found):
     # as many wide parameters and states in both; narrow activations only where autocast works
-    assert found["none, autocast"]["peaks"]["forward"] != found["autocast"]["peaks"]["forward"]
+    assert found["none, autocast"]["peaks"]["FORWARD"] != found["autocast"]["peaks"]["FORWARD"]
     assert has(found["none, autocast"], "_to_copy")
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from peakcast import catalog
 from peakcast.core.errors import SpecError
+from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
@@ -99,7 +100,7 @@ LORA = {"lora_r": 8, "lora_query": True, "lora_key": False, "lora_value": True, 
 def test_switches_for_adapters_are_targets_in_every_family(checkpoint, targets):
     job = read(checkpoint_dir=f"checkpoints/{checkpoint}", **LORA).job
     assert job.finetuning.targets == targets
-    assert not out_of_scope(job)
+    assert not out_of_scope(job.replace(versions=FrozenMapping()))  # of LitGPT's own networks and adapters, see there
     switches = ["lora_query", "lora_value", "lora_projection", "lora_mlp"]
     tuned = {"method": "lora", "rank": 8, "targets": switches}
     said = job_from_mapping({"architecture": job.architecture, "framework": "torch", "finetuning": tuned})

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from peakcast.models.recipes import shelf
 from peakcast.timelines.timeline import Category
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -34,6 +35,15 @@ def run_script():
         return dryrun(program, gpu, **options)
 
     return run
+
+
+@pytest.fixture(scope="module")
+def recorded_elsewhere(tmp_path_factory):
+    """What dry runs of a module record on the way lies in a folder of its own."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PEAKCAST_RECIPES", str(tmp_path_factory.mktemp("recipes")))
+        patch.setattr(shelf, "_found", {})
+        yield
 
 
 @pytest.fixture(scope="session")

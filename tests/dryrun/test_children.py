@@ -38,7 +38,7 @@ STARTS = {
 }
 
 
-QUICK = ("python", "shell", "process")
+QUICK = ("shell", "process")
 """Each start follows the same way; the others take half a minute more."""
 
 

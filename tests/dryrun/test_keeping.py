@@ -14,22 +14,13 @@ import peakcast
 from peakcast import api
 from peakcast.core.errors import RecordError, SpecError
 from peakcast.doors.kept import read_kept
-from peakcast.models.recipes import shelf
 
+pytestmark = pytest.mark.usefixtures("recorded_elsewhere")
 LAYERS = ("plain_loop.py", "--layers", "3", "--hidden", "256")
 
 
 def at(batch, length):
     return (*LAYERS, "--batch", str(batch), "--length", str(length))
-
-
-@pytest.fixture(scope="module", autouse=True)
-def recorded_elsewhere(tmp_path_factory):
-    """What is recorded on the way lies in a folder of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PEAKCAST_RECIPES", str(tmp_path_factory.mktemp("recipes")))
-        patch.setattr(shelf, "_found", {})
-        yield
 
 
 @pytest.fixture(scope="module")

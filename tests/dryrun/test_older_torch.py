@@ -82,3 +82,29 @@ def test_before_torch_2_1_adam_kept_its_denominator_apart_and_fsdp_gathered_ahea
         for instant in range(len(steady.labels))
     }
     assert max(held.values()) == temporaries
+
+
+def test_before_torch_2_2_flash_attention_put_the_rows_of_a_sequence_together():
+    """`nn.MultiheadAttention` has those of a position together, and copies the output for its projection."""
+    sequences, length, width = 4, 256, 128
+
+    def attend():
+        import torch
+
+        layer = torch.nn.MultiheadAttention(width, 2, bias=False, batch_first=True).to("cuda", torch.bfloat16)
+        optimizer = torch.optim.SGD(layer.parameters(), lr=0.1)
+        for _ in range(3):
+            inputs = torch.ones(sequences, length, width, device="cuda", dtype=torch.bfloat16)
+            layer(inputs, inputs, inputs, need_weights=False)[0].sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def activations(torch):
+        steady = peakcast.dryrun(attend, "H100-80GB", torch=torch).timelines["steady"]
+        return sum(
+            int(size)
+            for kind, size in zip(steady.categories, steady.num_bytes, strict=True)
+            if Category(kind) is Category.ACTIVATIONS
+        )
+
+    assert activations("2.1.2") - activations("2.2.0") == 2 * sequences * length * width

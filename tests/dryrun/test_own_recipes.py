@@ -13,18 +13,9 @@ import peakcast
 from peakcast.collectors.dryrun.resizing import Batch
 from peakcast.core.errors import SpecError
 from peakcast.doors.kept import read_kept
-from peakcast.models.recipes import shelf
 
+pytestmark = pytest.mark.usefixtures("recorded_elsewhere")
 SCRIPT = Path(__file__).parent / "scripts" / "own_gpt.py"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def recorded_elsewhere(tmp_path_factory):
-    """What is recorded on the way lies in a folder of its own."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PEAKCAST_RECIPES", str(tmp_path_factory.mktemp("recipes")))
-        patch.setattr(shelf, "_found", {})
-        yield
 
 
 @pytest.fixture(scope="module")
@@ -88,8 +79,17 @@ def test_evaluations_between_steps_are_left_out_and_a_sequence_has_layers_too(ke
     assert sorted(ours.sizes.at(9, 200)) == sorted(theirs.sizes.at(9, 200))
 
 
-def test_gradients_that_outlive_forward_are_refused(run_script, tmp_path):
-    found = run_script("own_gpt.py", "4", "256", "--late-zero", save_recipe=tmp_path / "kept.json.gz")
+def test_gradients_that_outlive_forward_are_refused(tmp_path):
+    def train():
+        model = torch.nn.Embedding(64, 64).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(5):
+            loss = model(torch.randint(64, (4, 256)).cuda()).sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+
+    found = peakcast.dryrun(train, "H100-80GB", save_recipe=tmp_path / "kept.json.gz")
     assert "gradients of the step before are still there in forward" in found.not_kept
     assert found.answer.fits == "yes"
     assert list(tmp_path.iterdir()) == []

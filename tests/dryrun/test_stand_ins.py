@@ -204,3 +204,4 @@ def test_rows_say_of_which_kind_a_column_is_and_then_have_it():
     )
     assert mapped[0]["label"] == 0
     assert mapped[0]["pairs"] == " ".join(["word"] * 8)
+    assert rows[1]["answer"] == " ".join(["word"] * 4)

@@ -100,3 +100,62 @@ def test_a_reset_of_the_peak_hides_what_came_before_it():
     found = peakcast.dryrun(train, "A100-80GB")
     assert found.answer.peak_allocated_bytes.point > 2**30
     assert [said for said in found.answer.assumptions if "test_styles.py" in said and "resets torch's peak" in said]
+
+
+def test_backward_by_autograds_engine_is_backward():
+    """Megatron-LM asks the engine itself, after it has freed what the last layer put out."""
+    rows, width, layers = 4096, 1024, 3
+
+    def train():
+        import torch
+
+        model = torch.nn.Sequential(*(torch.nn.Linear(width, width, bias=False) for _ in range(layers))).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        inputs, gradient = torch.ones(2, rows, width, device="cuda")
+        for _ in range(3):
+            for _ in range(2):
+                outputs = model(inputs)
+                outputs.data = torch.empty(1, device="cuda")
+                torch.autograd.Variable._execution_engine.run_backward(
+                    tensors=(outputs,),
+                    grad_tensors=(gradient,),
+                    keep_graph=False,
+                    create_graph=False,
+                    inputs=(),
+                    allow_unreachable=True,
+                    accumulate_grad=True,
+                )
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = peakcast.dryrun(train, "A100-80GB")
+    assert found.job.gradient_accumulation_steps == 2
+    assert held(found, Category.ACTIVATIONS) == 2 * (layers - 1) * 4 * rows * width  # of each micro-batch, for backward
+    assert held(found, Category.GRADIENTS) == layers * 4 * width * width
+
+
+def test_generators_of_the_gpu_and_numbers_of_many_tensors():
+    def train():
+        import torch
+
+        generator = torch.Generator(device="cuda").manual_seed(1)
+        assert isinstance(torch.Generator(), torch.Generator)
+        assert isinstance(generator, torch.Generator)
+        assert generator.device.type == "cuda"
+        default = torch.cuda.default_generators[torch.cuda.current_device()]
+        default.set_state(default.get_state())
+        torch.cuda.set_rng_state(torch.cuda.get_rng_state())
+        model = torch.nn.Linear(1024, 1024, bias=False).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.randn(8, 1024, device="cuda", generator=generator)).sum().backward()
+            norms = [[torch.norm(one.grad) for one in model.parameters()]]
+            narrow = model.weight.detach().bfloat16()
+            torch.addmm(model.weight.detach(), narrow, narrow, out_dtype=torch.float32)  # its operations are counted
+            assert float(torch.norm(torch.tensor(norms))) > 0  # real: it is on the CPU
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = peakcast.dryrun(train, "A100-80GB")
+    assert held(found, Category.PARAMETERS) == 4 * 1024**2
+    assert any(finding.code == "value_assumed" for finding in found.answer.findings)

@@ -126,3 +126,44 @@ def test_what_comes_back_from_the_gpu_has_known_values_or_none():
     found = peakcast.dryrun(train, "A100-80GB")
     assumed = [finding.sentence for finding in found.answer.findings if finding.code == "value_assumed"]
     assert len(assumed) == 2
+
+
+def test_what_another_rank_broadcasts_is_not_known():
+    def train():
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("nccl")
+        ours, theirs, never_sent = (torch.zeros(3, dtype=torch.int64, device="cuda") for _ in range(3))
+        dist.broadcast(ours, src=1)
+        dist.broadcast(theirs, src=0)
+        assert [one[0].item() for one in (ours, theirs, never_sent)] == [0, 1, 0]
+        model = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(8, 64, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = peakcast.dryrun(train, "A100-80GB", rank=1, world_size=2)
+    assert [finding.code for finding in found.answer.findings].count("value_assumed") == 1
+
+
+def test_a_context_parallel_job_has_the_length_of_the_whole_sequence():
+    def train():
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("nccl")
+        dist.init_device_mesh("cuda", (2, 2), mesh_dim_names=("dp", "cp"))
+        model = torch.nn.Sequential(torch.nn.Embedding(96, 64), torch.nn.Linear(64, 96)).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        tokens = torch.zeros(BATCH, LENGTH, dtype=torch.int64, device="cuda")
+        for _ in range(3):
+            model(tokens.chunk(2, dim=1)[0]).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    job = peakcast.dryrun(train, "A100-80GB", rank=1, world_size=4).job
+    assert (job.parallelism.data_parallel_size, job.parallelism.context_parallel_size) == (2, 2)
+    assert (job.micro_batch_size, job.sequence_length) == (BATCH, LENGTH)

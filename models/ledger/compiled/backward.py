@@ -183,13 +183,13 @@ class LayerOps(LayerForward):
                 *self.back("qkv", ("d_qkv", "norm_1"), "d_norm_1_of_qkv", "d_qkv", hidden),
                 *self._bias("qkv", "d_qkv", architecture.attention_bias),
             ]
-        if self.masked:
+        if self.masked or self.grouped:
             ops += self._rotated_back("k", self.k) + self._rotated_back("q", self.q)
             ops += [op("d_v", "d_v_expanded", self.k)] if self.grouped else []
             ops += self._scaled("d_v", "d_v_expanded" if self.grouped else "d_v", self.k, ("v",))
         for name in ("v", "k", "q"):
             size = self.q if name == "q" else self.k
-            if name != "v" and not self.masked:
+            if name != "v" and not (self.masked or self.grouped):
                 ops += self._rotated_back(name, size)
             elif name != "v" and self.lays_out:
                 ops.append(op(f"d_{name}", f"d_{name}_by_head", size, replaces=f"d_{name}_by_head"))
@@ -216,7 +216,8 @@ class LayerOps(LayerForward):
         ]
 
     def _gradient(self, name: str, reads: str | Names, size: int, *, wide: bool = False) -> Op:
-        """The gradient of a parameter, `name`: the operation that uses it and which of its parameters it is."""
+        """The operation that computes a parameter's gradient. `name`: the forward operation that uses the parameter, a
+        dot, and "weight" or "bias"."""
         operation, dot, which = name.partition(".")
         parameter = modules_of(self.context.architecture).get(operation, operation) + dot + which
         return op(f"{name}.grad", reads, size, wide=wide, is_result=True, parameter=parameter)

@@ -22,7 +22,7 @@ from peakcast.networks.families import family_of
 
 @cache
 def products(architecture: Architecture) -> dict[str, tuple[int, int]]:
-    """A layer's matrix products in order: name -> (columns that it reads, columns that it gives)."""
+    """A layer's matrix products in order: name -> (in_features, out_features)."""
     hidden, inner, q, k = (
         architecture.hidden_size,
         architecture.intermediate_size,
@@ -91,10 +91,10 @@ class LayerForward:
         self.stream = rows * architecture.hidden_size * context.stream_bytes
         self.q, self.k = rows * architecture.query_size * size, rows * architecture.key_value_size * size
         self.masked = "mask" in context.compiled
-        self.grouped = self.masked and self.q != self.k
+        self.grouped = (self.masked or context.attention.sdpa_repeats_key_value) and self.q != self.k
         self.expands = self.grouped and architecture.num_key_value_heads > 1
-        """Whether keys and values are copied for every head, as the kernel with a mask needs them; a single head is
-        expanded as a view."""
+        """Whether keys and values are copied for every head, as the kernel with a mask needs them and some networks do
+        themselves; a single head is expanded as a view."""
         self.lays_out = self.masked and self.trains and architecture.qk_norm == "none"
         """Whether a gradient laid out head by head is rearranged token by token in a kernel of its own, in place."""
         self.sandwiched = architecture.norm_placement == "pre_and_post"

@@ -168,8 +168,8 @@ class InductorGraph:
         return self._at[self._all.maker[self._number[name]]] if name else instant
 
     def _fused_names(self) -> set[str]:
-        """Names that only the kernel that makes them reads: they are not buffers, though Inductor's estimates count
-        them."""
+        """Names of results that are read only inside the kernel that computes them. No buffer holds them, but Inductor's
+        memory estimates count them."""
         read = {name for kernel in self.kernels for op in kernel.ops for name in op.reads if name in kernel.makes}
         return {name for name in read if name not in self._last_read and name not in self.results}
 

@@ -151,8 +151,8 @@ class _Ready:
             heapq.heappush(self._heaps[size], (size - self._freed[kernel], kernel))
 
     def take(self, gap: int) -> int:
-        """The kernel that leaves least among those that allocate at most `gap`; if there is none, one that allocates
-        least."""
+        """Take the next kernel: of those that allocate at most `gap` bytes, the one after which the fewest bytes are
+        allocated. If none allocates so little, take one of those that allocate least."""
         best: tuple[int, int] | None = None
         for size, heap in self._heaps.items():
             while heap and (heap[0][1] in self._taken or heap[0][0] != size - self._freed[heap[0][1]]):
@@ -167,7 +167,7 @@ class _Ready:
 
 
 def after_what_they_need(order: Iterable[int], needed: Sequence[Sequence[int]]) -> list[int]:
-    """`order`, changed so that each kernel comes after those that it needs, in the order that `needed` gives."""
+    """`order` with the kernels that each kernel needs, `needed[kernel]`, moved to before it."""
     found: dict[int, None] = {}
     for kernel in order:
         stack = [(kernel, iter(needed[kernel]))] if kernel not in found else []

@@ -169,6 +169,7 @@ def _kernels(convention: Mapping[str, Any]) -> Kernels:
     """Which fused kernels the convention replaces modules by."""
     return Kernels(
         norm=convention.get("norm_kernel") == "fused",
+        wide_norm=convention.get("norm_kernel") == "wide",
         rotary=convention.get("rotary_kernel") == "fused",
         gated_activation=convention.get("gated_activation_kernel") == "fused",
         loss=str(convention.get("loss_kernel", "eager")),

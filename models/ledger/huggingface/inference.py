@@ -67,62 +67,99 @@ def inference_ledger(
     timeline.hold("exllama.scratch", Category.WORKSPACES, unpacked, 0)
     alone = [entry for entry in training_workspaces(device, job) if entry[1] == FORWARD_THREAD]
     timeline.hold_all(alone, Category.WORKSPACES)
-    prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
-    token = job.micro_batch_size * INT64
-    timeline.hold("input_ids", Category.INPUTS, prompt * token, 0)  # the caller's own; those that grow are held below
-    full = prompt + new - 1  # the last token is generated but never an input
-    static = job.inference.cache == "static"
-    layers = range(job.architecture.num_hidden_layers)
-    windows = [window_of(job.architecture, layer) for layer in layers]
-    kinds = [(windows[i], job.architecture.is_moe_layer(i), rotates(job.architecture, i)) for i in layers]
-    caches = {(layer, name): (0, 0) for layer in layers for name in CACHES}  # born, bytes
-    chosen = conventions(job)
-    logits_kept, keeps_last = str(chosen.get("generate_logits", "last")), bool(chosen.get("generation_keeps_last_cache"))
-    logits_before = 0  # bytes of the last forward's logits, to which variables refer until this forward's exist
-    for past in (0, *_decoded(prompt, full)):
-        forward = replace(context, sequence=1 if past else prompt)
-        caches_before = dict(caches)
-        turns = {one: cache_turn(one, past, forward.sequence, full, static=static) for one in dict.fromkeys(windows)}
-        seen = {one: _with_cache(forward, one, turn, past, follows=static and past > 0) for one, turn in turns.items()}
-        start = timeline.now
-        timeline.run_without_graph(embedding(forward), "embedding")
-        embedded = first_ends = timeline.now
-        returned = 0
-        runs = {
-            (window, routed, turned): _layer_turn(_like(seen[window], routed=routed, rotates=turned), turns[window].kept)
-            for window, routed, turned in dict.fromkeys(kinds)
+    generation = _Generation(job, context, timeline)
+    timeline.hold("input_ids", Category.INPUTS, generation.prompt * generation.token_bytes, 0)  # the caller's own
+    for past in (0, *_decoded(generation.prompt, generation.full)):
+        generation.run_forward(past)
+    generation.hold_last_caches()
+    return timeline.timeline()
+
+
+class _Generation:
+    """A generation on a timeline, and what each forward leaves to the next: caches and logits."""
+
+    def __init__(self, job: TrainingJob, context: HFContext, timeline: Step) -> None:
+        self._job, self._context, self._timeline = job, context, timeline
+        self.prompt = job.inference.prompt_length or job.sequence_length
+        self.full = self.prompt + (job.inference.new_tokens or 1) - 1
+        """Number of tokens in the cache at the end; the last token is generated but never an input."""
+        self.token_bytes = job.micro_batch_size * INT64
+        self._static = job.inference.cache == "static"
+        layers = range(job.architecture.num_hidden_layers)
+        self._windows = [window_of(job.architecture, layer) for layer in layers]
+        routed = [job.architecture.is_moe_layer(layer) for layer in layers]
+        rotated = [rotates(job.architecture, layer) for layer in layers]
+        self._kinds = list(zip(self._windows, routed, rotated, strict=True))
+        """What tells one layer from another: its window, whether it has experts, whether it rotates queries and keys."""
+        self._caches = {(layer, name): (0, 0) for layer in layers for name in CACHES}
+        """By layer and name: the instant from which the cache exists, and its bytes."""
+        chosen = conventions(job)
+        self._logits_kept = str(chosen.get("generate_logits", "last"))
+        self._keeps_last = bool(chosen.get("generation_keeps_last_cache"))
+        """Whether the caches that a forward replaces stay until it has returned."""
+        self._logits_before = 0
+        """Bytes of the last forward's logits, to which variables refer until the next forward's exist."""
+
+    def run_forward(self, past: int) -> None:
+        """Run the model once, after `past` tokens: over the whole prompt, or over one token."""
+        timeline, start, caches_before = self._timeline, self._timeline.now, dict(self._caches)
+        forward = replace(self._context, sequence=1 if past else self.prompt)
+        turns = {
+            window: cache_turn(window, past, forward.sequence, self.full, static=self._static)
+            for window in dict.fromkeys(self._windows)
         }
-        for layer in layers:
-            begins, before = timeline.now, returned
-            _run_layer(timeline, runs[kinds[layer]], layer, caches, lets_go=not keeps_last)
-            returned = runs[kinds[layer]].returned_bytes
-            timeline.hold("attention_weights", Category.ACTIVATIONS, before, begins, timeline.now, f"layers.{layer - 1}")
-            first_ends = timeline.now if layer == 0 else first_ends
-        head = next_token_head(forward, logits_kept)
-        begins = timeline.run_without_graph(head, "head").forward_start
-        ends = begins + head.forward_marks[Mark.LAST_POSITION][0]
+        follows = self._static and past > 0
+        seen = {window: _with_cache(forward, window, turn, past, follows=follows) for window, turn in turns.items()}
+        timeline.run_without_graph(embedding(forward), "embedding")
+        embedded = timeline.now
+        first_ends = self._run_layers(turns, seen)
+        ends = self._run_head(forward, start)
         is_input, sizes = embedding_variables(forward)  # if it is the first layer's input, that layer holds it meanwhile
         for size in sizes:
             timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, first_ends if is_input else embedded, ends)
         if None not in seen:  # the model also makes the mask of full attention, although no layer uses it
-            turn = turns[windows[0]]
-            seen[None] = _with_cache(forward, None, turn, past, follows=static and past > 0)
+            seen[None] = _with_cache(forward, None, turns[self._windows[0]], past, follows=follows)
         _hold_inputs_of_the_model(timeline, seen, start, ends)
-        named = begins + head.forward_marks[Mark.NEXT_TOKEN_LOGITS][0] + 1
-        timeline.hold("next_token_logits", Category.LOGITS, logits_before, start, named, "head")
-        rows = forward.rows if logits_kept == "all" else job.micro_batch_size
-        logits_before = rows * job.architecture.vocab_size * FP32
-        for (layer, name), (born, size) in caches_before.items() if keeps_last and past else ():
+        for (layer, name), (born, size) in caches_before.items() if self._keeps_last and past else ():
             timeline.hold(name, Category.KV_CACHE, size, born, timeline.now, f"layers.{layer}")
         for name in ("input_ids", "attention_mask") if past else ("attention_mask",):
-            timeline.hold(name, Category.INPUTS, (past + forward.sequence) * token, start, timeline.now)
+            timeline.hold(name, Category.INPUTS, (past + forward.sequence) * self.token_bytes, start, timeline.now)
         stage = "decode" if past else "prefill"
         own = timeline.labels[start:]
         staged = {label: f"{stage} {label}" for label in set(own)}
         timeline.labels[start:] = [staged[label] for label in own]
-    for (layer, name), (born, size) in caches.items():
-        timeline.hold(name, Category.KV_CACHE, size, born, FOREVER, f"layers.{layer}")
-    return timeline.timeline()
+
+    def _run_layers(self, turns: Mapping[int | None, CacheTurn], seen: Mapping[int | None, HFContext]) -> int:
+        """Run all layers, given what caches do and what layers see, by window. Returns the instant at which the first
+        layer ends."""
+        timeline, first_ends, returned = self._timeline, self._timeline.now, 0
+        runs = {
+            (window, routed, turned): _layer_turn(_like(seen[window], routed=routed, rotates=turned), turns[window].kept)
+            for window, routed, turned in dict.fromkeys(self._kinds)
+        }
+        for layer, kind in enumerate(self._kinds):
+            begins, before = timeline.now, returned
+            _run_layer(timeline, runs[kind], layer, self._caches, lets_go=not self._keeps_last)
+            returned = runs[kind].returned_bytes
+            timeline.hold("attention_weights", Category.ACTIVATIONS, before, begins, timeline.now, f"layers.{layer - 1}")
+            first_ends = timeline.now if layer == 0 else first_ends
+        return first_ends
+
+    def _run_head(self, forward: HFContext, start: int) -> int:
+        """Run the head of a forward that began at instant `start`. Returns the instant at which the model's own forward
+        has its result."""
+        head = next_token_head(forward, self._logits_kept)
+        begins = self._timeline.run_without_graph(head, "head").forward_start
+        named = begins + head.forward_marks[Mark.NEXT_TOKEN_LOGITS][0] + 1
+        self._timeline.hold("next_token_logits", Category.LOGITS, self._logits_before, start, named, "head")
+        rows = forward.rows if self._logits_kept == "all" else self._job.micro_batch_size
+        self._logits_before = rows * self._job.architecture.vocab_size * FP32
+        return begins + head.forward_marks[Mark.LAST_POSITION][0]
+
+    def hold_last_caches(self) -> None:
+        """Hold the caches of the last forward, which the caller keeps."""
+        for (layer, name), (born, size) in self._caches.items():
+            self._timeline.hold(name, Category.KV_CACHE, size, born, FOREVER, f"layers.{layer}")
 
 
 def _decoded(prompt: int, full: int) -> list[int]:

@@ -124,7 +124,7 @@ class DDP(Layout):
 
 def bucket_sizes(sizes: Iterable[int], bucket_bytes: int, first_bytes: int = FIRST_BUCKET_BYTES) -> list[int]:
     """Bytes of each bucket, for gradients of `sizes` bytes in the order in which they are ready. A bucket closes when it
-    has reached its size, so it is larger than that by up to one gradient."""
+    has reached its size, so it may exceed that by almost one gradient."""
     buckets, filled, full_at = [], 0, first_bytes
     for size in sizes:
         filled += size

@@ -52,6 +52,23 @@ class Buckets:
     """Stage 3 updates about this many elements of a rank at a time."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ZeroSettings:
+    """How DeepSpeed's engine runs a job, as far as every stage reads it."""
+
+    ranks: int
+    element_bytes: int
+    """Bytes of the engine's dtype, in which gradients are sent and kept."""
+    buckets: Buckets
+    contiguous: bool
+    """Whether gradients are copied into a bucket and, under stages 1 and 2, those of this rank's partition into
+    `grads_in_partition`; otherwise they wait where backward made them."""
+    offloads: bool
+    """Whether the optimizer runs on the host."""
+    biases_first: bool
+    """Whether a matrix's gradient reaches its hook after its bias's, the order in which `addmm` returns them."""
+
+
 def made_at(template: Template, weight: int) -> int:
     """The backward instant of the operation that makes a weight's gradient, which is entry number `weight`. The gradient is
     born then or, if it replaces a saved tensor, when the operation is done."""
@@ -63,24 +80,11 @@ class Partitions(Layout):
 
     holds_main_parameters = True
 
-    def __init__(
-        self,
-        tensors: Sequence[StoredTensor],
-        *,
-        ranks: int,
-        element_bytes: int,
-        buckets: Buckets,
-        offloads: bool,
-        biases_first: bool,
-    ) -> None:
+    def __init__(self, tensors: Sequence[StoredTensor], settings: ZeroSettings) -> None:
         super().__init__(tensors)
-        self.biases_first = biases_first
-        """Whether a matrix's gradient reaches its hook after its bias's, the order in which `addmm` returns them."""
-        self.ranks = ranks
-        self.element_bytes = element_bytes
-        """Bytes of the engine's dtype, in which gradients are sent and kept."""
-        self.buckets = buckets
-        self.offloads = offloads
+        self.ranks, self.element_bytes, self.buckets = settings.ranks, settings.element_bytes, settings.buckets
+        self.contiguous, self.offloads = settings.contiguous, settings.offloads
+        self._biases_first = settings.biases_first
         self.trained = [t for t in tensors if t.trains]
         self.gradient_bytes = self.trained[0].element_bytes
         """Bytes of an element as backward makes it; adapters' gradients may be wider than what is sent."""
@@ -141,7 +145,7 @@ class Partitions(Layout):
         size = dict(zip(template.names, template.num_bytes.tolist(), strict=True))
 
         def after_bias(name: str) -> bool:  # a norm's weight is as large as its bias, so this is false for it
-            return self.biases_first and size.get(name.replace(".weight.grad", ".bias.grad"), size[name]) < size[name]
+            return self._biases_first and size.get(name.replace(".weight.grad", ".bias.grad"), size[name]) < size[name]
 
         weights = template.weight_gradient.nonzero()[0].tolist()
         return sorted(weights, key=lambda index: (made_at(template, index), after_bias(template.names[index])))

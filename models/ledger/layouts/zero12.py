@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.gradients import tensors_of_gradients
 from peakcast.models.ledger.layouts.module_tree import LM_HEAD, Block, block_of
-from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Buckets, Partitions, made_at
+from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Partitions, ZeroSettings, made_at
 from peakcast.models.ledger.layouts.zero12_bucket import Arrival, Bucket
 from peakcast.models.ledger.layouts.zero12_division import Division
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
@@ -60,33 +60,19 @@ class Zero12(Partitions):
     `copy_grads_in_partition`."""
 
     def __init__(
-        self,
-        tensors: Sequence[StoredTensor],
-        *,
-        stage: int,
-        ranks: int,
-        element_bytes: int,
-        buckets: Buckets,
-        rank: int = 0,
-        round_robin: bool = False,
-        contiguous: bool = True,
-        offloads: bool = False,
+        self, tensors: Sequence[StoredTensor], settings: ZeroSettings, *, stage: int, rank: int, round_robin: bool
     ) -> None:
-        super().__init__(
-            tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads, biases_first=True
-        )
+        super().__init__(tensors, settings)
         self.stage = stage
         self.rank = rank
-        self._overlaps = stage == 1 and buckets.num_reduce > 1
+        two_buckets = self.buckets.num_reduce > 1
+        self._overlaps = stage == 1 and two_buckets
         """Whether stage 1 reduces during the last micro-batch's backward, instead of after it."""
-        self._reduces = REDUCING if buckets.num_reduce > 1 else 0
+        self._reduces = REDUCING if two_buckets else 0
         """The stream on which gradients are reduced."""
-        self.contiguous = contiguous
-        """Whether gradients are copied into a bucket, and those of this rank's partition into `grads_in_partition`;
-        otherwise they stay where backward made them."""
         sizes = ((group, self.partition(group)) for group in self.groups)
-        self.division = Division(sizes, ranks=ranks, rank=rank, round_robin=round_robin)
-        self._bucket = Bucket(buckets.reduce, self.division)
+        self.division = Division(sizes, ranks=self.ranks, rank=rank, round_robin=round_robin)
+        self._bucket = Bucket(self.buckets.reduce, self.division)
         self._own = OwnGradients()
         self._until_reduced: list[int] = []
         """Handles of the bucket itself, and of gradients that are freed together with it."""

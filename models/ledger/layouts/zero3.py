@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.module_tree import LM_HEAD, Block, block_of, path_of
@@ -11,8 +12,8 @@ from peakcast.models.ledger.layouts.zero import (
     GATHERING,
     MAIN_BYTES,
     REDUCING,
-    Buckets,
     Partitions,
+    ZeroSettings,
     made_at,
 )
 from peakcast.models.ledger.layouts.zero3_bucket import Bucket, Gradient
@@ -28,40 +29,33 @@ from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.timelines.timeline import Category, Phase
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Zero3Settings(ZeroSettings):
+    """The same, with what only stage 3 reads."""
+
+    packs: bool
+    """Whether checkpoints are non-reentrant: as in `Engine` (`zero3_weights.py`)."""
+    overlaps: bool
+    """Whether weights are gathered, and gradients reduced, on streams of their own."""
+    offloads_parameters: bool
+    transposes: bool
+    """Whether the network's matrices are stored transposed, so that a product reads a view (`transposes_weight`)."""
+
+
 class Zero3(Partitions):
     """Stage 3: weights are partitioned too, and gathered module by module (`zero3_fetching.py`)."""
 
-    def __init__(
-        self,
-        tensors: Sequence[StoredTensor],
-        *,
-        ranks: int,
-        element_bytes: int,
-        buckets: Buckets,
-        packs: bool = True,
-        contiguous: bool = True,
-        overlaps: bool = True,
-        offloads: bool = False,
-        offloads_parameters: bool = False,
-        biases_first: bool = False,
-        transposes: bool = False,
-        modules: ModuleTurns,
-    ) -> None:
+    def __init__(self, tensors: Sequence[StoredTensor], settings: Zero3Settings, modules: ModuleTurns) -> None:
         whole, tensors = [t for t in tensors if not t.sharded], [t for t in tensors if t.sharded]
-        super().__init__(
-            tensors, ranks=ranks, element_bytes=element_bytes, buckets=buckets, offloads=offloads, biases_first=biases_first
-        )
+        super().__init__(tensors, settings)
         self._whole = whole
         """Tensors attached to parameters that are not parameters themselves (constants of quantised weights)."""
-        self.packs = packs
-        self._gathers, self._reduces = (GATHERING, REDUCING) if overlaps else (0, 0)
-        """The streams on which weights are gathered and gradients reduced."""
-        self.contiguous = contiguous
-        """Whether gradients are copied into a bucket; otherwise they wait where backward made them."""
-        self.offloads_parameters = offloads_parameters
+        self.packs = settings.packs
+        self._gathers, self._reduces = (GATHERING, REDUCING) if settings.overlaps else (0, 0)
+        self.offloads_parameters = settings.offloads_parameters
         self._modules = modules
         matrices = (t for t in tensors if len(t.shape) > 1 and t.block is not Block.EMBEDDING and t.block is not Block.HEAD)
-        self._viewed = {t for t in matrices if transposes and not t.of_adapter}
+        self._viewed = {t for t in matrices if settings.transposes and not t.of_adapter}
         self._coordinator: Coordinator | None = None
         self.reference: Zero3 | None = None
         """The layout of a second network (a reference model), which has an engine of its own."""
@@ -74,11 +68,11 @@ class Zero3(Partitions):
         self._last = True
         self._backward_began: int | None = None
         self._bucket = Bucket(
-            ranks=ranks,
-            size=buckets.reduce,
-            copies=contiguous,
+            ranks=self.ranks,
+            size=self.buckets.reduce,
+            copies=self.contiguous,
             made_bytes=self.gradient_bytes,
-            sent_bytes=element_bytes,
+            sent_bytes=self.element_bytes,
         )
         self._half: list[int] = []
         """Handles of the lm_head's gradient of a tied table: autograd adds the embedding's gradient before any hook

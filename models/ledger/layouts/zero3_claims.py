@@ -49,8 +49,8 @@ class Claims:
                 self._taken_back, self._lent = self._lent, {}
 
     def free_of(self, released: Iterable[StoredTensor]) -> list[StoredTensor]:
-        """The tensors that are freed when the current turn ends: those that its module releases, and those that it was
-        assigned by a recomputation, unless something else still needs them."""
+        """The tensors that are freed when the current turn ends: `released` by the module's hook, and the frozen ones that
+        the last recomputation gathered. Those that another module or recomputation still needs stay."""
         large = (t for t in self._taken_back if not self.engine.persists(t))
         return [t for t in (*released, *large) if t not in self._lent and t not in self._kept]
 

@@ -69,7 +69,8 @@ class Coordinator:
         self.weights.begin_instant(-1, instants)
 
     def _fetch(self, turn: Turn) -> list[StoredTensor]:
-        """`fetch_sub_module`: gather what the module reads, and what comes next. Returns what it reads."""
+        """`fetch_sub_module`: gather the module's tensors, and prefetch those of the modules after it. Returns the module's
+        tensors."""
         now, enters = turn.begins, turn.course is not Course.ENDS
         if turn.starts:
             self._begin_forward(now)

@@ -36,8 +36,8 @@ class ModuleTurns(Protocol):
 
     @property
     def unread(self) -> Collection[StoredTensor]:
-        """Weights that a module reads though they belong to another: it gathers one itself the first time, and later when
-        it begins."""
+        """Weights that another module than their own reads. The first time that module gathers the weight when it reads
+        it; later DeepSpeed knows of it and gathers it when the module begins."""
 
     @property
     def between_stacks(self) -> bool:
@@ -48,8 +48,8 @@ class ModuleTurns(Protocol):
 
 
 class Modules:
-    """`head_of_root`: the loss reads the head's weight without running its module. `leaf`: as in `ModuleTurns`. `family`:
-    the `model_type`."""
+    """The modules of a network. `head_of_root`: whether the loss reads the lm_head's weight without calling the lm_head, so
+    that the network itself, the root module, gathers it. `leaf`: as in `ModuleTurns`. `family`: the `model_type`."""
 
     def __init__(self, tensors: Sequence[StoredTensor], *, head_of_root: bool, leaf: str, family: str) -> None:
         self._all = tuple(tensors)
@@ -122,8 +122,9 @@ class Modules:
         return turn._replace(module=replace(turn.module, inside=self._all))
 
     def _throughout_block(self, turns: list[Turn], block: tuple[str, Stack | None], *, backward: bool) -> list[Turn]:
-        """`turns` without those tensors used throughout a backward that have an operation in forward: no gradient passes
-        them, so they have no turn there."""
+        """`turns`, where a block's first turn in backward has only those tensors that no forward operation is named after
+        either. A tensor with an operation in forward and none in backward gets no gradient, so backward does not gather
+        it."""
         first = turns[0] if turns and isinstance(turns[0].module, OfBlock) else None
         if not backward:
             self._throughout[block] = first.tensors if first is not None else ()

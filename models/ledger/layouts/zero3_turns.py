@@ -125,7 +125,8 @@ class _Visits:
         return [path_of(name) for name in self.code.modules.run_after.get(str(module), ())]
 
     def _pass_on(self, index: int, ran_in: RanIn) -> None:
-        """Note the modules without weights that run after the one that is left; in backward, before the one that comes."""
+        """Note the modules without weights, such as dropout, that run between two modules with weights: in forward after
+        the module that has ended, in backward before the module that begins."""
         linear = str(ran_in.linear) in self.code.modules.run_after
         left, self.inside = self.inside, ran_in.linear if linear else ran_in.owner
         if self.inside == left:
@@ -146,8 +147,8 @@ class _Visits:
         self._add(index, made, Course.UNRELEASED if own in self.read_by.values() else Course.WHOLE)
 
     def _enter(self, index: int, module: ModulePath) -> None:
-        """Note a module without weights of its own that begins. peft's Linear with an adapter reads lora_A's dtype, so it
-        has that weight too, and keeps it."""
+        """Note the begin of a module without weights of its own. peft's adapted Linear is one, but its forward reads
+        lora_A's dtype, so ZeRO gathers that weight for it and does not release it."""
         adapter = self.modules.tensors(module.parent.child(LORA_A)) if module.name == ADAPTED else ()
         holds = self.read_by.get(module, ())
         course = Course.WHOLE if not adapter or self.switched_off else Course.UNRELEASED

@@ -47,8 +47,8 @@ def passage(run: Run, block: str, during: Pass) -> Passage:
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module as its hooks know it. `name`: by which the order of modules recognises it. `tensors`: its own parameters; a
-    module that only contains others has none."""
+    """A module as DeepSpeed's hooks see it. `name`: what the recorded order of modules knows it by. `tensors`: its own
+    parameters; a module that only contains other modules has none."""
 
     name: str
     tensors: tuple[StoredTensor, ...] = ()
@@ -71,7 +71,7 @@ class Container(Module):
 
 @dataclass(frozen=True, slots=True)
 class OfBlock(Module):
-    """A block as a module with tensors of its own, or which no operation is named after."""
+    """A block with parameters of its own, or with parameters that no operation is named after."""
 
 
 @dataclass(frozen=True, slots=True)

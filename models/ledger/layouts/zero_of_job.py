@@ -13,8 +13,8 @@ from peakcast.jobs.ranks import ranks_that_differ
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.layouts.looped_experts import expert_by_expert
-from peakcast.models.ledger.layouts.zero import Buckets
-from peakcast.models.ledger.layouts.zero3 import Zero3
+from peakcast.models.ledger.layouts.zero import Buckets, ZeroSettings
+from peakcast.models.ledger.layouts.zero3 import Zero3, Zero3Settings
 from peakcast.models.ledger.layouts.zero3_modules import Modules, ModuleTurns
 from peakcast.models.ledger.layouts.zero12 import Zero12
 from peakcast.networks.families import family_of
@@ -52,17 +52,16 @@ def _zero12(job: TrainingJob, tensors: Sequence[StoredTensor], chosen: Mapping[s
     if chosen.get("experts_implementation") == "loop":
         tensors = expert_by_expert(tensors)
     stage, offloads = job.parallelism.zero_stage, job.offload.optimizer
-    return Zero12(
-        tensors,
-        stage=stage,
+    settings = ZeroSettings(
         ranks=job.parallelism.data_parallel_size,
         element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
         buckets=_buckets(chosen, num_reduce=2 if _overlaps(chosen, stage) else 1),
-        rank=ranks_that_differ(job)[0] if rank is None else rank,
-        round_robin=bool(chosen["round_robin_gradients"]),
         contiguous=bool(chosen.get("contiguous_gradients", True)) or offloads,
         offloads=offloads,
+        biases_first=True,
     )
+    this_rank = ranks_that_differ(job)[0] if rank is None else rank
+    return Zero12(tensors, settings, stage=stage, rank=this_rank, round_robin=bool(chosen["round_robin_gradients"]))
 
 
 def _zero3(
@@ -78,17 +77,16 @@ def _zero3(
             leaf="mlp" if family.libraries.deepspeed_leaf else "",
             family=job.architecture.model_type,
         )
-    return Zero3(
-        tensors,
+    settings = Zero3Settings(
         ranks=job.parallelism.data_parallel_size,
         element_bytes=int(DTYPE_BYTES[job.precision.parameters]),
         buckets=_buckets(chosen, num_reduce=1),
-        packs=not job.activation_checkpointing.use_reentrant,
         contiguous=bool(chosen.get("contiguous_gradients", True)),
-        overlaps=_overlaps(chosen, 3),
         offloads=job.offload.optimizer,
-        offloads_parameters=job.offload.parameters,
         biases_first=family.linear.conv1d,  # DeepSpeed replaces torch's Linear, but not Conv1D
+        packs=not job.activation_checkpointing.use_reentrant,
+        overlaps=_overlaps(chosen, 3),
+        offloads_parameters=job.offload.parameters,
         transposes=family.linear.transposes_weight,
-        modules=modules,
     )
+    return Zero3(tensors, settings, modules)

@@ -6,6 +6,7 @@ library knows of it (`trait`; `catalog/families/`).
 
 from __future__ import annotations
 
+from peakcast.core.versions import OWN_NETWORKS
 from peakcast.jobs.conventions import (
     adapter_dtype,
     conventions,
@@ -19,6 +20,7 @@ from peakcast.jobs.loss import PAIRS
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.spec import ActivationCheckpointing, Offload, TrainingJob
 from peakcast.jobs.trained_parts import copied_modules, ends_named
+from peakcast.jobs.trained_parts import trains_other_parts as trains_others
 from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, slides_anywhere
 from peakcast.models.ledger.layouts import expert_ranks, gathered_dtype
@@ -193,6 +195,10 @@ flash = setting("attention", "flash_attention_2")
 flex = setting("attention", "flex")
 liger = option("liger_kernels")
 unsloth = Fact(lambda job: "unsloth" in job.versions, "Unsloth")
+litgpt = Fact(lambda job: "litgpt" in job.versions and "lightning_thunder" not in job.versions, "LitGPT's own programs")
+torchtune = Fact(lambda job: "torchtune" in job.versions, "torchtune")
+own_networks = Fact(lambda job: any(stack in job.versions for stack in OWN_NETWORKS), "a library with networks of its own")
+trains_other_parts = Fact(trains_others, "trained parts that a recipe answers")
 fused_lora = option("lora_kernel") & ~option("lora_kernel", "eager") & adapts
 ligers_loss = option("loss_kernel", "fused_linear") & ~option("loss_chunks")
 asks_loss_chunks = Fact(lambda job: job.framework_options.get("loss_chunks"), "framework_options.loss_chunks")

@@ -88,9 +88,9 @@ def _eager_loss_of_torchtitan(job: TrainingJob) -> Iterator[Finding]:
     if "torchtitan" in job.versions and family_of(job.architecture).libraries.torchtitan_compiles_loss and not job.compile:
         copy = job.num_tokens * job.architecture.vocab_size * WIDTH["float32"]
         why = (
-            "torchtitan's own files for this network compile the loss alone (compile.components), which makes up to two "
-            f"copies of the logits less, {format_gib(copy)} each; compile: true with framework_options.compiled_regions: "
-            "loss says so"
+            "torchtitan's own files for this network compile the loss alone (compile.components), which saves up to two "
+            f"copies of the logits, {format_gib(copy)} each; to say so, set compile: true with "
+            "framework_options.compiled_regions: loss"
         )
         yield _ignored("compile", False, why, "less")
 

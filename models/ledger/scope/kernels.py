@@ -28,7 +28,8 @@ ATTENTION = Section("attention kernels", (
             "model_type={architecture.model_type!r} tells attention no positions, so that flash_attention_2 without "
             "padding is not modelled there."),
     nearly("attention", job.flash & trait("attention.makes_padding_mask"),
-           "OPT makes a padding mask of its own, by which flash_attention_2 takes rows apart in its trace: up to 1 %."),
+           "OPT always makes a padding mask, with which flash_attention_2 takes tokens out of their rows: up to 1 % off "
+           "its trace."),
 ))
 
 FUSED_KERNELS = Section("fused kernels", (

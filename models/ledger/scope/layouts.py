@@ -29,22 +29,22 @@ _FSDP1 = Section("FSDP1", when=job.asks_fsdp1, rows=(
           "adapters of {adapter_dtype} that FSDP1 gathers in {gathered_dtype} fail without autocast: peft casts "
           "their inputs to the first, and torch cannot multiply two dtypes; set autocast, as accelerate does."),
     fails("activation_checkpointing.mode", job.adapts & job.selective,
-          "selective checkpointing with adapters under FSDP1 fails in torch 2.13: the units inside a layer run "
-          "other operations when the layer is recomputed; use mode=full, or fsdp2."),
+          "selective checkpointing with adapters under FSDP1 fails in torch 2.13: when a layer is recomputed, the units "
+          "inside it run other operations than the first time; use mode=full, or fsdp2."),
     unknown("framework_options.fsdp_reshard_after_forward",
             option("fsdp_reshard_after_forward", False) & option("fsdp1_use_orig_params"),
             "FSDP1 that keeps weights gathered after forward (fsdp_reshard_after_forward=false) is modelled with "
             "fsdp1_use_orig_params=false; with true torch 2.13 cannot be traced."),
     fails("offload.activations", job.checkpoints_around_units & job.offloads_activations,
-          "activations cannot be offloaded where a model checkpoints FSDP1's units itself (checkpoints_around_units; "
-          "transformers < 4.53): its layers do that, which are told by gradient_checkpointing_enable(offload=True)."),
+          "activations cannot be offloaded where FSDP1's units are checkpointed from outside (checkpoints_around_units; "
+          "transformers < 4.53): only layers that checkpoint themselves offload (gradient_checkpointing_enable)."),
 ))
 
 _DATA_PARALLEL = Section("data parallelism", when=job.replicated, rows=(
     _DDP,
     unknown("parallelism.sharding", ~job.asks_ddp & job.encoder,
-            "{architecture.name!r} under FSDP is not modelled: its embeddings are a unit by themselves and share a table "
-            "with the head outside of it, which FSDP1 stores twice and FSDP2 refuses (torch 2.13); use DDP or ZeRO."),
+            "{architecture.name!r} under FSDP is not modelled: its embeddings are one unit and its head is in another, but "
+            "the two share a table, which FSDP1 stores twice and FSDP2 refuses (torch 2.13); use DDP or ZeRO."),
     _FSDP2,
     _FSDP1,
 ))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
-from peakcast.models.ledger.scope.fact import setting, trait
+from peakcast.models.ledger.scope.fact import option, setting, trait
 from peakcast.models.ledger.scope.table import Section, fails, more, unknown
 
 # fmt: off
@@ -26,6 +26,23 @@ NETWORKS = Section("networks", (
     unknown("architecture", job.otherwise_than_four_hidden,
             "{architecture.name!r} has intermediate_size={architecture.intermediate_size}, and transformers makes MPT's "
             "feed-forward 4 * hidden_size wide, whatever is asked for; use {four_hidden}."),
+))
+
+# LitGPT's config_hub/finetune/README.md and torchtune's README.md print the peaks of such runs
+OWN_NETWORKS = Section("networks of a training library's own", (
+    more("finetuning.quantization", job.litgpt & job.quantized,
+         "LitGPT's QLoRA is not modelled: peaks that it publishes are 35 to 59 % above such answers."),
+    unknown("architecture", job.litgpt & ~setting("architecture.normalization", "rmsnorm"),
+            "LitGPT's own {architecture.name!r} is counted as the one of transformers: of two runs that it publishes, one "
+            "took 27 % less and one 8 % more; ask with your command (`peakcast dryrun`)."),
+    unknown("finetuning.method", job.litgpt & job.adapts,
+            "LitGPT's own adapters are counted as peft's: peaks that it publishes are from 7 % below to 4 % above such "
+            "answers; ask with your command (`peakcast dryrun`)."),
+    unknown("finetuning", job.own_networks & job.trains_other_parts,
+            "of what trains outside layers a recipe of transformers' network answers, and this library has its own; ask "
+            "with your command (`peakcast dryrun`)."),
+    more("compile", job.torchtune & job.compiles & ~job.adapts & option("loss_kernel", "eager"),
+         "of a compiled loss over whole logits, which torchtune widens, a run that it publishes took 8 % more."),
 ))
 
 ENCODER_DECODERS = Section(

@@ -11,7 +11,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.covering import no_recipe, recipe_findings
 from peakcast.models.ledger.scope.kernels import ATTENTION, COMPILED, FUSED_KERNELS
 from peakcast.models.ledger.scope.layouts import LAYOUTS, ZERO
-from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS
+from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS, OWN_NETWORKS
 from peakcast.models.ledger.scope.table import Limit, Section
 from peakcast.models.ledger.scope.training import (
     ADAM_MINI,
@@ -29,7 +29,7 @@ from peakcast.models.recipes.shelf import wants_recipe
 
 EVERY_STACK = (BATCHES, PREFERENCES, LENGTHS, FROZEN)
 PYTORCH = (
-    *(NETWORKS, ENCODER_DECODERS, LAYOUTS, SETTINGS, MIXTURES, ADAPTERS, ATTENTION, FUSED_KERNELS),
+    *(NETWORKS, OWN_NETWORKS, ENCODER_DECODERS, LAYOUTS, SETTINGS, MIXTURES, ADAPTERS, ATTENTION, FUSED_KERNELS),
     *(ZERO, COMPILED, UPDATES_IN_BACKWARD, ADAM_MINI),
 )
 """The sections for Hugging Face, plain PyTorch and DeepSpeed."""
@@ -52,7 +52,8 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
         return ()
     recorded = recipe_findings(job) if wants_recipe(job) else None
     if recorded is not None and (job.architecture.configuration or not no_recipe(job)):
-        return recorded
+        own = OWN_NETWORKS.finding(job)  # recipes are of transformers' networks
+        return (*recorded, own) if own else recorded
     found = (section.finding(job) for section in sections(job.framework))  # a family of the ledger, which then answers
     return (*(recorded or ()), *(finding for finding in found if finding))
 

@@ -145,8 +145,8 @@ MIXTURES = Section("mixtures that differ from their traces", when=job.trains, ro
                 "model_type={architecture.model_type!r} under autocast, with adapters and checkpointing: backward is up to "
                 "1.6 % below its trace."),
     nearly_less("framework_options.autocast", job.autocast & job.inputs_are_leaves,
-                "{architecture.name!r} under autocast with reentrant checkpoints, or with adapters and any: inputs of "
-                "layers are leaves, which autocast casts once for all projections; up to 2.5 % too much is counted."),
+                "{architecture.name!r} under autocast with reentrant checkpoints, or with adapters and any checkpoints: "
+                "autocast then casts a layer's input once for all projections; up to 2.5 % too much is counted."),
     nearly_less("optimizer.name", job.optimizer("lomo") & job.autocast & job.checkpoints,
                 "lomo under autocast with checkpointing: backward is up to 0.4 % above its trace."),
     more("activation_checkpointing",
@@ -175,7 +175,7 @@ UPDATES_IN_BACKWARD = Section(
     unknown(_OPTIMIZER, job.optimizer_in_backward & (job.adapts | setting("precision.main_parameters")),
             "is modelled with full fine-tuning and no second copy of the weights only."),
     fails(_OPTIMIZER, job.optimizer_in_backward & job.optimizer("muon"),
-          "would make a Muon of every vector, which takes matrices only."),
+          "would make a Muon for every parameter, vectors included, but Muon takes matrices only."),
     unknown(_OPTIMIZER, job.many_ranks & ~(job.optimizer_in_backward & job.asks_fsdp2 & ~job.pipeline_parallel & ~job.zero),
             "is modelled on one GPU only, or with an optimizer for each parameter under FSDP2."),
     unknown(_OPTIMIZER, job.optimizer_in_backward & job.offloads_parameters,

@@ -7,52 +7,59 @@ dimension. Every rule follows torch's own derivative formula (tools/autograd/der
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from peakcast.core.units import FP32
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 
 
-def linear(
-    tape: Tape,
-    x: Tensor,
-    rows: int,
-    in_features: int,
-    out_features: int,
-    name: str,
-    *,
-    element_bytes: int,
-    bias: bool = False,
-    trainable: bool = True,
-    keeps_input: bool = False,
-    num_matrices: int = 1,
-    adds_to_view: bool = False,
-    incoming_stays: bool = False,
-    sums_weight_gradients: bool = False,
-) -> Tensor:
-    """x·Wᵀ (+ b). Saves its input if the weight trains, or always (`keeps_input`); the weight is a parameter and exists
-    anyway.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearLayer:
+    """A Linear, x·Wᵀ (+ b): its weight, and what its surroundings make of its input and its gradients."""
 
-    `num_matrices`: the number of weights in a row, each used on its share of the rows. `adds_to_view`: x already has a
-    gradient that is a view, to which autograd does not add in place (torch/csrc/autograd/input_buffer.cpp
-    can_accumulate_inplace): both gradients and their sum exist together after the incoming gradient is freed.
-    `incoming_stays`: the incoming gradient is also the residual stream's and is not freed. `sums_weight_gradients`: the
-    product is made in parts, each with a gradient of the whole weight, and these are added.
-    """
-    gradients = [WeightGradient(f"{name}.weight.grad", in_features * out_features * element_bytes)] * num_matrices
-    if bias:
-        gradients.append(tape.summed(f"{name}.bias.grad", out_features, rows, out_features * element_bytes))
-    summed = in_features if incoming_stays else max(in_features - out_features, 0)
-    second = in_features * out_features * element_bytes if sums_weight_gradients and trainable else 0
+    name: str
+    in_features: int
+    out_features: int
+    element_bytes: int
+    """Bytes of an element of the weight, and of the input and output where the operation itself is written down."""
+    bias: bool = False
+    trains: bool = True
+    keeps_input: bool = False
+    """The input is saved even if the weight does not train."""
+    num_matrices: int = 1
+    """Number of weights in a row, each used on its share of the rows."""
+    adds_to_view: bool = False
+    """The input already has a gradient that is a view, to which autograd does not add in place
+    (torch/csrc/autograd/input_buffer.cpp can_accumulate_inplace): both gradients and their sum exist together after the
+    incoming gradient is freed."""
+    incoming_stays: bool = False
+    """The incoming gradient is also the residual stream's and is not freed."""
+    sums_weight_gradients: bool = False
+    """The product is made in parts, each with a gradient of the whole weight, and these are added."""
+
+    @property
+    def weight_bytes(self) -> int:
+        return self.in_features * self.out_features * self.element_bytes
+
+
+def linear(tape: Tape, x: Tensor, rows: int, layer: LinearLayer) -> Tensor:
+    """x·Wᵀ (+ b). Saves its input if the weight trains; the weight is a parameter and exists anyway."""
+    name, size = layer.name, layer.element_bytes
+    gradients = [WeightGradient(f"{name}.weight.grad", layer.weight_bytes)] * layer.num_matrices
+    if layer.bias:
+        gradients.append(tape.summed(f"{name}.bias.grad", layer.out_features, rows, layer.out_features * size))
+    summed = layer.in_features if layer.incoming_stays else max(layer.in_features - layer.out_features, 0)
+    second = layer.weight_bytes if layer.sums_weight_gradients and layer.trains else 0
     return tape.operation(
         name,
         [x],
-        Output(rows * out_features * element_bytes, kind="matmul"),
+        Output(rows * layer.out_features * size, kind="matmul"),
         saves=Saved(
-            [x] if trainable or keeps_input else [],
-            parameter_bytes=in_features * out_features * element_bytes if x.requires_grad else 0,
+            [x] if layer.trains or layer.keeps_input else [], parameter_bytes=layer.weight_bytes if x.requires_grad else 0
         ),
-        gradients=[(x, rows * in_features * element_bytes)],
-        weight_gradients=gradients if trainable else [],
-        backward_temporary_bytes=second + (summed * rows * element_bytes if adds_to_view else 0),
+        gradients=[(x, rows * layer.in_features * size)],
+        weight_gradients=gradients if layer.trains else [],
+        backward_temporary_bytes=second + (summed * rows * size if layer.adds_to_view else 0),
     )
 
 

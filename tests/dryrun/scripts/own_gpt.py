@@ -51,13 +51,10 @@ for step in range(20):
     rows = torch.stack([text[i : i + length + 1] for i in starts]).to("cuda")
     with torch.autocast("cuda", dtype=torch.bfloat16):
         loss = F.cross_entropy(model(rows[:, :-1]).flatten(0, 1), rows[:, 1:].flatten())
-    if "--late-zero" in sys.argv:
-        optimizer.zero_grad()
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
-    if "--late-zero" not in sys.argv:
-        optimizer.zero_grad()
+    optimizer.zero_grad()
     print(step, loss.item())
     if "--evaluate" in sys.argv:
         model.eval()

@@ -1,6 +1,7 @@
 """The tape's rules of life, counted by hand."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.marks import Mark
@@ -83,10 +84,11 @@ def test_a_recomputation_stops_before_what_keeps_its_inputs_and_after_what_keeps
 
 
 def test_linear_keeps_its_input_only_when_its_weight_trains():
+    layer = ops.LinearLayer(name="linear", in_features=256, out_features=128, element_bytes=2)
     for trainable in (True, False):
         tape = Tape()
         x = tape.operation("x", [tape.input(KIB)], KIB)
-        y = ops.linear(tape, x, 2, 256, 128, "linear", element_bytes=2, trainable=trainable)
+        y = ops.linear(tape, x, 2, replace(layer, trains=trainable))
         template = tape.finish(y)
         (_, dies) = _life(template, "x")
         assert dies[1] is trainable

@@ -11,7 +11,7 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.conventions import conventions
-from peakcast.jobs.spec import ActivationCheckpointing, Parallelism, Precision, TrainingJob
+from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Parallelism, Precision, TrainingJob
 from peakcast.measurements.store import datasets_folder, read_csv
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
@@ -23,6 +23,8 @@ FLOAT8 = Precision(parameters="float32", compute="float8", gradients="float32", 
 SHARDED = Parallelism(data_parallel_size=8, sharding="fsdp2")
 SELECTIVE = ActivationCheckpointing(mode="selective")
 TOKENS = 1024
+MADE = ("normalize", "to_narrow")
+NARROW = Precision(parameters="bfloat16", compute="bfloat16", gradients="bfloat16", optimizer_states="bfloat16")
 
 
 def job(network: str = "llama-3.2-1b", *, torchtitan: str = "", torchtune: str = "", **changes: Any) -> TrainingJob:
@@ -43,12 +45,12 @@ def bytes_of(one: TrainingJob, *names: str) -> int:
     return sum(int(size) for name, size in zip(timeline.names, timeline.num_bytes, strict=True) if name in names)
 
 
-def alive_at_head(one: TrainingJob, name: str) -> int:
-    """Bytes of the tensors of this name when the lm_head begins: what the layers left behind."""
+def alive_at_head(one: TrainingJob, name: str = "") -> int:
+    """Bytes of the tensors of this name (of all, if none is given) when the lm_head begins: what the layers left behind."""
     timeline = ledger(one)
     instant = next(i for i, label in enumerate(timeline.labels) if label.startswith("lm_head"))
     alive = (timeline.born <= instant) & (timeline.dies > instant)
-    return sum(int(timeline.num_bytes[i]) for i in alive.nonzero()[0] if timeline.names[i] == name)
+    return sum(int(timeline.num_bytes[i]) for i in alive.nonzero()[0] if name in ("", timeline.names[i]))
 
 
 def test_float8_products_leave_everything_else_in_bfloat16():
@@ -175,6 +177,51 @@ def test_torchtune_checkpoints_around_layers_that_are_compiled_before():
     inside = job("llama-3.1-8b", torchtitan="0.1.0", compile=True, activation_checkpointing=full)
     assert alive_at_head(around, "checkpoint") == 32 * 2 * TOKENS * 4096
     assert "checkpoint" not in ledger(inside).names
+
+
+@pytest.mark.parametrize("compiles", [False, True])
+def test_torchtune_copies_keys_and_values_for_every_head(compiles):
+    one = job("llama-3.2-3b", torchtune="0.5", compile=compiles, parallelism=Parallelism(), precision=NARROW)
+    grouped = one.replace(framework_options=FrozenMapping({"sdpa_repeats_key_value": False}))
+    assert alive_at_head(one) - alive_at_head(grouped) == 28 * 2 * (2 * TOKENS * (24 - 8) * 128)
+
+
+def test_torchtunes_network_widens_the_logits_that_a_compiled_loss_keeps():
+    one = job("llama-3.2-3b", torchtune="0.5", compile=True)
+    wide = 4 * TOKENS * one.architecture.vocab_size
+    assert bytes_of(one, "logits.to_float32") == bytes_of(one, "cross_entropy.gradient") == wide
+
+
+@pytest.mark.parametrize(
+    ("changes", "published_gib"),
+    [({}, 60.0), ({"compile": True, "framework_options": CHUNKED}, 42.9)],
+    ids=["packed", "compiled, chunked loss"],
+)
+def test_torchtunes_published_peaks(changes, published_gib):
+    # README.md of torchtune, "Optimization flags": Llama 3.2 3B in bfloat16 on an A100, 2 x 4,096 tokens, AdamW
+    alone = {"micro_batch_size": 2, "sequence_length": 4096, "precision": NARROW, "parallelism": Parallelism()}
+    one = job("llama-3.2-3b", torchtune="0.5", **alone, **changes)
+    assert ledger(one).peak().num_bytes == pytest.approx(published_gib * 2**30, rel=0.01)
+
+
+def test_litgpt_narrows_norms_late_since_0_5():
+    def kept(litgpt: str) -> int:
+        one = job("tinyllama-1.1b", precision=NARROW, parallelism=Parallelism(), versions=FrozenMapping({"litgpt": litgpt}))
+        names = [f"{norm}.{made}" for norm in ("input_layernorm", "pre_feedforward_layernorm") for made in MADE]
+        return sum(alive_at_head(one, name) for name in names)
+
+    numbers = 22 * 2 * TOKENS * 2048  # of the norms' outputs: stays in fp32 for the weights' gradients, and narrow
+    assert (kept("0.4.11"), kept("0.5.3")) == (2 * numbers, (4 + 2) * numbers)
+
+
+def test_networks_that_litgpt_writes_otherwise_are_said_to_be():
+    adapters = Finetuning(method="lora", rank=8, targets=("q_proj", "v_proj"))
+    for network, said in (("llama-2-7b", "own adapters"), ("phi-2", "own 'phi-2'")):
+        one = job(network, parallelism=Parallelism(), versions=FrozenMapping({"litgpt": "0.5"}), finetuning=adapters)
+        assert said in out_of_scope(one)
+    head = Finetuning(method="lora", rank=8, targets=("q_proj", "lm_head"))
+    one = job("llama-3.2-1b", torchtune="0.6", parallelism=Parallelism(), finetuning=head)
+    assert "this library has its own" in out_of_scope(one)
 
 
 def test_runs_of_mid_2024_are_told_that_they_reserved_more():

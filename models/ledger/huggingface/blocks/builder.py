@@ -5,7 +5,7 @@ Source: peft 0.13-0.21 `tuners/lora/{layer,bnb}.py`, bitsandbytes 0.43 `nn/modul
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from peakcast.core.units import FP32
 from peakcast.jobs.architecture import Architecture
@@ -24,6 +24,7 @@ from peakcast.models.ledger.parameters.adapter_methods import METHODS, ON_NETWOR
 from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.primitives import LinearLayer
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
@@ -93,50 +94,36 @@ class BlockBuilder:
             if adapted:  # "defensively clone" (peft lora/bnb.py)
                 result = self.tape.operation(f"{name}.clone", [result], result.num_bytes, gradients=[(result, None)])
         else:
-            trains, size = context.trainable, context.precision.weight_bytes
             # if equally wide, the adapter's product gives x a gradient first, a view of a 2-d tensor (`ViewBackward`); not
             # so stage 3's own Linear, which multiplies three (DeepSpeed 0.19.8 zero/linear.py)
             alike = x.num_bytes == self.rows * in_features * context.adapters.input_bytes and not context.linears.keep_input
             cast = context.precision.autocast and context.adapters.weight_bytes > context.precision.compute_bytes
             adds = adapted and alike and not (tuning.dropout or cast) and x.requires_grad
-            result = self._split_linear(x, in_features, out_features, name, bias, trains, size, split, adds_to_view=adds)
+            layer = LinearLayer(
+                name=name,
+                in_features=in_features,
+                out_features=out_features,
+                element_bytes=context.precision.weight_bytes,
+                bias=bias,
+                trains=context.trainable,
+                adds_to_view=adds,
+            )
+            result = self._split_linear(x, layer, split)
         if not adapted:
             return result
         if tuning.method in LORA_CHAIN:
             return self._adapter(x, result, in_features, out_features, name, split)
         return self._other_adapter(x, result, in_features, out_features, name)
 
-    def _split_linear(
-        self,
-        x: Tensor,
-        in_features: int,
-        out_features: int,
-        name: str,
-        bias: bool,
-        trainable: bool,
-        weight_bytes: int,
-        split: Split,
-        *,
-        adds_to_view: bool = False,
-    ) -> Tensor:
+    def _split_linear(self, x: Tensor, layer: LinearLayer, split: Split) -> Tensor:
         """A Linear with the collectives of its tensor-parallel `split`."""
         tape, group = self.tape, self.context.group
-        x = enter_columns(tape, x, group, name) if split == "columns" else x
+        x = enter_columns(tape, x, group, layer.name) if split == "columns" else x
         # the incoming gradient is the residual stream's own unless an operation in between makes another tensor
         family, placed = family_of(self.context.architecture), self.context.architecture.norm_placement
         stream = split == "rows" and placed == "pre" and not (family.layer.scales_outputs or group.sequence)
-        result = self.linear(
-            x,
-            in_features,
-            out_features,
-            name,
-            bias,
-            trainable,
-            weight_bytes,
-            adds_to_view=adds_to_view,
-            incoming_stays=stream,
-        )
-        return leave_rows(tape, result, group, name) if split == "rows" else result
+        result = self.linear(x, replace(layer, incoming_stays=stream))
+        return leave_rows(tape, result, group, layer.name) if split == "rows" else result
 
     def _adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str, split: Split) -> Tensor:
         """Add a LoRA adapter's output to `result`. If the matrix is split by columns so is lora_B; if by rows, so is lora_A
@@ -149,9 +136,11 @@ class BlockBuilder:
         variables.append(x)
         x = ops.dropout(tape, x, tuning.dropout, rows * in_features, f"{name}.lora.dropout")
         outer, inner = split if split == "rows" else "", split if split == "columns" else ""
-        y = self._split_linear(x, in_features, rank, f"{name}.lora_A", False, tuning.method != "lora_fa", wide, outer)
+        down = LinearLayer(name=f"{name}.lora_A", in_features=in_features, out_features=rank, element_bytes=wide)
+        up = LinearLayer(name=f"{name}.lora_B", in_features=rank, out_features=out_features, element_bytes=wide)
+        y = self._split_linear(x, replace(down, trains=tuning.method != "lora_fa"), outer)
         summed = self.for_rows(context.stream_rows, self.num_matrices) if outer else self
-        y = summed._split_linear(y, rank, out_features, f"{name}.lora_B", False, True, wide, inner)
+        y = summed._split_linear(y, up, inner)
         y = ops.scale(tape, y, f"{name}.lora.scaling")
         result = ops.add(tape, result, y, f"{name}.lora.add")
         for variable in variables:  # variables of the adapter's forward refer to them
@@ -204,84 +193,62 @@ class BlockBuilder:
             result = ops.cast(tape, result, rows * out_features * (wide // (rows * in_features)), f"{name}.to_input_dtype")
         return result
 
-    def linear(
-        self,
-        x: Tensor,
-        in_features: int,
-        out_features: int,
-        name: str,
-        bias: bool,
-        trainable: bool,
-        weight_bytes: int,
-        *,
-        adds_to_view: bool = False,
-        incoming_stays: bool = False,
-        sums_weight_gradients: bool = False,
-    ) -> Tensor:
+    def linear(self, x: Tensor, layer: LinearLayer) -> Tensor:
         """A Linear over `rows`, in the dtype that autocast or the weight decides."""
         context = self.context
-        rows, tape = self.rows, self.tape
-        plain = name == "lm_head" or name.endswith(ADAPTERS)
+        plain = layer.name == "lm_head" or layer.name.endswith(ADAPTERS)
         calls_linear = plain or not multiplies_itself(context.architecture)
-        if self._computes_in_float8(in_features, out_features, name) and trainable:
-            return float8_linear(tape, x, rows, in_features, out_features, name, element_bytes=weight_bytes, bias=bias)
-        compute = context.precision.compute_bytes if context.precision.autocast else weight_bytes
-        if weight_bytes <= compute:
-            result = ops.linear(
-                tape,
-                self._input_cast(x, in_features, compute, name),
-                rows,
-                in_features,
-                out_features,
-                name,
-                element_bytes=compute,
-                bias=bias,
-                trainable=trainable,
-                keeps_input=context.linears.keep_input and calls_linear,
-                num_matrices=self.num_matrices,
-                adds_to_view=adds_to_view,
-                incoming_stays=incoming_stays,
-                sums_weight_gradients=sums_weight_gradients,
-            )
-            tape.hold(x)  # the module's argument, until it returns
-            return result
-        numel = in_features * out_features * self.num_matrices
-        # a narrow copy of a wide weight, which autocast caches; arguments are cast from right to left, so in backward the
-        # input's gradient is widened first
-        transposed = family_of(context.architecture).linear.transposes_weight and not plain
-        cached = trainable and not transposed and not context.group.makes_weights
+        if self._computes_in_float8(layer) and layer.trains:
+            return float8_linear(self.tape, x, self.rows, layer)
+        compute = context.precision.compute_bytes if context.precision.autocast else layer.element_bytes
+        if layer.element_bytes <= compute:
+            kept, narrow = context.linears.keep_input and calls_linear, self._input_cast(x, layer, compute)
+            layer = replace(layer, element_bytes=compute, keeps_input=kept, num_matrices=self.num_matrices)
+            result = ops.linear(self.tape, narrow, self.rows, layer)
+        else:
+            transposed = family_of(context.architecture).linear.transposes_weight and not plain
+            cached = layer.trains and not transposed and not context.group.makes_weights
+            result = self._narrowed_linear(x, layer, compute, cached=cached)
+        self.tape.hold(x)  # the module's argument, until it returns
+        return result
+
+    def _narrowed_linear(self, x: Tensor, layer: LinearLayer, compute: int, *, cached: bool) -> Tensor:
+        """A Linear whose weight is wider than the dtype in which autocast computes: it uses a narrow copy of the weight.
+        Autocast keeps the copy until forward ends if it is `cached`; otherwise it is freed after the product, unless a
+        graph saves it. Arguments are cast from right to left, so in backward the input's gradient is widened first."""
+        tape, name, rows = self.tape, layer.name, self.rows
+        numel = layer.in_features * layer.out_features * self.num_matrices
         weight = tape.operation(
             f"{name}{CAST if cached else '.weight_copy'}",
             [],
             numel * compute,
-            weight_gradients=[WeightGradient(f"{name}.weight.grad", numel * weight_bytes)] if trainable else [],
+            weight_gradients=[WeightGradient(f"{name}.weight.grad", numel * layer.element_bytes)] if layer.trains else [],
         )
-        if cached:  # else the copy is freed after the product unless a graph saves it
+        if cached:
             self.variables.append(weight)
-        narrow = self._input_cast(x, in_features, compute, name)
-        result = tape.operation(
+        narrow = self._input_cast(x, layer, compute)
+        bias_bytes, of_bias = layer.out_features * layer.element_bytes, []
+        if layer.bias and layer.trains:
+            of_bias = [tape.summed(f"{name}.bias.grad", layer.out_features, rows, bias_bytes)]
+        return tape.operation(
             name,
             [narrow, weight],
-            Output(rows * out_features * compute, kind="matmul"),
-            saves=([narrow] if trainable else []) + ([weight] if narrow.requires_grad else []),
-            weight_gradients=[tape.summed(f"{name}.bias.grad", out_features, rows, out_features * weight_bytes)]
-            if bias and trainable
-            else [],
+            Output(rows * layer.out_features * compute, kind="matmul"),
+            saves=([narrow] if layer.trains else []) + ([weight] if narrow.requires_grad else []),
+            weight_gradients=of_bias,
         )
-        tape.hold(x)  # the module's argument, until it returns
-        return result
 
-    def _input_cast(self, x: Tensor, in_features: int, element_bytes: int, name: str) -> Tensor:
+    def _input_cast(self, x: Tensor, layer: LinearLayer, element_bytes: int) -> Tensor:
         """Under autocast, the narrow copy that each Linear makes of a wide input; else x itself."""
-        size = self.rows * in_features * element_bytes
-        return ops.cast(self.tape, x, size, f"{name}.input_cast") if x.num_bytes > size else x
+        size = self.rows * layer.in_features * element_bytes
+        return ops.cast(self.tape, x, size, f"{layer.name}.input_cast") if x.num_bytes > size else x
 
-    def _computes_in_float8(self, in_features: int, out_features: int, name: str) -> bool:
+    def _computes_in_float8(self, layer: LinearLayer) -> bool:
         """Whether a Linear computes in float8. accelerate 1.15 utils/ao.py filter_linear_layers: an nn.Linear whose sizes
         are multiples of 16."""
         context = self.context
-        fits = in_features % 16 == out_features % 16 == 0 and self.num_matrices == 1
-        return context.linears.float8 and fits and name not in context.linears.float8_skips
+        fits = layer.in_features % 16 == layer.out_features % 16 == 0 and self.num_matrices == 1
+        return context.linears.float8 and fits and layer.name not in context.linears.float8_skips
 
     def norm(self, x: Tensor, width: int, name: str, rows: int | None = None, *, fused: bool = True) -> Tensor:
         """The architecture's norm over the last `width` elements. `fused`: by a fused kernel if the job has one."""
@@ -316,7 +283,7 @@ class BlockBuilder:
                 element_bytes=x.num_bytes // (rows * width),
                 weight_bytes=context.precision.norm_weight_bytes,
                 trainable=context.norms_train,
-                weight_in_fp32=family.norm.weight_in_float32,
+                weight_in_fp32=family.norm.weight_in_float32 or context.kernels.wide_norm,
                 of_input=family.norm.multiplies_input,
                 names_product=family.norm.names_product,
             )

@@ -38,7 +38,7 @@ class Precision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Linears:
-    """How Linear layers run: in which number format, and what they keep beyond what their gradients need."""
+    """How Linear layers compute: their number format, and tensors that they keep although no gradient needs them."""
 
     float8: bool = False
     """Whether Linears compute in float8, except those in `float8_skips`."""
@@ -130,6 +130,8 @@ class Kernels:
     and `lora_kernel`. False or "eager": the family's own code."""
 
     norm: bool = False
+    wide_norm: bool = False
+    """Whether RMSNorm's weight multiplies in fp32, before the result is narrowed."""
     rotary: bool = False
     gated_activation: bool = False
     loss: str = "eager"

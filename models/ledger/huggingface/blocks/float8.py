@@ -9,17 +9,17 @@ float8_ops.py preprocess_addmm. Compiled, these conversions fuse; that is not mo
 
 from __future__ import annotations
 
+from peakcast.models.ledger.tape.primitives import LinearLayer
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 
 CONVERSION_BYTES = 4 + 4 + 1
 """Bytes per element at the fullest moment of a conversion: the scaled fp32 tensor, its clamped copy, the result."""
 
 
-def float8_linear(
-    tape: Tape, x: Tensor, rows: int, in_features: int, out_features: int, name: str, *, element_bytes: int, bias: bool
-) -> Tensor:
-    """x·Wᵀ (+ b) with a trained weight of `element_bytes`. Shapes: [rows, in_features] to [rows, out_features]."""
-    inputs, outputs, weight = rows * in_features, rows * out_features, in_features * out_features
+def float8_linear(tape: Tape, x: Tensor, rows: int, layer: LinearLayer) -> Tensor:
+    """x·Wᵀ (+ b) with a weight that trains. Shapes: [rows, in_features] to [rows, out_features]."""
+    name, element_bytes = layer.name, layer.element_bytes
+    inputs, outputs, weight = rows * layer.in_features, rows * layer.out_features, layer.in_features * layer.out_features
     made = element_bytes * (inputs + weight)  # the gradients of the input and of the weight
     both = outputs + weight  # the first product's operands stay until backward returns
     forward = max(CONVERSION_BYTES * inputs, inputs + CONVERSION_BYTES * weight) - element_bytes * outputs
@@ -40,9 +40,9 @@ def float8_linear(
         forward_temporary_bytes=max(forward, inputs + weight),
         backward_temporary_bytes=max(backward - made, 0),
     )
-    if not bias:
+    if not layer.bias:
         return output
-    gradients = [WeightGradient(f"{name}.bias.grad", out_features * element_bytes)]
+    gradients = [WeightGradient(f"{name}.bias.grad", layer.out_features * element_bytes)]
     return tape.operation(
         f"{name}.bias", [output], output.num_bytes, gradients=[(output, None)], weight_gradients=gradients
     )

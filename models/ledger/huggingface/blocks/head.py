@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 from peakcast.core.units import FP32, INT64
@@ -16,6 +17,7 @@ from peakcast.models.ledger.huggingface.blocks.token_table import tied_in_graph
 from peakcast.models.ledger.huggingface.blocks.whole_logits import compiled_loss, logits_op, loss_of_whole_logits
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.primitives import LinearLayer
 from peakcast.models.ledger.tape.tape import Output, Tape, Tensor
 from peakcast.models.ledger.tape.template import Template
 from peakcast.networks.families import family_of
@@ -134,7 +136,8 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
     part, size = group.part(architecture.vocab_size), context.precision.end_weight_bytes
     with tape.marked(Mark.LM_HEAD):
         inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
-        logits = build.linear(inputs, width, part, "lm_head", bias, trains, size, sums_weight_gradients=apart)
+        layer = LinearLayer(name="lm_head", in_features=width, out_features=part, element_bytes=size, bias=bias)
+        logits = build.linear(inputs, replace(layer, trains=trains, sums_weight_gradients=apart))
         logits.storage.category = Category.LOGITS
         if group.ranks > 1 and not group.loss:
             whole = rows * architecture.vocab_size * context.precision.compute_bytes
@@ -174,7 +177,8 @@ def next_token_head(context: HFContext, kept: str) -> Template:
         last = tape.operation("last_position", [final], Output(0, view_of=final))
     last.num_bytes = build.rows * width * context.stream_bytes
     bias, size = architecture.lm_head_bias, context.precision.weight_bytes
-    logits = build.linear(last, width, vocabulary, "lm_head", bias, False, size)
+    layer = LinearLayer(name="lm_head", in_features=width, out_features=vocabulary, element_bytes=size, bias=bias)
+    logits = build.linear(last, replace(layer, trains=False))
     logits.storage.category = Category.LOGITS
     if architecture.final_logit_softcapping is not None:
         for name in ("softcap.divide", "softcap.tanh", "softcap.multiply"):

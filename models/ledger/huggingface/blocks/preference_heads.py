@@ -15,6 +15,7 @@ from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.tape.marks import Mark
+from peakcast.models.ledger.tape.primitives import LinearLayer
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 from peakcast.timelines.timeline import Category
 
@@ -59,7 +60,9 @@ def score(build: BlockBuilder, hidden: Tensor) -> None:
     context, tape = build.context, build.tape
     rows, width = context.rows, context.architecture.hidden_size
     with tape.marked(Mark.LM_HEAD):
-        scores = build.linear(hidden, width, 1, "lm_head.score", False, True, context.precision.weight_bytes)
+        size = context.precision.weight_bytes
+        layer = LinearLayer(name="lm_head.score", in_features=width, out_features=1, element_bytes=size)
+        scores = build.linear(hidden, layer)
         tape.operation("lm_head.last_position", [], rows * INT32, gradients=[], forward_temporary_bytes=2 * rows * INT32)
         pooled = tape.operation("lm_head.pooled", [scores], context.batch * context.precision.compute_bytes)
     tape.operation("loss", [pooled], FP32, saves=Saved(extra_bytes=[FP32]))

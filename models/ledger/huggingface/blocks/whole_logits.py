@@ -62,6 +62,13 @@ def _widened_by_model(tape: Tape, logits: Tensor, context: HFContext, wide_bytes
     return LossInput(_shift(tape, wide, context), [wide])
 
 
+def _widened_by_model_alone(tape: Tape, logits: Tensor, context: HFContext, wide_bytes: int) -> LossInput:
+    """The model returns fp32 logits; the loop shifts the labels."""
+    wide = widened_by_model(tape, logits, context)
+    tape.begin_loss()
+    return LossInput(wide, [wide], _shifted_labels(tape, context))
+
+
 def _as_they_are(tape: Tape, logits: Tensor, context: HFContext, wide_bytes: int) -> LossInput:
     """Neither widened nor shifted: a training loop of its own has labels that are shifted already."""
     tape.begin_loss()
@@ -98,6 +105,7 @@ def _widened_with_shifted_labels(tape: Tape, logits: Tensor, context: HFContext,
 
 UPCASTS: dict[str, Callable[[Tape, Tensor, HFContext, int], LossInput]] = {
     "model": _widened_by_model,
+    "model_unshifted": _widened_by_model_alone,
     "none": _as_they_are,
     "none_shifted": _shifted_alone,
     "loss_shifted": _widened_and_shifted,
@@ -124,6 +132,12 @@ def _shifted_labels(tape: Tape, context: HFContext) -> list[Tensor]:
     shared = padded if context.batch == 1 else None
     size = context.rows * INT64
     return [padded, tape.operation("shift_labels", [padded], Output(size, view_of=shared, category=Category.INPUTS))]
+
+
+def widened_by_model(tape: Tape, logits: Tensor, context: HFContext) -> Tensor:
+    """The fp32 logits that the model makes of its own; the same if they are fp32 already."""
+    wide_bytes = logits.num_bytes // context.precision.compute_bytes * FP32
+    return logits if logits.num_bytes == wide_bytes else logits_op(tape, logits, wide_bytes, "logits.to_float32")
 
 
 def logits_op(tape: Tape, x: Tensor, num_bytes: int, name: str) -> Tensor:
@@ -175,6 +189,8 @@ def compiled_loss(tape: Tape, logits: Tensor, context: HFContext) -> None:
     their gradient at once. If the whole network is compiled, the logits are an output of its graph, with zeros as their
     gradient."""
     whole = "ends" in context.compiled
+    if context.loss.logits_upcast == "model_unshifted":  # the model's end is not compiled with the loss
+        logits = widened_by_model(tape, logits, context)
     if not whole:
         tape.begin_loss()
     tape.operation(
