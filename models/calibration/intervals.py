@@ -33,7 +33,8 @@ COVERAGE = 0.90
 UPPER_COVERAGE = 0.95
 """Nominal coverage of the one-sided upper bound."""
 MIN_GROUP_ROWS = 20
-"""With fewer effective rows, the next larger group sets a group's bar: the one-sided 95 % quantile needs 19."""
+"""With fewer effective rows, the next larger group sets a group's bar: the one-sided 95 % quantile needs 19. With more, the
+larger group's rows count as this many beside the group's own, so that one row more cannot replace a bar by another."""
 MIN_ARCHITECTURES = 3
 """With fewer architectures no bar can be learned, because nothing shows how architectures differ."""
 
@@ -50,7 +51,7 @@ class Bar:
     num_rows: int
     num_architectures: int
     effective_rows: float
-    """How many independent rows the group's rows are worth: the sum of their weights."""
+    """How many independent rows the group's own rows are worth: the sum of their weights."""
     parametric: bool = False
     """Whether they are too few for one of the two quantiles, in whose place there is a Student t bound
     (`parametric_bound`)."""
@@ -102,10 +103,9 @@ class Intervals:
                 depth[name], larger[name] = len(names) - level, names[level + 1 :]
         bars: dict[str, Bar] = {}
         for name in sorted(members, key=lambda group: (depth[group], group)):  # larger groups first
-            rows = np.array(members[name])
-            bar = self._bar(scores[rows], units[rows], counts[rows])
-            alone = not any(other in bars for other in larger[name])
-            if bar is not None and (alone or bar.effective_rows >= self.min_group_rows):
+            around = next((members[other] for other in larger[name] if other in bars), None)
+            bar = self._bar(scores, units, counts, members[name], around)
+            if bar is not None:
                 bars[name] = bar
         return bars
 
@@ -113,25 +113,38 @@ class Intervals:
         """The finest group of `groups` that has a bar, and that bar; None if none has one."""
         return next(((name, self.bars_[name]) for name in groups if name in self.bars_), None)
 
-    def _bar(self, scores: Floats, units: npt.NDArray[np.int64], counts: Floats) -> Bar | None:
-        """The bar from a group's own rows; None if there are too few architectures."""
-        num_architectures = len(np.unique(units))
-        if num_architectures < MIN_ARCHITECTURES:
+    def _bar(
+        self,
+        scores: Floats,
+        units: npt.NDArray[np.int64],
+        counts: Floats,
+        own: Sequence[int],
+        around: Sequence[int] | None,
+    ) -> Bar | None:
+        """The bar of a group from its `own` rows, and from those `around` it, of the next larger group that has a bar; None
+        if there are too few architectures or, beside a larger group, too few rows."""
+        num_architectures = len(np.unique(units[own]))
+        weights = np.zeros(len(scores))
+        weights[own] = evidence_weights(units[own], counts[own])
+        effective_rows = float(weights.sum())
+        if num_architectures < MIN_ARCHITECTURES or (around is not None and effective_rows < self.min_group_rows):
             return None
-        weights = evidence_weights(units, counts)
+        if around is not None:
+            lent = evidence_weights(units[around], counts[around])
+            weights[around] += lent * (self.min_group_rows / lent.sum())
         half_width = conformal_quantile(np.abs(scores), weights, self.coverage)
         upper = conformal_quantile(scores, weights, self.upper_coverage)
         few = not math.isfinite(upper)  # the higher level needs more rows
         if not math.isfinite(half_width):
-            half_width = parametric_bound(np.abs(scores), units, counts, self.coverage, tails=2)
+            half_width = parametric_bound(np.abs(scores[own]), units[own], counts[own], self.coverage, tails=2)
         if few:
-            upper = parametric_bound(scores, units, counts, self.upper_coverage, tails=1)
+            upper = parametric_bound(scores[own], units[own], counts[own], self.upper_coverage, tails=1)
         return Bar(
             half_width=half_width,
             upper=upper,
-            num_rows=len(scores),
+            num_rows=len(own),
             num_architectures=num_architectures,
-            effective_rows=float(weights.sum()),
+            effective_rows=effective_rows,
             parametric=few,
         )
 

@@ -48,10 +48,19 @@ def test_mondrian_groups_are_crepes_bins():
     bins = np.repeat(["quiet", "loud"], 150)
     residuals = random.normal(size=300) * np.where(bins == "loud", 5.0, 1.0)
     oracle = ConformalRegressor().fit(residuals=residuals, bins=bins)
-    fitted = Intervals().fit(residuals, one_row_each(300), [(name, "all") for name in bins])
+    fitted = Intervals(min_group_rows=0).fit(residuals, one_row_each(300), [(name, "all") for name in bins])
     for name in ("quiet", "loud"):
         expected = oracle.predict_int(np.zeros(1), bins=np.array([name]), confidence=0.9)[0, 1]
         assert fitted.bars_[name].half_width == expected
+
+
+def test_the_larger_group_counts_as_some_rows_beside_a_groups_own():
+    """40 rows of 1 and 160 of 10. All 200 count as 20: 4 of 1 and 16 of 10. With the quiet group's own, 44 of 60 are 1,
+    so that 54.9, which is 90 % of 61, is among the 10. With 4,000 quiet rows it is among the 1."""
+    for num, quiet in ((40, 10.0), (4000, 1.0)):
+        groups = [("quiet", "all")] * num + [("loud", "all")] * 160
+        bars = Intervals().fit([1.0] * num + [10.0] * 160, one_row_each(num + 160), groups).bars_
+        assert (bars["quiet"].half_width, bars["loud"].half_width) == (quiet, 10.0)
 
 
 def test_an_architecture_of_n_rows_says_as_much_as_root_n_rows():

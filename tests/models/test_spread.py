@@ -73,7 +73,23 @@ def test_only_what_holds_a_cache_is_charged_with_it() -> None:
         "generates": 0.0,
         "compile": 1.0,
         "sharded": 1.0,
+        "allocator_slack": 0.01,
+        "num_parallel_axes": 0.0,
     }
     allocated, reserved = (terms_of(row, f"peak_{name}_bytes", 2.0) for name in ("allocated", "reserved"))
     assert (allocated["cached"], reserved["cached"]) == (0.0, pytest.approx(np.log(2.0)))
     assert [reserved[name] for name in ("fixed", "routed", "compiled", "sharded", "outside")] == [0.05, 1, 1, 1, 2.0]
+
+
+@pytest.mark.parametrize(
+    ("axes", "quantity", "slack"), [(2, "allocated", 0.01), (0, "allocated", 0.0), (2, "reserved", 0.0)]
+)
+def test_rests_of_blocks_are_uncertain_on_several_gpus(axes: int, quantity: str, slack: float) -> None:
+    """They are part of allocated memory; reserved memory has the whole blocks, and one GPU's order of requests is known."""
+    row = {
+        **dict.fromkeys(("gib_over_start", "log2_reserved_over_allocated", "log2_num_experts"), 0.0),
+        **dict.fromkeys(("generates", "compile", "sharded"), 0.0),
+        "allocator_slack": float(np.expm1(0.01)),
+        "num_parallel_axes": float(axes),
+    }
+    assert terms_of(row, f"peak_{quantity}_bytes", 0.0)["slack"] == pytest.approx(slack)
