@@ -44,8 +44,7 @@ def predicted_against_measured(cells: Sequence[Scored]) -> Figure:
     axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
     axes.set(xlabel="predicted, with its 90 % bar, GiB", ylabel="measured, GiB")
     for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-        axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+        _label_sizes(axis, low, high)
     return figure
 
 
@@ -101,11 +100,20 @@ def error_against_size(cells: Sequence[Scored]) -> Figure:
         axes.scatter(measured, np.maximum(values, 1e-5), s=12, color=color, alpha=0.6, linewidths=0, label=name)
     axes.axhline(0.01, color=MUTED, linewidth=1, linestyle="--")
     axes.set(xscale="log", yscale="log", xlabel="measured, GiB", ylabel="absolute error")
-    axes.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
-    axes.xaxis.set_minor_formatter(matplotlib.ticker.NullFormatter())
+    _label_sizes(axes.xaxis, float(measured.min()), float(measured.max()))
     axes.yaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value * 100:g} %"))
     _legend(axes)
     return figure
+
+
+def _label_sizes(axis: Any, low: float, high: float) -> None:
+    """Label a logarithmic axis of GiB from `low` to `high` at even steps where it spans less than a decade: there may be no
+    power of ten to label."""
+    if high < 10 * low:
+        axis.set_major_locator(matplotlib.ticker.MaxNLocator(4))
+        axis.set_minor_locator(matplotlib.ticker.NullLocator())
+    axis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(matplotlib.ticker.NullFormatter())
 
 
 def error_by_layout(cells: Sequence[Scored]) -> Figure:
