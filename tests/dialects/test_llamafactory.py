@@ -39,6 +39,15 @@ def test_what_the_arguments_say_counts_more_than_the_name():
     assert read("TechxGenus/Meta-Llama-3-8B-Instruct-GPTQ", quantization_bit=8).job.finetuning.quantization == "int8"
 
 
+def test_orthogonal_adapters_are_read():
+    plain = read(finetuning_type="oft").job.finetuning
+    assert (plain.method, plain.rank, plain.targets, dict(plain.settings)) == ("oft", None, ("all-linear",), {})
+    wide = read(finetuning_type="oft", oft_block_size=64, oft_target="q_proj,v_proj").job.finetuning
+    assert (wide.targets, dict(wide.settings)) == (("q_proj", "v_proj"), {"oft_block_size": 64})
+    with pytest.raises(SpecError, match="oft_block_size=0 must be at least 1 without an oft_rank"):
+        read(finetuning_type="oft", oft_block_size=0)
+
+
 def test_noise_on_the_embeddings_is_read():
     assert read(neftune_noise_alpha=5).job.framework_options["neftune"]
 

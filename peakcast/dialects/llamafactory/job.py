@@ -94,7 +94,7 @@ IGNORED = words("""
     logging_steps logging_strategy loraplus_lr_embedding low_cpu_mem_usage lr_scheduler_kwargs lr_scheduler_type
     mask_history max_grad_norm max_samples max_steps media_dir metric_for_best_model mix_strategy model_revision
     module_dropout moe_aux_loss_coef ms_hub_token new_special_tokens_config
-    num_train_epochs offload_folder oft_block_size oft_rank oft_target om_hub_token output_dir overwrite_cache
+    num_train_epochs offload_folder om_hub_token output_dir overwrite_cache
     overwrite_output_dir per_device_eval_batch_size pissa_convert pissa_iter placement_strategy plot_loss
     ppo_buffer_size ppo_epochs ppo_score_norm ppo_target ppo_whiten_rewards predict_with_generate pref_bco_weight
     pref_beta pref_ftx pref_loss preprocessing_batch_size preprocessing_num_workers print_param_status push_to_hub
@@ -123,8 +123,8 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     if not model:
         raise settings.missing("model_name_or_path", "the model's hub id, its folder, or its config.json")
     kind = settings.one_of("finetuning_type", "lora", ("lora", "full", "freeze", "oft"))
-    if kind in ("freeze", "oft"):
-        raise settings.refuse("finetuning_type", "is not modelled; lora and full are")
+    if kind == "freeze":
+        raise settings.refuse("finetuning_type", "is not modelled; lora, oft and full are")
     if settings.switch("use_badam"):
         raise settings.refuse(
             "use_badam",
@@ -137,7 +137,8 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     refuse_twice(deepspeed, launcher.deepspeed, "deepspeed", pasted.where)
     deepspeed = deepspeed if deepspeed is not None else launcher.deepspeed
     sharded = _sharded(deepspeed) or bool(settings.raw("fsdp")) or launcher.fsdp is not None
-    adapter = _adapter(settings, training) if kind == "lora" else None
+    adapters = {"lora": _lora, "oft": _oft}
+    adapter = _adapter(settings, training, adapters[kind](settings)) if kind in adapters else None
     _precision(settings, training, upcast=adapter is None and deepspeed is None and not sharded)
     _memory(settings, training)
     num_gpus = launcher.gpus(pasted, notes)
@@ -224,16 +225,34 @@ def _precision(settings: Settings, training: dict[str, Any], *, upcast: bool) ->
         settings.notes.assumptions.append("LLaMA-Factory casts trained parameters to float32 (pure_bf16: true keeps them).")
 
 
-def _adapter(settings: Settings, training: dict[str, Any]) -> dict[str, Any]:
-    adapter = renamed(settings, ADAPTER)
+def _lora(settings: Settings) -> dict[str, Any]:
+    """LoRA's part of peft's settings."""
     rank = settings.size("lora_rank", 8, assume=True)
-    adapter |= {"r": rank, "lora_alpha": settings.integer("lora_alpha", 2 * rank)}
     if not settings.given("lora_alpha"):
         settings.notes.assumptions.append(f"lora_alpha is not given; the default of LLaMA-Factory is {2 * rank}.")
-    target = settings.words("lora_target")
+    alpha = settings.integer("lora_alpha", 2 * rank)
+    return {"r": rank, "lora_alpha": alpha, "target_modules": _targets(settings, "lora_target")}
+
+
+def _oft(settings: Settings) -> dict[str, Any]:
+    """OFT's part of peft's settings (hparams/finetuning_args.py OFTArguments, model/adapter.py)."""
+    rank = settings.integer("oft_rank", 0, least=0)
+    block = settings.integer("oft_block_size", 32, least=0)
+    if not (rank or block):
+        raise settings.refuse("oft_block_size", "must be at least 1 without an oft_rank", 0)
+    return {"peft_type": "OFT", "r": rank, "oft_block_size": block, "target_modules": _targets(settings, "oft_target")}
+
+
+def _targets(settings: Settings, key: str) -> str | list[str]:
+    target = settings.words(key)
     if not target:
-        settings.notes.assumptions.append("lora_target is not given; the default of LLaMA-Factory is all.")
-    adapter["target_modules"] = "all-linear" if target in ((), ("all",)) else list(target)
+        settings.notes.assumptions.append(f"{key} is not given; the default of LLaMA-Factory is all.")
+    return list(target) if target and target != ("all",) else "all-linear"
+
+
+def _adapter(settings: Settings, training: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """The adapters as peft's settings: the method's `own`, and what all methods share. Quantisation goes to `training`."""
+    adapter = renamed(settings, ADAPTER) | own
     bits = settings.integer("quantization_bit")
     double = settings.switch("double_quantization", True)
     if settings.text("quantization_type", "nf4") != "nf4":
