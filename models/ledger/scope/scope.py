@@ -25,6 +25,7 @@ from peakcast.models.ledger.scope.training import (
     UPDATES_IN_BACKWARD,
 )
 from peakcast.models.recipes.baseline_choice import tracer
+from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.shelf import wants_recipe
 
 EVERY_STACK = (BATCHES, PREFERENCES, LENGTHS, FROZEN)
@@ -52,7 +53,8 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
         return ()
     recorded = recipe_findings(job) if wants_recipe(job) else None
     if recorded is not None and (job.architecture.configuration or not no_recipe(job)):
-        own = OWN_NETWORKS.finding(job)  # recipes are of transformers' networks
+        # a recipe is of transformers' network, unless a run of the user's own program gave it
+        own = OWN_NETWORKS.finding(job) if lent() is None else None
         return (*recorded, own) if own else recorded
     found = (section.finding(job) for section in sections(job.framework))  # a family of the ledger, which then answers
     return (*(recorded or ()), *(finding for finding in found if finding))
