@@ -128,8 +128,7 @@ def dryrun(
     )
     if save_recipe is None:
         return found
-    batch = job.micro_batch_size, job.sequence_length
-    walks = partial(script_walks, asked, device.name, limits, batch, **more)
+    walks = partial(script_walks, asked, device.name, limits, (job.micro_batch_size, job.sequence_length), **more)
     return _with_recipe(found, Path(save_recipe), device, number, walks, progress)
 
 
