@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from peakcast.answers.remarks import assumptions_shown, warnings_shown
 from peakcast.core.units import format_gib
+from peakcast.printing.wrapping import wrapped
 
 if TYPE_CHECKING:
     from peakcast.answers.installation import Installation
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from peakcast.doors.calibrating import Checked, Fitted
     from peakcast.models.evaluation.evaluation import Evaluation
 
-WIDTH = 100
 
 
 # -- programs ---------------------------------------------------------------------------------------------------------
@@ -46,10 +45,6 @@ def plain(value: Any) -> Any:
 
 
 # -- a job -----------------------------------------------------------------------------------------------------------
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def job_text(job: object, *, as_json: bool) -> str:
@@ -160,7 +155,7 @@ def installation_text(found: Installation) -> str:
     present = [f"{package} {version}" for package, version in found.versions.items() if version is not None]
     absent = [package for package, version in found.versions.items() if version is None]
     lines = [f"peakcast {found.peakcast} in {found.folder}", f"Python {found.python} on {found.system}"]
-    lines.append(_wrapped(f"Packages: {', '.join(present)}" + (f"; not installed: {', '.join(absent)}" if absent else "")))
+    lines.append(wrapped(f"Packages: {', '.join(present)}" + (f"; not installed: {', '.join(absent)}" if absent else "")))
     lines += [f"{name}={value}" for name, value in found.variables.items()]
     lines.append(f"NVIDIA driver: {found.nvml}")
     for gpu in found.gpus:
@@ -173,7 +168,7 @@ def installation_text(found: Installation) -> str:
             for name, number in calibration.rows.items()
         )
         lines.append(f"  {calibration.gpu}: of {calibration.created}; {rows}")
-    return "\n".join([*lines, "", *map(_wrapped, found.findings)])
+    return "\n".join([*lines, "", *map(wrapped, found.findings)])
 
 
 def summary_text(summary: Summary, shard: Path) -> str:
@@ -216,8 +211,8 @@ def constants_text(read: Reading) -> str:
         [
             f"{found.gpu}, outside PyTorch's allocator:",
             *(f"  {name:<{width}}  {format_gib(size, 3):>10}" for name, size in parts.items()),
-            *map(_wrapped, read.remarks),
-            _wrapped(f"Kept in {found.path}: predictions for {found.gpu} use it; delete the file to go back to estimates."),
+            *map(wrapped, read.remarks),
+            wrapped(f"Kept in {found.path}: predictions for {found.gpu} use it; delete the file to go back to estimates."),
         ]
     )
 

@@ -22,10 +22,13 @@ from peakcast.answers.labels import category_name, phase_name, phase_title
 from peakcast.answers.remarks import assumptions_shown, warnings_shown
 from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.explaining.blocks import blocks
-from peakcast.printing.steps import WIDTH, flags_text, lowered, steps_text, value_text
+from peakcast.printing.steps import flags_text, lowered, steps_text, value_text
+from peakcast.printing.wrapping import WIDTH, wrapped
 
 NUM_TENSORS = 12
 NUM_RANKS_SHOWN = 8
+INSIDE = WIDTH - 6
+"""The width of text inside a section, which is indented."""
 
 
 def explanation_text(explanation: Explanation, *, layers: bool = False, whole: bool = False) -> str:
@@ -34,7 +37,8 @@ def explanation_text(explanation: Explanation, *, layers: bool = False, whole: b
     e = explanation
     where = f" on {e.gpu}" if e.gpu else ""
     title = f"{e.architecture}{where}, rank {e.rank}: one steady step, by the {e.source}"
-    sections = [title, _section("Why this is the peak", map(_wrapped, e.peak.sentences)), blocks(e.timeline)]
+    why = (wrapped(line, INSIDE) for line in e.peak.sentences)
+    sections = [title, _section("Why this is the peak", why), blocks(e.timeline)]
     sections.append(_modules("Layer by layer, GiB", e.modules, layers))
     if e.unsharded_modules:
         sections.append(_modules("Before sharding: the same on one rank, GiB", e.unsharded_modules, layers))
@@ -51,14 +55,10 @@ def explanation_text(explanation: Explanation, *, layers: bool = False, whole: b
     if e.comparison is not None:
         sections.append(comparison_text(e.comparison))
     said = [*warnings_shown(e.findings, whole=whole), *assumptions_shown(e.assumptions, whole=whole)]
-    notes = [_wrapped(line) for line in said]
+    notes = [wrapped(line, INSIDE) for line in said]
     sections += ["\n".join(notes)] if notes else []
     sections += ["\n".join(f"Written: {path}" for path in e.written)] if e.written else []
     return "\n\n".join(sections)
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH - 6, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
 
 
 def _section(title: str, lines: Iterable[str]) -> str:
@@ -159,7 +159,7 @@ def _communication(rows: Sequence[Collective], notes: Sequence[str]) -> str:
     total = sum(row.sent_per_iteration_bytes for row in rows)
     cluster = sum(row.sent_in_cluster_bytes for row in rows)
     lines.append(f"  {'everything':<46}{'':>35}{total / GIB:>11.3f}{cluster / GIB:>9.1f}")
-    return _section("Communication of one step", [*lines, *(f"  {_wrapped(note)}" for note in notes)])
+    return _section("Communication of one step", [*lines, *(f"  {wrapped(note, INSIDE)}" for note in notes)])
 
 
 # -- advice and comparison ----------------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ def advice_text(advice: Sequence[Advice]) -> str:
         for item in advice:
             if item.same_training is same:
                 lines.append(f"  {lowered(item)}: {item.sentence}")
-                lines.append(textwrap.indent(_wrapped(f"{flags_text(item.changes)}; price: {item.price}"), " " * 6))
+                lines.append(textwrap.indent(wrapped(f"{flags_text(item.changes)}; price: {item.price}", INSIDE), " " * 6))
         sections += [_section(title, lines)] if lines else []
     return "\n\n".join(sections)
 

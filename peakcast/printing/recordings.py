@@ -10,7 +10,7 @@ from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.doors.replaying import Replayed
 from peakcast.explaining.beside import UNKNOWN_PHASE, Beside, Moment, SizeRow
 from peakcast.models.allocator.history_replay import HistoryReplay
-from peakcast.printing.steps import WIDTH
+from peakcast.printing.wrapping import WIDTH
 from peakcast.timelines.timeline import Phase
 
 NUM_ROWS = 10

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Iterable
 
 from peakcast.answers.labels import (
@@ -21,8 +20,8 @@ from peakcast.core.findings import Finding
 from peakcast.core.units import GIB, format_gib
 from peakcast.jobs.spec import TrainingJob
 from peakcast.printing.steps import steps_text
+from peakcast.printing.wrapping import wrapped
 
-WIDTH = 100
 NUM_WARNINGS = 3
 """Warnings on the first screen."""
 NUM_KINDS = 5
@@ -65,7 +64,7 @@ def _details(p: Answer) -> Iterable[str]:
     yield _steps(p)
     yield _gpus(p)
     yield _lines([*warnings_shown(p.findings, whole=True), *_domain(p), *assumptions_shown(p.assumptions, whole=True)])
-    yield _wrapped(f"Not modelled: {'; '.join(p.not_modelled)}.")
+    yield wrapped(f"Not modelled: {'; '.join(p.not_modelled)}.")
 
 
 # -- parts of both ------------------------------------------------------------------------------------------------------
@@ -89,7 +88,7 @@ def _asked(job: TrainingJob) -> str:
     if job.task == "inference":
         prompt, new = job.inference.prompt_length or job.sequence_length, job.inference.new_tokens or 1
         batch = f"batch {job.micro_batch_size:,} × {prompt:,} tokens of prompt and {new:,} new"
-    return _wrapped(f"Asked: {job.architecture.name}, {what}, {batch}, {gpus}, {job.framework}.")
+    return wrapped(f"Asked: {job.architecture.name}, {what}, {batch}, {gpus}, {job.framework}.")
 
 
 def _quantities(p: Prediction) -> str:
@@ -148,7 +147,7 @@ def _help(p: Answer) -> str:
     named = ", ".join(fitting[:NUM_GPUS])
     further = f" and {len(fitting) - NUM_GPUS} more" if len(fitting) > NUM_GPUS else ""
     gpus = f"Fits as it is on {named}{further}" if fitting else "Surely fits as it is on no GPU type of the catalog"
-    return f"{_steps(p)}\n{_wrapped(f'{gpus}. More GPUs: `peakcast search`.')}"
+    return f"{_steps(p)}\n{wrapped(f'{gpus}. More GPUs: `peakcast search`.')}"
 
 
 def _warnings(p: Prediction) -> list[Finding]:
@@ -162,7 +161,7 @@ def _more(p: Answer) -> str:
     counts = [(left, "warning"), (len(p.assumptions), "assumption")]
     said = [f"{count} {noun}{'s' * (count > 1)}" for count, noun in counts if count > 0]
     further = ["tensors", "phases", "other GPUs", "what is not modelled"]
-    return _wrapped(f"More with --details: {', '.join([*said, *further])}.")
+    return wrapped(f"More with --details: {', '.join([*said, *further])}.")
 
 
 # -- the details' own ---------------------------------------------------------------------------------------------------
@@ -202,8 +201,4 @@ def _domain(p: Prediction) -> list[str]:
 
 
 def _lines(lines: Iterable[str]) -> str:
-    return "\n".join(map(_wrapped, lines))
-
-
-def _wrapped(text: str) -> str:
-    return textwrap.fill(text, WIDTH, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+    return "\n".join(map(wrapped, lines))

@@ -8,8 +8,7 @@ from typing import Any
 from peakcast.answers.advised import Advice
 from peakcast.core.units import GIB
 from peakcast.doors.job_flags import FLAGS
-
-WIDTH = 100
+from peakcast.printing.wrapping import WIDTH
 
 
 def steps_text(steps: Sequence[Advice]) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from peakcast.catalog.kernel_workspaces import flash_backward
 from peakcast.core.units import BOOL, FP32, round_up
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.exchange import exchanged_attention
@@ -167,11 +168,9 @@ def _kernel(tape: Tape, name: str, query: Tensor, key: Tensor, value: Tensor, co
 def flash_backward_bytes(context: MegatronContext) -> int:
     """Bytes that flash-attn's backward allocates for itself: an fp32 dq accumulator and row sums and, for grouped queries,
     dk and dv for all heads. Source: flash-attention 2.8.3 csrc/flash_attn/flash_api.cpp mha_bwd."""
-    padded = round_up(context.sequence, 128)
     head = context.latent.qk_dim if context.latent is not None else context.attention.head_dim
-    dim = round_up(head, 64 if head > 128 else 32)
-    accumulator = FP32 * context.batch * context.attention.heads * padded * dim
-    row_sums = FP32 * context.batch * context.attention.heads * padded
+    filled_rows = context.batch * round_up(context.sequence, 128)
+    accumulator, row_sums = flash_backward(filled_rows, context.attention.heads, head)
     expanded = (
         2 * context.element_bytes * context.rows * context.attention.query
         if context.attention.key_value_heads != context.attention.heads
