@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from peakcast.core.errors import RecordError
@@ -55,10 +55,11 @@ def commands(text: str) -> Iterator[tuple[str, str]]:
             yield command, "\n".join(rest[length:])
 
 
-def run(command: str, folder: Path) -> str:
-    """The standard output of `command` in `folder`, run by the shell with this interpreter's scripts first in PATH."""
-    scripts = str(Path(sys.executable).parent)
-    environment = {**os.environ, "PATH": scripts + os.pathsep + os.environ.get("PATH", ""), "COLUMNS": "120"}
+def run(command: str, folder: Path, first: Sequence[Path] = ()) -> str:
+    """The standard output of `command` in `folder`, run by the shell. PATH begins with the folders `first` and with that of
+    this interpreter's scripts."""
+    path = os.pathsep.join([*map(str, first), str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    environment = {**os.environ, "PATH": path, "COLUMNS": "120"}
     done = subprocess.run(
         ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

@@ -4,8 +4,11 @@ the command's."""
 from __future__ import annotations
 
 import csv
+import os
 import re
-from collections.abc import Callable
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -48,9 +51,72 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {page: prepare(tmp_path_factory.mktemp(page.removesuffix(".md")), path) for page, path in PAGES.items()}
 
 
+SERVER = """
+import json, os, socket, sys
+from peakcast.commands import cli
+
+with open(os.devnull, "w") as sys.stdout:
+    for command in ("predict", "explain"):
+        cli._run([command, "--model", "gpt2", "--gpu", "H100-80GB"])
+sys.stdout = sys.__stdout__
+listener = socket.socket(socket.AF_UNIX)
+listener.bind(sys.argv[1])
+listener.listen()
+print("ready", flush=True)
+running = set()
+while True:
+    client, _ = listener.accept()
+    running = {child for child in running if not os.waitpid(child, os.WNOHANG)[0]}
+    if child := os.fork():
+        running.add(child)
+        client.close()
+        continue
+    question, streams, _, _ = socket.recv_fds(client, 1 << 20, 3)
+    folder, environment, sys.argv = json.loads(question)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environ.update(environment)
+    try:
+        cli.main()
+    except SystemExit as error:
+        code = error.code
+    sys.stderr.flush()
+    client.sendall(bytes([code]))
+    os._exit(code)
+"""
+CLIENT = """#!{python} -IS
+import json, os, socket, sys
+server = socket.socket(socket.AF_UNIX)
+server.connect({address!r})
+question = json.dumps([os.getcwd(), dict(os.environ), sys.argv]).encode()
+socket.send_fds(server, [question], [0, 1, 2])
+sys.exit(ord(server.recv(1)))
+"""
+
+
+@pytest.fixture(scope="module")
+def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A folder whose `peakcast` is a copy of a process that has imported it: a start takes longer than most commands."""
+    folder = tmp_path_factory.mktemp("forked")
+    address, script = folder / "socket", folder / "peakcast"
+    script.write_text(CLIENT.format(python=sys.executable, address=str(address)), encoding="utf-8")
+    script.chmod(0o755)
+    environment = {**os.environ, "COLUMNS": "120"}
+    command = [sys.executable, "-P", "-c", SERVER, str(address)]
+    with subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE) as server:
+        assert server.stdout is not None
+        server.stdout.readline()
+        yield folder
+        server.kill()
+
+
 @pytest.mark.parametrize(("page", "command", "shown"), SHOWN)
-def test_a_command_prints_what_its_page_shows(page: str, command: str, shown: str, folders: dict[str, Path]) -> None:
-    assert run(command, folders[page]) == shown, REFRESH
+def test_a_command_prints_what_its_page_shows(
+    page: str, command: str, shown: str, folders: dict[str, Path], forked: Path
+) -> None:
+    assert run(command, folders[page], [forked]) == shown, REFRESH
 
 
 @pytest.mark.whole

@@ -12,7 +12,7 @@ import pytest
 from peakcast import catalog
 from peakcast.catalog.kernel_workspaces import Workspace, column_sum, cublaslt_kept, reduction, sort_bytes
 from peakcast.histories.files import read_histories
-from peakcast.histories.history import Action, History
+from peakcast.histories.history import Action, Event, History
 
 FOLDER = Path(__file__).resolve().parents[1] / "datasets" / "published" / "histories"
 REDUCES = "raw:at::native::gpu_reduce_kernel"
@@ -22,11 +22,16 @@ not named. Of the third nothing is capped in these histories, so that any GPU of
 
 
 @cache
+def allocations(path: Path) -> tuple[History, list[Event]]:
+    """A history, and its allocations in their order."""
+    (history,) = read_histories(path)
+    return history, [event for event in history.events if event.action is Action.ALLOC]
+
+
+@cache
 def reductions(name: str) -> Counter[tuple[str, int, int, int]]:
     """(operator, bytes of its output, of the buffer, of the semaphores) of a history, each with how often it is there."""
-    (path,) = FOLDER.glob(f"{name}.jsonl.gz")
-    (history,) = read_histories(path)
-    made = [event for event in history.events if event.action is Action.ALLOC]
+    history, made = allocations(FOLDER / f"{name}.jsonl.gz")
     found: Counter[tuple[str, int, int, int]] = Counter()
     for before, buffer, semaphores in zip(made, made[1:], made[2:], strict=False):
         names = [history.categories[event.category] for event in (before, buffer, semaphores)]
@@ -97,7 +102,7 @@ def test_whole_tensors_are_reduced_in_parts_too():
 def test_no_reduction_of_any_history_is_left_out():
     checked = 0
     for path in FOLDER.glob("*.jsonl.gz"):
-        (history,) = read_histories(path)
+        history, _ = allocations(path)
         if any(REDUCES in text for text in history.categories):
             checked += 1
             assert re.match("kkaitlyn|linyun|niuhuang|wedsonlin|jaspersolt|silmont2000-mem-", path.name)
@@ -131,9 +136,8 @@ def test_a_small_gpu_takes_fewer_parts():
 def raw_sizes(function: str) -> list[tuple[History, int, int]]:
     found = []
     for path in sorted(FOLDER.glob("*.jsonl.gz")):
-        (history,) = read_histories(path)
+        history, made = allocations(path)
         if any(function in text for text in history.categories):
-            made = [event for event in history.events if event.action is Action.ALLOC]
             at = [number for number, event in enumerate(made) if f"raw:{function}" in history.categories[event.category]]
             found += [(history, made[number].num_bytes, made[number - 1].num_bytes) for number in at]
     return found

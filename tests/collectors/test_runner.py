@@ -90,6 +90,7 @@ def test_bad_options_are_refused(tmp_path):
         collect(JOBS, tmp_path / "x.jsonl", CollectSettings(budget_minutes=-1, trace=True))
 
 
+@pytest.mark.usefixtures("from_the_warm_parent")
 def test_without_a_gpu_nothing_is_recorded_and_the_message_says_what_to_do(tmp_path):
     import torch
 
