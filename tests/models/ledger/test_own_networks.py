@@ -5,7 +5,10 @@ import pytest
 from peakcast.core.fields import FrozenMapping
 from peakcast.doors.recording import timelines_from
 from peakcast.models.ledger.scope.scope import out_of_scope
-from peakcast.models.recipes.baseline_choice import baseline_from
+from peakcast.models.recipes.baseline_choice import StackTraces, baseline_from, tracer
+from peakcast.models.recipes.shelf import installed
+from peakcast.timelines.timeline import Timeline
+from peakcast.timelines.traced import Traced
 
 
 @pytest.mark.parametrize("library", ["nanotron", "torchtitan"])
@@ -20,3 +23,19 @@ def test_a_trace_of_a_users_program_is_of_its_own_network(job):
     asked = job(ranks=1, layout="ddp", versions=FrozenMapping({"nanotron": "main"}))
     with baseline_from("trace", lambda *_: {}):
         assert out_of_scope(asked) == ""
+
+
+def test_a_trace_says_which_kernels_its_environment_lacked(job):
+    step = Timeline.from_entries((), (0,))
+    asked = job(ranks=1, layout="ddp")
+    with baseline_from("trace", StackTraces(lambda *_: Traced(first=step, steady=step, replaced={"scan": "fla"}))):
+        assert out_of_scope(asked) == ""  # nothing has been traced yet
+        tracer()(asked, 0, None)
+        assert "fla was not installed" in out_of_scope(asked)
+
+
+def test_a_trace_of_another_release_than_asked_says_so(job):
+    here = installed()["transformers"]
+    with timelines_from("trace"):
+        assert "is asked for" in out_of_scope(job(ranks=1, layout="ddp", versions=FrozenMapping({"transformers": "4.30"})))
+        assert out_of_scope(job(ranks=1, layout="ddp", versions=FrozenMapping({"transformers": here}))) == ""
