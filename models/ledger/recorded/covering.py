@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterable, Mapping
 
 from peakcast.core.errors import near_misses
+from peakcast.core.fields import FrozenMapping
 from peakcast.core.findings import FAILS, LESS, MORE, Finding, found
 from peakcast.core.versions import release
 from peakcast.jobs.architecture import Architecture
@@ -28,6 +29,8 @@ FRAMEWORKS = ("huggingface", "torch", "deepspeed")
 METHODS = ("full", "lora", "qlora")
 RECORDED_KERNELS = ("flash-linear-attention",)
 """Packages of kernels that a recording runs where they are installed: Triton's, which need no GPU to be traced."""
+KERNELS = ("norm_kernel", "rotary_kernel", "gated_activation_kernel", "loss_kernel")
+"""Conventions that name the kernels which a network and its loss run."""
 SHORT_CONVOLUTIONS = {"causal_conv1d"}
 """Packages whose kernels save a copy or two of a layer's input; other ones save loops over the sequence."""
 
@@ -95,7 +98,8 @@ def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
     if reason := no_recipe(job):
         return (found(f"{_wanting(job)}, and {reason}{_instead(job.architecture)}", "architecture"),)
     recipe = recipe_of(job)
-    return (*without_kernels(recipe.walk.replaced if recipe else ()), *_otherwise_placed(job))
+    lacked = without_kernels(recipe.walk.replaced if recipe else ())
+    return (*lacked, *with_other_kernels(job), *_otherwise_placed(job))
 
 
 def without_kernels(replaced: Iterable[tuple[str, str]]) -> tuple[Finding, ...]:
@@ -112,6 +116,25 @@ def without_kernels(replaced: Iterable[tuple[str, str]]) -> tuple[Finding, ...]:
     )
     effect = LESS if packages.keys() - SHORT_CONVOLUTIONS else ("version_not_modelled", "less")
     return (found(sentence, "versions", effect=effect),)
+
+
+def with_other_kernels(job: TrainingJob) -> tuple[Finding, ...]:
+    """The finding that a stack runs kernels of a package which neither a recording nor a trace runs; Liger's they do. None
+    where a run of the user's own program was recorded."""
+    if lent() is not None:
+        return ()
+    chosen = conventions(job)
+    options = FrozenMapping({"liger_kernels": True} if chosen.get("liger_kernels") else {})
+    seen = conventions(job.replace(versions=FrozenMapping(), framework_options=options))
+    used = KERNELS if job.finetuning.method == "full" else (*KERNELS, "lora_kernel")
+    others = [f"{name}={chosen[name]!r}" for name in used if name in chosen and chosen[name] != seen[name]]
+    if not others:
+        return ()
+    sentence = (
+        f"the job runs {', '.join(others)}, and where the network was recorded the library's own code ran, which takes "
+        "more memory than such kernels do; ask with your script (`peakcast dryrun`)."
+    )
+    return (found(sentence, "framework_options", effect=LESS),)
 
 
 def _otherwise_placed(job: TrainingJob) -> tuple[Finding, ...]:

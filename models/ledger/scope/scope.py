@@ -8,7 +8,13 @@ from itertools import chain
 
 from peakcast.core.findings import FAILS, UNKNOWN, Finding, sentences
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.recorded.covering import no_recipe, of_another_release, recipe_findings, without_kernels
+from peakcast.models.ledger.recorded.covering import (
+    no_recipe,
+    of_another_release,
+    recipe_findings,
+    with_other_kernels,
+    without_kernels,
+)
 from peakcast.models.ledger.scope.kernels import ATTENTION, COMPILED, FUSED_KERNELS
 from peakcast.models.ledger.scope.layouts import LAYOUTS, ZERO
 from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS, OWN_NETWORKS, TRACED_NETWORKS
@@ -67,7 +73,8 @@ def traced_findings(job: TrainingJob) -> tuple[Finding, ...]:
     if traces is None:
         return ()
     own, release = TRACED_NETWORKS.finding(job), of_another_release(job, installed())
-    return (*without_kernels(traces.replaced.items()), *(finding for finding in (own, release) if finding))
+    lacked = without_kernels(traces.replaced.items())
+    return (*lacked, *with_other_kernels(job), *(finding for finding in (own, release) if finding))
 
 
 def out_of_scope(job: TrainingJob) -> str:

@@ -39,3 +39,19 @@ def test_a_trace_of_another_release_than_asked_says_so(job):
     with timelines_from("trace"):
         assert "is asked for" in out_of_scope(job(ranks=1, layout="ddp", versions=FrozenMapping({"transformers": "4.30"})))
         assert out_of_scope(job(ranks=1, layout="ddp", versions=FrozenMapping({"transformers": here}))) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"loss_kernel": "in_place"}, "loss_kernel='in_place'"),
+        ({"norm_kernel": "fused"}, "norm_kernel='fused'"),
+        ({"lora_kernel": "fused"}, ""),  # without adapters there is nothing for it to do
+        ({"liger_kernels": True}, ""),  # which runs where a network is traced, or is missing there
+    ],
+)
+def test_a_trace_says_which_kernels_of_the_job_it_does_not_run(options, said, job):
+    asked = job(ranks=1, layout="ddp").replace(framework="huggingface", framework_options=FrozenMapping(options))
+    with timelines_from("trace"):
+        assert said in out_of_scope(asked)
+        assert said or not out_of_scope(asked)
