@@ -166,7 +166,8 @@ class Turns:
         self.leaves.lower_done(step.now)
         if self.share.target is not None:
             self._hold_encoder_states([run for runs in state.runs if isinstance(runs, list) for run in runs])
-        if chunk.is_first and chunk.is_last and self.share.job.architecture.tie_word_embeddings:
+        tied = self.share.job.architecture.tie_word_embeddings and not self.share.context.frozen
+        if chunk.is_first and chunk.is_last and tied:
             self._hold_tied_gradient(started)
         self.spans.append(Span(turn, started, step.now, summed))
         hold_inputs(step, share, chunk, state.start, state.end)

@@ -10,6 +10,7 @@ from functools import lru_cache
 from peakcast.core.units import FP32
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.ends import cross_entropy, embed, output_layer
+from peakcast.models.ledger.megatron.blocks.gradients import trained
 from peakcast.models.ledger.megatron.blocks.layer import layer_operations
 from peakcast.models.ledger.megatron.blocks.primitives import column_linear, norm
 from peakcast.models.ledger.tape.tape import Output, Tape, Tensor, WeightGradient
@@ -77,10 +78,11 @@ def _masked_token_head(tape: Tape, final: Tensor, context: MegatronContext) -> T
             [whole],
             context.batch * size,
             saves=[whole],
-            weight_gradients=[WeightGradient("pooler.dense.weight.grad", square)],
+            weight_gradients=trained(context, WeightGradient("pooler.dense.weight.grad", square)),
         )
     gradients = [WeightGradient("lm_head.dense.weight.grad", square), WeightGradient("lm_head.dense.bias.grad", size)]
-    hidden = tape.operation("lm_head.dense", [final], final.num_bytes, saves=[final], weight_gradients=gradients)
+    trains = trained(context, *gradients)
+    hidden = tape.operation("lm_head.dense", [final], final.num_bytes, saves=[final], weight_gradients=trains)
     hidden = tape.operation("lm_head.gelu", [hidden], final.num_bytes, saves=[hidden])
     return norm(tape, hidden, context, context.stream_rows, context.hidden, "lm_head.layer_norm")
 
