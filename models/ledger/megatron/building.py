@@ -42,10 +42,7 @@ def build_megatron(step: Step, job: TrainingJob, rank: int) -> None:
         return
     precision = job.precision
     gradient, main = int(DTYPE_BYTES[precision.gradients]), main_parameters(share)
-    made = {}
-    for parameters in owned_parameters(share):
-        for p in parameters:
-            made[p] = step.moment("make", Phase.INIT)
+    made = {p: step.moment("make", Phase.INIT) for parameters in owned_parameters(share) for p in parameters}
     for p in frozen_parameters(share):
         for name, module, size in tensors_of([(p, p.numel)], "", int(DTYPE_BYTES[precision.parameters])):
             step.hold(name, Category.PARAMETERS, size, made[p], module=module)

@@ -64,7 +64,7 @@ _product = cache(math.prod)
 
 
 ROW_PARALLEL = ("linear_proj", "linear_fc2", "linear_out_proj")
-"""Projections that are divided over the tensor-parallel ranks by their inputs; others are by their outputs, or are whole."""
+"""Projections that are divided over the tensor-parallel ranks by their inputs; others are by outputs, or are whole."""
 WHOLE_ON_EVERY_RANK = ("linear_q_down_proj", "linear_kv_down_proj")
 
 

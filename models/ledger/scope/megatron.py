@@ -101,8 +101,8 @@ _FLOAT8 = Section("float8", when=job.float8, rows=(
 
 _ADAPTERS = Section("adapters", when=job.adapts, rows=(
     unknown("finetuning.method", ~setting("finetuning.method", "lora") | job.quantized,
-            "finetuning.method={finetuning.method!r} is not modelled over Megatron's layers, nor are quantised weights; lora "
-            "over bf16 is."),
+            "finetuning.method={finetuning.method!r} is not modelled over Megatron's layers, nor are quantised weights; "
+            "lora over bf16 is."),
     unknown("finetuning.targets", megatron.adapts_other_modules,
             "finetuning.targets={other_targets} is not modelled; {adaptable} are, and all-linear for all of them."),
     more("finetuning.modules_to_save", setting("finetuning.modules_to_save"),

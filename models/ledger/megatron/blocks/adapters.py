@@ -4,8 +4,8 @@ An adapter is two products, from the projection's input to its rank and from the
 result is added to the output. The two libraries split them differently over tensor-parallel ranks, and gather at different
 places under sequence parallelism.
 
-Source: Megatron-Bridge 0.3 `peft/lora_layers.py` (`LoRALinear`), `peft/utils.py` (`ParallelLinearAdapter`), which NeMo 2 and
-verl use; mcore-bridge `tuners/lora.py` (`LoraParallelLinear`), which ms-swift uses.
+Source: Megatron-Bridge 0.3 `peft/lora_layers.py` (`LoRALinear`), `peft/utils.py` (`ParallelLinearAdapter`), which NeMo 2
+and verl use; mcore-bridge `tuners/lora.py` (`LoraParallelLinear`), which ms-swift uses.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from peakcast.core.units import BOOL
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.gradients import matrix_gradients
-from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
+from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 
 
 def adapts(context: MegatronContext, name: str) -> bool:
@@ -98,19 +98,18 @@ def _dropped(tape: Tape, x: Tensor, context: MegatronContext, name: str) -> Tens
 def _product(
     tape: Tape, x: Tensor, context: MegatronContext, name: str, rows: int, inside: int, out: int, count: int = 1
 ) -> Tensor:
-    """[rows, in] to [rows, out]; saves its input."""
+    """[rows, in] to [rows, out] with a matrix that trains; saves its input. A fused gradient has no bytes."""
+    gradients = matrix_gradients(context, name, inside * out) or [WeightGradient(f"{name}.weight.grad", 0)]
     return tape.operation(
         name,
         [x],
         rows * out * context.element_bytes,
         saves=[x],
-        weight_gradients=matrix_gradients(context, name, inside * out) * count,
+        weight_gradients=gradients * count,
     )
 
 
 def _added(tape: Tape, high: Tensor, base: Tensor, name: str) -> Tensor:
     """The scaled adapter's output added to the projection's."""
     scaled = tape.operation(f"{name}.adapter.scale", [high], base.num_bytes, gradients=[(high, high.num_bytes)])
-    return tape.operation(
-        f"{name}.adapter.add", [base, scaled], base.num_bytes, gradients=[(base, None), (scaled, None)]
-    )
+    return tape.operation(f"{name}.adapter.add", [base, scaled], base.num_bytes, gradients=[(base, None), (scaled, None)])

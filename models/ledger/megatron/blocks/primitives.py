@@ -113,7 +113,8 @@ def quantized_bytes(context: MegatronContext, elements: int) -> int:
 
 def kept_input(context: MegatronContext, x: Tensor, elements: int) -> tuple[list[Tensor], list[int]]:
     """What a projection of Transformer Engine saves of its input `x` of `elements`: ([the tensor itself], []), or in FP8
-    ([], [bytes of a copy in the layout for the weight's gradient]); without a graph it makes no such copy, and a frozen one saves nothing."""
+    ([], [bytes of a copy in the layout for the weight's gradient]); without a graph it makes no such copy. One whose weight
+    is frozen saves nothing."""
     if context.frozen:
         return [], []
     if not context.fp8_recipe:
@@ -143,9 +144,9 @@ def column_linear(
     in_features: int | None = None,
     of_norm: bool = False,
 ) -> Tensor:
-    """ColumnParallelLinear: saves its input (not gathered) if its weight trains. megatron-core's own, which the output layer always is, gathers
-    it into the global memory buffer; Transformer Engine's into a new tensor each time. `of_norm`: its module contains the norm
-    that made `x`."""
+    """ColumnParallelLinear: saves its input (not gathered) if its weight trains. megatron-core's own, which the output
+    layer always is, gathers it into the global memory buffer; Transformer Engine's into a new tensor each time. `of_norm`:
+    its module contains the norm that made `x`."""
     own = not context.transformer_engine or name == "output_layer"
     width = context.hidden if in_features is None else in_features
     output = context.rows * out_features * context.element_bytes
@@ -228,8 +229,8 @@ def _column_linear_in_fp8(
 def row_linear(tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str) -> Tensor:
     """Row-parallel projection: [rows, in_features] in, [stream_rows, hidden] out; the caller adds its bias.
 
-    Saves its input if its weight trains. Under sequence parallelism the product is made whole and reduce-scattered, and its gradient is gathered
-    in backward.
+    Saves its input if its weight trains. Under sequence parallelism the product is made whole and reduce-scattered, and its
+    gradient is gathered in backward.
     """
     full = context.gathered_bytes if context.groups.sequence_parallel else 0
     placeholder = fused_weight_gradient_bytes(context, in_features * context.hidden)
