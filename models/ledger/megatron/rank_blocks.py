@@ -76,7 +76,7 @@ class RankBlocks:
                 input_held=input_held,
                 makes_mask=makes_mask,
                 without_graph=without_graph,
-                input_is_constant=context.frozen and layer == 0 and self._passes_constants,
+                input_is_constant=layer == 0 and self.embeds_constants,
             )
             kind = id(context), runs
             if kind not in self._of_context:
@@ -97,10 +97,10 @@ class RankBlocks:
         return self._alike[layers]
 
     @property
-    def _passes_constants(self) -> bool:
-        """Whether the first layer gets what a frozen embedding makes as it is; checkpoints need an input with a
-        gradient."""
-        return self.share.job.activation_checkpointing.mode != "full"
+    def embeds_constants(self) -> bool:
+        """Whether the first layer gets what a frozen embedding makes as it is; a checkpoint is given an input with a
+        gradient (Megatron-Bridge 0.3 `peft/recompute.py`)."""
+        return self.share.context.frozen and self.share.job.activation_checkpointing.mode != "full"
 
     def checkpointed(self, layers: range) -> list[tuple[range, bool]]:
         """The layers of a chunk, in the groups in which they are checkpointed (`_checkpointed_forward`), and whether each

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
 from peakcast.models.ledger.scope import megatron_facts as megatron
-from peakcast.models.ledger.scope.fact import above, always, option, setting
-from peakcast.models.ledger.scope.table import Limit, Section, fails, less, more, nearly, nearly_more, unknown
+from peakcast.models.ledger.scope.fact import above, option, setting
+from peakcast.models.ledger.scope.table import Limit, Section, fails, less, more, nearly_more, unknown
 
 
 def _unmodelled(name: str) -> Limit:
@@ -109,9 +109,9 @@ _ADAPTERS = Section("adapters", when=job.adapts, rows=(
          "finetuning.modules_to_save is not modelled over Megatron's layers: these copies are not counted."),
     unknown("framework", megatron.asks_fsdp | job.float8 | ~job.decoder,
             "Adapters are modelled over a GPT's layers in 16 bits, without Megatron-FSDP."),
-    nearly("finetuning.method", always,
-           "Adapters over Megatron's layers are counted from the source of their libraries; no published run or trace has "
-           "them."),
+    unknown("finetuning.targets", job.experts & option("adapter_library", "megatron_bridge"),
+            "Megatron-Bridge's adapters of a mixture of experts, of which a rank's experts share one, are compared with no "
+            "trace; mcore-bridge's are."),
 ))
 
 _TRAINING = Section("training", (

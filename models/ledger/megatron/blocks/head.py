@@ -23,7 +23,8 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
     each token predicted ahead: a further decoder layer of this `context`, an output layer and a loss.
 
     The last narrow logits live until the model's forward returns; in older releases so do the last of those predicted
-    ahead, which now end with the function that has their loss (`process_mtp_loss`).
+    ahead, which now end with the function that has their loss (`process_mtp_loss`). So does the final norm's output, which
+    a frozen output layer does not save.
     """
     tape = Tape()
     hidden = tape.input(context.stream_bytes, owned=not context.runs.input_held)
@@ -42,8 +43,8 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
     logits = [*logits[-1:], output_layer(tape, final, context)]
     tape.begin_loss()
     loss = cross_entropy(tape, logits[-1], context)
-    for narrow in logits:
-        tape.hold(narrow)
+    for variable in (final, *logits):
+        tape.hold(variable)
     tape.operation("loss_function", [loss], FP32, forward_temporary_bytes=2 * context.rows * FP32)
     return tape.finish()
 

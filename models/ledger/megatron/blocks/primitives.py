@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peakcast.core.units import BOOL, FP8, FP32
-from peakcast.models.ledger.megatron.blocks.adapters import add_to_columns, add_to_rows, gathers_norm
+from peakcast.models.ledger.megatron.blocks.adapters import adapts, add_to_columns, add_to_rows, gathers_norm
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.gradients import (
     fused_weight_gradient_bytes,
@@ -172,19 +172,22 @@ def _frozen_column_linear(
 ) -> Tensor:
     """`column_linear` of a frozen weight, with its adapter if it has one: backward only needs the weight. Under sequence
     parallelism the input is gathered into a temporary, which Megatron-Bridge's adapter of a projection with a norm gets.
+    A module that returns its norm's output to an adapter saves it too.
 
-    Source: Transformer Engine 2.8 `pytorch/module/layernorm_linear.py` (`return_layernorm_output_gathered`), `linear.py`
+    Source: Transformer Engine 2.8 `pytorch/module/layernorm_linear.py` (`return_layernorm_output`), `linear.py`
     (`saved_inputmat`); megatron-core 0.17.1 `tensor_parallel/layers.py` (`linear_with_frozen_weight`).
     """
     width, out_features = widths
     whole = context.rows * width * context.element_bytes if context.groups.sequence_parallel else 0
     shared = of_norm and gathers_norm(context, name)
+    saves = [x] if of_norm and adapts(context, name) else []
     if shared:
         x = tape.operation(f"{name}.gather", [x], whole)
     base = tape.operation(
         name,
         [x],
         context.rows * out_features * context.element_bytes,
+        saves=saves,
         forward_temporary_bytes=0 if shared else whole,
         backward_temporary_bytes=0 if shared else whole,
     )
