@@ -19,6 +19,7 @@ from peakcast.core.units import DTYPE_BYTES
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.buffers import (
     buffers,
+    frozen_parameters,
     hold_parameters,
     own_tensors,
     owned_parameters,
@@ -54,10 +55,10 @@ def _build(step: Step, share: RankShare) -> None:
         return
     precision = share.job.precision
     gradient, main = int(DTYPE_BYTES[precision.gradients]), main_parameters(share)
-    made = {}
-    for parameters in owned_parameters(share):
-        for p in parameters:
-            made[p] = step.moment("make", Phase.INIT)
+    made = {p: step.moment("make", Phase.INIT) for parameters in owned_parameters(share) for p in parameters}
+    for p in frozen_parameters(share):
+        for name, module, size in tensors_of([(p, p.numel)], "", int(DTYPE_BYTES[precision.parameters])):
+            step.hold(name, Category.PARAMETERS, size, made[p], module=module)
     for buffer in buffers(share):
         if size := parameter_buffer_bytes(share, buffer):
             born = step.moment("parameter buffer", Phase.INIT)
