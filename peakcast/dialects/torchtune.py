@@ -9,6 +9,7 @@ import re
 from typing import Any, Literal
 
 from peakcast.core.fields import FrozenMapping, flat
+from peakcast.dialects.common.foreign import SERVED
 from peakcast.dialects.common.job_file import resolve_architecture
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, refuse_teacher, states_direction
@@ -52,6 +53,8 @@ OPTIMIZERS: dict[str, OptimizerName] = {
 }  # fmt: skip
 CHUNKED_LOSS = "CEWithChunkedOutputLoss"
 """The recipes' default loss before LinearCrossEntropyLoss."""
+OTHER_TASKS = ("tasks", "max_new_tokens")
+"""Keys of recipes that evaluate or generate, which have no optimizer."""
 DTYPES: dict[str, Dtype] = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 IGNORED = re.compile(
     r"((ref_)?checkpointer|dataset|dataset_val|lr_scheduler|metric_logger|profiler)(\..*|$)"
@@ -69,6 +72,8 @@ def from_torchtune(pasted: Pasted) -> Translation:
     """The job of a torchtune recipe. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(flat(pasted.values), notes, "torchtune")
+    if "optimizer" not in pasted.values and (other := next((key for key in OTHER_TASKS if key in pasted.values), "")):
+        raise settings.refuse(other, f"is of a recipe that trains nothing; {SERVED}")
     name, method = _network_and_method(settings)
     if pasted.model is None and name not in BUILDERS:
         raise settings.refuse("model._component_", "has no known shape here; give the network by --model", "")
