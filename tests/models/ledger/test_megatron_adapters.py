@@ -141,8 +141,8 @@ def test_what_is_not_covered_is_said(change, parameter):
     assert parameter in {finding.parameter for finding in scope_findings(job(**change))}
 
 
-# Peaks in MiB of forward, loss and backward, and what is left, of four layers of 1024 on megatron-core 0.16.1 and TE
-# (Transformer Engine) 2.8 on fake tensors, with the adapters that the two libraries put on their projections.
+# Peaks in MiB of forward, loss and backward, and what is left, of four layers of 1024 on megatron-core 0.16.1 and
+# Transformer Engine 2.8 on fake tensors, with the adapters that the two libraries put on their projections.
 TRACED: dict[str, tuple[dict[str, Any], tuple[float, ...]]] = {
     "bridge": ({}, (512.61, 637.64, 632.60, 276.30)),
     "dropout": ({"dropout": 0.1}, (561.61, 686.64, 681.60, 276.30)),
