@@ -50,8 +50,6 @@ CONTRADICTIONS: dict[tuple[str, str, str], str] = {
     ("hybrid_mr_mcore_te_tp2_pp1_cp1_dgx_a100_1N8G", "A100-80GB", "lts"): "all values are those of a GPT case",
     ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "A100-80GB", "dev"): COPIED_FROM_H100,
     ("hybrid_mr_mcore_te_tp1_pp4_cp1_dgx_a100_1N8G", "A100-80GB", "lts"): COPIED_FROM_H100,
-    ("gpt3_mcore_te_tp2_pp1_te_a2a_ovlp_8experts_etp1_ep4", "A100-80GB", "dev"): "what stays after a step is, to 16 MB, "
-    "that of an H100, whose five workspaces of Transformer Engine have 28 MiB more each than an A100's",
 }
 """Rows whose values cannot belong to their own configuration, by case, GPU type and environment."""
 
