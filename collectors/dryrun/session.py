@@ -42,6 +42,7 @@ class Session:
             absent_packages,
             byte_pieces,
             byte_tokenizers,
+            generation,
             gpu,
             graphs,
             lazy_modules,
@@ -85,6 +86,7 @@ class Session:
         self.kept.install(asked.get("torch"))
         Stages(asked).install()
         outside.install(self.notes)
+        generation.install(self.notes)
         graphs.install(self.notes)
         Children(asked).install()
         lightning_launch.install(asked)
