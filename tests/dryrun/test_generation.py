@@ -32,6 +32,7 @@ def train(few=None):
         optimizer.zero_grad()
 
 
+@pytest.mark.whole
 @pytest.mark.needs("transformers")
 def test_the_tokens_between_the_ends_are_counted_and_not_followed():
     shortened, followed = (peakcast.dryrun(functools.partial(train, few), "H100-80GB").answer for few in (None, NEW))

@@ -103,8 +103,7 @@ def test_a_rank_that_is_sent_its_batches_reads_them_itself(run_script):
     ("words", "options"),
     [
         (("--fsdp",), {"outputs_dropped": True}),
-        (("--fsdp", "--keep"), {"outputs_dropped": True, "fsdp_reshard_after_forward": False}),
-        (("--fsdp", "--held"), {}),
+        (("--fsdp", "--keep", "--held"), {"fsdp_reshard_after_forward": False}),
         (("--views",), {"outputs_dropped": True, "ddp_gradient_as_bucket_view": True}),
     ],
 )
