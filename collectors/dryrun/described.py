@@ -18,15 +18,15 @@ import torch.distributed as dist
 
 from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.steps import ScriptSteps
+from peakcast.collectors.dryrun.wrapped import DTYPES, layout, mixed, offloads
 
-DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 OPTIMIZERS = {
     "adamw": "adamw", "adam": "adam", "sgd": "sgd", "adafactor": "adafactor", "muon": "muon", "lion": "lion",
     "adagrad": "adagrad", "rmsprop": "rmsprop",
 }  # fmt: skip
 """Prefix of an optimizer's class name -> the name in jobs; if one prefix begins with another, the longer comes first."""
 PACKAGES = ("torch", "transformers", "accelerate", "peft", "trl", "deepspeed", "torchao", "bitsandbytes")
-IMPORTED_BY_OTHERS = ("torchao", "bitsandbytes")
+IMPORTED_BY_OTHERS = ("torchao", "bitsandbytes", "deepspeed")
 """Those of the packages that other packages import whenever they are installed: they only count if a network or an
 optimizer comes from them."""
 
@@ -47,9 +47,10 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     length, batch = _sizes(steps)
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     weights = _dtype(parameters)
-    computed, reduced = _mixed(steps.networks)
-    framework = _framework(steps.networks, config)
-    parallelism = _parallelism(steps.networks)
+    computed, reduced = mixed(steps.networks)
+    framework = _framework(steps, config)
+    sharding, options = layout(steps.networks)
+    parallelism = {**_parallelism(steps.networks), **sharding} if dist.is_initialized() else {}
     parts = parallelism.get("context_parallel_size", 1)  # of a sequence, of which this rank's network sees one
     job: dict[str, Any] = {
         "architecture": _architecture(network, config),
@@ -67,7 +68,12 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
         "optimizer": _optimizer(steps.optimizers),
         "finetuning": _finetuning(network, config),
         **_of_transformers(network, config),
-        "framework_options": {"autocast": True} if steps.autocast and weights == "float32" else {},
+        "framework_options": {
+            **({"autocast": True} if steps.autocast and weights == "float32" else {}),
+            **(options if config is not None else {}),
+            **_of_the_loop(steps, framework, config),
+        },
+        "offload": dict.fromkeys(("parameters", "optimizer"), offloads(steps.networks)),
         "compile": _compiled(network),
         "parallelism": parallelism,
         "batch": {"shortest_sequence": max(1, parts * min(steps.lengths.of_steps))} if steps.lengths.change else {},
@@ -104,21 +110,6 @@ def _dtype(parameters: Iterable[torch.Tensor]) -> str:
             name = DTYPES[parameter.dtype]
             counts[name] = counts.get(name, 0) + parameter.numel()
     return max(counts, key=counts.__getitem__, default="float32")
-
-
-def _mixed(networks: Sequence[torch.nn.Module]) -> tuple[str, str]:
-    """(dtype to which FSDP casts weights, dtype in which it reduces gradients), as in most of its units; "" without mixed
-    precision."""
-    policies: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
-    for part in (part for network in networks for part in network.modules()):
-        state: Any = part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
-        policy: Any = state._mp_policy if state is not None else getattr(part, "mixed_precision", None)  # FSDP2's, FSDP1's
-        if getattr(policy, "param_dtype", None) in DTYPES:
-            policies[policy.param_dtype, policy.reduce_dtype or policy.param_dtype] += 1
-    if not policies:
-        return "", ""
-    (computed, reduced), _ = policies.most_common(1)[0]
-    return DTYPES[computed], DTYPES.get(reduced, "")
 
 
 def _architecture(network: torch.nn.Module, config: Any) -> dict[str, Any]:
@@ -165,13 +156,21 @@ def _bare(network: torch.nn.Module) -> torch.nn.Module:
     return network
 
 
-def _framework(networks: list[torch.nn.Module], config: Any) -> str:
-    for network in networks:
+def _framework(steps: ScriptSteps, config: Any) -> str:
+    for network in steps.networks:
         if type(network).__name__ == "DeepSpeedEngine":
             return "deepspeed"
         if any(type(part).__module__.startswith("megatron.") for part in network.modules()):
             return "megatron"
-    return "huggingface" if config is not None else "torch"
+    return "huggingface" if config is not None and steps.loop else "torch"
+
+
+def _of_the_loop(steps: ScriptSteps, framework: str, config: Any) -> dict[str, bool]:
+    """What a loop over a network of transformers does with its outputs, if it is the script's own."""
+    if config is None or framework not in ("huggingface", "torch") or steps.loop == "transformers":
+        return {}
+    own = {"trainer": False} if framework == "huggingface" else {}
+    return {**own, "outputs_dropped": not steps.keeps_outputs}
 
 
 def _versions(steps: ScriptSteps, framework: str) -> dict[str, str]:
@@ -225,6 +224,7 @@ def _finetuning(network: torch.nn.Module, config: Any) -> dict[str, Any]:
         return {}
     place, first = next(iter(adapters.items()))
     rank = getattr(network.get_submodule(place), "r", None)  # litgpt joins the matrices of queries, keys and values
+    rank = next(iter(rank.values())) if isinstance(rank, dict) else rank  # peft's; FSDP1 has flattened the matrices
     drops = (part.p for name, part in network.named_modules() if ".lora_dropout" in name and hasattr(part, "p"))
     return {
         "method": "lora",
@@ -271,21 +271,13 @@ MESH_NAMES = {"tp": "tensor", "tensor": "tensor", "pp": "pipeline", "cp": "conte
 
 
 def _parallelism(networks: Sequence[torch.nn.Module]) -> dict[str, Any]:
-    """The layout, from what wraps the networks (sharded, replicated, or neither) and from the meshes that the script has
-    made."""
-    if not dist.is_initialized():
-        return {}
+    """The sizes of the layout, from the meshes that the script has made, and DeepSpeed's stage."""
     sizes = {MESH_NAMES[name]: size for name, size in MESH_SIZES.items() if name in MESH_NAMES and size > 1}
     sizes |= _sizes_of_megatron()
     divided = math.prod(size for name, size in sizes.items() if name != "expert")
     found: dict[str, Any] = {f"{name}_parallel_size": size for name, size in sizes.items()}
     found["data_parallel_size"] = max(1, dist.get_world_size() // divided)
-    parts = [part for network in networks for part in network.modules()]
-    kinds = {type(part).__name__ for part in parts}
-    if "FullyShardedDataParallel" in kinds:
-        found["sharding"] = "fsdp1"
-    elif any(name.startswith("FSDP") for name in kinds):
-        found["sharding"] = "fsdp2"
+    parts = (part for network in networks for part in network.modules())
     stage = next((part.zero_optimization_stage() for part in parts if type(part).__name__ == "DeepSpeedEngine"), 0)
     return {**found, "zero_stage": stage} if stage else found
 
@@ -305,15 +297,20 @@ def _sizes_of_megatron() -> dict[str, int]:
 
 
 def _told(job: dict[str, Any]) -> dict[str, Any]:
-    """`job`; if a `TrainingJob` cannot express the script's layout, with all ranks data-parallel."""
+    """`job` with the options that differ from the framework's conventions; if a `TrainingJob` cannot express the script's
+    layout, with all ranks data-parallel."""
     from peakcast.core.errors import PeakcastError
     from peakcast.dialects.common.job_file import job_from_mapping
+    from peakcast.jobs.conventions import conventions
 
+    alike = {"data_parallel_size": dist.get_world_size()} if dist.is_initialized() else {}
     try:
-        job_from_mapping(job)
+        plain = conventions(job_from_mapping({**job, "framework_options": {}}))
     except PeakcastError:
-        return {**job, "parallelism": {"data_parallel_size": dist.get_world_size()} if dist.is_initialized() else {}}
-    return job
+        job = {**job, "parallelism": alike}
+        plain = conventions(job_from_mapping({**job, "framework_options": {}}))
+    options = {name: value for name, value in job["framework_options"].items() if plain.get(name, value) != value}
+    return {**job, "framework_options": options}
 
 
 def _allocator() -> dict[str, Any]:

@@ -5,8 +5,8 @@ waited for. A script that waits for the handle's future instead, or for nothing,
 every 100 ms which collectives the GPU has finished, and the next call of a collective lets go of their tensors
 (ProcessGroupNCCL.cpp, `stashed_for_allocator_safety_`, `Watchdog::runLoop`, `shelvesToUnstash_`). How many steps' tensors
 that are depends on times. The most in a run of many steps is followed here: the CPU is as far ahead of the GPU as it can be
-(`BlocksInUse`), and the watchdog has just looked when a collective ends. Not counted are the flat copies that NCCL makes of
-lists of tensors (`newLikeFlat`), which are held too.
+(`BlocksInUse`), and the watchdog has just looked when a collective ends. A collective of a list of tensors of one shape
+goes through a flat copy of the list (`newLikeFlat`, in every release), which is held as well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,12 @@ from peakcast.core.units import format_gib
 from peakcast.core.versions import release
 
 FIRST_RELEASE = (2, 8)
-"""Earlier ones mark blocks as used by NCCL's stream (`recordStream`): these count as free as soon as Python lets go."""
+"""Earlier ones mark blocks as used by NCCL's stream (`recordStream`): these count as free as soon as Python lets go, but
+are not handed out again before NCCL has finished."""
+STREAM = -1
+"""NCCL's stream, which no script makes."""
+UNMARKED = ("_allgather_base", "_reduce_scatter_base")
+"""What marks nothing if it waits at once (torch 2.7 ProcessGroupNCCL.cpp: `avoidRecordStreams = ... || !opts.asyncOp`)."""
 WATCHDOG_SECONDS = 0.1
 """`kWatchdogThreadSleepMillis`, torch 2.8 to 2.13."""
 COLLECTIVES = (
@@ -39,6 +44,9 @@ COLLECTIVES = (
     "all_to_all_single",
 )
 """Methods of a process group that hold tensors; sends and receives do not."""
+FLATTENED = {"allgather": 0, "reduce_scatter": 1}
+"""Methods that copy lists of tensors -> which of their arguments has the lists (ProcessGroupNCCL.cpp, `outputFlattened` and
+`inputFlattened`)."""
 
 
 @dataclass
@@ -64,15 +72,23 @@ class KeptByNccl:
         """By the `id` of the handle, in the order of the calls."""
         self._ended: list[_Collective] = []
         """Those that the watchdog has seen end."""
+        self._copies: set[int] = set()
+        """Storages of the flat copies that the last collective made."""
 
     def install(self, torch_release: str | None) -> None:
         """Follow the collectives of this process, if the run's torch (None: the installed one) holds their tensors."""
-        if not dist.is_available() or release(torch_release or torch.__version__)[:2] < FIRST_RELEASE:
+        if not dist.is_available():
             return
         groups: Any = dist.ProcessGroup
+        holds = release(torch_release or torch.__version__)[:2] >= FIRST_RELEASE
+        for name, lists in FLATTENED.items():
+            setattr(groups, name, self._through_copies(getattr(groups, name), lists, marks=not holds))
         for name in COLLECTIVES:
             if hasattr(groups, name):
-                setattr(groups, name, self._followed(getattr(groups, name)))
+                method = getattr(groups, name)
+                setattr(groups, name, self._followed(method) if holds else self._marked(method))
+        if not holds:
+            return
         handles: list[Any] = [dist.Work, *dist.Work.__subclasses__()]
         for kind in handles:
             if "wait" in vars(kind):
@@ -109,16 +125,43 @@ class KeptByNccl:
         until = self._tracer.now if collective.let_go is None else collective.let_go
         return bisect.bisect_right(ends, until) - bisect.bisect_right(ends, collective.launched)
 
+    def _through_copies(self, method: Any, lists: int, *, marks: bool) -> Any:
+        """`method` with the flat copies of the lists that argument number `lists` has. `marks`: they are used by NCCL's
+        stream."""
+
+        @functools.wraps(method)
+        def called(group: Any, *arguments: Any, **keywords: Any) -> Any:
+            copies = [_flat(tensors) for tensors in arguments[lists] if len({one.shape for one in tensors}) == 1]
+            self._copies = self._tracer.numbers_of(copies)
+            for copy in copies if marks else ():
+                self._tracer.used(copy, STREAM)
+            return method(group, *arguments, **keywords)
+
+        return called
+
     def _followed(self, method: Any) -> Any:
         @functools.wraps(method)
         def called(group: Any, *arguments: Any, **keywords: Any) -> Any:
             handle = method(group, *arguments, **keywords)
             self._see()
             tensors = (leaf for leaf in tree_iter((arguments, keywords)) if isinstance(leaf, torch.Tensor))
-            storages = self._tracer.numbers_of(tensors)
+            storages = self._tracer.numbers_of(tensors) | self._copies
+            self._copies = set()
             if handle is not None and storages:
                 self._tracer.kept_until.update(dict.fromkeys(storages))
                 self._holding[id(handle)] = _Collective(handle, where(), self._tracer.now, storages)
+            return handle
+
+        return called
+
+    def _marked(self, method: Any) -> Any:
+        @functools.wraps(method)
+        def called(group: Any, *arguments: Any, **keywords: Any) -> Any:
+            handle = method(group, *arguments, **keywords)
+            if method.__name__ not in UNMARKED or getattr(arguments[-1], "asyncOp", True):
+                for leaf in tree_iter((arguments, keywords)):
+                    if isinstance(leaf, torch.Tensor):
+                        self._tracer.used(leaf, STREAM)
             return handle
 
         return called
@@ -146,3 +189,8 @@ class KeptByNccl:
         self._tracer.kept_until.update(dict.fromkeys(collective.storages - still, self._tracer.now))
         collective.handle, collective.let_go = None, self._tracer.now
         return collective
+
+
+def _flat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensor through which a collective moves `tensors`."""
+    return torch.empty((len(tensors), *tensors[0].shape), dtype=tensors[0].dtype, device=tensors[0].device)

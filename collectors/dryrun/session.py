@@ -102,11 +102,12 @@ class Session:
 
     def _stand_in_for_programs(self) -> None:
         """Replace what the script would start or load: other programs, its children, kernels, pretrained weights."""
-        from peakcast.collectors.dryrun import graphs, lightning_launch, outside, pretrained
+        from peakcast.collectors.dryrun import generation, graphs, lightning_launch, outside, pretrained
         from peakcast.collectors.dryrun.children import Children
         from peakcast.collectors.dryrun.kernel_packages import KernelPackages
 
         outside.install(self.notes)
+        generation.install(self.notes)
         graphs.install(self.notes)
         Children(self.question).install()
         lightning_launch.install(self.question)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -49,6 +51,12 @@ class ScriptSteps:
         """Shape of the largest input of a network whose embedding was not seen."""
         self.autocast: torch.dtype | None = None
         """The dtype of autocast, if a network ran under it."""
+        self.loop = ""
+        """The package whose loop calls the optimizer: "transformers" (its Trainer) or "accelerate"; "" for the script's
+        own."""
+        self.keeps_outputs = False
+        """Whether what a network returned, beside the loss, still exists when the optimizer steps."""
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
         self._enough = enough
         self._names: dict[int, str] = {}
         self._parameters: dict[int, str] = {}
@@ -65,7 +73,7 @@ class ScriptSteps:
         self._announced = announced(self.tracer)
         self._announced.__enter__()
         module_hooks.register_module_forward_pre_hook(self._forward_begins)
-        module_hooks.register_module_forward_hook(lambda *_: self._forward_ends(), always_call=True)
+        module_hooks.register_module_forward_hook(lambda *given: self._forward_ends(given[-1]), always_call=True)
         optimizer_hooks.register_optimizer_step_pre_hook(self._step_begins)
         optimizer_hooks.register_optimizer_step_post_hook(self._step_ended)
         backward = torch.autograd.Variable._execution_engine.run_backward
@@ -155,10 +163,13 @@ class ScriptSteps:
             return True
         return self.patience.goes_on(evaluates_later=self.evaluations.come_later)
 
-    def _forward_ends(self) -> None:
+    def _forward_ends(self, outputs: Any) -> None:
         if not torch.compiler.is_compiling():
             self._depth = max(0, self._depth - 1)
             self.tracer._leave()
+            if self._depth == 0 and torch.is_grad_enabled() and not inside_backward():
+                tensors = outputs.values() if isinstance(outputs, dict) else outputs if isinstance(outputs, tuple) else ()
+                self._outputs = [weakref.ref(one) for one in tensors if isinstance(one, torch.Tensor) and one.ndim > 1]
 
     def _meet(self, network: torch.nn.Module) -> None:
         """Give its modules and parameters names."""
@@ -178,6 +189,8 @@ class ScriptSteps:
         gradients = ((f"{self._called(one)}.grad", one.grad) for one in held if one.grad is not None)
         self.tracer.name(gradients, Category.GRADIENTS)
         self.tracer.phase = Phase.OPTIMIZER_STEP
+        self.loop = self.loop or _loop()
+        self.keeps_outputs = any(output() is not None for output in self._outputs)
 
     def _step_ended(self, optimizer: Any, *_: Any) -> None:
         for parameter, state in optimizer.state.items():
@@ -213,6 +226,19 @@ class ScriptSteps:
         self._stepped = self._has_gradients = False
         self._after_step = None
         self.micro_batches, self._backwards = self._backwards, 0
+
+
+LOOPS = {"transformers.trainer": "transformers", "accelerate.optimizer": "accelerate"}
+"""Modules that call optimizers -> packages."""
+
+
+def _loop() -> str:
+    """The package of the outermost of `LOOPS` that is running; "" if none is."""
+    found, frame = "", inspect.currentframe()
+    while frame is not None:
+        found = LOOPS.get(frame.f_globals.get("__name__", ""), found)
+        frame = frame.f_back
+    return found
 
 
 class _Engine(type(torch.autograd.Variable._execution_engine)):  # type: ignore[misc]

@@ -68,6 +68,7 @@ KINDS = {
     "default_changed": Kind("the default of a setting does not suit this network; the sentence says what is assumed"),
     "value_assumed": Kind("a script that ran on fake tensors read a value that only a run on data has, and was given one"),
     "timing_assumed": Kind("what a script keeps depends on how fast CPU and GPU are, which a dry run does not measure"),
+    "job_differs": Kind("the job that a dry run describes lacks something that its script does"),
     "script_part_skipped": Kind("a part of a script, such as saving a checkpoint, that a dry run skips"),
     "outside_estimated": Kind(
         "what lies outside PyTorch's allocator is an estimate, and a large share of a small peak", routine=True

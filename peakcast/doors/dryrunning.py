@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 TIMEOUT_SECONDS = 600.0
 ADVISED = 0.01
 """How far the ledger's peak of the job that was seen may be from the script's, as a fraction, for advice to be given."""
+DESCRIBED = 0.02
+"""How far these two may differ before the answer says that the job is not all that the script does."""
 MEMORY_SHARE = 0.8
 """Fraction of the machine's free memory that the script may use by default."""
 
@@ -169,34 +171,55 @@ def answered(
     from peakcast.models.recipes.baseline_choice import SeenRun
 
     question = Question(translation=Translation(job=job, findings=seen.findings), device=device, rank=rank)
+    differs = _differs(job, device, rank, seen)
     timelines = dict(seen.timelines)
     run = SeenRun(timelines["run"], seen.compiled, timelines.get("let_go"))
     found = answer_from_trace(question, lambda *_: timelines, calibration, run)
     return replace(
         found,
         assumptions=(*_said(seen), *found.assumptions),
-        advise=partial(_advice, job, device, rank, seen),
+        advise=partial(_advice, job, device, rank, differs),
         not_modelled=tuple(gap.removeprefix("evaluation, " if seen.evaluated else "") for gap in found.not_modelled),
-        found=ordered((*found.found, *_few_steps(seen))),
+        found=ordered((*found.found, *_few_steps(seen), *_not_the_run(differs))),
     )
 
 
-def _advice(job: TrainingJob, device: Device, rank: int, seen: Seen) -> tuple[Advice, ...]:
-    """The advice that `predict` gives for `job`, if its own peak equals the script's. Empty if the script does something
-    else, or trains a network that is not from transformers."""
+def _differs(job: TrainingJob, device: Device, rank: int, seen: Seen) -> float | None:
+    """The ledger's peak of `job` divided by that of the script's steady step, minus one; None if the ledger has none."""
     from peakcast.doors.keeping import UNDESCRIBED
-    from peakcast.explaining.advice import first_to_try
     from peakcast.models.baseline.ledger import ledger
     from peakcast.models.ledger.scope.scope import out_of_scope
 
     if job.architecture.model_type == UNDESCRIBED:
-        return ()
+        return None
     with suppress(PeakcastError, NotImplementedError):
         if not out_of_scope(job):
             own = ledger(job, device=device, rank=rank, step="steady").peak().num_bytes
-            if abs(own / seen.timelines["steady"].peak().num_bytes - 1) <= ADVISED:
-                return first_to_try(job, device, rank)
+            return own / seen.timelines["steady"].peak().num_bytes - 1
+    return None
+
+
+def _advice(job: TrainingJob, device: Device, rank: int, differs: float | None) -> tuple[Advice, ...]:
+    """The advice that `predict` gives for `job`, if its own peak equals the script's. Empty if the script does something
+    else, or trains a network that is not from transformers."""
+    from peakcast.explaining.advice import first_to_try
+
+    if differs is None or abs(differs) > ADVISED:
+        return ()
+    with suppress(PeakcastError, NotImplementedError):
+        return first_to_try(job, device, rank)
     return ()
+
+
+def _not_the_run(differs: float | None) -> tuple[Finding, ...]:
+    """What to know before asking `predict` about the job that was seen."""
+    if differs is None or abs(differs) <= DESCRIBED:
+        return ()
+    sentence = (
+        f"the script does something that a job cannot say: predict expects {abs(differs):.0%} "
+        f"{'more' if differs > 0 else 'less'} for the job of this answer, whose own numbers are those of the script."
+    )
+    return (Finding("job_differs", "command", "either", sentence),)
 
 
 def _said(seen: Seen) -> tuple[str, ...]:

@@ -52,3 +52,58 @@ def test_releases_before_2_8_count_them_as_free_at_once():
     (early, said), (let_go, _) = ran(65_536, torch="2.7"), ran(65_536, by_future=False)
     assert (early.point, said) == (let_go.point, [])
     assert early.point > GRADIENT_BYTES
+
+
+def gathers(listed):
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    model = torch.nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    whole, part = torch.empty(8, SIZE, SIZE, device="cuda"), torch.empty(SIZE, SIZE, device="cuda")
+    for _ in range(3):
+        model(torch.randn(8, 8, device="cuda")).sum().backward()
+        if listed:
+            dist.all_gather(list(whole.unbind()), part)
+        else:
+            dist.all_gather_into_tensor(whole, part)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_a_list_of_tensors_is_gathered_through_a_copy_of_them_all():
+    listed, whole = (
+        peakcast.dryrun(functools.partial(gathers, listed), "H100-80GB", world_size=8).answer for listed in (True, False)
+    )
+    copied = listed.peak_allocated_bytes.point - whole.peak_allocated_bytes.point
+    assert copied == pytest.approx(8 * 4 * SIZE * SIZE, rel=1e-5)
+
+
+def buckets(wait_for_all):
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("nccl")
+    model = torch.nn.Linear(8, 8, device="cuda")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        model(torch.randn(8, 8, device="cuda")).sum().backward()
+        for _ in range(4):
+            dist.all_reduce(torch.ones(SIZE, SIZE, device="cuda"))
+            if wait_for_all:
+                torch.cuda.synchronize()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize(("torch", "at_once"), [("2.7", 12), ("2.8", 1)])
+def test_before_2_8_a_block_that_nccl_uses_is_not_handed_out_again_until_it_has_finished(torch, at_once):
+    """Twelve buckets in turn; the CPU is ahead of the GPU by all of them unless it waits."""
+    ahead, waits = (
+        peakcast.dryrun(functools.partial(buckets, each), "H100-80GB", world_size=8, torch=torch).answer
+        for each in (False, True)
+    )
+    assert ahead.peak_allocated_bytes.point == waits.peak_allocated_bytes.point
+    more = ahead.peak_reserved_bytes.baseline - waits.peak_reserved_bytes.baseline
+    assert more == (at_once - 1) * 4 * SIZE * SIZE

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 import peakcast
+from peakcast import catalog
 from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.models.baseline.ledger import ledger
 from peakcast.timelines.timeline import Category, Phase
 
 LLAMA = {
@@ -29,7 +31,8 @@ def test_a_plain_loop_needs_what_the_trace_of_its_job_needs(run_script, traced, 
     """The same network, batch and optimizer, by a script and by a job, under the same answer; the script's tensors have the
     names of its own modules."""
     found = run_script("plain_loop.py", "--layers", "3", "--hidden", "256", "--length", "128", gpu="A100-80GB")
-    job = job_from_mapping({"architecture": LLAMA, "micro_batch_size": 2, "sequence_length": 128})
+    loop = {"framework": "torch", "framework_options": {"outputs_dropped": True}}  # it keeps the loss alone
+    job = job_from_mapping({"architecture": LLAMA, "micro_batch_size": 2, "sequence_length": 128, **loop})
     for step, timeline in traced(job).items():
         ours, theirs = of_tensors(found.timelines[step]).peak(), of_tensors(timeline).peak()
         assert ours.num_bytes == pytest.approx(theirs.num_bytes, rel=1e-3)
@@ -46,7 +49,7 @@ def test_a_plain_loop_needs_what_the_trace_of_its_job_needs(run_script, traced, 
         (f"{weight}.exp_avg", Category.OPTIMIZER_STATES),
     } <= named
     (said,) = [finding for finding in found.answer.findings if finding.code == "value_assumed"]
-    assert "plain_loop.py:33 reads a float32" in said.sentence
+    assert "plain_loop.py:35 reads a float32" in said.sentence
 
 
 @pytest.mark.benchmarks
@@ -94,6 +97,32 @@ def test_a_rank_that_is_sent_its_batches_reads_them_itself(run_script):
     found = run_script("accelerate_loop.py", "--stream", rank=1, world_size=2)
     assert (found.job.micro_batch_size, found.job.sequence_length) == (4, 128)
     assert found.job.parallelism.data_parallel_size == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "options"),
+    [
+        (("--fsdp",), {"outputs_dropped": True}),
+        (("--fsdp", "--keep", "--held"), {"fsdp_reshard_after_forward": False}),
+        (("--views",), {"outputs_dropped": True, "ddp_gradient_as_bucket_view": True}),
+    ],
+)
+def test_predict_expects_of_the_job_that_was_seen_what_the_script_needs(run_script, words, options):
+    found = run_script("distributed.py", *words, world_size=4)
+    assert found.job.framework == "torch"
+    assert found.job.framework_options == options  # those that are not the defaults of such loops
+    expected = ledger(found.job, device=catalog.gpu("H100-80GB"), rank=0, step="steady").peak()
+    assert expected.num_bytes == pytest.approx(found.timelines["steady"].peak().num_bytes, rel=1e-3)
+    assert not [finding for finding in found.answer.findings if finding.code == "job_differs"]
+
+
+def test_an_answer_says_that_its_job_is_not_all_that_the_script_does(run_script):
+    found = run_script("plain_loop.py", "--layers", "3", "--hidden", "256", "--extra", str(2**28))
+    (said,) = [finding for finding in found.answer.findings if finding.code == "job_differs"]
+    needed = found.timelines["steady"].peak().num_bytes
+    less = 1 - ledger(found.job, device=catalog.gpu("H100-80GB"), rank=0, step="steady").peak().num_bytes / needed
+    assert less == pytest.approx(2**28 / needed, abs=0.01)
+    assert f"predict expects {less:.0%} less" in said.sentence
 
 
 @pytest.mark.benchmarks

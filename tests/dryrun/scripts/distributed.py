@@ -1,4 +1,5 @@
-"""Plain torch under torchrun: DDP, or FSDP2 with --fsdp."""
+"""Plain torch under torchrun: DDP, or FSDP2 with --fsdp, which --keep asks not to reshard after forward. --views: gradients
+are views of DDP's buckets; --held: the network's outputs stay."""
 
 import os
 import sys
@@ -27,14 +28,17 @@ if "--fsdp" in sys.argv:
     mesh = init_device_mesh("cuda", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model.model.layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, mesh=mesh, mp_policy=policy, reshard_after_forward="--keep" not in sys.argv)
     fully_shard(model, mesh=mesh, mp_policy=policy)
 else:
-    model = DistributedDataParallel(model, device_ids=[local_rank])
+    model = DistributedDataParallel(model, device_ids=[local_rank], gradient_as_bucket_view="--views" in sys.argv)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 for step in range(10):
     tokens = torch.randint(0, 32000, (2, 256), device=device)
-    loss = model(input_ids=tokens, labels=tokens, use_cache=False).loss
+    outputs = model(input_ids=tokens, labels=tokens, use_cache=False)
+    loss = outputs.loss
+    if "--held" not in sys.argv:
+        del outputs
     loss.backward()
     torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

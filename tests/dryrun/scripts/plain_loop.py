@@ -10,6 +10,7 @@ parser.add_argument("--layers", type=int, default=4)
 parser.add_argument("--hidden", type=int, default=512)
 parser.add_argument("--batch", type=int, default=2)
 parser.add_argument("--length", type=int, default=256)
+parser.add_argument("--extra", type=int, default=0, help="bytes of a tensor that no network knows")
 arguments = parser.parse_args()
 
 config = LlamaConfig(
@@ -22,6 +23,7 @@ config = LlamaConfig(
 )
 device = "cuda" if torch.cuda.is_available() else "cpu"
 model = LlamaForCausalLM(config).to(torch.bfloat16).to(device)
+extra = torch.empty(arguments.extra, dtype=torch.uint8, device=device)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 for step in range(100):
     tokens = torch.randint(0, 32000, (arguments.batch, arguments.length)).to(device)

@@ -1,0 +1,104 @@
+"""What scripts ask of FSDP and DDP, read from the modules that these wrap: the layout's settings, as a job says them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.fsdp import CPUOffloadPolicy, FullyShardedDataParallel, ShardingStrategy
+from torch.nn.parallel import DistributedDataParallel
+
+from peakcast.core.units import MIB
+
+DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+def mixed(networks: Sequence[torch.nn.Module]) -> tuple[str, str]:
+    """(dtype to which FSDP casts weights, dtype in which it reduces gradients), as in most of its units; "" without mixed
+    precision."""
+    policies: Counter[tuple[torch.dtype, torch.dtype]] = Counter()
+    for part in _parts(networks):
+        state = _state(part)
+        policy: Any = state._mp_policy if state is not None else getattr(part, "mixed_precision", None)  # FSDP2's, FSDP1's
+        if getattr(policy, "param_dtype", None) in DTYPES:
+            policies[policy.param_dtype, policy.reduce_dtype or policy.param_dtype] += 1
+    if not policies:
+        return "", ""
+    (computed, reduced), _ = policies.most_common(1)[0]
+    return DTYPES[computed], DTYPES.get(reduced, "")
+
+
+def layout(networks: Sequence[torch.nn.Module]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """(fields of a job's parallelism, framework options) of what wraps the networks; both empty if nothing does."""
+    units = [part for part in _parts(networks) if isinstance(part, FullyShardedDataParallel)]
+    if units:
+        return _of_fsdp1(units)
+    if groups := [group for part in _parts(networks) if (group := _group(part)) is not None]:
+        return _of_fsdp2(networks, groups)
+    replicated = next((part for part in _parts(networks) if isinstance(part, DistributedDataParallel)), None)
+    if replicated is None:
+        return {}, {}
+    bucket = {"ddp_bucket_cap_mib": max(1, replicated.bucket_bytes_cap // MIB)}
+    return {}, {**bucket, "ddp_gradient_as_bucket_view": bool(replicated.gradient_as_bucket_view)}
+
+
+def offloads(networks: Sequence[torch.nn.Module]) -> bool:
+    """Whether FSDP keeps weights on the host."""
+    for part in _parts(networks):
+        group = _group(part)
+        if group is not None and isinstance(group.offload_policy, CPUOffloadPolicy):
+            return True
+        if isinstance(part, FullyShardedDataParallel) and part.cpu_offload.offload_params:
+            return True
+    return False
+
+
+def _of_fsdp1(units: Sequence[FullyShardedDataParallel]) -> tuple[dict[str, Any], dict[str, Any]]:
+    root = units[0]
+    ahead = root.backward_prefetch
+    options = {
+        "fsdp1_backward_prefetch": ahead.name if ahead is not None else "",
+        "fsdp1_use_orig_params": bool(root._use_orig_params),
+        "fsdp1_limit_all_gathers": bool(root.limit_all_gathers),
+        "fsdp_reshard_after_forward": root.sharding_strategy is not ShardingStrategy.SHARD_GRAD_OP,
+    }
+    whole = root.sharding_strategy is ShardingStrategy.NO_SHARD
+    return {"sharding": "no_shard" if whole else "fsdp1"}, {**options, **_reduced(mixed(units))}
+
+
+def _of_fsdp2(networks: Sequence[torch.nn.Module], groups: Sequence[Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    roots = {_group(network) for network in networks}
+    others = [group for group in groups if group not in roots]
+    tables = (part for part in _parts(networks) if isinstance(part, torch.nn.Embedding))
+    options: dict[str, Any] = {
+        "fsdp2_units": "ends" if any(_state(table) is not None for table in tables) else "root",
+        "fsdp_reshard_after_forward": not others or any(group._reshard_after_forward for group in others),
+    }
+    sizes = groups[0].mesh_info
+    replicas = getattr(sizes, "replicate_mesh_size", 1)
+    if replicas > 1 and hasattr(sizes, "shard_mesh_size"):
+        options["shard_group_size"] = int(sizes.shard_mesh_size)
+    return {"sharding": "hsdp" if "shard_group_size" in options else "fsdp2"}, {**options, **_reduced(mixed(networks))}
+
+
+def _reduced(policy: tuple[str, str]) -> dict[str, str]:
+    """The option of the dtype in which gradients are reduced under mixed precision."""
+    computed, reduced = policy
+    return {"fsdp_reduce_dtype": reduced or computed} if computed else {}
+
+
+def _parts(networks: Iterable[torch.nn.Module]) -> Iterable[torch.nn.Module]:
+    return (part for network in networks for part in network.modules())
+
+
+def _state(part: torch.nn.Module) -> Any:
+    """FSDP2's state of a module that `fully_shard` was called with; None for others."""
+    return part._get_fsdp_state() if hasattr(part, "_get_fsdp_state") else None
+
+
+def _group(part: torch.nn.Module) -> Any:
+    """The tensors that FSDP2 gathers for a module; None if it gathers none for it."""
+    state = _state(part)
+    return state._fsdp_param_group if state is not None else None
