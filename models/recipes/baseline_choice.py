@@ -31,22 +31,28 @@ class SeenRun:
 
 
 _RUN: ContextVar[SeenRun | None] = ContextVar("run", default=None)
+_STACKS: ContextVar[bool] = ContextVar("traces stacks", default=False)
 
 
 @contextmanager
-def baseline_from(name: str, trace: Trace | None = None, run: SeenRun | None = None) -> Iterator[None]:
+def baseline_from(
+    name: str, trace: Trace | None = None, run: SeenRun | None = None, *, of_stack: bool = False
+) -> Iterator[None]:
     """Inside this context, answers come from the source `name`. `trace`: the function that traces; `run`: the observed run
-    whose requests decide reserved memory. Raises: SpecError for another name."""
+    whose requests decide reserved memory; `of_stack`: whether the trace is of the job's stack as peakcast runs it, not of
+    a program of the user's. Raises: SpecError for another name."""
     if name not in get_args(BaselineName):
         raise SpecError(
             f"baseline={name!r} must be one of {', '.join(get_args(BaselineName))}.", parameter="baseline", value=name
         )
     token, run_token = _CHOSEN.set((name, trace)), _RUN.set(run)  # type: ignore[arg-type]
+    stack_token = _STACKS.set(of_stack)
     try:
         yield
     finally:
         _CHOSEN.reset(token)
         _RUN.reset(run_token)
+        _STACKS.reset(stack_token)
 
 
 def chosen() -> BaselineName:
@@ -57,6 +63,11 @@ def chosen() -> BaselineName:
 def tracer() -> Trace | None:
     """The function that traces, if answers come from traces; else None."""
     return _CHOSEN.get()[1]
+
+
+def traces_stack() -> bool:
+    """Whether answers come from traces of the job's stack, as peakcast itself builds and runs it."""
+    return _STACKS.get()
 
 
 def seen_run() -> SeenRun | None:

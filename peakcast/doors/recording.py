@@ -145,7 +145,8 @@ def timelines_from(baseline: str) -> Iterator[None]:
     for another name."""
     from peakcast.collectors.tracing.trace import trace_job
 
-    with baseline_from(baseline, _traced(trace_job) if baseline == "trace" else None):
+    traces = baseline == "trace"
+    with baseline_from(baseline, _traced(trace_job) if traces else None, of_stack=traces):
         yield
 
 

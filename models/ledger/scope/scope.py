@@ -11,7 +11,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.covering import no_recipe, recipe_findings
 from peakcast.models.ledger.scope.kernels import ATTENTION, COMPILED, FUSED_KERNELS
 from peakcast.models.ledger.scope.layouts import LAYOUTS, ZERO
-from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS, OWN_NETWORKS
+from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS, OWN_NETWORKS, TRACED_NETWORKS
 from peakcast.models.ledger.scope.table import Limit, Section
 from peakcast.models.ledger.scope.training import (
     ADAM_MINI,
@@ -24,7 +24,7 @@ from peakcast.models.ledger.scope.training import (
     SETTINGS,
     UPDATES_IN_BACKWARD,
 )
-from peakcast.models.recipes.baseline_choice import tracer
+from peakcast.models.recipes.baseline_choice import tracer, traces_stack
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.shelf import wants_recipe
 
@@ -48,9 +48,9 @@ def sections(framework: str) -> tuple[Section, ...]:
 
 def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
     """Why the ledger does not cover `job`: a finding from each section of the table of which a row holds; none if it covers
-    all."""
+    all. Of a trace: why it is not of the job's network."""
     if tracer() is not None:
-        return ()
+        return traced_findings(job) if traces_stack() else ()
     recorded = recipe_findings(job) if wants_recipe(job) else None
     if recorded is not None and (job.architecture.configuration or not no_recipe(job)):
         # a recipe is of transformers' network, unless a run of the user's own program gave it
@@ -58,6 +58,12 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
         return (*recorded, own) if own else recorded
     found = (section.finding(job) for section in sections(job.framework))  # a family of the ledger, which then answers
     return (*(recorded or ()), *(finding for finding in found if finding))
+
+
+def traced_findings(job: TrainingJob) -> tuple[Finding, ...]:
+    """What a trace of the job's stack, as peakcast itself builds it, does not have of the job's own program."""
+    found = TRACED_NETWORKS.finding(job)
+    return (found,) if found else ()
 
 
 def out_of_scope(job: TrainingJob) -> str:
