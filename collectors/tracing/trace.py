@@ -19,6 +19,7 @@ from peakcast.core.extras import need
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.lengths import at_its_longest
 from peakcast.jobs.spec import TrainingJob, job_to_mapping
+from peakcast.networks.own import own_network
 from peakcast.timelines.files import timeline_from_mapping as timeline_from_mapping
 from peakcast.timelines.files import timeline_to_mapping as timeline_to_mapping
 from peakcast.timelines.timeline import Category, Phase, Timeline
@@ -73,7 +74,7 @@ def trace_here(job: TrainingJob, rank: int = 0, gpu: str | None = None) -> dict[
         with compiling, fake_mode(), tracer:
             span = _generate(job, tracer)
         return {step: tracer.timeline(*span) for step in ("first", "steady")}
-    with compiling, fake_mode(num_nonzero(job), knows_values=bool(job.images.per_sequence)), one_thread():
+    with compiling, fake_mode(num_nonzero(job), knows_values=reads_values(job)), one_thread():
         return _train(job, "cuda:0", tracer)
 
 
@@ -117,7 +118,7 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         deepspeed_fakes.install()
     fake_cuda.install()
     patches.install(masks_of_batch=job.batch.form != "rows")
-    if job.images.per_sequence:
+    if reads_values(job):
         known_values.install()
     compiled = compiles(job) or _compiles_part(job)
     if compiled:
@@ -141,6 +142,12 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
 
         flash_attention_stub.install(packed=job.batch.form == "padding_free", padded=job.task != "inference")
     return compiling
+
+
+def reads_values(job: TrainingJob) -> bool:
+    """Whether the network reads values of small tensors as it is made or runs: where images stand in a row, or (torchtune
+    0.6.1 models/llama3_1/_position_embeddings.py `apply_scaling`) the frequencies of its rotary tables."""
+    return bool(job.images.per_sequence) or own_network(job) is not None
 
 
 def _compiles_part(job: TrainingJob) -> bool:

@@ -29,6 +29,7 @@ from peakcast.models.recipes.shelf import LIBRARIES, public
 from peakcast.models.recipes.walk import Walk
 from peakcast.networks.families import family
 from peakcast.networks.layer_count import told_by_layer, with_layers
+from peakcast.networks.own import TRANSFORMERS
 from peakcast.networks.undescribed import for_tracing
 
 if TYPE_CHECKING:
@@ -110,8 +111,8 @@ def record_all(
         if name not in known:
             rule = f"must be a family that transformers has and the ledger has not{near_misses(name, known) or '.'}"
             raise SpecError(f"families={name!r} {rule}", parameter="families", value=name)
-    releases = FrozenMapping({name: public(versions[name]) for name in LIBRARIES if name in versions})
-    own = folder / f"{shipped.STACK}{releases['transformers']}"
+    releases = FrozenMapping({name: public(versions[name]) for name in LIBRARIES[TRANSFORMERS] if name in versions})
+    own = folder / shipped.stack_name(TRANSFORMERS, str(releases[TRANSFORMERS]))
     asked = list(families or known)
     shipment = Shipment()
     done = itertools.count()

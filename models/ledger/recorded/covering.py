@@ -6,74 +6,26 @@ import json
 
 from peakcast.core.errors import near_misses
 from peakcast.core.findings import FAILS, LESS, MORE, Finding, found
-from peakcast.core.versions import release
+from peakcast.core.versions import NEWEST, release
 from peakcast.jobs.architecture import Architecture
-from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precision
+from peakcast.jobs.conventions import conventions, mixes_precision
 from peakcast.jobs.images import sees_images
-from peakcast.jobs.lengths import lengths_change
-from peakcast.jobs.spec import Offload, TrainingJob
-from peakcast.models.ledger.layouts import gathered_dtype
+from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.ends import overlap
 from peakcast.models.recipes.baseline_choice import chosen
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.shelf import recipe_of, why_not
 from peakcast.models.recipes.shipped import nearest_shipped
 from peakcast.networks.config import left_out_of
-from peakcast.networks.families import family, family_of, model_types
+from peakcast.networks.families import family, model_types
+from peakcast.networks.own import TRANSFORMERS, library_of
 
-FRAMEWORKS = ("huggingface", "torch", "deepspeed")
-"""Stacks whose training loops can be recorded."""
-METHODS = ("full", "lora", "qlora")
 RECORDED_KERNELS = ("flash-linear-attention",)
 """Packages of kernels that a recording runs where they are installed: Triton's, which need no GPU to be traced."""
 SHORT_CONVOLUTIONS = {"causal_conv1d"}
 """Packages whose kernels save a copy or two of a layer's input; other ones save loops over the sequence."""
-
-
-def cannot_be_recorded(job: TrainingJob) -> str:
-    """Why no recipe of `job` can be made, whatever is installed; "" if one can."""
-    layout, adapts = job.parallelism, job.finetuning.method != "full"
-    checks = (
-        (job.framework not in FRAMEWORKS, f"framework={job.framework!r} is not recorded"),
-        (job.task != "train", "generation is not recorded"),
-        (job.compile or job.attention == "flex", "compiled code has no blocks that could be recorded"),
-        (job.finetuning.method not in METHODS, f"finetuning.method={job.finetuning.method!r} is not recorded"),
-        (
-            job.finetuning.quantization not in (None, "nf4"),
-            f"finetuning.quantization={job.finetuning.quantization!r} is not recorded: nf4 and whole weights are",
-        ),
-        (
-            job.finetuning.quantization is not None and (layout.zero_stage > 0 or layout.sharding != "none"),
-            "quantised weights are recorded for one GPU and DDP, not for layouts that shard them",
-        ),
-        (
-            adapts and layout.sharding == "fsdp1" and mixes_precision(job) and adapter_dtype(job) != gathered_dtype(job),
-            "adapters that FSDP1 gathers narrower than they are stored are seen as stored in a first step, which is not "
-            "recorded",
-        ),
-        (
-            adapts and layout.sharding == "fsdp1" and bool(conventions(job).get("checkpoints_around_units")),
-            "FSDP1 keeps the inputs of checkpoints around its units, which is not recorded",
-        ),
-        (
-            layout.zero_stage == 3 and family_of(job.architecture).libraries.deepspeed_leaf,
-            f"ZeRO-3 takes the experts of {job.architecture.model_type} as one module, which is not recorded",
-        ),
-        (job.precision.compute == "float8", "float8 is not recorded"),
-        (job.offload != Offload(), "offloading is not recorded"),
-        (job.loss.kind != "cross_entropy", f"loss.kind={job.loss.kind!r} is not recorded"),
-        (lengths_change(job), "lengths that change are not recorded"),
-        (
-            job.num_tokens < job.micro_batch_size * job.sequence_length,
-            f"batch.num_tokens={job.batch.num_tokens}, fewer tokens than fit, is not recorded: leave it out for full rows",
-        ),
-        (
-            layout.world_size > layout.data_parallel_size or layout.expert_parallel_size > 1,
-            "of layouts, recipes are placed under DDP, FSDP, HSDP and ZeRO",
-        ),
-    )
-    return next((reason for holds, reason in checks if holds), "")
 
 
 def no_recipe(job: TrainingJob) -> str:
@@ -120,9 +72,10 @@ def _otherwise_placed(job: TrainingJob) -> tuple[Finding, ...]:
             "images.height."
         )
         return (found(sentence, "images.per_sequence", effect=MORE),)
-    recipe, name = recipe_of(job), "transformers"
+    recipe, name = recipe_of(job), library_of(job)
     was, asked = (str(one.versions.get(name, "")) for one in (recipe, job) if one is not None)
-    if was and asked and release(was)[:2] != release(asked)[:2]:
+    moves = library_of(job) != TRANSFORMERS and release(asked) == NEWEST  # a configuration that names no release
+    if was and asked and not moves and release(was)[:2] != release(asked)[:2]:
         sentence = (
             f"the network's tensors are those of {name} {was}, and {name} {asked} is asked for; record it in an "
             "environment that has that (`peakcast record --python`)."
@@ -190,7 +143,8 @@ def recorded_with(job: TrainingJob) -> str:
     recipe = recipe_of(job)
     if recipe is None or no_recipe(job):
         return ""
-    releases = " and ".join(f"{name} {version}" for name, version in recipe.versions.items() if name != "peft")
+    *others, last = (f"{name} {version}" for name, version in recipe.versions.items() if name != "peft")
+    releases = " and ".join([", ".join(others), last] if others else [last])
     sentence = f"the network's tensors are those that {releases} make, recorded without a GPU."
     if _is_sharded(job) and recipe.walk.groups and not recipe.walk.wrapped:
         sentence += " It does not name its layers to FSDP (_no_split_modules), which gathers all of them at once."

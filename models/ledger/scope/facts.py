@@ -29,6 +29,7 @@ from peakcast.models.ledger.parameters.inventory import layer_parameters
 from peakcast.models.ledger.scope import adapter_targets
 from peakcast.models.ledger.scope.fact import Fact, above, fact, option, setting, trait
 from peakcast.networks.families import family, family_of
+from peakcast.networks.own import own_network
 
 # -- stack and task ------------------------------------------------------------------------------------------------------
 
@@ -198,6 +199,7 @@ unsloth = Fact(lambda job: "unsloth" in job.versions, "Unsloth")
 litgpt = Fact(lambda job: "litgpt" in job.versions and "lightning_thunder" not in job.versions, "LitGPT's own programs")
 torchtune = Fact(lambda job: "torchtune" in job.versions, "torchtune")
 own_networks = Fact(lambda job: any(stack in job.versions for stack in OWN_NETWORKS), "a library with networks of its own")
+builds_own_network = Fact(lambda job: own_network(job) is not None, "a network of its library's own that is built here")
 trains_other_parts = Fact(trains_others, "trained parts that a recipe answers")
 fused_lora = option("lora_kernel") & ~option("lora_kernel", "eager") & adapts
 ligers_loss = option("loss_kernel", "fused_linear") & ~option("loss_chunks")

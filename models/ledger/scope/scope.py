@@ -27,6 +27,7 @@ from peakcast.models.ledger.scope.training import (
 from peakcast.models.recipes.baseline_choice import tracer, traces_stack
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.shelf import wants_recipe
+from peakcast.networks.own import own_network
 
 EVERY_STACK = (BATCHES, PREFERENCES, LENGTHS, FROZEN)
 PYTORCH = (
@@ -53,8 +54,8 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
         return traced_findings(job) if traces_stack() else ()
     recorded = recipe_findings(job) if wants_recipe(job) else None
     if recorded is not None and (job.architecture.configuration or not no_recipe(job)):
-        # a recipe is of transformers' network, unless a run of the user's own program gave it
-        own = OWN_NETWORKS.finding(job) if lent() is None else None
+        # of a library whose own networks are not built here the recipe is of transformers', unless a user's run gave it
+        own = OWN_NETWORKS.finding(job) if lent() is None and own_network(job) is None else None
         return (*recorded, own) if own else recorded
     found = (section.finding(job) for section in sections(job.framework))  # a family of the ledger, which then answers
     return (*(recorded or ()), *(finding for finding in found if finding))
