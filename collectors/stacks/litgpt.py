@@ -15,7 +15,8 @@ import torch
 
 from peakcast.collectors.stacks import own
 from peakcast.core.errors import CollectorError
-from peakcast.dialects.common.litgpt_targets import PROJECTIONS, litgpt_targets
+from peakcast.dialects.common.litgpt_targets import OF_QKV, PROJECTIONS, litgpt_targets
+from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.networks.own import LITGPT
 from peakcast.networks.undescribed import configuration_of
@@ -121,7 +122,8 @@ def _switches(job: TrainingJob) -> dict[str, bool]:
             parameter="finetuning.targets",
             value=sorted(left),
         )
-    return {name: bool(found & targets) for name, found in reached.items()}
+    parts = str(conventions(job)["adapted_of_qkv"])
+    return {name: bool(found & targets) and OF_QKV.get(name, "") in parts for name, found in reached.items()}
 
 
 def _config(kind: Any, told: Mapping[str, Any], job: TrainingJob, more: Mapping[str, Any] | None = None) -> Any:

@@ -204,7 +204,11 @@ def _install_megatron(job: TrainingJob, tracer: Any) -> None:
 
 def num_nonzero(job: TrainingJob) -> int | None:
     """Number of true entries of a mask: flash attention gathers the tokens that are not padding, or finds the sequences by
-    their first positions. None: all, as with images, none of which is padding."""
+    their first positions; an expert of LitGPT's gathers its tokens, an equal share. None: all, as with images, none of
+    which is padding."""
+    moe = job.architecture.moe
+    if moe is not None and own_network(job) is not None:
+        return -(-at_its_longest(job).num_tokens * moe.num_experts_per_tok // moe.num_experts)
     if job.images.per_sequence:
         return None
     return job.micro_batch_size if job.batch.form == "padding_free" else at_its_longest(job).num_tokens

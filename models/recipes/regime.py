@@ -10,7 +10,7 @@ from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.parallelism import Parallelism
 from peakcast.jobs.spec import Finetuning, Optimizer, Precision, TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
-from peakcast.networks.own import TORCHTUNE, library_of, of_any_release, own_network
+from peakcast.networks.own import LITGPT, TORCHTUNE, library_of, of_any_release, own_network
 
 
 def regime(job: TrainingJob) -> TrainingJob:
@@ -56,11 +56,11 @@ def _framework_options(framework: str, job: TrainingJob) -> FrozenMapping:
     return FrozenMapping({name: value for name, value in job.framework_options.items() if name in known})
 
 
-OF_LOOPS = ("autocast", "loss_kernel", "logits_chunks")
-"""Options that the loop of a library with its own networks takes from the job, where they differ from its conventions."""
+OF_LOOPS = {LITGPT: ("autocast", "adapted_of_qkv"), TORCHTUNE: ("loss_kernel", "logits_chunks")}
+"""Library with its own networks -> the options that its loop takes from the job. LitGPT's chunks of the loss are of a fixed
+size."""
 
 
 def _options_of_library(job: TrainingJob) -> FrozenMapping:
-    """What the loop of a library with its own networks is told; LitGPT's chunks of the loss are of a fixed size."""
-    names = OF_LOOPS if library_of(job) == TORCHTUNE else OF_LOOPS[:1]
+    names = OF_LOOPS[library_of(job)]
     return FrozenMapping({name: value for name, value in job.framework_options.items() if name in names})

@@ -18,9 +18,10 @@ from peakcast.networks.rotary import rotated_width
 
 SIZES = (
     *("name", "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("intermediate_size", "vocab_size", "max_position_embeddings"),
+    *("intermediate_size", "vocab_size", "max_position_embeddings", "moe"),
 )
-"""What is kept of the description of transformers' network: sizes that the user is shown."""
+"""What is kept of the description of transformers' network: sizes that the user is shown, and how many experts there
+are."""
 LITGPT, TORCHTUNE, TRANSFORMERS = "litgpt", "torchtune", "transformers"
 CHUNK_BY_LENGTH = (LITGPT,)
 """Those whose loss goes in chunks of a fixed size: each number of tokens runs other operations (litgpt 0.5.13 utils.py
