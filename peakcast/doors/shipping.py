@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -29,7 +29,7 @@ from peakcast.models.recipes.shelf import LIBRARIES, public
 from peakcast.models.recipes.walk import Walk
 from peakcast.networks.families import family
 from peakcast.networks.layer_count import told_by_layer, with_layers
-from peakcast.networks.own import TRANSFORMERS
+from peakcast.networks.own import TORCHTUNE, TRANSFORMERS
 from peakcast.networks.undescribed import for_tracing
 
 if TYPE_CHECKING:
@@ -62,6 +62,30 @@ HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
 heads, which use other code."""
 FEWEST_HEADS = 8
 
+REPRESENTED: Mapping[str, tuple[str, ...]] = {
+    "llama": ("llama-3.1-8b", "llama-3.2-3b"),
+    "qwen2": ("qwen2.5-7b", "qwen2.5-1.5b"),
+    "mistral": ("mistral-7b",),
+    "gemma": ("gemma-7b",),
+    "gemma2": ("gemma-2-2b",),
+    "phi3": ("phi-3-mini",),
+}
+"""Family -> networks of the catalog that stand for torchtune's own of it: with tables apart, and with one for both."""
+OWN_LAYERS = 8
+"""Layers of these, of which the first are recorded; recipes for other depths are derived."""
+LOSSES: tuple[Mapping[str, Any], ...] = ({"framework_options": {"loss_kernel": "chunked_logits", "logits_chunks": 8}}, {})
+ADAPTED = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What torchtune's configurations adapt (torchtune 0.6.1 recipes/configs: lora_attn_modules and apply_lora_to_mlp)."""
+OWN_METHODS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"finetuning": {"method": "lora", "rank": 16, "targets": list(ADAPTED), "adapter_dtype": "bfloat16"}},
+)
+OWN_REGIMES: tuple[Mapping[str, Any], ...] = tuple(
+    {**method, **loss, **checkpoints}
+    for method, loss, checkpoints in itertools.product(OWN_METHODS, LOSSES, CHECKPOINTS)
+)
+"""As `REGIMES`, of torchtune's own networks: its loss of chunks or of whole logits."""
+
 Progress = Callable[[str], None]
 
 
@@ -91,28 +115,31 @@ def record_all(
     processes: int = 1,
     progress: Progress | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    library: str = TRANSFORMERS,
 ) -> Shipment:
     """Record `families`, or all families that transformers has and the ledger does not, into a subfolder of `folder` named
-    after the release. Existing files are kept. Each kind of network may take `timeout_seconds`.
+    after the release. Existing files are kept. Each kind of network may take `timeout_seconds`. With `library` torchtune:
+    the families that it has networks of its own for.
 
     Raises: SpecError, CollectorError, RecordError.
     """
     from peakcast.collectors.measure.recording import Recorder
 
+    if library not in (TRANSFORMERS, TORCHTUNE):
+        rule = f"must be {TRANSFORMERS} or {TORCHTUNE}: recipes of other libraries hold for one length"
+        raise SpecError(f"library={library!r} {rule}.", parameter="library", value=library)
     if python == sys.executable:
-        need("recording recipes", "torch", "transformers")
+        need("recording recipes", "torch", *(("transformers",) if library == TRANSFORMERS else ()))
     with Recorder(python) as recorder:
-        everything, versions = recorder.families()
-    completed = tomllib.loads(resources.files("peakcast").joinpath("catalog", COMPLETED).read_text(encoding="utf-8"))
-    known = {
-        name: _completed(config, completed.get(name, {})) for name, config in everything.items() if family(name) is None
-    }
+        known, versions = _of_transformers(recorder) if library == TRANSFORMERS else (REPRESENTED, recorder.versions())
     for name in families:
         if name not in known:
-            rule = f"must be a family that transformers has and the ledger has not{near_misses(name, known) or '.'}"
+            rule = f"must be a family that {library} has and the ledger has not{near_misses(name, known) or '.'}"
             raise SpecError(f"families={name!r} {rule}", parameter="families", value=name)
-    releases = FrozenMapping({name: public(versions[name]) for name in LIBRARIES[TRANSFORMERS] if name in versions})
-    own = folder / shipped.stack_name(TRANSFORMERS, str(releases[TRANSFORMERS]))
+    if library not in versions:
+        raise CollectorError(f"{library} is not installed there; install it with: pip install {library}.")
+    releases = FrozenMapping({name: public(versions[name]) for name in LIBRARIES[library] if name in versions})
+    own = folder / shipped.stack_name(library, str(releases[library]))
     asked = list(families or known)
     shipment = Shipment()
     done = itertools.count()
@@ -120,8 +147,9 @@ def record_all(
     def record(family: str) -> None:
         if progress:
             progress(f"recipes of {family} ({next(done) + 1} of {len(asked)} families)")
+        regimes = _regimes(known[family]) if library == TRANSFORMERS else _own_regimes(REPRESENTED[family])
         with Recorder(python, timeout_seconds) as recorder:
-            count, reason = _record_family(recorder, known[family], own / shipped.file_name(family), releases)
+            count, reason = _record_family(recorder, regimes, own / shipped.file_name(family), releases)
         if count:
             shipment.kinds[family] = count
         if reason:
@@ -134,17 +162,29 @@ def record_all(
     return shipment
 
 
+def _of_transformers(recorder: Recorder) -> tuple[Mapping[str, Any], dict[str, str]]:
+    """The configurations of families that transformers has and the ledger has not, and the releases there."""
+    everything, versions = recorder.families()
+    completed = tomllib.loads(resources.files("peakcast").joinpath("catalog", COMPLETED).read_text(encoding="utf-8"))
+    known = {
+        name: _completed(config, completed.get(name, {})) for name, config in everything.items() if family(name) is None
+    }
+    return known, versions
+
+
 def _completed(config: Mapping[str, Any], published: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a family's defaults with what a published network adds."""
     return {name: value for name, value in {**config, **published}.items() if value != []}
 
 
-def _record_family(recorder: Recorder, config: Mapping[str, Any], path: Path, releases: FrozenMapping) -> tuple[int, str]:
+def _record_family(
+    recorder: Recorder, regimes: Iterable[Iterable[TrainingJob]], path: Path, releases: FrozenMapping
+) -> tuple[int, str]:
     """(number of kinds of a family's networks in the file at `path` afterwards, why one could not be recorded)."""
     found = shipped.all_of(path)
     reason = ""
-    for asked in REGIMES:
-        for job in _jobs(config, asked):
+    for jobs in regimes:
+        for job in jobs:
             if any(recipe.covers(job.micro_batch_size, LENGTH) and kind.values(job) is not None for kind, recipe in found):
                 continue
             try:
@@ -156,6 +196,22 @@ def _record_family(recorder: Recorder, config: Mapping[str, Any], path: Path, re
             else:
                 replace_file(path, shipped.written(found))
     return len(found), reason
+
+
+def _regimes(config: Mapping[str, Any]) -> Iterator[Iterator[TrainingJob]]:
+    """The jobs of each regime, for networks with a family's defaults."""
+    return (_jobs(config, asked) for asked in REGIMES)
+
+
+def _own_regimes(names: Sequence[str]) -> Iterator[list[TrainingJob]]:
+    """The jobs of each regime, for torchtune's own networks like those of the catalog."""
+    for asked in OWN_REGIMES:
+        base = {"framework": "torch", "versions": {TORCHTUNE: "main"}, "sequence_length": LENGTH, **asked}
+        jobs = (
+            job_from_mapping({"architecture": name, "micro_batch_size": batch, **base})
+            for name, batch in itertools.product(names, BATCHES)
+        )
+        yield [job.replace(architecture=with_layers(job.architecture, OWN_LAYERS)) for job in jobs]
 
 
 def _jobs(config: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[TrainingJob]:

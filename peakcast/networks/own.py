@@ -33,6 +33,8 @@ BUILDERS = {
 }  # fmt: skip
 """Family -> the module of `torchtune.models` that has its networks, and the function in it (torchtune 0.6.1
 models/*/_component_builders.py)."""
+WIDTHS_OF_HEADS = ("gemma", "gemma2")
+"""Families whose functions are told `head_dim`; of others it is the width divided by the heads."""
 TIED_LLAMA = "llama3_2"
 """That of networks like Llama's whose head is the token table."""
 
@@ -144,14 +146,17 @@ def torchtune_arguments(architecture: Architecture) -> dict[str, Any] | None:
     builder = BUILDERS.get(architecture.model_type)
     if builder is None:
         return None
-    tied = architecture.tie_word_embeddings
+    tied, heads = architecture.tie_word_embeddings, architecture.num_attention_heads
+    told_width = architecture.model_type in WIDTHS_OF_HEADS
+    if not told_width and heads * architecture.head_dim != architecture.hidden_size:
+        return None
     return {
         BUILDER: TIED_LLAMA if tied and architecture.model_type == "llama" else builder,
         "vocab_size": architecture.vocab_size,
         "num_layers": architecture.num_hidden_layers,
         "num_heads": architecture.num_attention_heads,
         "num_kv_heads": architecture.num_key_value_heads,
-        "head_dim": architecture.head_dim,
+        **({"head_dim": architecture.head_dim} if told_width else {}),
         "embed_dim": architecture.hidden_size,
         "intermediate_dim": architecture.intermediate_size,
         "max_seq_len": architecture.max_position_embeddings or 4096,
