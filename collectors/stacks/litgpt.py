@@ -134,7 +134,7 @@ def _config(kind: Any, told: Mapping[str, Any], job: TrainingJob, more: Mapping[
     known = {name: value for name, value in told.items() if name != "sliding_window_size"}  # before 0.5 there were none
     if missing := known.keys() - fields:
         raise own.unlike(job, LITGPT, ", ".join(sorted(missing)))
-    listed = next((one for one in configs if _is_like(kind, one, told)), {})
+    listed: Mapping[str, Any] = next((one for one in configs if _is_like(kind, one, told)), {})
     unsaid = {"name", "hf_config", "vocab_size", "padding_multiple", "n_layer"}
     rest = {name: value for name, value in listed.items() if name not in unsaid}
     own_values = {name: value for name, value in told.items() if name in fields}

@@ -87,6 +87,8 @@ OWN_REGIMES: tuple[Mapping[str, Any], ...] = tuple(
 """As `REGIMES`, of torchtune's own networks: its loss of chunks or of whole logits."""
 
 Progress = Callable[[str], None]
+Jobs = Iterable[Iterable[TrainingJob]]
+"""The jobs of each regime in which a family is recorded."""
 
 
 @dataclass
@@ -131,7 +133,7 @@ def record_all(
     if python == sys.executable:
         need("recording recipes", "torch", *(("transformers",) if library == TRANSFORMERS else ()))
     with Recorder(python) as recorder:
-        known, versions = _of_transformers(recorder) if library == TRANSFORMERS else (REPRESENTED, recorder.versions())
+        known, versions = _of_transformers(recorder) if library == TRANSFORMERS else _of_torchtune(recorder)
     for name in families:
         if name not in known:
             rule = f"must be a family that {library} has and the ledger has not{near_misses(name, known) or '.'}"
@@ -147,9 +149,8 @@ def record_all(
     def record(family: str) -> None:
         if progress:
             progress(f"recipes of {family} ({next(done) + 1} of {len(asked)} families)")
-        regimes = _regimes(known[family]) if library == TRANSFORMERS else _own_regimes(REPRESENTED[family])
         with Recorder(python, timeout_seconds) as recorder:
-            count, reason = _record_family(recorder, regimes, own / shipped.file_name(family), releases)
+            count, reason = _record_family(recorder, known[family], own / shipped.file_name(family), releases)
         if count:
             shipment.kinds[family] = count
         if reason:
@@ -162,14 +163,17 @@ def record_all(
     return shipment
 
 
-def _of_transformers(recorder: Recorder) -> tuple[Mapping[str, Any], dict[str, str]]:
-    """The configurations of families that transformers has and the ledger has not, and the releases there."""
+def _of_torchtune(recorder: Recorder) -> tuple[Mapping[str, Jobs], dict[str, str]]:
+    """The families that torchtune has networks of its own for, as `_of_transformers`."""
+    return {name: list(_own_regimes(networks)) for name, networks in REPRESENTED.items()}, recorder.versions()
+
+
+def _of_transformers(recorder: Recorder) -> tuple[Mapping[str, Jobs], dict[str, str]]:
+    """(the families that transformers has and the ledger has not, with the jobs of each regime, the releases there)."""
     everything, versions = recorder.families()
     completed = tomllib.loads(resources.files("peakcast").joinpath("catalog", COMPLETED).read_text(encoding="utf-8"))
-    known = {
-        name: _completed(config, completed.get(name, {})) for name, config in everything.items() if family(name) is None
-    }
-    return known, versions
+    unknown = {name: config for name, config in everything.items() if family(name) is None}
+    return {name: _regimes(_completed(config, completed.get(name, {}))) for name, config in unknown.items()}, versions
 
 
 def _completed(config: Mapping[str, Any], published: Mapping[str, Any]) -> dict[str, Any]:
@@ -177,9 +181,7 @@ def _completed(config: Mapping[str, Any], published: Mapping[str, Any]) -> dict[
     return {name: value for name, value in {**config, **published}.items() if value != []}
 
 
-def _record_family(
-    recorder: Recorder, regimes: Iterable[Iterable[TrainingJob]], path: Path, releases: FrozenMapping
-) -> tuple[int, str]:
+def _record_family(recorder: Recorder, regimes: Jobs, path: Path, releases: FrozenMapping) -> tuple[int, str]:
     """(number of kinds of a family's networks in the file at `path` afterwards, why one could not be recorded)."""
     found = shipped.all_of(path)
     reason = ""

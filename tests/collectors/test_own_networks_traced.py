@@ -15,11 +15,12 @@ from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.scope.scope import out_of_scope
 
 SIZES = {"hidden_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 256, "vocab_size": 512}
+EXPERTS = {"num_local_experts": 4, "num_key_value_heads": 2}
 LORA = {"method": "lora", "rank": 4, "adapter_dtype": "bfloat16"}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "litgpt of parallel blocks": ("litgpt", {"architecture": {"model_type": "gpt_neox", **SIZES}}),
     "litgpt of adapters": ("litgpt", {"finetuning": {**LORA, "targets": ["q_proj", "v_proj"]}}),
-    "litgpt of experts": ("litgpt", {"architecture": {"model_type": "mixtral", "num_local_experts": 4, "num_key_value_heads": 2, **SIZES}}),
+    "litgpt of experts": ("litgpt", {"architecture": {"model_type": "mixtral", **SIZES, **EXPERTS}}),
     "torchtune of chunks": ("torchtune", {"framework_options": {"loss_kernel": "chunked_logits", "logits_chunks": 8}}),
     "torchtune of checkpoints": ("torchtune", {"activation_checkpointing": {"mode": "full"}}),
 }

@@ -8,6 +8,7 @@ import pytest
 from peakcast import catalog
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.dialects.common.litgpt_targets import adapted_of_qkv, litgpt_targets
 from peakcast.doors.recording import timelines_from
 from peakcast.jobs.spec import ActivationCheckpointing, Loss, job_to_mapping
 from peakcast.models.baseline.ledger import ledger
@@ -109,3 +110,11 @@ def test_the_arguments_of_torchtunes_functions():
     assert found == {**found, **sizes, "builder": "llama3_2", "intermediate_dim": 8192, "max_seq_len": 131072}
     assert torchtune_arguments(catalog.architecture("llama-3.1-8b"))["builder"] == "llama3_1"
     assert torchtune_arguments(catalog.architecture("pythia-1b")) is None
+
+
+def test_parts_of_a_joined_projection_are_known():
+    """LitGPT adapts queries and values unless it is told otherwise; falcon and Phi-3 have one matrix for all three."""
+    joined, apart = catalog.architecture("falcon-7b"), catalog.architecture("llama-3.1-8b")
+    assert litgpt_targets(["lora_query", "lora_value"], joined) == ("query_key_value",)
+    assert adapted_of_qkv(["lora_query", "lora_value", "lora_mlp"], joined) == "qv"
+    assert adapted_of_qkv(["lora_query", "lora_value"], apart) == ""
