@@ -10,9 +10,9 @@ import importlib.util
 from typing import Any, Protocol
 
 from peakcast.core.errors import CollectorError
+from peakcast.dialects.common.own_networks import LITGPT, TORCHTUNE, as_trained_by_library, library_of, own_network
 from peakcast.jobs.lengths import at_its_longest, lengths_change
 from peakcast.jobs.spec import TrainingJob
-from peakcast.networks.own import LITGPT, TORCHTUNE, as_trained_by_library, library_of, own_network
 
 STACKS = {
     "huggingface": ("peakcast.collectors.stacks.huggingface", "'peakcast[collect]'"),

@@ -16,9 +16,9 @@ import torch
 from peakcast.collectors.stacks import own
 from peakcast.core.errors import CollectorError
 from peakcast.dialects.common.litgpt_targets import OF_QKV, PROJECTIONS, litgpt_targets
+from peakcast.dialects.common.own_networks import LITGPT
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
-from peakcast.networks.own import LITGPT
 from peakcast.networks.undescribed import configuration_of
 
 SIZES = ("n_embd", "n_head", "n_query_groups", "intermediate_size", "mlp_class_name")

@@ -1,4 +1,4 @@
-"""What the training loops of libraries with networks of their own (`peakcast/networks/own.py`) have in common."""
+"""What the training loops of libraries with networks of their own (`peakcast/dialects/common/own_networks.py`) have in common."""
 
 from __future__ import annotations
 

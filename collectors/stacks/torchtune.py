@@ -15,9 +15,9 @@ import torch
 
 from peakcast.collectors.stacks import own
 from peakcast.core.errors import CollectorError
+from peakcast.dialects.common.own_networks import BUILDER, TORCHTUNE
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
-from peakcast.networks.own import BUILDER, TORCHTUNE
 from peakcast.networks.undescribed import configuration_of
 
 IGNORED = -100

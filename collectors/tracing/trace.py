@@ -16,10 +16,10 @@ from peakcast import catalog
 from peakcast.collectors.stacks.steps.stepping import name_gradients, name_states, run_steps
 from peakcast.core.errors import CollectorError
 from peakcast.core.extras import need
+from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.lengths import at_its_longest
 from peakcast.jobs.spec import TrainingJob, job_to_mapping
-from peakcast.networks.own import own_network
 from peakcast.timelines.files import timeline_from_mapping as timeline_from_mapping
 from peakcast.timelines.files import timeline_to_mapping as timeline_to_mapping
 from peakcast.timelines.timeline import Category, Phase, Timeline

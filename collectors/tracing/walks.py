@@ -28,9 +28,9 @@ from peakcast.collectors.tracing.walk_names import WalkNames
 from peakcast.collectors.tracing.wrapping import Group, groups_of, wraps_blocks
 from peakcast.core.errors import CollectorError, PeakcastError
 from peakcast.dialects.common.network_values import NETWORK, with_values
+from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.spec import Parallelism, TrainingJob
 from peakcast.networks.layer_count import with_layers
-from peakcast.networks.own import own_network
 from peakcast.timelines.timeline import Category, Phase
 
 PLACED = (Category.PARAMETERS, Category.OPTIMIZER_STATES)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from peakcast.dialects.common.own_networks import library_of, own_network
 from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precision
 from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.spec import Offload, TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.networks.families import family_of
-from peakcast.networks.own import library_of, own_network
 
 FRAMEWORKS = ("huggingface", "torch", "deepspeed")
 """Stacks whose training loops can be recorded."""

@@ -4,13 +4,13 @@ batch."""
 from __future__ import annotations
 
 from peakcast.core.fields import FrozenMapping, build, to_mapping
+from peakcast.dialects.common.own_networks import LITGPT, TORCHTUNE, library_of, of_any_release, own_network
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision
 from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.parallelism import Parallelism
 from peakcast.jobs.spec import Finetuning, Optimizer, Precision, TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
-from peakcast.networks.own import LITGPT, TORCHTUNE, library_of, of_any_release, own_network
 
 
 def regime(job: TrainingJob) -> TrainingJob:

@@ -18,6 +18,7 @@ from peakcast.core.durable import replace_file
 from peakcast.core.errors import RecordError
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.versions import NEWEST, release
+from peakcast.dialects.common.own_networks import LITGPT, TORCHTUNE, TRANSFORMERS, library_of, of_any_release, own_network
 from peakcast.jobs.spec import TrainingJob, canonical_json, job_to_mapping
 from peakcast.jobs.trained_parts import trains_other_parts
 from peakcast.models.recipes import files
@@ -27,7 +28,6 @@ from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.regime import regime
 from peakcast.models.recipes.shipped import is_of_release, shipped_recipe
-from peakcast.networks.own import LITGPT, TORCHTUNE, TRANSFORMERS, library_of, of_any_release, own_network
 
 MOST = 16
 """Most recipes of one regime that are kept, for different ranges of batch and length."""

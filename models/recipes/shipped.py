@@ -20,13 +20,13 @@ import peakcast
 from peakcast.core.fields import flat
 from peakcast.core.versions import NEWEST, release
 from peakcast.dialects.common.network_values import NETWORK
+from peakcast.dialects.common.own_networks import TRANSFORMERS, library_of
 from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.models.recipes import files
 from peakcast.models.recipes.kinds import Kind, with_values
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.regime import regime
 from peakcast.models.recipes.widths import Widths
-from peakcast.networks.own import TRANSFORMERS, library_of
 
 FOLLOWING = (
     *("precision.gradients", "precision.optimizer_states"),

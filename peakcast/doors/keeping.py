@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from peakcast.catalog import Device
 from peakcast.core.errors import CollectorError, SpecError
 from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.common.own_networks import library_of
 from peakcast.doors.kept import CLOSE, Kept, write
 from peakcast.doors.recording import record_recipe
 from peakcast.jobs.spec import TrainingJob
@@ -21,7 +22,6 @@ from peakcast.models.baseline.ledger import ledger
 from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.shelf import LIBRARIES
-from peakcast.networks.own import library_of
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
 if TYPE_CHECKING:

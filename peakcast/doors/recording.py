@@ -18,6 +18,7 @@ from peakcast.core.errors import CollectorError, SpecError
 from peakcast.core.extras import need
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.versions import NEWEST, release
+from peakcast.dialects.common.own_networks import CHUNK_BY_LENGTH, TRANSFORMERS, library_of, own_network
 from peakcast.doors.kept import Kept, write
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shelf
@@ -26,7 +27,6 @@ from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.shelf import LIBRARIES, installed, recipe_of, wants_recipe
 from peakcast.models.recipes.shipped import is_of_release
-from peakcast.networks.own import CHUNK_BY_LENGTH, TRANSFORMERS, library_of, own_network
 from peakcast.timelines.timeline import Timeline
 
 if TYPE_CHECKING:

@@ -19,6 +19,7 @@ from peakcast.core.extras import need
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.dialects.common.network_values import NETWORK, with_values
+from peakcast.dialects.common.own_networks import TORCHTUNE, TRANSFORMERS, torchtune_families
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shipped
 from peakcast.models.recipes.generalising import kind_of
@@ -29,7 +30,6 @@ from peakcast.models.recipes.shelf import LIBRARIES, public
 from peakcast.models.recipes.walk import Walk
 from peakcast.networks.families import family
 from peakcast.networks.layer_count import told_by_layer, with_layers
-from peakcast.networks.own import TORCHTUNE, TRANSFORMERS
 from peakcast.networks.undescribed import for_tracing
 
 if TYPE_CHECKING:
@@ -62,17 +62,8 @@ HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
 heads, which use other code."""
 FEWEST_HEADS = 8
 
-REPRESENTED: Mapping[str, tuple[str, ...]] = {
-    "llama": ("llama-3.1-8b", "llama-3.2-3b"),
-    "qwen2": ("qwen2.5-7b", "qwen2.5-1.5b"),
-    "mistral": ("mistral-7b",),
-    "gemma": ("gemma-7b",),
-    "gemma2": ("gemma-2-2b",),
-    "phi3": ("phi-3-mini",),
-}
-"""Family -> networks of the catalog that stand for torchtune's own of it: with tables apart, and with one for both."""
 OWN_LAYERS = 8
-"""Layers of these, of which the first are recorded; recipes for other depths are derived."""
+"""Layers of torchtune's networks, of which the first are recorded; recipes for other depths are derived."""
 LOSSES: tuple[Mapping[str, Any], ...] = ({"framework_options": {"loss_kernel": "chunked_logits", "logits_chunks": 8}}, {})
 ADAPTED = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 """What torchtune's configurations adapt (torchtune 0.6.1 recipes/configs: lora_attn_modules and apply_lora_to_mlp)."""
@@ -165,7 +156,8 @@ def record_all(
 
 def _of_torchtune(recorder: Recorder) -> tuple[Mapping[str, Jobs], dict[str, str]]:
     """The families that torchtune has networks of its own for, as `_of_transformers`."""
-    return {name: list(_own_regimes(networks)) for name, networks in REPRESENTED.items()}, recorder.versions()
+    known = torchtune_families()
+    return {name: _own_regimes(told["networks"]) for name, told in known.items()}, recorder.versions()
 
 
 def _of_transformers(recorder: Recorder) -> tuple[Mapping[str, Jobs], dict[str, str]]:

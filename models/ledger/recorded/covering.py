@@ -7,6 +7,7 @@ import json
 from peakcast.core.errors import near_misses
 from peakcast.core.findings import FAILS, LESS, MORE, Finding, found
 from peakcast.core.versions import NEWEST, release
+from peakcast.dialects.common.own_networks import TRANSFORMERS, library_of
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions, mixes_precision
 from peakcast.jobs.images import sees_images
@@ -20,7 +21,6 @@ from peakcast.models.recipes.shelf import recipe_of, why_not
 from peakcast.models.recipes.shipped import nearest_shipped
 from peakcast.networks.config import left_out_of
 from peakcast.networks.families import family, model_types
-from peakcast.networks.own import TRANSFORMERS, library_of
 
 RECORDED_KERNELS = ("flash-linear-attention",)
 """Packages of kernels that a recording runs where they are installed: Triton's, which need no GPU to be traced."""

@@ -7,6 +7,7 @@ library knows of it (`trait`; `catalog/families/`).
 from __future__ import annotations
 
 from peakcast.core.versions import OWN_NETWORKS
+from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.conventions import (
     adapter_dtype,
     conventions,
@@ -29,7 +30,6 @@ from peakcast.models.ledger.parameters.inventory import layer_parameters
 from peakcast.models.ledger.scope import adapter_targets
 from peakcast.models.ledger.scope.fact import Fact, above, fact, option, setting, trait
 from peakcast.networks.families import family, family_of
-from peakcast.networks.own import own_network
 
 # -- stack and task ------------------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ from functools import cache
 from itertools import chain
 
 from peakcast.core.findings import FAILS, UNKNOWN, Finding, sentences
+from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.covering import no_recipe, recipe_findings
 from peakcast.models.ledger.scope.kernels import ATTENTION, COMPILED, FUSED_KERNELS
@@ -27,7 +28,6 @@ from peakcast.models.ledger.scope.training import (
 from peakcast.models.recipes.baseline_choice import tracer, traces_stack
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.shelf import wants_recipe
-from peakcast.networks.own import own_network
 
 EVERY_STACK = (BATCHES, PREFERENCES, LENGTHS, FROZEN)
 PYTORCH = (

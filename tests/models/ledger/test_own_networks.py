@@ -9,6 +9,7 @@ from peakcast import catalog
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.dialects.common.litgpt_targets import adapted_of_qkv, litgpt_targets
+from peakcast.dialects.common.own_networks import litgpt_config, own_network, torchtune_arguments
 from peakcast.doors.recording import timelines_from
 from peakcast.jobs.spec import ActivationCheckpointing, Loss, job_to_mapping
 from peakcast.models.baseline.ledger import ledger
@@ -19,7 +20,6 @@ from peakcast.models.recipes.recipe import recorded_alone
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.regime import regime
 from peakcast.models.recipes.shelf import wants_recipe
-from peakcast.networks.own import litgpt_config, own_network, torchtune_arguments
 from tests.models.recipes.walks import walk
 
 

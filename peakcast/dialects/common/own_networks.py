@@ -7,7 +7,10 @@ the arguments with which a job's library makes the network.
 
 from __future__ import annotations
 
-from functools import lru_cache
+import tomllib
+from collections.abc import Mapping
+from functools import cache, lru_cache
+from importlib import resources
 from typing import Any
 
 from peakcast.core.fields import FrozenMapping
@@ -28,15 +31,6 @@ CHUNK_BY_LENGTH = (LITGPT,)
 chunked_cross_entropy)."""
 BUILDER = "builder"
 """The key of a configuration that names torchtune's function; its other keys are that function's arguments."""
-BUILDERS = {
-    "llama": "llama3_1", "mistral": "mistral", "gemma": "gemma", "gemma2": "gemma2", "phi3": "phi3", "qwen2": "qwen2",
-}  # fmt: skip
-"""Family -> the module of `torchtune.models` that has its networks, and the function in it (torchtune 0.6.1
-models/*/_component_builders.py)."""
-WIDTHS_OF_HEADS = ("gemma", "gemma2")
-"""Families whose functions are told `head_dim`; of others it is the width divided by the heads."""
-TIED_LLAMA = "llama3_2"
-"""That of networks like Llama's whose head is the token table."""
 
 
 def library_of(job: TrainingJob) -> str:
@@ -141,17 +135,24 @@ def _of_later_releases(architecture: Architecture) -> dict[str, Any]:
     return found | ({"norm_1": False, "norm_2": False} if placement == "post" else {})
 
 
+@cache
+def torchtune_families() -> Mapping[str, Mapping[str, Any]]:
+    """Family -> what the catalog says of torchtune's function for its networks (`catalog/torchtune.toml`)."""
+    text = resources.files("peakcast").joinpath("catalog", "torchtune.toml").read_text(encoding="utf-8")
+    found: dict[str, Mapping[str, Any]] = tomllib.loads(text)["families"]
+    return found
+
+
 def torchtune_arguments(architecture: Architecture) -> dict[str, Any] | None:
     """The arguments of torchtune's function for a network of this shape; None if it has none."""
-    builder = BUILDERS.get(architecture.model_type)
-    if builder is None:
+    known = torchtune_families().get(architecture.model_type)
+    if known is None:
         return None
-    tied, heads = architecture.tie_word_embeddings, architecture.num_attention_heads
-    told_width = architecture.model_type in WIDTHS_OF_HEADS
-    if not told_width and heads * architecture.head_dim != architecture.hidden_size:
+    tied, told_width = architecture.tie_word_embeddings, bool(known.get("told_head_dim"))
+    if not told_width and architecture.query_size != architecture.hidden_size:
         return None
     return {
-        BUILDER: TIED_LLAMA if tied and architecture.model_type == "llama" else builder,
+        BUILDER: known.get("tied", known["builder"]) if tied else known["builder"],
         "vocab_size": architecture.vocab_size,
         "num_layers": architecture.num_hidden_layers,
         "num_heads": architecture.num_attention_heads,
