@@ -1,4 +1,4 @@
-"""What the training loops of libraries with networks of their own (`peakcast/dialects/common/own_networks.py`) have in common."""
+"""What the training loops of libraries with networks of their own have in common (`dialects/common/own_networks.py`)."""
 
 from __future__ import annotations
 
