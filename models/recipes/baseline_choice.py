@@ -6,16 +6,42 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import lru_cache
+from typing import Literal, Protocol, get_args
 
 from peakcast.core.errors import SpecError
 from peakcast.jobs.spec import TrainingJob
 from peakcast.timelines.timeline import Timeline
+from peakcast.timelines.traced import Traced
 
 BaselineName = Literal["auto", "ledger", "recipe", "trace"]
 """`auto`: the ledger, and recipes for networks whose families it does not know."""
-Trace = Callable[[TrainingJob, int, str | None], dict[str, Timeline]]
-"""(job, rank, GPU type whose kernels run) -> the timelines of the "first" and the "steady" step."""
+
+
+class Steps(Protocol):
+    """The timelines of the "first" and the "steady" step."""
+
+    def __getitem__(self, step: str, /) -> Timeline: ...
+
+
+Trace = Callable[[TrainingJob, int, str | None], Steps]
+"""(job, rank, GPU type whose kernels run) -> both steps."""
+
+
+class StackTraces:
+    """Traces of a job's stack, as peakcast itself builds and runs it; each job and rank is traced once."""
+
+    def __init__(self, trace: Callable[[TrainingJob, int, str | None], Traced]) -> None:
+        self._trace = lru_cache(maxsize=64)(trace)
+        self.replaced: dict[str, str] = {}
+        """`Traced.replaced` of all traces so far."""
+
+    def __call__(self, job: TrainingJob, rank: int, gpu: str | None) -> Traced:
+        found = self._trace(job, rank, gpu)
+        self.replaced.update(found.replaced)
+        return found
+
+
 _CHOSEN: ContextVar[tuple[BaselineName, Trace | None]] = ContextVar("baseline", default=("auto", None))
 
 
@@ -31,28 +57,22 @@ class SeenRun:
 
 
 _RUN: ContextVar[SeenRun | None] = ContextVar("run", default=None)
-_STACKS: ContextVar[bool] = ContextVar("traces stacks", default=False)
 
 
 @contextmanager
-def baseline_from(
-    name: str, trace: Trace | None = None, run: SeenRun | None = None, *, of_stack: bool = False
-) -> Iterator[None]:
+def baseline_from(name: str, trace: Trace | None = None, run: SeenRun | None = None) -> Iterator[None]:
     """Inside this context, answers come from the source `name`. `trace`: the function that traces; `run`: the observed run
-    whose requests decide reserved memory; `of_stack`: whether the trace is of the job's stack as peakcast runs it, not of
-    a program of the user's. Raises: SpecError for another name."""
+    whose requests decide reserved memory. Raises: SpecError for another name."""
     if name not in get_args(BaselineName):
         raise SpecError(
             f"baseline={name!r} must be one of {', '.join(get_args(BaselineName))}.", parameter="baseline", value=name
         )
     token, run_token = _CHOSEN.set((name, trace)), _RUN.set(run)  # type: ignore[arg-type]
-    stack_token = _STACKS.set(of_stack)
     try:
         yield
     finally:
         _CHOSEN.reset(token)
         _RUN.reset(run_token)
-        _STACKS.reset(stack_token)
 
 
 def chosen() -> BaselineName:
@@ -65,9 +85,10 @@ def tracer() -> Trace | None:
     return _CHOSEN.get()[1]
 
 
-def traces_stack() -> bool:
-    """Whether answers come from traces of the job's stack, as peakcast itself builds and runs it."""
-    return _STACKS.get()
+def stack_traces() -> StackTraces | None:
+    """The traces of the job's stack, if answers come from those; None also where a program of the user's is traced."""
+    trace = tracer()
+    return trace if isinstance(trace, StackTraces) else None
 
 
 def seen_run() -> SeenRun | None:

@@ -15,11 +15,13 @@ from peakcast.jobs.spec import ActivationCheckpointing, Loss, job_to_mapping
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.recipes import shelf
-from peakcast.models.recipes.baseline_choice import baseline_from
+from peakcast.models.recipes.baseline_choice import StackTraces, baseline_from, tracer
 from peakcast.models.recipes.recipe import recorded_alone
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.regime import regime
-from peakcast.models.recipes.shelf import wants_recipe
+from peakcast.models.recipes.shelf import installed, wants_recipe
+from peakcast.timelines.timeline import Timeline
+from peakcast.timelines.traced import Traced
 from tests.models.recipes.walks import walk
 
 
@@ -118,3 +120,35 @@ def test_parts_of_a_joined_projection_are_known():
     assert litgpt_targets(["lora_query", "lora_value"], joined) == ("query_key_value",)
     assert adapted_of_qkv(["lora_query", "lora_value", "lora_mlp"], joined) == "qv"
     assert adapted_of_qkv(["lora_query", "lora_value"], apart) == ""
+
+
+def test_a_trace_says_which_kernels_its_environment_lacked(job):
+    step = Timeline.from_entries((), (0,))
+    asked = job(ranks=1, layout="ddp")
+    with baseline_from("trace", StackTraces(lambda *_: Traced(first=step, steady=step, replaced={"scan": "fla"}))):
+        assert out_of_scope(asked) == ""  # nothing has been traced yet
+        tracer()(asked, 0, None)
+        assert "fla was not installed" in out_of_scope(asked)
+
+
+def test_a_trace_of_another_release_than_asked_says_so(job):
+    here = installed()["transformers"]
+    with timelines_from("trace"):
+        assert "is asked for" in out_of_scope(job(ranks=1, layout="ddp", versions=FrozenMapping({"transformers": "4.30"})))
+        assert out_of_scope(job(ranks=1, layout="ddp", versions=FrozenMapping({"transformers": here}))) == ""
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"loss_kernel": "in_place"}, "loss_kernel='in_place'"),
+        ({"norm_kernel": "fused"}, "norm_kernel='fused'"),
+        ({"lora_kernel": "fused"}, ""),  # without adapters there is nothing for it to do
+        ({"liger_kernels": True}, ""),  # which runs where a network is traced, or is missing there
+    ],
+)
+def test_a_trace_says_which_kernels_of_the_job_it_does_not_run(options, said, job):
+    asked = job(ranks=1, layout="ddp").replace(framework="huggingface", framework_options=FrozenMapping(options))
+    with timelines_from("trace"):
+        assert said in out_of_scope(asked)
+        assert said or not out_of_scope(asked)
