@@ -1,6 +1,7 @@
 """Jobs of libraries that have networks of their own, beside transformers'."""
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from peakcast.dialects.common.own_networks import litgpt_config, own_network, to
 from peakcast.doors.recording import timelines_from
 from peakcast.jobs.spec import ActivationCheckpointing, Loss, job_to_mapping
 from peakcast.models.baseline.ledger import ledger
+from peakcast.models.ledger.recorded.parameters import recorded_parameters
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.recipes import shelf
 from peakcast.models.recipes.baseline_choice import StackTraces, baseline_from, tracer
@@ -152,3 +154,15 @@ def test_a_trace_says_which_kernels_of_the_job_it_does_not_run(options, said, jo
     with timelines_from("trace"):
         assert said in out_of_scope(asked)
         assert said or not out_of_scope(asked)
+
+
+def test_the_shipped_recipes_of_torchtune_answer_without_it(monkeypatch):
+    """With the weights that Llama 3.1 and 3.2 have, at other widths and depths than were recorded."""
+    monkeypatch.setenv("PEAKCAST_RECIPES", "none")
+    loss = {"loss_kernel": "chunked_logits", "logits_chunks": 8}
+    base = {"framework": "torch", "versions": {"torchtune": "0.6"}, "activation_checkpointing": {"mode": "full"}}
+    for name, num_weights in (("llama-3.1-70b", 70_553_706_496), ("llama-3.2-1b", 1_235_814_400)):
+        asked = job_from_mapping({"architecture": name, "sequence_length": 4096, "framework_options": loss, **base})
+        tensors = recorded_parameters(asked, shelf.recipe_of(asked))
+        assert sum(math.prod(tensor.shape) for tensor in tensors) == num_weights
+        assert out_of_scope(asked) == ""
