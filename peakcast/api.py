@@ -227,18 +227,19 @@ def record_all(
     families: Sequence[str] = (),
     python: str = sys.executable,
     timeout_seconds: float = 1800.0,
+    library: str = "transformers",
     progress: Progress | None = None,
 ) -> Shipment:
     """Record every family of transformers that the ledger does not know, or `families`, in the common regimes, into
-    `folder`. Existing files are kept, so an interrupted recording can be continued. A family takes minutes;
-    `timeout_seconds` is the limit for one regime of it.
+    `folder`; with `library` "torchtune", the networks that torchtune has of its own. Existing files are kept, so an
+    interrupted recording can be continued. A family takes minutes; `timeout_seconds` is the limit for one regime of it.
 
     Raises: SpecError, or CollectorError when the library cannot be used.
     """
     from peakcast.core.cores import available_cores
     from peakcast.doors.shipping import record_all as ship
 
-    return ship(Path(folder), families, python, available_cores(), progress, timeout_seconds)
+    return ship(Path(folder), families, python, available_cores(), progress, timeout_seconds, library)
 
 
 def doctor() -> Installation:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "peft", "bitsandbytes", "flash-attn", "triton", "fla-core"),
-    *("megatron_core", "transformer_engine"),
+    *("megatron_core", "transformer_engine", "litgpt", "lightning", "torchtune", "torchao"),
 )
 ALLOCATOR_VARIABLES = (
     *("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"),  # the first is read first

@@ -82,6 +82,17 @@ class Recorder:
         found = json.loads(done.stdout)
         return found["families"], found["versions"]
 
+    def versions(self) -> dict[str, str]:
+        """The releases of the packages there."""
+        asked = "import json; from peakcast.collectors.machine.probes import versions; print(json.dumps(versions()))"
+        done = subprocess.run(
+            [self._python, "-P", "-c", asked], env=self._environment, capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise CollectorError((done.stderr.strip().splitlines() or ["the releases could not be listed."])[-1])
+        found: dict[str, str] = json.loads(done.stdout)
+        return found
+
     def _end(self) -> None:
         if self._worker is not None:
             self._worker.end()

@@ -10,6 +10,7 @@ import importlib.util
 from typing import Any, Protocol
 
 from peakcast.core.errors import CollectorError
+from peakcast.dialects.common.own_networks import LITGPT, TORCHTUNE, as_trained_by_library, library_of, own_network
 from peakcast.jobs.lengths import at_its_longest, lengths_change
 from peakcast.jobs.spec import TrainingJob
 
@@ -23,6 +24,10 @@ STACKS = {
 outputs until the next step, as plain loops do."""
 PACKAGES = {"huggingface": ("transformers", "accelerate", "peft"), "deepspeed": ("deepspeed",), "megatron": ("megatron",)}
 """framework -> the packages that this installs."""
+
+
+OWN = {LITGPT: "peakcast.collectors.stacks.litgpt", TORCHTUNE: "peakcast.collectors.stacks.torchtune"}
+"""Library with networks of its own -> the module that builds them, in its own loop."""
 
 
 class Training(Protocol):
@@ -59,8 +64,14 @@ def build(job: TrainingJob, device: str, *, longest: bool = False) -> Training:
     is of the longest. Raises: CollectorError when the stack cannot run the job."""
     _check_lengths(job)
     asked = at_its_longest(job) if longest else job
-    training: Training = _made(asked, STACKS.get(job.framework, ("", ""))[0], "build", device)
+    training: Training = _made(as_trained_by_library(asked), _module(job), "build", device)
     return training
+
+
+def _module(job: TrainingJob) -> str:
+    """The module that builds the job's stack; "" if there is none."""
+    own = "" if own_network(job) is None else OWN.get(library_of(job), "")
+    return own or STACKS.get(job.framework, ("", ""))[0]
 
 
 def _check_lengths(job: TrainingJob) -> None:
@@ -103,6 +114,8 @@ def _made(job: TrainingJob, module: str, function: str, device: str) -> Any:
 def _way_out(job: TrainingJob, error: ImportError) -> str:
     """How to install what is missing: the stack's packages, else the one that the error names."""
     missing = (error.name or "").partition(".")[0]
+    if own_network(job) is not None and missing == library_of(job):
+        return f"install it with: pip install {missing}"
     brought = PACKAGES.get(job.framework, PACKAGES["huggingface"])
     if missing in brought or not all(importlib.util.find_spec(package) for package in brought):
         return f"install it with: pip install {STACKS[job.framework][1]}"

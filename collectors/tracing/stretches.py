@@ -23,6 +23,10 @@ from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.collectors.tracing.visits import Visits
 from peakcast.timelines.timeline import Phase
 
+WRAPPED = "_checkpoint_wrapped_module"
+"""The name of what torch's wrapper for checkpoints wraps (torch/distributed/algorithms/_checkpoint/
+checkpoint_wrapper.py)."""
+
 
 @dataclass(frozen=True, slots=True)
 class Cut:
@@ -187,13 +191,21 @@ def blocks_of(model: torch.nn.Module) -> list[tuple[str, torch.nn.Module]]:
     for name, part in model.named_modules():
         if isinstance(part, torch.nn.ModuleList) and not any(name.startswith(f"{outer}.") for outer in lists):
             lists.append(name)
-            found += [(f"{name}.{index}", one) for index, one in enumerate(part) if any(True for _ in one.parameters())]
+            found += [
+                _inner(f"{name}.{index}", one) for index, one in enumerate(part) if any(True for _ in one.parameters())
+            ]
     if not found:
         sequences = ((name, part) for name, part in model.named_modules() if isinstance(part, torch.nn.Sequential))
         of_blocks = ((name, part) for name, part in sequences if _are_blocks(list(part)))
         for name, part in islice(of_blocks, 1):
             found = [(f"{name}.{index}".lstrip("."), one) for index, one in enumerate(part)]
     return found
+
+
+def _inner(name: str, part: torch.nn.Module) -> tuple[str, torch.nn.Module]:
+    """A block inside torch's wrapper for checkpoints, which recomputes what it wraps; else the block itself."""
+    wrapped = getattr(part, WRAPPED, None)
+    return (f"{name}.{WRAPPED}", wrapped) if isinstance(wrapped, torch.nn.Module) else (name, part)
 
 
 def block_name(place: int, num_places: int) -> str:

@@ -16,6 +16,7 @@ from peakcast import catalog
 from peakcast.collectors.stacks.steps.stepping import name_gradients, name_states, run_steps
 from peakcast.core.errors import CollectorError
 from peakcast.core.extras import need
+from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.lengths import at_its_longest
 from peakcast.jobs.spec import TrainingJob, job_to_mapping
@@ -75,7 +76,7 @@ def trace_here(job: TrainingJob, rank: int = 0, gpu: str | None = None) -> dict[
         with compiling, fake_mode(), tracer:
             span = _generate(job, tracer)
         return {step: tracer.timeline(*span) for step in ("first", "steady")}
-    with compiling, fake_mode(num_nonzero(job), knows_values=bool(job.images.per_sequence)), one_thread():
+    with compiling, fake_mode(num_nonzero(job), knows_values=reads_values(job)), one_thread():
         return _train(job, "cuda:0", tracer)
 
 
@@ -119,7 +120,7 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
         deepspeed_fakes.install()
     fake_cuda.install()
     patches.install(masks_of_batch=job.batch.form != "rows")
-    if job.images.per_sequence:
+    if reads_values(job):
         known_values.install()
     compiled = compiles(job) or _compiles_part(job)
     if compiled:
@@ -143,6 +144,12 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
 
         flash_attention_stub.install(packed=job.batch.form == "padding_free", padded=job.task != "inference")
     return compiling
+
+
+def reads_values(job: TrainingJob) -> bool:
+    """Whether the network reads values of small tensors as it is made or runs: where images stand in a row, or (torchtune
+    0.6.1 models/llama3_1/_position_embeddings.py `apply_scaling`) the frequencies of its rotary tables."""
+    return bool(job.images.per_sequence) or own_network(job) is not None
 
 
 def _compiles_part(job: TrainingJob) -> bool:
@@ -199,7 +206,11 @@ def _install_megatron(job: TrainingJob, tracer: Any) -> None:
 
 def num_nonzero(job: TrainingJob) -> int | None:
     """Number of true entries of a mask: flash attention gathers the tokens that are not padding, or finds the sequences by
-    their first positions. None: all, as with images, none of which is padding."""
+    their first positions; an expert of LitGPT's gathers its tokens, an equal share. None: all, as with images, none of
+    which is padding."""
+    moe = job.architecture.moe
+    if moe is not None and own_network(job) is not None:
+        return -(-at_its_longest(job).num_tokens * moe.num_experts_per_tok // moe.num_experts)
     if job.images.per_sequence:
         return None
     return job.micro_batch_size if job.batch.form == "padding_free" else at_its_longest(job).num_tokens

@@ -8,6 +8,7 @@ answers each with a line. Recipes are made of walks (`peakcast.models.recipes`).
 from __future__ import annotations
 
 import bisect
+import contextlib
 import gc
 import json
 import os
@@ -21,12 +22,13 @@ from peakcast.collectors.stacks.steps.stepping import name_gradients
 from peakcast.collectors.tracing import kernel_packages, known_values, zero3_linear
 from peakcast.collectors.tracing.families import defaults_of, read_of
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer
-from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare
+from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare, reads_values
 from peakcast.collectors.tracing.visits import FORWARD
 from peakcast.collectors.tracing.walk_names import WalkNames
 from peakcast.collectors.tracing.wrapping import Group, groups_of, wraps_blocks
 from peakcast.core.errors import CollectorError, PeakcastError
 from peakcast.dialects.common.network_values import NETWORK, with_values
+from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.spec import Parallelism, TrainingJob
 from peakcast.networks.layer_count import with_layers
 from peakcast.timelines.timeline import Category, Phase
@@ -62,12 +64,12 @@ class Walker:
 
     def defaults(self) -> dict[str, Any]:
         """The library's defaults for values of the network's configuration, by flat names."""
-        kept = self._job.architecture.configuration
+        kept = "" if own_network(self._job) else self._job.architecture.configuration
         return dict(defaults_of(json.loads(kept), NETWORK)) if kept else {}
 
     def read(self) -> list[str]:
         """Names of values that the library's code may read from the network's configuration."""
-        kept = self._job.architecture.configuration
+        kept = "" if own_network(self._job) else self._job.architecture.configuration
         return read_of(json.loads(kept)) if kept else []
 
     def walk(
@@ -79,7 +81,7 @@ class Walker:
         if layers is not None:
             of_each = max(1, (layers - self._beside) // self._stacks)
             asked = asked.replace(architecture=with_layers(asked.architecture, of_each))
-        self._knows_values |= bool(asked.images.per_sequence)
+        self._knows_values |= reads_values(asked)
         try:
             found = self._walked(asked, steps)
         except PeakcastError:
@@ -121,10 +123,17 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
                 name_gradients(training, tracer.name)
                 updated = {name for name, weight in weights if weight.grad is not None}
                 training.zero_grad()
-        found = mapping_of(tracer, weights, updated, tracer.cuts[before:], end, groups_of(training.model))
+        found = mapping_of(tracer, weights, updated, tracer.cuts[before:], end, _groups(training))
+    if own_network(job) is not None:  # its library's own loop says which of its modules FSDP takes as units: the blocks
+        return found | {"wrapped": True, "stacks": 1, "image_tokens": 0}
     two = _config(training).is_encoder_decoder and found["num_places"] // 2 == 2 * job.architecture.num_hidden_layers
     found |= {"wrapped": wraps_blocks(training.model), "stacks": 1 + two, "image_tokens": _image_tokens(training)}
     return found
+
+
+def _groups(training: Any) -> list[Group]:
+    """What FSDP gathers together outside of the blocks; unknown for other libraries' networks."""
+    return [] if own_network(training.job) is not None else groups_of(training.model)
 
 
 def _constants(model: Any) -> Iterator[tuple[str, Any]]:
@@ -283,11 +292,12 @@ def main() -> int:
     """Serve jobs until standard input ends, each in a forked process that has the libraries loaded."""
     try:
         import torch
-        import transformers
     except ImportError as error:
         print(f"peakcast: recording needs {error.name}; install it with: pip install 'peakcast[collect]'", file=sys.stderr)
         return 2
-    del torch, transformers
+    del torch
+    with contextlib.suppress(ImportError):  # a library with networks of its own needs none
+        import transformers  # noqa: F401  # loaded once for all jobs
     for line in sys.stdin:
         child = os.fork()
         if child == 0:

@@ -34,11 +34,12 @@ def conditions(job: TrainingJob, defaults: Conditions | None = None, read: Set[s
     """The conditions of `job`: its own fields where they differ from the defaults (so that fields added to jobs later
     change nothing), and its network's configuration. `defaults`: the library's defaults, for what that does not say;
     `read`: the names that its code reads (empty: it may be any)."""
-    own = flat(job_to_mapping(regime(job)))
+    recorded = regime(job)
+    own = flat(job_to_mapping(recorded))
     usual = flat(job_to_mapping(TrainingJob(architecture=job.architecture)))
     fields = (name for name in own if not name.startswith("architecture."))
     alone = {name: own[name] for name in fields if own[name] != usual.get(name)}
-    given = network_values(job.architecture)
+    given = network_values(recorded.architecture)
     network = {**(defaults or {}), **{name: value for name, value in given.items() if value is not None}}
     found: dict[str, Any] = {}
     for name, value in {**alone, **network}.items():
@@ -64,7 +65,8 @@ def _changes_nothing(name: str, value: object, read: Set[str]) -> bool:
 
 def implied(job: TrainingJob, defaults: Conditions) -> dict[str, Any]:
     """What the job's network leaves to Hugging Face's conventions."""
-    given = {name: value for name, value in network_values(job.architecture).items() if value is not None}
+    network = regime(job).architecture
+    given = {name: value for name, value in network_values(network).items() if value is not None}
     return _implied({**defaults, **given})
 
 

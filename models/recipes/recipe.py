@@ -133,7 +133,20 @@ def recorded(
                 return _widened(recipe, walks, alike, most, nearer)
     own = walks[asked] if asked in walks else record(None, *asked)
     how = how if asked in walks else None
-    return Recipe(own, how, whole.num_layers, _sizes_of_walk(own, asked), (batch, batch), (length, length))
+    return _of_walk(own, asked, how, whole.num_layers)
+
+
+def recorded_alone(record: Record, asked: Point) -> Recipe:
+    """The recipe of a network that covers the `asked` point alone, from one walk of all its layers. For steps that run
+    other operations at every other point. Raises: CollectorError if the network cannot be recorded."""
+    walk = record(None, *asked)
+    return _of_walk(walk, asked, None, walk.num_layers)
+
+
+def _of_walk(walk: Walk, point: Point, how: Repeats | None, layers: int) -> Recipe:
+    """The recipe of one walk, for its own batch and length only."""
+    batch, length = point
+    return Recipe(walk, how, layers, _sizes_of_walk(walk, point), (batch, batch), (length, length))
 
 
 def _repeats(whole: Walk, walk: Walk, short: Short) -> Repeats | None:

@@ -4,6 +4,7 @@ batch."""
 from __future__ import annotations
 
 from peakcast.core.fields import FrozenMapping, build, to_mapping
+from peakcast.dialects.common.own_networks import LITGPT, TORCHTUNE, library_of, of_any_release, own_network
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.conventions import DRIVEN_BY, adapter_dtype, conventions, mixes_precision
 from peakcast.jobs.micro_batch import Batch
@@ -13,19 +14,21 @@ from peakcast.models.ledger.layouts import gathered_dtype
 
 
 def regime(job: TrainingJob) -> TrainingJob:
-    """The job on one GPU that has the same recipe as `job`. What the layout, the optimizer and the allocator do is not
-    recorded, except ZeRO-3's linear layers, which save more if weights are frozen. All micro-batches run alike; what
-    becomes of their gradients is up to the layout. An encoder-decoder's targets are as long as what it reads, or of a
-    length of their own, which is recorded."""
+    """The job on one GPU that has the same recipe as `job`, with the network that its library has of its own, if any.
+    What the layout, the optimizer and the allocator do is not recorded, except ZeRO-3's linear layers, which save more if
+    weights are frozen. All micro-batches run alike; what becomes of their gradients is up to the layout. An
+    encoder-decoder's targets are as long as what it reads, or of a length of their own, which is recorded."""
     precision = job.precision
     adapts = job.finetuning.method != "full"
     adapters = used_adapter_dtype(job) if adapts else None
     dtypes = dict.fromkeys(("parameters", "gradients", "optimizer_states"), gathered_dtype(job))
     driven = DRIVEN_BY.get(job.framework, job.framework)
     targets = job.decoder_sequence_length
+    own = own_network(job)
     return job.replace(
+        architecture=own or job.architecture,
         framework=driven,
-        framework_options=_framework_options(driven, job),
+        framework_options=_framework_options(driven, job) if own is None else _options_of_library(job),
         finetuning=build(Finetuning, to_mapping(job.finetuning) | {"adapter_dtype": adapters}),
         batch=Batch(form=job.batch.form),
         micro_batch_size=1,
@@ -35,7 +38,7 @@ def regime(job: TrainingJob) -> TrainingJob:
         parallelism=Parallelism(zero_stage=3) if job.parallelism.zero_stage == 3 and adapts else Parallelism(),
         optimizer=Optimizer(),
         allocator=Allocator(),
-        versions=FrozenMapping(),
+        versions=FrozenMapping() if own is None else of_any_release(job).versions,
         precision=build(Precision, to_mapping(precision) | {**dtypes, "main_parameters": None}),
     )
 
@@ -51,3 +54,13 @@ def _framework_options(framework: str, job: TrainingJob) -> FrozenMapping:
         return job.framework_options
     known = conventions(job.replace(framework=framework, framework_options=FrozenMapping()))
     return FrozenMapping({name: value for name, value in job.framework_options.items() if name in known})
+
+
+OF_LOOPS = {LITGPT: ("autocast", "adapted_of_qkv"), TORCHTUNE: ("loss_kernel", "logits_chunks")}
+"""Library with its own networks -> the options that its loop takes from the job. LitGPT's chunks of the loss are of a fixed
+size."""
+
+
+def _options_of_library(job: TrainingJob) -> FrozenMapping:
+    names = OF_LOOPS[library_of(job)]
+    return FrozenMapping({name: value for name, value in job.framework_options.items() if name in names})

@@ -17,19 +17,26 @@ from pathlib import Path
 from peakcast.core.durable import replace_file
 from peakcast.core.errors import RecordError
 from peakcast.core.fields import FrozenMapping
+from peakcast.core.versions import NEWEST, release
+from peakcast.dialects.common.own_networks import LITGPT, TORCHTUNE, TRANSFORMERS, library_of, of_any_release, own_network
 from peakcast.jobs.spec import TrainingJob, canonical_json, job_to_mapping
 from peakcast.jobs.trained_parts import trains_other_parts
 from peakcast.models.recipes import files
 from peakcast.models.recipes.baseline_choice import chosen
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.regime import regime
-from peakcast.models.recipes.shipped import shipped_recipe
+from peakcast.models.recipes.shipped import is_of_release, shipped_recipe
 
 MOST = 16
 """Most recipes of one regime that are kept, for different ranges of batch and length."""
-LIBRARIES = ("torch", "transformers", "peft", "fla-core")
-"""Packages whose releases a recipe depends on."""
+LIBRARIES = {
+    TRANSFORMERS: ("torch", "transformers", "peft", "fla-core"),
+    LITGPT: ("torch", "litgpt", "lightning"),
+    TORCHTUNE: ("torch", "torchtune", "torchao"),
+}
+"""Library -> packages whose releases a recipe of its networks depends on."""
 NAMELESS = r"[^A-Za-z0-9_.]"
 """Characters of a family's name that are replaced in a file's name."""
 _found: dict[str, list[Recipe]] = {}
@@ -38,11 +45,18 @@ _reasons: dict[str, str] = {}
 
 
 def wants_recipe(job: TrainingJob) -> bool:
-    """Whether a recipe should answer `job`: the ledger does not know its family or counts other parts as trained, or
-    a recipe is asked for."""
+    """Whether a recipe should answer `job`: the ledger does not know its family or counts other parts as trained, there is
+    one of the network that the job's library has of its own, or a recipe is asked for."""
     if lent() is not None or chosen() == "recipe":
         return True
-    return chosen() == "auto" and (bool(job.architecture.configuration) or trains_other_parts(job))
+    if chosen() != "auto":
+        return False
+    return bool(job.architecture.configuration) or trains_other_parts(job) or _has_own(job)
+
+
+def _has_own(job: TrainingJob) -> bool:
+    """Whether there is a recipe of the network that the job's library has of its own."""
+    return own_network(job) is not None and not cannot_be_recorded(job) and _kept(job) is not None
 
 
 def recipe_of(job: TrainingJob) -> Recipe | None:
@@ -51,13 +65,19 @@ def recipe_of(job: TrainingJob) -> Recipe | None:
         return brought.recipe_of(job)
     if not wants_recipe(job):
         return None
+    return _kept(job)
+
+
+def _kept(job: TrainingJob) -> Recipe | None:
+    """The recipe of `job` that was recorded here or comes with peakcast."""
     own = (one for one in recipes_of(job) if one.covers(job.micro_batch_size, job.sequence_length))
     return next(own, None) or shipped_recipe(job)
 
 
 def recipes_of(job: TrainingJob) -> list[Recipe]:
     """All recipes of the job's network and regime: of the releases that it names, else of the installed ones."""
-    return _recipes(shelf_name(job)) or _recipes(shelf_name(job.replace(versions=FrozenMapping())))
+    found = _recipes(shelf_name(job))
+    return found if found or not is_of_release(job, installed()) else _recipes(shelf_name(of_any_release(job)))
 
 
 def shelve(job: TrainingJob, recipe: Recipe) -> None:
@@ -85,7 +105,9 @@ def shelf_name(job: TrainingJob) -> str:
     """The name of the file of the job's recipes."""
     alone, family = regime(job), job.architecture.model_type
     alone = alone.replace(architecture=replace(alone.architecture, name=family))
-    releases = {**installed(), **{name: str(job.versions[name]) for name in LIBRARIES if name in job.versions}}
+    packages = LIBRARIES[library_of(job)]
+    asked_for = {name: str(job.versions[name]) for name in packages if release(job.versions.get(name, "main")) != NEWEST}
+    releases = {name: one for name, one in {**installed(), **asked_for}.items() if name in packages}
     asked = canonical_json([job_to_mapping(alone), releases])
     return f"{re.sub(NAMELESS, '_', family)[:40]}-{hashlib.sha256(asked.encode()).hexdigest()[:20]}"
 
@@ -94,7 +116,7 @@ def shelf_name(job: TrainingJob) -> str:
 def installed() -> dict[str, str]:
     """Releases of the installed libraries that recipes depend on."""
     found = {}
-    for package in LIBRARIES:
+    for package in dict.fromkeys(name for names in LIBRARIES.values() for name in names):
         try:
             found[package] = public(importlib.metadata.version(package))
         except importlib.metadata.PackageNotFoundError:

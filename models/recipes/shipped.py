@@ -1,4 +1,4 @@
-"""Recipes that come with peakcast: `datasets/recipes/<release of transformers>/<family>.json.gz`.
+"""Recipes that come with peakcast: `datasets/recipes/<library>-<release>/<family>.json.gz`.
 
 A file lists kinds of networks of one family (`kinds.py`), each with the recipe that represents it; equal recipes are stored
 once. Reading a file runs no code, and parses only the recipe that is needed.
@@ -18,8 +18,9 @@ import numpy as np
 
 import peakcast
 from peakcast.core.fields import flat
-from peakcast.core.versions import release
+from peakcast.core.versions import NEWEST, release
 from peakcast.dialects.common.network_values import NETWORK
+from peakcast.dialects.common.own_networks import TRANSFORMERS, library_of
 from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.models.recipes import files
 from peakcast.models.recipes.kinds import Kind, with_values
@@ -27,8 +28,6 @@ from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.regime import regime
 from peakcast.models.recipes.widths import Widths
 
-STACK = "transformers-"
-"""The prefix of folder names; the release follows."""
 FOLLOWING = (
     *("precision.gradients", "precision.optimizer_states"),
     *("finetuning.adapter_dtype", "finetuning.rank", "finetuning.targets"),
@@ -41,9 +40,9 @@ Shipped = tuple[Kind, str]
 
 
 def shipped_recipe(job: TrainingJob) -> Recipe | None:
-    """The shipped recipe that covers `job`, of the release of transformers that the job names, else of the newest; None if
+    """The shipped recipe that covers `job`, of the release of its library that the job names, else of the newest; None if
     there is none."""
-    found = _of_regime(regime(job), str(job.versions.get("transformers", "")))
+    found = _of_regime(regime(job), str(job.versions.get(library_of(job), "")))
     return next((one for one in found if one.covers(job.micro_batch_size, job.sequence_length)), None)
 
 
@@ -51,11 +50,32 @@ def shipped_recipe(job: TrainingJob) -> Recipe | None:
 def _of_regime(job: TrainingJob, asked: str) -> tuple[Recipe, ...]:
     """All shipped recipes of the job's network, for any batch and length."""
     family = file_name(job.architecture.model_type)
-    stacks = sorted(_stacks(), key=lambda path: release(path.name.removeprefix(STACK)), reverse=True)
-    named = [one for one in stacks if asked and _minor(one.name.removeprefix(STACK)) == _minor(asked)]
-    for folder in named or stacks[:1]:
+    library = library_of(job)
+    stacks = sorted(_stacks(library), key=lambda folder: release(_release_of(folder, library)), reverse=True)
+    named = [one for one in stacks if asked and _minor(_release_of(one, library)) == _minor(asked)]
+    others = [one for one in stacks[:1] if is_of_release(job, {library: _release_of(one, library)}, asked)]
+    for folder in named or others:
         return tuple(_recipes_of(job, folder / family))
     return ()
+
+
+def stack_name(library: str, version: str) -> str:
+    """The name of the folder with the recipes of a release."""
+    return f"{library}-{version}"
+
+
+def _release_of(folder: Path, library: str) -> str:
+    return folder.name.removeprefix(stack_name(library, ""))
+
+
+def is_of_release(job: TrainingJob, releases: Mapping[str, str], asked: str | None = None) -> bool:
+    """Whether recipes of the library in `releases` answer `job`: of transformers' networks any release does, and a finding
+    says which it is; of other libraries' the asked minor release, since the ledger answers too."""
+    library = library_of(job)
+    named = str(job.versions.get(library, "")) if asked is None else asked
+    if library == TRANSFORMERS or release(named) in ((), NEWEST):
+        return True
+    return _minor(named) == _minor(releases.get(library, ""))
 
 
 def _recipes_of(job: TrainingJob, path: Path) -> list[Recipe]:
@@ -78,7 +98,7 @@ def nearest_shipped(job: TrainingJob) -> str:
     """What the shipped recipe of the job's family that is nearest to `job`, and does not cover it, is of; "" if the family
     has none."""
     family = file_name(job.architecture.model_type)
-    paths = [folder / family for folder in _stacks() if (folder / family).is_file()]
+    paths = [folder / family for folder in _stacks(library_of(job)) if (folder / family).is_file()]
     found = [(kind.otherwise(job), kind, text) for path in paths for kind, text in read(path)]
     if not found:
         return ""
@@ -106,11 +126,12 @@ def _minor(version: str) -> tuple[int, ...]:
     return release(version)[:2]
 
 
-@lru_cache(maxsize=1)
-def _stacks() -> tuple[Path, ...]:
-    """The folders of all releases."""
+@lru_cache(maxsize=8)
+def _stacks(library: str) -> tuple[Path, ...]:
+    """The folders of all releases of a library."""
     folders = [Path(one) / "datasets" / "recipes" for one in peakcast.__path__]
-    return tuple(one for folder in folders if folder.is_dir() for one in folder.iterdir() if one.name.startswith(STACK))
+    prefix = stack_name(library, "")
+    return tuple(one for folder in folders if folder.is_dir() for one in folder.iterdir() if one.name.startswith(prefix))
 
 
 def file_name(family: str) -> str:

@@ -23,6 +23,9 @@ def record(
         typer.Option("--all", help="Instead of JOB: record all families that the ledger does not know, into this folder."),
     ] = None,
     families: Annotated[list[str] | None, typer.Option("--family", help="With --all: only this one. Repeatable.")] = None,
+    library: Annotated[
+        str, typer.Option(help="With --all: transformers, or torchtune for the networks that it has of its own.")
+    ] = "transformers",
     timeout_seconds: Annotated[
         float, typer.Option(min=1.0, help="With --all: longest that one regime of a family may take.")
     ] = 1800.0,
@@ -42,6 +45,11 @@ def record(
         return
     with render.working() as progress:
         shipment = api.record_all(
-            folder, families=families or (), python=interpreter, timeout_seconds=timeout_seconds, progress=progress
+            folder,
+            families=families or (),
+            python=interpreter,
+            timeout_seconds=timeout_seconds,
+            library=library,
+            progress=progress,
         )
     print(render.json_text(shipment.to_mapping()) if json else shipment.text())

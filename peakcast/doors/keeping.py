@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING, Any
 from peakcast.catalog import Device
 from peakcast.core.errors import CollectorError, SpecError
 from peakcast.core.fields import FrozenMapping
+from peakcast.dialects.common.own_networks import library_of
 from peakcast.doors.kept import CLOSE, Kept, write
 from peakcast.doors.recording import record_recipe
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.ledger import ledger
-from peakcast.models.ledger.recorded.covering import cannot_be_recorded
 from peakcast.models.recipes.lent import Lent, lending
+from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.shelf import LIBRARIES
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
@@ -108,7 +109,7 @@ def _own_steps(walk: Walks, job: TrainingJob) -> Recipe:
             most = None
             break
     recipe = recorded(record, (job.micro_batch_size, job.sequence_length), most, nearer=NEARER)
-    releases = {name: job.versions[name] for name in LIBRARIES if name in job.versions}
+    releases = {name: job.versions[name] for name in LIBRARIES[library_of(job)] if name in job.versions}
     return replace(recipe, versions=FrozenMapping(releases))
 
 

@@ -14,9 +14,9 @@ from peakcast.core.durable import replace_file
 from peakcast.core.errors import RecordError, SpecError
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.spec import TrainingJob, job_to_mapping
-from peakcast.models.ledger.recorded.covering import cannot_be_recorded
 from peakcast.models.recipes import files
 from peakcast.models.recipes.lent import Lent, lending
+from peakcast.models.recipes.recordable import cannot_be_recorded
 
 if TYPE_CHECKING:
     from peakcast.models.recipes.recipe import Recipe

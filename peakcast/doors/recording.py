@@ -16,14 +16,17 @@ from typing import TYPE_CHECKING, Any
 from peakcast.core.errors import CollectorError, SpecError
 from peakcast.core.extras import need
 from peakcast.core.fields import FrozenMapping
-from peakcast.core.versions import release
+from peakcast.core.versions import NEWEST, release
+from peakcast.dialects.common.own_networks import CHUNK_BY_LENGTH, TRANSFORMERS, library_of, own_network
 from peakcast.doors.kept import Kept, write
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.recorded.covering import FRAMEWORKS, cannot_be_recorded, no_recipe
+from peakcast.models.ledger.recorded.covering import no_recipe
 from peakcast.models.recipes import shelf
-from peakcast.models.recipes.baseline_choice import StackTraces, baseline_from
+from peakcast.models.recipes.baseline_choice import StackTraces, baseline_from, chosen
 from peakcast.models.recipes.lent import lent
+from peakcast.models.recipes.recordable import FRAMEWORKS, cannot_be_recorded
 from peakcast.models.recipes.shelf import LIBRARIES, installed, recipe_of, wants_recipe
+from peakcast.models.recipes.shipped import is_of_release
 from peakcast.timelines.traced import Traced
 
 if TYPE_CHECKING:
@@ -38,10 +41,12 @@ def ensure_recipe(job: TrainingJob) -> None:
     for a missing recipe is stored and appears in the answer."""
     if os.environ.get(VARIABLE) == NEVER:
         return
-    if lent() is not None or not wants_recipe(job) or _is_answered(job) or cannot_be_recorded(job) or shelf.why_not(job):
+    if lent() is not None or not _may_want(job) or _is_answered(job) or cannot_be_recorded(job) or shelf.why_not(job):
         return
-    if "transformers" not in installed():
-        shelf.could_not_record(job, "recording it needs transformers; install it with: pip install 'peakcast[collect]'")
+    library = library_of(job)
+    if library not in installed() or not is_of_release(job, installed()):
+        way = "'peakcast[collect]'" if library == TRANSFORMERS else library
+        shelf.could_not_record(job, f"recording it needs {library}; install it with: pip install {way}")
         return
     try:
         record_recipe(job)
@@ -49,12 +54,18 @@ def ensure_recipe(job: TrainingJob) -> None:
         shelf.could_not_record(job, str(error).rstrip("."))
 
 
+def _may_want(job: TrainingJob) -> bool:
+    """Whether a recipe would answer `job` if there were one."""
+    return wants_recipe(job) or (chosen() == "auto" and own_network(job) is not None)
+
+
 def _is_answered(job: TrainingJob) -> bool:
     """Whether there is a recipe of the release that `job` names, or none could be recorded here anyway."""
-    found, asked = recipe_of(job), str(job.versions.get("transformers", ""))
-    if found is None or not asked:
+    library = library_of(job)
+    found, asked = recipe_of(job), str(job.versions.get(library, ""))
+    if found is None or not asked or release(asked) == NEWEST:
         return found is not None
-    here, there = installed().get("transformers", ""), str(found.versions.get("transformers", ""))
+    here, there = installed().get(library, ""), str(found.versions.get(library, ""))
     return release(there)[:2] == release(asked)[:2] or not here or release(here)[:2] != release(asked)[:2]
 
 
@@ -65,7 +76,7 @@ def ensure_recipes(
     order."""
     by_shelf: dict[str, list[TrainingJob]] = {}
     for job in jobs:
-        if wants_recipe(job):
+        if _may_want(job):
             by_shelf.setdefault(shelf.shelf_name(job), []).append(job)
     total = sum(map(len, by_shelf.values()))
     done = itertools.count()
@@ -120,7 +131,7 @@ def recorded(job: TrainingJob, python: str, output: Path | None) -> Recorded:
     if reason := cannot_be_recorded(job):
         raise SpecError(f"{job.architecture.name!r} cannot be recorded: {reason}; leave that out.", parameter="job")
     if python == sys.executable:
-        need("recording a recipe", "torch", "transformers")
+        need("recording a recipe", "torch", *(("transformers",) if library_of(job) == TRANSFORMERS else ()))
     started = time.monotonic()
     recipe = record_recipe(job, python)
     if output is not None:
@@ -156,7 +167,7 @@ def only_a_trace_has(job: TrainingJob) -> bool:
     installed and runs it."""
     if os.environ.get(VARIABLE) == NEVER or lent() is not None or job.framework not in FRAMEWORKS:
         return False
-    return wants_recipe(job) and bool(no_recipe(job)) and "transformers" in installed()
+    return wants_recipe(job) and bool(no_recipe(job)) and library_of(job) in installed()
 
 
 def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
@@ -165,15 +176,21 @@ def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
     Raises: CollectorError when the library there cannot run the job on fake tensors.
     """
     from peakcast.collectors.measure.recording import Recorder
-    from peakcast.models.recipes.recipe import recorded
+    from peakcast.models.recipes.recipe import recorded, recorded_alone
     from peakcast.models.recipes.regime import regime
     from peakcast.models.recipes.walk import Walk
 
     with Recorder(python) as recorder, recorder.of(regime(job)) as library:
         asked = job.micro_batch_size, job.sequence_length
         most, images = job.architecture.most_positions, job.images.per_sequence
-        recipe = recorded(lambda *sample: Walk.read(library.walk(*sample)), asked, most, images)
-    releases = {name: shelf.public(library.versions[name]) for name in LIBRARIES if name in library.versions}
+
+        def record(*sample: Any) -> Walk:
+            return Walk.read(library.walk(*sample))
+
+        alone = library_of(job) in CHUNK_BY_LENGTH
+        recipe = recorded_alone(record, asked) if alone else recorded(record, asked, most, images)
+    packages = LIBRARIES[library_of(job)]
+    releases = {name: shelf.public(library.versions[name]) for name in packages if name in library.versions}
     recipe = replace(recipe, versions=FrozenMapping(releases))
     shelf.shelve(job, recipe)
     return recipe

@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import sys
 import tomllib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from importlib import resources
@@ -19,6 +19,7 @@ from peakcast.core.extras import need
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.dialects.common.network_values import NETWORK, with_values
+from peakcast.dialects.common.own_networks import TORCHTUNE, TRANSFORMERS, torchtune_families
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shipped
 from peakcast.models.recipes.generalising import kind_of
@@ -61,7 +62,24 @@ HEADS, GROUPS = "num_attention_heads", "num_key_value_heads"
 heads, which use other code."""
 FEWEST_HEADS = 8
 
+OWN_LAYERS = 8
+"""Layers of torchtune's networks, of which the first are recorded; recipes for other depths are derived."""
+LOSSES: tuple[Mapping[str, Any], ...] = ({"framework_options": {"loss_kernel": "chunked_logits", "logits_chunks": 8}}, {})
+ADAPTED = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+"""What torchtune's configurations adapt (torchtune 0.6.1 recipes/configs: lora_attn_modules and apply_lora_to_mlp)."""
+OWN_METHODS: tuple[Mapping[str, Any], ...] = (
+    {},
+    {"finetuning": {"method": "lora", "rank": 16, "targets": list(ADAPTED), "adapter_dtype": "bfloat16"}},
+)
+OWN_REGIMES: tuple[Mapping[str, Any], ...] = tuple(
+    {**method, **loss, **checkpoints}
+    for method, loss, checkpoints in itertools.product(OWN_METHODS, LOSSES, CHECKPOINTS)
+)
+"""As `REGIMES`, of torchtune's own networks: its loss of chunks or of whole logits."""
+
 Progress = Callable[[str], None]
+Jobs = Iterable[Iterable[TrainingJob]]
+"""The jobs of each regime in which a family is recorded."""
 
 
 @dataclass
@@ -90,28 +108,31 @@ def record_all(
     processes: int = 1,
     progress: Progress | None = None,
     timeout_seconds: float = TIMEOUT_SECONDS,
+    library: str = TRANSFORMERS,
 ) -> Shipment:
     """Record `families`, or all families that transformers has and the ledger does not, into a subfolder of `folder` named
-    after the release. Existing files are kept. Each kind of network may take `timeout_seconds`.
+    after the release. Existing files are kept. Each kind of network may take `timeout_seconds`. With `library` torchtune:
+    the families that it has networks of its own for.
 
     Raises: SpecError, CollectorError, RecordError.
     """
     from peakcast.collectors.measure.recording import Recorder
 
+    if library not in (TRANSFORMERS, TORCHTUNE):
+        rule = f"must be {TRANSFORMERS} or {TORCHTUNE}: recipes of other libraries hold for one length"
+        raise SpecError(f"library={library!r} {rule}.", parameter="library", value=library)
     if python == sys.executable:
-        need("recording recipes", "torch", "transformers")
+        need("recording recipes", "torch", *(("transformers",) if library == TRANSFORMERS else ()))
     with Recorder(python) as recorder:
-        everything, versions = recorder.families()
-    completed = tomllib.loads(resources.files("peakcast").joinpath("catalog", COMPLETED).read_text(encoding="utf-8"))
-    known = {
-        name: _completed(config, completed.get(name, {})) for name, config in everything.items() if family(name) is None
-    }
+        known, versions = _of_transformers(recorder) if library == TRANSFORMERS else _of_torchtune(recorder)
     for name in families:
         if name not in known:
-            rule = f"must be a family that transformers has and the ledger has not{near_misses(name, known) or '.'}"
+            rule = f"must be a family that {library} has and the ledger has not{near_misses(name, known) or '.'}"
             raise SpecError(f"families={name!r} {rule}", parameter="families", value=name)
-    releases = FrozenMapping({name: public(versions[name]) for name in LIBRARIES if name in versions})
-    own = folder / f"{shipped.STACK}{releases['transformers']}"
+    if library not in versions:
+        raise CollectorError(f"{library} is not installed there; install it with: pip install {library}.")
+    releases = FrozenMapping({name: public(versions[name]) for name in LIBRARIES[library] if name in versions})
+    own = folder / shipped.stack_name(library, str(releases[library]))
     asked = list(families or known)
     shipment = Shipment()
     done = itertools.count()
@@ -133,17 +154,31 @@ def record_all(
     return shipment
 
 
+def _of_torchtune(recorder: Recorder) -> tuple[Mapping[str, Jobs], dict[str, str]]:
+    """The families that torchtune has networks of its own for, as `_of_transformers`."""
+    known = torchtune_families()
+    return {name: _own_regimes(told["networks"]) for name, told in known.items()}, recorder.versions()
+
+
+def _of_transformers(recorder: Recorder) -> tuple[Mapping[str, Jobs], dict[str, str]]:
+    """(the families that transformers has and the ledger has not, with the jobs of each regime, the releases there)."""
+    everything, versions = recorder.families()
+    completed = tomllib.loads(resources.files("peakcast").joinpath("catalog", COMPLETED).read_text(encoding="utf-8"))
+    unknown = {name: config for name, config in everything.items() if family(name) is None}
+    return {name: _regimes(_completed(config, completed.get(name, {}))) for name, config in unknown.items()}, versions
+
+
 def _completed(config: Mapping[str, Any], published: Mapping[str, Any]) -> dict[str, Any]:
     """The configuration of a family's defaults with what a published network adds."""
     return {name: value for name, value in {**config, **published}.items() if value != []}
 
 
-def _record_family(recorder: Recorder, config: Mapping[str, Any], path: Path, releases: FrozenMapping) -> tuple[int, str]:
+def _record_family(recorder: Recorder, regimes: Jobs, path: Path, releases: FrozenMapping) -> tuple[int, str]:
     """(number of kinds of a family's networks in the file at `path` afterwards, why one could not be recorded)."""
     found = shipped.all_of(path)
     reason = ""
-    for asked in REGIMES:
-        for job in _jobs(config, asked):
+    for jobs in regimes:
+        for job in jobs:
             if any(recipe.covers(job.micro_batch_size, LENGTH) and kind.values(job) is not None for kind, recipe in found):
                 continue
             try:
@@ -155,6 +190,22 @@ def _record_family(recorder: Recorder, config: Mapping[str, Any], path: Path, re
             else:
                 replace_file(path, shipped.written(found))
     return len(found), reason
+
+
+def _regimes(config: Mapping[str, Any]) -> Iterator[Iterator[TrainingJob]]:
+    """The jobs of each regime, for networks with a family's defaults."""
+    return (_jobs(config, asked) for asked in REGIMES)
+
+
+def _own_regimes(names: Sequence[str]) -> Iterator[list[TrainingJob]]:
+    """The jobs of each regime, for torchtune's own networks like those of the catalog."""
+    for asked in OWN_REGIMES:
+        base = {"framework": "torch", "versions": {TORCHTUNE: "main"}, "sequence_length": LENGTH, **asked}
+        jobs = (
+            job_from_mapping({"architecture": name, "micro_batch_size": batch, **base})
+            for name, batch in itertools.product(names, BATCHES)
+        )
+        yield [job.replace(architecture=with_layers(job.architecture, OWN_LAYERS)) for job in jobs]
 
 
 def _jobs(config: Mapping[str, Any], asked: Mapping[str, Any]) -> Iterator[TrainingJob]:

@@ -12,8 +12,8 @@ from peakcast.core.errors import SpecError
 from peakcast.core.findings import Finding
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.parameters.inventory import num_parameters
-from peakcast.models.ledger.recorded.covering import cannot_be_recorded
 from peakcast.models.recipes.lent import Lent, lending
+from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.searching.found import Found, Largest, Plan
 from peakcast.searching.search import Record, planned, search
 

@@ -18,11 +18,12 @@ from peakcast.core.workers import check_processes
 from peakcast.jobs.spec import MOST_RANKS, TrainingJob
 from peakcast.models.baseline.baseline import usable_bytes
 from peakcast.models.baseline.measured_constants import known_context_bytes
-from peakcast.models.ledger.recorded.covering import cannot_be_recorded, no_recipe
+from peakcast.models.ledger.recorded.covering import no_recipe
 from peakcast.models.prediction.predict import could_surely_fit, predict
 from peakcast.models.prediction.verdict import ranks_of_a_node
 from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.lent import lent as brought
+from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.searching.costs import Cost, cost, order
 from peakcast.searching.found import Found, Plan

@@ -46,7 +46,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         patch.delenv("PEAKCAST_RECORD")
         patch.setenv("PEAKCAST_RECIPES", str(folder))
         patch.setattr(shelf, "_found", {})
-        patch.setattr(shipped, "_stacks", tuple)  # none that came with peakcast
+        patch.setattr(shipped, "_stacks", lambda _: ())  # none that came with peakcast
         ensure_recipes(JOBS.values(), processes=1)
         yield folder
 

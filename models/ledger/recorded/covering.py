@@ -8,76 +8,28 @@ from collections.abc import Iterable, Mapping
 from peakcast.core.errors import near_misses
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.findings import FAILS, LESS, MORE, Finding, found
-from peakcast.core.versions import release
+from peakcast.core.versions import NEWEST, release
+from peakcast.dialects.common.own_networks import TRANSFORMERS, library_of, own_network
 from peakcast.jobs.architecture import Architecture
-from peakcast.jobs.conventions import adapter_dtype, conventions, mixes_precision
+from peakcast.jobs.conventions import conventions, mixes_precision
 from peakcast.jobs.images import sees_images
-from peakcast.jobs.lengths import lengths_change
-from peakcast.jobs.spec import Offload, TrainingJob
-from peakcast.models.ledger.layouts import gathered_dtype
+from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.ends import overlap
 from peakcast.models.recipes.baseline_choice import chosen, stack_traces
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.shelf import installed, recipe_of, why_not
 from peakcast.models.recipes.shipped import nearest_shipped
 from peakcast.networks.config import left_out_of
-from peakcast.networks.families import family, family_of, model_types
+from peakcast.networks.families import family, model_types
 
-FRAMEWORKS = ("huggingface", "torch", "deepspeed")
-"""Stacks whose training loops can be recorded."""
-METHODS = ("full", "lora", "qlora")
 RECORDED_KERNELS = ("flash-linear-attention",)
 """Packages of kernels that a recording runs where they are installed: Triton's, which need no GPU to be traced."""
 KERNELS = ("norm_kernel", "rotary_kernel", "gated_activation_kernel", "loss_kernel")
 """Conventions that name the kernels which a network and its loss run."""
 SHORT_CONVOLUTIONS = {"causal_conv1d"}
 """Packages whose kernels save a copy or two of a layer's input; other ones save loops over the sequence."""
-
-
-def cannot_be_recorded(job: TrainingJob) -> str:
-    """Why no recipe of `job` can be made, whatever is installed; "" if one can."""
-    layout, adapts = job.parallelism, job.finetuning.method != "full"
-    checks = (
-        (job.framework not in FRAMEWORKS, f"framework={job.framework!r} is not recorded"),
-        (job.task != "train", "generation is not recorded"),
-        (job.compile or job.attention == "flex", "compiled code has no blocks that could be recorded"),
-        (job.finetuning.method not in METHODS, f"finetuning.method={job.finetuning.method!r} is not recorded"),
-        (
-            job.finetuning.quantization not in (None, "nf4"),
-            f"finetuning.quantization={job.finetuning.quantization!r} is not recorded: nf4 and whole weights are",
-        ),
-        (
-            job.finetuning.quantization is not None and (layout.zero_stage > 0 or layout.sharding != "none"),
-            "quantised weights are recorded for one GPU and DDP, not for layouts that shard them",
-        ),
-        (
-            adapts and layout.sharding == "fsdp1" and mixes_precision(job) and adapter_dtype(job) != gathered_dtype(job),
-            "adapters that FSDP1 gathers narrower than they are stored are seen as stored in a first step, which is not "
-            "recorded",
-        ),
-        (
-            adapts and layout.sharding == "fsdp1" and bool(conventions(job).get("checkpoints_around_units")),
-            "FSDP1 keeps the inputs of checkpoints around its units, which is not recorded",
-        ),
-        (
-            layout.zero_stage == 3 and family_of(job.architecture).libraries.deepspeed_leaf,
-            f"ZeRO-3 takes the experts of {job.architecture.model_type} as one module, which is not recorded",
-        ),
-        (job.precision.compute == "float8", "float8 is not recorded"),
-        (job.offload != Offload(), "offloading is not recorded"),
-        (job.loss.kind != "cross_entropy", f"loss.kind={job.loss.kind!r} is not recorded"),
-        (lengths_change(job), "lengths that change are not recorded"),
-        (
-            job.num_tokens < job.micro_batch_size * job.sequence_length,
-            f"batch.num_tokens={job.batch.num_tokens}, fewer tokens than fit, is not recorded: leave it out for full rows",
-        ),
-        (
-            layout.world_size > layout.data_parallel_size or layout.expert_parallel_size > 1,
-            "of layouts, recipes are placed under DDP, FSDP, HSDP and ZeRO",
-        ),
-    )
-    return next((reason for holds, reason in checks if holds), "")
 
 
 def no_recipe(job: TrainingJob) -> str:
@@ -120,8 +72,8 @@ def without_kernels(replaced: Iterable[tuple[str, str]]) -> tuple[Finding, ...]:
 
 def with_other_kernels(job: TrainingJob) -> tuple[Finding, ...]:
     """The finding that a stack runs kernels of a package which neither a recording nor a trace runs; Liger's they do. None
-    where a run of the user's own program was recorded."""
-    if lent() is not None:
+    where a run of the user's own program was recorded, or a network of the job's library as that runs it."""
+    if lent() is not None or own_network(job) is not None:
         return ()
     chosen = conventions(job)
     options = FrozenMapping({"liger_kernels": True} if chosen.get("liger_kernels") else {})
@@ -155,12 +107,14 @@ def _otherwise_placed(job: TrainingJob) -> tuple[Finding, ...]:
 
 
 def of_another_release(job: TrainingJob, versions: Mapping[str, str]) -> Finding | None:
-    """The finding that `job` names another release of transformers than that of `versions`, whose tensors are counted."""
-    was, asked = (str(one.get("transformers", "")) for one in (versions, job.versions))
-    if not was or not asked or release(was)[:2] == release(asked)[:2]:
+    """The finding that `job` names another release of its library than that of `versions`, whose tensors are counted."""
+    library = library_of(job)
+    was, asked = (str(one.get(library, "")) for one in (versions, job.versions))
+    moves = library != TRANSFORMERS and release(asked) == NEWEST  # a configuration that names no release
+    if not was or not asked or moves or release(was)[:2] == release(asked)[:2]:
         return None
     sentence = (
-        f"the network's tensors are those of transformers {was}, and transformers {asked} is asked for; record it in an "
+        f"the network's tensors are those of {library} {was}, and {library} {asked} is asked for; record it in an "
         "environment that has that (`peakcast record --python`)."
     )
     return found(sentence, "versions")
@@ -227,7 +181,8 @@ def recorded_with(job: TrainingJob) -> str:
     recipe = recipe_of(job)
     if recipe is None or no_recipe(job):
         return ""
-    releases = " and ".join(f"{name} {version}" for name, version in recipe.versions.items() if name != "peft")
+    *others, last = (f"{name} {version}" for name, version in recipe.versions.items() if name != "peft")
+    releases = " and ".join([", ".join(others), last] if others else [last])
     sentence = f"the network's tensors are those that {releases} make, recorded without a GPU."
     if _is_sharded(job) and recipe.walk.groups and not recipe.walk.wrapped:
         sentence += " It does not name its layers to FSDP (_no_split_modules), which gathers all of them at once."

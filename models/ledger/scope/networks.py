@@ -46,7 +46,7 @@ OWN_NETWORKS = Section("networks of a training library's own", (
 ))
 
 TRACED_NETWORKS = Section("traces of networks", (
-    unknown("versions", job.own_networks,
+    unknown("versions", job.own_networks & ~job.builds_own_network,
             "the trace is of transformers' network of {architecture.name!r}, and {own_library} has its own; ask with your "
             "command (`peakcast dryrun`)."),
 ))

@@ -7,6 +7,7 @@ from functools import cache
 from itertools import chain
 
 from peakcast.core.findings import FAILS, UNKNOWN, Finding, sentences
+from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.covering import (
     no_recipe,
@@ -59,8 +60,8 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
         return traced_findings(job)
     recorded = recipe_findings(job) if wants_recipe(job) else None
     if recorded is not None and (job.architecture.configuration or not no_recipe(job)):
-        # a recipe is of transformers' network, unless a run of the user's own program gave it
-        own = OWN_NETWORKS.finding(job) if lent() is None else None
+        # of a library whose own networks are not built here the recipe is of transformers', unless a user's run gave it
+        own = OWN_NETWORKS.finding(job) if lent() is None and own_network(job) is None else None
         return (*recorded, own) if own else recorded
     found = (section.finding(job) for section in sections(job.framework))  # a family of the ledger, which then answers
     return (*(recorded or ()), *(finding for finding in found if finding))

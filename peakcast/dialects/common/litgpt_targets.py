@@ -32,6 +32,18 @@ OTHER_NAMES: dict[str, dict[str, str]] = {
 """Families whose projections have other names in transformers -> Llama's name -> theirs; "" if they do not have it."""
 
 
+OF_QKV = {"lora_query": "q", "lora_key": "k", "lora_value": "v"}
+"""The switches of which a joined matrix knows nothing."""
+
+
+def adapted_of_qkv(names: Iterable[str], network: Architecture) -> str:
+    """Which of queries, keys and values `names` adapt, as letters; "" if the family has a matrix for each."""
+    other = OTHER_NAMES.get(network.model_type, {})
+    joined = other.get("q_proj") is not None and other.get("q_proj") == other.get("v_proj")
+    chosen = set(names)
+    return "".join(letter for name, letter in OF_QKV.items() if joined and name in chosen)
+
+
 def litgpt_targets(names: Iterable[str], network: Architecture) -> tuple[str, ...]:
     """`names`, in which LitGPT's switches are replaced by the family's projections. If the family has one matrix for
     several of them, the whole matrix gets an adapter, which is a little more than LitGPT's parts of it. Other names are

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import Literal
+from typing import Any, Literal
 
 from peakcast.core.fields import FrozenMapping, flat
-from peakcast.dialects.common.litgpt_targets import PROJECTIONS, litgpt_targets
+from peakcast.dialects.common.litgpt_targets import PROJECTIONS, adapted_of_qkv, litgpt_targets
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, states_direction
 from peakcast.dialects.litgpt.network import litgpt_network
@@ -73,7 +73,9 @@ def from_litgpt(pasted: Pasted) -> Translation:
         notes.unsupported.append(
             "Weights that FSDP gathers in float32 for autocast (a mixed precision) are not modelled.", "precision", "more"
         )
-    autocast = {"autocast": True} if mixed and not several else {}
+    options: dict[str, Any] = {"autocast": True} if mixed and not several else {}
+    if finetuning.method != "full" and (parts := adapted_of_qkv(_adapted(settings), architecture)) not in ("", "qkv"):
+        options["adapted_of_qkv"] = parts
     job = TrainingJob(
         architecture=architecture,
         framework="torch",
@@ -87,7 +89,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
         activation_checkpointing=ActivationCheckpointing(mode="full") if checkpoints else ActivationCheckpointing(),
         compile=pretrains,
         parallelism=Parallelism(data_parallel_size=num_gpus, sharding="fsdp1" if several else "none"),
-        framework_options=FrozenMapping({"logits_chunks": -(-micro * length // LOSS_CHUNK), **autocast}),
+        framework_options=FrozenMapping({"logits_chunks": -(-micro * length // LOSS_CHUNK), **options}),
     )
     settings.note_left(IGNORED)
     return notes.finish(job)
@@ -136,7 +138,7 @@ def _accumulation(settings: Settings, micro: int, num_gpus: int) -> int:
 
 def _finetuning(settings: Settings, network: Architecture) -> Finetuning:
     rank = settings.integer("lora_r")
-    targets = litgpt_targets([key for key in PROJECTIONS if settings.switch(key, key in ON_BY_DEFAULT)], network)
+    targets = litgpt_targets(_adapted(settings), network)
     alpha, dropout = settings.number("lora_alpha", 16), settings.number("lora_dropout", 0.05)
     quantize = settings.one_of("quantize", "", QUANTIZED)
     if rank is None:
@@ -158,6 +160,11 @@ def _finetuning(settings: Settings, network: Architecture) -> Finetuning:
         quantization=kind,
         double_quantization=quantize.endswith("-dq"),
     )
+
+
+def _adapted(settings: Settings) -> list[str]:
+    """The switches that are on."""
+    return [key for key in PROJECTIONS if settings.switch(key, key in ON_BY_DEFAULT)]
 
 
 def _precision(settings: Settings) -> Precision:

@@ -157,7 +157,7 @@ def test_a_refusal_says_what_the_nearest_shipped_recipe_is_of(
     known: tuple[Kind, Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str
 ) -> None:
     (tmp_path / shipped.file_name("unheard_of")).write_bytes(shipped.written([known]))
-    monkeypatch.setattr(shipped, "_stacks", lambda: (tmp_path,))
+    monkeypatch.setattr(shipped, "_stacks", lambda _: (tmp_path,))
     with for_tracing():
         asked = job_from_mapping({"architecture": CONFIG, "micro_batch_size": 2, "sequence_length": 512, **changes})
     assert shipped.nearest_shipped(asked) == expected
