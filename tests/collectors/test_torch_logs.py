@@ -7,7 +7,9 @@ import pytest
 
 from peakcast.catalog import gpu
 from peakcast.collectors.published.lightning_thunder import read_lightning_thunder
+from peakcast.collectors.published.litgpt_finetune import read_litgpt_finetune
 from peakcast.collectors.published.torchtitan_log import DAYS, read_torchtitan_log
+from peakcast.collectors.published.torchtune_readme import read_torchtune_readme
 from peakcast.jobs.conventions import conventions
 from peakcast.measurements.store import datasets_folder
 from peakcast.models.baseline.baseline import baseline
@@ -17,6 +19,8 @@ SOURCES = datasets_folder() / "published" / "sources"
 READ = {
     "torchtitan_log": (read_torchtitan_log, {"H100-80GB": 27, "A100-80GB": 4, "B200": 4, "GB300": 3}),
     "lightning_thunder": (read_lightning_thunder, {"H100-80GB": 29}),
+    "litgpt_finetune": (read_litgpt_finetune, {"A10G": 45}),
+    "torchtune_readme": (read_torchtune_readme, {"A100-80GB": 10}),
 }
 
 
