@@ -46,6 +46,11 @@ ATTENTIONS: dict[str, Literal["eager", "sdpa", "flash_attention_2", "flex"]] = {
 }  # fmt: skip
 
 
+FIRST_WITH_SDPA = (4, 36)
+"""The release of transformers from which networks take sdpa where they have it (modeling_utils.py
+_autoset_attn_implementation); attention was eager before."""
+
+
 def from_huggingface(
     config: Mapping[str, Any] | str | Architecture,
     training_arguments: Mapping[str, Any] | None = None,
@@ -97,7 +102,7 @@ def from_huggingface(
     parallelism, offload = layout_and_offload(engine, shards, training, num_gpus, architecture, notes, options)
     if engine is not None:
         check_agreement(engine, training, num_gpus)
-    attention = _attention(model, training, notes)
+    attention = _attention(model, training, versions, notes)
     job = TrainingJob(
         architecture=architecture,
         framework=framework,
@@ -197,9 +202,11 @@ def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str
 
 
 def _attention(
-    model: Mapping[str, Any], training: Settings, notes: Notes
+    model: Mapping[str, Any], training: Settings, versions: Mapping[str, Any], notes: Notes
 ) -> Literal["eager", "sdpa", "flash_attention_2", "flex"]:
-    default = str(model.get("_attn_implementation") or model.get("attn_implementation") or "sdpa")
+    before_sdpa = (release(resolved(versions).get("transformers", "")) or FIRST_WITH_SDPA) < FIRST_WITH_SDPA
+    own = "eager" if before_sdpa else "sdpa"
+    default = str(model.get("_attn_implementation") or model.get("attn_implementation") or own)
     if training.switch("use_flash_attn") or training.switch("use_flash_attention_2"):
         default = "flash_attention_2"
     value = training.text("attn_implementation", default)
