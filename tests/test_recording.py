@@ -53,6 +53,16 @@ def test_a_network_that_cannot_be_recorded_says_what_stands_in_the_way(tmp_path:
         api.record("gpt2", python=str(tmp_path / "python"))
 
 
+def test_a_network_that_cannot_be_recorded_is_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(recording.VARIABLE)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "vocab_size": 128}
+    network = {"model_type": "apertus", **sizes, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    job = {"architecture": network, "micro_batch_size": 2, "sequence_length": 64, "offload": {"activations": True}}
+    answer = api.predict(job, gpu="H100-80GB")
+    assert any("traced without a GPU" in sentence for sentence in answer.assumptions)
+    assert not any("no family of the ledger" in warning for warning in answer.warnings)
+
+
 def test_search_asks_about_what_recipes_cover() -> None:
     """What comes with peakcast covers no offloading; what a search finds is what `predict` answers."""
     sizes = {"hidden_size": 1536, "num_hidden_layers": 5, "num_attention_heads": 12, "vocab_size": 50257}

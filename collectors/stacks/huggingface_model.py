@@ -16,6 +16,7 @@ from peakcast.core.versions import release
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets
 from peakcast.networks.reverse import hf_config_of
 from peakcast.networks.undescribed import configuration_of
 
@@ -143,12 +144,20 @@ def _task_type(model: Any, job: TrainingJob) -> str | None:
     return TASK_TYPES.get(job.architecture.kind, "CAUSAL_LM")
 
 
+def _assumed_targets(model: Any, job: TrainingJob) -> list[str] | None:
+    """Targets of adapters where the job names none: None where peft has defaults for the family; else, since peft raises an
+    error then, those that every answer assumes and says so."""
+    from peft.utils.constants import TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING as DEFAULTS
+
+    return None if model.config.model_type in DEFAULTS else list(default_adapter_targets(job.architecture))
+
+
 def with_adapters(model: Any, job: TrainingJob) -> Any:
     peft = imported("peft", "peft", parameter="finetuning.method", value=job.finetuning.method)
     tuning = job.finetuning
-    targets = list(tuning.targets) or None
+    targets: str | list[str] | None = list(tuning.targets) or _assumed_targets(model, job)
     if targets == ["all-linear"]:
-        targets = "all-linear"  # type: ignore[assignment]
+        targets = "all-linear"
     config = peft.LoraConfig(
         r=tuning.rank or 8,
         lora_alpha=tuning.alpha or 16,

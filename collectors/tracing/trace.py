@@ -22,6 +22,7 @@ from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.timelines.files import timeline_from_mapping as timeline_from_mapping
 from peakcast.timelines.files import timeline_to_mapping as timeline_to_mapping
 from peakcast.timelines.timeline import Category, Phase, Timeline
+from peakcast.timelines.traced import Traced
 
 NUM_STEPS = 2
 """Number of steps: the first makes the optimizer states; the second is like all later ones."""
@@ -29,9 +30,9 @@ NUM_STEPS = 2
 
 def trace_job(
     job: TrainingJob, *, rank: int = 0, gpu: str | None = None, timeout_seconds: float = 600
-) -> dict[str, Timeline]:
-    """`{"first": ..., "steady": ...}`: the timelines of the two steps of `job` on `rank`, traced in a subprocess without a
-    GPU. With a GPU of the catalog, memory that its kernels allocate for themselves is included.
+) -> Traced:
+    """The timelines of the first two steps of `job` on `rank`, traced in a subprocess without a GPU. With a GPU of the
+    catalog, memory that its kernels allocate for themselves is included.
 
     Raises: CollectorError with the message of the subprocess.
     """
@@ -56,7 +57,8 @@ def trace_job(
         own = [line for line in lines if line.startswith("peakcast: ")]  # libraries may print more as the process ends
         raise CollectorError(f"the trace failed: {(own or lines)[-1].removeprefix('peakcast: ')}")
     answer = json.loads(done.stdout.strip().splitlines()[-1])
-    return {step: timeline_from_mapping(answer[step]) for step in ("first", "steady")}
+    steps = {step: timeline_from_mapping(answer[step]) for step in ("first", "steady")}
+    return Traced(**steps, replaced=answer["replaced"])
 
 
 def trace_here(job: TrainingJob, rank: int = 0, gpu: str | None = None) -> dict[str, Timeline]:

@@ -6,16 +6,42 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Literal, get_args
+from functools import lru_cache
+from typing import Literal, Protocol, get_args
 
 from peakcast.core.errors import SpecError
 from peakcast.jobs.spec import TrainingJob
 from peakcast.timelines.timeline import Timeline
+from peakcast.timelines.traced import Traced
 
 BaselineName = Literal["auto", "ledger", "recipe", "trace"]
 """`auto`: the ledger, and recipes for networks whose families it does not know."""
-Trace = Callable[[TrainingJob, int, str | None], dict[str, Timeline]]
-"""(job, rank, GPU type whose kernels run) -> the timelines of the "first" and the "steady" step."""
+
+
+class Steps(Protocol):
+    """The timelines of the "first" and the "steady" step."""
+
+    def __getitem__(self, step: str, /) -> Timeline: ...
+
+
+Trace = Callable[[TrainingJob, int, str | None], Steps]
+"""(job, rank, GPU type whose kernels run) -> both steps."""
+
+
+class StackTraces:
+    """Traces of a job's stack, as peakcast itself builds and runs it; each job and rank is traced once."""
+
+    def __init__(self, trace: Callable[[TrainingJob, int, str | None], Traced]) -> None:
+        self._trace = lru_cache(maxsize=64)(trace)
+        self.replaced: dict[str, str] = {}
+        """`Traced.replaced` of all traces so far."""
+
+    def __call__(self, job: TrainingJob, rank: int, gpu: str | None) -> Traced:
+        found = self._trace(job, rank, gpu)
+        self.replaced.update(found.replaced)
+        return found
+
+
 _CHOSEN: ContextVar[tuple[BaselineName, Trace | None]] = ContextVar("baseline", default=("auto", None))
 
 
@@ -57,6 +83,12 @@ def chosen() -> BaselineName:
 def tracer() -> Trace | None:
     """The function that traces, if answers come from traces; else None."""
     return _CHOSEN.get()[1]
+
+
+def stack_traces() -> StackTraces | None:
+    """The traces of the job's stack, if answers come from those; None also where a program of the user's is traced."""
+    trace = tracer()
+    return trace if isinstance(trace, StackTraces) else None
 
 
 def seen_run() -> SeenRun | None:

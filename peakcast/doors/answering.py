@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from peakcast.core.errors import SpecError
+from peakcast.core.errors import CollectorError, SpecError
 from peakcast.doors.questions import Question
 from peakcast.doors.readings import with_others
-from peakcast.doors.recording import ensure_recipe, timelines_from
+from peakcast.doors.recording import ensure_recipe, only_a_trace_has, timelines_from
 from peakcast.models.recipes.baseline_choice import SeenRun, Trace, baseline_from
 from peakcast.models.recipes.shelf import wants_recipe
 
@@ -19,6 +20,9 @@ if TYPE_CHECKING:
     from peakcast.answers.advised import Advice
     from peakcast.answers.prediction import Answer, GpuVerdict, Prediction
     from peakcast.models.calibration.calibration import Calibration
+
+LONGEST_TRACE_SECONDS = 300.0
+"""Longest that an answer waits for a trace nobody asked for: as long as for a recording."""
 
 
 def answer(asked: Question, calibration: Calibration | str | Path | None = None) -> Prediction:
@@ -49,6 +53,11 @@ def full_answer(
     what is not modelled, and every rank. `baseline`: the source of timelines, as in `api.predict`."""
     with timelines_from(baseline):
         ensure_recipe(asked.job)
+        traces = baseline == "auto" and only_a_trace_has(asked.job)
+    if traces:  # else, or where that fails, the nearest guess and the reason why there is no recipe
+        with suppress(CollectorError), timelines_from("trace", LONGEST_TRACE_SECONDS):
+            return _full_answer(asked, calibration, all_ranks=all_ranks, advises=False)
+    with timelines_from(baseline):
         return _full_answer(asked, calibration, all_ranks=all_ranks, advises=baseline != "trace")
 
 

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +19,12 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.core.versions import release
 from peakcast.doors.kept import Kept, write
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.recorded.covering import cannot_be_recorded
+from peakcast.models.ledger.recorded.covering import FRAMEWORKS, cannot_be_recorded, no_recipe
 from peakcast.models.recipes import shelf
-from peakcast.models.recipes.baseline_choice import Trace, baseline_from
+from peakcast.models.recipes.baseline_choice import StackTraces, baseline_from
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.shelf import LIBRARIES, installed, recipe_of, wants_recipe
-from peakcast.timelines.timeline import Timeline
+from peakcast.timelines.traced import Traced
 
 if TYPE_CHECKING:
     from peakcast.models.recipes.recipe import Recipe
@@ -140,18 +139,24 @@ def recorded(job: TrainingJob, python: str, output: Path | None) -> Recorded:
 
 
 @contextmanager
-def timelines_from(baseline: str) -> Iterator[None]:
-    """A context in which answers use the timelines of `baseline`; a trace takes seconds for each rank. Raises: SpecError
-    for another name."""
+def timelines_from(baseline: str, timeout_seconds: float = 600) -> Iterator[None]:
+    """A context in which answers use the timelines of `baseline`. A trace takes seconds for each rank, and at most
+    `timeout_seconds`. Raises: SpecError for another name."""
     from peakcast.collectors.tracing.trace import trace_job
 
-    with baseline_from(baseline, _traced(trace_job) if baseline == "trace" else None):
+    def traced(job: TrainingJob, rank: int, gpu: str | None) -> Traced:
+        return trace_job(job, rank=rank, gpu=gpu, timeout_seconds=timeout_seconds)
+
+    with baseline_from(baseline, StackTraces(traced) if baseline == "trace" else None):
         yield
 
 
-def _traced(trace: Callable[..., dict[str, Timeline]]) -> Trace:
-    """`trace` with a cache: each job and rank is traced once."""
-    return lru_cache(maxsize=64)(lambda job, rank, gpu: trace(job, rank=rank, gpu=gpu))
+def only_a_trace_has(job: TrainingJob) -> bool:
+    """Whether the network of `job`, or what of it trains, is left to a trace: no recipe answers it, and its library is
+    installed and runs it."""
+    if os.environ.get(VARIABLE) == NEVER or lent() is not None or job.framework not in FRAMEWORKS:
+        return False
+    return wants_recipe(job) and bool(no_recipe(job)) and "transformers" in installed()
 
 
 def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:

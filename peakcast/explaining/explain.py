@@ -20,7 +20,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.fullest_ranks import fullest_ranks
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.baseline.measured_constants import rests_on_readings
-from peakcast.models.ledger.scope.scope import scope_findings
+from peakcast.models.ledger.scope.scope import scope_findings, traced_findings
 from peakcast.timelines.timeline import Timeline
 
 NO_KERNELS = "a trace has no kernels: their workspaces, and libraries', are not in it."
@@ -66,7 +66,7 @@ def explain(
         together=advising.first_to_try(job, device, chosen),
         comparison=comparison,
         assumptions=tuple(_assumptions(job, device, source, rank, chosen)),
-        findings=scope_findings(job) if source == "ledger" else (),
+        findings=scope_findings(job) if source == "ledger" else traced_findings(job),
     )
 
 

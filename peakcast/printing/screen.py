@@ -93,14 +93,14 @@ def _asked(job: TrainingJob) -> str:
 
 
 def _quantities(p: Prediction) -> str:
-    lines = [f"{'peak':<11}{'GiB':>8}{'90 % bar':>18}   {'bar rests on':<14}seen by"]
+    rows = [("peak", "GiB", "90 % bar", "bar rests on", "seen by")]
     for quantity in QUANTITIES:
         bar: Interval = getattr(p, quantity)
         if quantity != "peak_host_bytes" or bar.upper_95:
-            span = f"{bar.lower / GIB:,.2f} – {bar.upper / GIB:,.2f}"
-            size = f"{quantity_name(quantity):<11}{bar.point / GIB:>8.2f}{span:>18}"
-            lines.append(f"{size}   {RESTS_ON[bar.rests_on]:<14}{SEEN_BY[quantity]}")
-    return "\n".join(lines)
+            point, ends = f"{bar.point / GIB:,.2f}", f"{bar.lower / GIB:,.2f} – {bar.upper / GIB:,.2f}"
+            rows.append((quantity_name(quantity), point, ends, RESTS_ON[bar.rests_on], SEEN_BY[quantity]))
+    size, span = (max(least, *(len(row[column]) + 2 for row in rows)) for column, least in ((1, 8), (2, 18)))
+    return "\n".join(f"{row[0]:<11}{row[1]:>{size}}{row[2]:>{span}}   {row[3]:<14}{row[4]}" for row in rows)
 
 
 def _peak(p: Prediction, most: int | None = None) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 
 from peakcast.core.errors import near_misses
+from peakcast.core.fields import FrozenMapping
 from peakcast.core.findings import FAILS, LESS, MORE, Finding, found
 from peakcast.core.versions import release
 from peakcast.jobs.architecture import Architecture
@@ -14,10 +16,10 @@ from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.spec import Offload, TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.models.ledger.recorded.ends import overlap
-from peakcast.models.recipes.baseline_choice import chosen
+from peakcast.models.recipes.baseline_choice import chosen, stack_traces
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe
-from peakcast.models.recipes.shelf import recipe_of, why_not
+from peakcast.models.recipes.shelf import installed, recipe_of, why_not
 from peakcast.models.recipes.shipped import nearest_shipped
 from peakcast.networks.config import left_out_of
 from peakcast.networks.families import family, family_of, model_types
@@ -27,6 +29,8 @@ FRAMEWORKS = ("huggingface", "torch", "deepspeed")
 METHODS = ("full", "lora", "qlora")
 RECORDED_KERNELS = ("flash-linear-attention",)
 """Packages of kernels that a recording runs where they are installed: Triton's, which need no GPU to be traced."""
+KERNELS = ("norm_kernel", "rotary_kernel", "gated_activation_kernel", "loss_kernel")
+"""Conventions that name the kernels which a network and its loss run."""
 SHORT_CONVOLUTIONS = {"causal_conv1d"}
 """Packages whose kernels save a copy or two of a layer's input; other ones save loops over the sequence."""
 
@@ -93,14 +97,17 @@ def recipe_findings(job: TrainingJob) -> tuple[Finding, ...]:
     """Findings about what differs from the recording, for a job that needs a recipe."""
     if reason := no_recipe(job):
         return (found(f"{_wanting(job)}, and {reason}{_instead(job.architecture)}", "architecture"),)
-    return (*_without_kernels(recipe_of(job)), *_otherwise_placed(job))
+    recipe = recipe_of(job)
+    lacked = without_kernels(recipe.walk.replaced if recipe else ())
+    return (*lacked, *with_other_kernels(job), *_otherwise_placed(job))
 
 
-def _without_kernels(recipe: Recipe | None) -> tuple[Finding, ...]:
-    """Kernels that a GPU's environment is likely to have, and that of the recording had not."""
-    if recipe is None or not recipe.walk.replaced:
+def without_kernels(replaced: Iterable[tuple[str, str]]) -> tuple[Finding, ...]:
+    """Kernels that a GPU's environment is likely to have, and that of the recording had not. `replaced`: each function that
+    ran as transformers' own code, and its package."""
+    if not (replaced := tuple(replaced)):
         return ()
-    functions, packages = (dict.fromkeys(names) for names in zip(*recipe.walk.replaced, strict=True))
+    functions, packages = (dict.fromkeys(names) for names in zip(*replaced, strict=True))
     recordable = [package for package in packages if package in RECORDED_KERNELS]
     way = f"; if you train with {recordable[0]}, record it where that is installed (pip install)" if recordable else ""
     sentence = (
@@ -109,6 +116,25 @@ def _without_kernels(recipe: Recipe | None) -> tuple[Finding, ...]:
     )
     effect = LESS if packages.keys() - SHORT_CONVOLUTIONS else ("version_not_modelled", "less")
     return (found(sentence, "versions", effect=effect),)
+
+
+def with_other_kernels(job: TrainingJob) -> tuple[Finding, ...]:
+    """The finding that a stack runs kernels of a package which neither a recording nor a trace runs; Liger's they do. None
+    where a run of the user's own program was recorded."""
+    if lent() is not None:
+        return ()
+    chosen = conventions(job)
+    options = FrozenMapping({"liger_kernels": True} if chosen.get("liger_kernels") else {})
+    seen = conventions(job.replace(versions=FrozenMapping(), framework_options=options))
+    used = KERNELS if job.finetuning.method == "full" else (*KERNELS, "lora_kernel")
+    others = [f"{name}={chosen[name]!r}" for name in used if name in chosen and chosen[name] != seen[name]]
+    if not others:
+        return ()
+    sentence = (
+        f"the job runs {', '.join(others)}, and where the network was recorded the library's own code ran, which takes "
+        "more memory than such kernels do; ask with your script (`peakcast dryrun`)."
+    )
+    return (found(sentence, "framework_options", effect=LESS),)
 
 
 def _otherwise_placed(job: TrainingJob) -> tuple[Finding, ...]:
@@ -120,17 +146,24 @@ def _otherwise_placed(job: TrainingJob) -> tuple[Finding, ...]:
             "images.height."
         )
         return (found(sentence, "images.per_sequence", effect=MORE),)
-    recipe, name = recipe_of(job), "transformers"
-    was, asked = (str(one.versions.get(name, "")) for one in (recipe, job) if one is not None)
-    if was and asked and release(was)[:2] != release(asked)[:2]:
-        sentence = (
-            f"the network's tensors are those of {name} {was}, and {name} {asked} is asked for; record it in an "
-            "environment that has that (`peakcast record --python`)."
-        )
-        return (found(sentence, "versions"),)
-    if recipe is not None and _is_sharded(job):
-        return gathered_otherwise(job, recipe)
-    return ()
+    recipe = recipe_of(job)
+    if recipe is None:
+        return ()
+    if other := of_another_release(job, recipe.versions):
+        return (other,)
+    return gathered_otherwise(job, recipe) if _is_sharded(job) else ()
+
+
+def of_another_release(job: TrainingJob, versions: Mapping[str, str]) -> Finding | None:
+    """The finding that `job` names another release of transformers than that of `versions`, whose tensors are counted."""
+    was, asked = (str(one.get("transformers", "")) for one in (versions, job.versions))
+    if not was or not asked or release(was)[:2] == release(asked)[:2]:
+        return None
+    sentence = (
+        f"the network's tensors are those of transformers {was}, and transformers {asked} is asked for; record it in an "
+        "environment that has that (`peakcast record --python`)."
+    )
+    return found(sentence, "versions")
 
 
 def _is_sharded(job: TrainingJob) -> bool:
@@ -186,7 +219,11 @@ def _kept_wider(recipe: Recipe) -> str:
 
 
 def recorded_with(job: TrainingJob) -> str:
-    """A sentence that says from which recipe an answer comes; "" if from none."""
+    """A sentence that says from which recipe or trace of libraries an answer comes; "" if from none."""
+    if stack_traces() is not None:
+        libraries = ("torch",) if job.framework == "megatron" else ("torch", "transformers")
+        releases = " and ".join(f"{name} {installed()[name]}" for name in libraries if name in installed())
+        return f"the tensors are those of this job's steps with {releases}, traced without a GPU."
     recipe = recipe_of(job)
     if recipe is None or no_recipe(job):
         return ""

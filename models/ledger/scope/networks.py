@@ -45,6 +45,12 @@ OWN_NETWORKS = Section("networks of a training library's own", (
          "of a compiled loss over whole logits, which torchtune widens, a run that it publishes took 8 % more."),
 ))
 
+TRACED_NETWORKS = Section("traces of networks", (
+    unknown("versions", job.own_networks,
+            "the trace is of transformers' network of {architecture.name!r}, and {own_library} has its own; ask with your "
+            "command (`peakcast dryrun`)."),
+))
+
 ENCODER_DECODERS = Section(
     "encoder-decoders", when=job.encoder_decoder, start="{architecture.name!r} is an encoder-decoder: ", rows=(
     unknown("task", job.generates, "generation with it is not modelled."),

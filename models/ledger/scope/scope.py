@@ -8,10 +8,16 @@ from itertools import chain
 
 from peakcast.core.findings import FAILS, UNKNOWN, Finding, sentences
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.recorded.covering import no_recipe, recipe_findings
+from peakcast.models.ledger.recorded.covering import (
+    no_recipe,
+    of_another_release,
+    recipe_findings,
+    with_other_kernels,
+    without_kernels,
+)
 from peakcast.models.ledger.scope.kernels import ATTENTION, COMPILED, FUSED_KERNELS
 from peakcast.models.ledger.scope.layouts import LAYOUTS, ZERO
-from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS, OWN_NETWORKS
+from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS, OWN_NETWORKS, TRACED_NETWORKS
 from peakcast.models.ledger.scope.table import Limit, Section
 from peakcast.models.ledger.scope.training import (
     ADAM_MINI,
@@ -24,9 +30,9 @@ from peakcast.models.ledger.scope.training import (
     SETTINGS,
     UPDATES_IN_BACKWARD,
 )
-from peakcast.models.recipes.baseline_choice import tracer
+from peakcast.models.recipes.baseline_choice import stack_traces, tracer
 from peakcast.models.recipes.lent import lent
-from peakcast.models.recipes.shelf import wants_recipe
+from peakcast.models.recipes.shelf import installed, wants_recipe
 
 EVERY_STACK = (BATCHES, PREFERENCES, LENGTHS, FROZEN)
 PYTORCH = (
@@ -48,9 +54,9 @@ def sections(framework: str) -> tuple[Section, ...]:
 
 def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
     """Why the ledger does not cover `job`: a finding from each section of the table of which a row holds; none if it covers
-    all."""
+    all. Of a trace: why it is not of the job's network."""
     if tracer() is not None:
-        return ()
+        return traced_findings(job)
     recorded = recipe_findings(job) if wants_recipe(job) else None
     if recorded is not None and (job.architecture.configuration or not no_recipe(job)):
         # a recipe is of transformers' network, unless a run of the user's own program gave it
@@ -58,6 +64,17 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
         return (*recorded, own) if own else recorded
     found = (section.finding(job) for section in sections(job.framework))  # a family of the ledger, which then answers
     return (*(recorded or ()), *(finding for finding in found if finding))
+
+
+def traced_findings(job: TrainingJob) -> tuple[Finding, ...]:
+    """What a trace of the job's stack, as peakcast itself builds it, does not have of the job's own program; none where a
+    program of the user's is traced."""
+    traces = stack_traces()
+    if traces is None:
+        return ()
+    own, release = TRACED_NETWORKS.finding(job), of_another_release(job, installed())
+    lacked = without_kernels(traces.replaced.items())
+    return (*lacked, *with_other_kernels(job), *(finding for finding in (own, release) if finding))
 
 
 def out_of_scope(job: TrainingJob) -> str:
