@@ -16,8 +16,8 @@ from peakcast.collectors.published.counts import counts_page
 from peakcast.collectors.published.device_constants import read_device_constants, write_readings
 from peakcast.collectors.published.fms_a100 import read_fms_a100
 from peakcast.collectors.published.fms_history import read_fms_history
-from peakcast.collectors.published.lightning_thunder import read_lightning_thunder
 from peakcast.collectors.published.fsdp_qlora import read_fsdp_qlora
+from peakcast.collectors.published.lightning_thunder import read_lightning_thunder
 from peakcast.collectors.published.litgpt_finetune import read_litgpt_finetune
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
 from peakcast.collectors.published.optimum_benchmark import read_optimum_benchmark

@@ -21,8 +21,8 @@ from peakcast.measurements.records import Measurement
 def read_configured_rows(
     path: Path, assumptions: tuple[str, ...], out_of_scope: Callable[[Mapping[str, Any]], tuple[str, ...]] = lambda row: ()
 ) -> list[Measurement]:
-    """Every row of `path`, in file order. `assumptions`: those of every row, beside the dialect's. `out_of_scope`: why a row
-    is, beside what the dialect reports as not modelled. Raises: RecordError naming file and line."""
+    """Every row of `path`, in file order. `assumptions`: those of every row, beside the dialect's. `out_of_scope`: why a
+    row is, beside what the dialect reports as not modelled. Raises: RecordError naming file and line."""
 
     def reading(record: Mapping[str, Any]) -> Reading:
         pasted = Pasted(

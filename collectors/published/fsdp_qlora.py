@@ -13,10 +13,10 @@ from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain
 from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
-    "peak_reserved_bytes is torch.cuda.max_memory_reserved() of rank 0 in GiB with two decimals; two rows also have the "
-    "allocated peak.",
-    "What the page does not name is train.py's default: rank 64, bfloat16 throughout, torch.optim.AdamW, layers and trained "
-    "adapters as units of FSDP, BACKWARD_PRE.",
+    "peak_reserved_bytes is torch.cuda.max_memory_reserved() of rank 0 in GiB with two decimals; two rows also have "
+    "the allocated peak.",
+    "What the page does not name is train.py's default: rank 64, bfloat16 throughout, torch.optim.AdamW, layers and "
+    "trained adapters as units of FSDP, BACKWARD_PRE.",
     "The dummy data fill every sequence.",
 )
 

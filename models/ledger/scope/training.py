@@ -105,8 +105,8 @@ SETTINGS = Section("settings of one rank", (
                 "generation with BLOOM in float32: scores that its attention names until it has added its output are not "
                 "all counted; up to 0.7 % below its trace."),
     more("versions.torch", job.gradients_stay,
-         "before torch 2.0 zero_grad keeps gradients, filled with zeros (set_to_none=False): that they are there in forward "
-         "is not counted."),
+         "before torch 2.0 zero_grad keeps gradients, filled with zeros (set_to_none=False): that they are there in "
+         "forward is not counted."),
     more("framework_options.autocast", job.latent_attention & job.autocast,
          "multi-latent attention under autocast is counted without what its concatenations widen."),
     unknown("versions.transformers", job.generates & job.latent_attention & option("latent_cache", False),

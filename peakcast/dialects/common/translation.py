@@ -128,7 +128,9 @@ class Notes:
         return Translation(
             job=job,
             assumptions=tuple(dict.fromkeys(self.assumptions)),
-            findings=tuple(dict.fromkeys((*self.unsupported.findings, *self.warnings.findings, *self.cached.findings, *unknown))),
+            findings=tuple(
+                dict.fromkeys((*self.unsupported.findings, *self.warnings.findings, *self.cached.findings, *unknown))
+            ),
             ignored=tuple(sorted(set(self.ignored))),
             others=tuple(self.others),
         )

@@ -14,9 +14,9 @@ trainer/sft_trainer.py: `padding_free or packing and packing_strategy == "bfd"`)
 
 
 LENGTHS_CHANGE = (
-    "batches are as long as their own longest sample: where lengths changed, published runs of ms-swift reserved up to 2.5 "
-    "times what equal lengths need (the allocated peak is that of the longest). batch.shortest_sequence of a job counts it, "
-    "and packing avoids it."
+    "batches are as long as their own longest sample: where lengths changed, published runs of ms-swift reserved up to "
+    "2.5 times what equal lengths need (the allocated peak is that of the longest). batch.shortest_sequence of a job "
+    "counts it, and packing avoids it."
 )
 """Of `swift_benchmark.jsonl`, by the rows of Yi and Mistral."""
 

@@ -225,6 +225,11 @@ def test_networks_that_litgpt_writes_otherwise_are_said_to_be():
     assert "this library has its own" in out_of_scope(one)
 
 
+def test_gradients_that_torch_kept_are_said():
+    said = [out_of_scope(job(versions=FrozenMapping({"torch": torch}))) for torch in ("1.13.1", "2.0")]
+    assert ["zero_grad keeps gradients" in sentence for sentence in said] == [True, False]
+
+
 def test_runs_of_mid_2024_are_told_that_they_reserved_more():
     def finding(torch: str, *, expandable: bool = False) -> str:
         versions = FrozenMapping({"torchtitan": "0.0.2", "torch": torch})
