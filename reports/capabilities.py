@@ -6,14 +6,15 @@ change to a plain job; where it says nothing, the grids that are traced and the 
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Mapping
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.measure.grid import load_grid
+from peakcast.core.durable import replace_file
 from peakcast.core.errors import PeakcastError
 from peakcast.core.findings import KINDS, Finding
 from peakcast.dialects.common.job_file import job_from_mapping
@@ -238,5 +239,13 @@ def _row(limit: Limit) -> str:
     return f"| {STATUS[limit.effect]} | `{limit.parameter}` | {sentence} |"
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("file", nargs="?", type=Path, default=Path("docs/capabilities.md"), help="default: %(default)s")
+    replace_file(parser.parse_args(arguments).file, page().encode())
+    return 0
+
+
 if __name__ == "__main__":
-    Path(sys.argv[1] if len(sys.argv) > 1 else "docs/capabilities.md").write_text(page(), encoding="utf-8")
+    raise SystemExit(main())

@@ -9,7 +9,7 @@ from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.models.evaluation.metrics import Scored, Summary, summarise
 from peakcast.reports.aims import Aim, goals
 from peakcast.reports.decision_tables import Table
-from peakcast.reports.findings import Finding, finding_of
+from peakcast.reports.known_causes import KnownCause, cause_of
 from peakcast.reports.metrics import headline
 from peakcast.reports.tables import QUANTITY_NAMES, percent, signed
 
@@ -38,7 +38,7 @@ class Miss:
         value, asked = shown(self.aim, summary), self.aim.asked
         if not self.behind:  # bars are wider than needed
             return [self.of, self.aim.figure, value, asked, "–", self._why_wide(summary)]
-        found = [(finding.name if finding else UNKNOWN, len(cells)) for finding, cells in causes(self.behind)]
+        found = [(cause.name if cause else UNKNOWN, len(cells)) for cause, cells in causes(self.behind)]
         reasons = "; ".join(f"{name} ({count})" for name, count in found)
         return [self.of, self.aim.figure, value, asked, str(len(self.behind)), reasons]
 
@@ -66,12 +66,12 @@ def shown(aim: Aim, summary: Summary) -> str:
     return f"{value:.0f}" if aim.figure == "silent misses" else percent(value)
 
 
-def causes(cells: Iterable[Scored]) -> list[tuple[Finding | None, list[Scored]]]:
-    """`cells` grouped by the finding that explains them, most cells first; those without an explanation last, under
+def causes(cells: Iterable[Scored]) -> list[tuple[KnownCause | None, list[Scored]]]:
+    """`cells` grouped by the cause that explains them, most cells first; those without an explanation last, under
     None."""
-    found: dict[Finding | None, list[Scored]] = {}
+    found: dict[KnownCause | None, list[Scored]] = {}
     for cell in cells:
-        found.setdefault(finding_of(cell), []).append(cell)
+        found.setdefault(cause_of(cell), []).append(cell)
     return sorted(found.items(), key=lambda item: (item[0] is None, -len(item[1]), item[0].name if item[0] else ""))
 
 
@@ -117,11 +117,11 @@ def goal_tables(evaluation: Evaluation) -> Iterator[Table]:
 def cause_lines(cells: Iterable[Scored]) -> list[list[str]]:
     """A line with the columns CAUSE_COLUMNS for each cause of the errors of `cells`."""
     lines = []
-    for finding, explained in causes(cells):
+    for cause, explained in causes(cells):
         errors = sorted(cell.error for cell in explained)
         ends = " to ".join(dict.fromkeys(signed(error) for error in (errors[0], errors[-1])))
-        texts = (finding.missing, finding.evidence) if finding else (_worst_named(explained), "–")
-        lines.append([finding.name if finding else UNKNOWN, str(len(explained)), ends, *texts])
+        texts = (cause.missing, cause.evidence) if cause else (_worst_named(explained), "–")
+        lines.append([cause.name if cause else UNKNOWN, str(len(explained)), ends, *texts])
     return lines
 
 

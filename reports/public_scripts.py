@@ -190,6 +190,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="beginnings of the names of those runs (default: all of the table)")
     asked = parser.parse_args(arguments)
     runs, answers = read_runs(), read_answers()
+    for name in asked.names:
+        if not any(run.name.startswith(name) for run in runs):
+            parser.error(f"NAME={name!r} begins the name of no run; there are {', '.join(run.name for run in runs)}.")
     for run in runs if asked.folder is not None else ():
         if run.name.startswith(tuple(asked.names) or ""):
             answers[run.name] = dryrun(run, asked.folder)

@@ -21,7 +21,7 @@ from peakcast.models.evaluation.metrics import Scored
 from peakcast.reports import metrics, tables
 from peakcast.reports.decision_tables import extra_tables
 from peakcast.reports.device_tables import device_tables
-from peakcast.reports.findings import finding_of
+from peakcast.reports.known_causes import cause_of
 from peakcast.reports.misses import UNKNOWN, goal_tables, gpu_misses, miss_tables
 from peakcast.reports.plots import PLOTS, svg
 
@@ -162,7 +162,7 @@ def _quantity_context(evaluation: Evaluation, gpu: str, quantity: str) -> dict[s
 
 
 def _named(cell: Scored) -> list[str]:
-    finding = finding_of(cell)
+    cause = cause_of(cell)
     return [
         cell.case or cell.key,
         cell.layout,
@@ -171,7 +171,7 @@ def _named(cell: Scored) -> list[str]:
         f"{cell.point / GIB:.2f} GiB",
         tables.signed(cell.error),
         tables.signed(cell.baseline_error),
-        finding.name if finding else UNKNOWN,
+        cause.name if cause else UNKNOWN,
         shortened(cell.known, KNOWN_CHARACTERS) or "–",
     ]
 
@@ -220,8 +220,8 @@ def rows_csv(evaluation: Evaluation, gpu: str) -> str:
             texts = (cell.key, cell.case, cell.source, cell.framework, cell.architecture, cell.layout)
             numbers = (cell.measured, cell.baseline, cell.point, cell.lower, cell.upper, cell.upper_95)
             shares = (f"{value:.6f}" for value in (cell.error, cell.baseline_error, cell.weight))
-            finding = finding_of(cell)
-            said = (finding.name if finding else "", cell.known) if abs(cell.error) > NAMED_ABOVE else ("", "")
+            cause = cause_of(cell)
+            said = (cause.name if cause else "", cell.known) if abs(cell.error) > NAMED_ABOVE else ("", "")
             writer.writerow((table.held_out, table.quantity, *map(_safe, texts), *numbers, *shares, *map(_safe, said)))
     return buffer.getvalue()
 

@@ -88,7 +88,14 @@ def test_a_bad_question_is_a_sentence_and_the_next_one_is_answered(wire: Wire) -
 def test_an_argument_that_a_tool_does_not_have_is_refused(wire: Wire) -> None:
     refused = wire.call("predict", job=JOB, gpu="H100-80GB", gpus_per_node=4)
     assert refused["isError"]
-    assert "gpus_per_node" in refused["content"][0]["text"]
+    assert refused["content"][0]["text"].startswith("gpus_per_node is no argument of predict; ")
+
+
+def test_what_is_wrong_with_an_argument_is_said_in_the_projects_words(wire: Wire) -> None:
+    missing = wire.call("predict", job=JOB)["content"][0]["text"]
+    assert missing == "gpu is required and missing: GPU type, such as H100-80GB; `gpus` lists them."
+    wrong = wire.call("search", job=JOB, gpu="H100-80GB", num_gpus=0)["content"][0]["text"]
+    assert wrong.startswith("num_gpus=0 is not right (input should be greater than or equal to 1): GPUs to spread it over")
 
 
 def test_what_a_configuration_does_not_say_comes_beside_it(wire: Wire, tmp_path: Path) -> None:

@@ -107,19 +107,22 @@ def test_no_reduction_of_any_history_is_left_out():
 # -- by hand ------------------------------------------------------------------------------------------------------------
 
 
+def summed(num_columns, num_rows, gpu="H100-80GB"):
+    device = catalog.gpu(gpu)
+    return column_sum(num_columns, num_rows, device.num_sms, device.max_threads_per_sm)
+
+
 def test_the_norm_of_a_7b_decoder_takes_134_megabytes():
-    assert column_sum(4096, 4096, catalog.gpu("H100-80GB")) == Workspace(4 * 4096 * 128 * 64, 4 * 32)
+    assert summed(4096, 4096) == Workspace(4 * 4096 * 128 * 64, 4 * 32)
 
 
 def test_a_buffer_is_taken_from_1021_rows_on():
-    gpu = catalog.gpu("H100-80GB")
-    assert not column_sum(4096, 1020, gpu)
-    assert column_sum(4096, 1021, gpu).buffer_bytes == 4 * 4096 * 128 * 16
+    assert not summed(4096, 1020)
+    assert summed(4096, 1021).buffer_bytes == 4 * 4096 * 128 * 16
 
 
 def test_a_small_gpu_takes_fewer_parts():
-    small, large = catalog.gpu("RTX3090"), catalog.gpu("H100-80GB")
-    assert column_sum(4096, 8192, small).buffer_bytes < column_sum(4096, 8192, large).buffer_bytes
+    assert summed(4096, 8192, "RTX3090").buffer_bytes < summed(4096, 8192).buffer_bytes
 
 
 # -- other kernels ------------------------------------------------------------------------------------------------------

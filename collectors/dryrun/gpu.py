@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -43,47 +42,9 @@ def install(device: Device, gpus_per_node: int, own: torch.device, peaks: Peaks)
     fake_cuda.install()
     fake_streams.install()
     fake_streams.Stream.device = own
-    name = name_of(device)
-    major, minor = device.compute_capability
-    properties = types.SimpleNamespace(
-        **{**vars(inductor.PROPERTIES), "name": name, "major": major, "minor": minor},
-        total_memory=device.cuda_memory_bytes,
-        is_integrated=False,
-        is_multi_gpu_board=False,
-        L2_cache_size=50 * 2**20,
-        uuid="GPU-00000000-0000-0000-0000-000000000000",
-        pci_bus_id=0,
-        pci_device_id=0,
-        pci_domain_id=0,
-        shared_memory_per_block=49152,
-        shared_memory_per_block_optin=232448,
-        shared_memory_per_multiprocessor=233472,
-    )
-    properties.multi_processor_count = device.num_sms
-    inductor.PROPERTIES.__dict__.update(vars(properties))
-    fake_cuda.COMPUTE_CAPABILITY = (major, minor)
+    _describe(device)
+    _answer(device, gpus_per_node, own)
     cuda: Any = torch.cuda
-    answers: dict[str, Any] = {
-        "is_initialized": True,
-        "device_count": gpus_per_node,
-        "current_device": own.index,
-        "get_device_name": name,
-        "get_device_capability": (major, minor),
-        "get_device_properties": properties,
-        "is_bf16_supported": (major, minor) >= (8, 0),
-        "get_arch_list": [f"sm_{major}{minor}"],
-        "is_current_stream_capturing": False,
-        "can_device_access_peer": True,
-        "memory_summary": "",
-        "memory_snapshot": [],
-        "utilization": 0,
-        **dict.fromkeys(SILENT),
-    }
-    for question, answer in answers.items():
-        setattr(cuda, question, _always(answer))
-        if hasattr(cuda.memory, question):
-            setattr(cuda.memory, question, _always(answer))
-    cuda.is_available = _is_available
     free_and_all: Any = lambda *_, **__: (device.cuda_memory_bytes - peaks.now(), device.cuda_memory_bytes)  # noqa: E731
     cuda.mem_get_info = cuda.memory.mem_get_info = torch.accelerator.get_memory_info = free_and_all
     generators.install(gpus_per_node)
@@ -102,6 +63,56 @@ def install(device: Device, gpus_per_node: int, own: torch.device, peaks: Peaks)
     peaks.install()
     _answer_for_accelerators(gpus_per_node, own)
     when_imported("torch.utils.cpp_extension", _build_nothing)
+
+
+def _describe(device: Device) -> None:
+    """Give `inductor.PROPERTIES`, which compiled code asks too, the properties that CUDA has for `device`."""
+    major, minor = device.compute_capability
+    vars(inductor.PROPERTIES).update(
+        name=name_of(device),
+        major=major,
+        minor=minor,
+        multi_processor_count=device.num_sms,
+        total_memory=device.cuda_memory_bytes,
+        is_integrated=False,
+        is_multi_gpu_board=False,
+        L2_cache_size=50 * 2**20,
+        uuid="GPU-00000000-0000-0000-0000-000000000000",
+        pci_bus_id=0,
+        pci_device_id=0,
+        pci_domain_id=0,
+        shared_memory_per_block=49152,
+        shared_memory_per_block_optin=232448,
+        shared_memory_per_multiprocessor=233472,
+    )
+    fake_cuda.COMPUTE_CAPABILITY = (major, minor)
+
+
+def _answer(device: Device, gpus_per_node: int, own: torch.device) -> None:
+    """Let functions of `torch.cuda` give the answers of a machine that has these GPUs."""
+    cuda: Any = torch.cuda
+    major, minor = device.compute_capability
+    answers: dict[str, Any] = {
+        "is_initialized": True,
+        "device_count": gpus_per_node,
+        "current_device": own.index,
+        "get_device_name": name_of(device),
+        "get_device_capability": (major, minor),
+        "get_device_properties": inductor.PROPERTIES,
+        "is_bf16_supported": (major, minor) >= (8, 0),
+        "get_arch_list": [f"sm_{major}{minor}"],
+        "is_current_stream_capturing": False,
+        "can_device_access_peer": True,
+        "memory_summary": "",
+        "memory_snapshot": [],
+        "utilization": 0,
+        **dict.fromkeys(SILENT),
+    }
+    for question, answer in answers.items():
+        setattr(cuda, question, _always(answer))
+        if hasattr(cuda.memory, question):
+            setattr(cuda.memory, question, _always(answer))
+    cuda.is_available = _is_available
 
 
 def _build_nothing(module: Any) -> None:

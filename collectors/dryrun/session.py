@@ -18,6 +18,8 @@ from peakcast.collectors.dryrun.files import Overlay
 from peakcast.timelines.files import timeline_to_mapping
 
 if TYPE_CHECKING:
+    import torch
+
     from peakcast.collectors.dryrun.steps import ScriptSteps
     from peakcast.collectors.tracing.tracer import Tracer
     from peakcast.timelines.timeline import Timeline
@@ -38,64 +40,20 @@ class Session:
         """Run `program`, and end the process with its answer or its failure."""
         import torch
 
-        from peakcast.collectors.dryrun import (
-            absent_packages,
-            byte_pieces,
-            byte_tokenizers,
-            gpu,
-            graphs,
-            lazy_modules,
-            lightning_launch,
-            older_torch,
-            outside,
-            pretrained,
-            programs,
-            ranks,
-            token_files,
-            values,
-        )
-        from peakcast.collectors.dryrun.children import Children
-        from peakcast.collectors.dryrun.downloads import Downloads
-        from peakcast.collectors.dryrun.evaluation import Evaluations
-        from peakcast.collectors.dryrun.kept_by_nccl import KeptByNccl
-        from peakcast.collectors.dryrun.kernel_packages import KernelPackages
-        from peakcast.collectors.dryrun.lengths import StepLengths
+        from peakcast.collectors.dryrun import lazy_modules, values
         from peakcast.collectors.dryrun.noted import Notes
-        from peakcast.collectors.dryrun.patience import Patience
-        from peakcast.collectors.dryrun.peaks import Peaks
-        from peakcast.collectors.dryrun.pipelines import Stages
-        from peakcast.collectors.tracing import inductor, patches
+        from peakcast.collectors.tracing import inductor
 
         asked = self.question
         device = catalog.gpu(asked["gpu"])
         self.notes, tracer = Notes(), self.tracer(device)
         own = torch.device("cuda", asked["rank"] % asked["ranks_per_node"])
-        self.peaks = Peaks(tracer)
-        gpu.install(device, asked["ranks_per_node"], own, self.peaks)
-        programs.install(Path(asked["folder"]), device, gpu.name_of(device), asked["ranks_per_node"])
-        token_files.TokenFiles(self.overlay, self.notes).install()
-        Downloads(self.notes).install()
-        byte_tokenizers.install(self.notes)
-        byte_pieces.install(self.notes)
-        absent_packages.AbsentPackages(self.notes).install()
-        patches.install()
-        older_torch.install(asked.get("torch"))
-        ranks.install(asked["rank"], asked["world_size"], tracer.name)
-        self.kept = KeptByNccl(tracer, device)
-        self.kept.install(asked.get("torch"))
-        Stages(asked).install()
-        outside.install(self.notes)
-        graphs.install(self.notes)
-        Children(asked).install()
-        lightning_launch.install(asked)
-        KernelPackages(self.notes).install()
-        pretrained.Stand(self.notes, asked["lengths"]).install()
-        lengths = StepLengths(asked["lengths"] if asked["lengths_change"] else None)
-        evaluations = Evaluations(tracer, self.notes, skip=asked["skip_evaluation"])
-        evaluations.install()
+        self._stand_in_for_gpus(device, own, tracer)
+        self._stand_in_for_files()
+        self._stand_in_for_ranks(device, tracer)
+        self._stand_in_for_programs()
         mode = self.mode = values.ScriptMode(self.notes, own)
-        patience = Patience(asked["seconds"], lambda: self.kept.settled)
-        self.steps = self.follow(tracer, self.finish, lengths, evaluations, patience)
+        self.steps = self._follower(tracer)
         self.steps.follow()
         values.install(mode)
         lazy_modules.install(mode)
@@ -105,6 +63,68 @@ class Session:
         if self.steps.spans and code == ANSWERED:
             self.finish()
         end(code or (ANSWERED if asked.get("is_child") else NEVER_STEPPED))
+
+    def _stand_in_for_gpus(self, device: Device, own: torch.device, tracer: Tracer) -> None:
+        """Let the process see a node of GPUs of type `device`, whose own one is `own`."""
+        from peakcast.collectors.dryrun import gpu, programs
+        from peakcast.collectors.dryrun.peaks import Peaks
+
+        num_gpus = self.question["ranks_per_node"]
+        self.peaks = Peaks(tracer)
+        gpu.install(device, num_gpus, own, self.peaks)
+        programs.install(Path(self.question["folder"]), device, gpu.name_of(device), num_gpus)
+
+    def _stand_in_for_files(self) -> None:
+        """Give the script files that this machine lacks: data, tokenizers, packages."""
+        from peakcast.collectors.dryrun import absent_packages, byte_pieces, byte_tokenizers, token_files
+        from peakcast.collectors.dryrun.downloads import Downloads
+
+        token_files.TokenFiles(self.overlay, self.notes).install()
+        Downloads(self.notes).install()
+        byte_tokenizers.install(self.notes)
+        byte_pieces.install(self.notes)
+        absent_packages.AbsentPackages(self.notes).install()
+
+    def _stand_in_for_ranks(self, device: Device, tracer: Tracer) -> None:
+        """Let torch run on fake tensors, as the release that is asked for, and be one rank of several."""
+        from peakcast.collectors.dryrun import older_torch, ranks
+        from peakcast.collectors.dryrun.kept_by_nccl import KeptByNccl
+        from peakcast.collectors.dryrun.pipelines import Stages
+        from peakcast.collectors.tracing import patches
+
+        asked = self.question
+        patches.install()
+        older_torch.install(asked.get("torch"))
+        ranks.install(asked["rank"], asked["world_size"], tracer.name)
+        self.kept = KeptByNccl(tracer, device)
+        self.kept.install(asked.get("torch"))
+        Stages(asked).install()
+
+    def _stand_in_for_programs(self) -> None:
+        """Replace what the script would start or load: other programs, its children, kernels, pretrained weights."""
+        from peakcast.collectors.dryrun import graphs, lightning_launch, outside, pretrained
+        from peakcast.collectors.dryrun.children import Children
+        from peakcast.collectors.dryrun.kernel_packages import KernelPackages
+
+        outside.install(self.notes)
+        graphs.install(self.notes)
+        Children(self.question).install()
+        lightning_launch.install(self.question)
+        KernelPackages(self.notes).install()
+        pretrained.Stand(self.notes, self.question["lengths"]).install()
+
+    def _follower(self, tracer: Tracer) -> ScriptSteps:
+        """The follower of the script's steps and of its evaluation, with the lengths of its data and a limit of time."""
+        from peakcast.collectors.dryrun.evaluation import Evaluations
+        from peakcast.collectors.dryrun.lengths import StepLengths
+        from peakcast.collectors.dryrun.patience import Patience
+
+        asked = self.question
+        lengths = StepLengths(asked["lengths"] if asked["lengths_change"] else None)
+        evaluations = Evaluations(tracer, self.notes, skip=asked["skip_evaluation"])
+        evaluations.install()
+        patience = Patience(asked["seconds"], lambda: self.kept.settled)
+        return self.follow(tracer, self.finish, lengths, evaluations, patience)
 
     def _run(self, program: Callable[[], object]) -> int:
         try:

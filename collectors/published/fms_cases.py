@@ -116,16 +116,7 @@ def case_of(
     model, setup = record["model_name_or_path"], record["framework_config"]
     config = dict(NETWORKS[model][1])
     quantized, facts = _quantization(setup, config)
-    vocabulary = round_up(TOKENS.get(config["model_type"], config["vocab_size"]), rows_multiple_of)
-    if vocabulary != config["vocab_size"]:
-        facts.append(
-            f"Token table and lm_head have {vocabulary} rows: fms-hf-tuning adds a padding token and resizes them."
-        )
-        config["vocab_size"] = vocabulary
-    # A position table of 2048 rows cannot take 4096 tokens, and memory per sequence agrees with 2048.
-    length = min(SEQUENCE_LENGTH, config.get("n_positions", SEQUENCE_LENGTH))
-    if length != SEQUENCE_LENGTH:
-        facts.append(f"The packed length is taken as {length}, the size of the position table, not {SEQUENCE_LENGTH}.")
+    length = _resized(config, rows_multiple_of, facts)
     translation = _translation(record, config, versions, quantized, length)
     num_gpus = int(record["num_gpus"])
     job, options = translation.job, dict(translation.job.framework_options)
@@ -136,20 +127,8 @@ def case_of(
             precision=replace(job.precision, gradients=narrow, optimizer_states=narrow),
         )
         facts.append(f"Adapters are in {narrow}, the dtype in which FSDP stores quantised weights (peft before 0.12).")
-    unseen = 0
-    if job.parallelism.world_size > 1 and "foak" in setup and job.finetuning.quantization:
-        unseen = _adapter_bytes(job)
-        facts.append(
-            f"The source's allocated memory lacks the adapters' weights, {unseen:,} bytes that are added here: they come "
-            "to the GPU between the stages that its tracker adds up (fms_acceleration_foak/utils.py "
-            "lora_adapters_switch_ddp_from_fsdp)."
-        )
-    if setup == "baseline-peft-bnb" and num_gpus == 1:  # trl casts no sharded model (`is_sharded_qlora`)
-        options["norms_in_float32"] = True
-        facts.append("Norms are in fp32, cast by trl: allocated-after-step is larger than accelerated-peft-bnb's by them.")
-        if not _is_true(record, "bf16"):
-            options["ends_in_float32"] = True
-            facts.append("Token table and lm_head are in fp32: trl 0.9.6 narrows them again with bf16=True only.")
+    unseen = _unseen_bytes(job, setup, facts)
+    options |= _casts(record, facts)
     if "foak" in setup:
         options["fused_kernels"] = True
     if own_gptq and job.finetuning.quantization == "gptq" and num_gpus > 1:
@@ -167,6 +146,46 @@ def case_of(
         out_of_scope=" ".join(reasons),
         unseen_bytes=unseen,
     )
+
+
+def _resized(config: dict[str, Any], rows_multiple_of: int, facts: list[str]) -> int:
+    """Give the network of `config` the rows that its tables have in the run. Returns the length of its sequences."""
+    vocabulary = round_up(TOKENS.get(config["model_type"], config["vocab_size"]), rows_multiple_of)
+    if vocabulary != config["vocab_size"]:
+        facts.append(
+            f"Token table and lm_head have {vocabulary} rows: fms-hf-tuning adds a padding token and resizes them."
+        )
+        config["vocab_size"] = vocabulary
+    # A position table of 2048 rows cannot take 4096 tokens, and memory per sequence agrees with 2048.
+    length = min(SEQUENCE_LENGTH, config.get("n_positions", SEQUENCE_LENGTH))
+    if length != SEQUENCE_LENGTH:
+        facts.append(f"The packed length is taken as {length}, the size of the position table, not {SEQUENCE_LENGTH}.")
+    return length
+
+
+def _unseen_bytes(job: TrainingJob, setup: str, facts: list[str]) -> int:
+    """What the source's tracker does not see (`Case.unseen_bytes`)."""
+    if job.parallelism.world_size == 1 or "foak" not in setup or not job.finetuning.quantization:
+        return 0
+    unseen = _adapter_bytes(job)
+    facts.append(
+        f"The source's allocated memory lacks the adapters' weights, {unseen:,} bytes that are added here: they come "
+        "to the GPU between the stages that its tracker adds up (fms_acceleration_foak/utils.py "
+        "lora_adapters_switch_ddp_from_fsdp)."
+    )
+    return unseen
+
+
+def _casts(record: Mapping[str, str], facts: list[str]) -> dict[str, bool]:
+    """Framework options for what trl casts to fp32 in a quantised network, which it does on one GPU only
+    (`is_sharded_qlora`)."""
+    if record["framework_config"] != "baseline-peft-bnb" or int(record["num_gpus"]) != 1:
+        return {}
+    facts.append("Norms are in fp32, cast by trl: allocated-after-step is larger than accelerated-peft-bnb's by them.")
+    if _is_true(record, "bf16"):
+        return {"norms_in_float32": True}
+    facts.append("Token table and lm_head are in fp32: trl 0.9.6 narrows them again with bf16=True only.")
+    return {"norms_in_float32": True, "ends_in_float32": True}
 
 
 def _adapter_bytes(job: TrainingJob) -> int:

@@ -7,19 +7,29 @@ the host; Megatron-LM makes weights on the GPU and copies them into buffers (`bu
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
+from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters, weights_job
 from peakcast.models.ledger.layouts import layout_of
-from peakcast.models.ledger.megatron.building import build_megatron
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Timeline
 
 
 def building(job: TrainingJob, rank: int | None = None) -> list[Timeline]:
     """One timeline, which ends with what exists before the first step; empty if the building is not known."""
-    step = Step()
     if job.framework == "megatron":
-        build_megatron(step, job, rank or 0)
-    elif job.task == "train" and job.parallelism.num_replicas > 1:
-        layout_of(job, stored_parameters(job), rank=rank).build(step)
+        from peakcast.models.ledger.megatron.building import megatron_built
+
+        return [megatron_built(job, rank or 0)]
+    if job.task == "train" and job.parallelism.num_replicas > 1:
+        return _built(weights_job(job), rank)
+    return []
+
+
+@lru_cache(maxsize=64)
+def _built(job: TrainingJob, rank: int | None) -> list[Timeline]:
+    """`building` with a layout, cached by the settings that matter."""
+    step = Step()
+    layout_of(job, stored_parameters(job), rank=rank).build(step)
     return [step.timeline()] if step.now else []

@@ -93,10 +93,10 @@ def reduction(
     return Workspace(accumulator_bytes * num_outputs * parts * lanes, SEMAPHORE_BYTES * grid)
 
 
-def column_sum(num_columns: int, num_rows: int, device: Device) -> Workspace:
+def column_sum(num_columns: int, num_rows: int, num_sms: int, max_threads_per_sm: int) -> Workspace:
     """The memory that a sum over the rows of a contiguous matrix takes: for the gradient, over tokens, of a bias or of a
     norm's weight."""
-    return reduction(num_columns, num_rows, device.num_sms, device.max_threads_per_sm, reduced_is_contiguous=False)
+    return reduction(num_columns, num_rows, num_sms, max_threads_per_sm, reduced_is_contiguous=False)
 
 
 def sort_bytes(num_indices: int, num_keys: int) -> int:

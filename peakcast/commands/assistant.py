@@ -8,17 +8,17 @@ here.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any
 
 from mcp.server import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 from mcp.server.mcpserver.tools import Tool
 from mcp.types import ToolAnnotations
-from pydantic import Field
+from pydantic import Field, ValidationError
 
 from peakcast import __version__, api, catalog
-from peakcast.core.errors import PeakcastError
+from peakcast.core.errors import PeakcastError, near_misses
 from peakcast.printing import answers as render
 from peakcast.printing.explanations import explanation_text
 from peakcast.printing.recordings import replayed_text
@@ -153,10 +153,33 @@ def server() -> MCPServer:
     return MCPServer("peakcast", version=__version__, instructions=INSTRUCTIONS, log_level="ERROR", tools=tools)
 
 
+class _Told(Tool):
+    """A tool that says in peakcast's words which argument is missing, unknown or of another form."""
+
+    async def run(self, arguments: dict[str, Any], *more: Any, **options: Any) -> Any:
+        try:
+            self.fn_metadata.validate_arguments(arguments)
+        except ValidationError as error:
+            raise ToolError(" ".join(dict.fromkeys(map(self._sentence, error.errors())))) from error
+        return await super().run(arguments, *more, **options)
+
+    def _sentence(self, error: Mapping[str, Any]) -> str:
+        """The sentence about one thing that pydantic finds wrong with the arguments."""
+        known = self.parameters["properties"]
+        name = str(error["loc"][0])
+        if name not in known:
+            near = near_misses(name, known) or f"; it has {', '.join(known)}"
+            return f"{name} is no argument of {self.name}{near}."
+        described = str(known[name]["description"]).rstrip(".")
+        if error["type"] == "missing":
+            return f"{name} is required and missing: {described}."
+        return f"{name}={error['input']!r} is not right ({error['msg'].lower()}): {described}."
+
+
 def _tool(function: Callable[..., Any]) -> Tool:
     """The tool that calls `function`. It refuses an argument that it does not have: left out in silence, as the package
     does it, the answer would be to another question."""
-    made = Tool.from_function(
+    made = _Told.from_function(
         _explained(function),
         description=" ".join(str(function.__doc__).split()),
         annotations=ToolAnnotations(read_only_hint=True, open_world_hint=False),

@@ -19,10 +19,12 @@ from peakcast.dialects.common.job_file import note_network, resolve_architecture
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.text import read_text
 from peakcast.dialects.common.translation import Notes, Settings, Translation
+from peakcast.dialects.megatron.adapters import BRIDGE, with_adapters
 from peakcast.dialects.megatron.job import from_megatron
 from peakcast.dialects.megatron.launch import flags_of_yaml
 from peakcast.dialects.python.functions import Functions, without_targets
 from peakcast.dialects.torchtitan.registry import Registered
+from peakcast.jobs.spec import TrainingJob
 
 CONTAINER = re.compile(r"ConfigContainer")
 LAUNCHER = "run_recipe.py"
@@ -105,17 +107,23 @@ def from_megatron_bridge(pasted: Pasted) -> Translation:
     experts = _size(flags, "expert_model_parallel_size") * _size(flags, "expert_tensor_parallel_size")
     least = sizes[2] * math.lcm(sizes[0] * sizes[1], experts)
     num_gpus = pasted.gpus(notes, least, ", the least for this layout")
-    if pasted.values.get("peft"):
-        notes.unsupported.append(
-            "Adapters over Megatron's layers (peft) are not modelled; full training is assumed, which needs far more.",
-            "peft",
-            "less",
-        )
     for key in pasted.values:
         if not OTHER_SECTIONS.fullmatch(str(key)) and key != "peft":
             notes.unknown.append(str(key))
     job = notes.include(from_megatron(flags, num_gpus, pasted.env, pasted.versions.of("megatron"), network))
-    return notes.finish(job)
+    return notes.finish(_adapted(job, pasted.values.get("peft"), notes))
+
+
+def _adapted(job: TrainingJob, peft: Any, notes: Notes) -> TrainingJob:
+    """`job` with the adapters of section `peft`: LoRA's fields, or the name of a method with its defaults."""
+    fields = dict(peft) if isinstance(peft, Mapping) else {"_target_": peft} if peft else {}
+    if not fields:
+        return job
+    method = str(fields.get("_target_") or "LoRA").rpartition(".")[2]
+    if method.lower() not in ("lora", "vlmlora"):
+        notes.unsupported.append(f"peft={method} is not modelled; LoRA is, which is counted in its place.", "peft")
+    settings = Settings({f"peft.{key}": value for key, value in fields.items()}, notes, "Megatron-Bridge")
+    return with_adapters(job, settings, BRIDGE.under("peft."), "megatron_bridge")
 
 
 def _hub_id(model: Mapping[str, Any]) -> str:

@@ -23,6 +23,7 @@ from peakcast.dialects.common.job_file import note_network, resolve_architecture
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.text import read_text
 from peakcast.dialects.common.translation import Notes, Settings, Translation
+from peakcast.dialects.megatron.adapters import BRIDGE, with_adapters
 from peakcast.dialects.megatron.job import from_megatron
 from peakcast.dialects.megatron.launch import flags_of_yaml
 from peakcast.dialects.python.calls import Call, Expressions, NotGiven, parsed, plain_value
@@ -242,12 +243,10 @@ def from_nemo_2(pasted: Pasted) -> Translation:
     if network.moe is None:
         flags = {key: value for key, value in flags.items() if not key.startswith(("moe_", "expert_"))}
     flags = {RENAMED.get(key, key): value for key, value in flags.items() if value is not None}
-    if any(key.startswith("peft.") for key in values):
-        notes.unsupported.append(
-            "Adapters over Megatron's layers (peft) are not modelled; full training is assumed, which needs far more.",
-            "peft",
-            "less",
-        )
+    adapts = any(key.startswith("peft.") for key in values)
+    method = settings.text("peft._target_", "LoRA").rpartition(".")[2]
+    if adapts and method.lower() != "lora":
+        notes.unsupported.append(f"peft={method} is not modelled; LoRA is, which is counted in its place.", "peft")
     for key in settings.left():
         (notes.ignored if OTHERS.fullmatch(key) or key.startswith("peft") else notes.unknown).append(key)
     nodes, each = settings.size("trainer.num_nodes", 1), settings.size("trainer.devices", 1)
@@ -256,4 +255,4 @@ def from_nemo_2(pasted: Pasted) -> Translation:
     notes.assumptions.append(f"the run has {num_gpus} GPUs: trainer.num_nodes={nodes} × trainer.devices={each}.")
     flags["sequence_parallel"] = bool(flags.get("sequence_parallel")) and sizes[0] > 1
     job = notes.include(from_megatron(flags_of_yaml(flags, notes), num_gpus, {}, pasted.versions.of("megatron"), network))
-    return notes.finish(job)
+    return notes.finish(with_adapters(job, settings, BRIDGE.under("peft."), "megatron_bridge") if adapts else job)

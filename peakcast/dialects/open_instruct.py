@@ -9,6 +9,8 @@ quantised, gradient_checkpointing has no effect (`if args.use_lora: ... elif arg
 from __future__ import annotations
 
 import re
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from peakcast.core.errors import SpecError
@@ -18,6 +20,7 @@ from peakcast.dialects.common.translation import Notes, Settings, Translation, w
 from peakcast.dialects.huggingface.accelerate import launcher_beside
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
+from peakcast.jobs.spec import TrainingJob
 
 TARGETS = ["q_proj", "o_proj", "v_proj", "k_proj", "gate_proj", "up_proj", "down_proj"]
 REINFORCES = words("""
@@ -25,12 +28,15 @@ REINFORCES = words("""
     local_rollout_batch_size non_stop_penalty
 """)
 """Keys that only open-instruct's GRPO, PPO and online DPO have."""
+PREFERENCES = {"dpo_tune": False, "dpo_tune_cache": True, "dpo": True}
+"""Programs of DPO -> whether they compute the reference's log-probabilities before training."""
+SUPERVISED = ("", "finetune")
 IGNORED = re.compile(
     r"dataset_.*|model_revision|tokenizer_.*|use_slow_tokenizer|use_fast|add_bos|chat_template_name|trust_remote_code|exp_name"
     r"|preprocessing_num_workers|learning_rate|lr_scheduler_type|warmup_ratio|weight_decay|num_train_epochs|output_dir|seed"
     r"|with_tracking|report_to|wandb_.*|logging_steps|checkpointing_steps|keep_last_n_checkpoints|max_train_(steps|samples)"
     r"|push_to_hub|hf_.*|save_to_hub|try_.*|gs_bucket_path|oe_eval_.*|run_name|do_not_randomize_output_dir|timeout"
-    r"|overwrite_cache|resume_from_checkpoint|cache_dataset_only|clip_grad_norm|low_cpu_mem_usage|dpo_.*"
+    r"|overwrite_cache|num_epochs|reference_logprobs_cache_path|resume_from_checkpoint|cache_dataset_only|clip_grad_norm|low_cpu_mem_usage|dpo_.*"
 )
 
 
@@ -69,10 +75,30 @@ def from_open_instruct(pasted: Pasted) -> Translation:
     if job.framework == "huggingface":  # the loop's variable `outputs` keeps them until its next assignment
         options = {**job.framework_options, "outputs_dropped": False}
         job = job.replace(framework_options=FrozenMapping(options))
-    if any(key.startswith("dpo_") for key in pasted.values):
-        job = with_method(job, "dpo", "dpo_loss_type", notes, whole_logits="open-instruct (dpo_tune.py)")
+    job = _with_loss(job, Path(pasted.program).stem, settings)
     settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _with_loss(job: TrainingJob, program: str, settings: Settings) -> TrainingJob:
+    """`job` with the loss of the program that runs; without a program, with the one whose arguments are given."""
+    notes = settings.notes
+    if program in PREFERENCES or any(key.startswith("dpo_") for key in settings.left()):
+        precomputed = PREFERENCES.get(program, False)
+        whose = "open-instruct (dpo_utils.py)"
+        job = with_method(job, "dpo", "the program", notes, precomputed=precomputed, whole_logits=whose)
+    elif program not in SUPERVISED:
+        notes.unsupported.append(
+            f"{program}.py of open-instruct is not known here; supervised fine-tuning (finetune.py) is assumed.", "program"
+        )
+    if program == "dpo":
+        notes.unsupported.append(
+            "open-instruct's dpo.py trains OLMo-core's network; transformers' is assumed, under FSDP2 on several GPUs.",
+            "program",
+        )
+        if job.parallelism.data_parallel_size > 1:
+            job = job.replace(parallelism=replace(job.parallelism, sharding="fsdp2"))
+    return job
 
 
 def _adapters(settings: Settings) -> dict[str, Any]:

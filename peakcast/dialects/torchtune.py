@@ -8,8 +8,8 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping, flat
+from peakcast.dialects.common.foreign import SERVED
 from peakcast.dialects.common.job_file import resolve_architecture
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, refuse_teacher, states_direction
@@ -53,6 +53,8 @@ OPTIMIZERS: dict[str, OptimizerName] = {
 }  # fmt: skip
 CHUNKED_LOSS = "CEWithChunkedOutputLoss"
 """The recipes' default loss before LinearCrossEntropyLoss."""
+OTHER_TASKS = ("tasks", "max_new_tokens")
+"""Keys of recipes that evaluate or generate, which have no optimizer."""
 DTYPES: dict[str, Dtype] = {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16"}
 IGNORED = re.compile(
     r"((ref_)?checkpointer|dataset|dataset_val|lr_scheduler|metric_logger|profiler)(\..*|$)"
@@ -70,18 +72,11 @@ def from_torchtune(pasted: Pasted) -> Translation:
     """The job of a torchtune recipe. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(flat(pasted.values), notes, "torchtune")
-    component = settings.text("model._component_")
-    builder = component.rpartition(".")[2]
-    method = "qlora" if builder.startswith("qlora_") else "lora" if builder.startswith("lora_") else "full"
-    if method == "lora" and settings.switch("model.quantize_base"):
-        method = "qlora"
-    name = re.sub(r"^(q?lora|dora|qdora)_|_(base|instruct)$", "", builder)
+    if "optimizer" not in pasted.values and (other := next((key for key in OTHER_TASKS if key in pasted.values), "")):
+        raise settings.refuse(other, f"is of a recipe that trains nothing; {SERVED}")
+    name, method = _network_and_method(settings)
     if pasted.model is None and name not in BUILDERS:
-        raise SpecError(
-            f"model._component_={component!r} has no known shape here; give the network by --model.",
-            parameter="model._component_",
-            value=component,
-        )
+        raise settings.refuse("model._component_", "has no known shape here; give the network by --model", "")
     refuse_teacher(settings, "teacher_model._component_")
     architecture = resolve_architecture(pasted.model or BUILDERS[name])
     dtype = DTYPES[settings.one_of("dtype", "bf16", DTYPES)]
@@ -113,26 +108,47 @@ def from_torchtune(pasted: Pasted) -> Translation:
         framework_options=FrozenMapping(_options(settings, sharded=sharded)),
     )
     if settings.text("loss._component_").endswith("rlhf.loss.DPOLoss"):
-        job = with_method(job, "dpo", "loss._component_", notes, whole_logits="torchtune (rlhf/loss/dpo.py)")
-        if method == "full" and sharded:
-            notes.unsupported.append(
-                "torchtune gathers its reference layer by layer (recipes/full_dpo_distributed.py); the answer is for one "
-                "that is gathered whole, as TRL does.",
-                "ref_checkpointer",
-                "less",
-            )
+        job = _preference(job, method, notes)
+    _note_unmodelled(settings)
+    settings.note_left(IGNORED)
+    return notes.finish(job)
+
+
+def _network_and_method(settings: Settings) -> tuple[str, Literal["full", "lora", "qlora"]]:
+    """The network's name in `BUILDERS`, and what of it is trained: both are in the name of the model's builder."""
+    builder = settings.text("model._component_").rpartition(".")[2]
+    name = re.sub(r"^(q?lora|dora|qdora)_|_(base|instruct)$", "", builder)
+    if builder.startswith("qlora_"):
+        return name, "qlora"
+    if not builder.startswith("lora_"):
+        return name, "full"
+    return name, "qlora" if settings.switch("model.quantize_base") else "lora"
+
+
+def _preference(job: TrainingJob, method: str, notes: Notes) -> TrainingJob:
+    """`job` with DPO's loss, and a note of its reference."""
+    job = with_method(job, "dpo", "loss._component_", notes, whole_logits="torchtune (rlhf/loss/dpo.py)")
+    if method == "full" and job.parallelism.sharding != "none":
+        notes.unsupported.append(
+            "torchtune gathers its reference layer by layer (recipes/full_dpo_distributed.py); the answer is for one "
+            "that is gathered whole, as TRL does.",
+            "ref_checkpointer",
+            "less",
+        )
+    return job
+
+
+def _note_unmodelled(settings: Settings) -> None:
     for key in ("use_dora", "model.use_dora"):
         if settings.raw(key):
-            notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled.", key)
+            settings.notes.unsupported.append(f"{key}={settings.raw(key)!r} is not modelled.", key)
     if settings.raw("quantizer._component_"):
-        notes.unsupported.append(
+        settings.notes.unsupported.append(
             f"quantizer._component_={settings.raw('quantizer._component_')!r} is not modelled: training for quantisation "
             "makes copies of weights and inputs as their quantised values.",
             "quantizer._component_",
             "more",
         )
-    settings.note_left(IGNORED)
-    return notes.finish(job)
 
 
 def _checkpointing(settings: Settings) -> ActivationCheckpointing:
@@ -182,7 +198,7 @@ def _sequence_length(settings: Settings) -> int:
     return length
 
 
-def _finetuning(settings: Settings, method: Literal["full", "lora", "qlora"] | str, dtype: Dtype) -> Finetuning:
+def _finetuning(settings: Settings, method: Literal["full", "lora", "qlora"], dtype: Dtype) -> Finetuning:
     rank, alpha = settings.integer("model.lora_rank"), settings.number("model.lora_alpha")
     modules = settings.words("model.lora_attn_modules")
     mlp, output = settings.switch("model.apply_lora_to_mlp"), settings.switch("model.apply_lora_to_output")

@@ -122,7 +122,31 @@ def _gpus(settings: Settings, pasted: Pasted) -> int:
 
 def _training(settings: Settings, inside: str, model: str, num_gpus: int, generation: Generation | None) -> dict[str, Any]:
     """The training settings under the names of transformers' TrainingArguments."""
-    notes = settings.notes
+    batch = _batch(settings, inside, num_gpus, generation)
+    dynamic = settings.switch(f"{inside}use_dynamic_bsz" if inside else "data.use_dynamic_bsz")
+    unpadded = settings.switch(f"{model}use_remove_padding", settings.switch("use_remove_padding", bool(dynamic)))
+    checkpoints = settings.switch(f"{model}enable_gradient_checkpointing", bool(inside))
+    if not settings.given(f"{model}enable_gradient_checkpointing"):
+        settings.notes.assumptions.append(f"enable_gradient_checkpointing is not given; {checkpoints} is assumed.")
+    dtype = _dtype(settings, inside)
+    _note_unmodelled(settings, inside, model)
+    return {
+        **batch,
+        "padding_free": unpadded,
+        "bf16": True,
+        "torch_dtype": dtype,
+        "attn_implementation": settings.text(f"{model}override_config.attn_implementation", "flash_attention_2"),
+        "gradient_checkpointing": checkpoints,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+        "use_liger_kernel": settings.switch(f"{model}use_liger"),
+        "activation_offloading": settings.switch(f"{model}enable_activation_offload"),
+        "optim": "adamw_torch",
+    }
+
+
+def _batch(settings: Settings, inside: str, num_gpus: int, generation: Generation | None) -> dict[str, int | None]:
+    """The micro-batch, the number of them in a step, and the length. With `use_dynamic_bsz` a micro-batch is one row of
+    tokens, as many as it may have."""
     own = f"{inside}ppo_" if inside else "data."
     dynamic = settings.switch(f"{inside}use_dynamic_bsz" if inside else "data.use_dynamic_bsz")
     tokens_key = f"{inside}ppo_max_token_len_per_gpu" if inside else "data.max_token_len_per_gpu"
@@ -136,51 +160,48 @@ def _training(settings: Settings, inside: str, model: str, num_gpus: int, genera
     if dynamic:
         samples = max(1, (tokens or 1) // (length or 1))  # of full length, in a row of `tokens`
         micro, length = 1, tokens
-        notes.assumptions.append(f"use_dynamic_bsz fills micro-batches up to {settings.spell(tokens_key)}={tokens} tokens.")
+        settings.notes.assumptions.append(
+            f"use_dynamic_bsz fills micro-batches up to {settings.spell(tokens_key)}={tokens} tokens."
+        )
     elif micro is None:
         if inside:
             raise settings.missing(f"{own}micro_batch_size_per_gpu", "add it")
         micro = samples = settings.size(f"{own}micro_batch_size_per_gpu", 4, assume=True)
-    unpadded = settings.switch(f"{model}use_remove_padding", settings.switch("use_remove_padding", bool(dynamic)))
-    checkpoints = settings.switch(f"{model}enable_gradient_checkpointing", bool(inside))
-    if not settings.given(f"{model}enable_gradient_checkpointing"):
-        notes.assumptions.append(f"enable_gradient_checkpointing is not given; {checkpoints} is assumed.")
-    dtype = settings.text(f"{inside}fsdp_config.model_dtype", settings.text("engine.model_dtype", "fp32"))
+    for key in ("mini_batch_size", "micro_batch_size"):
+        settings.given(f"{own}{key}")
+    return {
+        "per_device_train_batch_size": micro,
+        "gradient_accumulation_steps": max(1, (total or 256) // (samples * num_gpus)),
+        "max_length": length,
+    }
+
+
+def _dtype(settings: Settings, inside: str) -> str:
+    """The dtype of the weights, which three sections may name."""
+    own = f"{inside}fsdp_config.model_dtype"
+    dtype = settings.text(own, settings.text("engine.model_dtype", "fp32"))
     dtype = settings.text("model.fsdp_config.model_dtype", dtype)
     if dtype not in DTYPES:
-        raise settings.refuse(f"{inside}fsdp_config.model_dtype", f"must be one of {', '.join(DTYPES)}", dtype)
-    for key in (
-        f"{inside}fsdp_config.model_dtype",
-        "engine.model_dtype",
-        f"{own}mini_batch_size",
-        f"{own}micro_batch_size",
-    ):
+        raise settings.refuse(own, f"must be one of {', '.join(DTYPES)}", dtype)
+    for key in (own, "engine.model_dtype"):
         settings.given(key)
+    return DTYPES[dtype]
+
+
+def _note_unmodelled(settings: Settings, inside: str, model: str) -> None:
     fused = settings.switch(f"{model}use_fused_kernels") or settings.switch(f"{inside}use_fused_kernels")
     if fused:
-        notes.unsupported.append(
+        settings.notes.unsupported.append(
             "verl's fused kernels (use_fused_kernels), which make no whole logits, are not modelled.",
             "use_fused_kernels",
             "less",
         )
     if settings.number(f"{inside}entropy_coeff", 0) and not settings.switch(f"{inside}entropy_checkpointing"):
-        notes.unsupported.append("The entropy of all logits (entropy_coeff) is not modelled.", "entropy_coeff", "more")
+        settings.notes.unsupported.append(
+            "The entropy of all logits (entropy_coeff) is not modelled.", "entropy_coeff", "more"
+        )
     for key in ("entropy_checkpointing", "entropy_from_logits_with_chunking", "use_torch_compile"):
         settings.given(f"{inside}{key}")
-    return {
-        "per_device_train_batch_size": micro,
-        "gradient_accumulation_steps": max(1, (total or 256) // (samples * num_gpus)),
-        "max_length": length,
-        "padding_free": unpadded,
-        "bf16": True,
-        "torch_dtype": DTYPES[dtype],
-        "attn_implementation": settings.text(f"{model}override_config.attn_implementation", "flash_attention_2"),
-        "gradient_checkpointing": checkpoints,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False},
-        "use_liger_kernel": settings.switch(f"{model}use_liger"),
-        "activation_offloading": settings.switch(f"{model}enable_activation_offload"),
-        "optim": "adamw_torch",
-    }
 
 
 def _fsdp(settings: Settings, inside: str, training: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any
 from peakcast.dialects.common.job_file import note_network, resolve_architecture
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Settings
+from peakcast.dialects.megatron.adapters import BRIDGE, with_adapters
 from peakcast.dialects.megatron.job import from_megatron
 from peakcast.dialects.megatron.launch import flags_of_yaml
 from peakcast.jobs.spec import TrainingJob
@@ -76,14 +77,10 @@ def megatron_job(
     }
     if network.moe is None:
         flags = {key: value for key, value in flags.items() if not key.startswith("expert_")}
-    rank = "actor_rollout_ref.model.lora.rank"
-    if settings.integer(rank, 0, least=0):
-        notes.unsupported.append(
-            f"Adapters over Megatron's layers ({rank}) are not modelled; full training is used, which needs far more.",
-            rank,
-            "less",
-        )
-        of_adapters = [key for key in settings.left() if key.startswith(rank.removesuffix("rank"))]
-        notes.ignored += filter(settings.given, of_adapters)
-    versions = pasted.versions.of("megatron")
-    return notes.include(from_megatron(flags_of_yaml(flags, notes), num_gpus, {}, versions, network))
+    versions, lora = pasted.versions.of("megatron"), "actor_rollout_ref.model.lora."
+    job = notes.include(from_megatron(flags_of_yaml(flags, notes), num_gpus, {}, versions, network))
+    if settings.integer(f"{lora}rank", 0, least=0):
+        keys = BRIDGE._replace(rank="rank").under(lora)
+        job = with_adapters(job, settings, keys, "megatron_bridge")
+        notes.ignored += filter(settings.given, [key for key in settings.left() if key.startswith(lora)])
+    return job

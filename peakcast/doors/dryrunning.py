@@ -29,6 +29,7 @@ from peakcast.timelines.timeline import Timeline
 if TYPE_CHECKING:
     from peakcast.answers.advised import Advice
     from peakcast.answers.prediction import Answer
+    from peakcast.collectors.dryrun.command import Command
     from peakcast.collectors.dryrun.process import Seen
     from peakcast.doors.keeping import Walks
     from peakcast.doors.kept import Kept
@@ -101,29 +102,21 @@ def dryrun(
     MissingPackageError without torch.
     """
     need("a dry run", "torch", *(["cloudpickle"] if callable(command) else []))
-    from peakcast.collectors.dryrun.command import Command, read_command
-    from peakcast.collectors.dryrun.functions import name_of
     from peakcast.collectors.dryrun.process import Limits, run
     from peakcast.collectors.dryrun.walks import script_walks
 
     device = on_node(gpu if isinstance(gpu, Device) else catalog.gpu(gpu), None, None)
-    asked = Command(script=name_of(command)) if callable(command) else read_command([str(word) for word in command])
-    if world_size is not None:
-        per_node = asked.ranks_per_node if asked.world_size > 1 else device.gpus_per_node
-        asked = replace(asked, world_size=world_size, ranks_per_node=min(per_node, world_size), launched=True)
-    function = command if callable(command) else None
+    asked = _asked(command, world_size, device)
     number = _rank(rank, asked.world_size)
     if torch is not None and not release(torch):
         raise SpecError(f"torch={torch!r} must be a release of torch, such as 2.10.", parameter="torch", value=torch)
     limits = Limits(seconds=timeout_seconds, memory_bytes=_memory_bytes(memory_gib))
-    if progress is not None:
-        ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
-        progress(f"running {asked.script} as {ranks} on a fake {device.name}, until its third optimizer step has ended")
-    rows = _lengths(length, lengths)
-    more: dict[str, Any] = {"function": function, "lengths": rows}
+    say = progress or (lambda message: None)
+    ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
+    say(f"running {asked.script} as {ranks} on a fake {device.name}, until its third optimizer step has ended")
+    more: dict[str, Any] = {"function": command if callable(command) else None, "lengths": _lengths(length, lengths)}
     seen = run(asked, device.name, number, limits, skip_evaluation=skip_evaluation, torch=torch, output=output, **more)
-    if progress is not None:
-        progress(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
+    say(f"{seen.steps} steps seen in {seen.seconds:.1f} s; replaying them through the allocator")
     job = job_from_mapping(seen.job)
     found = Dryrun(
         answer=answered(job, device, number, seen, calibration),
@@ -135,9 +128,20 @@ def dryrun(
     )
     if save_recipe is None:
         return found
-    batch = job.micro_batch_size, job.sequence_length
-    walks = partial(script_walks, asked, device.name, limits, batch, **more)
+    walks = partial(script_walks, asked, device.name, limits, (job.micro_batch_size, job.sequence_length), **more)
     return _with_recipe(found, Path(save_recipe), device, number, walks, progress)
+
+
+def _asked(command: Sequence[str] | Callable[[], object], world_size: int | None, device: Device) -> Command:
+    """The command or function to run, as `world_size` ranks on nodes of `device` if its launcher does not say how many."""
+    from peakcast.collectors.dryrun.command import Command, read_command
+    from peakcast.collectors.dryrun.functions import name_of
+
+    asked = Command(script=name_of(command)) if callable(command) else read_command([str(word) for word in command])
+    if world_size is None:
+        return asked
+    per_node = asked.ranks_per_node if asked.world_size > 1 else device.gpus_per_node
+    return replace(asked, world_size=world_size, ranks_per_node=min(per_node, world_size), launched=True)
 
 
 def _with_recipe(

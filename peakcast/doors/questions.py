@@ -15,6 +15,7 @@ from peakcast.core.errors import SpecError, near_misses
 from peakcast.core.units import GIB
 from peakcast.core.versions import check_versions
 from peakcast.dialects.common.asked_versions import with_versions
+from peakcast.dialects.common.foreign import foreign
 from peakcast.dialects.common.pasted import documents
 from peakcast.dialects.common.text import ENDINGS
 from peakcast.dialects.common.translation import Translation
@@ -121,7 +122,7 @@ def _read(job: object, beside: Beside) -> Translation:
             return translation_of(value, beside)
         if form in FORMS:
             return _translate(form, value, beside)
-    if pasted is None or (not beside and "architecture" in pasted.values):
+    if pasted is None or (not beside and "architecture" in pasted.values and not foreign(pasted.values, {}, "")):
         return read_job(values)  # type: ignore[arg-type]
     return translated(pasted, beside)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import gc
 import struct
+from collections.abc import Callable
 from typing import IO, Any
 
 MAX_VALUES = 30_000_000
@@ -31,8 +32,9 @@ _NUMBERS = {
     ord("J"): (4, struct.Struct("<i")),
     ord("G"): (8, struct.Struct(">d")),
 }
-_TEXTS = {0x8C: 1, ord("X"): 4, 0x8D: 8}
-"""Opcode -> number of bytes of a text's length."""
+_EMPTY: dict[int, Callable[[], Any]] = {ord("}"): dict, ord("]"): list}
+_SKIPPED = {0x95: 8, 0x80: 1}
+"""Opcode -> bytes of its argument, which is not needed: FRAME's number of bytes that belong together, PROTO's version."""
 _PUTS = {ord("q"): 1, ord("r"): 4}
 _REFUSED = {
     ord("c"): "a global", 0x93: "a global", ord("i"): "a global", ord("R"): "a call", ord("o"): "a call",
@@ -80,22 +82,22 @@ def load(file: IO[bytes]) -> Any:
             gc.enable()
 
 
-def _load(source: _Bytes) -> Any:
-    data, at = source.data, 0
+def _check_start(data: bytes) -> None:
     if data[:1] != b"\x80" or len(data) < 2 or not 2 <= data[1] <= 5:
         raise RefusedPickleError("it does not begin as a pickle of protocol 2 to 5 does")
-    stack: list[Any] = []
-    marks: list[int] = []
-    memo: dict[int, Any] = {}
+
+
+def _load(source: _Bytes) -> Any:
+    data, at = source.data, 0
+    _check_start(data)
+    values = _Values()
+    stack, memo = values.stack, values.memo
     made = 0
     while True:
         if len(data) - at < MAX_TEXT_BYTES + 16 and not source.ended:
             at = source.more(at)
             data = source.data
-            if made > MAX_VALUES:
-                raise RefusedPickleError(f"it holds more than {MAX_VALUES:,} values")
-            if len(stack) + len(marks) > MAX_WAITING:
-                raise RefusedPickleError("its values are nested too deep, or too many are open at once")
+            values.check(made)
         code = data[at]
         at += 1
         if code == 0x6A or code == 0x68:  # LONG_BINGET, BINGET: nearly all of a recording with stacks
@@ -110,71 +112,103 @@ def _load(source: _Bytes) -> Any:
             memo[len(memo)] = stack[-1]
             continue
         made += 1
-        if code in _TEXTS:
-            width = _TEXTS[code]
-            length = int.from_bytes(data[at : at + width], "little")
-            at += width
-            if length > MAX_TEXT_BYTES or at + length > len(data):
-                raise RefusedPickleError(f"a text of {length:,} bytes is cut off or longer than any name")
-            stack.append(data[at : at + length].decode("utf-8", "surrogatepass"))
-            at += length
-        elif code in _NUMBERS:
+        if code in _NUMBERS:
             width, form = _NUMBERS[code]
             stack.append(form.unpack_from(data, at)[0])
             at += width
-        elif code == 0x8A:  # LONG1
-            length = data[at]
-            if length > MAX_NUMBER_BYTES:
-                raise RefusedPickleError(f"a whole number of {length} bytes")
-            stack.append(int.from_bytes(data[at + 1 : at + 1 + length], "little", signed=True))
-            at += 1 + length
-        elif code in _SMALL:
-            stack.append(_SMALL[code])
-        elif code == ord("("):
-            marks.append(len(stack))
-        elif code == ord("}"):
-            stack.append({})
-        elif code == ord("]"):
-            stack.append([])
-        elif code in (ord("u"), ord("e"), ord("t")):  # SETITEMS, APPENDS, TUPLE
-            begins = marks.pop()
-            parts = stack[begins:]
-            del stack[begins:]
-            if code == ord("u"):
-                _set_items(stack[-1], parts)
-            elif code == ord("e"):
-                _list(stack[-1]).extend(parts)
-            else:
-                stack.append(tuple(parts))
-        elif code == ord("s"):  # SETITEM
-            value, key = stack.pop(), stack.pop()
-            _set_items(stack[-1], [key, value])
-        elif code == ord("a"):  # APPEND
-            value = stack.pop()
-            _list(stack[-1]).append(value)
-        elif 0x85 <= code <= 0x87:  # TUPLE1, TUPLE2, TUPLE3
-            begins = len(stack) - (code - 0x84)
-            if begins < 0:
-                raise IndexError
-            parts = stack[begins:]
-            del stack[begins:]
-            stack.append(tuple(parts))
+        elif code in _READERS:
+            value, at = _READERS[code](data, at)
+            stack.append(value)
         elif code in _PUTS:
             width = _PUTS[code]
             memo[int.from_bytes(data[at : at + width], "little")] = stack[-1]
             at += width
-            continue
-        elif code == 0x95:  # FRAME: number of bytes that belong together, not needed here
-            at += 8
-        elif code == 0x80:  # PROTO
-            at += 1
+        elif code in _SKIPPED:
+            at += _SKIPPED[code]
         elif code == ord("."):
-            if len(stack) != 1 or marks:
-                raise RefusedPickleError("its parts do not make one value")
-            return stack[0]
-        else:
+            return values.only()
+        elif not values.change(code):
             what = _REFUSED.get(code, f"an opcode that no plain value needs ({bytes([code])!r})")
             raise RefusedPickleError(f"it holds {what}, at byte {source.seen + at - 1:,}; such a file is never run")
+
+
+class _Values:
+    """The values that are not yet in a container, and those that the file may refer to again."""
+
+    def __init__(self) -> None:
+        self.stack: list[Any] = []
+        self.marks: list[int] = []
+        """Where in the stack the parts of each open container begin."""
+        self.memo: dict[int, Any] = {}
+
+    def check(self, made: int) -> None:
+        """Raises: RefusedPickleError if more than `MAX_VALUES` values were made, or too many are in no container."""
+        if made > MAX_VALUES:
+            raise RefusedPickleError(f"it holds more than {MAX_VALUES:,} values")
+        if len(self.stack) + len(self.marks) > MAX_WAITING:
+            raise RefusedPickleError("its values are nested too deep, or too many are open at once")
+
+    def only(self) -> Any:
+        """The one value that remains. Raises: RefusedPickleError if there are others."""
+        if len(self.stack) != 1 or self.marks:
+            raise RefusedPickleError("its parts do not make one value")
+        return self.stack[0]
+
+    def change(self, code: int) -> bool:
+        """Do what an opcode without an argument says. Returns False if it is none that makes plain values."""
+        stack = self.stack
+        if code in _SMALL:
+            stack.append(_SMALL[code])
+        elif code in _EMPTY:
+            stack.append(_EMPTY[code]())
+        elif code == ord("("):
+            self.marks.append(len(stack))
+        elif code in (ord("u"), ord("s")):  # SETITEMS, SETITEM
+            parts = self._parts(2 if code == ord("s") else None)
+            _set_items(stack[-1], parts)
+        elif code in (ord("e"), ord("a")):  # APPENDS, APPEND
+            parts = self._parts(1 if code == ord("a") else None)
+            _list(stack[-1]).extend(parts)
+        elif code == ord("t") or 0x85 <= code <= 0x87:  # TUPLE, TUPLE1, TUPLE2, TUPLE3
+            stack.append(tuple(self._parts(None if code == ord("t") else code - 0x84)))
+        else:
+            return False
+        return True
+
+    def _parts(self, count: int | None) -> list[Any]:
+        """The last `count` values, or all since the last mark, which are removed from the stack."""
+        begins = self.marks.pop() if count is None else len(self.stack) - count
+        if begins < 0:
+            raise IndexError
+        parts = self.stack[begins:]
+        del self.stack[begins:]
+        return parts
+
+
+def _text(width: int) -> Callable[[bytes, int], tuple[str, int]]:
+    """A reader of a text whose length is in `width` bytes. It returns the text and the position after it."""
+
+    def read(data: bytes, at: int) -> tuple[str, int]:
+        length = int.from_bytes(data[at : at + width], "little")
+        begins = at + width
+        if length > MAX_TEXT_BYTES or begins + length > len(data):
+            raise RefusedPickleError(f"a text of {length:,} bytes is cut off or longer than any name")
+        return data[begins : begins + length].decode("utf-8", "surrogatepass"), begins + length
+
+    return read
+
+
+def _long_number(data: bytes, at: int) -> tuple[int, int]:
+    """A whole number of any length, and the position after it."""
+    length = data[at]
+    if length > MAX_NUMBER_BYTES:
+        raise RefusedPickleError(f"a whole number of {length} bytes")
+    return int.from_bytes(data[at + 1 : at + 1 + length], "little", signed=True), at + 1 + length
+
+
+_READERS: dict[int, Callable[[bytes, int], tuple[Any, int]]] = {
+    0x8C: _text(1), ord("X"): _text(4), 0x8D: _text(8), 0x8A: _long_number,
+}  # fmt: skip
 
 
 def _list(value: Any) -> list[Any]:

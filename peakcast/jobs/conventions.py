@@ -99,6 +99,15 @@ def mixes_precision(job: TrainingJob) -> bool:
     return sharded and (precision.wide_compute != precision.parameters or accelerate)
 
 
+def sums_in_float32(job: TrainingJob) -> bool:
+    """Whether a loop adds the gradients of each micro-batch, once its backward has ended, to float32 ones, with which it
+    updates float32 copies of narrower weights (nanotron 0.4 optim/gradient_accumulator.py `FP32GradientAccumulator`)."""
+    precision, layout = job.precision, job.parallelism
+    wide = precision.gradients == precision.main_parameters == "float32" != precision.parameters
+    alone = layout.sharding == "none" and layout.pipeline_parallel_size == 1 and not layout.zero_stage
+    return wide and alone and job.framework == "torch" and job.task == "train" and job.finetuning.method == "full"
+
+
 @functools.lru_cache(maxsize=4096)
 def conventions_of(
     framework: str, versions: FrozenMapping, facts: FrozenMapping, options: FrozenMapping

@@ -131,14 +131,6 @@ def _parsed(content: bytes) -> tuple[list[Measurement], list[BadLine]]:
     return rows, bad
 
 
-def keys_in(path: Path) -> set[str]:
-    """The `Measurement.key` of every readable row of a shard or a CSV, which need not be measured again."""
-    path = Path(path)
-    if path.suffix == ".csv":
-        return {row.key for row in read_csv(path)} if exists(path) else set()
-    return {row.key for row in read_shard(path)[0]}
-
-
 def write_csv(path: Path, rows: Iterable[Measurement]) -> None:
     """Replace the table at `path` by `rows`, sorted by configuration and key: one row per key (newest `observed`, then
     last).

@@ -85,6 +85,12 @@ def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[
             f"the configuration must be a mapping of keys to values (a parsed config.json), not {type(config).__name__}.",
             value=config,
         )
+    if "peft_type" in config and "model_type" not in config:
+        raise SpecError(
+            f"architecture is an adapter of peft (adapter_config.json), which is no network; give its base model, "
+            f"{config.get('base_model_name_or_path')!r} (base_model_name_or_path), and the adapter as finetuning.",
+            parameter="architecture",
+        )
     language, multimodal = _language_part(config)
     seen = Seen(language)
     model_type = seen.get("model_type")

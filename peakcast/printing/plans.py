@@ -80,25 +80,35 @@ def _offer_recommended(found: Offers) -> list[str]:
 
 def found_text(found: Found) -> str:
     """The numbers of candidates, the plan to take, then the plans in order."""
-    head = (
-        f"{found.num_gpus} × {found.gpu}, {found.global_batch_size} sequences per step: {found.num_candidates:,} "
-        f"candidates, {found.num_ruled_out:,} of them with weights and states beyond the GPU."
-    )
-    notes = []
-    if found.left_out:
-        reasons = "; ".join(f"{count:,}: {reason}" for reason, count in found.left_out.items())
-        notes.append(f"{sum(found.left_out.values()):,} more are left out ({reasons}).")
-    if found.num_beyond_host:
-        notes.append(f"{found.num_beyond_host:,} of them are left out: they need more host memory than the node has.")
+    head, *notes = candidate_sentences(found)
     head = "\n".join([head, *(textwrap.fill(note, WIDTH, subsequent_indent="  ") for note in notes)])
     if not found.plans:
-        host = " more host memory," if found.num_beyond_host else ""
-        what = "Nothing that is covered fits" if found.left_out else "Nothing fits"
-        return f"{head}\n{what}: more GPUs,{host} a shorter sequence, adapters or a smaller model would be needed."
-    return "\n".join([head, "", *_recommended(found), "", *_table(found.plans)])
+        return f"{head}\n{nothing_fits(found)}"
+    return "\n".join([head, "", *recommended_sentences(found), "", *_table(found.plans)])
 
 
-def _recommended(found: Found) -> list[str]:
+def candidate_sentences(found: Found) -> list[str]:
+    """How many candidates there were, and how many were left out and why."""
+    said = [
+        f"{found.num_gpus} × {found.gpu}, {found.global_batch_size} sequences per step: {found.num_candidates:,} "
+        f"candidates, {found.num_ruled_out:,} of them with weights and states beyond the GPU."
+    ]
+    if found.left_out:
+        reasons = "; ".join(f"{count:,}: {reason}" for reason, count in found.left_out.items())
+        said.append(f"{sum(found.left_out.values()):,} more are left out ({reasons}).")
+    if found.num_beyond_host:
+        said.append(f"{found.num_beyond_host:,} of them are left out: they need more host memory than the node has.")
+    return said
+
+
+def nothing_fits(found: Found) -> str:
+    """The sentence about a search without plans."""
+    host = " more host memory," if found.num_beyond_host else ""
+    what = "Nothing that is covered fits" if found.left_out else "Nothing fits"
+    return f"{what}: more GPUs,{host} a shorter sequence, adapters or a smaller model would be needed."
+
+
+def recommended_sentences(found: Found) -> list[str]:
     """The plan to take, and how the plans are ordered."""
     sure = sum(plan.fits == "yes" for plan in found.plans)
     known = "estimated from data sheets" if found.estimates_time else f"as on an H100: no speed of {found.gpu} is known"
@@ -119,7 +129,7 @@ RECOMPUTE = {"none": "nothing recomputed", "full": "full recomputation", "select
 def _table(plans: Sequence[Plan]) -> list[str]:
     """The plans, a line each. Host memory has a column if some plan needs any; a wait for other pipeline stages, if some
     plan has stages, so that a line stays short."""
-    shown = [column for column in COLUMNS if column.always or any(column.value(plan) for plan in plans)]
+    shown = columns_of(plans)
     layouts = [plan_words(plan.job) for plan in plans]
     width = max(33 if len(shown) < len(COLUMNS) else 0, *map(len, layouts))
     titles = "".join(f" {column.title:>{column.width}}" for column in shown)
@@ -133,6 +143,11 @@ def _table(plans: Sequence[Plan]) -> list[str]:
             f" {bar.upper_95 / GIB:>7.2f}" + "".join(f" {column.text(plan):>{column.width}}" for column in shown)
         )
     return lines
+
+
+def columns_of(plans: Sequence[Plan]) -> list[_Column]:
+    """The columns of a table of `plans`, apart from their layouts and bytes."""
+    return [column for column in COLUMNS if column.always or any(column.value(plan) for plan in plans)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

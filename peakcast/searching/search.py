@@ -57,22 +57,13 @@ def search(
 
     Raises: SpecError when there is no candidate at all.
     """
-    for name, value in (("num_gpus", num_gpus), ("top", top), ("gpus_per_node", gpus_per_node)):
-        if not 1 <= value <= MOST_RANKS:
-            raise SpecError(f"{name}={value} must be from 1 to {MOST_RANKS:,}.", parameter=name, value=value)
+    _check_counts(num_gpus=num_gpus, top=top, gpus_per_node=gpus_per_node)
     check_processes(processes)
     own = job.micro_batch_size * job.gradient_accumulation_steps * job.parallelism.data_parallel_size
     batch = global_batch_size or max(own, job.micro_batch_size * num_gpus)
     say = progress or (lambda message: None)
     say("listing candidates")
-    every = list(candidates(job, num_gpus, batch, gpus_per_node))
-    if not every:
-        raise SpecError(
-            f"no layout on num_gpus={num_gpus} makes global_batch_size={batch}: the data-parallel size must divide it; try "
-            f"a multiple of {num_gpus}.",
-            parameter="global_batch_size",
-            value=batch,
-        )
+    every = _listed(job, num_gpus, batch, gpus_per_node)
     left_out: Mapping[str, int] = {}
     with lending(lent):
         if wants_recipe(job):
@@ -101,6 +92,25 @@ def search(
         left_out=left_out,
         plans=tuple(plans),
         num_beyond_host=num_beyond_host,
+    )
+
+
+def _check_counts(**counts: int) -> None:
+    """Raises: SpecError naming the first of `counts` that no cluster can have."""
+    for name, value in counts.items():
+        if not 1 <= value <= MOST_RANKS:
+            raise SpecError(f"{name}={value} must be from 1 to {MOST_RANKS:,}.", parameter=name, value=value)
+
+
+def _listed(job: TrainingJob, num_gpus: int, batch: int, gpus_per_node: int) -> list[TrainingJob]:
+    """All candidates with a global batch of `batch`. Raises: SpecError if there is none."""
+    if every := list(candidates(job, num_gpus, batch, gpus_per_node)):
+        return every
+    raise SpecError(
+        f"no layout on num_gpus={num_gpus} makes global_batch_size={batch}: the data-parallel size must divide it; try "
+        f"a multiple of {num_gpus}.",
+        parameter="global_batch_size",
+        value=batch,
     )
 
 

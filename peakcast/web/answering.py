@@ -11,7 +11,7 @@ from peakcast.core.units import GIB
 from peakcast.core.workers import Limits, Workers
 from peakcast.printing.answers import job_text
 from peakcast.web import panels
-from peakcast.web.asking import Asked, answered
+from peakcast.web.asking import Asked, Searched, answered, searched
 from peakcast.web.links import to_query
 
 AT_ONCE = 2
@@ -35,7 +35,12 @@ def panels_of(asked: Asked) -> tuple[str, ...]:
     )
 
 
+def replied(question: Asked | Searched) -> tuple[str, ...]:
+    """The panels of a question, or the one panel of a search. Raises: SpecError or CatalogError."""
+    return (panels.plans_html(searched(question)),) if isinstance(question, Searched) else panels_of(question)
+
+
 @cache
 def workers() -> Workers:
     """The processes that answer this server's questions; they start with the first question."""
-    return Workers(panels_of, AT_ONCE, LIMITS, method="forkserver")
+    return Workers(replied, AT_ONCE, LIMITS, method="forkserver")

@@ -21,6 +21,7 @@ from peakcast.doors.job_flags import FLAGS
 from peakcast.doors.questions import Question, question, translation_of
 from peakcast.explaining.advice import changed
 from peakcast.jobs.spec import TrainingJob
+from peakcast.searching.found import Found
 
 LONGEST_NAME = 255
 """The longest name in a file system; no network's name is longer."""
@@ -30,6 +31,9 @@ MOST_LAYERS = 1_000
 MOST_STAGES = 256
 """Limits the time of an answer, which computes a ledger for each stage of a pipeline, virtual stages included; the deepest
 published network has 126 layers. Data-parallel ranks are equal, so a job may have any number of them."""
+MOST_GPUS = 1_024
+MOST_PLANS = 10
+"""Limits the time and the length of a search."""
 FIELDS = {flag.name: flag.fields for flag in FLAGS}
 """Name of a knob, which is that of the command-line flag -> fields of a job."""
 
@@ -55,6 +59,14 @@ class Asked:
     """Knob -> value, for knobs that change the configuration."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Searched:
+    """A search of the page: the question whose job is laid out, and over how many GPUs; None: those of its run."""
+
+    asked: Asked
+    num_gpus: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answered:
     """What the page shows."""
@@ -71,6 +83,38 @@ def answered(asked: Asked) -> Answered:
     from peakcast.doors.answering import full_answer
     from peakcast.doors.explaining import explanation
 
+    about = _about(asked)
+    prediction = full_answer(about)
+    explained = explanation(about.job, about.device, prediction.rank)
+    return Answered(asked=asked, job=about.job, device=about.device, prediction=prediction, explanation=explained)
+
+
+def searched(question: Searched) -> Found:
+    """The layouts that fit, as `peakcast search` finds them. Raises: SpecError or CatalogError with a message for the
+    page."""
+    from peakcast.searching.search import search
+
+    about = _about(question.asked)
+    num_gpus = question.num_gpus or about.job.parallelism.world_size
+    if num_gpus > MOST_GPUS:
+        raise SpecError(
+            f"num_gpus={num_gpus:,} is more than this page searches ({MOST_GPUS:,}); ask `peakcast search` on the command "
+            "line.",
+            parameter="num_gpus",
+            value=num_gpus,
+        )
+    return search(
+        about.job,
+        about.device,
+        num_gpus,
+        top=MOST_PLANS,
+        gpus_per_node=about.device.gpus_per_node,
+        findings=about.translation.findings,
+    )
+
+
+def _about(asked: Asked) -> Question:
+    """What is asked about, with the knobs that are set."""
     with no_files():
         read = _question(asked)
     job = _changed(read.job, asked.knobs)
@@ -81,10 +125,7 @@ def answered(asked: Asked) -> Answered:
     )
     _check_sizes(job)
     translation = replace(read.translation, job=job, assumptions=(*read.translation.assumptions, *changes))
-    asked_about = replace(read, translation=translation)
-    prediction = full_answer(asked_about)
-    explained = explanation(job, read.device, prediction.rank)
-    return Answered(asked=asked, job=job, device=read.device, prediction=prediction, explanation=explained)
+    return replace(read, translation=translation)
 
 
 def _check_sizes(job: TrainingJob) -> None:

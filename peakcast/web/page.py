@@ -10,7 +10,7 @@ from peakcast import catalog
 from peakcast.core.errors import PeakcastError
 from peakcast.web import panels
 from peakcast.web.answering import AT_ONCE, workers
-from peakcast.web.asking import Asked
+from peakcast.web.asking import Asked, Searched
 from peakcast.web.links import from_query
 
 FIRST = Asked(
@@ -62,7 +62,7 @@ before has their text (WAI-ARIA 1.2, role status)."""
 NUM_OUTPUTS = 7
 
 
-def ask(
+def _question_of(
     text: str,
     num_gpus: int | None,
     model: str,
@@ -71,11 +71,10 @@ def ask(
     host_memory_gib: float | None,
     gpus_per_node: int | None,
     *values: Any,
-) -> tuple[str, ...]:
-    """The panels of one question: answer, timeline, layers, communication, notes, job file, link. An error is shown in the
-    first."""
+) -> Asked:
+    """The state of the page, from the values of its inputs."""
     knobs = {name: value for name, value in zip(KNOBS, values, strict=True) if value not in (None, AS_GIVEN)}
-    asked = Asked(
+    return Asked(
         text=text or "",
         num_gpus=num_gpus or None,
         model=model or "",
@@ -85,17 +84,31 @@ def ask(
         gpus_per_node=gpus_per_node or None,
         knobs=knobs,
     )
+
+
+def ask(*inputs: Any) -> tuple[str, ...]:
+    """The panels of one question: answer, timeline, layers, communication, notes, job file, link. An error is shown in the
+    first."""
+    return _reply(_question_of(*inputs), NUM_OUTPUTS)
+
+
+def look(num_gpus: int | None, *inputs: Any) -> str:
+    """The panel of a search for layouts over `num_gpus` GPUs; None: those of the run."""
+    return _reply(Searched(asked=_question_of(*inputs), num_gpus=num_gpus or None), 1)[0]
+
+
+def _reply(question: Asked | Searched, num_panels: int) -> tuple[str, ...]:
     try:
-        found: tuple[str, ...] = workers().ask(asked)
+        found: tuple[str, ...] = workers().ask(question)
         return found
     except PeakcastError as error:
-        return _fault(error.message)
+        return _fault(error.message, num_panels)
     except Exception as error:  # the page shows it, the server goes on
-        return _fault(f"this is a bug in peakcast: {type(error).__name__}: {error}")
+        return _fault(f"this is a bug in peakcast: {type(error).__name__}: {error}", num_panels)
 
 
-def _fault(message: str) -> tuple[str, ...]:
-    return (panels.fault_html(message), *[""] * (NUM_OUTPUTS - 1))
+def _fault(message: str, num_panels: int = NUM_OUTPUTS) -> tuple[str, ...]:
+    return (panels.fault_html(message), *[""] * (num_panels - 1))
 
 
 def restored(request: gr.Request) -> tuple[Any, ...]:
@@ -135,6 +148,8 @@ def page(*, reports: bool) -> gr.Blocks:
                 text, button, gpu = _question()
             with gr.Column(elem_id="found", min_width=320):
                 outputs = _answer()
+                with gr.Accordion("Which layouts fit", open=False, elem_id="layouts"):
+                    spread, searches, plans = _search()
             with gr.Column(elem_id="knobs", min_width=300):
                 with gr.Accordion("What the configuration leaves open", open=False):
                     typed, chosen = _left_open()
@@ -146,6 +161,10 @@ def page(*, reports: bool) -> gr.Blocks:
         inputs = [text, num_gpus, model, versions, gpu, host_memory, per_node, *knobs]
         changed = [button.click, *(box.submit for box in (text, *typed)), *(box.input for box in (gpu, *chosen, *knobs))]
         gr.on(changed, ask, inputs, outputs, api_name="ask", concurrency_limit=AT_ONCE)
+        gr.on(changed, lambda: "", None, plans, api_visibility="private")  # those found were of another question
+        gr.on(
+            [searches.click, spread.submit], look, [spread, *inputs], plans, api_name="search", concurrency_limit=AT_ONCE
+        )
         button.click(None, None, None, js=SHOW_ANSWER)
         blocks.load(None, None, None, js=SAY_ANSWER)
         blocks.load(restored, None, [*inputs, *outputs], api_visibility="private", concurrency_limit=AT_ONCE)
@@ -180,6 +199,18 @@ def _answer() -> list[Any]:
         job = gr.Code(language="yaml", label="job.yaml", interactive=False, max_lines=24)
     link = gr.HTML(elem_id="link", elem_classes="page")
     return [answer, timeline, layers, communication, notes, job, link]
+
+
+def _search() -> tuple[gr.Number, gr.Button, gr.HTML]:
+    """Over how many GPUs the job is laid out, the button that searches, and where its plans are shown."""
+    spread = gr.Number(
+        label="GPUs to spread it over",
+        info="with its batch of one optimizer step; empty: those of the run",
+        precision=0,
+        minimum=0,
+        elem_id="spread",
+    )
+    return spread, gr.Button("Search layouts", elem_id="search"), gr.HTML(elem_id="plans", elem_classes="page")
 
 
 def _left_open() -> tuple[list[Any], list[Any]]:

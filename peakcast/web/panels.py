@@ -8,14 +8,24 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 from peakcast.answers.explanation import COLUMNS
-from peakcast.answers.labels import category_name, peak_part, phase_name, phase_title, quantity_name, sentence_start
+from peakcast.answers.labels import (
+    SHORT_VERDICTS,
+    category_name,
+    peak_part,
+    phase_name,
+    phase_title,
+    quantity_name,
+    sentence_start,
+)
 from peakcast.answers.prediction import QUANTITIES, SEEN_BY
 from peakcast.answers.remarks import verdict_reason, verdict_words, warning_sentences
 from peakcast.core.drawing import inline_svg
 from peakcast.core.findings import ordered, sentences
 from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.models.prediction.verdict import ranks_of_a_node
+from peakcast.printing.plans import candidate_sentences, columns_of, nothing_fits, plan_words, recommended_sentences
 from peakcast.printing.steps import flags_text
+from peakcast.searching.found import Found
 from peakcast.web.asking import Answered
 
 if TYPE_CHECKING:
@@ -113,6 +123,14 @@ def notes_html(found: Answered) -> str:
         calibration=p.calibration,
         inside=p.inside_calibrated_domain,
     )
+
+
+def plans_html(found: Found) -> str:
+    """The layouts that fit, a row each, and the one to take."""
+    rows = [(plan_words(plan.job), plan.job, SHORT_VERDICTS[plan.fits], plan) for plan in found.plans]
+    said = candidate_sentences(found)
+    more = recommended_sentences(found) if found.plans else [nothing_fits(found)]
+    return _render("plans.html.j2", sentences=[*more[:1], *said], rows=rows, columns=columns_of(found.plans))
 
 
 def link_html(query: str) -> str:

@@ -57,6 +57,15 @@ FOUND = {
         "model: {type: llama, seq_len: 4096}\ntrainer: {train_batch_size: 32}\ndata: {tokenizer: x}\n",
     ],
     "an Oumi configuration": ["model: {model_name: x}\ntraining: {trainer_type: TRL_SFT}\n", "oumi train -c a.yaml\n"],
+    "an H2O LLM Studio experiment": [
+        "architecture: {backbone_dtype: int4}\nllm_backbone: x\nproblem_type: text_causal_language_modeling\n"
+    ],
+    "a torchtune recipe of PPO": [
+        "policy_model: {_component_: torchtune.models.mistral.mistral_7b}\nbatch_size: 64\ngradient_accumulation_steps: 1\n"
+    ],
+    "a SimpleTuner configuration, which trains an image model": [
+        '{"model_family": "flux", "data_backend_config": "x.json", "optimizer": "adamw_bf16", "train_batch_size": 1}'
+    ],
     "a Colossal-AI program": [
         "colossalai run --nproc_per_node 8 train.py --plugin zero2\n",
         "import colossalai\nfrom x import y\n",

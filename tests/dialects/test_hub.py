@@ -30,7 +30,7 @@ class Hub(BaseHTTPRequestHandler):
     def do_GET(self):
         self.asked.append(self.path)
         name = self.path.split("/")[2].replace("llama-3.1-8", "gone")
-        if name == "gone":
+        if name == "gone" or (name == "lora" and self.path.endswith("/config.json")):
             self.send_error(404)
         elif name == "gated" and self.headers["Authorization"] != "Bearer good":
             self.send_error(403 if self.headers["Authorization"] else 401)
@@ -47,6 +47,7 @@ class Hub(BaseHTTPRequestHandler):
         else:
             body = {
                 "tiny": json.dumps(CONFIG),
+                "lora": json.dumps({"peft_type": "LORA", "base_model_name_or_path": "some/tiny"}),
                 "gated": json.dumps(CONFIG),
                 "big": " " * (hub.MAX_BYTES + 2),
                 "list": "[]",
@@ -117,6 +118,18 @@ def test_offline_is_said_clearly(server, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     with pytest.raises(CatalogError, match="HF_HUB_OFFLINE is set, so the hub is not asked"):
         resolve_architecture("some/other")
+
+
+def test_an_adapter_is_no_network_and_its_base_model_is_named(server, tmp_path):
+    adapter = json.dumps({"peft_type": "LORA", "base_model_name_or_path": "some/tiny", "r": 8})
+    folder = tmp_path / "home" / "hub" / "models--some--adapter" / "snapshots" / "abc"
+    folder.mkdir(parents=True)
+    (folder / "adapter_config.json").write_text(adapter)
+    (folder / "config.json").write_text(json.dumps(CONFIG))  # TRL writes the base model's beside it
+    for name in ("some/adapter", str(folder), str(folder / "adapter_config.json"), "some/lora"):
+        with pytest.raises(SpecError, match=r"is an adapter of peft .* give its base model, 'some/tiny'"):
+            resolve_architecture(name)
+    assert ASKED == ["/some/lora/resolve/main/config.json", "/some/lora/resolve/main/adapter_config.json"]
 
 
 def test_the_cache_comes_before_the_hub(server, monkeypatch, tmp_path):

@@ -60,8 +60,8 @@ def test_megatrons_sizes_make_it_a_run_of_megatron():
     assert (layout.zero_stage, precision.gradients, precision.main_parameters) == (1, "float32", "float32")
     assert found.unknown == ()
     assert found.unsupported == ()
-    with pytest.raises(SpecError, match="finetuning_type='lora' is not modelled with Megatron"):
-        read(**sizes)
+    with pytest.raises(SpecError, match="finetuning_type='oft' is not modelled with Megatron"):
+        read(finetuning_type="oft", **sizes)
 
 
 def test_fusions_of_megatron_are_off_unless_asked_for():

@@ -139,6 +139,12 @@ def test_the_rest_of_the_layout():
     ).parallelism.sequence_parallel  # Megatron turns it off without tensor ranks
 
 
+def test_the_flag_of_2021_recomputes_every_layer():
+    """`--checkpoint-activations`, which Megatron-DeepSpeed still has."""
+    recompute = {"recompute-granularity": "full", "recompute-method": "uniform", "recompute-num-layers": 1}
+    assert job(**{"checkpoint-activations": True}) == job(**recompute)
+
+
 def test_method_block_with_no_layers_recomputes_nothing():
     block = {"recompute-granularity": "full", "recompute-method": "block"}
     assert job(**block, **{"recompute-num-layers": 0}) == job()

@@ -14,11 +14,14 @@ from peakcast.dialects.recognise import translated
 WIDTH = 256
 
 
-def read(*, parallelism: dict[str, Any] | None = None, **config: Any) -> Translation:
+def read(
+    *, parallelism: dict[str, Any] | None = None, optimizer: dict[str, Any] | None = None, **config: Any
+) -> Translation:
     network = {"hidden_size": WIDTH, "num_attention_heads": 4, "num_hidden_layers": 6, "vocab_size": 1024, **config}
     values = {
         "model": {"dtype": "bfloat16", "model_config": network},
         "parallelism": {"dp": 2, "pp": 1, "tp": 1, **(parallelism or {})},
+        "optimizer": optimizer or {},
         "tokens": {"micro_batch_size": 1, "sequence_length": 128},
     }
     return translated(Pasted(values=values))
@@ -35,6 +38,14 @@ def test_an_expert_is_as_wide_as_its_configuration_says():
     assert (moe.shared_expert_intermediate_size, moe.shared_expert_gate) == (384, True)
     without = qwen(moe_intermediate_size=96, shared_expert_intermediate_size=384).job.architecture.moe
     assert (without.shared_expert_intermediate_size, without.shared_expert_gate) == (0, False)
+
+
+@pytest.mark.parametrize("place", [{"optimizer_factory": {"torch_adam_is_fused": True}}, {"torch_adam_is_fused": True}])
+def test_the_fused_optimizer_is_read_where_either_version_says_it(place):
+    """Until 2024 the optimizer's settings stood in no `optimizer_factory`."""
+    found = read(is_llama_config=True, intermediate_size=512, optimizer=place)
+    assert found.job.optimizer.implementation == "fused"
+    assert found.unknown == ()
 
 
 @pytest.mark.parametrize("layers", [[-1], [0, 1, 2, 3, 4, 5], [1, 3, 5], [2, 3, 4, 5], [3, 5], [5]])

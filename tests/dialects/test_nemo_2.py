@@ -106,11 +106,13 @@ def test_a_factory_is_read_with_its_arguments_and_overrides(package):
     assert read(f"{command} llama3_8b_16k") == ("llama-3-8b", 1, 16384, 256, (4, 2, 2))
 
 
-def test_fine_tuning_follows_its_scheme_and_says_that_adapters_are_not_counted(package):
+def test_fine_tuning_follows_its_scheme(package):
     adapters = translation_of("nemo llm finetune --factory llama3_8b\n")
-    assert any("Adapters over Megatron's layers" in sentence for sentence in adapters.unsupported)
+    tuning = adapters.job.finetuning
+    assert (adapters.unsupported, tuning.method, tuning.rank, tuning.targets) == ((), "lora", 8, ())
     whole = translation_of("nemo llm finetune --factory 'llama3_8b(peft_scheme=None)'\n")
     assert (whole.unsupported, whole.job.parallelism.tensor_parallel_size) == ((), 2)
+    assert whole.job.finetuning.method == "full"
 
 
 def test_a_program_that_takes_a_recipe_and_changes_it(package):

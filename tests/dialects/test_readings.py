@@ -185,6 +185,28 @@ def test_open_instruct_is_not_llamafactory() -> None:
     assert lora.job.framework_options["outputs_dropped"] is False
 
 
+@pytest.mark.parametrize(
+    ("program", "loss", "sharding"),
+    [
+        ("open_instruct/finetune.py", ("cross_entropy", "none"), "none"),
+        ("open_instruct/dpo_tune.py", ("dpo", "model"), "none"),
+        ("open_instruct/dpo_tune_cache.py", ("dpo", "precomputed"), "none"),
+        ("open_instruct/dpo.py", ("dpo", "precomputed"), "fsdp2"),
+    ],
+)
+def test_the_program_of_open_instruct_says_which_loss(program: str, loss: tuple[str, str], sharding: str) -> None:
+    values = {"model_name_or_path": "gpt2", "dataset_mixer_list": "x", "max_seq_length": 512}
+    job = translated(Pasted(values=values, program=program, num_gpus=8)).job
+    assert ((job.loss.kind, job.reference), job.parallelism.sharding) == (loss, sharding)
+    assert job.micro_batch_size == (8 if loss[0] == "cross_entropy" else 16)  # chosen and rejected sequences together
+
+
+def test_a_program_of_open_instruct_that_is_not_known_is_named() -> None:
+    values = {"model_name_or_path": "gpt2", "dataset_mixer_list": "x", "max_seq_length": 512}
+    found = translated(Pasted(values=values, program="open_instruct/reward_modeling.py"))
+    assert found.unsupported[0].startswith("reward_modeling.py of open-instruct is not known here")
+
+
 # -- answers ------------------------------------------------------------------------------------------------------------
 
 EITHER = {"model_name_or_path": "llama-3.1-8b", "output_dir": "o", "per_device_train_batch_size": 8, "max_seq_length": 4096,

@@ -75,6 +75,12 @@ def test_a_teacher_beside_the_student_is_refused():
         read(teacher_model={"_component_": "torchtune.models.llama3_1.llama3_1_8b"})
 
 
+@pytest.mark.parametrize("other", [{"tasks": ["truthfulqa_mc2"], "limit": None}, {"max_new_tokens": 300, "top_k": 300}])
+def test_a_recipe_that_evaluates_or_generates_trains_nothing(other):
+    with pytest.raises(SpecError, match="is of a recipe that trains nothing; give what it serves as generation"):
+        translated(Pasted(values={"model": {"_component_": "torchtune.models.llama2.llama2_7b"}, **other}))
+
+
 def test_an_optimizer_in_backward_is_part_of_the_job():
     found = read(num_gpus=1, optimizer_in_bwd=True)
     assert found.job.framework_options["optimizer_in_backward"] is True

@@ -12,7 +12,7 @@ import pytest
 from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.models.evaluation.metrics import Scored, summarise
 from peakcast.reports.aims import TARGETS, Aim, goals
-from peakcast.reports.findings import Finding, finding_of, findings
+from peakcast.reports.known_causes import KnownCause, cause_of, known_causes
 from peakcast.reports.metrics import cells_of
 from peakcast.reports.misses import (
     cause_lines,
@@ -74,9 +74,9 @@ def test_what_is_met_is_not_named(evaluation: Evaluation) -> None:
     assert list(miss_tables([])) == []
 
 
-def finding(**changes: Any) -> Finding:
+def cause(**changes: Any) -> KnownCause:
     facts = {"name": "it", "quantity": "peak_allocated_bytes", "error": "under", "missing": "a tensor", "evidence": "seen"}
-    return Finding(**{**facts, **changes})
+    return KnownCause(**{**facts, **changes})
 
 
 @pytest.mark.parametrize(
@@ -92,11 +92,11 @@ def finding(**changes: Any) -> Finding:
         ({"gpu": "GB200"}, False),
     ],
 )
-def test_a_finding_explains_rows_of_its_kind_that_are_off_its_way(
+def test_a_cause_explains_rows_of_its_kind_that_are_off_its_way(
     evaluation: Evaluation, changes: dict[str, str], explains: bool
 ) -> None:
     worst = cells_of(evaluation, "A100-80GB", "peak_allocated_bytes")[0]
-    assert (finding_of(worst, [finding(**changes)]) is not None) == explains
+    assert (cause_of(worst, [cause(**changes)]) is not None) == explains
 
 
 def test_rows_that_nothing_explains_are_named_as_such(evaluation: Evaluation) -> None:
@@ -125,13 +125,13 @@ def test_the_goals_are_of_the_parts_that_have_rows(evaluation: Evaluation) -> No
     assert titles == ["What was aimed at on published rows", "Targets that are missed, and why", "Causes that are known"]
 
 
-@pytest.mark.parametrize("known", findings(), ids=lambda finding: f"{finding.name}-{finding.case or finding.layout}")
-def test_every_finding_is_of_published_rows_that_are_off(known: Finding) -> None:
+@pytest.mark.parametrize("known", known_causes(), ids=lambda cause: f"{cause.name}-{cause.case or cause.layout}")
+def test_every_known_cause_is_of_published_rows_that_are_off(known: KnownCause) -> None:
     """A cause that was found and mended must go from the list."""
     assert known.error in ("under", "over")
     assert known.missing.endswith(".")
     assert known.evidence.endswith(".")
-    off = [cell for cell in _stored() if abs(cell.error) > 0.007 and finding_of(cell) is known]
+    off = [cell for cell in _stored() if abs(cell.error) > 0.007 and cause_of(cell) is known]
     assert off
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from peakcast.core.units import MIB
-from peakcast.reports.public_scripts import PAGES, Answer, Run, page, read_answers, read_runs
+from peakcast.reports.public_scripts import PAGES, Answer, Run, main, page, read_answers, read_runs
 
 
 def answer(name: str, allocated: int, reserved: int) -> Answer:
@@ -50,3 +50,9 @@ def test_the_page_is_that_of_the_tables() -> None:
     runs, answers = read_runs(), read_answers()
     assert answers.keys() <= {run.name for run in runs}
     assert (PAGES / "README.md").read_text(encoding="utf-8") == page(runs, answers)
+
+
+def test_a_name_of_no_run_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "no such run"])
+    assert "NAME='no such run' begins the name of no run; there are modded-nanogpt" in capsys.readouterr().err

@@ -20,13 +20,10 @@ def test_a_shard_gives_back_what_was_appended(tmp_path, row):
     for measurement in rows:
         store.append(shard, measurement)
     assert store.read_shard(shard) == (rows, [])
-    assert store.keys_in(shard) == {measurement.key for measurement in rows}
 
 
 def test_a_shard_that_is_not_there_is_empty(tmp_path):
     assert store.read_shard(tmp_path / "none.jsonl") == ([], [])
-    assert store.keys_in(tmp_path / "none.jsonl") == set()
-    assert store.keys_in(tmp_path / "none.csv") == set()
 
 
 def test_a_torn_tail_does_not_swallow_the_next_row(tmp_path, row):

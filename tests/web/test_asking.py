@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from peakcast import api
 from peakcast.core.errors import CatalogError, SpecError
 from peakcast.core.units import GIB, format_gib
-from peakcast.web.asking import MOST_CHARACTERS, Asked, answered
+from peakcast.web.asking import MOST_CHARACTERS, MOST_GPUS, Asked, Searched, answered, searched
 from peakcast.web.links import from_query, to_query
-from peakcast.web.panels import answer_html, fault_html
+from peakcast.web.panels import answer_html, fault_html, plans_html
 
 DEEP = "architecture: {model_type: gpt2, n_layer: 5000000, n_embd: 64, n_head: 4, vocab_size: 99}"
 
@@ -39,6 +39,23 @@ def test_knobs_change_what_the_configuration_says():
     said = "checkpointing=full is set on this page, in the place of what the configuration says."
     assert (said in changed.prediction.assumptions, said in plain.prediction.assumptions) == (True, False)
     assert changed.prediction.peak_allocated_bytes.point < plain.prediction.peak_allocated_bytes.point
+
+
+def test_a_search_finds_what_the_command_line_finds():
+    asked = Asked(text="llama-3.2-1b", gpu="RTX4090", knobs={"sequence_length": 2048})
+    found = searched(Searched(asked=asked, num_gpus=4))
+    job = {"architecture": "llama-3.2-1b", "sequence_length": 2048}
+    assert found == api.search(job, "RTX4090", num_gpus=4, top=len(found.plans))
+    page = plans_html(found)
+    assert "Recommended, the fastest that surely fits: " in page
+    assert page.count("<tr>") == 1 + len(found.plans) > 1
+
+
+def test_a_search_that_finds_nothing_says_what_would_be_needed():
+    found = searched(Searched(asked=Asked(text="llama-3.1-405b", gpu="RTX4090")))
+    assert "Nothing fits: more GPUs" in plans_html(found)
+    with pytest.raises(SpecError, match="is more than this page searches"):
+        searched(Searched(asked=Asked(text="gpt2"), num_gpus=MOST_GPUS + 1))
 
 
 def test_host_memory_and_gpus_of_a_node_are_weighed_as_the_command_line_weighs_them():

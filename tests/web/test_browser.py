@@ -68,6 +68,21 @@ AT_BOTH_WIDTHS = pytest.mark.parametrize("page", SIZES, indirect=True)
 
 
 @AT_BOTH_WIDTHS
+def test_layouts_are_searched_and_those_of_another_question_go(page):
+    page.fill("#text textarea", "gpt2")
+    page.click("#predict")
+    answered(page, "gpt2 on ")
+    page.click("#layouts button")
+    page.fill("#spread input", "2")
+    page.click("#search")
+    page.wait_for_selector("#plans table")
+    assert "2 × H100-80GB" in page.inner_text("#plans")
+    assert page.evaluate("document.documentElement.scrollWidth") <= page.viewport_size["width"]
+    page.fill("#micro_batch_size input", "2")
+    page.wait_for_function("!document.querySelector('#plans table')")
+
+
+@AT_BOTH_WIDTHS
 def test_a_configuration_is_answered_and_a_knob_moves_the_number(page):
     page.fill("#text textarea", '{"architecture": "gpt2", "sequence_length": 1024, "micro_batch_size": 8}')
     assert page.input_value("#checkpointing input") == "as given"  # no knob of the first question holds for this one

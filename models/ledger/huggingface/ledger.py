@@ -10,7 +10,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from peakcast.catalog import Device
+from peakcast.core.units import FP32
 from peakcast.jobs.allocator_settings import Allocator
+from peakcast.jobs.conventions import sums_in_float32
 from peakcast.jobs.spec import Optimizer, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.head import logits_bytes_kept_by_outputs
@@ -39,7 +41,8 @@ def huggingface_ledger(
     allocate for themselves on that GPU type; without one, it has what a trace sees."""
     job = as_trained(job)
     alone = job.parallelism.world_size == 1 and not job.parallelism.zero_stage
-    if alone and job.gradient_accumulation_steps == 1 and job.task != "inference":
+    one = job.gradient_accumulation_steps == 1 and not sums_in_float32(job)
+    if alone and one and job.task != "inference":
         return _on_one_gpu(job, device, step).timeline()
     context = block_context(job, kernels_of(device), rank or 0)
     returned = [logits_bytes_kept_by_outputs(target_context(context, job), widened=False)]
@@ -55,6 +58,9 @@ def huggingface_ledger(
     hand_updates(job, layout, step)
     timeline = Step(hooks=layout)
     layout.hold_resident(timeline)
+    if sums_in_float32(job):
+        size = sum(t.numel for t in layout.tensors if t.trains) * FP32
+        timeline.hold("gradients.float32", Category.GRADIENTS, size, 0)
     hold_reference(timeline, job)
     timeline.run_again(_workspaces(training_workspaces(device, job)))
     hold_inputs(timeline, job)
@@ -88,6 +94,7 @@ def _optimizer_on_one_gpu(timeline: Step, job: TrainingJob, step: str) -> None:
 def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout: Layout, step: str) -> None:
     """Add the micro-batches that differ (`Layout.different_micro_batches`)."""
     micro_batches = min(job.gradient_accumulation_steps, layout.different_micro_batches)
+    sums = sums_in_float32(job)
     adds_tied = job.architecture.tie_word_embeddings and not optimizer_rule(job).updates_in_backward
     for micro_batch in range(micro_batches):
         start = timeline.now
@@ -95,11 +102,13 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
         first = step == "first" and micro_batch == 0
         layout.begin_micro_batch(timeline, first=micro_batch == 0, last=last)
         found = first_context(job, context) if first else context
-        loss = run_micro_batch(timeline, job, found, keeps_gradients=micro_batch == 0, last=last)
+        loss = run_micro_batch(timeline, job, found, keeps_gradients=micro_batch == 0 or sums, last=last)
         loss_made = loss.forward_start + loss.template.num_forward
         hold_outputs_of_before(timeline, job, context, start, loss_made, first=first)
         ended = timeline.now
         layout.end_backward(timeline)
+        if sums:
+            timeline.free_gradients()
         hold_parts_of_inputs(timeline, job, start)
         if micro_batch > 0 and adds_tied and loss.gradients_die is None:
             hold_tied_gradient(timeline, loss, ended)

@@ -24,7 +24,6 @@ from peakcast.models.ledger.huggingface.stored_parameters import stored_paramete
 from peakcast.models.ledger.layouts import gathers_head_itself, layout_of
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2
 from peakcast.models.ledger.layouts.units import Unit
-from peakcast.models.ledger.layouts.zero3 import Zero3
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import Run, Step
 from peakcast.timelines.timeline import Category, Phase
@@ -149,7 +148,11 @@ def _fetch(timeline: Step, job: TrainingJob, prefix: str, runs: list[tuple[str, 
             size = sum(t.numel * t.gathered_bytes for t in stored_parameters(job) if t.module == name)
             dies = run.forward_start + run.template.num_forward
             timeline.hold("gathered", Category.COMMUNICATION_BUFFERS, size, run.forward_start, dies, run.module)
-    if prefix == NAME and isinstance(policy := timeline.hooks, Zero3):
+    if prefix == NAME and job.parallelism.zero_stage == 3:
+        from peakcast.models.ledger.layouts.zero3 import Zero3
+
+        policy = timeline.hooks
+        assert isinstance(policy, Zero3)
         if policy.reference is None:
             made = layout_of(job, stored_parameters(job))
             assert isinstance(made, Zero3)

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from peakcast.core.fields import HashedOnce
 from peakcast.models.ledger.layouts.module_tree import (
     ENCODER,
     LM_HEAD,
@@ -26,12 +25,10 @@ from peakcast.models.ledger.tape.update_in_backward import Alone, Parameter
 from peakcast.timelines.timeline import Category
 
 
-@dataclass(frozen=True)
-class StoredTensor(HashedOnce):
+@dataclass(frozen=True, eq=False)
+class StoredTensor:
     """A tensor of the network as it is stored, before sharding. `shape[0]` is its number of rows (dimension 0).
     `gathered_bytes`: bytes of one element when it is used, fewer than `element_bytes` under FSDP's mixed precision."""
-
-    __hash__ = HashedOnce.__hash__
 
     name: str
     module: str

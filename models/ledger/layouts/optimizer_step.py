@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.jobs.conventions import conventions
@@ -13,6 +14,7 @@ from peakcast.models.ledger.layouts.base import Layout
 from peakcast.models.ledger.optimizers.choice import adamw_rule, optimizer_options, optimizer_rule
 from peakcast.models.ledger.optimizers.rule import OptimizerRule, Options, TrainedTensor
 from peakcast.models.ledger.parameters.module_order import in_order_of_modules
+from peakcast.models.ledger.tape.columns import Recording
 from peakcast.models.ledger.tape.local_variables import Locals
 from peakcast.models.ledger.tape.step import Step
 from peakcast.models.ledger.tape.update_in_backward import Alone, Parameter, UpdateInBackward
@@ -45,7 +47,7 @@ def place_optimizer_step(timeline: Step, job: TrainingJob, layout: Layout, step:
         for group in part.groups(tensors) if part.groups else _groups(job, layout, tensors):
             if group:
                 layout.before_update(timeline, group)
-                _step(timeline, part, group, options)
+                timeline.run_again(_stepped(part, tuple(group), options))
                 layout.after_update(timeline)
     layout.release_gradients(timeline)
     timeline.gradients_die = timeline.moment("zero_grad", Phase.OPTIMIZER_STEP)
@@ -114,19 +116,22 @@ def _groups(job: TrainingJob, layout: Layout, tensors: list[TrainedTensor]) -> I
     return groups if by_decay else [in_order_of_modules(group, job.architecture) for group in groups]
 
 
-def _step(timeline: Step, rule: OptimizerRule, group: Sequence[TrainedTensor], options: Options) -> None:
-    """Add the step of one parameter group: its states, made in its first step if not before, and its temporaries, moment by
-    moment."""
-    run = Locals()
+@lru_cache(maxsize=64)
+def _stepped(rule: OptimizerRule, group: tuple[TrainedTensor, ...], options: Options) -> Recording:
+    """The step of one parameter group, as a recording: its states, made in its first step if not before, and its
+    temporaries, moment by moment."""
+    run, step = Locals(), Step()
     rule.step(run, group, options)
     run.leave()
-    begin = timeline.now
+    step.moment("before", Phase.OPTIMIZER_STEP)
+    begin = step.now
     for label in run.labels or [""]:
-        timeline.moment(f"optimizer.step {label}".rstrip(), Phase.OPTIMIZER_STEP)
+        step.moment(f"optimizer.step {label}".rstrip(), Phase.OPTIMIZER_STEP)
     made = [begin + moment for moment in run.states_made] or [begin] * len(group)
     exist = not options.first_step or rule.built_with_optimizer
     instants = [0] * len(group) if exist else made
     for born, together in itertools.groupby(zip(group, instants, strict=True), key=lambda pair: pair[1]):
-        timeline.hold_all(_states(rule, (tensor for tensor, _ in together), options), Category.OPTIMIZER_STATES, born)
+        step.hold_all(_states(rule, (tensor for tensor, _ in together), options), Category.OPTIMIZER_STATES, born)
     for name, size, born, dies in run.lives:
-        timeline.hold(name, Category.OPTIMIZER_TEMPORARIES, size, begin + born, begin + dies, "optimizer")
+        step.hold(name, Category.OPTIMIZER_TEMPORARIES, size, begin + born, begin + dies, "optimizer")
+    return step.record()

@@ -7,7 +7,6 @@ those of megatron-core 0.13.1 `pipeline_parallel/schedules.py`.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
@@ -148,15 +147,6 @@ def representative_micro_batches(
     in_flight = warmup_turns(stages, virtual_stages, pipeline_rank, group, num_micro_batches) + 1
     groups = -(-(in_flight + 2 * virtual_stages) // (virtual_stages * group)) + 1
     return min(num_micro_batches, groups * group)
-
-
-def most_in_flight(turns: Sequence[Turn]) -> int:
-    """The largest number of micro-batches that have run forward but not yet backward."""
-    most = now = 0
-    for turn in turns:
-        now += 1 if turn.forward else -(turn.half != "inputs")
-        most = max(most, now)
-    return most
 
 
 def turns_of_rank(layout: Parallelism, stage: int, num_micro_batches: int) -> tuple[Turn, ...]:

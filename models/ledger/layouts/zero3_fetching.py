@@ -68,7 +68,7 @@ class Coordinator:
                 self._release(index, turn, mine, claims, instants)
         self.weights.begin_instant(-1, instants)
 
-    def _fetch(self, turn: Turn) -> list[StoredTensor]:
+    def _fetch(self, turn: Turn) -> Sequence[StoredTensor]:
         """`fetch_sub_module`: gather the module's tensors, and prefetch those of the modules after it. Returns the module's
         tensors."""
         now, enters = turn.begins, turn.course is not Course.ENDS
@@ -95,15 +95,15 @@ class Coordinator:
         self._prefetcher.begin(self._order)
         self.weights.elements = 0
 
-    def _read_by(self, turn: Turn) -> list[StoredTensor]:
+    def _read_by(self, turn: Turn) -> Sequence[StoredTensor]:
         """The tensors that a module has gathered when its turn begins."""
         if turn.course is Course.ENDS:
             self._unread.difference_update(turn.module.tensors)
-        if turn.course is Course.BEGINS:
+        if turn.course is Course.BEGINS and self._unread:
             return [t for t in turn.module.tensors if t not in self._unread]
-        return list(turn.module.tensors)
+        return turn.module.tensors
 
-    def _release(self, index: int, turn: Turn, mine: list[StoredTensor], claims: Claims, instants: Instants) -> None:
+    def _release(self, index: int, turn: Turn, mine: Sequence[StoredTensor], claims: Claims, instants: Instants) -> None:
         """`release_sub_module`: release what the module need not leave for others."""
         asked = self._to_release(turn, mine)
         claims.note(turn, mine)

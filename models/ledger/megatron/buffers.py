@@ -38,6 +38,17 @@ def _owned_parameters(share: RankShare) -> list[list[Parameter]]:
     ]
 
 
+def trained_parameters(share: RankShare) -> list[list[Parameter]]:
+    """Those of each model chunk that train: all of them, or adapters alone."""
+    owned = owned_parameters(share)
+    return [[p for p in chunk if p.adapter] for chunk in owned] if share.context.frozen else owned
+
+
+def frozen_parameters(share: RankShare) -> list[Parameter]:
+    """Those that do not train, which are in no buffer."""
+    return [p for chunk in owned_parameters(share) for p in chunk if not p.adapter] if share.context.frozen else []
+
+
 def buffer_rules(share: RankShare, *, expert: bool = False) -> BufferRules:
     """How the buffers of the rank's chunks are laid out and sharded. `expert`: those of the routed experts, whose replicas
     are the ranks of a stage divided by expert and expert tensor parallelism."""
@@ -104,7 +115,7 @@ def buffers(share: RankShare) -> list[Buffer]:
     layer_wise = owns_whole_tensors(share.job)
     if layer_wise and not share.convention["use_layer_wise_param_layout"]:
         return _dealt_out(share, width)
-    for parameters in owned_parameters(share):
+    for parameters in trained_parameters(share):
         for expert, eight, matrices in itertools.product((False, True), (False, True), (False, True)):
             members = [
                 p
@@ -128,7 +139,7 @@ def _dealt_out(share: RankShare, width: int) -> list[Buffer]:
     found = []
     for expert in (False, True):
         rules, place = buffer_rules(share, expert=expert), _place_among_replicas(share, expert=expert)
-        chunks = [[p for p in parameters if p.expert == expert] for parameters in owned_parameters(share)]
+        chunks = [[p for p in parameters if p.expert == expert] for parameters in trained_parameters(share)]
         owned = ping_pong(tuple(p for members in chunks for p in members), rules.shards)[place % rules.shards]
         whole = replace(rules, sharded=False)
         for members in filter(None, chunks):
@@ -190,6 +201,8 @@ def hold_parameters(step: Step, share: RankShare) -> None:
             hold_shards(step, share, buckets_of(share, parameters))
         return
     gradient, main = int(DTYPE_BYTES[precision.gradients]), main_parameters(share)
+    frozen = [(p, p.numel) for p in frozen_parameters(share)]
+    step.hold_all(tensors_of(frozen, "", int(DTYPE_BYTES[precision.parameters])), Category.PARAMETERS)
     for buffer in buffers(share):
         if size := parameter_buffer_bytes(share, buffer):
             step.hold("parameter_buffer", Category.PARAMETERS, size, 0, module="model")

@@ -13,11 +13,13 @@ Source: megatron-core 0.14.0 `distributed/param_and_grad_buffer.py` `_ParamAndGr
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 
 from peakcast.core.units import DTYPE_BYTES
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.buffers import (
     buffers,
+    frozen_parameters,
     hold_parameters,
     own_tensors,
     owned_parameters,
@@ -25,26 +27,38 @@ from peakcast.models.ledger.megatron.buffers import (
     tensors_of,
 )
 from peakcast.models.ledger.megatron.fsdp import is_fully_sharded
-from peakcast.models.ledger.megatron.share import rank_share, weights_share
+from peakcast.models.ledger.megatron.share import RankShare, rank_share, weights_share
 from peakcast.models.ledger.megatron.states import main_parameters
 from peakcast.models.ledger.tape.step import FOREVER, Step
-from peakcast.timelines.timeline import Category, Phase
+from peakcast.timelines.timeline import Category, Phase, Timeline
 
 
-def build_megatron(step: Step, job: TrainingJob, rank: int) -> None:
-    """Add the building of `job` on global `rank` to `step`, which ends with what exists before the first step."""
-    share = weights_share(rank_share(job, None, rank))
+def megatron_built(job: TrainingJob, rank: int) -> Timeline:
+    """The building of `job` on global `rank`, which ends with what exists before the first step."""
+    return _built(weights_share(rank_share(job, None, rank)))
+
+
+@lru_cache(maxsize=64)
+def _built(share: RankShare) -> Timeline:
+    """`megatron_built`, cached by the share of weights."""
+    step = Step()
+    _build(step, share)
+    return step.timeline()
+
+
+def _build(step: Step, share: RankShare) -> None:
+    """Add the building to `step`."""
     if is_fully_sharded(share):  # Megatron-FSDP empties the cache after it has made its buffers
         step.moment("sharded", Phase.INIT)
         hold_parameters(step, share)
         step.moment("built", Phase.INIT)
         return
-    precision = job.precision
+    precision = share.job.precision
     gradient, main = int(DTYPE_BYTES[precision.gradients]), main_parameters(share)
-    made = {}
-    for parameters in owned_parameters(share):
-        for p in parameters:
-            made[p] = step.moment("make", Phase.INIT)
+    made = {p: step.moment("make", Phase.INIT) for parameters in owned_parameters(share) for p in parameters}
+    for p in frozen_parameters(share):
+        for name, module, size in tensors_of([(p, p.numel)], "", int(DTYPE_BYTES[precision.parameters])):
+            step.hold(name, Category.PARAMETERS, size, made[p], module=module)
     for buffer in buffers(share):
         if size := parameter_buffer_bytes(share, buffer):
             born = step.moment("parameter buffer", Phase.INIT)

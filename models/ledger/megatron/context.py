@@ -12,6 +12,7 @@ from peakcast.core.units import DTYPE_BYTES, round_up
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.blocks.context import (
+    AdapterContext,
     AttentionContext,
     AttentionCore,
     CrossEntropyContext,
@@ -27,6 +28,13 @@ from peakcast.models.ledger.megatron.blocks.context import (
 )
 
 ROUTINGS = ("balanced", "worst_case")
+USUALLY_ADAPTED = ("linear_qkv", "linear_proj", "linear_fc1", "linear_fc2")
+"""The projections that get an adapter if the job names none (Megatron-Bridge 0.3 `peft/lora.py`)."""
+ADAPTABLE = (
+    *USUALLY_ADAPTED,
+    *("linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj"),
+)
+"""All of them, latent attention's too: what "all-linear" means in ms-swift."""
 PARTS = frozenset({"mamba", "attention", "mlp", "moe"})
 """What a layer of a hybrid network may consist of."""
 FUSED_SOFTMAX_LONGEST = {True: 16384, False: 4096}
@@ -65,6 +73,7 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
             modules=frozenset(str(convention.get("offload_modules", "")).split() if offloads else ()),
             least_elements=int(convention.get("min_offloaded_tensor_size", 0)),
         ),
+        adapters=adapter_context(job),
         normalization="rmsnorm" if architecture.normalization == "rmsnorm" else "layernorm",
         recompute_norms=recomputes(job, "layernorm"),
         linear_bias=architecture.mlp_bias,
@@ -80,6 +89,19 @@ def layer_context(job: TrainingJob, device: Device | None, place: int = 0) -> Me
 def _uses_engine(convention: Mapping[str, Any]) -> bool:
     """Whether layers are Transformer Engine's."""
     return bool(convention.get("transformer_impl", "transformer_engine") == "transformer_engine")
+
+
+def adapter_context(job: TrainingJob) -> AdapterContext | None:
+    """The adapters of `job`; None if all parameters train."""
+    tuning = job.finetuning
+    if tuning.method == "full":
+        return None
+    return AdapterContext(
+        rank=tuning.rank or 0,
+        targets=frozenset(ADAPTABLE if "all-linear" in tuning.targets else tuning.targets or USUALLY_ADAPTED),
+        dropout=tuning.dropout > 0,
+        library=conventions(job)["adapter_library"],
+    )
 
 
 def _groups(job: TrainingJob, place: int) -> ParallelGroups:

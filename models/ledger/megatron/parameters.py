@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from peakcast.models.ledger.layouts.pipeline import Chunk
-from peakcast.models.ledger.megatron.blocks.context import ExpertContext, LatentContext, MambaContext, MegatronContext
+from peakcast.models.ledger.megatron.blocks.context import (
+    AdapterContext,
+    ExpertContext,
+    LatentContext,
+    MambaContext,
+    MegatronContext,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +39,8 @@ class Parameter:
     one."""
     stacked: bool = False
     """Whether `shape` begins with the number of experts."""
+    adapter: bool = False
+    """Whether it is an adapter's."""
 
     @property
     def numel(self) -> int:
@@ -55,9 +63,45 @@ class Parameter:
 _product = cache(math.prod)
 
 
+ROW_PARALLEL = ("linear_proj", "linear_fc2", "linear_out_proj")
+"""Projections that are divided over the tensor-parallel ranks by their inputs; others are by outputs, or are whole."""
+WHOLE_ON_EVERY_RANK = ("linear_q_down_proj", "linear_kv_down_proj")
+
+
 @lru_cache(maxsize=512)
 def layer_parameters(context: MegatronContext) -> tuple[Parameter, ...]:
-    """The parameters of one decoder layer, or of the one part that a hybrid's layer consists of."""
+    """The parameters of one decoder layer, or of the one part that a hybrid's layer consists of, with their adapters."""
+    own = _layer_parameters(context)
+    if context.adapters is None:
+        return own
+    return tuple(made for p in own for made in (p, *_adapter(context, context.adapters, p)))
+
+
+def _adapter(context: MegatronContext, adapters: AdapterContext, p: Parameter) -> Iterator[Parameter]:
+    """The two matrices of the adapter on the projection whose weight is `p`, if it has one (sources: `blocks/adapters.py`).
+    Megatron-Bridge divides the first matrix of a column-parallel projection over its rank, and gives the experts of a
+    rank one adapter together."""
+    module, _, kind = p.name.rpartition(".")
+    leaf = module.rpartition(".")[2]
+    if kind != "weight" or leaf not in adapters.targets:
+        return
+    experts, bridge = context.experts if p.stacked else None, adapters.library == "megatron_bridge"
+    tensor = experts.expert_tensor_parallel_size if experts is not None else context.groups.tensor_parallel_size
+    out, inside = p.shape[-2:]
+    rank = first = adapters.rank
+    if bridge and leaf in ROW_PARALLEL + WHOLE_ON_EVERY_RANK:
+        out = -(-out // tensor)
+    if bridge and leaf not in ROW_PARALLEL:
+        first = -(-rank // tensor)
+    for name, shape in (("linear_in", (first, inside)), ("linear_out", (out, rank))):
+        if p.stacked and not bridge:
+            yield replace(p, name=f"{module}.{name}.weight", shape=(p.shape[0], *shape), adapter=True)
+        else:
+            yield replace(p, name=f"{module}.{name}.weight", shape=shape, tensors=1, stacked=False, adapter=True)
+
+
+def _layer_parameters(context: MegatronContext) -> tuple[Parameter, ...]:
+    """The network's own parameters of one layer."""
     if context.part == "mamba" and context.mamba is not None:
         return tuple(_mamba(context, context.mamba))
     if context.part == "mlp":

@@ -132,7 +132,7 @@ def memory_buffer_bytes(share: RankShare) -> int:
     """Bytes of `GlobalMemoryBuffer`'s "mpu" tensor, which is as large as its largest user: gathered inputs of
     megatron-core's own projections under sequence parallelism, or the local attention's scores."""
     context = share.context
-    gathers = context.groups.sequence_parallel and (not context.transformer_engine or share.has_head)
+    gathers = context.groups.sequence_parallel and not context.frozen and (not context.transformer_engine or share.has_head)
     own = context.attention.core == "local"  # it writes its scores there
     scores = context.score_elements * context.element_bytes if own else 0
     experts = context.experts
@@ -161,13 +161,14 @@ def placeholder_shapes(share: RankShare) -> dict[tuple[int, int], set[str]]:
         parameters = (p for layer in share.layer_contexts for p in layer_parameters(layer))
         anew = context.experts is not None and context.experts.placeholders_anew
         for p in parameters:
-            matrix = ".linear_" in p.name and p.name.endswith("weight") and len(p.shape) > 1
+            trains = p.adapter or not context.frozen
+            matrix = trains and ".linear_" in p.name and p.name.endswith("weight") and len(p.shape) > 1
             if matrix and not (anew and "mlp.experts." in p.name):
                 label = p.name.removesuffix(".weight").removeprefix("self_attention.").removeprefix("mlp.")
                 shapes[p.shape[-2], p.shape[-1]] |= {label, label.replace("experts.linear", "expert.linear")}
-        if share.has_head and share.job.architecture.num_nextn_predict_layers:
+        if share.has_head and share.job.architecture.num_nextn_predict_layers and not context.frozen:
             shapes[context.hidden // context.groups.tensor_parallel_size, 2 * context.hidden].add("mtp.eh_proj")
-    if context.weight_gradients.cached_output_placeholder and share.has_head:
+    if context.weight_gradients.cached_output_placeholder and share.has_head and not context.frozen:
         shapes[context.ends.vocabulary, context.hidden].add("output_layer")
     return shapes
 

@@ -72,7 +72,13 @@ class RankBlocks:
         place = layer, input_held, without_graph
         if place not in self._of_layer:
             context, makes_mask = self.share.layer_context(layer), layer in self._unmasked
-            kind = id(context), LayerRun(input_held=input_held, makes_mask=makes_mask, without_graph=without_graph)
+            runs = LayerRun(
+                input_held=input_held,
+                makes_mask=makes_mask,
+                without_graph=without_graph,
+                input_is_constant=layer == 0 and self.embeds_constants,
+            )
+            kind = id(context), runs
             if kind not in self._of_context:
                 self._of_context[kind] = layer_template(context, kind[1])
             self._of_layer[place] = self._of_context[kind]
@@ -89,6 +95,12 @@ class RankBlocks:
                 for part in parts
             ]
         return self._alike[layers]
+
+    @property
+    def embeds_constants(self) -> bool:
+        """Whether the first layer gets what a frozen embedding makes as it is; a checkpoint is given an input with a
+        gradient (Megatron-Bridge 0.3 `peft/recompute.py`)."""
+        return self.share.context.frozen and self.share.job.activation_checkpointing.mode != "full"
 
     def checkpointed(self, layers: range) -> list[tuple[range, bool]]:
         """The layers of a chunk, in the groups in which they are checkpointed (`_checkpointed_forward`), and whether each

@@ -117,6 +117,8 @@ class Turns:
             sent = step.moment("send_forward", Phase.FORWARD)
             step.hold("output_tensor", Category.ACTIVATIONS, self.share.context.stream_bytes, sent, sent + 1)
         state.end = step.now
+        if chunk.is_first and chunk.layers and self.blocks.embeds_constants:
+            self._hold_embedded(state)
         self.spans.append(Span(turn, state.start, step.now))
         if chunk.is_last and len(self.share.chunks) > 1:  # the next input is requested before the backward
             step.moment("receive_forward", Phase.LOSS)
@@ -126,6 +128,14 @@ class Turns:
         """Run what is between an encoder's last layer and its decoder's first."""
         blocks = self.blocks.between_stacks()
         return [[self.step.run_forward(template, module, keeps_gradients=False)] for template, module in blocks]
+
+    def _hold_embedded(self, state: _MicroBatch) -> None:
+        """Hold what a frozen embedding makes: no operation saves it, but a variable of the model's forward refers to it
+        (megatron-core 0.17.1 `gpt_model.py`, `decoder_input`). Until the first layer ends, that layer has it."""
+        layers = state.runs[1]
+        assert isinstance(layers, list)
+        born, size = layers[0].forward_start + layers[0].template.num_forward, self.share.context.stream_bytes
+        self.step.hold("decoder_input", Category.ACTIVATIONS, size, born, state.end, "embedding")
 
     def _hold_masks(self, group: Sequence[Run]) -> None:
         """Hold the dropout masks of a checkpointed group's runs. Residuals are added under `enable_grad`
@@ -166,7 +176,8 @@ class Turns:
         self.leaves.lower_done(step.now)
         if self.share.target is not None:
             self._hold_encoder_states([run for runs in state.runs if isinstance(runs, list) for run in runs])
-        if chunk.is_first and chunk.is_last and self.share.job.architecture.tie_word_embeddings:
+        tied = self.share.job.architecture.tie_word_embeddings and not self.share.context.frozen
+        if chunk.is_first and chunk.is_last and tied:
             self._hold_tied_gradient(started)
         self.spans.append(Span(turn, started, step.now, summed))
         hold_inputs(step, share, chunk, state.start, state.end)

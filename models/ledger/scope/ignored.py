@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from peakcast.core.findings import Direction, Finding
 from peakcast.core.units import format_gib
-from peakcast.jobs.conventions import adapter_dtype, conventions, default_of
+from peakcast.jobs.conventions import adapter_dtype, conventions, default_of, sums_in_float32
 from peakcast.jobs.spec import Precision, TrainingJob
 from peakcast.models.ledger.scope import facts
 from peakcast.models.ledger.scope.fact import Fact
@@ -106,6 +106,8 @@ def _of_torch(job: TrainingJob) -> Iterator[Finding]:
         ("optimizer_states", updated, "the optimizer and its parameters decide the dtype of its states"),
     ):
         value = getattr(precision, name)
+        if name == "gradients" and sums_in_float32(job):
+            continue
         if job.task == "train" and value not in (of, precision.parameters, getattr(DEFAULT, name)):
             direction: Direction = "more" if WIDTH.get(value, 2) > WIDTH.get(of, 2) else "less"
             yield _ignored(f"precision.{name}", value, f"under framework={job.framework!r} {why}", direction)

@@ -99,10 +99,24 @@ _FLOAT8 = Section("float8", when=job.float8, rows=(
             "Recomputing unfused attention is not modelled in float8; fused attention is."),
 ))
 
+_ADAPTERS = Section("adapters", when=job.adapts, rows=(
+    unknown("finetuning.method", ~setting("finetuning.method", "lora") | job.quantized,
+            "finetuning.method={finetuning.method!r} is not modelled over Megatron's layers, nor are quantised weights; "
+            "lora over bf16 is."),
+    unknown("finetuning.targets", megatron.adapts_other_modules,
+            "finetuning.targets={other_targets} is not modelled; {adaptable} are, and all-linear for all of them."),
+    more("finetuning.modules_to_save", setting("finetuning.modules_to_save"),
+         "finetuning.modules_to_save is not modelled over Megatron's layers: these copies are not counted."),
+    unknown("framework", megatron.asks_fsdp | job.float8 | ~job.decoder,
+            "Adapters are modelled over a GPT's layers in 16 bits, without Megatron-FSDP."),
+    unknown("finetuning.targets", job.experts & option("adapter_library", "megatron_bridge"),
+            "Megatron-Bridge's adapters of a mixture of experts, of which a rank's experts share one, are compared with no "
+            "trace; mcore-bridge's are."),
+))
+
 _TRAINING = Section("training", (
     unknown("task", job.generates, "task={task!r} is not modelled; only training is."),
     fails("attention", job.flex, "Megatron-LM has no flex attention; use flash_attention_2 or eager."),
-    unknown("finetuning.method", job.adapts, "finetuning.method={finetuning.method!r} is not modelled; full is."),
     less("optimizer.name", ~(megatron.adam | megatron.muon | job.optimizer("sgd")),
          "optimizer.name={optimizer.name!r} is not modelled with Megatron-LM; adam, muon and sgd are."),
     _MUON,
@@ -175,4 +189,4 @@ _EXPERTS = Section("latent attention, multi-token prediction and experts", (
 ))
 # fmt: on
 
-MEGATRON = (_NETWORKS, _TRAINING, _OPTIONS, _EXPERTS)
+MEGATRON = (_NETWORKS, _ADAPTERS, _TRAINING, _OPTIONS, _EXPERTS)

@@ -7,7 +7,7 @@ from typing import get_args
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.blocks.context import Exchange
-from peakcast.models.ledger.megatron.context import PARTS
+from peakcast.models.ledger.megatron.context import ADAPTABLE, PARTS
 from peakcast.models.ledger.scope.fact import Fact, fact, option
 from peakcast.models.ledger.scope.facts import experts, optimizer
 from peakcast.models.ledger.scope.words import WORDS
@@ -63,6 +63,12 @@ def recomputes_biased_feed_forward(job: TrainingJob) -> bool:
 
 
 @fact
+def adapts_other_modules(job: TrainingJob) -> bool:
+    """Whether adapters are asked for on modules that the ledger does not know under that name."""
+    return job.finetuning.method != "full" and bool(_other_targets(job))
+
+
+@fact
 def several_instances(job: TrainingJob) -> bool:
     """Whether the distributed optimizer shards within several groups."""
     return int(conventions(job).get("num_distributed_optimizer_instances", 1) or 1) > 1
@@ -102,6 +108,10 @@ def _other_modules(job: TrainingJob) -> set[str]:
     return set(job.activation_checkpointing.modules) - RECOMPUTABLE_MODULES
 
 
+def _other_targets(job: TrainingJob) -> set[str]:
+    return set(job.finetuning.targets) - {*ADAPTABLE, "all-linear"}
+
+
 def _exchanges(job: TrainingJob) -> set[str]:
     """How layers of context parallelism exchange keys and values."""
     return set(str(conventions(job).get("cp_comm_type") or "p2p").split())
@@ -113,6 +123,8 @@ def _narrow(job: TrainingJob) -> list[str]:
 
 
 WORDS.update(
+    other_targets=lambda job: ", ".join(sorted(_other_targets(job))),
+    adaptable=lambda job: ", ".join(ADAPTABLE),
     other_modules=lambda job: ", ".join(sorted(_other_modules(job))),
     recomputable_modules=lambda job: ", ".join(sorted(RECOMPUTABLE_MODULES)),
     exchanges=lambda job: " ".join(sorted(_exchanges(job))),

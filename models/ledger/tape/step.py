@@ -219,6 +219,12 @@ class Step:
         """Reserve the instant at which `loss.backward()` returns."""
         self._backward_ends.append(self.moment("backward ends", Phase.BACKWARD))
 
+    def free_gradients(self) -> None:
+        """Free every `.grad` that runs have made and nothing else takes, from the next instant on."""
+        for run in self._runs:
+            if run.keeps_gradients and run.backward_start is not None and run.gradients_die is None:
+                run.gradients_die = self.now
+
     def run_without_graph(self, template: Template, module: str, phase: Phase = Phase.FORWARD) -> Run:
         """Run a block forward under checkpointing and return the run. Only two things outlive it: its input, which the
         caller must `hold`, and the results that selective checkpointing keeps, until the run in `recomputation` has used

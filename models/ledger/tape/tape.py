@@ -17,7 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
-from peakcast.catalog.kernel_workspaces import reduction
+from peakcast.catalog.kernel_workspaces import column_sum
 from peakcast.models.ledger.tape.autograd import Backward
 from peakcast.models.ledger.tape.block_template import block_template, second_half
 from peakcast.models.ledger.tape.marks import Mark
@@ -74,7 +74,7 @@ class Tape:
     def summed(self, name: str, columns: int, rows: int, num_bytes: int) -> WeightGradient:
         """The gradient of a vector of `columns` elements, summed over `rows`; with a `gpu`, its kernel's workspaces too."""
         workspaces: tuple[int, ...] = ()
-        if self._gpu is not None and (taken := reduction(columns, rows, *self._gpu, reduced_is_contiguous=False)):
+        if self._gpu is not None and (taken := column_sum(columns, rows, *self._gpu)):
             workspaces = taken.buffer_bytes, taken.semaphore_bytes
         return WeightGradient(name, num_bytes, workspaces)
 

@@ -39,11 +39,7 @@ def from_axolotl(pasted: Pasted) -> Translation:
     if (where := str(training.get("activation_offloading")).lower()) in keys.OFFLOADED:
         training["activation_offloading"] = True
         notes.assumptions.append(f"activation_offloading={where!r} is treated as true: activations move to host memory.")
-    if "per_device_train_batch_size" not in training:
-        steps, total = settings.integer("gradient_accumulation_steps"), settings.integer("batch_size")
-        training["per_device_train_batch_size"] = total // steps if steps and total else settings.size("micro_batch_size")
-    settings.size("sequence_len", 512, assume=True)
-    training.setdefault("max_length", 512)
+    _batch(settings, training)
     method = settings.text("rl", "reward" if settings.switch("reward_model") else "sft").lower()
     generation = _generation(settings) if method == "grpo" else None
     if generation is not None:
@@ -58,31 +54,14 @@ def from_axolotl(pasted: Pasted) -> Translation:
     adapter = _adapter(settings, training)
     if settings.switch("sample_packing"):
         _packing(settings, training)
-    engine = settings.raw("deepspeed")
-    deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
-    training["fsdp"] = list(settings.words("fsdp")) or None
-    fsdp = settings.raw("fsdp_config")
-    if fsdp and not isinstance(fsdp, Mapping):
-        raise settings.refuse("fsdp_config", "must be a mapping of FSDP's settings")
-    version = settings.integer("fsdp_version")
-    if fsdp and version:
-        fsdp = {"fsdp_version": version, **fsdp}
-    launcher = launcher_beside(pasted, notes)
-    refuse_twice(fsdp or None, launcher.fsdp, "fsdp_config", pasted.where)
-    refuse_twice(deepspeed, launcher.deepspeed, "deepspeed", pasted.where)
-    deepspeed = deepspeed if deepspeed is not None else launcher.deepspeed
-    num_gpus = launcher.gpus(pasted, notes)
-    if launcher.mesh:
-        training["parallelism_config"] = launcher.mesh
+    strategy = _strategy(settings, training, pasted)
     gptq = settings.switch("gptq")
     _rest(settings)
     translation = from_huggingface(
         model,
         training,
         adapter,
-        deepspeed,
-        fsdp or launcher.fsdp,
-        num_gpus,
+        **strategy,
         versions=pasted.versions.of("huggingface"),
         spell=speller(keys.TRAINING, keys.ADAPTER),
     )
@@ -101,6 +80,39 @@ def from_axolotl(pasted: Pasted) -> Translation:
         whole_logits="trl 1.9, which axolotl 0.19 requires,",
     )
     return notes.finish(job)
+
+
+def _batch(settings: Settings, training: dict[str, Any]) -> None:
+    """Set the micro-batch, which may be given as the total of all accumulation steps, and the sequence length."""
+    if "per_device_train_batch_size" not in training:
+        steps, total = settings.integer("gradient_accumulation_steps"), settings.integer("batch_size")
+        training["per_device_train_batch_size"] = total // steps if steps and total else settings.size("micro_batch_size")
+    settings.size("sequence_len", 512, assume=True)
+    training.setdefault("max_length", 512)
+
+
+def _strategy(settings: Settings, training: dict[str, Any], pasted: Pasted) -> dict[str, Any]:
+    """How the run is divided over GPUs: the arguments `deepspeed`, `fsdp` and `num_gpus` of `from_huggingface`, from this
+    file or from the launcher's beside it."""
+    engine = settings.raw("deepspeed")
+    deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
+    training["fsdp"] = list(settings.words("fsdp")) or None
+    fsdp = settings.raw("fsdp_config")
+    if fsdp and not isinstance(fsdp, Mapping):
+        raise settings.refuse("fsdp_config", "must be a mapping of FSDP's settings")
+    version = settings.integer("fsdp_version")
+    if fsdp and version:
+        fsdp = {"fsdp_version": version, **fsdp}
+    launcher = launcher_beside(pasted, settings.notes)
+    refuse_twice(fsdp or None, launcher.fsdp, "fsdp_config", pasted.where)
+    refuse_twice(deepspeed, launcher.deepspeed, "deepspeed", pasted.where)
+    if launcher.mesh:
+        training["parallelism_config"] = launcher.mesh
+    return {
+        "deepspeed": deepspeed if deepspeed is not None else launcher.deepspeed,
+        "fsdp": fsdp or launcher.fsdp,
+        "num_gpus": launcher.gpus(pasted, settings.notes),
+    }
 
 
 def _experts(job: TrainingJob, settings: Settings) -> TrainingJob:

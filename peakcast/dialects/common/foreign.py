@@ -89,6 +89,12 @@ FOREIGN: tuple[Foreign, ...] = (
         ("trainer.per_device_parallelism|trainer.train_batch_size model.type data",),
         ("levanter",),
     ),
+    Foreign(
+        "an H2O LLM Studio experiment",
+        f"{JOB}; its backbone_dtype int4 and lora are --method qlora",
+        ("llm_backbone problem_type|training",),
+    ),
+    Foreign("a torchtune recipe of PPO", POLICY, ("policy_model._component_",)),
     Foreign("an Oumi configuration", JOB, ("model.model_name training.trainer_type|training.use_peft",), ("oumi",)),
     Foreign("a Colossal-AI program", JOB, (), ("colossalai",)),
     Foreign("a BMTrain program", JOB, (), ("bmtrain",)),
@@ -123,6 +129,7 @@ FOREIGN: tuple[Foreign, ...] = (
         ("per_device_batch_size max_target_length", "base_emb_dim base_num_decoder_layers", "ici_fsdp_parallelism"),
         ("MaxText", "maxtext"),
     ),
+    Foreign("a SimpleTuner configuration, which trains an image model", TRACE, ("model_family data_backend_config",)),
     Foreign(
         "a diffusers script, which trains an image model",
         TRACE,

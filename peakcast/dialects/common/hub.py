@@ -52,6 +52,9 @@ def config_of(hub_id: str) -> dict[str, Any]:
         if token:
             text, why = _fetched(url, token)
         why = f"{why}. {way_in}" if why else ""
+    if why == _WHY[404]:  # an adapter's repository need not have one
+        adapter, missing = _fetched(f"{endpoint}/{hub_id}/resolve/main/adapter_config.json")
+        text, why = (adapter, "") if not missing else (text, why)
     if why:
         raise _refusal(hub_id, f"{endpoint} gives no config.json: {why}")
     return _mapping(text, hub_id)
@@ -73,11 +76,12 @@ def _token(page: str) -> tuple[str, str]:
 
 
 def _cached(hub_id: str) -> Path | None:
-    """The newest cached config.json of `hub_id`; None if there is none."""
+    """The newest cached config.json of `hub_id`, an adapter's before a network's; None if there is none."""
     home = Path(os.environ.get("HF_HOME") or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     cache = Path(os.environ.get("HF_HUB_CACHE") or home / "hub").expanduser()
     try:
-        found = list((cache / f"models--{hub_id.replace('/', '--')}" / "snapshots").glob("*/config.json"))
+        snapshots = cache / f"models--{hub_id.replace('/', '--')}" / "snapshots"
+        found = list(snapshots.glob("*/adapter_config.json")) or list(snapshots.glob("*/config.json"))
         return max(found, key=lambda path: path.stat().st_mtime, default=None)
     except OSError:
         return None

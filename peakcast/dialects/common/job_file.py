@@ -168,10 +168,12 @@ def read_job(mapping: Mapping[str, Any]) -> Translation:
 
 
 def _file_named(name: str) -> Path | None:
-    """The config.json to which the path `name` leads, directly or as its folder; None if there is none."""
+    """The config.json to which the path `name` leads, directly or as its folder; None if there is none. In an adapter's
+    folder it is the adapter_config.json, as for transformers' `from_pretrained`."""
     path = Path(name)
-    if is_folder(path) and is_file(path / "config.json"):
-        path = path / "config.json"
+    if is_folder(path):
+        found = (path / file for file in ("adapter_config.json", "config.json"))
+        path = next(filter(is_file, found), path)
     return path if path.suffix == ".json" or is_file(path) else None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from peakcast.core.errors import SpecError
@@ -34,9 +34,11 @@ from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import check_framework_options, conventions
 from peakcast.jobs.spec import (
     ActivationCheckpointing,
+    Finetuning,
     Framework,
     Loss,
     Optimizer,
+    Precision,
     TrainingJob,
 )
 
@@ -49,6 +51,33 @@ ATTENTIONS: dict[str, Literal["eager", "sdpa", "flash_attention_2", "flex"]] = {
 FIRST_WITH_SDPA = (4, 36)
 """The release of transformers from which networks take sdpa where they have it (modeling_utils.py
 _autoset_attn_implementation); attention was eager before."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Run:
+    """What describes one run: the network, and the settings of each library that takes part in it (None: it does not)."""
+
+    config: Mapping[str, Any] | str | Architecture
+    architecture: Architecture
+    training: Settings
+    adapter: Settings | None
+    engine: Settings | None
+    """DeepSpeed's."""
+    shards: Settings | None
+    """FSDP's."""
+    num_gpus: int
+    versions: Mapping[str, Any]
+    notes: Notes
+
+    @property
+    def model(self) -> Mapping[str, Any]:
+        """The keys of config.json, if these were given."""
+        return self.config if isinstance(self.config, Mapping) else {}
+
+    @property
+    def is_modern(self) -> bool:
+        """Whether the defaults are those of transformers 5."""
+        return (release(resolved(self.versions).get("transformers", "")) or (5,)) >= (5,)
 
 
 def from_huggingface(
@@ -78,58 +107,72 @@ def from_huggingface(
     if unsloths and isinstance(training_arguments or {}, Mapping) and isinstance(peft or {}, Mapping):
         training_arguments, peft = in_words_of_the_trainer(training_arguments, peft)
         versions = {"unsloth": NEWEST_UNSLOTH, **versions}
-    model = dict(config) if isinstance(config, Mapping) else {}
     architecture = resolve_architecture(config)
     note_network(config, notes)
     training = _settings("training_arguments", training_arguments, notes, spell)
-    modern = (release(resolved(versions).get("transformers", "")) or (5,)) >= (5,)
     adapter = _settings("peft", peft, notes, spell) if peft is not None else None
     engine, shards = _strategy(deepspeed, fsdp, training, notes)
     refuse_teacher(training, "teacher_model_name_or_path")
-    quantization = quantization_of(model, training, config)
+    run = _Run(config, architecture, training, adapter, engine, shards, num_gpus, versions, notes)
     options: dict[str, Any] = {}
-    weights = weights_dtype(model, training, notes)
-    half = half_dtype(training, engine, shards, notes)
-    loaded = half if engine is not None and half is not None else weights
-    widens = release((versions or {}).get("peft", "0.12")) >= (0, 12)
-    finetuning = widened_adapters(finetuning_of(adapter, loaded, quantization, notes, options, widens), half, shards, notes)
-    precision = precision_of(weights, half, engine, shards, finetuning, notes, options)
-    if training.given("ddp_bucket_cap_mb"):
-        options["ddp_bucket_cap_mib"] = training.integer("ddp_bucket_cap_mb")
-    if training.number("neftune_noise_alpha", None) is not None:
-        options["neftune"] = True
-    framework: Framework = "deepspeed" if engine is not None else "huggingface"
-    parallelism, offload = layout_and_offload(engine, shards, training, num_gpus, architecture, notes, options)
-    if engine is not None:
-        check_agreement(engine, training, num_gpus)
-    attention = _attention(model, training, versions, notes)
-    job = TrainingJob(
-        architecture=architecture,
-        framework=framework,
-        versions=FrozenMapping(versions),
-        micro_batch_size=_batch(training, engine, "per_device_train_batch_size", "train_micro_batch_size_per_gpu", 8),
-        sequence_length=sequence_length(training, notes),
-        batch=batch_of(training, attention, versions, notes),
-        gradient_accumulation_steps=_batch(
-            training, engine, "gradient_accumulation_steps", "gradient_accumulation_steps", 1
-        ),
-        precision=precision,
-        optimizer=engine_optimizer(engine, notes) or _optimizer(training, modern, notes, options),
-        finetuning=finetuning,
-        attention=attention,
-        activation_checkpointing=_checkpointing(training, shards, modern),
-        loss=Loss(fused_linear_cross_entropy=_liger(training, options)),
-        compile=training.switch("torch_compile"),
-        parallelism=parallelism,
-        offload=offload,
-    )
+    job = _job(run, options)
     if unsloths and not offloads(training, job.num_tokens, architecture.hidden_size):
         job = job.replace(offload=replace(job.offload, activations=False))
     job = _with_options(job, options, notes)
     mesh = training.raw("parallelism_config") or {}
     job = of_training(job, mesh, notes) if isinstance(mesh, Mapping) else job
-    _account_for_the_rest(notes, training, adapter, engine, shards)
+    _account_for_the_rest(run)
     return notes.finish(job)
+
+
+def _job(run: _Run, options: dict[str, Any]) -> TrainingJob:
+    """The job that the settings describe. Framework options that they set are added to `options`."""
+    training, engine, notes = run.training, run.engine, run.notes
+    precision, finetuning = _precision_and_finetuning(run, options)
+    if training.given("ddp_bucket_cap_mb"):
+        options["ddp_bucket_cap_mib"] = training.integer("ddp_bucket_cap_mb")
+    if training.number("neftune_noise_alpha", None) is not None:
+        options["neftune"] = True
+    framework: Framework = "deepspeed" if engine is not None else "huggingface"
+    parallelism, offload = layout_and_offload(
+        engine, run.shards, training, run.num_gpus, run.architecture, notes, options
+    )
+    if engine is not None:
+        check_agreement(engine, training, run.num_gpus)
+    attention = _attention(run.model, training, run.versions, notes)
+    return TrainingJob(
+        architecture=run.architecture,
+        framework=framework,
+        versions=FrozenMapping(run.versions),
+        micro_batch_size=_batch(training, engine, "per_device_train_batch_size", "train_micro_batch_size_per_gpu", 8),
+        sequence_length=sequence_length(training, notes),
+        batch=batch_of(training, attention, run.versions, notes),
+        gradient_accumulation_steps=_batch(
+            training, engine, "gradient_accumulation_steps", "gradient_accumulation_steps", 1
+        ),
+        precision=precision,
+        optimizer=engine_optimizer(engine, notes) or _optimizer(training, run.is_modern, notes, options),
+        finetuning=finetuning,
+        attention=attention,
+        activation_checkpointing=_checkpointing(training, run.shards, run.is_modern),
+        loss=Loss(fused_linear_cross_entropy=_liger(training, options)),
+        compile=training.switch("torch_compile"),
+        parallelism=parallelism,
+        offload=offload,
+    )
+
+
+def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Precision, Finetuning]:
+    """What is trained, and in which dtypes: they depend on each other, as adapters get their dtype from the weights."""
+    training, engine, shards, notes = run.training, run.engine, run.shards, run.notes
+    quantization = quantization_of(run.model, training, run.config)
+    weights = weights_dtype(run.model, training, notes)
+    half = half_dtype(training, engine, shards, notes)
+    loaded = half if engine is not None and half is not None else weights
+    widens = release(run.versions.get("peft", "0.12")) >= (0, 12)
+    finetuning = finetuning_of(run.adapter, loaded, quantization, notes, options, widens)
+    finetuning = widened_adapters(finetuning, half, shards, notes)
+    return precision_of(weights, half, engine, shards, finetuning, notes, options), finetuning
 
 
 def _with_options(job: TrainingJob, options: dict[str, Any], notes: Notes) -> TrainingJob:
@@ -251,9 +294,9 @@ def _liger(training: Settings, options: dict[str, Any]) -> bool:
     return True
 
 
-def _account_for_the_rest(
-    notes: Notes, training: Settings, adapter: Settings | None, engine: Settings | None, shards: Settings | None
-) -> None:
+def _account_for_the_rest(run: _Run) -> None:
+    """Note settings that are not modelled, and which of those that nothing has read are known to cost no memory."""
+    training, engine, notes = run.training, run.engine, run.notes
     if training.switch("auto_find_batch_size"):
         notes.warnings.append(
             "auto_find_batch_size lowers the batch when memory runs out; the one given is assumed.",
@@ -274,9 +317,9 @@ def _account_for_the_rest(
         _account_for_the_engine(notes, engine)
     for settings, ignored in (
         (training, keys.IGNORED_TRAINING),
-        (adapter, keys.IGNORED_PEFT),
+        (run.adapter, keys.IGNORED_PEFT),
         (engine, keys.IGNORED_DEEPSPEED),
-        (shards, keys.IGNORED_FSDP),
+        (run.shards, keys.IGNORED_FSDP),
     ):
         if settings is None:
             continue

@@ -115,22 +115,12 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     settings = Settings(pasted.values, notes, "LLaMA-Factory")
     _refuse_what_trains_nothing(settings)
     training = renamed(settings, TRAINING)
-    training["max_length"] = settings.integer("cutoff_len", 2048, assume=True)
-    training["neat_packing"] = settings.switch("neat_packing")
-    training["packing"] = settings.switch("packing") or training["neat_packing"]
+    _batch(settings, training)
     named = settings.text("model_name_or_path")
     model = pasted.model or named
     if not model:
         raise settings.missing("model_name_or_path", "the model's hub id, its folder, or its config.json")
-    kind = settings.one_of("finetuning_type", "lora", ("lora", "full", "freeze", "oft"))
-    if kind == "freeze":
-        raise settings.refuse("finetuning_type", "is not modelled; lora, oft and full are")
-    if settings.switch("use_badam"):
-        raise settings.refuse(
-            "use_badam",
-            "trains one block of layers at a time, which is not modelled, and far less than full training needs; leave it "
-            "out, or ask with finetuning_type: lora",
-        )
+    kind = _finetuning_type(settings)
     engine = settings.raw("deepspeed")
     deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
     launcher = launcher_beside(pasted, notes)
@@ -144,10 +134,7 @@ def from_llamafactory(pasted: Pasted) -> Translation:
     num_gpus = launcher.gpus(pasted, notes)
     if launcher.mesh:
         training["parallelism_config"] = launcher.mesh
-    stage = settings.text("stage", "sft")
-    preference = settings.one_of("pref_loss", "sigmoid", PREFERENCES)
-    if stage == "dpo" and preference in ("orpo", "simpo"):
-        stage = preference
+    stage = _stage(settings)
     _rest(settings)
     translation = from_huggingface(
         model,
@@ -183,6 +170,35 @@ def _refuse_what_trains_nothing(settings: Settings) -> None:
             "computes the experts on the CPU, from weights in host memory (KTransformers), which is not modelled; leave it "
             "out to ask about the whole network on the GPU",
         )
+
+
+def _batch(settings: Settings, training: dict[str, Any]) -> None:
+    training["max_length"] = settings.integer("cutoff_len", 2048, assume=True)
+    training["neat_packing"] = settings.switch("neat_packing")
+    training["packing"] = settings.switch("packing") or training["neat_packing"]
+
+
+def _finetuning_type(settings: Settings) -> str:
+    """lora, full or oft. Raises: SpecError for what trains other parts of the network."""
+    kind = settings.one_of("finetuning_type", "lora", ("lora", "full", "freeze", "oft"))
+    if kind == "freeze":
+        raise settings.refuse("finetuning_type", "is not modelled; lora, oft and full are")
+    if settings.switch("use_badam"):
+        raise settings.refuse(
+            "use_badam",
+            "trains one block of layers at a time, which is not modelled, and far less than full training needs; leave it "
+            "out, or ask with finetuning_type: lora",
+        )
+    return kind
+
+
+def _stage(settings: Settings) -> str:
+    """What kind of training it is. ORPO and SimPO are losses of the stage dpo."""
+    stage = settings.text("stage", "sft")
+    preference = settings.one_of("pref_loss", "sigmoid", PREFERENCES)
+    if stage == "dpo" and preference in ("orpo", "simpo"):
+        stage = preference
+    return stage
 
 
 def _freezing(settings: Settings, translation: Translation) -> Translation:

@@ -14,6 +14,7 @@ from peakcast.dialects.common.job_file import resolve_architecture
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported
 from peakcast.dialects.llamafactory.job import IGNORED
+from peakcast.dialects.megatron.adapters import AdapterKeys, with_adapters
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import check_framework_options, conventions
 from peakcast.jobs.spec import ActivationCheckpointing, Offload, Optimizer, Parallelism, Precision, TrainingJob
@@ -44,6 +45,8 @@ UNSUPPORTED = {
 }  # fmt: skip
 
 
+ADAPTERS = AdapterKeys("lora_rank", "lora_alpha", "lora_dropout", "lora_target", 8, 0.0, ("all",))
+"""LoRA's keys; mcore_adapter's layers are divided as mcore-bridge's (alibaba/ROLL mcore_adapter/adapters/lora_layer.py)."""
 COUNTED = {"mtp_num_layers": "Multi-token prediction", "moe_expert_capacity_factor": "A capacity of experts"}
 """Settings that any number except 0 switches on."""
 
@@ -55,8 +58,9 @@ def from_llamafactory_megatron(pasted: Pasted) -> Translation:
     settings = Settings(pasted.values, notes, "LLaMA-Factory")
     architecture = resolve_architecture(pasted.model or settings.text("model_name_or_path"))
     settings.given("model_name_or_path")
-    if settings.text("finetuning_type", "lora") != "full":
-        raise settings.refuse("finetuning_type", "is not modelled with Megatron; full is", "lora")
+    method = settings.text("finetuning_type", "lora")
+    if method not in ("full", "lora"):
+        raise settings.refuse("finetuning_type", "is not modelled with Megatron; full and lora are", "lora")
     if settings.text("stage", "sft") not in ("sft", "pt"):
         raise settings.refuse("stage", "is not modelled with Megatron; sft and pt are")
     layout = _layout(settings, architecture, pasted)
@@ -86,6 +90,15 @@ def from_llamafactory_megatron(pasted: Pasted) -> Translation:
     values = {**options, **texts, **numbers}
     job = job.replace(framework_options=FrozenMapping({key: value for key, value in values.items() if known[key] != value}))
     check_framework_options(job)
+    if method == "lora":
+        job = with_adapters(job, settings, ADAPTERS, "mcore_bridge")
+        if layout.sequence_parallel:
+            notes.unsupported.append(
+                "mcore_adapter gathers the inputs of adapters and keeps them whole under sequence parallelism, which is "
+                "not counted.",
+                "finetuning_type",
+                "more",
+            )
     notes.assumptions.append(
         "mcore_adapter's defaults hold (fusions only where asked for), and Megatron-LM's where it has none."
     )

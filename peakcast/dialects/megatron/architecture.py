@@ -32,25 +32,12 @@ NORMALIZATIONS: dict[str, Normalization] = {
 def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
     """The network that the flags describe, with its vocabulary padded for `tensor` ranks. Raises: SpecError naming the
     flag."""
-    hidden, heads = settings.size("hidden_size"), settings.size("num_attention_heads")
+    hidden = settings.size("hidden_size")
     bias = not settings.switch("disable_bias_linear")
     swiglu, squared_relu = settings.switch("swiglu"), settings.switch("squared_relu")
     gated = swiglu or settings.switch("quick_geglu")
     ffn = settings.size("ffn_hidden_size", int(4 * hidden * 2 / 3 / 64) * 64 if swiglu else 4 * hidden)
-    if not settings.given("kv_channels") and hidden % heads:
-        raise settings.refuse(
-            "num_attention_heads", f"does not divide hidden-size={hidden}; use a divisor or give kv-channels"
-        )
-    if heads % tensor:
-        raise settings.refuse(
-            "tensor_model_parallel_size", f"does not divide num-attention-heads={heads}; use a divisor", 1
-        )
-    groups = settings.size("num_query_groups", 1)
-    groups = groups if settings.switch("group_query_attention") else settings.size("num_key_value_heads", heads)
-    if heads % groups or (groups % tensor and tensor % groups):
-        raise settings.refuse(
-            "num_query_groups", f"must divide num-attention-heads={heads} and fit tensor-model-parallel-size={tensor}", 1
-        )
+    heads, groups = _heads(settings, hidden, tensor)
     dropout = settings.number("hidden_dropout", 0.1, assume=True) or 0.0
     position = one_of_table(settings, "position_embedding_type", "learned_absolute", POSITIONS)
     rotary = settings.switch("use_rotary_position_embeddings")
@@ -93,6 +80,26 @@ def megatron_architecture(settings: Settings, tensor: int) -> Architecture:
         num_nextn_predict_layers=settings.integer("mtp_num_layers", 0, least=0) or 0,
         kind=kind,
     )
+
+
+def _heads(settings: Settings, hidden: int, tensor: int) -> tuple[int, int]:
+    """The number of attention heads, and of key-value heads. Raises: SpecError if `tensor` ranks cannot divide them."""
+    heads = settings.size("num_attention_heads")
+    if not settings.given("kv_channels") and hidden % heads:
+        raise settings.refuse(
+            "num_attention_heads", f"does not divide hidden-size={hidden}; use a divisor or give kv-channels"
+        )
+    if heads % tensor:
+        raise settings.refuse(
+            "tensor_model_parallel_size", f"does not divide num-attention-heads={heads}; use a divisor", 1
+        )
+    groups = settings.size("num_query_groups", 1)
+    groups = groups if settings.switch("group_query_attention") else settings.size("num_key_value_heads", heads)
+    if heads % groups or (groups % tensor and tensor % groups):
+        raise settings.refuse(
+            "num_query_groups", f"must divide num-attention-heads={heads} and fit tensor-model-parallel-size={tensor}", 1
+        )
+    return heads, groups
 
 
 def one_of_table(settings: Settings, key: str, default: str, table: Mapping[str, Any]) -> Any:

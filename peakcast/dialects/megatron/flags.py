@@ -238,8 +238,8 @@ IGNORED = _words("""
     tp_comm_bootstrap_backend tp_comm_overlap_cfg tp_comm_overlap_rs_dgrad train_data_path train_iters
     train_samples train_sync_interval trust_remote_code use_checkpoint_args use_checkpoint_opt_param_scheduler
     use_cpu_initialization use_dist_ckpt use_mp_args_from_checkpoint_args use_one_sent_docs use_packed_sequence
-    use_persistent_ckpt_worker use_pytorch_profiler use_ring_exchange_p2p use_sharp
-    no_query_key_layer_scaling data_impl deepspeed_config zero_stage
+    use_persistent_ckpt_worker use_pytorch_profiler use_ring_exchange_p2p use_rope_scaling use_sharp
+    no_query_key_layer_scaling data_impl deepspeed_activation_checkpointing deepspeed_config zero_stage
     use_torch_optimizer_for_cpu_offload valid_data_path verify_integrity vocab_file weight_decay
     weight_decay_incr_style window_attn_skip_freq
 """)

@@ -227,6 +227,8 @@ def _recomputation(settings: Settings) -> ActivationCheckpointing:
     modules = settings.words("recompute_modules")
     method = settings.one_of("recompute_method", "", ("", "uniform", "block"))
     num_layers = settings.integer("recompute_num_layers", least=0)
+    if settings.switch("checkpoint_activations"):  # Megatron-LM's flag until 2022, and still Megatron-DeepSpeed's
+        return _full_recomputation(settings, "uniform", settings.size("checkpoint_num_layers", 1))
     if granularity == "none":
         return ActivationCheckpointing()
     if granularity == "selective":

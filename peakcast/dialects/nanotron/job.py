@@ -32,9 +32,9 @@ ATTENTION: dict[str, Literal["sdpa", "flash_attention_2", "flex"]] = {
 }  # fmt: skip
 OPTIMIZERS: dict[str, OptimizerName] = {"adamw": "adamw", "sgd": "sgd"}
 IGNORED = re.compile(
-    r"(checkpoints|data_stages|data|general|lighteval|logging|profiler|tokenizer|s3_upload|metrics_logging|tokens_)(\..*|$)"
+    r"benchmark_csv_path|(checkpoints|data_stages|data|general|lighteval|logging|profiler|tokenizer|s3_upload|metrics_logging|tokens_)(\..*|$)"
     r"|model\.(init_method\..*|ddp_bucket_cap_mb)"
-    r"|optimizer\.(clip_grad|weight_decay.*|learning_rate_scheduler\..*"
+    r"|optimizer\.(clip_grad|weight_decay.*|adam_(beta[12]|eps)|learning_rate_scheduler\..*"
     r"|optimizer_factory\.(adam_.*|lr|weight_decay))"
     r"|parallelism\.(tp_linear_async_communication|tp_recompute_allgather)"
     r"|tokens\.(limit_.*|train_steps|val_check_interval)"
@@ -140,4 +140,5 @@ def _optimizer(settings: Settings) -> Optimizer:
             states_direction(name),
         )
     fused = settings.switch("optimizer.optimizer_factory.torch_adam_is_fused")
+    fused |= settings.switch("optimizer.torch_adam_is_fused")  # its place until 2024
     return Optimizer(name=OPTIMIZERS.get(name, "adamw"), implementation="fused" if fused else "foreach")

@@ -14,6 +14,7 @@ from peakcast.core.errors import SpecError
 from peakcast.dialects.common.job_file import note_network, resolve_architecture
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import FALSE, TRUE, Notes, Settings, Translation, note_unsupported
+from peakcast.dialects.megatron.adapters import AdapterKeys, with_adapters
 from peakcast.dialects.megatron.job import from_megatron
 from peakcast.dialects.megatron.launch import flags_of_yaml
 
@@ -27,6 +28,7 @@ DEFAULTS: dict[str, Any] = {
 SINCE_4 = {"cross_entropy_loss_fusion": True, "moe_grouped_gemm": True, "apply_rope_fusion": False}
 """Defaults of ms-swift 4 that differ from those of ms-swift 3. Version 4 is recognised by the key `tuner_type`, which was
 `train_type` before."""
+ADAPTERS = AdapterKeys("lora_rank", "lora_alpha", "lora_dropout", "target_modules", 8, 0.05, ("all-linear",))
 UNSUPPORTED = {
     "freeze_parameters": "frozen weights", "freeze_parameters_regex": "frozen weights",
     "freeze_parameters_ratio": "frozen weights",
@@ -81,12 +83,10 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     network = resolve_architecture(named)
     note_network(named, notes)
     note_unsupported(settings, UNSUPPORTED)
-    if settings.text("train_type", settings.text("tuner_type", "full")) != "full":
-        notes.unsupported.append(
-            "Adapters over Megatron's layers (train_type) are not modelled; full training is used, which needs far more.",
-            "train_type",
-            "less",
-        )
+    tuner = settings.one_of("train_type", settings.text("tuner_type", "full"), ("full", "lora", "lora_llm"))
+    for key in ("target_regex", "modules_to_save", "trainable_parameters") if tuner != "full" else ():
+        if settings.given(key) and settings.raw(key):
+            notes.unsupported.append(f"{key} is not read: adapters are on target_modules alone.", key)
     flags = {key: value for key, value in values.items() if not OWN.fullmatch(key) and key not in UNSUPPORTED}
     recent = SINCE_4 if "tuner_type" in values else {}
     notes.assumptions.append(f"the defaults of ms-swift {'4' if recent else '3'} hold, by the keys of this configuration.")
@@ -110,7 +110,7 @@ def from_swift_megatron(pasted: Pasted) -> Translation:
     notes.ignored += [key for key in values if OWN.fullmatch(key)]
     flags = flags_of_yaml(flags, notes)
     job = notes.include(from_megatron(flags, num_gpus, env, pasted.versions.of("megatron"), network))
-    return notes.finish(job)
+    return notes.finish(job if tuner == "full" else with_adapters(job, settings, ADAPTERS, "mcore_bridge"))
 
 
 def _gpus(pasted: Pasted, environment: dict[str, Any]) -> int | None:

@@ -22,35 +22,11 @@ SCHEDULES: dict[str, tuple[PipelineSchedule, int]] = {
 def torchtitan_layout(settings: Settings, pasted: Pasted, num_layers: int) -> Parallelism:
     """The layout of a network of `num_layers` layers. Raises: SpecError."""
 
-    def degree(name: str, default: int = 1) -> int:
-        return settings.integer(f"parallelism.{name}", default, least=-1) or default
-
-    tensor = degree("tensor_parallel_degree", settings.integer("training.tensor_parallel_degree", 1) or 1)
-    pipeline = degree("pipeline_parallel_degree", settings.integer("experimental.pipeline_parallel_degree", 1) or 1)
-    context = degree("context_parallel_degree", settings.integer("experimental.context_parallel_degree", 1) or 1)
-    replicate = degree(
-        "data_parallel_replicate_degree", settings.integer("training.data_parallel_replicate_degree", 1) or 1
-    )
-    shard = degree(
-        "data_parallel_shard_degree", settings.integer("training.data_parallel_shard_degree", -1, least=-1) or -1
-    )
-    others = tensor * pipeline * context * replicate
-    if shard == -1:
-        why = " (data_parallel_shard_degree=-1 takes all there are)"
-        num_gpus = pasted.gpus(settings.notes, others, why)
-        if num_gpus % others:
-            raise SpecError(
-                f"num_gpus={num_gpus} is not a multiple of the {others} ranks of the other degrees; use a multiple.",
-                parameter="num_gpus",
-                value=num_gpus,
-            )
-        shard = num_gpus // others
-    elif pasted.num_gpus is not None and pasted.num_gpus != others * shard:
-        raise SpecError(
-            f"num_gpus={pasted.num_gpus} is not the product of the degrees, {others * shard}; correct either.",
-            parameter="num_gpus",
-            value=pasted.num_gpus,
-        )
+    tensor = _degree(settings, "tensor_parallel_degree", "training.tensor_parallel_degree")
+    pipeline = _degree(settings, "pipeline_parallel_degree", "experimental.pipeline_parallel_degree")
+    context = _degree(settings, "context_parallel_degree", "experimental.context_parallel_degree")
+    replicate = _degree(settings, "data_parallel_replicate_degree", "training.data_parallel_replicate_degree")
+    shard = _shard_degree(settings, pasted, tensor * pipeline * context * replicate)
     if context > 1:
         settings.notes.assumptions.append(
             f"FSDP shards over the {shard} × {context} ranks of data and context parallelism."
@@ -77,9 +53,37 @@ def torchtitan_layout(settings: Settings, pasted: Pasted, num_layers: int) -> Pa
         virtual_pipeline_stages=stages if pipeline > 1 else 1,
         pipeline_layers=layers,
         context_parallel_size=context,
-        expert_parallel_size=degree("expert_parallel_degree"),
+        expert_parallel_size=_degree(settings, "expert_parallel_degree"),
         expert_tensor_parallel_size=expert_tensor if tensor > 1 else None,
     )
+
+
+def _degree(settings: Settings, name: str, older: str | None = None) -> int:
+    """The degree `name`, 1 by default. `older`: its key in releases before section `parallelism`."""
+    default = (settings.integer(older, 1) or 1) if older else 1
+    return settings.integer(f"parallelism.{name}", default, least=-1) or default
+
+
+def _shard_degree(settings: Settings, pasted: Pasted, others: int) -> int:
+    """The number of ranks over which FSDP shards, next to `others` of the other degrees. Raises: SpecError."""
+    default = settings.integer("training.data_parallel_shard_degree", -1, least=-1) or -1
+    shard = settings.integer("parallelism.data_parallel_shard_degree", default, least=-1) or default
+    if shard != -1:
+        if pasted.num_gpus is not None and pasted.num_gpus != others * shard:
+            raise SpecError(
+                f"num_gpus={pasted.num_gpus} is not the product of the degrees, {others * shard}; correct either.",
+                parameter="num_gpus",
+                value=pasted.num_gpus,
+            )
+        return shard
+    num_gpus = pasted.gpus(settings.notes, others, " (data_parallel_shard_degree=-1 takes all there are)")
+    if num_gpus % others:
+        raise SpecError(
+            f"num_gpus={num_gpus} is not a multiple of the {others} ranks of the other degrees; use a multiple.",
+            parameter="num_gpus",
+            value=num_gpus,
+        )
+    return num_gpus // others
 
 
 def _schedule(settings: Settings) -> tuple[PipelineSchedule, int]:

@@ -1,5 +1,6 @@
 """Jobs of a two-layer network, small enough to count by hand, in every data-parallel layout."""
 
+from itertools import accumulate
 
 import pytest
 
@@ -28,6 +29,17 @@ LAYOUTS = {
     "zero2": ("deepspeed", {"zero_stage": 2}),
     "zero3": ("deepspeed", {"zero_stage": 3}),
 }
+
+
+@pytest.fixture(scope="session")
+def most_in_flight():
+    """A function that gives the largest number of micro-batches that have run forward but not yet backward."""
+
+    def most(turns):
+        in_flight = accumulate(1 if turn.forward else -(turn.half != "inputs") for turn in turns)
+        return max(in_flight)
+
+    return most
 
 
 @pytest.fixture(scope="session")

@@ -27,7 +27,7 @@ def workspaces(name, device, **changes):
 
 def test_the_norms_of_a_7b_decoder():
     """Two in each of 32 layers and the last one; the counters are rounded to 512 bytes."""
-    taken = column_sum(4096, 4096, H100)
+    taken = column_sum(4096, 4096, H100.num_sms, H100.max_threads_per_sm)
     found = workspaces("llama-2-7b", H100)
     sizes = [size for each in found.values() for size in each]
     assert taken.buffer_bytes == 134_217_728
@@ -51,7 +51,8 @@ def test_biases_of_wide_projections():
     """Qwen2.5 has biases on queries, keys and values."""
     found = workspaces("qwen2.5-7b", H100)
     assert {name.split(".")[-4] for name in found if name.endswith("bias.grad.workspace")} == {"q_proj", "k_proj", "v_proj"}
-    assert found["self_attn.k_proj.bias.grad.workspace"][0] == column_sum(512, 4096, H100).buffer_bytes
+    of_a_bias = column_sum(512, 4096, H100.num_sms, H100.max_threads_per_sm)
+    assert found["self_attn.k_proj.bias.grad.workspace"][0] == of_a_bias.buffer_bytes
 
 
 def kept(name, **changes):

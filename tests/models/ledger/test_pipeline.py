@@ -8,7 +8,6 @@ from peakcast.core.errors import SpecError
 from peakcast.jobs.spec import Parallelism
 from peakcast.models.ledger.layouts.pipeline import (
     Turn,
-    most_in_flight,
     pipeline_rank,
     representative_micro_batches,
     schedule,
@@ -21,7 +20,7 @@ def test_one_stage_alternates():
 
 
 @pytest.mark.parametrize("stage", range(4))
-def test_1f1b_holds_stages_minus_rank_micro_batches(stage):
+def test_1f1b_holds_stages_minus_rank_micro_batches(most_in_flight, stage):
     turns = schedule(4, 1, stage, 16)
     assert most_in_flight(turns) == 4 - stage
     assert len(turns) == 2 * 16
@@ -29,7 +28,7 @@ def test_1f1b_holds_stages_minus_rank_micro_batches(stage):
 
 
 @pytest.mark.parametrize(("stage", "most"), [(0, 4 * 2 + 4 * (2 - 1) - 2 + 1), (3, 4 * (2 - 1) + 1)])
-def test_interleaved_in_flight_is_korthikanti_and_narayanan(stage, most):
+def test_interleaved_in_flight_is_korthikanti_and_narayanan(most_in_flight, stage, most):
     """2·(p − r − 1) + (v − 1)·p + 1 chunk activations."""
     assert most_in_flight(schedule(4, 2, stage, 16)) == most
 
@@ -42,7 +41,7 @@ def test_interleaved_order_of_two_stages_two_chunks():
 
 @pytest.mark.parametrize("virtual", [1, 3])
 @pytest.mark.parametrize("stage", range(4))
-def test_representative_micro_batches_reach_the_same_most(stage, virtual):
+def test_representative_micro_batches_reach_the_same_most(most_in_flight, stage, virtual):
     few = representative_micro_batches(4, virtual, stage, 256)
     assert few < 256
     assert most_in_flight(schedule(4, virtual, stage, few)) == most_in_flight(schedule(4, virtual, stage, 256))

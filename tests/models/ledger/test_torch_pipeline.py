@@ -10,7 +10,7 @@ from peakcast.core.units import BF16
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import ActivationCheckpointing, Parallelism, TrainingJob
 from peakcast.models.baseline.ledger import ledger
-from peakcast.models.ledger.layouts.pipeline import most_in_flight, turns_of_rank
+from peakcast.models.ledger.layouts.pipeline import turns_of_rank
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.timelines.timeline import Category, Phase
 
@@ -69,7 +69,7 @@ def test_what_is_received_has_a_buffer_for_every_micro_batch(micro_batches):
     ("schedule", "expected"),
     [("1f1b", [4, 3, 2, 1]), ("gpipe", [8, 8, 8, 8]), ("zero_bubble", [4, 4, 4, 4]), ("zero_bubble_v", [8, 8, 8, 8])],
 )
-def test_micro_batches_in_flight_by_schedule(schedule, expected):
+def test_micro_batches_in_flight_by_schedule(most_in_flight, schedule, expected):
     several = 2 if schedule == "zero_bubble_v" else 1
     layout = job(pipeline_schedule=schedule, virtual_pipeline_stages=several).parallelism
     assert [most_in_flight(turns_of_rank(layout, rank, 8)) for rank in range(4)] == expected

@@ -38,11 +38,3 @@ def network_tensors(architecture: Architecture, tuning: Finetuning) -> tuple[Mad
     settings, matrices = settings_of(tuning.method, tuning.settings), list(adapted_matrices(architecture, tuning))
     made = on_network(architecture, settings, matrices) if matrices or tuning.method in ON_NETWORK else []
     return tuple(one._replace(name=f"{one.name}.{index}") for index, one in enumerate(made))
-
-
-def num_trained_parameters(architecture: Architecture, tuning: Finetuning) -> int:
-    """Parameters of the adapters that train, as peft counts them."""
-    made = [*network_tensors(architecture, tuning)]
-    for matrix in adapted_matrices(architecture, tuning):
-        made += METHODS[tuning.method].on_matrix(matrix)
-    return sum(one.numel for one in made if one.trains)

@@ -278,6 +278,17 @@ class Offloading:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterContext:
+    """LoRA on projections. `targets`: their names in megatron-core (`linear_qkv`). `library`: whose layers adapters are;
+    Megatron-Bridge's are megatron-core's own, mcore-bridge's are Transformer Engine's."""
+
+    rank: int
+    targets: frozenset[str]
+    dropout: bool
+    library: Literal["megatron_bridge", "mcore_bridge"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayerRun:
     """In which surroundings a layer runs."""
 
@@ -287,6 +298,8 @@ class LayerRun:
     """Whether an unfused softmax gets no mask, and makes a causal one itself."""
     without_graph: bool = False
     """Whether a checkpoint runs the layer without a graph; in FP8, nothing is then quantised for a backward."""
+    input_is_constant: bool = False
+    """Whether the layer's input needs no gradient: it is the output of a frozen embedding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -314,6 +327,8 @@ class MegatronContext:
     cross_entropy: CrossEntropyContext
     weight_gradients: WeightGradients
     offloading: Offloading
+    adapters: AdapterContext | None = None
+    """Adapters, which alone train; None if all parameters do."""
     runs: LayerRun = LayerRun()
     normalization: Literal["layernorm", "rmsnorm"]
     recompute_norms: bool
@@ -336,6 +351,11 @@ class MegatronContext:
     """Tokens per sample that a decoder layer's cross-attention reads from the encoder; 0 for a layer without it."""
     key_sequence: int = 0
     """Tokens per sample in the keys; 0 if as many as in the queries."""
+
+    @property
+    def frozen(self) -> bool:
+        """Whether the network's own parameters do not train."""
+        return self.adapters is not None
 
     @property
     def rows(self) -> int:

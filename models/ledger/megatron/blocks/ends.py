@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from peakcast.core.units import BOOL, FP32, INT64
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
+from peakcast.models.ledger.megatron.blocks.gradients import trained
 from peakcast.models.ledger.megatron.blocks.primitives import column_linear
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
@@ -36,21 +37,21 @@ def embed(tape: Tape, context: MegatronContext) -> Tensor:
         saves=Saved(
             extra_bytes=[context.rows * INT64, context.rows * BOOL] if context.groups.tensor_parallel_size > 1 else []
         ),
-        weight_gradients=[WeightGradient("word_embeddings.weight.grad", weight)],
+        weight_gradients=trained(context, WeightGradient("word_embeddings.weight.grad", weight)),
     )
     if context.ends.positions:
         positions = tape.operation(
             "position_embeddings",
             [],
             full,
-            weight_gradients=[
-                WeightGradient("position_embeddings.weight.grad", context.ends.positions * context.hidden * size)
-            ],
+            weight_gradients=trained(
+                context, WeightGradient("position_embeddings.weight.grad", context.ends.positions * context.hidden * size)
+            ),
         )
         hidden = tape.operation("add_positions", [hidden, positions], full, gradients=[(hidden, None), (positions, None)])
     if context.ends.token_types:
         table = WeightGradient("tokentype_embeddings.weight.grad", context.ends.token_types * context.hidden * size)
-        types = tape.operation("tokentype_embeddings", [], full, weight_gradients=[table])
+        types = tape.operation("tokentype_embeddings", [], full, weight_gradients=trained(context, table))
         hidden = tape.operation("add_token_types", [hidden, types], full, gradients=[(hidden, None), (types, None)])
     hidden = tape.operation("transpose", [hidden], full, gradients=[(hidden, None)])
     if context.groups.sequence_parallel:

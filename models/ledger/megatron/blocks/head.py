@@ -10,6 +10,7 @@ from functools import lru_cache
 from peakcast.core.units import FP32
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.ends import cross_entropy, embed, output_layer
+from peakcast.models.ledger.megatron.blocks.gradients import trained
 from peakcast.models.ledger.megatron.blocks.layer import layer_operations
 from peakcast.models.ledger.megatron.blocks.primitives import column_linear, norm
 from peakcast.models.ledger.tape.tape import Output, Tape, Tensor, WeightGradient
@@ -22,7 +23,8 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
     each token predicted ahead: a further decoder layer of this `context`, an output layer and a loss.
 
     The last narrow logits live until the model's forward returns; in older releases so do the last of those predicted
-    ahead, which now end with the function that has their loss (`process_mtp_loss`).
+    ahead, which now end with the function that has their loss (`process_mtp_loss`). So does the final norm's output, which
+    a frozen output layer does not save.
     """
     tape = Tape()
     hidden = tape.input(context.stream_bytes, owned=not context.runs.input_held)
@@ -41,8 +43,8 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
     logits = [*logits[-1:], output_layer(tape, final, context)]
     tape.begin_loss()
     loss = cross_entropy(tape, logits[-1], context)
-    for narrow in logits:
-        tape.hold(narrow)
+    for variable in (final, *logits):
+        tape.hold(variable)
     tape.operation("loss_function", [loss], FP32, forward_temporary_bytes=2 * context.rows * FP32)
     return tape.finish()
 
@@ -77,10 +79,11 @@ def _masked_token_head(tape: Tape, final: Tensor, context: MegatronContext) -> T
             [whole],
             context.batch * size,
             saves=[whole],
-            weight_gradients=[WeightGradient("pooler.dense.weight.grad", square)],
+            weight_gradients=trained(context, WeightGradient("pooler.dense.weight.grad", square)),
         )
     gradients = [WeightGradient("lm_head.dense.weight.grad", square), WeightGradient("lm_head.dense.bias.grad", size)]
-    hidden = tape.operation("lm_head.dense", [final], final.num_bytes, saves=[final], weight_gradients=gradients)
+    trains = trained(context, *gradients)
+    hidden = tape.operation("lm_head.dense", [final], final.num_bytes, saves=[final], weight_gradients=trains)
     hidden = tape.operation("lm_head.gelu", [hidden], final.num_bytes, saves=[hidden])
     return norm(tape, hidden, context, context.stream_rows, context.hidden, "lm_head.layer_norm")
 

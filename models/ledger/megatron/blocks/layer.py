@@ -54,7 +54,10 @@ from for the operation in whose backward that is done."""
 def decoder_layer(context: MegatronContext) -> Template:
     """The template of one decoder layer: [stream_rows, hidden] in and out."""
     tape = Tape(offload=_offload(context))
-    return tape.finish(layer_operations(tape, tape.input(context.stream_bytes, owned=not context.runs.input_held), context))
+    hidden = tape.input(
+        context.stream_bytes, owned=not context.runs.input_held, requires_grad=not context.runs.input_is_constant
+    )
+    return tape.finish(layer_operations(tape, hidden, context))
 
 
 def _offload(context: MegatronContext) -> Offload:

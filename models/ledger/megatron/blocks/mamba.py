@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from peakcast.core.units import FP32
 from peakcast.models.ledger.megatron.blocks.context import MambaContext, MegatronContext
+from peakcast.models.ledger.megatron.blocks.gradients import trained
 from peakcast.models.ledger.megatron.blocks.primitives import bias_dropout_add, column_linear_of_norm, own_norm, row_linear
 from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
 
@@ -34,7 +35,7 @@ def mamba_layer(tape: Tape, hidden: Tensor, context: MegatronContext, mamba: Mam
         [scanned],
         size * mamba.inner,
         saves=Saved([scanned], extra_bytes=[context.rows * mamba.groups * FP32]),
-        weight_gradients=[WeightGradient("gated_norm.weight.grad", mamba.inner * context.element_bytes)],
+        weight_gradients=trained(context, WeightGradient("gated_norm.weight.grad", mamba.inner * context.element_bytes)),
     )
     output = row_linear(tape, scanned, context, mamba.inner, "linear_out_proj")
     plain = replace(context, linear_bias=False)  # the mixer's projections have no bias
@@ -57,7 +58,7 @@ def _scan(tape: Tape, projected: Tensor, context: MegatronContext, mamba: MambaC
         [projected],
         inner,
         saves=Saved([projected], extra_bytes=[inner]),
-        weight_gradients=[WeightGradient("mamba.scan.weights.grad", parameters * size)],
+        weight_gradients=trained(context, WeightGradient("mamba.scan.weights.grad", parameters * size)),
         # states in fp32, then converted to the narrow dtype
         forward_temporary_bytes=(convolved, steps, states, states * size // FP32, pairs),
         # recomputed: the above; then gradients of the convolution's output, of the gate's input, of states, and of C·B

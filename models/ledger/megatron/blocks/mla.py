@@ -7,8 +7,10 @@ the sequence-parallel share of the tokens; the up projections are split over hea
 
 from __future__ import annotations
 
+from peakcast.models.ledger.megatron.blocks.adapters import add_to_tokens
 from peakcast.models.ledger.megatron.blocks.attention import core_attention
 from peakcast.models.ledger.megatron.blocks.context import LatentContext, MegatronContext
+from peakcast.models.ledger.megatron.blocks.gradients import weight_gradients
 from peakcast.models.ledger.megatron.blocks.primitives import (
     column_linear,
     kept_input,
@@ -16,7 +18,6 @@ from peakcast.models.ledger.megatron.blocks.primitives import (
     norm_column_linear,
     other_layout_bytes,
     quantized_gradient_bytes,
-    weight_gradients,
 )
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor
 
@@ -63,10 +64,11 @@ def _query(tape: Tape, asked: Tensor, context: MegatronContext, latent: LatentCo
 
 
 def _duplicated_linear(tape: Tape, x: Tensor, context: MegatronContext, out_features: int, name: str) -> Tensor:
-    """A projection that every rank has whole, for the rank's own tokens. Saves its input."""
+    """A projection that every rank has whole, for the rank's own tokens. Saves its input if its weight
+    trains."""
     output = context.stream_rows * out_features * context.element_bytes
     saves, kept = kept_input(context, x, context.stream_rows * context.hidden)
-    return tape.operation(
+    base = tape.operation(
         name,
         [x],
         output,
@@ -75,6 +77,7 @@ def _duplicated_linear(tape: Tape, x: Tensor, context: MegatronContext, out_feat
         forward_temporary_bytes=other_layout_bytes(context, context.stream_rows * context.hidden),
         backward_temporary_bytes=quantized_gradient_bytes(context, output),
     )
+    return add_to_tokens(tape, x, base, context, name, context.stream_rows, (context.hidden, out_features), 1)
 
 
 def _up_projection(

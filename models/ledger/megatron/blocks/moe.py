@@ -9,8 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from peakcast.models.ledger.megatron.blocks.adapters import add_to_tokens
 from peakcast.models.ledger.megatron.blocks.context import ExpertContext, MegatronContext
 from peakcast.models.ledger.megatron.blocks.dispatch import Dispatch
+from peakcast.models.ledger.megatron.blocks.gradients import trained, weight_gradients
 from peakcast.models.ledger.megatron.blocks.primitives import (
     column_linear,
     gated_activation,
@@ -19,7 +21,6 @@ from peakcast.models.ledger.megatron.blocks.primitives import (
     other_layout_bytes,
     quantized_gradient_bytes,
     row_linear,
-    weight_gradients,
 )
 from peakcast.models.ledger.megatron.blocks.recompute import checkpointed, made_again
 from peakcast.models.ledger.megatron.blocks.router import router
@@ -122,14 +123,14 @@ def _expert_linear(
     """x·Wᵀ for `count` experts on their share of `rows`, without communication. Saves its input or, with `again_bytes`, has
     it recomputed in backward, which allocates that many bytes."""
     gradients = weight_gradients(context, name, in_features * out_features, 0)
-    if context.experts is not None and context.experts.placeholders_anew and not gradients:
+    if context.experts is not None and context.experts.placeholders_anew and not (gradients or context.frozen):
         gradients = [WeightGradient(f"{name}.placeholder", in_features * out_features * context.element_bytes)]
     output = rows * out_features * context.element_bytes
     saves, kept = kept_input(context, x, rows * in_features)
     quantized = quantized_gradient_bytes(context, output)
     if context.weight_gradients.fused:  # placeholders are made after the products and the FP8 input are freed
         quantized -= min(quantized, sum(kept), count * sum(gradient.num_bytes for gradient in gradients))
-    return tape.operation(
+    base = tape.operation(
         name,
         [x],
         output,
@@ -138,6 +139,7 @@ def _expert_linear(
         forward_temporary_bytes=other_layout_bytes(context, rows * in_features),
         backward_temporary_bytes=(again_bytes or 0) + quantized,
     )
+    return add_to_tokens(tape, x, base, context, name, rows, (in_features, out_features), count)
 
 
 def _recomputed_activation(
@@ -218,7 +220,9 @@ def _shared_expert(tape: Tape, x: Tensor, context: MegatronContext, experts: Exp
         [x],
         context.stream_rows * context.element_bytes,
         saves=Saved([x], output=True),
-        weight_gradients=[WeightGradient("shared_experts.gate_weight.grad", context.hidden * context.element_bytes)],
+        weight_gradients=trained(
+            context, WeightGradient("shared_experts.gate_weight.grad", context.hidden * context.element_bytes)
+        ),
     )
     return tape.operation("shared_experts.gated", [output, score], output.num_bytes, saves=[output, score])
 

@@ -10,7 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peakcast.core.units import BOOL, FP8, FP32
+from peakcast.models.ledger.megatron.blocks.adapters import adapts, add_to_columns, add_to_rows, gathers_norm
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
+from peakcast.models.ledger.megatron.blocks.gradients import (
+    fused_weight_gradient_bytes,
+    norm_gradients,
+    trained,
+    weight_gradients,
+)
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
 
@@ -18,25 +25,6 @@ from peakcast.models.ledger.tape.tape import Saved, Tape, Tensor, WeightGradient
 def norm_statistics(context: MegatronContext, rows: int) -> list[int]:
     """Bytes of the fp32 mean and reciprocal deviation of each row (RMSNorm saves only the latter)."""
     return [rows * FP32] if context.normalization == "rmsnorm" else [rows * FP32, rows * FP32]
-
-
-def norm_gradients(context: MegatronContext, name: str, width: int) -> list[WeightGradient]:
-    """The norm's parameter gradients; `--disable-bias-linear` does not remove LayerNorm's bias."""
-    gradients = [WeightGradient(f"{name}.weight.grad", width * context.element_bytes)]
-    if context.normalization == "layernorm":
-        gradients.append(WeightGradient(f"{name}.bias.grad", width * context.element_bytes))
-    return gradients
-
-
-def weight_gradients(context: MegatronContext, name: str, numel: int, bias: int) -> list[WeightGradient]:
-    """What a projection's backward allocates for its parameters, with `numel` weight and `bias` bias elements."""
-    gradients = []
-    placeholder = context.transformer_engine and not context.weight_gradients.cached_placeholders
-    if not context.weight_gradients.fused or placeholder:
-        gradients.append(WeightGradient(f"{name}.weight.grad", numel * context.element_bytes))
-    if bias:
-        gradients.append(WeightGradient(f"{name}.bias.grad", bias * context.element_bytes))
-    return gradients
 
 
 def norm(tape: Tape, x: Tensor, context: MegatronContext, rows: int, width: int, name: str) -> Tensor:
@@ -81,9 +69,11 @@ def norm_column_linear(
     """
     width = context.hidden if in_features is None else in_features
     output = context.rows * out_features * context.element_bytes
-    if not context.transformer_engine:
+    if not context.transformer_engine or context.frozen:  # a frozen projection does not save the norm's output
         normalized = norm(tape, x, context, context.stream_rows, width, f"{name}.norm")
-        return column_linear(tape, normalized, context, out_features, name, bias, in_features=in_features)
+        return column_linear(
+            tape, normalized, context, out_features, name, bias, in_features=in_features, of_norm=context.transformer_engine
+        )
     token = width * context.element_bytes
     whole, own = context.rows * token, context.stream_rows * token
     gathered = whole if context.groups.sequence_parallel else 0
@@ -123,7 +113,10 @@ def quantized_bytes(context: MegatronContext, elements: int) -> int:
 
 def kept_input(context: MegatronContext, x: Tensor, elements: int) -> tuple[list[Tensor], list[int]]:
     """What a projection of Transformer Engine saves of its input `x` of `elements`: ([the tensor itself], []), or in FP8
-    ([], [bytes of a copy in the layout for the weight's gradient]); without a graph it makes no such copy."""
+    ([], [bytes of a copy in the layout for the weight's gradient]); without a graph it makes no such copy. One whose weight
+    is frozen saves nothing."""
+    if context.frozen:
+        return [], []
     if not context.fp8_recipe:
         return [x], []
     return [], [] if context.runs.without_graph else [quantized_bytes(context, elements)]
@@ -149,14 +142,18 @@ def column_linear(
     bias: bool,
     *,
     in_features: int | None = None,
+    of_norm: bool = False,
 ) -> Tensor:
-    """ColumnParallelLinear: saves its input (not gathered). megatron-core's own, which the output layer always is, gathers
-    it into the global memory buffer; Transformer Engine's into a new tensor each time."""
+    """ColumnParallelLinear: saves its input (not gathered) if its weight trains. megatron-core's own, which the output
+    layer always is, gathers it into the global memory buffer; Transformer Engine's into a new tensor each time. `of_norm`:
+    its module contains the norm that made `x`."""
     own = not context.transformer_engine or name == "output_layer"
     width = context.hidden if in_features is None else in_features
     output = context.rows * out_features * context.element_bytes
     gradients = weight_gradients(context, name, out_features * width, out_features if bias else 0)
     gathered = context.rows * width * context.element_bytes if context.groups.sequence_parallel else 0
+    if context.frozen:
+        return _frozen_column_linear(tape, x, context, (width, out_features), name, of_norm=of_norm)
     if context.fp8_recipe and not own:
         return _column_linear_in_fp8(tape, x, context, output, name, width, gradients)
     return tape.operation(
@@ -168,6 +165,33 @@ def column_linear(
         forward_temporary_bytes=output * bias if own else gathered,  # the product before `+ bias`
         backward_temporary_bytes=gathered * (1 if own else 2) + fused_weight_gradient_bytes(context, out_features * width),
     )
+
+
+def _frozen_column_linear(
+    tape: Tape, x: Tensor, context: MegatronContext, widths: tuple[int, int], name: str, *, of_norm: bool
+) -> Tensor:
+    """`column_linear` of a frozen weight, with its adapter if it has one: backward only needs the weight. Under sequence
+    parallelism the input is gathered into a temporary, which Megatron-Bridge's adapter of a projection with a norm gets.
+    A module that returns its norm's output to an adapter saves it too.
+
+    Source: Transformer Engine 2.8 `pytorch/module/layernorm_linear.py` (`return_layernorm_output`), `linear.py`
+    (`saved_inputmat`); megatron-core 0.17.1 `tensor_parallel/layers.py` (`linear_with_frozen_weight`).
+    """
+    width, out_features = widths
+    whole = context.rows * width * context.element_bytes if context.groups.sequence_parallel else 0
+    shared = of_norm and gathers_norm(context, name)
+    saves = [x] if of_norm and adapts(context, name) else []
+    if shared:
+        x = tape.operation(f"{name}.gather", [x], whole)
+    base = tape.operation(
+        name,
+        [x],
+        context.rows * out_features * context.element_bytes,
+        saves=saves,
+        forward_temporary_bytes=0 if shared else whole,
+        backward_temporary_bytes=0 if shared else whole,
+    )
+    return add_to_columns(tape, x, base, context, name, widths, gathered=shared)
 
 
 def _column_linear_in_fp8(
@@ -205,35 +229,26 @@ def _column_linear_in_fp8(
     )
 
 
-def fused_weight_gradient_bytes(context: MegatronContext, numel: int) -> int:
-    """Bytes of the placeholder that a fused weight gradient returns to autograd in megatron-core's own projections."""
-    made = (
-        context.weight_gradients.fused
-        and not context.transformer_engine
-        and not context.weight_gradients.cached_output_placeholder
-    )
-    return numel * context.element_bytes if made else 0
-
-
 def row_linear(tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str) -> Tensor:
     """Row-parallel projection: [rows, in_features] in, [stream_rows, hidden] out; the caller adds its bias.
 
-    Saves its input. Under sequence parallelism the product is made whole and reduce-scattered, and its gradient is gathered
-    in backward.
+    Saves its input if its weight trains. Under sequence parallelism the product is made whole and reduce-scattered, and its
+    gradient is gathered in backward.
     """
     full = context.gathered_bytes if context.groups.sequence_parallel else 0
     placeholder = fused_weight_gradient_bytes(context, in_features * context.hidden)
     if context.fp8_recipe:
         return _row_linear_in_fp8(tape, x, context, in_features, name, full)
-    return tape.operation(
+    base = tape.operation(
         name,
         [x],
         context.stream_bytes,
-        saves=[x],
+        saves=[] if context.frozen else [x],
         weight_gradients=weight_gradients(context, name, in_features * context.hidden, 0),
         forward_temporary_bytes=full,
         backward_temporary_bytes=full + placeholder,
     )
+    return add_to_rows(tape, x, base, context, name, (in_features, context.hidden))
 
 
 def _row_linear_in_fp8(tape: Tape, x: Tensor, context: MegatronContext, in_features: int, name: str, full: int) -> Tensor:
@@ -275,7 +290,7 @@ def bias_dropout_add(tape: Tape, x: Tensor, residual: Tensor, context: MegatronC
             context.stream_bytes,
             saves=Saved(extra_bytes=[dropout_mask_bytes(context)] if drops and not inside else []),
             gradients=[(x, context.stream_bytes if drops else None), (residual, None)],
-            weight_gradients=bias,
+            weight_gradients=trained(context, *bias),
             forward_temporary_bytes=unfused,
         )
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from peakcast.core.units import BOOL, FP32, INT32, INT64
 from peakcast.models.ledger.megatron.blocks.context import ExpertContext, MegatronContext
+from peakcast.models.ledger.megatron.blocks.gradients import trained
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
 
 
@@ -40,7 +41,7 @@ def _gating(tape: Tape, x: Tensor, context: MegatronContext, experts: ExpertCont
         [x],
         context.stream_rows * experts.num_experts * width,
         saves=[x],
-        weight_gradients=[WeightGradient("router.weight.grad", numel * context.element_bytes)],
+        weight_gradients=trained(context, WeightGradient("router.weight.grad", numel * context.element_bytes)),
         backward_temporary_bytes=converted,
     )
 

@@ -1,6 +1,6 @@
-"""Known causes of errors in predictions: `findings.toml`, with a cause for each kind of row.
+"""Known causes of errors in predictions: `known_causes.toml`, with a cause for each kind of row.
 
-A finding names a tensor that the ledger lacks or a fact that the source of the row does not give, and how that is known. It
+A cause names a tensor that the ledger lacks or a fact that the source of the row does not give, and how that is known. It
 changes no figure: the errors of rows remain.
 """
 
@@ -17,7 +17,7 @@ from peakcast.models.evaluation.metrics import Scored
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class KnownCause:
     """A cause of errors, and which rows have them."""
 
     name: str
@@ -47,12 +47,12 @@ class Finding:
 
 
 @cache
-def findings() -> tuple[Finding, ...]:
-    """All findings in the order of the file; the first that explains a row is used."""
-    content = files("peakcast.reports").joinpath("findings.toml").read_text(encoding="utf-8")
-    return tuple(Finding(**entry) for entry in tomllib.loads(content)["finding"])
+def known_causes() -> tuple[KnownCause, ...]:
+    """All causes in the order of the file; the first that explains a row is used."""
+    content = files("peakcast.reports").joinpath("known_causes.toml").read_text(encoding="utf-8")
+    return tuple(KnownCause(**entry) for entry in tomllib.loads(content)["cause"])
 
 
-def finding_of(cell: Scored, known: Sequence[Finding] | None = None) -> Finding | None:
-    """The finding that explains `cell`; None if the cause is not known."""
-    return next((finding for finding in (findings() if known is None else known) if finding.explains(cell)), None)
+def cause_of(cell: Scored, known: Sequence[KnownCause] | None = None) -> KnownCause | None:
+    """The cause that explains the error of `cell`; None if it is not known."""
+    return next((cause for cause in (known_causes() if known is None else known) if cause.explains(cell)), None)
