@@ -20,6 +20,8 @@ ASSUMPTIONS = (
     "The dummy data fill every sequence.",
 )
 
+OFFLOADS = "Commands of runs with parameters on the host are not given, and some of the page's have activations there too."
+
 
 def read_fsdp_qlora(path: Path) -> list[Measurement]:
     """Every row of `fsdp_qlora.jsonl`, in file order. Raises: RecordError naming file and line."""
@@ -27,4 +29,5 @@ def read_fsdp_qlora(path: Path) -> list[Measurement]:
 
 
 def _reading(record: Mapping[str, Any]) -> Reading:
-    return Reading(job=job_of(record), assumptions=ASSUMPTIONS)
+    job = job_of(record)
+    return Reading(job=job, assumptions=ASSUMPTIONS, out_of_scope=(OFFLOADS,) if job.offload.parameters else ())
