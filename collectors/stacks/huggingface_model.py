@@ -16,7 +16,7 @@ from peakcast.core.versions import release
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets
+from peakcast.networks.adapter_targets import default_adapter_targets
 from peakcast.networks.reverse import hf_config_of
 from peakcast.networks.undescribed import configuration_of
 

@@ -97,26 +97,29 @@ def virtual_stages(layout: Parallelism, pipeline_rank: int) -> tuple[int, ...]:
     )
 
 
-def warmup_turns(stages: int, virtual_stages: int, pipeline_rank: int, group: int, num_micro_batches: int) -> int:
-    """How many forward turns run before forward and backward alternate (`get_pp_rank_microbatches`)."""
+def warmup_turns(
+    stages: int, virtual_stages: int, pipeline_rank: int, group: int, num_micro_batches: int, early: int = 0
+) -> int:
+    """How many forward turns run before forward and backward alternate (`get_pp_rank_microbatches`). `early`: how many more
+    than 1F1B needs."""
     if stages == 1:
-        return 0
-    if virtual_stages == 1:
+        warmup = 0
+    elif virtual_stages == 1:
         warmup = stages - pipeline_rank - 1
     else:
         warmup = (stages - pipeline_rank - 1) * 2 + (virtual_stages - 1) * group
-    return min(warmup, num_micro_batches * virtual_stages)
+    return min(warmup + early, num_micro_batches * virtual_stages)
 
 
 @lru_cache(maxsize=1024)
 def schedule(
-    stages: int, virtual_stages: int, pipeline_rank: int, num_micro_batches: int, group: int | None = None
+    stages: int, virtual_stages: int, pipeline_rank: int, num_micro_batches: int, group: int | None = None, early: int = 0
 ) -> tuple[Turn, ...]:
     """The turns of stage `pipeline_rank` in order. `group`: how many micro-batches a virtual stage runs in a row (default:
-    the number of stages)."""
+    the number of stages). `early`: as in `warmup_turns`."""
     group = group or stages
     table = _table(num_micro_batches, virtual_stages, group)
-    warmup = warmup_turns(stages, virtual_stages, pipeline_rank, group, num_micro_batches)
+    warmup = warmup_turns(stages, virtual_stages, pipeline_rank, group, num_micro_batches, early)
     forward = [Turn(True, micro_batch, chunk) for micro_batch, chunk in table]
     backward = [Turn(False, micro_batch, virtual_stages - 1 - chunk) for micro_batch, chunk in table]
     turns = forward[:warmup]

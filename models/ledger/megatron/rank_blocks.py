@@ -12,6 +12,7 @@ from peakcast.models.ledger.megatron.blocks.context import LayerRun, MegatronCon
 from peakcast.models.ledger.megatron.blocks.ends import embedding
 from peakcast.models.ledger.megatron.blocks.head import encoder_end, head
 from peakcast.models.ledger.megatron.blocks.layer import decoder_layer
+from peakcast.models.ledger.megatron.context import part_context
 from peakcast.models.ledger.megatron.inputs import reads_mask
 from peakcast.models.ledger.megatron.share import RankShare
 from peakcast.models.ledger.tape.template import Template
@@ -84,8 +85,19 @@ class RankBlocks:
             self._of_layer[place] = self._of_context[kind]
         return self._of_layer[place]
 
+    def _halves(self, layer: int, input_held: bool) -> tuple[Template, Template]:
+        """A layer as two blocks: attention, and the feed-forward."""
+        context = self.share.layer_context(layer)
+        runs = LayerRun(input_held=input_held, makes_mask=layer in self._unmasked)
+        feed_forward = layer_template(part_context(context, "moe"), LayerRun())
+        return layer_template(part_context(context, "attention"), runs), feed_forward
+
     def alike(self, chunk: Chunk, layers: range) -> list[AlikeLayers]:
-        """The `layers` of a chunk in groups of consecutive layers with one template."""
+        """The `layers` of a chunk in groups of consecutive layers with one template. Where micro-batches overlap, each half
+        of a layer is a group."""
+        if layers not in self._alike and self.share.overlaps_micro_batches:
+            halves = ((i, half) for i in layers for half in self._halves(i, receives(chunk, i)))
+            self._alike[layers] = [AlikeLayers(half, [f"layers.{i}"], after_encoder=False) for i, half in halves]
         if layers not in self._alike:
             decoder = self.share.job.architecture.num_hidden_layers
             templates = {i: self.layer(i, receives(chunk, i)) for i in layers}

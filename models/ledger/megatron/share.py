@@ -40,6 +40,13 @@ class RankShare:
     """As `context`, for each kind of a hybrid's layers."""
 
     @property
+    def overlaps_micro_batches(self) -> bool:
+        """Whether the forward of one micro-batch runs together with the backward of another, half a layer of each in turn
+        (`overlap-moe-expert-parallel-comm`)."""
+        asked = self.convention.get("overlap_moe_expert_parallel_comm") and self.context.experts is not None
+        return bool(asked) and not self.convention.get("use_megatron_fsdp")
+
+    @property
     def has_head(self) -> bool:
         return any(chunk.is_last for chunk in self.chunks)
 

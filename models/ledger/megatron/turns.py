@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 
 from peakcast.models.ledger.layouts.module_tree import layer_index
-from peakcast.models.ledger.layouts.pipeline import Turn, representative_micro_batches, schedule
+from peakcast.models.ledger.layouts.pipeline import Chunk, Turn, representative_micro_batches, schedule
 from peakcast.models.ledger.megatron.blocks.layer import ENCODER_STATES
 from peakcast.models.ledger.megatron.blocks.primitives import dropout_mask_bytes
 from peakcast.models.ledger.megatron.buffers import owned_parameters
@@ -46,6 +47,15 @@ class _MicroBatch:
     end: int = 0
 
 
+def _alternate(turns: Sequence[Iterator[bool]]) -> None:
+    """Run turns together: a block of each in turn until all are at their last, where they yield True, then these."""
+    running = list(turns)
+    while running:
+        running = [turn for turn in running if not next(turn)]
+    for turn in turns:
+        deque(turn, maxlen=0)
+
+
 class Turns:
     """The turns of one rank, placed on a step."""
 
@@ -64,16 +74,15 @@ class Turns:
         self.recomputed: dict[int, list[tuple[int, int]]] = {}
         """By checkpointed layer, (begin, end) of each recomputation and backward of its group."""
         self.leaves = Leaves(share.context.stream_bytes)
+        self.dispatched: dict[int, _MicroBatch] = {}
+        """Where micro-batches overlap, by routed layer: the micro-batch that its dispatcher sent last."""
         self.reloads = ReloadsAhead()
         if widens_gradients(share):
             self.step.moment("zero_grad", Phase.FORWARD)
-        for turn in self._turns():
-            if turn.forward:
-                self._forward(turn)
-            else:
-                self._backward(turn)
-                if self.fully_sharded is not None:
-                    self.fully_sharded.end_of_backward(self.step)
+        for together in self._turns_together():
+            _alternate([self._forward(turn) if turn.forward else self._backward(turn) for turn in together])
+            if self.fully_sharded is not None and not together[-1].forward:
+                self.fully_sharded.end_of_backward(self.step)
         if self.fully_sharded is not None:
             self.fully_sharded.end_of_step(self.step)
 
@@ -83,16 +92,29 @@ class Turns:
         """The turns to simulate."""
         layout = self.share.job.parallelism
         sizes = layout.pipeline_parallel_size, layout.virtual_pipeline_stages, self.share.stage
-        group = self.share.micro_batches_in_a_row
-        steps = representative_micro_batches(*sizes, self.share.job.gradient_accumulation_steps, group)
-        return schedule(*sizes, steps, group)
+        group, micro_batches = self.share.micro_batches_in_a_row, self.share.job.gradient_accumulation_steps
+        steps = representative_micro_batches(*sizes, micro_batches, group)
+        if not self.share.overlaps_micro_batches:
+            return schedule(*sizes, steps, group)
+        return schedule(*sizes, min(steps + group, micro_batches), group, early=1)
 
-    def _forward(self, turn: Turn) -> None:
-        """Add a forward turn."""
+    def _turns_together(self) -> Iterator[Sequence[Turn]]:
+        """The turns, one after the other; where micro-batches overlap, a forward together with the backward after it."""
+        turns = list(self._turns())
+        while turns:
+            size = 1
+            if self.share.overlaps_micro_batches and turns[0].forward and turns[1:] and not turns[1].forward:
+                size = 2
+            yield turns[:size]
+            del turns[:size]
+
+    def _forward(self, turn: Turn) -> Iterator[bool]:
+        """Add a forward turn, block by block."""
         chunk, step = self.share.chunks[turn.chunk], self.step
         state = _MicroBatch(step.now, [])
         if chunk.is_first:
             state.runs.append([step.run_forward(self.blocks.embedding, "embedding", keeps_gradients=False)])
+        yield False
         for layers, checkpointed in self.blocks.checkpointed(chunk.layers):
             if checkpointed:
                 begin, runs = step.now, list[Run]()
@@ -111,6 +133,10 @@ class Turns:
                     for run, at in product(runs, template.forward_marks.get(Mark.RECOMPUTED_EXPERTS, ())):
                         i = layer_index(run.module)
                         self.leaves.released(range(i, i + 1), run.forward_start + at, None)
+                    if self.share.overlaps_micro_batches:
+                        self._dispatched_half(runs[0], state)
+                        yield False
+        yield True
         if chunk.is_last:
             state.runs.append([step.run_forward(self.blocks.head, "head", keeps_gradients=False)])
         else:
@@ -123,6 +149,24 @@ class Turns:
         if chunk.is_last and len(self.share.chunks) > 1:  # the next input is requested before the backward
             step.moment("receive_forward", Phase.LOSS)
         self.alive[turn.micro_batch, turn.chunk] = state
+
+    def _dispatched_half(self, run: Run, state: _MicroBatch) -> None:
+        """Where micro-batches overlap: if the half of a layer that has run has a dispatcher, that now refers to the graph
+        of this micro-batch."""
+        for at in run.template.forward_marks.get(Mark.DISPATCH, ())[:1]:
+            layer = layer_index(run.module)
+            self.dispatched[layer] = state
+            self.leaves.released(range(layer, layer + 1), run.forward_start + at, state.start)
+
+    def _name_leaf(self, run: Run, state: _MicroBatch, chunk: Chunk) -> None:
+        """Where micro-batches overlap: attention begins with a leaf, the layer's detached input (megatron-core 0.17.1
+        `pipeline_parallel/utils.py`, `ScheduleNode`). If its backward has just run, only the layer's dispatcher refers to
+        it, unless that has sent another micro-batch since."""
+        if run.module != "head" and Mark.ATTENTION_ADD in run.template.forward_marks:
+            layer = layer_index(run.module)
+            self.leaves.lower_done(self.step.now)
+            if self.dispatched.get(layer) is state:
+                self.leaves.named(range(layer, layer + 1), self.step.now, received=receives(chunk, layer))
 
     def _run_between_stacks(self) -> list[list[Run]]:
         """Run what is between an encoder's last layer and its decoder's first."""
@@ -148,8 +192,8 @@ class Turns:
         for instant in added:
             step.hold("dropout_mask", Category.ACTIVATIONS, dropout_mask_bytes(context), instant + 1, step.now)
 
-    def _backward(self, turn: Turn) -> None:
-        """Add a backward turn."""
+    def _backward(self, turn: Turn) -> Iterator[bool]:
+        """Add a backward turn, block by block."""
         state, step = self.alive.pop((turn.micro_batch, turn.chunk)), self.step
         share = self.share
         chunk, context, started = share.chunks[turn.chunk], share.context, step.now
@@ -159,25 +203,21 @@ class Turns:
         if not chunk.is_last:
             step.moment("receive_backward", Phase.BACKWARD)
             step.hold("output_tensor_gradient", Category.TEMPORARIES, context.stream_bytes, started, started + 1)
+            yield False
         summed = 0
-        for runs in reversed(state.runs):
-            received = not summed and not chunk.is_last
-            if isinstance(runs, _Checkpoint):
-                added = self._recompute(runs, keeps_gradient=not received)
-                summed = summed or added
-                self.leaves.lower_done(step.now)
-                if any(self.share.is_routed(layer) for layer in runs.layers):
-                    self.leaves.named(runs.layers, step.now, received=runs.received)
-            else:
-                self._run_backward(runs)
-                for run in reversed(runs) if context.offloading.modules else ():
-                    self.reloads.ran_backward(run, state.end)
-                summed = summed or self._summed(runs[-1])
+        for place, runs in reversed(list(enumerate(state.runs))):
+            if chunk.is_first and place == 0:
+                yield True
+            added = self._run_group_backward(runs, state, chunk, keeps_gradient=bool(summed) or chunk.is_last)
+            summed = summed or added
+            if place:
+                yield False
+        if not chunk.is_first:
+            yield True
         self.leaves.lower_done(step.now)
         if self.share.target is not None:
             self._hold_encoder_states([run for runs in state.runs if isinstance(runs, list) for run in runs])
-        tied = self.share.job.architecture.tie_word_embeddings and not self.share.context.frozen
-        if chunk.is_first and chunk.is_last and tied:
+        if chunk.is_first and chunk.is_last and self._adds_tied_gradients():
             self._hold_tied_gradient(started)
         self.spans.append(Span(turn, started, step.now, summed))
         hold_inputs(step, share, chunk, state.start, state.end)
@@ -185,6 +225,24 @@ class Turns:
             self._defer_output_layer()
         if not chunk.is_first:
             step.moment("send_backward", Phase.BACKWARD)
+
+    def _run_group_backward(
+        self, runs: list[Run] | _Checkpoint, state: _MicroBatch, chunk: Chunk, *, keeps_gradient: bool
+    ) -> int:
+        """Run consecutive runs of one template, or a checkpointed group, backward. `keeps_gradient`: as in `_recompute`.
+        Returns the instant from which the sum with the incoming gradient exists."""
+        if isinstance(runs, _Checkpoint):
+            summed = self._recompute(runs, keeps_gradient=keeps_gradient)
+            self.leaves.lower_done(self.step.now)
+            if any(self.share.is_routed(layer) for layer in runs.layers):
+                self.leaves.named(runs.layers, self.step.now, received=runs.received)
+            return summed
+        self._run_backward(runs)
+        for run in reversed(runs) if self.share.context.offloading.modules else ():
+            self.reloads.ran_backward(run, state.end)
+        if self.share.overlaps_micro_batches:
+            self._name_leaf(runs[0], state, chunk)
+        return self._summed(runs[-1])
 
     def _run_backward(self, runs: Sequence[Run]) -> None:
         """Run consecutive runs of one template backward, the last one first."""
@@ -214,6 +272,12 @@ class Turns:
         """The instant at which a layer's backward adds the incoming gradient to that of its feed-forward."""
         template, start = run.template, run.backward_start or 0
         return start + template.backward_marks.get(Mark.ATTENTION_ADD, (template.num_backward,))[0]
+
+    def _adds_tied_gradients(self) -> bool:
+        """Whether autograd adds the two gradients of a table that both ends use. Where micro-batches overlap, each end has
+        a graph of its own, whose gradient goes into the buffer at once."""
+        tied = self.share.job.architecture.tie_word_embeddings
+        return tied and not (self.share.context.frozen or self.share.overlaps_micro_batches)
 
     def _hold_tied_gradient(self, started: int) -> None:
         """Hold the output layer's gradient of a table that both ends use: it waits for the embedding's, which is added to

@@ -7,8 +7,8 @@ from peakcast.jobs.conventions import conventions, fuses_loss
 from peakcast.jobs.spec import TrainingJob
 from peakcast.jobs.trained_parts import ENDS
 from peakcast.models.ledger.parameters.adapter_methods import ON_NETWORK
-from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets, has_default_targets
 from peakcast.models.ledger.scope.adapter_targets import EXPERTS, projections, shared_expert_projections
+from peakcast.networks.adapter_targets import default_adapter_targets, has_default_targets
 from peakcast.networks.families import family_of
 
 LAYER_KERNELS = ("norm_kernel", "rotary_kernel", "gated_activation_kernel")

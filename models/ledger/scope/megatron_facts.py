@@ -25,6 +25,7 @@ precision_aware = option("use_precision_aware_optimizer")
 narrow_gradients = ~option("main_grads_dtype", "fp32", None)
 narrow_parameters = ~option("main_params_dtype", "fp32", None)
 flex_dispatcher = experts & option("moe_token_dispatcher_type", "flex")
+overlaps = experts & option("overlap_moe_expert_parallel_comm")
 adam = optimizer("adam", "adamw")
 muon = optimizer("muon")
 

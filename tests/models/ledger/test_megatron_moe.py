@@ -354,7 +354,7 @@ def test_scope_of_mixtures():
     assert out_of_scope(small()) == ""
     engine = {**SMALL, "transformer_impl": "transformer_engine"}
     overlapped = make(1, **{**engine, "overlap_moe_expert_parallel_comm": True})
-    assert "two micro-batches" in out_of_scope(overlapped)
+    assert "without expert parallelism" in out_of_scope(overlapped)
     assert "transformer-impl=local" in out_of_scope(make(1, **SMALL, multi_latent_attention=True))
     full = make(1, **engine, mtp_num_layers=1, recompute_granularity="full", recompute_method="uniform",
                 recompute_num_layers=1)  # fmt: skip

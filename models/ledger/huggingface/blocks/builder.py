@@ -21,11 +21,11 @@ from peakcast.models.ledger.huggingface.blocks.tensor_parallel import (
 )
 from peakcast.models.ledger.huggingface.blocks.traits import multiplies_itself
 from peakcast.models.ledger.parameters.adapter_methods import METHODS, ON_NETWORK, matrix_of
-from peakcast.models.ledger.parameters.adapter_targets import default_adapter_targets
 from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.primitives import LinearLayer
 from peakcast.models.ledger.tape.tape import Output, Saved, Tape, Tensor, WeightGradient
+from peakcast.networks.adapter_targets import default_adapter_targets
 from peakcast.networks.families import family_of
 
 NOT_ADAPTED = ("lm_head", "mlp.gate")
