@@ -34,8 +34,8 @@ from peakcast.measurements.store import CONSTANTS_FOLDER, write_csv
 READERS: dict[str, Callable[[Path], list[Measurement]]] = {
     "fms_a100.csv": read_fms_a100,
     "fms_history.jsonl": read_fms_history,
-    "lightning_thunder.jsonl": read_lightning_thunder,
     "fsdp_qlora.jsonl": read_fsdp_qlora,
+    "lightning_thunder.jsonl": read_lightning_thunder,
     "litgpt_finetune.jsonl": read_litgpt_finetune,
     "megatron_ci.jsonl": read_megatron_ci,
     "optimum_benchmark.jsonl": read_optimum_benchmark,
