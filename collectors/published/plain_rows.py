@@ -1,8 +1,9 @@
 """The row format that several published sources share: one run a line, with its job if a job file can express it.
 
 A row has `id source commit path gpu num_gpus framework versions model method batch sequence_length accumulation precision
-optimizer checkpointing attention compile layout allocator measured grade note rank` and usually `job`. Bytes are whole
-numbers. Grade A: every input is known; B: something was assumed, which `note` says.
+optimizer checkpointing attention compile layout allocator measured grade note rank` and usually `job`; one of
+`configured_rows.py` has `config` in place of what describes the run. Bytes are whole numbers. Grade A: every input is
+known; B: something was assumed, which `note` says. `outcome` is given where the run ran out of memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ SHAPES = {
 """A row's names for sizes of its network -> config.json's; any other name is config.json's own."""
 KEPT_AS_FOUND = (
     "framework", "versions", "method", "precision", "optimizer", "checkpointing", "attention", "layout", "allocator",
-    "accumulation", "grade", "note",
+    "accumulation", "config", "grade", "note",
 )  # fmt: skip
 """Fields of a row that are kept in `environment`, so that nothing is lost that a job cannot express."""
 
@@ -73,7 +74,7 @@ def measurement(record: Mapping[str, Any], reading: Reading) -> Measurement:
         rank=record.get("rank") or 0,
         collectives="nccl" if record["num_gpus"] > 1 else "none",
         environment={
-            **{name: record[name] for name in KEPT_AS_FOUND if record[name] is not None},
+            **{name: record[name] for name in KEPT_AS_FOUND if record.get(name) is not None},
             **({"unread": unread} if unread else {}),
             **({"as_read": {name: as_read[name] for name in more}} if more else {}),
         },
@@ -81,6 +82,7 @@ def measurement(record: Mapping[str, Any], reading: Reading) -> Measurement:
         out_of_scope=" ".join(reading.out_of_scope),
         spoiled=reading.spoiled,
         observed=record.get("date") or "",
+        outcome=record.get("outcome", "ok"),
         **measured,
     )
 
@@ -122,5 +124,5 @@ def _described(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _note(record: Mapping[str, Any]) -> tuple[str, ...]:
-    note = str(record["note"] or "").strip().rstrip(".")
+    note = str(record.get("note") or "").strip().rstrip(".")
     return (f"Grade {record['grade']} of the source's reading: {note}.",) if note else ()

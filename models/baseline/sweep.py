@@ -111,7 +111,7 @@ def _place_fewest_micro_batches(job: TrainingJob, columns: dict[str, npt.NDArray
     if name not in columns:
         return
     if job.framework != "megatron":
-        columns[name] = np.minimum(columns[name], 2)
+        columns[name] = np.minimum(columns[name], 3)  # see layouts.base Layout.different_micro_batches
     elif job.parallelism.virtual_pipeline_stages == 1 and not job.framework_options:
         stages = columns.get("parallelism.pipeline_parallel_size", np.array([job.parallelism.pipeline_parallel_size]))
         if "parallelism.virtual_pipeline_stages" not in columns:  # see pipeline.representative_micro_batches

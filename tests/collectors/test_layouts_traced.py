@@ -11,6 +11,7 @@ from peakcast.models.allocator.replay import replay_run
 CUT = {"name": "smollm2-135m", "num_hidden_layers": 3}
 MIXED = {"precision.parameters": "float32", "precision.compute": "bfloat16"}
 NARROW = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "num_key_value_heads": 4}
+SHORT = {"sequence_length": 64, "micro_batch_size": 1, "optimizer.name": "sgd"}
 CELLS = {
     "ddp_trainer": {"parallelism": {"data_parallel_size": 8}},
     "fsdp1_lora_prefetching": {
@@ -58,6 +59,16 @@ CELLS = {
         "framework_options": {"autocast": True},
         "gradient_accumulation_steps": 2,
         "parallelism": {"data_parallel_size": 3, "sharding": "fsdp1"},
+    },
+    "fsdp1_between": {  # the peak is in a micro-batch between the first and the last
+        **SHORT,
+        "gradient_accumulation_steps": 3,
+        "parallelism": {"data_parallel_size": 4, "sharding": "fsdp1"},
+    },
+    "fsdp2_between": {
+        **SHORT,
+        "gradient_accumulation_steps": 4,
+        "parallelism": {"data_parallel_size": 4, "sharding": "fsdp2"},
     },
     "fsdp2_trainer_checkpointed": {
         "activation_checkpointing.mode": "full",

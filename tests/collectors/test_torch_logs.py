@@ -6,8 +6,12 @@ from collections import Counter
 import pytest
 
 from peakcast.catalog import gpu
+from peakcast.collectors.published.fsdp_qlora import read_fsdp_qlora
 from peakcast.collectors.published.lightning_thunder import read_lightning_thunder
+from peakcast.collectors.published.litgpt_finetune import read_litgpt_finetune
+from peakcast.collectors.published.swift_benchmark import read_swift_benchmark
 from peakcast.collectors.published.torchtitan_log import DAYS, read_torchtitan_log
+from peakcast.collectors.published.torchtune_readme import read_torchtune_readme
 from peakcast.jobs.conventions import conventions
 from peakcast.measurements.store import datasets_folder
 from peakcast.models.baseline.baseline import baseline
@@ -17,6 +21,10 @@ SOURCES = datasets_folder() / "published" / "sources"
 READ = {
     "torchtitan_log": (read_torchtitan_log, {"H100-80GB": 27, "A100-80GB": 4, "B200": 4, "GB300": 3}),
     "lightning_thunder": (read_lightning_thunder, {"H100-80GB": 29}),
+    "fsdp_qlora": (read_fsdp_qlora, {"RTX3090": 13, "RTX4090": 11}),
+    "swift_benchmark": (read_swift_benchmark, {"A100-80GB": 49}),
+    "litgpt_finetune": (read_litgpt_finetune, {"A10G": 45}),
+    "torchtune_readme": (read_torchtune_readme, {"A100-80GB": 10}),
 }
 
 

@@ -44,6 +44,23 @@ def test_the_trainers_defaults_are_taken_and_said():
     assert translation.unknown == translation.unsupported == ()
 
 
+@pytest.mark.parametrize(("form", "said"), [({}, True), ({"packing": True}, False), ({"block_size": 512}, False)])
+def test_lengths_that_change_are_said(form, said):
+    found = [finding for finding in translate(**form).findings if finding.code == "reserved_beyond_replay"]
+    assert [(finding.parameter, finding.direction) for finding in found] == [("batch.shortest_sequence", "more")] * said
+
+
+def test_attention_is_eager_before_sdpa_came():
+    releases = ({"transformers": "4.35.2"}, {"transformers": "4.36"}, None)
+    assert [translate(versions=given).job.attention for given in releases] == ["eager", "sdpa", "sdpa"]
+
+
+def test_weights_whose_dtype_nothing_says_may_be_wider():
+    untold = {key: value for key, value in LLAMA.items() if key not in ("dtype", "torch_dtype")}
+    assert any("float32, twice" in said for said in from_huggingface(untold).warnings)
+    assert not any("float32, twice" in said for said in from_huggingface(untold, {"torch_dtype": "bfloat16"}).warnings)
+
+
 def test_the_defaults_of_transformers_4():
     job = translate(versions={"transformers": "4.48.1"}, gradient_checkpointing=True).job
     assert job.optimizer.implementation == "foreach"

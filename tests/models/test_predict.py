@@ -280,6 +280,8 @@ def test_what_the_replay_is_known_to_miss_is_said_and_changes_no_bar_of_tensors(
     routed = fakes.architecture(moe=experts, model_type="deepseek_v3")
     assert codes(**titan, architecture=routed) == [("reserved_beyond_replay", "moe", "more")]
     assert codes(**titan) == []
+    changing = Batch(shortest_sequence=91)
+    assert codes(batch=changing) == [("reserved_beyond_replay", "batch.shortest_sequence", "more")]
     assert not KINDS["reserved_beyond_replay"].uncounted
     assert {*CAUSES} <= {*KINDS}
 

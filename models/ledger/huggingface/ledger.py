@@ -92,8 +92,9 @@ def _optimizer_on_one_gpu(timeline: Step, job: TrainingJob, step: str) -> None:
 
 
 def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout: Layout, step: str) -> None:
-    """Add the micro-batches that differ: the first, which makes the gradients, and the last, which may reduce them."""
-    micro_batches, sums = min(job.gradient_accumulation_steps, 2), sums_in_float32(job)
+    """Add the micro-batches that differ (`Layout.different_micro_batches`)."""
+    micro_batches = min(job.gradient_accumulation_steps, layout.different_micro_batches)
+    sums = sums_in_float32(job)
     adds_tied = job.architecture.tie_word_embeddings and not optimizer_rule(job).updates_in_backward
     for micro_batch in range(micro_batches):
         start = timeline.now

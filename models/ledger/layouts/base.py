@@ -112,6 +112,8 @@ class Layout(Hooks):
     """Whether the layout itself holds the fp32 copies that the optimizer updates."""
     updates_as_reduced = False
     """Whether an update during backward runs when the layout has reduced the gradient, not when autograd has made it."""
+    different_micro_batches = 2
+    """How many micro-batches of a step differ: the first makes the gradients, the last adds to them and may reduce them."""
     first_step = False
     """Whether this is the first step of the training, in which a library may not yet know the order of modules."""
 

@@ -28,6 +28,9 @@ class ShardedLayout(Layout):
         self.prefetches = prefetches
         self.waits = waits
         """Whether micro-batches before the last keep full gradients instead of reducing them."""
+        self.different_micro_batches = 3 if waits else 2
+        """Those between the first and the last then find full gradients, as the last does, and leave them full, as the
+        first does."""
         self.reshards = True
         """Whether a unit is resharded after each use; under pipelining only after all micro-batches (`end_turns`)."""
         self.last = True

@@ -30,8 +30,6 @@ from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH,
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
 ADAPTERS = (".lora_A", ".lora_B")
-DIFFERENT_MICRO_BATCHES = 2
-"""The first micro-batch makes the gradients, later ones add to them."""
 PRODUCTS = ("mm.", "addmm.", "bmm.")
 """Prefixes of the labels of matrix products."""
 
@@ -50,7 +48,7 @@ def recipe_ledger(
     timeline = Step(hooks=layout)
     layout.hold_resident(timeline)
     timeline.hold_all(training_workspaces(device, job), Category.WORKSPACES)
-    network.run(timeline, layout, min(job.gradient_accumulation_steps, DIFFERENT_MICRO_BATCHES))
+    network.run(timeline, layout, min(job.gradient_accumulation_steps, layout.different_micro_batches))
     place_optimizer_step(timeline, job, layout, step)
     network.hold_across(timeline, first_step=step == "first")
     return timeline.timeline()

@@ -263,6 +263,12 @@ def zero_alone(job: TrainingJob) -> bool:
 
 
 @fact
+def gradients_stay(job: TrainingJob) -> bool:
+    """Whether torch is one whose `zero_grad` fills gradients with zeros by default, and so frees none."""
+    return job.task == "train" and torch_release(job.versions) < (2, 0)
+
+
+@fact
 def early_fsdp2(job: TrainingJob) -> bool:
     """Whether torchtitan ran it when FSDP2 was new, with fixed segments and FSDP2 as its only parallelism."""
     alone = job.parallelism.world_size == job.parallelism.num_replicas

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
 from peakcast.models.ledger.scope.fact import option, setting, trait
-from peakcast.models.ledger.scope.table import Section, fails, more, unknown
+from peakcast.models.ledger.scope.table import Section, fails, more, nearly_more, unknown
 
 # fmt: off
 NETWORKS = Section("networks", (
@@ -38,6 +38,9 @@ OWN_NETWORKS = Section("networks of a training library's own", (
     unknown("finetuning.method", job.litgpt & job.adapts,
             "LitGPT's own adapters are counted as peft's: peaks that it publishes are from 7 % below to 4 % above such "
             "answers; ask with your command (`peakcast dryrun`)."),
+    nearly_more("architecture", job.litgpt & ~job.adapts,
+                "LitGPT's own {architecture.name!r} is counted as the one of transformers: of full finetuning that it "
+                "publishes, runs of two networks took 3 and 4 % more."),
     unknown("finetuning", job.own_networks & job.trains_other_parts,
             "of what trains outside layers a recipe of transformers' network answers, and this library has its own; ask "
             "with your command (`peakcast dryrun`)."),

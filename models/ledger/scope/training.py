@@ -104,6 +104,9 @@ SETTINGS = Section("settings of one rank", (
     nearly_more("task", job.generates & differs("generation in float32") & job.computes_float32,
                 "generation with BLOOM in float32: scores that its attention names until it has added its output are not "
                 "all counted; up to 0.7 % below its trace."),
+    more("versions.torch", job.gradients_stay,
+         "before torch 2.0 zero_grad keeps gradients, filled with zeros (set_to_none=False): that they are there in "
+         "forward is not counted."),
     more("framework_options.autocast", job.latent_attention & job.autocast,
          "multi-latent attention under autocast is counted without what its concatenations widen."),
     unknown("versions.transformers", job.generates & job.latent_attention & option("latent_cache", False),

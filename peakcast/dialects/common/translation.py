@@ -108,6 +108,8 @@ class Notes:
     assumptions: list[str] = field(default_factory=list)
     warnings: Said = field(default_factory=lambda: Said("setting_reinterpreted"))
     unsupported: Said = field(default_factory=lambda: Said(NOT_MODELLED))
+    cached: Said = field(default_factory=lambda: Said("reserved_beyond_replay"))
+    """What makes the allocator keep more than it does for the job of the answer."""
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
     others: list[Reading] = field(default_factory=list)
@@ -116,7 +118,7 @@ class Notes:
         """Add the notes of `translation` to these, and return its job."""
         for name in ("assumptions", "ignored", "unknown", "others"):
             getattr(self, name).extend(getattr(translation, name))
-        for said in (self.warnings, self.unsupported):
+        for said in (self.warnings, self.unsupported, self.cached):
             said.findings.extend(found for found in translation.findings if found.code == said.code)
         return translation.job
 
@@ -126,7 +128,9 @@ class Notes:
         return Translation(
             job=job,
             assumptions=tuple(dict.fromkeys(self.assumptions)),
-            findings=tuple(dict.fromkeys((*self.unsupported.findings, *self.warnings.findings, *unknown))),
+            findings=tuple(
+                dict.fromkeys((*self.unsupported.findings, *self.warnings.findings, *self.cached.findings, *unknown))
+            ),
             ignored=tuple(sorted(set(self.ignored))),
             others=tuple(self.others),
         )

@@ -13,14 +13,25 @@ STRATEGIES = ("bfd", "bfd_split", "bfd-requeue", "ffd", "wrapped")
 trainer/sft_trainer.py: `padding_free or packing and packing_strategy == "bfd"`)."""
 
 
+LENGTHS_CHANGE = (
+    "batches are as long as their own longest sample: where lengths changed, published runs of ms-swift reserved up to "
+    "2.5 times what equal lengths need (the allocated peak is that of the longest). batch.shortest_sequence of a job "
+    "counts it, and packing avoids it."
+)
+"""Of `swift_benchmark.jsonl`, by the rows of Yi and Mistral."""
+
+
 def sequence_length(training: Settings, notes: Notes) -> int:
     """Tokens of the longest sequence, or of a packed one."""
     names = ("max_length", "max_seq_length", "model_max_length", "block_size")
     key = next((name for name in names if training.given(name)), None)
+    padded = not (training.switch("packing") or training.switch("padding_free"))
+    if padded and key != "block_size":  # run_clm.py cuts the data into blocks
+        notes.cached.append(LENGTHS_CHANGE, "batch.shortest_sequence", "more")
     if key is None:
         notes.assumptions.append("max_length is not given; trl's default 1024 is treated as the sequence length.")
         return 1024
-    if not (training.switch("packing") or training.switch("padding_free")):
+    if padded:
         notes.assumptions.append(
             f"sequences are treated as padded to {training.spell(key)}; shorter batches need less. The mask of a padded "
             "batch is left out (batch.form: masked counts it)."

@@ -29,6 +29,13 @@ def weights_dtype(model: Mapping[str, Any], training: Settings, notes: Notes) ->
                 notes.assumptions.append(f"the weights are loaded as {keys.DTYPES[str(value)]}, as the configuration says.")
             return keys.DTYPES[str(value)]
     notes.assumptions.append("torch_dtype is not given; the weights are treated as loaded in bfloat16.")
+    if model:  # a config.json, in which newer checkpoints have their dtype
+        notes.warnings.append(
+            "neither torch_dtype nor the configuration says the weights' dtype: transformers 4 loads them in float32, "
+            "twice what is counted.",
+            "torch_dtype",
+            "more",
+        )
     return "bfloat16"
 
 

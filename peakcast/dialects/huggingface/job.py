@@ -48,6 +48,11 @@ ATTENTIONS: dict[str, Literal["eager", "sdpa", "flash_attention_2", "flex"]] = {
 }  # fmt: skip
 
 
+FIRST_WITH_SDPA = (4, 36)
+"""The release of transformers from which networks take sdpa where they have it (modeling_utils.py
+_autoset_attn_implementation); attention was eager before."""
+
+
 @dataclass(frozen=True, slots=True)
 class _Run:
     """What describes one run: the network, and the settings of each library that takes part in it (None: it does not)."""
@@ -134,7 +139,7 @@ def _job(run: _Run, options: dict[str, Any]) -> TrainingJob:
     )
     if engine is not None:
         check_agreement(engine, training, run.num_gpus)
-    attention = _attention(run.model, training, notes)
+    attention = _attention(run.model, training, run.versions, notes)
     return TrainingJob(
         architecture=run.architecture,
         framework=framework,
@@ -240,9 +245,11 @@ def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str
 
 
 def _attention(
-    model: Mapping[str, Any], training: Settings, notes: Notes
+    model: Mapping[str, Any], training: Settings, versions: Mapping[str, Any], notes: Notes
 ) -> Literal["eager", "sdpa", "flash_attention_2", "flex"]:
-    default = str(model.get("_attn_implementation") or model.get("attn_implementation") or "sdpa")
+    before_sdpa = (release(resolved(versions).get("transformers", "")) or FIRST_WITH_SDPA) < FIRST_WITH_SDPA
+    own = "eager" if before_sdpa else "sdpa"
+    default = str(model.get("_attn_implementation") or model.get("attn_implementation") or own)
     if training.switch("use_flash_attn") or training.switch("use_flash_attention_2"):
         default = "flash_attention_2"
     value = training.text("attn_implementation", default)

@@ -33,7 +33,9 @@ FAMILIES = {"LLaMAMLP": "llama", "LLaMAMoE": "llama", "GptNeoxMLP": "gpt_neox"}
 
 
 def litgpt_network(settings: Settings, pasted: Pasted) -> Architecture:
-    """The network of the configuration; `train.tie_embeddings` ties its tables. Raises: SpecError."""
+    """The network of the configuration. Its tables are two unless `train.tie_embeddings` ties them, also where the
+    checkpoint has one: its copy becomes the lm_head's (litgpt 0.4.0, 0.5.13 scripts/convert_hf_checkpoint.py, model.py
+    GPT). Raises: SpecError."""
     sections = [name for name in SECTIONS if isinstance(pasted.values.get(name), Mapping) and pasted.values[name]]
     for name in sections:
         settings.notes.ignored += [key for key in settings.left() if key.startswith(f"{name}.") and settings.given(key)]
@@ -46,7 +48,7 @@ def litgpt_network(settings: Settings, pasted: Pasted) -> Architecture:
         raise settings.refuse("checkpoint_dir", "or model_name is required: it says which model is trained", None)
     else:
         network = resolve_architecture(name or "/".join(PurePath(folder).parts[-2:]))  # checkpoints/<owner>/<name>
-    return replace(network, tie_word_embeddings=True) if settings.switch("train.tie_embeddings") else network
+    return replace(network, tie_word_embeddings=settings.switch("train.tie_embeddings"))
 
 
 def _config(given: Mapping[str, Any], section: str) -> dict[str, Any]:

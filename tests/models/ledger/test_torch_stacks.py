@@ -205,14 +205,14 @@ def test_torchtunes_published_peaks(changes, published_gib):
     assert ledger(one).peak().num_bytes == pytest.approx(published_gib * 2**30, rel=0.01)
 
 
-def test_litgpt_narrows_norms_late_since_0_5():
+def test_litgpt_narrows_norms_late_since_0_4_11():
     def kept(litgpt: str) -> int:
         one = job("tinyllama-1.1b", precision=NARROW, parallelism=Parallelism(), versions=FrozenMapping({"litgpt": litgpt}))
         names = [f"{norm}.{made}" for norm in ("input_layernorm", "pre_feedforward_layernorm") for made in MADE]
         return sum(alive_at_head(one, name) for name in names)
 
     numbers = 22 * 2 * TOKENS * 2048  # of the norms' outputs: stays in fp32 for the weights' gradients, and narrow
-    assert (kept("0.4.11"), kept("0.5.3")) == (2 * numbers, (4 + 2) * numbers)
+    assert (kept("0.4.5"), kept("0.4.11")) == (2 * numbers, (4 + 2) * numbers)
 
 
 def test_networks_that_litgpt_writes_otherwise_are_said_to_be():
@@ -223,6 +223,11 @@ def test_networks_that_litgpt_writes_otherwise_are_said_to_be():
     head = Finetuning(method="lora", rank=8, targets=("q_proj", "lm_head"))
     one = job("llama-3.2-1b", torchtune="0.6", parallelism=Parallelism(), finetuning=head)
     assert "this library has its own" in out_of_scope(one)
+
+
+def test_gradients_that_torch_kept_are_said():
+    said = [out_of_scope(job(versions=FrozenMapping({"torch": torch}))) for torch in ("1.13.1", "2.0")]
+    assert ["zero_grad keeps gradients" in sentence for sentence in said] == [True, False]
 
 
 def test_runs_of_mid_2024_are_told_that_they_reserved_more():
