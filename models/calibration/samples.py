@@ -229,7 +229,7 @@ def _mean_device(base: Baseline, others: Sequence[Baseline], job: TrainingJob) -
 
 def _kind(reason: str) -> str:
     """A reason's first sentence without the names and numbers of its row, so that one line stands for each kind."""
-    for pattern in (r"\s*\([^()]*=[^()]*\)", r"'[^']*' ?", r"[-+]\d[\d.]*% "):
+    for pattern in (r"\s*\([^()]*=[^()]*\)", r"(?<!\w)'[^']*' ?", r"[-+]\d[\d.]*% "):
         reason = re.sub(pattern, "", reason)
     return reason.split(". ")[0].rstrip(".")
 
