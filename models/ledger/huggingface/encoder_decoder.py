@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from peakcast.core.units import INT64
+from peakcast.core.units import FP32, INT64
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
@@ -19,6 +19,7 @@ from peakcast.models.ledger.huggingface.blocks.t5 import (
     ENCODER_STATES,
     POSITION_BIAS,
     T5Layer,
+    computes_self_attention_in_steps,
     cross_position_bias_bytes,
     encoder_end,
     position_bias_bytes,
@@ -27,7 +28,7 @@ from peakcast.models.ledger.huggingface.blocks.t5 import (
 from peakcast.models.ledger.huggingface.checkpoint import recompute
 from peakcast.models.ledger.huggingface.contexts import found_again, target_context
 from peakcast.models.ledger.huggingface.model import hold_cast_weights
-from peakcast.models.ledger.parameters.t5 import CROSS
+from peakcast.models.ledger.parameters.t5 import CROSS, SELF
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, Run, Step
 from peakcast.timelines.timeline import Category
@@ -151,6 +152,7 @@ def encoder_decoder_micro_batch(
         for name in ("inputs_embeds", "inputs_embeds.grad"):
             timeline.hold(name, Category.ACTIVATIONS, size, bare, timeline.now, "embedding")
     _hold_cross_positions(timeline, decoder, target, decoded)
+    _hold_cache(timeline, decoder, job, returned)
     _hold_outputs(timeline, decoder, context, job, forgotten, last)
     return loss
 
@@ -246,6 +248,21 @@ def _hold_cross_positions(timeline: Step, decoder: _Stack, target: HFContext, re
         gradient = decoder.gradient_from(CROSS_POSITION_BIAS)
         assert gradient is not None
         timeline.hold(f"{CROSS_POSITION_BIAS}.grad", Category.TEMPORARIES, size, gradient, timeline.now, module)
+
+
+def _hold_cache(timeline: Step, decoder: _Stack, job: TrainingJob, returned: int) -> None:
+    """Hold the cached keys and values of the decoder's self-attentions of which autograd saves copies in their place: the
+    outputs refer to them, until `returned` or, from the end of a layer's backward on, as `_hold_outputs` says."""
+    for place, (context, run) in enumerate(zip(decoder.contexts, decoder.forward, strict=True)):
+        if decoder.checkpointed or not computes_self_attention_in_steps(context):
+            continue
+        element = context.precision.compute_bytes
+        copied = 1 if element == FP32 else 2  # keys are scaled; values in fp32 are saved themselves
+        size = copied * context.rows * context.architecture.key_value_size * element
+        dropped = conventions(job).get("outputs_dropped")
+        dies = returned if dropped else (run.backward_start or 0) + run.template.num_backward
+        born = decoder.at(place, f"{SELF}.o") + 1
+        timeline.hold("past_key_values", Category.ACTIVATIONS, size, born, dies, run.module)
 
 
 def outputs_of(job: TrainingJob, context: HFContext) -> list[tuple[str, str, int]]:

@@ -65,6 +65,32 @@ def test_more_targets_never_need_less(checkpointing):
     assert peaks == sorted(peaks)
 
 
+@pytest.mark.parametrize("layer", [0, 1, 2, 3])
+def test_sdpa_computes_self_attention_in_steps_as_the_bias_has_no_contiguous_rows(layer):
+    """Saved: q, k and v in fp32, softmax, dropout's mask and what is left. Of cross-attention there are no scores."""
+    timeline = ledger(job())
+    scores, query = 2 * 4 * 64 * 64, 2 * 64 * 32
+    backward = list(timeline.phases).index(Phase.BACKWARD)
+    saved = timeline.alive_at(backward) & (timeline.born > 0)
+    named = zip(timeline.names, timeline.modules, strict=True)
+    own = [module == f"layers.{layer}" and ".math." in name for name, module in named]
+    assert timeline.num_bytes[saved & own].sum() == scores * (4 + 1 + 4) + 3 * 4 * query
+    assert not any(name.startswith("cross_attn.math") for name in timeline.names)
+
+
+def test_the_decoders_cache_stays_beside_its_copies_until_the_loss_has_been_computed():
+    timeline = ledger(job())
+    backward = list(timeline.phases).index(Phase.BACKWARD)
+    cached = [name == "past_key_values" for name in timeline.names]
+    assert timeline.num_bytes[timeline.alive_at(backward - 1) & cached].tolist() == [2 * 2 * 64 * 32 * 2] * 2
+
+
+def test_a_single_token_leaves_the_rows_contiguous():
+    timeline = ledger(job(decoder_sequence_length=1))
+    taken = {module for name, module in zip(timeline.names, timeline.modules, strict=True) if ".math." in name}
+    assert taken == {"layers.0", "layers.1"}
+
+
 def test_gradients_of_the_position_bias_are_summed_over_sequences_after_the_kernel_has_made_them():
     """Each sequence's gradient [4 heads, 64, 64] in bfloat16 stands beside the sum only while that is made."""
     timeline, one = ledger(job(activation_checkpointing=ActivationCheckpointing(mode="full"))), 4 * 64 * 64 * 2

@@ -11,10 +11,10 @@ from collections.abc import Callable
 
 from peakcast.catalog.kernel_workspaces import flash_backward
 from peakcast.core.units import FP32, INT64, round_up
-from peakcast.jobs.architecture import Architecture
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.eager_attention import eager_attention, repeat_key_value, to_float32
+from peakcast.models.ledger.huggingface.blocks.eager_attention import eager_attention, repeat_key_value
+from peakcast.models.ledger.huggingface.blocks.math_attention import step_by_step, to_compute_dtype
 from peakcast.models.ledger.huggingface.blocks.ring_attention import RingTensors, backward_bytes, forward_bytes
 from peakcast.models.ledger.huggingface.blocks.traits import attention_key_heads, joins_heads
 from peakcast.models.ledger.tape import primitives as ops
@@ -66,7 +66,7 @@ def _flash(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     context, mla = build.context, build.context.architecture.mla
     variables = q, k, v = _as_sdpa_takes_them(build, q, k, v)
     implementation, repeated = context.attention.implementation, context.attention.copies_key_value
-    q, k, v = _to_compute_dtype(build, q, k, v, repeated=repeated)
+    q, k, v = to_compute_dtype(build, q, k, v, repeated=repeated)
     whole, narrow, taken, unpadded = q.num_bytes, 0, context.rows, False
     indices, widened = list[Tensor](), list[Tensor]()
     if mla is not None and mla.v_head_dim < mla.qk_nope_head_dim + mla.qk_rope_head_dim:
@@ -137,7 +137,7 @@ def _contiguous(build: BlockBuilder, x: Tensor, name: str) -> Tensor:
 def _ring(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """torch's ring attention over the ranks that share the sequence. Its temporaries count at their fullest moment."""
     context = build.context
-    q, k, v = _to_compute_dtype(build, q, k, v)
+    q, k, v = to_compute_dtype(build, q, k, v)
     statistics, element = FP32 * context.rows * context.architecture.num_attention_heads, context.precision.compute_bytes
     tensors = RingTensors(query=q.num_bytes, key=k.num_bytes, element=element, statistics=statistics)
     gradients = q.num_bytes + k.num_bytes + v.num_bytes
@@ -186,7 +186,7 @@ def _flex(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     heads, key_heads = context.architecture.num_attention_heads, attention_key_heads(context.architecture)
     repeats = bool(heads & (heads - 1))  # the kernel shares key heads only for a power of two of heads
     repeated = k, v = repeat_key_value(build, q, k, v) if repeats else (k, v)
-    q, k, v = _to_compute_dtype(build, q, k, v, repeated=repeats)
+    q, k, v = to_compute_dtype(build, q, k, v, repeated=repeats)
     statistics = FP32 * context.rows * heads
     returned = tape.operation("self_attn.flex_attention.statistics", [], statistics, gradients=[])
     by_head = joins_heads(context.architecture)
@@ -281,7 +281,7 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     if context.attention.sdpa_repeats_key_value or context.attention.sdpa_copies:
         q, k, v = _as_sdpa_takes_them(build, q, k, v)
     repeated = (k, v) if context.attention.sdpa_repeats_key_value else repeat_key_value(build, q, k, v)
-    q, k, v = _to_compute_dtype(build, q, *repeated, repeated=True)
+    q, k, v = to_compute_dtype(build, q, *repeated, repeated=True)
     bias = []
     # if compiled, and in older releases, all layers share one mask (`hold_masks`)
     if context.layer.masked and "mask" not in context.compiled and not context.attention.mask_is_additive:
@@ -304,91 +304,12 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return output
 
 
-def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """`_scaled_dot_product_attention_math`: everything in fp32, and every intermediate lives until it returns."""
-    context, tape, architecture = build.context, build.tape, build.context.architecture
-    heads, narrow = architecture.num_attention_heads, q.num_bytes
-    q, k, v = _to_compute_dtype(build, q, k, v)
-    local = [q32, k32, v32] = [to_float32(build, x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))]
-    query = ops.scale(tape, q32, "self_attn.math.scale_q")
-    local.append(query)
-    if context.layer.masked or context.sequence > 1:  # a single token needs no mask
-        element = context.batch * context.precision.compute_bytes if context.layer.masked else FP32
-        local.append(tape.operation("self_attn.math.mask", [], element * context.sequence * context.keys, gradients=[]))
-    if family_of(architecture).attention.shares_key_heads:
-        k32, v32 = repeat_key_value(build, q32, k32, v32, interleaved=True)
-        local += [k32, v32]
-    scaled = ops.scale(tape, k32, "self_attn.math.scale_k")
-    key = _broadcast_heads(build, q32, scaled)
-    elements = context.batch * heads * context.sequence * context.keys
-    if context.batch > 1 < context.sequence:  # matmul joins the batch and head dimensions, which are not adjacent in q
-        query = ops.copy(tape, query, "self_attn.math.contiguous_q")
-    scores = ops.matmul(tape, query, key, elements * FP32, "self_attn.math.scores")
-    tape.hold(scaled)  # the product's argument
-    scores = ops.in_place(tape, scores, "self_attn.math.add_mask")
-    # inside one operator, _safe_softmax also makes a bool for every score and selects into a new tensor
-    hidden = 5 * elements if context.gpu else 0
-    weights = tape.operation(
-        "self_attn.math.softmax", [scores], scores.num_bytes, saves=Saved(output=True), forward_temporary_bytes=hidden
-    )
-    weights = build.dropout(weights, architecture.attention_dropout, elements, "self_attn.math.dropout")
-    if context.precision.compute_bytes != FP32:  # the second output, which nothing uses
-        size = elements * context.precision.compute_bytes
-        local.append(tape.operation("self_attn.math.weights", [weights], size, gradients=[]))
-    v32 = _broadcast_heads(build, q32, v32)
-    output = ops.matmul(tape, weights, v32, q32.num_bytes, "self_attn.math.output")
-    local.append(output)
-    if output.num_bytes != narrow:
-        output = ops.cast(tape, output, narrow, "self_attn.math.to_narrow")
-    for tensor in local:
-        tape.hold(tensor)
-    # the output is laid out head by head; the output projection needs it token by token
-    return ops.copy(tape, output, "self_attn.contiguous") if context.sequence > 1 else output
-
-
-def _broadcast_heads(build: BlockBuilder, q: Tensor, x: Tensor) -> Tensor:
-    """x with its single key head expanded to all query heads by matmul: a view for one sequence, else a copy."""
-    size = q.num_bytes // build.context.sequence * build.context.keys
-    if x.num_bytes == size:
-        return x
-    view = x if build.context.batch == 1 else None
-    return build.tape.operation("self_attn.math.expand", [x], Output(size, view_of=view))
-
-
-def _to_compute_dtype(
-    build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor, *, repeated: bool = False
-) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k and v in the dtype in which attention runs. Under autocast it saves narrow copies of wide ones. `repeated`: k
-    and v have been repeated for every query head."""
-    context, architecture = build.context, build.context.architecture
-    if not context.precision.autocast:
-        return q, k, v
-    widths = architecture_widths(architecture)
-    if repeated and architecture.mla is None:
-        widths = (widths[0],) * 3
-    narrow = [context.rows * width * context.precision.compute_bytes for width in widths]
-    q, k, v = (
-        ops.cast(build.tape, x, size, f"self_attn.{name}_cast") if x.num_bytes > size else x
-        for x, size, name in zip((q, k, v), narrow, ("q", "k", "v"), strict=True)
-    )
-    return q, k, v
-
-
-def architecture_widths(architecture: Architecture) -> tuple[int, int, int]:
-    """Elements per token of q, k and v as the kernel gets them."""
-    if architecture.mla is not None:
-        heads, mla = architecture.num_attention_heads, architecture.mla
-        width = heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim)
-        return width, width, heads * mla.v_head_dim
-    return architecture.query_size, architecture.key_value_size, architecture.key_value_size
-
-
 KERNELS: dict[str, Kernel] = {
     "flash": _flash,
     "flash_attention_2": _flash,
     "flex": _flex,
     "ring": _ring,
     "efficient": _efficient,
-    "math": _math,
+    "math": step_by_step,
     "eager": eager_attention,
 }

@@ -15,6 +15,7 @@ from peakcast.core.units import FP32, INT64, round_up
 from peakcast.models.ledger.huggingface.blocks.activations import activation
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
+from peakcast.models.ledger.huggingface.blocks.math_attention import step_by_step
 from peakcast.models.ledger.huggingface.blocks.token_table import lookup_backward_bytes
 from peakcast.models.ledger.parameters.t5 import CROSS, FEED_FORWARD, SELF, up_projections
 from peakcast.models.ledger.tape import primitives as ops
@@ -50,6 +51,12 @@ def position_bias_bytes(context: HFContext) -> int:
 def cross_position_bias_bytes(context: HFContext, source_length: int) -> int:
     """Bytes of the zeros [1, num_attention_heads, sequence, source_length], in the queries' dtype."""
     return context.architecture.num_attention_heads * context.sequence * source_length * context.precision.compute_bytes
+
+
+def computes_self_attention_in_steps(context: HFContext) -> bool:
+    """Whether sdpa takes the math path: the bias is a transposed lookup [sequence, sequence, heads], and no kernel takes
+    rows that are not contiguous (torch `cuda/sdp_utils.cpp` check_last_dim_stride_equals_1_dense)."""
+    return context.attention.implementation != "eager" and context.sequence > 1 < context.architecture.num_attention_heads
 
 
 @lru_cache(maxsize=64)
@@ -119,8 +126,12 @@ def _attend(
     if source is None and layer.first:
         _relative_positions(build, bias, bidirectional=not layer.decodes)
     masked = source is None and layer.decodes
-    attend = _eager if context.attention.implementation == "eager" else _efficient
-    y = attend(build, q, k, v, bias, name, key_length=key_length, masked=masked, named=named)
+    if context.attention.implementation == "eager":
+        y = _eager(build, q, k, v, bias, name, key_length=key_length, masked=masked, named=named)
+    elif source is None and computes_self_attention_in_steps(context):
+        y = _math(build, q, k, v, bias, masked=masked)
+    else:
+        y = _efficient(build, q, k, v, bias, name, key_length=key_length, masked=masked)
     y = build.projection(y, inner, width, f"{name}.o", False)
     for variable in (normed, q, k, v):
         tape.hold(variable)
@@ -170,27 +181,39 @@ def _relative_positions(build: BlockBuilder, bias: Tensor, *, bidirectional: boo
     build.tape.hold(distances)
 
 
+def _math(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, *, masked: bool) -> Tensor:
+    """sdpa's math path with the bias as an additive mask. The decoder's cache has copied k and v head by head."""
+    wide = _position_bias_mask(build, bias, SELF, key_length=build.context.sequence, masked=masked)
+    mask = _narrow_mask(build, wide, SELF, key_length=build.context.sequence)
+    cached = masked and not build.context.backward.checkpointed
+    output = step_by_step(build, q, k, v, mask, by_head=cached)
+    build.tape.hold(wide)
+    return output
+
+
+def _position_bias_mask(build: BlockBuilder, bias: Tensor, name: str, *, key_length: int, masked: bool) -> Tensor:
+    """`create_position_bias_mask`: the bias itself, or with a causal mask a new tensor in every layer."""
+    if not masked:
+        return bias
+    kept = [build.context.sequence * key_length] if bias.requires_grad else []  # where() keeps its bool condition
+    return build.tape.operation(f"{name}.position_bias_mask", [bias], bias.num_bytes, saves=Saved(extra_bytes=kept))
+
+
+def _narrow_mask(build: BlockBuilder, mask: Tensor, name: str, *, key_length: int) -> Tensor:
+    """The mask as attention gets it: autocast casts every floating-point argument."""
+    context = build.context
+    narrow = context.sequence * key_length * context.architecture.num_attention_heads * context.precision.compute_bytes
+    return ops.cast(build.tape, mask, narrow, f"{name}.mask_cast") if mask.num_bytes > narrow else mask
+
+
 def _efficient(
-    build: BlockBuilder,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor,
-    name: str,
-    *,
-    key_length: int,
-    masked: bool,
-    named: list[Tensor],
+    build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor, bias: Tensor, name: str, *, key_length: int, masked: bool
 ) -> Tensor:
-    """The memory-efficient kernel with the bias as an additive mask; a causal mask is a new tensor in every layer."""
+    """The memory-efficient kernel with the bias as an additive mask: for cross-attention, whose zeros are contiguous, and
+    self-attention with one head or one token."""
     context, tape, heads = build.context, build.tape, build.context.architecture.num_attention_heads
-    mask = bias
-    if masked:
-        kept = [context.sequence * key_length] if bias.requires_grad else []  # where() keeps its bool condition
-        mask = tape.operation(f"{name}.position_bias_mask", [bias], bias.num_bytes, saves=Saved(extra_bytes=kept))
-    wide, narrow = mask, context.sequence * key_length * heads * context.precision.compute_bytes
-    if mask.num_bytes > narrow:  # autocast casts every floating-point argument of attention
-        mask = ops.cast(tape, mask, narrow, f"{name}.mask_cast")
+    wide = _position_bias_mask(build, bias, name, key_length=key_length, masked=masked)
+    mask = _narrow_mask(build, wide, name, key_length=key_length)
     if mask.requires_grad and context.batch > 1:  # a view for every sequence, whose gradients are summed
         mask = tape.operation(f"{name}.expand", [mask], Output(context.batch * mask.num_bytes, view_of=mask))
     inside = FP32 * context.rows * heads if context.gpu else 0  # the row sums "delta"
