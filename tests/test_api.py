@@ -237,8 +237,8 @@ def test_fitting_again_from_equal_rows_leaves_the_file_as_it_is(tmp_path: Path, 
 
 
 def test_a_gpu_type_without_rows_cannot_be_fitted(tmp_path: Path) -> None:
-    with pytest.raises(CatalogError, match="RTX4090' has no measured rows"):
-        api.fit("RTX4090", output=tmp_path)
+    with pytest.raises(CatalogError, match="RTX5090' has no measured rows"):
+        api.fit("RTX5090", output=tmp_path)
     assert not list(tmp_path.iterdir())
 
 

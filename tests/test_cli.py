@@ -164,7 +164,7 @@ def test_a_printed_job_is_a_job_file(run: Run, tmp_path: Path) -> None:
         (("pedict",), "pedict"),
         (("fit",), "either --gpu"),
         (("fit", "--all", *GPU), "either --gpu"),
-        (("fit", "--gpu", "RTX4090", "--no-tracking"), "no measured rows"),
+        (("fit", "--gpu", "RTX5090", "--no-tracking"), "no measured rows"),
         (("report", "--gpu", "nonsense"), "not in the catalog"),
         (("evaluate", "--datasets", "nowhere", "--no-tracking"), "nowhere is not a folder"),
     ],

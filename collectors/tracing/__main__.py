@@ -15,7 +15,6 @@ def main(arguments: list[str]) -> int:
     """Returns exit code 0, or 2 with one sentence on standard error."""
     from peakcast.collectors.machine.packages import import_for_good
     from peakcast.collectors.measure.worker import LIBRARIES
-    from peakcast.collectors.tracing import kernel_packages
     from peakcast.collectors.tracing.trace import timeline_to_mapping, trace_here
     from peakcast.core.units import format_gib
     from peakcast.dialects.common.job_file import job_from_mapping, load_job
@@ -29,7 +28,9 @@ def main(arguments: list[str]) -> int:
         if arguments[0] == "-":
             timelines = trace_here(job_from_mapping(json.load(sys.stdin)), rank, gpu)
             columns = {step: timeline_to_mapping(timeline) for step, timeline in timelines.items()}
-            print(json.dumps({**columns, "replaced": kernel_packages.replaced}))
+            from peakcast.collectors.tracing.kernel_packages import replaced  # needs torch, which a trace asks for first
+
+            print(json.dumps({**columns, "replaced": replaced}))
             return 0
         timelines = trace_here(load_job(Path(arguments[0])), rank, gpu)
     except PeakcastError as error:
