@@ -64,7 +64,11 @@ def ranks(question):
 
 def one(question):
     folder = pathlib.Path({folder!r})
-    (folder / f"pid{{gang.rank()}}").write_text(str(os.getpid()))
+    written = folder / f"writing{{gang.rank()}}"
+    written.write_text(str(os.getpid()))
+    written.replace(folder / f"pid{{gang.rank()}}")
+    while not (folder / "pid0").exists():  # a rank that fails at once would end the other before it began
+        time.sleep(0.01)
     {begins}
     row = dict(job=job_from_mapping(question["job"]), gpu="A100-80GB", provenance="traced", source="peakcast",
                rank=gang.rank(), collectives="gloo")
