@@ -205,7 +205,7 @@ def _search() -> tuple[gr.Number, gr.Button, gr.HTML]:
     """Over how many GPUs the job is laid out, the button that searches, and where its plans are shown."""
     spread = gr.Number(
         label="GPUs to spread it over",
-        info="with its batch of one optimizer step; empty: those of the run",
+        info="with its batch of one optimizer step; 0: those of the run",
         precision=0,
         minimum=0,
         elem_id="spread",
