@@ -14,6 +14,7 @@ from typing import Any
 
 from peakcast import catalog
 from peakcast.collectors.stacks.steps.stepping import name_gradients, name_states, run_steps
+from peakcast.collectors.tracing.traceable import check_traceable
 from peakcast.core.errors import CollectorError
 from peakcast.core.extras import need
 from peakcast.dialects.common.own_networks import own_network
@@ -78,36 +79,6 @@ def trace_here(job: TrainingJob, rank: int = 0, gpu: str | None = None) -> dict[
         return {step: tracer.timeline(*span) for step in ("first", "steady")}
     with compiling, fake_mode(num_nonzero(job), knows_values=reads_values(job)), one_thread():
         return _train(job, "cuda:0", tracer)
-
-
-def check_traceable(job: TrainingJob) -> None:
-    """Refuse a job that cannot run on fake tensors. Raises: CollectorError."""
-    beside = _beside_compile(job) if job.compile else ""
-    for parameter, value, why in (
-        ("compile", bool(beside), f"not yet with {beside}"),
-        (
-            "architecture",
-            job.architecture.model_type == "dbrx" and job.framework != "megatron" and job.architecture.name,
-            "its experts run one by one, those that tokens have chosen",
-        ),
-        (
-            "finetuning.quantization",
-            job.finetuning.quantization != "nf4" and job.finetuning.quantization,
-            "weights are quantised by their values",
-        ),
-        ("optimizer.name", job.optimizer.name.startswith("paged") and job.optimizer.name, "managed memory needs a GPU"),
-        (
-            "optimizer.implementation",
-            job.optimizer.name in ("sgd", "adagrad") and job.optimizer.implementation == "fused" and "fused",
-            f"torch has no rule for fake tensors of a fused {job.optimizer.name}",
-        ),
-    ):
-        if value:
-            raise CollectorError(
-                f"{parameter}={value!r} cannot be traced: {why}; measure it on a GPU, or trace without it.",
-                parameter=parameter,
-                value=value,
-            )
 
 
 def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.AbstractContextManager[None]:
@@ -321,25 +292,6 @@ class Steps:
 def compiles(job: TrainingJob) -> bool:
     """Whether any part of `job` is compiled; transformers itself compiles flex attention and its masks."""
     return job.compile or job.attention == "flex"
-
-
-def _beside_compile(job: TrainingJob) -> str:
-    """A setting of `job` that was never traced together with torch.compile, in words; "" if there is none."""
-    from peakcast.collectors.stacks.parts.compiled import compiles_shards
-
-    checks = (
-        (
-            job.parallelism.world_size > 1 and not compiles_shards(job),
-            "several ranks, but for layers compiled by themselves under FSDP2 or HSDP",
-        ),
-        (job.task != "train", "generation"),
-        (job.attention not in ("sdpa", "eager"), f"attention={job.attention!r}, whose kernels are compiled too"),
-        (job.loss.fused_linear_cross_entropy or bool(conventions(job).get("liger_kernels")), "Liger's kernels"),
-        (job.offload.activations, "offloaded activations"),
-        (job.precision.compute == "float8", "float8"),
-        (job.architecture.moe is not None, "experts, whose shares depend on the data"),
-    )
-    return next((what for asked, what in checks if asked), "")
 
 
 def _routed_rows(job: TrainingJob) -> int:

@@ -22,7 +22,8 @@ from peakcast.collectors.stacks.steps.stepping import name_gradients
 from peakcast.collectors.tracing import kernel_packages, known_values, zero3_linear
 from peakcast.collectors.tracing.families import defaults_of, read_of
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer
-from peakcast.collectors.tracing.trace import check_traceable, fake_mode, num_nonzero, one_thread, prepare, reads_values
+from peakcast.collectors.tracing.trace import fake_mode, num_nonzero, one_thread, prepare, reads_values
+from peakcast.collectors.tracing.traceable import check_traceable
 from peakcast.collectors.tracing.visits import FORWARD
 from peakcast.collectors.tracing.walk_names import WalkNames
 from peakcast.collectors.tracing.wrapping import Group, groups_of, wraps_blocks

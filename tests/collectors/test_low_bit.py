@@ -4,7 +4,7 @@ import pytest
 
 from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.stacks import build
-from peakcast.collectors.tracing.trace import check_traceable
+from peakcast.collectors.tracing.traceable import check_traceable
 from peakcast.core.errors import CollectorError
 from peakcast.models.ledger.parameters.quantization import quantized_linear_bytes
 
