@@ -13,7 +13,7 @@ from peakcast.core.findings import CAUSES, FAILS, KINDS, LESS, MORE, NEARLY_LESS
 from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.architecture import MixtureOfExperts
-from peakcast.jobs.spec import ActivationCheckpointing, Batch, Loss, Offload, Parallelism, TrainingJob
+from peakcast.jobs.spec import ActivationCheckpointing, Batch, Finetuning, Loss, Offload, Parallelism, TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.calibration.calibration import UNCALIBRATED
 from peakcast.models.calibration.domain import Domain
@@ -281,6 +281,10 @@ def test_what_the_replay_is_known_to_miss_is_said_and_changes_no_bar_of_tensors(
     assert codes(**titan, architecture=routed) == [("reserved_beyond_replay", "moe", "more")]
     assert codes(**titan) == []
     changing = Batch(shortest_sequence=91)
+    quantised = Finetuning(method="qlora", rank=8, quantization="nf4")
+    sharded = Parallelism(data_parallel_size=2, sharding="fsdp1")
+    said = codes(finetuning=quantised, parallelism=sharded), codes(finetuning=quantised)
+    assert said == ([("reserved_beyond_replay", "finetuning.quantization", "more")], [])
     assert codes(batch=changing) == [("reserved_beyond_replay", "batch.shortest_sequence", "more")]
     assert not KINDS["reserved_beyond_replay"].uncounted
     assert {*CAUSES} <= {*KINDS}

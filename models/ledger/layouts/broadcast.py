@@ -58,6 +58,9 @@ class Broadcasts:
             self._under_way.append((self._launched, copied))
             step.moment("broadcast", Phase.INIT)
         self._launched += LAUNCHES_OF_A_UNIT
+
+    def copied_from_host(self, step: Step) -> None:
+        """This rank's CPU has copied weights from the host, which waits for all that was launched before."""
         if not self._ahead:
             self.finish(step)
 
