@@ -1,7 +1,7 @@
 """The calibrated domain: what the rows of a calibration have in common with a job, and how far outside a job is.
 
 What is trained how is a *kind* of job, which is measured only if one row has all of it: rows with adapters under one
-framework say nothing of adapters under another. Other traits are compared with those of the rows of the job's framework.
+framework say nothing of adapters under another. Other traits are measured if any row has them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,6 @@ _PARAMETERS = {
     "layout": "parallelism",
     "feed_forward": "architecture",
     "attention_structure": "architecture",
-    "finetuning": "finetuning",
     "optimizer": "optimizer",
     "parameters": "precision.parameters",
     "compute": "precision.compute",
@@ -71,8 +70,8 @@ class Domain:
     """GPU types that ran them."""
     kinds: tuple[tuple[str, ...], ...] = ()
     """Kinds of jobs seen (`_kind`)."""
-    traits: dict[str, dict[str, tuple[str, ...]]] = field(default_factory=dict)
-    """Framework → trait (`layout`, `attention`, ...) → values seen."""
+    traits: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Trait (`framework`, `layout`, `attention`, ...) → values seen."""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
     """Feature → smallest and largest value seen."""
     versions: dict[str, tuple[str, ...]] = field(default_factory=dict)
@@ -81,12 +80,11 @@ class Domain:
     @classmethod
     def of(cls, samples: Sequence[Sample]) -> Domain:
         """The domain that `samples` span."""
-        seen: dict[str, dict[str, set[str]]] = {}
+        seen: dict[str, set[str]] = {}
         versions: dict[str, set[str]] = {}
         for sample in samples:
-            of_framework = seen.setdefault(sample.row.job.framework, {})
             for name, value in traits(sample.row.job).items():
-                of_framework.setdefault(name, set()).add(value)
+                seen.setdefault(name, set()).add(value)
             for package, version in resolved(sample.row.job.versions).items():
                 versions.setdefault(package, set()).add(_minor(str(version)))
         spans = {name: [sample.features[name] for sample in samples] for name in RANGED if samples}
@@ -94,10 +92,7 @@ class Domain:
             architectures=tuple(sorted({sample.architecture for sample in samples})),
             gpus=tuple(sorted({sample.row.gpu for sample in samples})),
             kinds=tuple(sorted({_kind(sample.row.job) for sample in samples})),
-            traits={
-                framework: {name: tuple(sorted(values)) for name, values in sorted(own.items())}
-                for framework, own in sorted(seen.items())
-            },
+            traits={name: tuple(sorted(values)) for name, values in sorted(seen.items())},
             ranges={name: (min(values), max(values)) for name, values in spans.items()},
             versions={package: tuple(sorted(values)) for package, values in sorted(versions.items())},
         )
@@ -127,14 +122,11 @@ class Domain:
         return Finding("kind_not_measured", "finetuning", "either", sentence)
 
     def _traits_outside(self, job: TrainingJob) -> Iterator[Finding]:
-        """Traits of the job that no row of its framework has; of a framework without rows, no row at all."""
-        frameworks = [job.framework] if job.framework in self.traits else list(self.traits)
-        whose = f" of {job.framework}" if job.framework in self.traits else ""
+        """Traits of the job that no row has."""
         for name, value in traits(job).items():
-            seen = {value for framework in frameworks for value in self.traits[framework].get(name, ())}
-            if value not in seen and (job.task == "train" or name not in _OF_TRAINING):
+            if value not in self.traits.get(name, ()) and (job.task == "train" or name not in _OF_TRAINING):
                 code = "kind_not_measured" if name in _KINDS else "setting_not_measured"
-                sentence = f"no measured run{whose} has {name}={value}; the bars are widened."
+                sentence = f"no measured run has {name}={value}; the bars are widened."
                 yield Finding(code, _PARAMETERS.get(name, name), "either", sentence)
 
     def _sizes_outside(self, row: Mapping[str, float]) -> Iterator[Finding]:
@@ -168,9 +160,7 @@ class Domain:
             "architectures": list(self.architectures),
             "gpus": list(self.gpus),
             "kinds": [list(kind) for kind in self.kinds],
-            "traits": {
-                framework: {name: list(values) for name, values in own.items()} for framework, own in self.traits.items()
-            },
+            "traits": {name: list(values) for name, values in self.traits.items()},
             "ranges": {name: list(span) for name, span in self.ranges.items()},
             "versions": {package: list(values) for package, values in self.versions.items()},
         }
@@ -179,11 +169,8 @@ class Domain:
     def from_mapping(cls, mapping: object) -> Domain:
         """The domain of `to_mapping`. Raises: CalibrationError."""
         top = read(mapping, {"architectures", "gpus", "kinds", "traits", "ranges", "versions"}, "domain")
-        named = [("traits", top["traits"]), ("ranges", top["ranges"]), ("versions", top["versions"])]
-        if isinstance(top["traits"], Mapping):
-            named += [(f"traits.{framework}", own) for framework, own in top["traits"].items()]
-        for key, value in named:
-            if not isinstance(value, Mapping):
+        for key in ("traits", "ranges", "versions"):
+            if not isinstance(top[key], Mapping):
                 raise CalibrationError(f"domain.{key} must be a mapping; fit the calibration again.", parameter=key)
         if not isinstance(top["kinds"], list):
             raise CalibrationError("domain.kinds must be a list; fit the calibration again.", parameter="kinds")
@@ -196,10 +183,7 @@ class Domain:
             architectures=tuple(texts(top["architectures"], "architectures")),
             gpus=tuple(texts(top["gpus"], "gpus")),
             kinds=tuple(tuple(texts(kind, "kinds")) for kind in top["kinds"]),
-            traits={
-                framework: {name: tuple(texts(values, name)) for name, values in own.items()}
-                for framework, own in top["traits"].items()
-            },
+            traits={name: tuple(texts(values, name)) for name, values in top["traits"].items()},
             ranges=ranges,
             versions={package: tuple(texts(values, package)) for package, values in top["versions"].items()},
         )
