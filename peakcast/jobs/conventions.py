@@ -130,12 +130,12 @@ def packages_of(framework: str) -> frozenset[str]:
 
 
 def assumed_network(job: TrainingJob) -> str:
-    """A sentence about whose network a plain PyTorch loop is assumed to train; "" for another stack or where that is said."""
+    """A sentence about whose network a plain PyTorch loop is assumed to train; "" for another stack."""
     if job.framework != "torch" or job.task != "train" or not set(OWN_NETWORKS).isdisjoint(job.versions):
         return ""
     return (
-        f"the network is that of transformers; {', '.join(OWN_NETWORKS)} have networks of their own, which save other tensors: "
-        "if one of them trains, give its release in versions."
+        f"the network is that of transformers; {', '.join(OWN_NETWORKS)} have networks of their own, which save "
+        "other tensors: if one of them trains, give its release in versions."
     )
 
 

@@ -49,7 +49,7 @@ def _said(job: TrainingJob):
 
 
 OWN_PROGRAMS = ("litgpt", "torchtune")
-"""Stacks of which `versions` say that they run the training at all: without a release of theirs, the question is another."""
+"""Stacks that run the training only if `versions` name them: without a release of theirs, the question is another."""
 
 
 @pytest.mark.whole
