@@ -26,7 +26,7 @@ from peakcast.jobs.spec import canonical_json
 if TYPE_CHECKING:
     from peakcast.models.calibration.calibration import Calibration
     from peakcast.models.evaluation.evaluation import Evaluation
-    from peakcast.models.evaluation.promotion import Comparison
+    from peakcast.models.evaluation.promotion import CalibrationComparison
 
 MODEL_NAME = "peakcast"
 """The registered model; each GPU type is an alias of one of its versions."""
@@ -104,7 +104,7 @@ class Tracker:
                 return None
 
     def log_calibration(
-        self, calibration: Calibration, *, run_id: str | None = None, comparison: Comparison | None = None
+        self, calibration: Calibration, *, run_id: str | None = None, comparison: CalibrationComparison | None = None
     ) -> int:
         """Register `calibration` as a new version of the model. Returns the version.
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, job_of, read_plain_rows
 from peakcast.core.fields import to_mapping
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.measurements.records import Measurement
@@ -36,7 +36,7 @@ def read_peft_method_comparison(path: Path) -> list[Measurement]:
     return read_plain_rows(path, _reading)
 
 
-def _reading(record: Mapping[str, Any]) -> Reading:
+def _reading(record: Mapping[str, Any]) -> ImportedRow:
     adapter = json.loads(record["method"]) if record["method"].startswith("{") else None
     plain = {**record, "optimizer": OPTIMIZERS[record["optimizer"]]}
     casts = "autocast_adapter_dtype True" in record["precision"]
@@ -52,7 +52,7 @@ def _reading(record: Mapping[str, Any]) -> Reading:
     job, finetuning = translation.job, to_mapping(translation.job.finetuning)
     if record["optimizer"] == "lora-fa":
         finetuning["method"] = "lora_fa"
-    return Reading(
+    return ImportedRow(
         job=job_of(plain, finetuning=finetuning, precision=to_mapping(job.precision), framework_options=UNPADDED),
         assumptions=(*COMMON_ASSUMPTIONS, *_trained(record)),
         out_of_scope=tuple(reasons),

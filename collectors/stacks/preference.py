@@ -46,7 +46,7 @@ OUTPUTS = {
 class PreferenceTraining(HuggingFaceTraining):
     """One training run of a TRL trainer."""
 
-    def __init__(self, job: TrainingJob, model: Any, layout: layouts.Layout, reference: Any) -> None:
+    def __init__(self, job: TrainingJob, model: Any, layout: layouts.WrappedModel, reference: Any) -> None:
         super().__init__(job, model, layout, {})
         self.batch = batch_of(job)
         self.reference = reference
@@ -92,7 +92,7 @@ class PreferenceTraining(HuggingFaceTraining):
 def training_of(
     job: TrainingJob,
     model: Any,
-    layout: layouts.Layout,
+    layout: layouts.WrappedModel,
     device: str,
     making: contextlib.AbstractContextManager[Any] | None = None,
 ) -> PreferenceTraining:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from peakcast.answers.prediction import QUANTITIES
 from peakcast.core.cores import available_cores
 from peakcast.core.errors import CatalogError, PeakcastError
-from peakcast.core.workers import Limits, LostError, Workers
+from peakcast.core.workers import LostError, QuestionLimits, Workers
 from peakcast.jobs.ranks import ranks_by_shard
 from peakcast.jobs.spec import TrainingJob, canonical_json
 from peakcast.measurements.records import DEVICE_MEAN, Measurement
@@ -166,7 +166,7 @@ def _baselines(asked: Iterable[Asked], compute: Callable[[Asked], Baseline]) -> 
     waiting = list(asked)
     processes = min(available_cores(), len(waiting) // ENOUGH_TO_SHARE)
     if processes > 1:
-        with Workers(compute, processes, Limits(math.inf)) as workers:
+        with Workers(compute, processes, QuestionLimits(math.inf)) as workers:
             found.update(workers.answers(waiting))
         waiting = [one for one, answer in found.items() if isinstance(answer, LostError)]
     for one in waiting:

@@ -30,7 +30,7 @@ from peakcast.models.calibration.samples import (
 )
 from peakcast.models.evaluation.decisions import Decisions, decisions_of
 from peakcast.models.evaluation.holdout import Answers, MakeCandidates, held_out
-from peakcast.models.evaluation.metrics import Floor, Scored, Summary, floor, summarise
+from peakcast.models.evaluation.metrics import AccuracySummary, Floor, Scored, floor, summarise
 from peakcast.models.evaluation.new_hardware import LearningPoint, learning_curves
 from peakcast.models.prediction.outside_findings import outside_estimated
 from peakcast.models.prediction.predict import known_of, retries
@@ -55,31 +55,31 @@ class Table:
 
     quantity: str
     held_out: str
-    overall: Summary
+    overall: AccuracySummary
     cells: tuple[Scored, ...]
     """All rows, worst first."""
 
     @cached_property
-    def by_layout(self) -> dict[str, Summary]:
+    def by_layout(self) -> dict[str, AccuracySummary]:
         """Figures of each layout."""
         return self._by("layout")
 
     @cached_property
-    def by_architecture(self) -> dict[str, Summary]:
+    def by_architecture(self) -> dict[str, AccuracySummary]:
         """Figures of each architecture."""
         return self._by("architecture")
 
     @cached_property
-    def by_gpu(self) -> dict[str, Summary]:
+    def by_gpu(self) -> dict[str, AccuracySummary]:
         """Figures of each GPU type."""
         return self._by("gpu")
 
     @cached_property
-    def by_source(self) -> dict[str, Summary]:
+    def by_source(self) -> dict[str, AccuracySummary]:
         """Figures of each source."""
         return self._by("project")
 
-    def _by(self, attribute: str) -> dict[str, Summary]:
+    def _by(self, attribute: str) -> dict[str, AccuracySummary]:
         groups: dict[str, list[Scored]] = {}
         for cell in self.cells:
             groups.setdefault(getattr(cell, attribute), []).append(cell)

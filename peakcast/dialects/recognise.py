@@ -15,7 +15,7 @@ from peakcast.core.fields import flat
 from peakcast.dialects.common.asked_versions import NO_VERSIONS, AskedVersions, with_versions
 from peakcast.dialects.common.foreign import foreign
 from peakcast.dialects.common.pasted import Document, Pasted, mapping_of_file, mapping_of_text
-from peakcast.dialects.common.translation import Notes, Reading, Translation
+from peakcast.dialects.common.translation import AlternativeReading, Notes, Translation
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.spec import TrainingJob
 
@@ -211,7 +211,7 @@ HUGGING_FACE_PARTS = ("hf_config", "peft", "deepspeed", "accelerate", "training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class ReadOptions:
     """What the question gives with a configuration: other files, number of GPUs, another model, the dialect, versions."""
 
     files: tuple[str | Path | Document, ...] = ()
@@ -225,7 +225,7 @@ class Beside:
         return bool(self.files or self.num_gpus is not None or self.model is not None or self.dialect is not None)
 
 
-NOTHING = Beside()
+NOTHING = ReadOptions()
 
 
 PROGRAMS = {
@@ -281,7 +281,7 @@ def _keys(values: Mapping[str, Any]) -> set[str]:
     return keys | {key.rpartition(".")[0] for key in keys} | {".".join(key.split(".")[:2]) for key in keys}
 
 
-def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
+def translated(pasted: Pasted, beside: ReadOptions = NOTHING) -> Translation:
     """The job of an `opened` configuration and `beside`. Raises: SpecError or CatalogError naming the file or the key."""
     notes = Notes()
     notes.assumptions += pasted.remarks
@@ -320,7 +320,7 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
         with contextlib.suppress(PeakcastError):
             read = _reader(other.name)(pasted)
             way_out = f"Say which by --dialect {name} or --dialect {other.name}."
-            notes.others += [Reading(DIALECTS[other.name].title, read.job, way_out)] * (read.job != job)
+            notes.others += [AlternativeReading(DIALECTS[other.name].title, read.job, way_out)] * (read.job != job)
     used = [pasted.companions[name] for name in pasted.used]
     for given in map(_read, beside.files if name not in HUGGING_FACE_PARTS else ()):
         if given.values not in used:

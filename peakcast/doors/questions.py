@@ -20,7 +20,7 @@ from peakcast.dialects.common.pasted import documents
 from peakcast.dialects.common.text import ENDINGS
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.opening import is_text, opened
-from peakcast.dialects.recognise import NOTHING, Beside, companions, translated
+from peakcast.dialects.recognise import NOTHING, ReadOptions, companions, translated
 from peakcast.jobs.spec import MOST_RANKS, TrainingJob
 
 MOST_HOST_GIB = 2**20
@@ -91,7 +91,7 @@ def on_node(device: Device, host_memory_gib: float | None, gpus_per_node: int | 
     return device
 
 
-def translation_of(job: object, beside: Beside = NOTHING) -> Translation:
+def translation_of(job: object, beside: ReadOptions = NOTHING) -> Translation:
     """Read `job` as a `TrainingJob`. It may be a TrainingJob, its mapping, a mapping with one of `FORMS` as its only key, a
     configuration of another project (its file, its text or its mapping, recognised by its content), or the name of an
     architecture, which is then trained with all defaults. `beside`: other files that belong to it, the number of GPUs,
@@ -102,7 +102,7 @@ def translation_of(job: object, beside: Beside = NOTHING) -> Translation:
     return with_versions(_read(job, beside), beside.versions)
 
 
-def _read(job: object, beside: Beside) -> Translation:
+def _read(job: object, beside: ReadOptions) -> Translation:
     from peakcast.dialects.common.job_file import read_job
 
     if isinstance(job, Translation):
@@ -151,7 +151,7 @@ def rank_number(rank: Rank, job: TrainingJob) -> int | None:
     return number
 
 
-def _translate(form: str, value: object, beside: Beside) -> Translation:
+def _translate(form: str, value: object, beside: ReadOptions) -> Translation:
     known = _KEYS[form]
     if not isinstance(value, Mapping):
         raise SpecError(f"{form}={value!r} must be a mapping with {', '.join(known)}.", parameter=form, value=value)

@@ -18,7 +18,7 @@ from peakcast.core.extras import need
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.versions import NEWEST, release
 from peakcast.dialects.common.own_networks import CHUNK_BY_LENGTH, TRANSFORMERS, library_of, own_network
-from peakcast.doors.kept import Kept, write
+from peakcast.doors.kept import RecipeFile, write
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.covering import no_recipe
 from peakcast.models.recipes import shelf
@@ -135,7 +135,7 @@ def recorded(job: TrainingJob, python: str, output: Path | None) -> Recorded:
     started = time.monotonic()
     recipe = record_recipe(job, python)
     if output is not None:
-        write(output, Kept(job=job, recipes=(recipe,)))
+        write(output, RecipeFile(job=job, recipes=(recipe,)))
     return Recorded(
         architecture=job.architecture.name,
         layers=recipe.layers,
@@ -175,12 +175,12 @@ def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
 
     Raises: CollectorError when the library there cannot run the job on fake tensors.
     """
-    from peakcast.collectors.measure.recording import Recorder
+    from peakcast.collectors.measure.recording import WalkRecorder
     from peakcast.models.recipes.recipe import recorded, recorded_alone
     from peakcast.models.recipes.regime import regime
     from peakcast.models.recipes.walk import Walk
 
-    with Recorder(python) as recorder, recorder.of(regime(job)) as library:
+    with WalkRecorder(python) as recorder, recorder.of(regime(job)) as library:
         asked = job.micro_batch_size, job.sequence_length
         most, images = job.architecture.most_positions, job.images.per_sequence
 

@@ -16,7 +16,7 @@ from peakcast.models.allocator.history_replay import HistoryReplay, allocated_by
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
-    from peakcast.explaining.beside import Beside
+    from peakcast.explaining.beside import RecordingComparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Replayed:
     file: str
     names: tuple[str, ...]
     gpus: tuple[HistoryReplay, ...]
-    beside: Beside | None = None
+    beside: RecordingComparison | None = None
     written: str | None = None
 
     @property

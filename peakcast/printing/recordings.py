@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from peakcast.answers.labels import phase_title
 from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.doors.replaying import Replayed
-from peakcast.explaining.beside import UNKNOWN_PHASE, Beside, Moment, SizeRow
+from peakcast.explaining.beside import UNKNOWN_PHASE, Moment, RecordingComparison, SizeRow
 from peakcast.models.allocator.history_replay import HistoryReplay
 from peakcast.printing.wrapping import WIDTH
 from peakcast.timelines.timeline import Phase
@@ -40,7 +40,7 @@ def _replay(name: str, each: HistoryReplay) -> Iterator[str]:
         yield f"  the first difference is at event {each.first_difference:,}"
 
 
-def beside_text(found: Beside) -> str:
+def beside_text(found: RecordingComparison) -> str:
     """The whole comparison."""
     lines = [f"Beside {found.predicted_by}, each phase at its fullest, GiB:", f"  {'':<16}" + _headings()]
     lines += [f"  {_phase(moment):<16}" + _numbers(moment) for moment in found.phases]

@@ -7,7 +7,7 @@ import pytest
 
 from peakcast.collectors.published.optimum_benchmark import read_optimum_benchmark
 from peakcast.collectors.published.peft_method_comparison import UNPADDED, read_peft_method_comparison
-from peakcast.collectors.published.plain_rows import Reading, job_of, measurement
+from peakcast.collectors.published.plain_rows import ImportedRow, job_of, measurement
 from peakcast.core.errors import RecordError
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.measurements.store import datasets_folder
@@ -77,7 +77,7 @@ def test_stage_two_of_fsdp_keeps_weights_gathered():
     job = job_of({**line, "framework": "torch", "optimizer": "adamw fused", "layout": layout, "num_gpus": 8})
     assert (job.parallelism.sharding, job.parallelism.zero_stage, job.parallelism.world_size) == ("fsdp2", 0, 8)
     assert job.framework_options["fsdp_reshard_after_forward"] is False
-    row = measurement(line | {"num_gpus": 8}, Reading(job=job, out_of_scope=("One.", "Two.")))
+    row = measurement(line | {"num_gpus": 8}, ImportedRow(job=job, out_of_scope=("One.", "Two.")))
     assert (row.collectives, row.out_of_scope) == ("nccl", "One. Two.")
 
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(slots=True)
-class Kernels:
+class KernelGraph:
     """Which buffers each kernel reads and makes, and so which kernels wait for which. A buffer that no kernel makes is
     passed in."""
 

@@ -51,7 +51,7 @@ def names(*of: str | Names) -> Names:
     return tuple([name for one in of for name in ((one,) if isinstance(one, str) else one)])
 
 
-class _Names(dict[str, str]):
+class _Prefixed(dict[str, str]):
     """name -> prefix + name, except for the names in `others`."""
 
     def __init__(self, prefix: str, others: Mapping[str, str]) -> None:
@@ -65,7 +65,7 @@ class _Names(dict[str, str]):
 
 def named(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]:
     """`ops` with `prefix` before every name, except those in `others`, which are replaced as given there."""
-    found = _Names(prefix, others)
+    found = _Prefixed(prefix, others)
     return [
         Op(
             name=found[one.name],

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.timelines.timeline import Category, Phase
 
 
 def recompute(
     timeline: Step,
-    first: Run,
+    first: BlockRun,
     job: TrainingJob,
     keeps_gradients: bool,
     narrowed: int = 0,
     *,
     input_held: bool = False,
     gradient_held: bool = False,
-) -> Run:
+) -> BlockRun:
     """Add the recomputation and the backward of a checkpointed layer; returns the recomputation's run.
 
     The checkpoint holds the layer's input from forward to the end of backward or, if activations are offloaded, only while

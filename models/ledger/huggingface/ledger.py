@@ -27,7 +27,7 @@ from peakcast.models.ledger.layouts import layout_of
 from peakcast.models.ledger.layouts.base import Layout
 from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_optimizer_step
 from peakcast.models.ledger.optimizers.choice import optimizer_rule
-from peakcast.models.ledger.tape.columns import Recording
+from peakcast.models.ledger.tape.columns import RecordedColumns
 from peakcast.models.ledger.tape.step import Step
 from peakcast.models.ledger.tape.workspaces import kernels_of, training_workspaces
 from peakcast.timelines.timeline import Category, Phase, Timeline
@@ -141,7 +141,7 @@ def _updated_job(job: TrainingJob) -> TrainingJob:
 
 
 @lru_cache(maxsize=256)
-def _resident(job: TrainingJob) -> Recording:
+def _resident(job: TrainingJob) -> RecordedColumns:
     """What exists on one GPU that holds the whole network before the step, as a recording."""
     step = Step()
     layout_of(job, stored_parameters(job)).hold_resident(step)
@@ -150,7 +150,7 @@ def _resident(job: TrainingJob) -> Recording:
 
 
 @lru_cache(maxsize=64)
-def _workspaces(workspaces: tuple[tuple[str, str, int], ...]) -> Recording:
+def _workspaces(workspaces: tuple[tuple[str, str, int], ...]) -> RecordedColumns:
     """The library workspaces that exist from the step's beginning on, (name, thread, bytes) each, as a recording."""
     step = Step()
     step.hold_all(workspaces, Category.WORKSPACES)
@@ -158,7 +158,7 @@ def _workspaces(workspaces: tuple[tuple[str, str, int], ...]) -> Recording:
 
 
 @lru_cache(maxsize=256)
-def _optimizer_stepped(job: TrainingJob, step: str) -> Recording:
+def _optimizer_stepped(job: TrainingJob, step: str) -> RecordedColumns:
     """The optimizer step on one GPU that holds the whole network, as a recording."""
     recorded = Step()
     recorded.moment("before", Phase.BACKWARD)

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 
 MOST_IN_FLIGHT = 2
 """`_max_num_inflight_all_gathers` (torch 2.4-2.13 `distributed/fsdp/_limiter_utils.py`)."""
@@ -23,7 +23,7 @@ class _Waiting:
     """Freed blocks that can be reused only when one event of the computing stream is done."""
 
     handles: list[int] = field(default_factory=list)
-    gradients: list[tuple[Run, str]] = field(default_factory=list)
+    gradients: list[tuple[BlockRun, str]] = field(default_factory=list)
     """(run, operation) whose parameters' gradients wait; operation "": all of the run."""
 
     def end(self, step: Step) -> None:
@@ -46,7 +46,7 @@ class RunAhead:
         """Free tensors from the next instant on; their blocks can be reused after the next event. Empties the list."""
         self._since_last_event.handles += step.let_go(handles)
 
-    def let_gradients_go(self, runs: list[Run], operation: str) -> None:
+    def let_gradients_go(self, runs: list[BlockRun], operation: str) -> None:
         """As `let_go`, for parameter gradients of `runs`, of one operation or ("") all. They are freed at the instants that
         the runs have."""
         self._since_last_event.gradients += [(run, operation) for run in runs]

@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_visits import Course, Leaf, Pass, Turn
-from peakcast.models.ledger.layouts.zero3_weights import Engine
+from peakcast.models.ledger.layouts.zero3_visits import Course, Leaf, ModuleTurn, Pass
+from peakcast.models.ledger.layouts.zero3_weights import Zero3Engine
 
 
 class Claims:
@@ -15,7 +15,7 @@ class Claims:
     experts, of which autograd saves views, so that releasing them does not free their memory. (Checkpoints save no views.)
     """
 
-    def __init__(self, turns: Sequence[Turn], engine: Engine, viewed: Collection[StoredTensor]) -> None:
+    def __init__(self, turns: Sequence[ModuleTurn], engine: Zero3Engine, viewed: Collection[StoredTensor]) -> None:
         self.turns, self.engine, self.viewed = turns, engine, viewed
         self._uses: dict[StoredTensor, list[int]] = {}
         """The turns that have each tensor."""
@@ -33,7 +33,7 @@ class Claims:
         self._taken_back = dict[StoredTensor, None]()
         """The lent weights that have been assigned to the module of the current turn."""
 
-    def note(self, turn: Turn, mine: Sequence[StoredTensor]) -> None:
+    def note(self, turn: ModuleTurn, mine: Sequence[StoredTensor]) -> None:
         """Note that the module of a turn reads its tensors."""
         self._taken_back = {}
         if turn.course is Course.BEGINS:
@@ -72,17 +72,17 @@ class Claims:
                 ends = max(ends, _done(after[-1], tensor))
         return ends
 
-    def _later(self, tensor: StoredTensor, index: int) -> list[Turn]:
+    def _later(self, tensor: StoredTensor, index: int) -> list[ModuleTurn]:
         """The turns after turn `index` that have the tensor."""
         uses = self._uses.get(tensor, [])
         return [self.turns[use] for use in uses[bisect_right(uses, index) :]]
 
-    def _last(self, tensor: StoredTensor) -> Turn:
+    def _last(self, tensor: StoredTensor) -> ModuleTurn:
         """The last turn that has the tensor."""
         return self.turns[self._uses[tensor][-1]]
 
 
-def _done(turn: Turn, tensor: StoredTensor) -> int:
+def _done(turn: ModuleTurn, tensor: StoredTensor) -> int:
     """The instant at which a module is done with one of its tensors: a leaf, when the tensor's own operation has ended."""
     if isinstance(turn.module, Leaf) and tensor.name in turn.module.done:
         return turn.begins + turn.module.done[tensor.name]

@@ -13,8 +13,8 @@ from peakcast.models.ledger.layouts.zero3_claims import Claims
 from peakcast.models.ledger.layouts.zero3_order import Order
 from peakcast.models.ledger.layouts.zero3_passing import Instants
 from peakcast.models.ledger.layouts.zero3_prefetching import Prefetcher
-from peakcast.models.ledger.layouts.zero3_visits import Course, Leaf, Turn
-from peakcast.models.ledger.layouts.zero3_weights import Engine, Weights
+from peakcast.models.ledger.layouts.zero3_visits import Course, Leaf, ModuleTurn
+from peakcast.models.ledger.layouts.zero3_weights import Weights, Zero3Engine
 from peakcast.models.ledger.tape.step import Step
 
 REHEARSALS = 3
@@ -32,7 +32,7 @@ class Coordinator:
     def __init__(
         self,
         step: Step,
-        engine: Engine,
+        engine: Zero3Engine,
         *,
         viewed: Collection[StoredTensor] = (),
         unread: Collection[StoredTensor] = (),
@@ -46,7 +46,7 @@ class Coordinator:
         """By (module, position of the turn): what it releases. `lru_cache` around `__params_to_release` keeps the first
         answer, even if the order has changed since."""
 
-    def learn(self, turns: Sequence[Turn]) -> None:
+    def learn(self, turns: Sequence[ModuleTurn]) -> None:
         """Bring the coordinator into the state it has after many micro-batches of these turns."""
         if sum(turn.starts for turn in turns) == 1:  # one forward per micro-batch: the recorded order is then always right
             self._order.known = tuple(turn for turn in turns if turn.course is not Course.ENDS)
@@ -58,7 +58,7 @@ class Coordinator:
             self.weights.step = step
         self._unread.clear()
 
-    def play(self, turns: Sequence[Turn], instants: Instants) -> None:
+    def play(self, turns: Sequence[ModuleTurn], instants: Instants) -> None:
         """Play all turns of a micro-batch. `instants`: what else is allocated meanwhile."""
         claims = Claims(turns, self.engine, self._viewed)
         for index, turn in enumerate(turns):
@@ -68,7 +68,7 @@ class Coordinator:
                 self._release(index, turn, mine, claims, instants)
         self.weights.begin_instant(-1, instants)
 
-    def _fetch(self, turn: Turn) -> Sequence[StoredTensor]:
+    def _fetch(self, turn: ModuleTurn) -> Sequence[StoredTensor]:
         """`fetch_sub_module`: gather the module's tensors, and prefetch those of the modules after it. Returns the module's
         tensors."""
         now, enters = turn.begins, turn.course is not Course.ENDS
@@ -95,7 +95,7 @@ class Coordinator:
         self._prefetcher.begin(self._order)
         self.weights.elements = 0
 
-    def _read_by(self, turn: Turn) -> Sequence[StoredTensor]:
+    def _read_by(self, turn: ModuleTurn) -> Sequence[StoredTensor]:
         """The tensors that a module has gathered when its turn begins."""
         if turn.course is Course.ENDS:
             self._unread.difference_update(turn.module.tensors)
@@ -103,7 +103,9 @@ class Coordinator:
             return [t for t in turn.module.tensors if t not in self._unread]
         return turn.module.tensors
 
-    def _release(self, index: int, turn: Turn, mine: Sequence[StoredTensor], claims: Claims, instants: Instants) -> None:
+    def _release(
+        self, index: int, turn: ModuleTurn, mine: Sequence[StoredTensor], claims: Claims, instants: Instants
+    ) -> None:
         """`release_sub_module`: release what the module need not leave for others."""
         asked = self._to_release(turn, mine)
         claims.note(turn, mine)
@@ -113,7 +115,7 @@ class Coordinator:
                 instants.free_before_reduction(ends - 1, self.engine.padded_bytes(tensor))
             self.weights.release(tensor, ends)
 
-    def _to_release(self, turn: Turn, mine: Sequence[StoredTensor]) -> Sequence[StoredTensor]:
+    def _to_release(self, turn: ModuleTurn, mine: Sequence[StoredTensor]) -> Sequence[StoredTensor]:
         """`__params_to_release`: a turn's tensors, except small ones, those further along in the queue, and those used
         again soon."""
         if self._order.known is None:

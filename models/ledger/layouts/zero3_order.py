@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_visits import Turn
+from peakcast.models.ledger.layouts.zero3_visits import ModuleTurn
 
 
 @dataclass(slots=True)
@@ -19,12 +19,12 @@ class Order:
     """The turns since the network last began to run forward. A forward without a backward (of a reference model, or to
     prepare) is part of them."""
 
-    known: tuple[Turn, ...] | None = None
+    known: tuple[ModuleTurn, ...] | None = None
     """The turns of the last time, as long as this time's are the same; None: not known."""
-    recorded: list[Turn] | None = None
+    recorded: list[ModuleTurn] | None = None
     """The turns of this time, if they were not known when it began."""
     at: int = 0
-    _uses: tuple[tuple[Turn, ...], dict[bool, _Uses]] | None = None
+    _uses: tuple[tuple[ModuleTurn, ...], dict[bool, _Uses]] | None = None
     """For the known turns: where each tensor is used, as a leaf module counts it and as others do."""
 
     def begin(self) -> None:
@@ -33,7 +33,7 @@ class Order:
             self.known, self.recorded = (None, []) if self.recorded is None else (tuple(self.recorded), None)
         self.at = 0
 
-    def meet(self, turn: Turn) -> bool:
+    def meet(self, turn: ModuleTurn) -> bool:
         """A module has its turn. Returns whether another one was expected, in which case nothing is known from here on."""
         if self.known is None:
             if self.recorded is not None:

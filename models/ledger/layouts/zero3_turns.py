@@ -19,10 +19,10 @@ from peakcast.models.ledger.layouts.zero3_visits import (
     Function,
     Leaf,
     Module,
+    ModuleTurn,
     OfBlock,
     Pass,
     Passage,
-    Turn,
 )
 from peakcast.networks.families import counted_as
 from peakcast.networks.family import Family
@@ -40,7 +40,7 @@ FEED_FORWARD = "mlp"
 
 def turns_of(
     passage: Passage, tensors: Sequence[StoredTensor], *, around: int = 0, leaf: str = "", family: str = ""
-) -> list[Turn]:
+) -> list[ModuleTurn]:
     """The turns of the modules in a passage of a block. Parameters that no operation names count as used by the
     whole block, whose own turn is the first; adapters that no operation names are disabled. `around`: how many modules are
     entered before. `leaf`: a module that counts the parameters of all modules inside it as its own. `family`: the
@@ -50,7 +50,9 @@ def turns_of(
 
 
 @lru_cache(maxsize=4096)
-def _from_0(passage: Passage, tensors: tuple[StoredTensor, ...], around: int, leaf: str, family: str) -> tuple[Turn, ...]:
+def _from_0(
+    passage: Passage, tensors: tuple[StoredTensor, ...], around: int, leaf: str, family: str
+) -> tuple[ModuleTurn, ...]:
     """`turns_of`, with the first operation at 0."""
     return _Visits(passage, ParameterModules(tensors, passage.labels, leaf), counted_as(family)).turns(around)
 
@@ -64,7 +66,7 @@ class _Visits:
         self.read_by = {path_of(reader): modules.tensors(path_of(read)) for reader, read in code.modules.reads.items()}
         """By module: the weights of a module inside it that it reads."""
         self.switched_off = not any(LORA_A in path_of(label).names for label in passage.labels)
-        self.found: list[Turn] = []
+        self.found: list[ModuleTurn] = []
         self.entered: tuple[ModulePath, ...] = ()
         self.owner: ModulePath | None = None
         """The module with weights that ran last."""
@@ -72,7 +74,7 @@ class _Visits:
         """The module that the last operation ran in, if it is known."""
         self.ran = set[ModulePath | None]()
 
-    def turns(self, around: int) -> tuple[Turn, ...]:
+    def turns(self, around: int) -> tuple[ModuleTurn, ...]:
         """All turns: those of modules around the block, and of the block and what is in it."""
         block, everything = self.passage.block, tuple(self.modules.everything)
         self.found = [
@@ -83,13 +85,13 @@ class _Visits:
         if not self.backward:
             self._functions(len(self.passage.labels) - 1, self._runs_after(self.inside))
         if rest := self.modules.without_operation(self.ran):
-            own = Turn(OfBlock(block, rest), 0, len(self.passage.labels), during=self.passage.during)
+            own = ModuleTurn(OfBlock(block, rest), 0, len(self.passage.labels), during=self.passage.during)
             self.found.insert(0, own)
         return tuple(self.found)
 
-    def _turn(self, index: int, module: Module, course: Course = Course.WHOLE) -> Turn:
+    def _turn(self, index: int, module: Module, course: Course = Course.WHOLE) -> ModuleTurn:
         """A turn in which the operation `index` runs."""
-        return Turn(module, index, index + 1, course, self.passage.during)
+        return ModuleTurn(module, index, index + 1, course, self.passage.during)
 
     def _operation(self, index: int, label: str) -> None:
         """Note which modules end before the operation `label`, and which begin with it."""
@@ -188,7 +190,7 @@ def _linear(module: ModulePath) -> ModulePath:
     return module.parent if module.name == LORA_A else module
 
 
-def within_first(turns: Sequence[Turn], again: Sequence[Turn], asks: int) -> list[Turn]:
+def within_first(turns: Sequence[ModuleTurn], again: Sequence[ModuleTurn], asks: int) -> list[ModuleTurn]:
     """The turns of a backward in which a recomputation runs. It starts when an operation, at instant `asks`, first reads a
     saved tensor: an operation of the first module with weights, which is done when that operation is, or a dropout before
     it, which is done first. `again`: the turns of the recomputation."""

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.tape.step import Run
+from peakcast.models.ledger.tape.step import BlockRun
 
 
 class Pass(Enum):
@@ -38,7 +38,7 @@ class Passage(NamedTuple):
         return self.begins + len(self.labels)
 
 
-def passage(run: Run, block: str, during: Pass) -> Passage:
+def passage(run: BlockRun, block: str, during: Pass) -> Passage:
     """The operations of a run, in one direction."""
     if during is Pass.BACKWARD:
         return Passage(block, run.template.backward_labels, run.backward_start or 0, during)
@@ -99,7 +99,7 @@ class Course(Enum):
     ENDS = "it ends, having begun in an earlier turn, and its hook releases its tensors"
 
 
-class Turn(NamedTuple):
+class ModuleTurn(NamedTuple):
     """A module's turn, from instant `begins` until before `ends`."""
 
     module: Module
@@ -130,19 +130,19 @@ class Turn(NamedTuple):
         """Whether a hook releases the module's tensors after the turn."""
         return self.course is Course.WHOLE or self.course is Course.ENDS
 
-    def ending(self) -> Turn:
+    def ending(self) -> ModuleTurn:
         """The same turn, of a module that has begun before."""
         return self._replace(course=Course.ENDS)
 
-    def later(self, instants: int) -> Turn:
+    def later(self, instants: int) -> ModuleTurn:
         """The same turn, `instants` later."""
         module, begins, ends, course, during, starts = self
-        return Turn(module, begins + instants, ends + instants, course, during, starts)
+        return ModuleTurn(module, begins + instants, ends + instants, course, during, starts)
 
-    def unreleased(self) -> Turn:
+    def unreleased(self) -> ModuleTurn:
         """The same turn, after which no hook releases anything."""
         return self._replace(course=Course.UNRELEASED) if self.course is Course.WHOLE else self
 
-    def never_ending(self) -> Turn:
+    def never_ending(self) -> ModuleTurn:
         """The same turn, of a module that holds its tensors until backward ends."""
         return self._replace(course=Course.BEGINS)

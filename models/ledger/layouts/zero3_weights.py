@@ -17,7 +17,7 @@ from peakcast.timelines.timeline import Category
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class Zero3Engine:
     """How an engine gathers and releases."""
 
     ranks: int
@@ -60,7 +60,7 @@ class Gather:
 class Weights:
     """Weights that are gathered or on their way, and what gathering allocates on a step."""
 
-    def __init__(self, step: Step, engine: Engine) -> None:
+    def __init__(self, step: Step, engine: Zero3Engine) -> None:
         self.step, self.engine = step, engine
         self.available: dict[StoredTensor, int] = {}
         """Tensor -> the instant from which it is gathered."""

@@ -19,9 +19,9 @@ from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_op
 from peakcast.models.ledger.recorded.ends import ends_of
 from peakcast.models.ledger.recorded.parameters import described, recorded_parameters
 from peakcast.models.ledger.recorded.turns import RecordedModules
-from peakcast.models.ledger.tape.columns import WIDTH, Recording
+from peakcast.models.ledger.tape.columns import WIDTH, RecordedColumns
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.step import FOREVER, Run, Step
+from peakcast.models.ledger.tape.step import FOREVER, BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.models.ledger.tape.workspaces import training_workspaces
 from peakcast.models.recipes.depth import Deep, block_name, deepened, place_of
@@ -75,7 +75,7 @@ class _Network:
         raw = recipe.sizes.at(job.micro_batch_size, job.sequence_length)
         self.num_bytes: Ints = -(-raw // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         self.names = [block_name(place, self.deep.num_places) for place in range(self.deep.num_places)]
-        self.runs: list[list[Run]] = []
+        self.runs: list[list[BlockRun]] = []
 
     def run(self, timeline: Step, layout: Layout, num_micro_batches: int) -> None:
         """Run the recorded micro-batch this many times."""
@@ -138,7 +138,7 @@ class _Network:
         columns[2], columns[3] = self.walk.categories[entries], self.num_bytes[entries]
         columns[4] = np.where(born_in < 0, born, starts[born_in] + lives[BORN, which])
         columns[5] = np.where(dies_in < 0, FOREVER, starts[dies_in] + lives[DIES, which])
-        timeline.run_again(Recording(columns[:, columns[3] > 0]))
+        timeline.run_again(RecordedColumns(columns[:, columns[3] > 0]))
 
     def _starts(self) -> list[Ints]:
         """For each micro-batch, the first instant of each stretch."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_visits import Course, Module, Pass, Passage, Turn
+from peakcast.models.ledger.layouts.zero3_visits import Course, Module, ModuleTurn, Pass, Passage
 from peakcast.models.recipes.depth import Deep, deep_names
 from peakcast.models.recipes.walk import Visit, Walk
 
 
 class RecordedModules:
-    """Replaces `layouts.zero3_modules.Modules` for a recorded network. `names`: the name of each place of the deep
+    """Replaces `layouts.zero3_modules.Zero3Modules` for a recorded network. `names`: the name of each place of the deep
     network."""
 
     tied = False
@@ -34,7 +34,7 @@ class RecordedModules:
         for tensor in tensors:
             self.tensors[tensor.module].append(tensor)
 
-    def turns(self, passage: Passage) -> list[Turn]:
+    def turns(self, passage: Passage) -> list[ModuleTurn]:
         """The turns of a block, forward or backward, including recomputations in between."""
         place, backward = self._places[passage.block], passage.during is Pass.BACKWARD
         source = self._sources[place]
@@ -45,7 +45,7 @@ class RecordedModules:
         return [turn.later(passage.begins) for turn in turns]
 
 
-def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, str], StoredTensor]) -> list[Turn]:
+def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, str], StoredTensor]) -> list[ModuleTurn]:
     """The turns of modules at the place of `block`, or before it. A module that has weights and contains other modules
     keeps its weights until it is left."""
     left: dict[int, int] = {}
@@ -56,7 +56,7 @@ def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, st
             open_ones.append(index)
         elif open_ones:
             left[open_ones.pop()] = index
-    around: dict[int, Turn] = {}
+    around: dict[int, ModuleTurn] = {}
     """Second turns of such modules, by the index of the visit that ends them."""
     found = []
     for index, visit in enumerate(visits):
@@ -68,12 +68,12 @@ def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, st
         begins, until = visit.instant, left.get(index)
         during = Pass.RECOMPUTATION if visit.runs == "again" else Pass.FORWARD
         course = Course.UNRELEASED if until is None else Course.WHOLE
-        turn = Turn(module, begins, begins + 1, course, during)
+        turn = ModuleTurn(module, begins, begins + 1, course, during)
         if until is not None and not any(one.enters for one in visits[index:until][1:]):
             turn = turn._replace(ends=max(visits[until].instant, begins + 1))
         elif until is not None and module.tensors:
             turn = turn._replace(course=Course.BEGINS)
             ends = max(visits[until].instant, begins + 1)
-            around[until] = Turn(module, ends - 1, ends, Course.ENDS)
+            around[until] = ModuleTurn(module, ends - 1, ends, Course.ENDS)
         found.append(turn)
     return found

@@ -19,7 +19,7 @@ from peakcast.models.ledger.recorded.covering import (
 from peakcast.models.ledger.scope.kernels import ATTENTION, COMPILED, FUSED_KERNELS
 from peakcast.models.ledger.scope.layouts import LAYOUTS, ZERO
 from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS, OWN_NETWORKS, TRACED_NETWORKS
-from peakcast.models.ledger.scope.table import Limit, Section
+from peakcast.models.ledger.scope.table import ScopeLimit, Section
 from peakcast.models.ledger.scope.training import (
     ADAM_MINI,
     ADAPTERS,
@@ -83,7 +83,7 @@ def out_of_scope(job: TrainingJob) -> str:
     return " ".join(sentences(scope_findings(job)))
 
 
-def not_covered(job: TrainingJob) -> frozenset[Limit]:
+def not_covered(job: TrainingJob) -> frozenset[ScopeLimit]:
     """All rows of the table that hold of `job` and say that a library refuses it, or that nothing is known: also those that
     a finding of the same section stands before."""
     rows = chain.from_iterable(section.holding(job) for section in sections(job.framework))

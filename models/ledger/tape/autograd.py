@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.operations import Operation, Tensor
-from peakcast.models.ledger.tape.storages import Block
+from peakcast.models.ledger.tape.storages import TapedBlock
 from peakcast.models.ledger.tape.template import GRADIENTS, HANDED_IN, TEMPORARIES, Row, Waiting, backward_row
 from peakcast.timelines.timeline import Category
 
@@ -50,7 +50,7 @@ class Backward:
     """
 
     def __init__(
-        self, block: Block, output: Tensor | None, beside: Tensor | None = None, *, released: Mapping[int, int]
+        self, block: TapedBlock, output: Tensor | None, beside: Tensor | None = None, *, released: Mapping[int, int]
     ) -> None:
         self.rows: list[Row] = []
         self.gradient_from: dict[int, int] = {}

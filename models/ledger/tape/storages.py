@@ -12,7 +12,7 @@ from peakcast.models.ledger.tape.template import TEMPORARIES, Row, Waiting, back
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TapedBlock:
     """A block as its tape recorded it, and the order of its backward."""
 
     operations: Sequence[Operation]
@@ -63,7 +63,7 @@ class StorageLives:
     """The lives of a block's storages. `rows`: of those that the block frees itself; `waiting`: of those that the second
     half of a split backward still needs; `released`: by operation, the bytes of saved tensors that its backward frees."""
 
-    def __init__(self, block: Block, checkpoint: SelectiveCheckpoint, beside: Tensor | None) -> None:
+    def __init__(self, block: TapedBlock, checkpoint: SelectiveCheckpoint, beside: Tensor | None) -> None:
         self.rows: list[Row] = []
         self.waiting: list[Waiting] = []
         self.released: dict[int, int] = {}

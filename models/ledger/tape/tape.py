@@ -21,7 +21,7 @@ from peakcast.catalog.kernel_workspaces import column_sum
 from peakcast.models.ledger.tape.autograd import Backward
 from peakcast.models.ledger.tape.block_template import block_template, second_half
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.offloading import NO_OFFLOAD, Offload
+from peakcast.models.ledger.tape.offloading import NO_OFFLOAD, OffloadPlan
 from peakcast.models.ledger.tape.operations import (
     NO_SIDE_STREAM,
     SIDE_STREAM,
@@ -36,7 +36,7 @@ from peakcast.models.ledger.tape.operations import (
     temporaries,
 )
 from peakcast.models.ledger.tape.split_backward import weight_turns
-from peakcast.models.ledger.tape.storages import Block, SelectiveCheckpoint, StorageLives, forward_temporaries
+from peakcast.models.ledger.tape.storages import SelectiveCheckpoint, StorageLives, TapedBlock, forward_temporaries
 from peakcast.models.ledger.tape.template import Elsewhere, Template
 from peakcast.timelines.timeline import Category
 
@@ -59,7 +59,7 @@ class Tape:
         saves_on_cpu: bool = False,
         splits_backward: bool = False,
         gpu: tuple[int, int] | None = None,
-        offload: Offload = NO_OFFLOAD,
+        offload: OffloadPlan = NO_OFFLOAD,
         modules: Mapping[str, str] | None = None,
     ) -> None:
         self._gpu, self._offload, self._modules = gpu, offload, modules or {}
@@ -291,10 +291,10 @@ class Tape:
             later=second_half(block, [*stored.waiting, *ran.waiting]) if block.splits_backward else None,
         )
 
-    def _block(self) -> Block:
+    def _block(self) -> TapedBlock:
         """What has been recorded."""
         numbered = range(len(self._operations))
-        return Block(
+        return TapedBlock(
             operations=self._operations,
             storages=self._storages,
             savers=self._savers,
@@ -309,7 +309,7 @@ class Tape:
         )
 
 
-def _use_of(tensor: Tensor, block: Block, ran: Backward) -> Elsewhere:
+def _use_of(tensor: Tensor, block: TapedBlock, ran: Backward) -> Elsewhere:
     """How the block uses a tensor that another block owns."""
     saver = tensor.storage.last_saver
     kept_until = block.order.index(saver) + 1 if saver in block.order else None

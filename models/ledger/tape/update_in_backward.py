@@ -26,7 +26,7 @@ from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 Ints = npt.NDArray[np.int64]
 
 
-class Parameter(NamedTuple):
+class ParameterKey(NamedTuple):
     """A parameter, by its module and its name there as they are stored (`layouts.base.StoredTensor`)."""
 
     module: str
@@ -39,7 +39,7 @@ class Gradients:
 
     entries: Ints
     """Indices of the entries that are a parameter's gradient, [num_gradients]."""
-    parameters: Sequence[Parameter]
+    parameters: Sequence[ParameterKey]
     """Their parameters, [num_gradients]."""
     through_view: Ints
     """Indices of the entries that are a gradient as in `Template.through_view`."""
@@ -48,15 +48,15 @@ class Gradients:
     def of(cls, timeline: Timeline, entries: Ints, names: Sequence[str], through_view: Ints) -> Gradients:
         """Gradients of parameters of these names, in the modules that the entries belong to."""
         modules = (timeline.modules[index] for index in entries.tolist())
-        return cls(entries, [Parameter(*both) for both in zip(modules, names, strict=True)], through_view)
+        return cls(entries, [ParameterKey(*both) for both in zip(modules, names, strict=True)], through_view)
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class ParameterOptimizer:
     """The optimizer of one parameter. `num_bytes`: the most that its step allocates at once; `states`: (name, module,
     bytes) of the states that it makes."""
 
-    parameter: Parameter
+    parameter: ParameterKey
     num_bytes: int
     states: tuple[tuple[str, str, int], ...] = ()
 
@@ -67,9 +67,9 @@ class UpdateInBackward:
 
     bytes_per_gradient_byte: int = 0
     """Bytes of temporaries for each byte of a gradient, if each is applied when the next one is ready."""
-    tied: Mapping[Parameter, Parameter] = field(default_factory=dict)
+    tied: Mapping[ParameterKey, ParameterKey] = field(default_factory=dict)
     """Parameters that are another one: only the sum of both gradients reaches that, at the end of backward."""
-    alone: tuple[Alone, ...] = ()
+    alone: tuple[ParameterOptimizer, ...] = ()
     """The optimizers of single parameters, if each has one: a gradient is applied as soon as it is ready."""
 
 
@@ -132,12 +132,12 @@ def updated_in_backward(
 
 
 def _added_to_earlier(
-    parameters: Sequence[Parameter], comes: Ints, end_of: Ints, update: UpdateInBackward
+    parameters: Sequence[ParameterKey], comes: Ints, end_of: Ints, update: UpdateInBackward
 ) -> npt.NDArray[np.bool_]:
     """Which gradients are added to an earlier one of the same parameter and micro-batch: autograd runs a parameter's hook
     on their sum, so `comes` of the earlier one becomes that of the last. Only parameters with an optimizer each are
     considered; other names need not be unique."""
-    added, first = np.zeros(len(comes), dtype=bool), dict[tuple[Parameter, int], int]()
+    added, first = np.zeros(len(comes), dtype=bool), dict[tuple[ParameterKey, int], int]()
     alone = {one.parameter for one in update.alone}
     for index in np.argsort(comes, kind="stable").tolist():
         parameter = update.tied.get(parameters[index], parameters[index])

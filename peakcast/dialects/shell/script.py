@@ -47,7 +47,7 @@ _OF_A_PATH: dict[str, Callable[[str], str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ShellCommand:
     """One command of a script: its words, and the exported variables that it sees."""
 
     words: tuple[str, ...]
@@ -58,7 +58,7 @@ class Command:
 class Script:
     """The commands of a script, in order, and sentences on what was not followed."""
 
-    commands: list[Command] = field(default_factory=list)
+    commands: list[ShellCommand] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     """Name of a file that the script writes from a here-document -> its text."""
@@ -77,7 +77,7 @@ def read_script(
     from the script's own folder, or None if the file is not available. Raises: SpecError."""
     if len(text) > MAX_CHARACTERS:
         raise SpecError(f"the script has {len(text):,} characters; a launch script is not that long.")
-    reader = _Reader(sourced)
+    reader = _ScriptReader(sourced)
     reader.variables.give(arguments)
     reader.variables.variables |= slurm_variables(text)
     reader.read(text, where)
@@ -93,7 +93,7 @@ class _LoopLeftError(Exception):
     """Raised by `break` and `continue`, to leave a turn of a loop."""
 
 
-class _Reader:
+class _ScriptReader:
     """Visits a script's tree, and keeps its variables and functions."""
 
     def __init__(self, sourced: Callable[[str], str | None]) -> None:
@@ -313,7 +313,7 @@ class _Reader:
 
     def _start(self, words: list[str], prefix: dict[str, str]) -> None:
         env = {name: self.variables.value(name) for name in sorted(self.exported)} | prefix
-        self.script.commands.append(Command(tuple(words), env))
+        self.script.commands.append(ShellCommand(tuple(words), env))
         text, script = text_to_run(words), script_to_run(words)
         if script and (written := self._sourced(script[0])) is not None:
             self._run_script(written, script, prefix)

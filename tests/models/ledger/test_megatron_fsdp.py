@@ -11,7 +11,7 @@ from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.ledger.megatron.buffers import owned_parameters
-from peakcast.models.ledger.megatron.fsdp import LEAST_IN_FLIGHT, Bucket, WholeBuckets, buckets, buckets_of
+from peakcast.models.ledger.megatron.fsdp import LEAST_IN_FLIGHT, FSDPParameterGroup, WholeBuckets, buckets, buckets_of
 from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import rank_share
@@ -91,7 +91,7 @@ def test_whole_gradients_wait_for_the_end_of_backward():
 
 def test_a_large_network_has_few_layers_at_once():
     """Layers of 400 million elements: two follow the one at hand, 500 million and more; gradients of three wait."""
-    layers = tuple(Bucket(frozenset({f"layers.{i}"}), 400_000_000, 8) for i in range(8))
+    layers = tuple(FSDPParameterGroup(frozenset({f"layers.{i}"}), 400_000_000, 8) for i in range(8))
     hooks, step = WholeBuckets(layers, 2, 4, True, LEAST_IN_FLIGHT), Step()
     hooks.before_forward(step, "layers.0")
     assert sorted(hooks._gathered) == [0, 1, 2]

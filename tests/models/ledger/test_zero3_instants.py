@@ -10,8 +10,8 @@ from peakcast.models.ledger.layouts.zero import Buckets
 from peakcast.models.ledger.layouts.zero3_fetching import Coordinator
 from peakcast.models.ledger.layouts.zero3_passing import Fetched, Instants, Reduction
 from peakcast.models.ledger.layouts.zero3_turns import turns_of, within_first
-from peakcast.models.ledger.layouts.zero3_visits import Course, Function, Module, Pass, Passage, Turn
-from peakcast.models.ledger.layouts.zero3_weights import Engine
+from peakcast.models.ledger.layouts.zero3_visits import Course, Function, Module, ModuleTurn, Pass, Passage
+from peakcast.models.ledger.layouts.zero3_weights import Zero3Engine
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Phase
 
@@ -45,8 +45,8 @@ def test_parts_on_the_host_are_copied_to_the_gpu_to_be_sent(from_host, made, ext
     """A tensor of 2,048 bytes on two ranks: this one's part is there beside it, until the operation runs."""
     weight, step = matrix("a", 1024), Step()
     sizes = Buckets(reduce=100, num_reduce=1, prefetch=0, persistence=0, reuse=0, live=0, sub_group=1)
-    coordinator = Coordinator(step, Engine(ranks=2, sizes=sizes, packs=True, from_host=from_host))
-    coordinator.play([Turn(Module("a", (weight,)), 0, 1)], Instants([made]))
+    coordinator = Coordinator(step, Zero3Engine(ranks=2, sizes=sizes, packs=True, from_host=from_host))
+    coordinator.play([ModuleTurn(Module("a", (weight,)), 0, 1)], Instants([made]))
     step.moment("", Phase.FORWARD)
     assert int(step.timeline().totals[0]) // 512 == 4 + extra
 
@@ -73,13 +73,13 @@ def test_an_adapter_has_one_dropout_and_the_loss_is_no_module():
 
 def test_a_recomputation_begins_with_dropout_or_within_the_first_matrix():
     """Dropout asks for its mask before the matrix above it has had its turn."""
-    again = [Turn(Module("again"), 10, 11, during=Pass.RECOMPUTATION)]
-    turns = [Turn(Module("mlp"), 20, 21), Turn(Module("fc2", (matrix("fc2"),)), 21, 22)]
+    again = [ModuleTurn(Module("again"), 10, 11, during=Pass.RECOMPUTATION)]
+    turns = [ModuleTurn(Module("mlp"), 20, 21), ModuleTurn(Module("fc2", (matrix("fc2"),)), 21, 22)]
     assert [turn.name for turn in within_first(turns, again, asks=20)] == ["mlp", "again", "fc2"]
     first = within_first(turns, again, asks=21)
     assert [(turn.name, turn.enters) for turn in first] == [("mlp", 1), ("fc2", 1), ("again", 1), ("fc2", 0)]
     assert first[1].course is Course.BEGINS  # its weight stays until the recomputation is over
-    turns.insert(1, Turn(Function("dropout"), 20, 21))  # a module, done before the matrix: what it lent goes then
+    turns.insert(1, ModuleTurn(Function("dropout"), 20, 21))  # a module, done before the matrix: what it lent goes then
     asked = [(turn.name, turn.enters) for turn in within_first(turns, again, asks=20)]
     assert asked == [("mlp", 1), ("dropout", 1), ("again", 1), ("dropout", 0), ("fc2", 1)]
 
