@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import ImportedRow, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows, row_job
 from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
@@ -29,5 +29,5 @@ def read_fsdp_qlora(path: Path) -> list[Measurement]:
 
 
 def _reading(record: Mapping[str, Any]) -> ImportedRow:
-    job = job_of(record)
+    job = row_job(record)
     return ImportedRow(job=job, assumptions=ASSUMPTIONS, out_of_scope=(OFFLOADS,) if job.offload.parameters else ())

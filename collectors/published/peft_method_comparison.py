@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import ImportedRow, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows, row_job
 from peakcast.core.fields import to_mapping
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.measurements.records import Measurement
@@ -41,7 +41,7 @@ def _reading(record: Mapping[str, Any]) -> ImportedRow:
     plain = {**record, "optimizer": OPTIMIZERS[record["optimizer"]]}
     casts = "autocast_adapter_dtype True" in record["precision"]
     translation = from_huggingface(
-        job_of(plain).architecture,
+        row_job(plain).architecture,
         {"torch_dtype": "bfloat16", "optim": "adamw_torch"},
         peft=adapter and {**adapter, "autocast_adapter_dtype": casts},
         versions=record["versions"],
@@ -53,7 +53,7 @@ def _reading(record: Mapping[str, Any]) -> ImportedRow:
     if record["optimizer"] == "lora-fa":
         finetuning["method"] = "lora_fa"
     return ImportedRow(
-        job=job_of(plain, finetuning=finetuning, precision=to_mapping(job.precision), framework_options=UNPADDED),
+        job=row_job(plain, finetuning=finetuning, precision=to_mapping(job.precision), framework_options=UNPADDED),
         assumptions=(*COMMON_ASSUMPTIONS, *_trained(record)),
         out_of_scope=tuple(reasons),
     )

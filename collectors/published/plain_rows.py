@@ -87,7 +87,7 @@ def measurement(record: Mapping[str, Any], reading: ImportedRow) -> Measurement:
     )
 
 
-def job_of(record: Mapping[str, Any], **changes: Any) -> TrainingJob:
+def row_job(record: Mapping[str, Any], **changes: Any) -> TrainingJob:
     """The row's own job with `changes`, or, if the row has none, the nearest job that its other fields describe.
 
     `changes` are keys of a job file.

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import ImportedRow, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows, row_job
 from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
@@ -31,7 +31,7 @@ def _reading(record: Mapping[str, Any]) -> ImportedRow:
     name = record["job"]["architecture"]["name"]
     own = f"The network's code comes with its weights; {name} is counted as the nearest of transformers' networks."
     return ImportedRow(
-        job=job_of(record),
+        job=row_job(record),
         assumptions=ASSUMPTIONS,
         out_of_scope=(ORDER, *((own,) if name.startswith(OWN_CODE) else ())),
     )

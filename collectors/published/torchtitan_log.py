@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import ImportedRow, job_of, measurement
+from peakcast.collectors.published.plain_rows import ImportedRow, measurement, row_job
 from peakcast.collectors.published.source_files import read_jsonl
 from peakcast.measurements.records import Measurement
 
@@ -159,7 +159,7 @@ def _reading(record: Mapping[str, Any], unread: tuple[str, ...]) -> ImportedRow:
     }
     reason = REASONS.get(record["id"])
     return ImportedRow(
-        job=job_of(_complete(record), **changes),
+        job=row_job(_complete(record), **changes),
         assumptions=(
             *COMMON_ASSUMPTIONS,
             f"A commit of torchtitan is no release; of this one torchtitan {day.release} is taken: {day.why}.",

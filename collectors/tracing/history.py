@@ -79,7 +79,7 @@ def allocations(trace: Sequence[Mapping[str, Any]]) -> list[Allocation]:
     return made
 
 
-def named(made: Sequence[Allocation], storages: Sequence[ReportedStorage]) -> list[ReportedStorage | None]:
+def storage_of_each(made: Sequence[Allocation], storages: Sequence[ReportedStorage]) -> list[ReportedStorage | None]:
     """For each allocation the storage in it, None for a hidden one. A storage belongs to the last allocation at its address
     that was made before the operator that returned the storage ended."""
     at: dict[int, list[Allocation]] = {}
@@ -103,7 +103,7 @@ def timeline(
         return Timeline.from_entries([], [])
     first, last = inside[0], inside[-1] + 1
     entries = []
-    for allocation, storage in zip(made, named(made, storages), strict=True):
+    for allocation, storage in zip(made, storage_of_each(made, storages), strict=True):
         dies = last if allocation.dies is None else min(allocation.dies, last)
         if allocation.born >= last or dies <= max(first, allocation.born):
             continue
@@ -136,7 +136,7 @@ def hidden(
         if total > largest:
             largest, peak = total, instant
     groups: dict[tuple[str, str], dict[str, Any]] = {}
-    for allocation, storage in zip(made, named(made, storages), strict=True):
+    for allocation, storage in zip(made, storage_of_each(made, storages), strict=True):
         if storage is not None:
             continue
         phase = _operator(operators, allocation.operator).phase.name.lower()

@@ -21,7 +21,7 @@ from peakcast.jobs.spec import TrainingJob, canonical_json
 from peakcast.measurements.records import DEVICE_MEAN, Measurement
 from peakcast.models.baseline.baseline import Baseline, baseline
 from peakcast.models.calibration.features import features
-from peakcast.models.calibration.grouping import architecture_shape, bar_groups, layout_of, residual_group
+from peakcast.models.calibration.grouping import architecture_shape, bar_groups, layout_name, residual_group
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -193,7 +193,7 @@ def _sample(row: Measurement, device: Device, base: Baseline) -> Sample:
         baseline=base,
         features=features(row.job, device, base, published=row.provenance == "published"),
         architecture=architecture_shape(row.job),
-        layout=layout_of(row.job.parallelism),
+        layout=layout_name(row.job.parallelism),
         groups=bar_groups(row.job),
     )
 

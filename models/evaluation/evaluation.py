@@ -16,8 +16,8 @@ from typing import Any
 from peakcast.answers.prediction import QUANTITIES, Interval
 from peakcast.core.findings import CAUSES, OF_THE_CACHE
 from peakcast.measurements.records import Measurement
-from peakcast.models.calibration.grouping import kind_of
-from peakcast.models.calibration.regressors import candidates
+from peakcast.models.calibration.grouping import row_kind
+from peakcast.models.calibration.regressors import candidate_regressors
 from peakcast.models.calibration.samples import (
     BaselineOf,
     DeviceOf,
@@ -145,7 +145,7 @@ def evaluate(
     *,
     splits: Sequence[str] = tuple(SPLITS),
     quantities: Sequence[str] = QUANTITIES,
-    make_candidates: MakeCandidates = candidates,
+    make_candidates: MakeCandidates = candidate_regressors,
     device_of: DeviceOf | None = None,
     baseline_of: BaselineOf | None = None,
     scope_of: ScopeOf | None = None,
@@ -164,7 +164,7 @@ def evaluate_prepared(
     *,
     splits: Sequence[str] = tuple(SPLITS),
     quantities: Sequence[str] = QUANTITIES,
-    make_candidates: MakeCandidates = candidates,
+    make_candidates: MakeCandidates = candidate_regressors,
     new_hardware: bool = False,
 ) -> Evaluation:
     """As `evaluate`, for rows that were prepared already."""
@@ -252,7 +252,7 @@ def _scored(sample: Sample, interval: Interval, quantity: str, weight: float, re
         architecture=sample.architecture,
         layout=sample.layout,
         framework=row.job.framework,
-        kind=kind_of(row.job),
+        kind=row_kind(row.job),
         quantity=quantity,
         measured=sample.measured(quantity) or 1,
         baseline=interval.baseline,

@@ -40,7 +40,7 @@ class Scored:
     weight: float
     """1 / repeats of the configuration."""
     kind: str = ""
-    """`grouping.kind_of` the job."""
+    """`grouping.row_kind` the job."""
     known: str = ""
     """What is known about the row that may explain an error."""
     finding: str = ""

@@ -40,7 +40,7 @@ ROUNDS = 6
 Change = Callable[[str, int, bool], int]
 
 
-def kind_of(
+def network_kind(
     record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditions, read: frozenset[str] = frozenset()
 ) -> NetworkKind | None:
     """All networks that `recipe`, which is one of `job`, represents; None if no other network confirms it. `record`: takes

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 PLACE, BORN_STRETCH, BORN, DIES_STRETCH, DIES, HANDED_ON_STRETCH, HANDED_ON = range(7)
-"""The rows of `Walk.lives`. Stretches and places: `collectors/tracing/stretches.py`."""
+"""The rows of `Walk.lives`. Stretches: `collectors/tracing/stretches.py`; places: `peakcast/timelines/places.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def pairs_of(written: Iterable[Sequence[object]]) -> tuple[tuple[str, str], ...]
     return tuple((str(one), str(other)) for one, other in written)
 
 
-def groups_of(written: Iterable[Sequence[Any]]) -> tuple[GatheredGroup, ...]:
+def groups_from_json(written: Iterable[Sequence[Any]]) -> tuple[GatheredGroup, ...]:
     """Groups, as JSON has them."""
     return tuple(GatheredGroup(str(role), str(begins), pairs_of(weights)) for role, begins, weights in written)
 
@@ -132,7 +132,7 @@ class Walk:
             parameters,
             bool(mapping.get("wrapped", True)),
             tuple(visits),
-            groups_of(mapping.get("groups", ())),
+            groups_from_json(mapping.get("groups", ())),
             int(mapping.get("stacks", 1)),
             int(mapping.get("image_tokens", 0)),
             pairs_of(mapping.get("replaced", ())),

@@ -63,7 +63,7 @@ def predict_batch(
     return _answers(lines, processes, timeout_seconds)
 
 
-def batch_of(path: Path, processes: int | None) -> tuple[Iterable[bytes], int]:
+def lines_and_processes(path: Path, processes: int | None) -> tuple[Iterable[bytes], int]:
     """The lines of the file at `path`, and how many processes answer them: one for a short file, and one for standard input
     (`-`), whose lines are answered as they come. Raises: SpecError."""
     if str(path) == "-":

@@ -110,7 +110,7 @@ def _beside(
     from dataclasses import replace
 
     from peakcast.doors.explaining import explanation
-    from peakcast.doors.places import explained
+    from peakcast.doors.places import output_errors
     from peakcast.explaining.beside import beside
     from peakcast.explaining.beside_picture import write_beside
     from peakcast.explaining.picture import check_picture_path
@@ -126,15 +126,15 @@ def _beside(
     by = f"the {predicted.source} of {predicted.architecture}"
     laid = beside(recorded_timeline(history), predicted.timeline, allocated_bytes(history), by)
     if output is not None:
-        with explained(Path(output)):
+        with output_errors(Path(output)):
             write_beside(laid, Path(output), f"{history.name}, beside {by}")
     return replace(found, beside=laid, written=str(output) if output is not None else None)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    from peakcast.answers.advised import plain
+    from peakcast.answers.advised import json_values
 
-    mapping: dict[str, Any] = plain(value)
+    mapping: dict[str, Any] = json_values(value)
     if isinstance(value, HistoryReplay):
         mapping["agrees"] = value.agrees
     return mapping

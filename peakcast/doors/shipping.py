@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peakcast.core.durable import explained, replace_file
+from peakcast.core.durable import file_errors, replace_file
 from peakcast.core.errors import CollectorError, SpecError, near_misses
 from peakcast.core.extras import need
 from peakcast.core.fields import FrozenMapping
@@ -22,7 +22,7 @@ from peakcast.dialects.common.network_values import NETWORK, with_values
 from peakcast.dialects.common.own_networks import TORCHTUNE, TRANSFORMERS, torchtune_families
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shipped
-from peakcast.models.recipes.generalising import kind_of
+from peakcast.models.recipes.generalising import network_kind
 from peakcast.models.recipes.kinds import NetworkKind
 from peakcast.models.recipes.recipe import Recipe, recorded
 from peakcast.models.recipes.regime import regime
@@ -147,7 +147,7 @@ def record_all(
         if reason:
             shipment.refused[family] = reason
 
-    with explained(own, "made"):  # checked before minutes are spent
+    with file_errors(own, "made"):  # checked before minutes are spent
         own.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(processes) as pool:  # each thread waits for its own process
         list(pool.map(record, asked))
@@ -240,7 +240,7 @@ def _recorded(recorder: WalkRecorder, job: TrainingJob, releases: FrozenMapping)
 
         asked, told = (job.micro_batch_size, LENGTH), told_by_layer(job.architecture)
         recipe = recorded(record, asked, job.architecture.most_positions, told=told)
-        kind = kind_of(record, recipe, job, library.defaults, library.read)
+        kind = network_kind(record, recipe, job, library.defaults, library.read)
     if kind is None:
         raise CollectorError("no network with other numbers confirms what was recorded.")
     return kind, replace(recipe, versions=releases)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def json_text(value: object) -> str:
     """`value` as indented strict JSON."""
-    return json.dumps(value, indent=2, allow_nan=False, default=plain)
+    return json.dumps(value, indent=2, allow_nan=False, default=_as_json)
 
 
 def json_line(value: object) -> str:
@@ -37,7 +37,7 @@ def json_line(value: object) -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """`value` as JSON values: dataclasses become mappings, paths become texts."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)

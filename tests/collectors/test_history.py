@@ -61,7 +61,7 @@ STORAGES = [
 
 def test_each_allocation_is_of_the_storage_that_lay_in_it_or_hidden():
     made = history.allocations(TRACE)
-    names = [found.name if found else None for found in history.named(made, STORAGES)]
+    names = [found.name if found else None for found in history.storage_of_each(made, STORAGES)]
     assert names == ["mlp.weight", None, "mm.default", None, "relu.default", None, "mlp.weight.grad"]
     assert [(each.born, each.dies) for each in made] == [(0, None), (1, None), (2, 5), (3, 4), (4, None), (5, 6), (6, None)]
 

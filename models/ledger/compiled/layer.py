@@ -42,10 +42,10 @@ def compiled_layer(context: HFContext, recomputes: bool) -> Template:
     """One layer, forward and backward: [micro_batch_size, sequence_length, hidden_size] in and out. `recomputes`:
     checkpointing is inside the compiled part, and `context.backward.cached_matmuls` says what it keeps. If it is around it,
     the context is `checkpointed`: the checkpoint holds the layer's input."""
-    return _template(context, *graphs(context, recomputes))
+    return _template(context, *layer_graphs(context, recomputes))
 
 
-def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, InductorGraph]:
+def layer_graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, InductorGraph]:
     """The layer's forward and backward graphs. An input without a gradient, as of the first layer with adapters, is not
     saved: the sum after attention is, and what leads to no adapter has no backward."""
     sums_again = context.layer.input_requires_grad and "o" not in adapted(context)

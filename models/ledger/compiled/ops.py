@@ -63,7 +63,7 @@ class _Prefixed(dict[str, str]):
         return found
 
 
-def named(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]:
+def prefixed(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]:
     """`ops` with `prefix` before every name, except those in `others`, which are replaced as given there."""
     found = _Prefixed(prefix, others)
     return [

@@ -53,7 +53,7 @@ from peakcast.models.ledger.layouts.pipeline import (
 from peakcast.models.ledger.layouts.stages import StagedLayout
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import HANDED_IN, INPUTS_DONE, Waiting
-from peakcast.models.ledger.tape.workspaces import kernels_of, training_workspaces
+from peakcast.models.ledger.tape.workspaces import multiprocessors_of, training_workspaces
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
 
@@ -73,7 +73,7 @@ def pipeline_ledger(
         timeline.hold(name, Category.INPUTS, sequences * job.sequence_length * INT64, 0)
     whole_step, start = job.replace(micro_batch_size=sequences), timeline.now
     hold_shared_inputs(timeline, whole_step)
-    _Turns(job, block_context(job, kernels_of(device), rank or 0), chunks, timeline, held).run(stage)
+    _Turns(job, block_context(job, multiprocessors_of(device), rank or 0), chunks, timeline, held).run(stage)
     hold_parts_of_inputs(timeline, whole_step, start)
     place_optimizer_step(timeline, job, held, step)
     return timeline.timeline()

@@ -14,7 +14,7 @@ BROADCAST_BUCKET_BYTES = 250 * MIB
 """`PARAM_BROADCAST_BUCKET_SIZE` (torch 2.4-2.13 `distributed/fsdp/_init_utils.py`)."""
 
 
-def buckets(sizes: Sequence[int]) -> list[list[int]]:
+def size_buckets(sizes: Sequence[int]) -> list[list[int]]:
     """`sizes` grouped into buckets, as `compute_bucket_assignment_by_size` does."""
     made: list[list[int]] = [[]]
     for size in sizes:
@@ -50,7 +50,7 @@ class Broadcasts:
 
     def send(self, step: Step, unit: Unit, sizes: Sequence[int]) -> None:
         """Send the buckets of a unit whose tensors have `sizes` bytes."""
-        for bucket in buckets(sizes):
+        for bucket in size_buckets(sizes):
             self._free_arrived(step)
             joined = len(bucket) > 1
             copied = step.allocate("broadcast", Category.COMMUNICATION_BUFFERS, [sum(bucket)] * joined, unit.name)

@@ -11,7 +11,7 @@ from typing import Protocol
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.module_tree import ENCODER, LM_HEAD, BlockKind, TransformerStack, block_of, path_of
-from peakcast.models.ledger.layouts.zero3_turns import turns_of
+from peakcast.models.ledger.layouts.zero3_turns import module_turns
 from peakcast.models.ledger.layouts.zero3_visits import Container, Course, Module, ModuleTurn, OfBlock, Pass, Passage
 from peakcast.networks.families import counted_as
 
@@ -86,7 +86,7 @@ class Zero3Modules:
     def turns(self, passage: Passage) -> list[ModuleTurn]:
         """As `ModuleTurns.turns`."""
         block, stack, backward = block_of(passage.block), self._stack(passage), passage.during is Pass.BACKWARD
-        turns = turns_of(
+        turns = module_turns(
             passage,
             self._tensors_of(passage.block, stack),
             around=self._num_entered_before(block, stack, backward=backward),

@@ -38,7 +38,7 @@ LORA_A = "lora_A"
 FEED_FORWARD = "mlp"
 
 
-def turns_of(
+def module_turns(
     passage: Passage, tensors: Sequence[StoredTensor], *, around: int = 0, leaf: str = "", family: str = ""
 ) -> list[ModuleTurn]:
     """The turns of the modules in a passage of a block. Parameters that no operation names count as used by the
@@ -53,7 +53,7 @@ def turns_of(
 def _from_0(
     passage: Passage, tensors: tuple[StoredTensor, ...], around: int, leaf: str, family: str
 ) -> tuple[ModuleTurn, ...]:
-    """`turns_of`, with the first operation at 0."""
+    """`module_turns`, with the first operation at 0."""
     return _Visits(passage, ParameterModules(tensors, passage.labels, leaf), counted_as(family)).turns(around)
 
 

@@ -57,7 +57,7 @@ def is_fully_sharded(share: RankShare) -> bool:
 
 
 @lru_cache(maxsize=64)
-def buckets(
+def fsdp_parameter_groups(
     parameters: tuple[Parameter, ...], shards: int, expert_shards: int, largest: int | None
 ) -> tuple[FSDPParameterGroup, ...]:
     """The buckets of a model in the order of their numbers: first those outside layers, divided after `largest` elements,
@@ -90,7 +90,7 @@ def buckets_of(share: RankShare, parameters: Sequence[Parameter]) -> tuple[FSDPP
     expert_shards = shards if experts is None else max(1, shards * layout.tensor_parallel_size // experts.group_size)
     asked = int(convention.get("ddp_bucket_size", 0) or 0)
     largest = bucket_size(bool(convention.get("overlap_grad_reduce")), 0, shards, asked)
-    return buckets(tuple(parameters), shards, expert_shards, largest)
+    return fsdp_parameter_groups(tuple(parameters), shards, expert_shards, largest)
 
 
 def hold_shards(step: Step, share: RankShare, found: Sequence[FSDPParameterGroup]) -> None:

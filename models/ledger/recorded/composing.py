@@ -17,16 +17,17 @@ from peakcast.models.ledger.layouts import layout_of
 from peakcast.models.ledger.layouts.base import Layout
 from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_optimizer_step
 from peakcast.models.ledger.recorded.ends import ends_of
-from peakcast.models.ledger.recorded.parameters import described, recorded_parameters
+from peakcast.models.ledger.recorded.parameters import recorded_parameters, with_recorded_network
 from peakcast.models.ledger.recorded.turns import RecordedModules
 from peakcast.models.ledger.tape.columns import WIDTH, RecordedColumns
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.models.ledger.tape.workspaces import training_workspaces
-from peakcast.models.recipes.depth import Deep, block_name, deepened, place_of
+from peakcast.models.recipes.depth import Deep, deepened, place_of
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH, HANDED_ON, PLACE, Ints, Visit
+from peakcast.timelines.places import block_name
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
 ADAPTERS = (".lora_A", ".lora_B")
@@ -38,7 +39,7 @@ def recipe_ledger(
     job: TrainingJob, recipe: Recipe, *, device: Device | None = None, rank: int | None = None, step: str = "steady"
 ) -> Timeline:
     """As `peakcast.models.baseline.ledger.ledger`, for the network that `recipe` was recorded from."""
-    job = described(job, recipe)
+    job = with_recorded_network(job, recipe)
     network, tensors = _Network(recipe, job), recorded_parameters(job, recipe)
     modules = RecordedModules(recipe.walk, network.deep, network.names, tensors)
     returned = network.num_bytes[list(recipe.walk.returned)].tolist()

@@ -39,13 +39,15 @@ class RecordedModules:
         place, backward = self._places[passage.block], passage.during is Pass.BACKWARD
         source = self._sources[place]
         visits = self._walk.visits[2 * self._walk.num_places - 1 - source if backward else source]
-        turns = turns_of(f"layers.{place // 2}", visits, self._weights)
+        turns = recorded_turns(f"layers.{place // 2}", visits, self._weights)
         if turns and source == 0 and not backward:
             turns[0] = turns[0]._replace(starts=True)
         return [turn.later(passage.begins) for turn in turns]
 
 
-def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, str], StoredTensor]) -> list[ModuleTurn]:
+def recorded_turns(
+    block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, str], StoredTensor]
+) -> list[ModuleTurn]:
     """The turns of modules at the place of `block`, or before it. A module that has weights and contains other modules
     keeps its weights until it is left."""
     left: dict[int, int] = {}

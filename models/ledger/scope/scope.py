@@ -33,7 +33,7 @@ from peakcast.models.ledger.scope.training import (
 )
 from peakcast.models.recipes.baseline_choice import stack_traces, tracer
 from peakcast.models.recipes.lent import lent
-from peakcast.models.recipes.shelf import installed, wants_recipe
+from peakcast.models.recipes.shelf import installed_libraries, wants_recipe
 
 EVERY_STACK = (BATCHES, PREFERENCES, LENGTHS, FROZEN)
 PYTORCH = (
@@ -73,7 +73,7 @@ def traced_findings(job: TrainingJob) -> tuple[Finding, ...]:
     traces = stack_traces()
     if traces is None:
         return ()
-    own, release = TRACED_NETWORKS.finding(job), of_another_release(job, installed())
+    own, release = TRACED_NETWORKS.finding(job), of_another_release(job, installed_libraries())
     lacked = without_kernels(traces.replaced.items())
     return (*lacked, *with_other_kernels(job), *(finding for finding in (own, release) if finding))
 

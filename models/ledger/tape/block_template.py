@@ -11,7 +11,7 @@ from peakcast.models.ledger.tape.autograd import weights_backward
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.operations import Operation
 from peakcast.models.ledger.tape.storages import TapedBlock
-from peakcast.models.ledger.tape.template import HANDED_IN, Elsewhere, Later, Reload, Row, Template, Waiting, columns_of
+from peakcast.models.ledger.tape.template import HANDED_IN, Elsewhere, Later, Reload, Row, Template, Waiting, column_fields
 
 
 def block_template(
@@ -27,7 +27,7 @@ def block_template(
     """The template of `rows`. `added_to_handed_in`: None if backward reads the gradient handed in to its end."""
     backward = [block.operations[index] for index in block.order]
     return Template(
-        **columns_of(rows),
+        **column_fields(rows),
         num_forward=len(block.operations),
         num_recomputed=_recomputed(block),
         num_backward=len(backward),
@@ -86,7 +86,7 @@ def second_half(block: TapedBlock, waiting: Sequence[Waiting]) -> Later:
 def _weights_template(block: TapedBlock, operation: Operation) -> Template:
     """The template of an instant in which `operation` makes the gradients of its weights, and nothing else."""
     return Template(
-        **columns_of(weights_backward(operation, 0, 0)),
+        **column_fields(weights_backward(operation, 0, 0)),
         num_forward=0,
         num_recomputed=0,
         num_backward=1,

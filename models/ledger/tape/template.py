@@ -143,7 +143,7 @@ class Columns:
     norm makes: they pass through the backward of a view first."""
 
 
-def columns_of(rows: Sequence[Row]) -> dict[str, Any]:
+def column_fields(rows: Sequence[Row]) -> dict[str, Any]:
     """The fields of `Columns`, by name."""
     sizes = np.array([row.num_bytes for row in rows], dtype=np.int64)
     streams = [row.stream for row in rows]

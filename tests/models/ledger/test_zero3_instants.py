@@ -9,7 +9,7 @@ from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.zero import Buckets
 from peakcast.models.ledger.layouts.zero3_fetching import Coordinator
 from peakcast.models.ledger.layouts.zero3_passing import Fetched, Instants, Reduction
-from peakcast.models.ledger.layouts.zero3_turns import turns_of, within_first
+from peakcast.models.ledger.layouts.zero3_turns import module_turns, within_first
 from peakcast.models.ledger.layouts.zero3_visits import Course, Function, Module, ModuleTurn, Pass, Passage
 from peakcast.models.ledger.layouts.zero3_weights import Zero3Engine
 from peakcast.models.ledger.tape.step import Step
@@ -55,19 +55,19 @@ def test_modules_without_weights_have_turns_where_they_are_modules():
     weights = [matrix("self_attn.c_attn"), matrix("self_attn.c_proj")]
     labels = ["self_attn.c_attn", "qkv_split", "self_attn.c_proj", "self_attn.dropout", "residual_add"]
     forward = Passage("layers.0", labels, 0)
-    asked = {family: names(turns_of(forward, weights, family=family)) for family in ("gpt2", "starcoder2")}
+    asked = {family: names(module_turns(forward, weights, family=family)) for family in ("gpt2", "starcoder2")}
     assert asked["starcoder2"] == ["self_attn", "self_attn.c_attn", "self_attn.c_proj"]
     assert asked["gpt2"] == [*asked["starcoder2"], "resid_dropout"]
-    backward = turns_of(Passage("layers.0", labels[::-1], 0, Pass.BACKWARD), weights, family="gpt2")
+    backward = module_turns(Passage("layers.0", labels[::-1], 0, Pass.BACKWARD), weights, family="gpt2")
     assert names(backward) == ["self_attn", "resid_dropout", "self_attn.c_proj", "self_attn.c_attn"]
 
 
 def test_an_adapter_has_one_dropout_and_the_loss_is_no_module():
     tensors = [matrix("q_proj"), matrix("q_proj.lora_A"), matrix("q_proj.lora_B")]
     labels = ["q_proj", "q_proj.lora_A", "q_proj.lora_B", "q_proj.lora.add"]
-    turns = turns_of(Passage("layers.0", labels, 0), tensors)
+    turns = module_turns(Passage("layers.0", labels, 0), tensors)
     assert [name for name in names(turns) if name.endswith("dropout")] == ["q_proj.dropout"]
-    head = turns_of(Passage("head", ["lm_head", "logits.to_float32", "nll_loss"], 0), [matrix("lm_head")])
+    head = module_turns(Passage("head", ["lm_head", "logits.to_float32", "nll_loss"], 0), [matrix("lm_head")])
     assert [turn.name for turn in head if turn.enters] == ["head lm_head"]
 
 
@@ -88,7 +88,7 @@ def test_a_module_that_reads_anothers_weight_holds_it_to_its_end():
     """T5's feed-forward asks for the dtype of its last projection: an external parameter, there from its begin on."""
     tensors = [matrix("mlp.layer_norm"), matrix("mlp.wi"), matrix("mlp.wo")]
     labels = ["mlp.layer_norm.pow", "mlp.wi", "mlp.relu", "mlp.wo", "mlp.residual_add"]
-    turns = turns_of(Passage("layers.0", labels, 0), tensors, family="t5")
+    turns = module_turns(Passage("layers.0", labels, 0), tensors, family="t5")
     holding = [(turn.name, turn.begins, turn.course) for turn in turns if tensors[2] in turn.tensors]
     inner, projection = "layers.0 mlp.inner", "layers.0 mlp.wo"
     assert holding == [(inner, 1, Course.BEGINS), (projection, 3, Course.UNRELEASED), (inner, 3, Course.ENDS)]

@@ -14,7 +14,7 @@ from peakcast.core.errors import CollectorError, RecordError
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shipped
-from peakcast.models.recipes.generalising import kind_of
+from peakcast.models.recipes.generalising import network_kind
 from peakcast.models.recipes.kinds import NetworkKind, with_values
 from peakcast.models.recipes.recipe import Recipe, recorded
 from peakcast.models.recipes.walk import Walk
@@ -64,7 +64,7 @@ def job(**changes: Any) -> TrainingJob:
 def known() -> tuple[NetworkKind, Recipe]:
     library = Wide(8)
     recipe = recorded(library, (2, 512))
-    kind = kind_of(library, recipe, job(), {})
+    kind = network_kind(library, recipe, job(), {})
     assert kind is not None
     return kind, recipe
 
@@ -94,7 +94,7 @@ class Positioned(Wide):
 def test_narrower_networks_have_as_many_positions_as_the_recorded_one() -> None:
     library, asked = Positioned(8), job(max_position_embeddings=768)
     recipe = recorded(library, (2, 512), 768)
-    kind = kind_of(library, recipe, asked, {})
+    kind = network_kind(library, recipe, asked, {})
     assert kind is not None
     assert "network.max_position_embeddings" in kind.widths.keys
     assert kind.values(job(max_position_embeddings=768, hidden_size=256, num_attention_heads=4)) is not None

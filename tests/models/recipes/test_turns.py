@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.zero3_visits import Course, Pass, Passage
-from peakcast.models.ledger.recorded.turns import RecordedModules, turns_of
+from peakcast.models.ledger.recorded.turns import RecordedModules, recorded_turns
 from peakcast.models.recipes.depth import deepened, repeats
 from peakcast.models.recipes.walk import Visit
 from tests.models.recipes.walks import walk
@@ -20,7 +20,7 @@ def test_a_module_around_others_keeps_its_own_weights_until_it_is_left() -> None
         Visit("forward", False, "inner", 3, INNER),
         Visit("forward", False, "outer", 5, OUTER),
     )
-    begins, inner, ends = turns_of("layers.0", visits, WEIGHTS)
+    begins, inner, ends = recorded_turns("layers.0", visits, WEIGHTS)
     assert (begins.begins, begins.course) == (0, Course.BEGINS)
     assert (inner.begins, inner.ends, inner.course) == (1, 3, Course.WHOLE)
     assert inner.tensors == (WEIGHTS["layers.0", "inner.w"],)
@@ -28,7 +28,7 @@ def test_a_module_around_others_keeps_its_own_weights_until_it_is_left() -> None
 
 
 def test_a_module_that_is_never_left_releases_nothing() -> None:
-    (turn,) = turns_of("layers.0", (Visit("backward", True, "inner", 2, INNER),), WEIGHTS)
+    (turn,) = recorded_turns("layers.0", (Visit("backward", True, "inner", 2, INNER),), WEIGHTS)
     assert not turn.releases
 
 
@@ -38,7 +38,7 @@ def test_what_a_checkpoint_runs_again_is_a_turn_of_its_own() -> None:
         Visit("again", True, "inner", 0, INNER),
         Visit("backward", False, "inner", 4, INNER),
     )
-    asks, again, goes_on = turns_of("layers.0", visits, WEIGHTS)
+    asks, again, goes_on = recorded_turns("layers.0", visits, WEIGHTS)
     assert asks.course is Course.BEGINS
     assert again.during is Pass.RECOMPUTATION
     assert again.course is Course.UNRELEASED  # the checkpoint stopped inside it
