@@ -131,8 +131,8 @@ def read(
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
     asked = asked_versions(versions, container, here)
-    beside = ReadOptions(files=tuple(companions), num_gpus=num_gpus, model=model, dialect=dialect, versions=asked)
-    return translation_of(job, beside)
+    options = ReadOptions(files=tuple(companions), num_gpus=num_gpus, model=model, dialect=dialect, versions=asked)
+    return translation_of(job, options)
 
 
 def megatron(

@@ -16,7 +16,7 @@ from peakcast.models.allocator.history_replay import HistoryReplay, allocated_by
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
-    from peakcast.explaining.beside import RecordingComparison
+    from peakcast.explaining.recording_comparison import RecordingComparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,9 +111,9 @@ def _beside(
 
     from peakcast.doors.explaining import explanation
     from peakcast.doors.places import output_errors
-    from peakcast.explaining.beside import beside
-    from peakcast.explaining.beside_picture import write_beside
+    from peakcast.explaining.comparison_picture import write_comparison
     from peakcast.explaining.picture import check_picture_path
+    from peakcast.explaining.recording_comparison import compare_recording
     from peakcast.models.allocator.history_timeline import recorded_timeline
 
     if output is not None:
@@ -124,11 +124,11 @@ def _beside(
         raise SpecError("against and module are two predictions; leave one out.", parameter="module")
     predicted = explanation(against, gpu, rank, trace=trace, module=module)
     by = f"the {predicted.source} of {predicted.architecture}"
-    laid = beside(recorded_timeline(history), predicted.timeline, allocated_bytes(history), by)
+    compared = compare_recording(recorded_timeline(history), predicted.timeline, allocated_bytes(history), by)
     if output is not None:
         with output_errors(Path(output)):
-            write_beside(laid, Path(output), f"{history.name}, beside {by}")
-    return replace(found, beside=laid, written=str(output) if output is not None else None)
+            write_comparison(compared, Path(output), f"{history.name}, beside {by}")
+    return replace(found, beside=compared, written=str(output) if output is not None else None)
 
 
 def _mapping(value: Any) -> dict[str, Any]:

@@ -159,12 +159,12 @@ def _question(asked: PageState) -> Question:
         )
     versions = asked.versions.strip()
     image = versions if versions and "=" not in versions else None
-    beside = ReadOptions(
+    options = ReadOptions(
         num_gpus=asked.num_gpus,
         model=asked.model.strip() or None,
         versions=asked_versions(None if image else versions or None, image),
     )
-    job = translation_of(_job(text), beside)
+    job = translation_of(_job(text), options)
     return question(job, asked.gpu, host_memory_gib=asked.host_memory_gib, gpus_per_node=asked.gpus_per_node)
 
 

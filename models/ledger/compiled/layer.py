@@ -23,7 +23,7 @@ from peakcast.models.ledger.compiled.template import Given, compiled_template
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention_kernel
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE
-from peakcast.models.ledger.tape.template import HANDED_IN, Template
+from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT, Template
 from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
 
@@ -56,7 +56,7 @@ def layer_graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, I
     if ops.drops:
         forward.insert(0, op(SEEDS, (), 2 * INT64))
     if ops.casts:
-        backward = [op(NARROWED, HANDED_IN, ops.hidden), *backward]
+        backward = [op(NARROWED, OUTPUT_GRADIENT, ops.hidden), *backward]
     kept = kept_of(context, forward, recomputes)
     return both_graphs(forward, recomputed(ops.forward(again=True), backward, kept), kept, {OUTPUT}, ops.parts_read)
 
@@ -77,6 +77,6 @@ def _template(context: HFContext, first: InductorGraph, second: InductorGraph) -
     hidden, owned = context.input_bytes, 0 if context.backward.checkpointed else context.input_bytes
     given = (
         Given(INPUT, Category.ACTIVATIONS, owned, False, read_again=context.layer.input_requires_grad),
-        Given(HANDED_IN, Category.TEMPORARIES, hidden, True),
+        Given(OUTPUT_GRADIENT, Category.TEMPORARIES, hidden, True),
     )
     return compiled_template(first, second, given, input_bytes=hidden)

@@ -17,7 +17,7 @@ from peakcast.models.ledger.compiled.layer import kept_of
 from peakcast.models.ledger.compiled.ops import (
     INPUT,
     MASK,
-    OF_HANDED_IN,
+    OF_OUTPUT_GRADIENT,
     OUTPUT,
     SEEDS,
     Names,
@@ -30,7 +30,7 @@ from peakcast.models.ledger.compiled.ops import (
 from peakcast.models.ledger.compiled.template import Given, compiled_template
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE
-from peakcast.models.ledger.tape.template import HANDED_IN, Template
+from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT, Template
 from peakcast.networks.families import family_of
 from peakcast.networks.windows import attends_to_everything
 from peakcast.timelines.timeline import Category
@@ -110,7 +110,7 @@ def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tu
         kept |= {prefix + name for name in kept_of(layer, inside, again[index])}
         if again[index] and not last:
             kept.add(prefix + OUTPUT)
-        others = outer | {INPUT: given} | {name: name.replace(HANDED_IN, above) for name in OF_HANDED_IN}
+        others = outer | {INPUT: given} | {name: name.replace(OUTPUT_GRADIENT, above) for name in OF_OUTPUT_GRADIENT}
         if last and again[index]:
             back = _after_recomputation(layer, back)
         backward[:0] = prefixed(back, prefix, others)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.tape.template import HANDED_IN
+from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 
 INPUT, OUTPUT = "hidden_states", "output"
-MASK, SEEDS, NARROWED = "attention_mask", "seeds", f"{HANDED_IN}.narrow"
-OF_HANDED_IN = (HANDED_IN, NARROWED, f"{HANDED_IN}.wide", f"{HANDED_IN}.copy")
+MASK, SEEDS, NARROWED = "attention_mask", "seeds", f"{OUTPUT_GRADIENT}.narrow"
+OF_OUTPUT_GRADIENT = (OUTPUT_GRADIENT, NARROWED, f"{OUTPUT_GRADIENT}.wide", f"{OUTPUT_GRADIENT}.copy")
 PRODUCTS = ("qkv", "q", "k", "v", "o", "gate_up", "gate", "up", "down")
 
 

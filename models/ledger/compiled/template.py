@@ -75,5 +75,5 @@ def compiled_template(
         asks_late_bytes=0,
         saved_bytes=[],
         loss_from=len(first.order),
-        added_to_handed_in=len(second.order),
+        output_gradient_used_until=len(second.order),
     )

@@ -85,14 +85,14 @@ class _Stack:
         if self.checkpointed:
             second = self.backward.get(1)
             return self._ended(second) if second is not None else 0
-        kept = self.forward[0].template.elsewhere[name].kept_until
+        kept = self.forward[0].template.borrowed[name].kept_until
         return 0 if kept is None else (self.backward[0].backward_start or 0) + kept
 
     def gradient_from(self, name: str) -> int | None:
         """The instant from which a gradient of the shared tensor `name` exists: in the last layer's backward, which runs
         first. None if it has no gradient."""
         run = self.backward[len(self.forward) - 1]
-        made = run.template.elsewhere[name].gradient_from
+        made = run.template.borrowed[name].gradient_from
         return None if made is None else (run.backward_start or 0) + made
 
     @staticmethod
@@ -213,7 +213,7 @@ def _hold_positions(timeline: Step, stack: _Stack, context: HFContext, returned:
     if stack.checkpointed:  # the first layer's recomputation makes another
         again = stack.backward[0]
         born = again.forward_start + again.template.forward_marks[Mark.RELATIVE_POSITIONS][0]
-        until = again.template.elsewhere[POSITION_BIAS].kept_until
+        until = again.template.borrowed[POSITION_BIAS].kept_until
         ends = again.forward_start + again.template.num_forward if until is None else (again.backward_start or 0) + until
         timeline.hold(POSITION_BIAS, Category.ACTIVATIONS, size, born, ends, module)
     gradient = stack.gradient_from(POSITION_BIAS)
@@ -242,7 +242,7 @@ def _hold_cross_positions(timeline: Step, decoder: _Stack, target: HFContext, re
     if decoder.checkpointed:
         again = decoder.backward[0]
         born = again.forward_start + again.template.in_forward[f"{CROSS}.v"] + 1
-        until = again.template.elsewhere[CROSS_POSITION_BIAS].kept_until
+        until = again.template.borrowed[CROSS_POSITION_BIAS].kept_until
         ends = again.forward_start + again.template.num_forward if until is None else (again.backward_start or 0) + until
         timeline.hold(CROSS_POSITION_BIAS, Category.ACTIVATIONS, size, born, ends, module)
         gradient = decoder.gradient_from(CROSS_POSITION_BIAS)

@@ -52,7 +52,7 @@ from peakcast.models.ledger.layouts.pipeline import (
 )
 from peakcast.models.ledger.layouts.stages import StagedLayout
 from peakcast.models.ledger.tape.step import BlockRun, Step
-from peakcast.models.ledger.tape.template import HANDED_IN, INPUTS_DONE, Waiting
+from peakcast.models.ledger.tape.template import INPUTS_DONE, OUTPUT_GRADIENT, Waiting
 from peakcast.models.ledger.tape.workspaces import multiprocessors_of, training_workspaces
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
@@ -313,7 +313,7 @@ class _Turns:
         gradient that came into the block has a buffer of its own."""
         run, ended = block.inputs, block.ended
         for one in block.waiting:
-            if (received and one.name == HANDED_IN) or (block.checkpointed and not one.born_backward):
+            if (received and one.name == OUTPUT_GRADIENT) or (block.checkpointed and not one.born_backward):
                 continue  # (a checkpointed block recomputes its saved tensors for each weight)
             until = block.until(one)
             dies = self.step.now if until is None or until >= len(ended) else ended[until]  # frozen weights have no turns
@@ -337,7 +337,7 @@ class _Turns:
             return
         last = state.runs[max(state.runs)]
         run = last.recomputation or last
-        added, begins = run.template.added_to_handed_in, run.backward_start or 0
+        added, begins = run.template.output_gradient_used_until, run.backward_start or 0
         self.step.hold("received.output.grad", buffers, size, 0, begins, module)
         self.step.hold("received.output.grad", buffers, size, begins + added, module=module)
 

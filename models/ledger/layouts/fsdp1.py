@@ -20,7 +20,7 @@ from peakcast.models.ledger.layouts.sharded import ShardedLayout
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.step import BlockRun, Step
-from peakcast.models.ledger.tape.template import HANDED_IN
+from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 from peakcast.timelines.timeline import Category, Phase
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
@@ -304,9 +304,9 @@ class FSDP1(ShardedLayout):
     def _keep_input(self, step: Step, run: BlockRun) -> None:
         """Keep a frozen layer's input, and the gradient of the input of the layer after it, until backward ends."""
         if self._inputs:  # the incoming gradient is the next layer's input's: its leaf keeps it when this layer has read it
-            handed_in = run.template.names.index(HANDED_IN)
-            used = (run.backward_start or 0) + int(run.template.dies[handed_in])
-            size = run.template.handed_in_bytes
+            output_gradient = run.template.names.index(OUTPUT_GRADIENT)
+            used = (run.backward_start or 0) + int(run.template.dies[output_gradient])
+            size = run.template.output_gradient_bytes
             self._inputs += step.allocate("checkpoint.grad", Category.TEMPORARIES, [size], run.module, born=used)
         self._inputs += step.allocate("checkpoint", Category.ACTIVATIONS, [run.template.input_bytes], run.module)
 

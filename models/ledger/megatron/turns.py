@@ -296,7 +296,7 @@ class Turns:
         if end is None:  # it is recomputed, or on another stage; both are out of scope
             return
         made, read = runs[end], runs[end + 2 : -1]  # the decoder's embedding is between them, the head comes after
-        first, last = (layer.template.elsewhere[ENCODER_STATES] for layer in (read[0], read[-1]))
+        first, last = (layer.template.borrowed[ENCODER_STATES] for layer in (read[0], read[-1]))
         assert last.gradient_from is not None
         assert made.backward_start is not None
         size, hold = self.share.context.stream_bytes, self.step.hold

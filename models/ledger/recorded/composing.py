@@ -193,7 +193,7 @@ class _Network:
             asks_late_bytes=0,
             saved_bytes=[],
             loss_from=len(phases) if loss < 0 else loss,
-            added_to_handed_in=len(walk.phases[backward]),
+            output_gradient_used_until=len(walk.phases[backward]),
             made=(self._allocated_bytes(forward), self._allocated_bytes(backward)),
         )
 

@@ -11,20 +11,29 @@ from peakcast.models.ledger.tape.autograd import weights_backward
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.operations import Operation
 from peakcast.models.ledger.tape.storages import TapedBlock
-from peakcast.models.ledger.tape.template import HANDED_IN, Elsewhere, Later, Reload, Row, Template, Waiting, column_fields
+from peakcast.models.ledger.tape.template import (
+    OUTPUT_GRADIENT,
+    BorrowedUse,
+    Later,
+    Reload,
+    Row,
+    Template,
+    Waiting,
+    column_fields,
+)
 
 
 def block_template(
     block: TapedBlock,
     rows: Sequence[Row],
     *,
-    elsewhere: Mapping[str, Elsewhere],
-    added_to_handed_in: int | None,
-    beside_bytes: int = 0,
+    borrowed: Mapping[str, BorrowedUse],
+    output_gradient_used_until: int | None,
+    second_output_bytes: int = 0,
     reloads: tuple[Reload, ...] = (),
     later: Later | None = None,
 ) -> Template:
-    """The template of `rows`. `added_to_handed_in`: None if backward reads the gradient handed in to its end."""
+    """The template of `rows`. `output_gradient_used_until`: None if backward reads the gradient handed in to its end."""
     backward = [block.operations[index] for index in block.order]
     return Template(
         **column_fields(rows),
@@ -38,11 +47,11 @@ def block_template(
         asks_late_bytes=_asks_late_bytes(block, rows),
         saved_bytes=[size for operation in backward for size in operation.saved_bytes if size],
         loss_from=block.loss_from,
-        added_to_handed_in=len(backward) if added_to_handed_in is None else added_to_handed_in,
+        output_gradient_used_until=len(backward) if output_gradient_used_until is None else output_gradient_used_until,
         forward_marks={mark: sorted(marked) for mark, marked in block.marks.items()},
         backward_marks=_backward_marks(block),
-        beside_bytes=beside_bytes,
-        elsewhere=dict(elsewhere),
+        second_output_bytes=second_output_bytes,
+        borrowed=dict(borrowed),
         reloads=reloads,
         later=later,
     )
@@ -72,7 +81,7 @@ def _backward_marks(block: TapedBlock) -> dict[Mark, list[int]]:
 def _asks_late_bytes(block: TapedBlock, rows: Sequence[Row]) -> int:
     """Bytes of the block's own gradients that exist when backward first reads a saved tensor."""
     asks = next((instant for instant, index in enumerate(block.order) if any(block.operations[index].saved_bytes)), 0)
-    own = (row for row in rows if row.born_backward and row.name != HANDED_IN)
+    own = (row for row in rows if row.born_backward and row.name != OUTPUT_GRADIENT)
     return sum(row.num_bytes for row in own if row.born < asks < row.dies)
 
 
@@ -97,5 +106,5 @@ def _weights_template(block: TapedBlock, operation: Operation) -> Template:
         asks_late_bytes=0,
         saved_bytes=[],
         loss_from=0,
-        added_to_handed_in=1,
+        output_gradient_used_until=1,
     )

@@ -159,7 +159,8 @@ class Step:
         if self._watched:
             since = self._take_block_end()
             self.hooks.before_backward(self, run.module)
-            self._hold_between_blocks("gradient", Category.TEMPORARIES, run.template.handed_in_bytes, since, run.module)
+            size = run.template.output_gradient_bytes
+            self._hold_between_blocks("gradient", Category.TEMPORARIES, size, since, run.module)
         run.backward_start = len(self.phases)
         self.phases += run.template.backward_phases[phase]
         self.labels += run.template.backward_labels

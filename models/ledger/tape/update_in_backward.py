@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from peakcast.core.units import round_up
 from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
-from peakcast.models.ledger.tape.template import HANDED_IN
+from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 Ints = npt.NDArray[np.int64]
@@ -98,8 +98,8 @@ def updated_in_backward(
         return instants + np.searchsorted(after, instants, side="left")
 
     # a gradient that a block hands to the next exists from the end of the operation that made it
-    handed_in = np.array([name == HANDED_IN for name in timeline.names], dtype=bool)
-    born = np.where(handed_in, shifted(timeline.born - 1) + 1, shifted(timeline.born))
+    output_gradient = np.array([name == OUTPUT_GRADIENT for name in timeline.names], dtype=bool)
+    born = np.where(output_gradient, shifted(timeline.born - 1) + 1, shifted(timeline.born))
     # a projection's input is a view, whose backward adds its gradient to another. If an update applies the gradient before,
     # that view's backward runs after it (traced: OLMoE's); if each gradient is applied at once, it has run already
     dies = shifted(timeline.dies - 1) + 1

@@ -118,7 +118,7 @@ def _projected(tape: Tape, attended: Tensor, context: MegatronContext) -> Tensor
 def _cross_attention(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
     """Attention from the decoder's tokens to the encoder's, whose output all decoder layers read."""
     source = replace(context, sequence=context.source_sequence)
-    states = tape.elsewhere(source.stream_bytes, ENCODER_STATES)
+    states = tape.borrowed(source.stream_bytes, ENCODER_STATES)
     normalized = norm(tape, hidden, context, context.stream_rows, context.hidden, "pre_cross_attn_layernorm")
     both = column_linear(
         tape, states, source, 2 * context.attention.key_value, "cross_attention.linear_kv", context.linear_bias

@@ -81,7 +81,9 @@ class RecordingComparison:
     predicted: Timeline
 
 
-def beside(recorded: Timeline, predicted: Timeline, allocated_bytes: list[int], predicted_by: str) -> RecordingComparison:
+def compare_recording(
+    recorded: Timeline, predicted: Timeline, allocated_bytes: list[int], predicted_by: str
+) -> RecordingComparison:
     """Compare `recorded` with `predicted`; `allocated_bytes` are the recording's at each instant, slack included."""
     allocated = np.array(allocated_bytes, dtype=np.int64)
     moments = {}
