@@ -18,10 +18,10 @@ from peakcast.models.ledger.layouts.zero import (
 )
 from peakcast.models.ledger.layouts.zero3_bucket import Gradient, Zero3Bucket
 from peakcast.models.ledger.layouts.zero3_fetching import Coordinator
+from peakcast.models.ledger.layouts.zero3_hooks import Direction, ModuleTurn, block_operations
+from peakcast.models.ledger.layouts.zero3_instants import Instants, Reduction
 from peakcast.models.ledger.layouts.zero3_modules import ModuleTurns
-from peakcast.models.ledger.layouts.zero3_passing import Instants, Reduction
-from peakcast.models.ledger.layouts.zero3_turns import within_first
-from peakcast.models.ledger.layouts.zero3_visits import ModuleTurn, Pass, passage
+from peakcast.models.ledger.layouts.zero3_turns import with_recomputation_inside
 from peakcast.models.ledger.layouts.zero3_weights import Zero3Engine
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.marks import Mark
@@ -156,13 +156,13 @@ class Zero3(Partitions):
 
     def after_forward(self, step: Step, module: str) -> None:
         if module in self._modules.tensors and self._ran_last is not None:  # else it belongs to another network
-            self._turns += self._modules.turns(passage(self._ran_last, module, Pass.FORWARD))
+            self._turns += self._modules.turns(block_operations(self._ran_last, module, Direction.FORWARD))
 
     def before_backward(self, step: Step, module: str) -> None:
         self._backward_began = step.now if self._backward_began is None else self._backward_began
 
     def after_backward(self, step: Step, run: BlockRun) -> None:
-        turns = self._modules.turns(passage(run, run.module, Pass.BACKWARD))
+        turns = self._modules.turns(block_operations(run, run.module, Direction.BACKWARD))
         if self._backward_began is not None and run.forward_start >= self._backward_began:
             turns = self._with_recomputation(turns, run)
             self._hold_last_result(step, run)
@@ -175,7 +175,7 @@ class Zero3(Partitions):
     def _with_recomputation(self, turns: list[ModuleTurn], run: BlockRun) -> list[ModuleTurn]:
         """The turns of a backward together with those of its recomputation, which non-reentrant checkpoints run inside it:
         when the first operation that frees a saved tensor reads it."""
-        again = self._modules.turns(passage(run, run.module, Pass.RECOMPUTATION))
+        again = self._modules.turns(block_operations(run, run.module, Direction.RECOMPUTATION))
         if not self.packs:
             return [*again, *turns]
         template = run.template
@@ -184,7 +184,7 @@ class Zero3(Partitions):
         kept = template.dies[template.dies_backward & ~template.born_backward]
         if not len(kept):  # nothing asks for a saved tensor
             return [*again, *turns]
-        return within_first(turns, again, (run.backward_start or 0) + int(kept.min()) - 1)
+        return with_recomputation_inside(turns, again, (run.backward_start or 0) + int(kept.min()) - 1)
 
     def _without_missing_releases(self, turns: list[ModuleTurn], ended: int) -> list[ModuleTurn]:
         """`turns` without the releases that never happen. Modules that ran forward once more without a graph, after
@@ -207,7 +207,8 @@ class Zero3(Partitions):
 
     def run_forward_alone(self, step: Step, runs: Iterable[tuple[str, BlockRun]]) -> None:
         """Gather for a network that has only run forward: `runs` are its (module, run)."""
-        self._turns = [turn for module, run in runs for turn in self._modules.turns(passage(run, module, Pass.FORWARD))]
+        ran = (block_operations(run, module, Direction.FORWARD) for module, run in runs)
+        self._turns = [turn for operations in ran for turn in self._modules.turns(operations)]
         self._play(step).weights.stay()
 
     # -- gradients --------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peakcast.models.ledger.layouts.zero3_passing import Reduction
+from peakcast.models.ledger.layouts.zero3_instants import Reduction
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,8 +11,16 @@ from typing import Protocol
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.module_tree import ENCODER, LM_HEAD, BlockKind, TransformerStack, block_of, path_of
+from peakcast.models.ledger.layouts.zero3_hooks import (
+    BlockModule,
+    BlockOperations,
+    Container,
+    Direction,
+    Module,
+    ModuleTurn,
+    TurnPart,
+)
 from peakcast.models.ledger.layouts.zero3_turns import module_turns
-from peakcast.models.ledger.layouts.zero3_visits import Container, Course, Module, ModuleTurn, OfBlock, Pass, Passage
 from peakcast.networks.families import counted_as
 
 ENDS = (BlockKind.EMBEDDING, BlockKind.HEAD)
@@ -43,7 +51,7 @@ class ModuleTurns(Protocol):
     def between_stacks(self) -> bool:
         """Whether one of an encoder-decoder's embeddings has run, forward or backward, and the other has not."""
 
-    def turns(self, passage: Passage) -> list[ModuleTurn]:
+    def turns(self, operations: BlockOperations) -> list[ModuleTurn]:
         """The turns of a block's modules while its operations run."""
 
 
@@ -80,32 +88,33 @@ class Zero3Modules:
         """As `ModuleTurns.unread`."""
         self._embedded = 0
         """How often an embedding has run, forward or backward; an encoder-decoder's two run alternately."""
-        self._throughout: dict[tuple[str, TransformerStack | None], tuple[StoredTensor, ...]] = {}
+        self._unnamed_in_forward: dict[tuple[str, TransformerStack | None], tuple[StoredTensor, ...]] = {}
         """By block, and by stack where both have it: the tensors that no operation of its forward is named after."""
 
-    def turns(self, passage: Passage) -> list[ModuleTurn]:
+    def turns(self, operations: BlockOperations) -> list[ModuleTurn]:
         """As `ModuleTurns.turns`."""
-        block, stack, backward = block_of(passage.block), self._stack(passage), passage.during is Pass.BACKWARD
+        block, stack = block_of(operations.block), self._stack(operations)
+        backward = operations.direction is Direction.BACKWARD
         turns = module_turns(
-            passage,
-            self._tensors_of(passage.block, stack),
+            operations,
+            self._tensors_of(operations.block, stack),
             around=self._num_entered_before(block, stack, backward=backward),
             leaf=self.leaf,
             family=self._family,
         )
         if block in ENDS:
             turns = [self._around_all(turn) for turn in turns]
-        turns = self._throughout_block(turns, (passage.block, stack), backward=backward)
+        turns = self._without_operation_in_forward(turns, (operations.block, stack), backward=backward)
         if self.tied and not self.of_root and block is BlockKind.HEAD and self._table is not None:
             turns = [self._reading_table(turn) for turn in turns]
         if backward and block is BlockKind.EMBEDDING:
             turns = [turn.unreleased() for turn in turns]
         if self.of_root:
-            turns = self._with_root(turns, block, passage)
-        if passage.during is Pass.FORWARD and block is BlockKind.EMBEDDING:
+            turns = self._with_root(turns, block, operations)
+        if operations.direction is Direction.FORWARD and block is BlockKind.EMBEDDING:
             turns[0] = turns[0]._replace(starts=stack is not TransformerStack.DECODER)
             if counted_as(self._family).modules.rotary:
-                turns.append(ModuleTurn(Module("rotary_emb"), passage.ends - 1, passage.ends))
+                turns.append(ModuleTurn(Module("rotary_emb"), operations.ends - 1, operations.ends))
         return turns
 
     def _tensors_of(self, block: str, stack: TransformerStack | None) -> list[StoredTensor]:
@@ -121,19 +130,19 @@ class Zero3Modules:
             return turn
         return turn._replace(module=replace(turn.module, inside=self._all))
 
-    def _throughout_block(
+    def _without_operation_in_forward(
         self, turns: list[ModuleTurn], block: tuple[str, TransformerStack | None], *, backward: bool
     ) -> list[ModuleTurn]:
         """`turns`, where a block's first turn in backward has only those tensors that no forward operation is named after
         either. A tensor with an operation in forward and none in backward gets no gradient, so backward does not gather
         it."""
-        first = turns[0] if turns and isinstance(turns[0].module, OfBlock) else None
+        first = turns[0] if turns and isinstance(turns[0].module, BlockModule) else None
         if not backward:
-            self._throughout[block] = first.tensors if first is not None else ()
+            self._unnamed_in_forward[block] = first.tensors if first is not None else ()
         elif first is not None:
-            kept = self._throughout.get(block, ())
+            kept = self._unnamed_in_forward.get(block, ())
             own = tuple(t for t in first.tensors if t in kept)
-            return [first._replace(module=OfBlock(first.name, own)), *turns[1:]]
+            return [first._replace(module=BlockModule(first.name, own)), *turns[1:]]
         return turns
 
     def _reading_table(self, turn: ModuleTurn) -> ModuleTurn:
@@ -145,27 +154,28 @@ class Zero3Modules:
         own = tuple(self._table if t.is_lm_head else t for t in turn.tensors)
         return turn._replace(module=replace(turn.module, tensors=own))
 
-    def _with_root(self, turns: list[ModuleTurn], block: BlockKind, passage: Passage) -> list[ModuleTurn]:
+    def _with_root(self, turns: list[ModuleTurn], block: BlockKind, operations: BlockOperations) -> list[ModuleTurn]:
         """`turns` in which the network reads weights itself: when it begins, and where the head's forward reads them."""
-        backward = passage.during is Pass.BACKWARD
+        backward = operations.direction is Direction.BACKWARD
         if block is (BlockKind.HEAD if backward else BlockKind.EMBEDDING):
             at = [i for i, turn in enumerate(turns) if isinstance(turn.module, Container)][ROOT_FROM_INSIDE]
             root = replace(turns[at].module, name=ROOT, tensors=self.of_root)
-            turns[at] = turns[at]._replace(module=root, course=Course.BEGINS)
-        elif block is BlockKind.HEAD and passage.during is Pass.FORWARD:
-            reads = next(i for i, label in enumerate(passage.labels) if path_of(label).outermost == LM_HEAD.name)
-            turns.append(ModuleTurn(Module(ROOT, self.of_root), passage.begins + reads, passage.ends, Course.ENDS))
+            turns[at] = turns[at]._replace(module=root, part=TurnPart.BEGINS)
+        elif block is BlockKind.HEAD and operations.direction is Direction.FORWARD:
+            reads = next(i for i, label in enumerate(operations.labels) if path_of(label).outermost == LM_HEAD.name)
+            turns.append(ModuleTurn(Module(ROOT, self.of_root), operations.begins + reads, operations.ends, TurnPart.ENDS))
         return turns
 
-    def _stack(self, passage: Passage) -> TransformerStack | None:
+    def _stack(self, operations: BlockOperations) -> TransformerStack | None:
         """To which stack of an encoder-decoder a block belongs that both stacks have; None for other blocks."""
-        block = block_of(passage.block)
+        block = block_of(operations.block)
         if block not in ENDS or not self._two_stacks:
             return None
         if block is BlockKind.HEAD:
-            return TransformerStack.ENCODER if path_of(passage.labels[0]).is_inside(ENCODER) else TransformerStack.DECODER
+            in_encoder = path_of(operations.labels[0]).is_inside(ENCODER)
+            return TransformerStack.ENCODER if in_encoder else TransformerStack.DECODER
         self._embedded += 1
-        backward = passage.during is Pass.BACKWARD
+        backward = operations.direction is Direction.BACKWARD
         return TransformerStack.ENCODER if backward == (self._embedded % 2 == 0) else TransformerStack.DECODER
 
     @property

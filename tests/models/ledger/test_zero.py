@@ -17,9 +17,9 @@ from peakcast.models.ledger.huggingface.stored_parameters import stored_paramete
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.zero import Buckets
 from peakcast.models.ledger.layouts.zero3_fetching import Coordinator
+from peakcast.models.ledger.layouts.zero3_hooks import Direction, Module, ModuleTurn
+from peakcast.models.ledger.layouts.zero3_instants import Instants
 from peakcast.models.ledger.layouts.zero3_order import Order
-from peakcast.models.ledger.layouts.zero3_passing import Instants
-from peakcast.models.ledger.layouts.zero3_visits import Module, ModuleTurn, Pass
 from peakcast.models.ledger.layouts.zero3_weights import Zero3Engine
 from peakcast.models.ledger.layouts.zero12_bucket import Zero12Bucket
 from peakcast.models.ledger.layouts.zero12_division import Division
@@ -104,7 +104,7 @@ def test_zero3_knows_an_order_from_its_second_time_until_another_module_comes():
     for names in ("ab", "ab", "abc", "ab"):
         order.begin()
         for name in names:
-            wrong = order.meet(ModuleTurn(Module(name), 0, 1))
+            wrong = order.deviates_at(ModuleTurn(Module(name), 0, 1))
             seen.append("wrong" if wrong else "known" if order.known is not None else "new")
             order.at += 1
     assert seen == ["new"] * 2 + ["known"] * 2 + ["known"] * 2 + ["wrong"] + ["new"] * 2
@@ -119,7 +119,8 @@ def test_zero3_keeps_what_a_checkpoint_has_packed_and_gathers_it_again():
     for tensor, packs, expected in ((trained, True, [4, 4, 8]), (trained, False, [4, 0, 4]), (frozen, True, [4, 4, 4])):
         first = StoredTensor("v.weight", "layers.0", (1,), 2, 2, trains=True)
         module, other = Module("w", (tensor,)), Module("v", (first,))
-        turns = [ModuleTurn(module, 1, 2, during=Pass.RECOMPUTATION), ModuleTurn(other, 2, 3), ModuleTurn(module, 3, 4)]
+        again = ModuleTurn(module, 1, 2, direction=Direction.RECOMPUTATION)
+        turns = [again, ModuleTurn(other, 2, 3), ModuleTurn(module, 3, 4)]
         step = Step()
         sizes = Buckets(reduce=1, num_reduce=1, prefetch=0, persistence=0, reuse=0, live=0, sub_group=1)
         coordinator = Coordinator(step, Zero3Engine(ranks=2, sizes=sizes, packs=packs))
