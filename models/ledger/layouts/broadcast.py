@@ -33,13 +33,12 @@ part."""
 
 
 class Broadcasts:
-    """The buckets of one network, unit after unit, each joined to one tensor; a tensor that is a bucket by itself is not
-    copied. Two are sent at a time (`_broadcast_coalesced`).
+    """Sends the buckets of one network, unit after unit. The tensors of a bucket are joined to one tensor; a bucket of one
+    tensor is sent without a copy. Two buckets are sent at a time (`_broadcast_coalesced`).
 
-    `ahead`: this rank has nothing to copy from the host (its weights are on `meta`), so its CPU does not wait for rank 0,
-    which has: it goes on until the queue of launches is full. The tensors that it receives into are recorded on NCCL's
-    stream (`csrc/distributed/c10d/comm.cpp` BroadcastWork, whose `asyncOp` is set) and cannot be reused before they have
-    arrived.
+    `ahead`: this rank's weights are on `meta`, so it copies nothing from the host and its CPU does not wait for rank 0: it
+    launches broadcasts until the stream's queue is full. The tensors that it receives into are recorded on NCCL's stream
+    (`csrc/distributed/c10d/comm.cpp` BroadcastWork, whose `asyncOp` is set) and cannot be reused before they have arrived.
     """
 
     def __init__(self, *, ahead: bool) -> None:

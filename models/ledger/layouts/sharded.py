@@ -66,7 +66,7 @@ class ShardedLayout(Layout):
 
     def before_backward(self, step: Step, module: str) -> None:
         for unit in self._of_module.get(module, []):
-            if not unit.gathered and not unit.fetched_in_vain:
+            if not unit.gathered and not unit.prefetched_unused:
                 self.gather(step, unit)
             if unit in self._fetched_for:
                 continue
@@ -100,7 +100,7 @@ class ShardedLayout(Layout):
         for unit in self.by_module():
             if unit.reduces_at_end:
                 self.finish(step, unit)
-            if unit.fetched_in_vain:
+            if unit.prefetched_unused:
                 step.free(unit.sent)
 
     def begin_turns(self) -> None:

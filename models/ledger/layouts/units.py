@@ -17,7 +17,7 @@ ADAPTER_MATRICES = ("lora_A", "lora_B")
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Tensors that are gathered and reduced together, and the state of this during the step. A unit equals only itself."""
+    """Tensors that are gathered and reduced together, and what exists of them at the moment. A unit equals only itself."""
 
     name: str
     modules: tuple[str, ...]
@@ -26,8 +26,8 @@ class Unit:
     """Whether it stays gathered after forward."""
     reduces_at_end: bool = False
     """Whether its gradients are reduced only at the end of backward, because none of its inputs has a gradient."""
-    fetched_in_vain: bool = False
-    """The unit after it prefetches it in backward, although its own backward never runs: its output has no gradient."""
+    prefetched_unused: bool = False
+    """Whether it is prefetched in backward and then not used: its output has no gradient, so its backward does not run."""
     operation: str = ""
     """The one operation of a block that reads its tensors, for which alone they are gathered; "": the whole block."""
     hook: Mark | None = None
@@ -41,7 +41,7 @@ class Unit:
     runs: list[BlockRun] = field(default_factory=list)
     """Backward runs whose full gradients still exist."""
     accumulated: list[int] = field(default_factory=list)
-    """Handles of full gradients of earlier micro-batches that have left the place where backward made them."""
+    """Handles of full gradients of earlier micro-batches that are no longer the tensors that backward made."""
     trained: list[StoredTensor] = field(init=False)
     """Those of its tensors that get a gradient."""
 
@@ -68,8 +68,8 @@ class OutsideLayers:
 
 
 def named_ends(tensors: Iterable[StoredTensor], *, tied: bool, norm_apart: bool) -> OutsideLayers:
-    """The ends of a network whose tensors have Llama's names. `tied`: the head uses the table, even if it has no tensor of
-    its own. `norm_apart`: the final norm belongs to the root."""
+    """The units outside the layers of a network whose tensors have Llama's names. `tied`: the lm_head reads the token
+    embedding's weight, even if the head has no tensor of its own. `norm_apart`: the final norm belongs to the root."""
     ends: dict[BlockKind, list[StoredTensor]] = {BlockKind.EMBEDDING: [], BlockKind.HEAD: []}
     for tensor in tensors:
         ends.get(tensor.block, []).append(tensor)
@@ -118,8 +118,8 @@ def units_by_layer(
 
 
 def units_by_module(tensors: Iterable[StoredTensor], *, compiled: bool = False) -> list[Unit]:
-    """A unit per matrix, with the norms listed before it, whose few KB are not worth a unit: what FSDP1 makes of an
-    auto_wrap_policy that wraps every module. `compiled`: layers' operations have the names of `compiled/forward.py`."""
+    """A unit per matrix: what FSDP1 makes of an auto_wrap_policy that wraps every module. Norms, which have a few KB, are
+    counted with the matrix that follows them. `compiled`: layers' operations have the names of `compiled/forward.py`."""
     units: list[Unit] = []
     waiting: list[StoredTensor] = []
     groups = {key: list(group) for key, group in groupby(tensors, lambda tensor: (tensor.module, str(tensor.path)))}
@@ -137,8 +137,8 @@ def _with_ends(units: list[Unit], ends: OutsideLayers, first_layer_without_gradi
     """`units` and those of token table, final norm and lm_head."""
     if ends.shares_table:  # gathered for the embedding, whose input has no gradient
         return [*units, Unit("tail", ENDS, ends.tail, True, reduces_at_end=True, hook=Mark.LM_HEAD)]
-    in_vain = first_layer_without_gradient
-    first = Unit("embedding", ENDS[:1], ends.table, reduces_at_end=True, fetched_in_vain=in_vain)
+    unused = first_layer_without_gradient
+    first = Unit("embedding", ENDS[:1], ends.table, reduces_at_end=True, prefetched_unused=unused)
     modules = tuple(dict.fromkeys((ends.tail_begins, BlockKind.HEAD.value)))
     at_end = first_layer_without_gradient and block_of(ends.tail_begins) is BlockKind.LAYER
     tail = Unit("tail", modules, ends.tail, True, reduces_at_end=at_end, hook=Mark.LM_HEAD)
