@@ -35,8 +35,8 @@ class _Waiting:
 
 
 class RunAhead:
-    """The events that the CPU records and waits for. `limits`: before an all-gather the CPU waits for the one before the last
-    (FSDP1's `limit_all_gathers`); otherwise it waits for no event until backward ends."""
+    """The events that the CPU records and waits for. `limits`: before an all-gather the CPU waits for the event before the
+    last (FSDP1's `limit_all_gathers`); otherwise it waits for no event until backward ends."""
 
     def __init__(self, *, limits: bool) -> None:
         self.limits = limits
