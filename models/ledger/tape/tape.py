@@ -89,7 +89,7 @@ class Tape:
         return self._input
 
     def borrowed(self, num_bytes: int, name: str, *, requires_grad: bool = True) -> Tensor:
-        """A tensor that another block owns and several read. Its gradients are added to the owner's at once.
+        """A borrowed tensor: another block owns it and several read it. Its gradients are added to the owner's at once.
         `Template.borrowed` says until when this block saves it and from when its gradient exists."""
         storage = Storage(name, 0, Category.ACTIVATIONS, 0)
         self._borrowed[name] = Tensor(storage, num_bytes, requires_grad)
