@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows, row_job
 from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
@@ -22,4 +22,4 @@ ASSUMPTIONS = (
 
 def read_fsdp_qlora(path: Path) -> list[Measurement]:
     """Every row of `fsdp_qlora.jsonl`, in file order. Raises: RecordError naming file and line."""
-    return read_plain_rows(path, lambda record: Reading(job=job_of(record), assumptions=ASSUMPTIONS))
+    return read_plain_rows(path, lambda record: ImportedRow(job=row_job(record), assumptions=ASSUMPTIONS))
