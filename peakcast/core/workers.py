@@ -6,6 +6,7 @@ If a question takes too long, or its process is killed, only its own answer is l
 from __future__ import annotations
 
 import gc
+import multiprocessing
 import queue
 import signal
 import threading
@@ -14,14 +15,12 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from peakcast.core.cores import available_cores
 from peakcast.core.errors import PeakcastError, SpecError
-
-if TYPE_CHECKING:
-    from multiprocessing.connection import Connection
 
 GARBAGE_THRESHOLD = 100_000
 """Allocations after which a worker searches for cycles among its objects. Answers make none; Python's default is 700."""
@@ -67,8 +66,6 @@ class Workers:
     """
 
     def __init__(self, answer: Callable[[Any], Any], size: int, limits: Limits, *, method: str = "fork") -> None:
-        import multiprocessing  # most questions need no processes, and this takes long to import
-
         known = multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context(method if method in known else "spawn")
         if method in known and method == "forkserver":
@@ -113,8 +110,6 @@ class Workers:
 
     def answers(self, questions: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
         """Each question with its answer, or with an exception instead, as they come."""
-        from multiprocessing.connection import wait
-
         waiting = deque(questions)
         while True:
             for place in self._places:
