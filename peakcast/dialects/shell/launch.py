@@ -12,7 +12,7 @@ from peakcast.core.errors import SpecError
 from peakcast.dialects.common.foreign import foreign_program
 from peakcast.dialects.common.translation import words
 from peakcast.dialects.shell.nested import script_to_run
-from peakcast.dialects.shell.script import Command, Script
+from peakcast.dialects.shell.script import Script, ShellCommand
 from peakcast.dialects.shell.slurm import sbatch_gpus
 from peakcast.dialects.shell.values import is_whole
 
@@ -125,7 +125,7 @@ def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return words, env
 
 
-def _launch(command: Command) -> Launch | None:
+def _launch(command: ShellCommand) -> Launch | None:
     env, words = dict(command.env), list(command.words)
     launcher: dict[str, Any] = {}
     num_gpus: int | None = None
