@@ -35,6 +35,7 @@ from peakcast.models.ledger.layouts import (
     adapters_are_whole,
     expert_ranks,
     finds_final_norm,
+    frozen_get_gradients,
     gathered_dtype,
     reduced_bytes,
 )
@@ -268,6 +269,7 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         or slides(architecture, index, context.sequence),
         routed=architecture.is_moe_layer(index),
         parts=architecture.layer_types[index] if architecture.layer_types else "",
+        frozen_get_gradients=frozen_get_gradients(job),
     )
     kernels = context.kernels.layer_compiled() if "layers" in context.compiled else context.kernels
     return replace(context, layer=layer, linears=linears, kernels=kernels)

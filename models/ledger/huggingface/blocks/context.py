@@ -189,6 +189,8 @@ class LayerRules:
     """Whether the layer's feed-forward is a mixture of experts."""
     parts: str = ""
     """The parts of a hybrid's layer, as in `Architecture.layer_types`."""
+    frozen_get_gradients: bool = False
+    """Whether backward computes the gradients of frozen weights too (`layouts.frozen_get_gradients`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,9 +283,14 @@ class HFContext:
         return self.finetuning.method == "full"
 
     @property
+    def weights_get_gradients(self) -> bool:
+        """Whether backward computes gradients of the layer's own weights."""
+        return self.trainable or self.layer.frozen_get_gradients
+
+    @property
     def norms_train(self) -> bool:
-        """Whether the norms train, with or without the other base weights."""
-        return self.trainable or self.finetuning.method == "ln_tuning"
+        """Whether backward computes gradients of norms, with or without those of the other weights."""
+        return self.weights_get_gradients or self.finetuning.method == "ln_tuning"
 
     @property
     def stream_bytes(self) -> int:
