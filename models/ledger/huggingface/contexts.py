@@ -132,7 +132,13 @@ def _attention(job: TrainingJob, convention: Mapping[str, Any]) -> Attention:
 def _adapters(job: TrainingJob) -> Adapters:
     gathered = mixes_precision(job) and not adapters_are_whole(job)
     width = gathered_dtype(job) if gathered else adapter_dtype(job)
-    return Adapters(weight_bytes=int(DTYPE_BYTES[width]), input_bytes=_adapter_input_bytes(job))
+    chosen = conventions(job)
+    joined = bool(chosen.get("networks_fuse_qkv")) and job.finetuning.method in ("lora", "qlora")
+    return Adapters(
+        weight_bytes=int(DTYPE_BYTES[width]),
+        input_bytes=_adapter_input_bytes(job),
+        joined_parts=chosen["adapted_of_qkv"] if joined else "",
+    )
 
 
 def _linears(job: TrainingJob, convention: Mapping[str, Any]) -> Linears:
@@ -173,6 +179,7 @@ def _kernels(convention: Mapping[str, Any]) -> Kernels:
         wide_norm=convention.get("norm_kernel") == "wide",
         rotary=convention.get("rotary_kernel") == "fused",
         gated_activation=convention.get("gated_activation_kernel") == "fused",
+        gelu=bool(convention.get("networks_fuse_gelu")),
         loss=str(convention.get("loss_kernel", "eager")),
         lora=str(convention.get("lora_kernel", "eager")),
     )

@@ -170,7 +170,7 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     """What is trained, and in which dtypes: they depend on each other, as adapters get their dtype from the weights."""
     training, engine, shards, notes = run.training, run.engine, run.shards, run.notes
     quantization = quantization_of(run.model, training, run.config)
-    weights = weights_dtype(run.model, training, notes)
+    weights = weights_dtype(run.model, run.architecture.name, training, notes, is_modern=run.is_modern)
     half = half_dtype(training, engine, shards, notes)
     loaded = half if engine is not None and half is not None else weights
     widens = release(run.versions.get("peft", "0.12")) >= (0, 12)

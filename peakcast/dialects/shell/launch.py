@@ -149,7 +149,10 @@ def _launch(command: Command) -> Launch | None:
                 num_gpus = _processes("torchrun", own) if own else 1
                 return _program([f"tune run {rest[0]}" if rest else "tune run"], rest[1:], num_gpus, launcher, env)
             verbs = 2 if name == "nemo" else 1  # nemo llm pretrain
-            return _program([" ".join([name, *words[1 : 1 + verbs]])], words[1 + verbs :], num_gpus, launcher, env)
+            rest = words[1 + verbs :]
+            if name == "litgpt" and rest and not rest[0].startswith("-"):  # litgpt finetune_lora microsoft/phi-2
+                rest = ["--model_name" if words[1] == "pretrain" else "--checkpoint_dir", *rest]
+            return _program([" ".join([name, *words[1 : 1 + verbs]])], rest, num_gpus, launcher, env)
         elif name == "run_train.sh":  # torchtitan's; reads its file and number of GPUs from the environment
             gpus = env.get("NGPU", "8")
             found = _program([name], words[1:], int(gpus) if re.fullmatch(r"[1-9]\d{0,5}", gpus) else None, launcher, env)

@@ -10,6 +10,7 @@ from peakcast.models.ledger.huggingface.blocks.attention_kernels import attentio
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.eager_attention import repeat_key_value
 from peakcast.models.ledger.huggingface.blocks.fused_lora import fused_projections, is_fused
+from peakcast.models.ledger.huggingface.blocks.joined_lora import joined_projection
 from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
 from peakcast.models.ledger.tape import primitives as ops
@@ -27,8 +28,10 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     x = gather_sequence(tape, x, context.group, "self_attn")
     bias, names = architecture.attention_bias, family_of(architecture).names
     fused = x
-    if architecture.fused_qkv:
-        fused = build.columns(x, width, query + 2 * key_value, f"self_attn.{names.qkv}", bias)
+    joins = bool(context.adapters.joined_parts)
+    if architecture.fused_qkv or joins:
+        joined_name = f"self_attn.{names.qkv}"
+        fused = joined_projection(build, x, bias) if joins else build.columns(x, width, query + 2 * key_value, joined_name, bias)
         q, k, v = tape.split(fused, [rows * query * size, rows * key_value * size, rows * key_value * size], "qkv_split")
         if family.attention.expands_key_value and architecture.num_key_value_heads > 1:
             whole = q.num_bytes

@@ -55,12 +55,15 @@ class Linears:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Bytes of one element of adapters and of what they read."""
+    """Bytes of one element of adapters and of what they read, and how adapters of queries, keys and values are joined."""
 
     weight_bytes: int
     input_bytes: int
     """Of an adapter's input, which peft casts to the dtype of the adapter's weight. It is wider than the adapter computes
     in if the weight is gathered in another dtype afterwards."""
+    joined_parts: str = ""
+    """The letters of queries, keys and values that one adapter of a joined matrix may have parts for (`joined_lora.py`); "":
+    each adapted matrix has its own adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +137,8 @@ class Kernels:
     """Whether RMSNorm's weight multiplies in fp32, before the result is narrowed."""
     rotary: bool = False
     gated_activation: bool = False
+    gelu: bool = False
+    """Whether torch's own function replaces transformers' gelu_new."""
     loss: str = "eager"
     lora: str = "eager"
 
