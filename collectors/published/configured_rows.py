@@ -1,7 +1,7 @@
 """Rows whose run is stated by a configuration of the stack that ran it, read by that stack's dialect.
 
-Such a row has `config` (the configuration, with what its source says about the run), `model` where the dialect does not
-know the network by name, `spoiled` where its number contradicts the run, and the fields of `plain_rows.py` that do not
+Such a row has `config` (the configuration, with what its source says about the run), `program` where the command says more,
+`model` where the dialect does not know the network by name, `spoiled` where its number contradicts the run, and the fields of `plain_rows.py` that do not
 describe the run.
 """
 
@@ -24,16 +24,24 @@ def read_configured_rows(
     """Every row of `path`, in file order. `assumptions`: those of every row, beside the dialect's. `out_of_scope`: why a
     row is, beside what the dialect reports as not modelled. Raises: RecordError naming file and line."""
 
-    def reading(record: Mapping[str, Any]) -> Reading:
-        pasted = Pasted(
-            values=record["config"], where="config", num_gpus=record["num_gpus"], model=record.get("model"),
-        )
-        read = translated(pasted, Beside(versions=asked_versions(record["versions"]), dialect=record.get("dialect")))
-        return Reading(
-            job=read.job,
-            assumptions=(*assumptions, *read.assumptions, *read.warnings),
-            out_of_scope=(*read.unsupported, *out_of_scope(record)),
-            spoiled=tuple(record.get("spoiled", ())),
-        )
+    return read_plain_rows(path, lambda record: configured_reading(record, assumptions, out_of_scope(record)))
 
-    return read_plain_rows(path, reading)
+
+def configured_reading(
+    record: Mapping[str, Any], assumptions: tuple[str, ...], out_of_scope: tuple[str, ...] = ()
+) -> Reading:
+    """The reading of one such row."""
+    pasted = Pasted(
+        values=record["config"],
+        where="config",
+        num_gpus=record["num_gpus"],
+        model=record.get("model"),
+        program=record.get("program", ""),
+    )
+    read = translated(pasted, Beside(versions=asked_versions(record["versions"]), dialect=record.get("dialect")))
+    return Reading(
+        job=read.job,
+        assumptions=(*assumptions, *read.assumptions, *read.warnings),
+        out_of_scope=(*read.unsupported, *out_of_scope),
+        spoiled=tuple(record.get("spoiled", ())),
+    )

@@ -147,7 +147,7 @@ def _finetuning(settings: Settings, network: Architecture, program: str) -> Fine
     if ADAPTERS.fullmatch(program):
         settings.notes.unsupported.append(
             f"LitGPT's {program} is not modelled; LoRA of rank {LORA_RANK} is assumed instead: of LLaMA-Adapter's runs that it "
-            "publishes, version 1 took 6 % less and version 2 20 % more.",
+            "publishes, version 1 took 4 to 6 % less and version 2 12 to 36 % more.",
             "finetuning.method",
         )
     if rank is None and (ADAPTERS.fullmatch(program) or LORA.fullmatch(program)):
