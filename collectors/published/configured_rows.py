@@ -1,8 +1,8 @@
 """Rows whose run is stated by a configuration of the stack that ran it, read by that stack's dialect.
 
 Such a row has `config` (the configuration, with what its source says about the run), `program` where the command says more,
-`model` where the dialect does not know the network by name, `spoiled` where its number contradicts the run, and the fields of `plain_rows.py` that do not
-describe the run.
+`model` where the dialect does not know the network by name, `spoiled` where its number contradicts the run, and the fields
+of `plain_rows.py` that do not describe the run.
 """
 
 from __future__ import annotations

@@ -119,7 +119,8 @@ def test_switches_for_adapters_are_targets_in_every_family(checkpoint, targets):
 
 
 @pytest.mark.parametrize(
-    ("program", "rank"), [("litgpt finetune", 8), ("litgpt finetune_lora", 8), ("lora.py", 8), ("litgpt finetune_full", None)]
+    ("program", "rank"),
+    [("litgpt finetune", 8), ("litgpt finetune_lora", 8), ("lora.py", 8), ("litgpt finetune_full", None)],
 )
 def test_a_command_says_that_it_is_lora(program, rank):
     values = {"train": TRAIN, "precision": "bf16-true", "checkpoint_dir": "checkpoints/microsoft/phi-2"}

@@ -192,12 +192,12 @@ def frozen_get_gradients(job: TrainingJob) -> bool:
     """Whether backward computes gradients of frozen weights: FSDP1 uses views of a unit's flat parameter, which requires a
     gradient if any of the unit's weights does (torch 2.1-2.13 `_flat_param.py` _init_flat_param_and_metadata,
     _use_unsharded_views; the docstring of `FullyShardedDataParallel`, `use_orig_params`)."""
-    return _fsdp1_shards(job) and job.finetuning.method != "full" and _mixes_frozen(job)
+    return _fsdp1_shards(job) and _mixes_frozen(job)
 
 
 def _mixes_frozen(job: TrainingJob) -> bool:
     """Whether FSDP1's units have adapters and the frozen weights of their layer, as where no policy of peft's wraps."""
-    return conventions(job).get("fsdp1_units") == "layers_with_adapters"
+    return job.finetuning.method != "full" and conventions(job).get("fsdp1_units") == "layers_with_adapters"
 
 
 def _adapters_after_matrices(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:

@@ -28,8 +28,10 @@ NETWORKS = Section("networks", (
             "feed-forward 4 * hidden_size wide, whatever is asked for; use {four_hidden}."),
 ))
 
-# LitGPT's config_hub/finetune/README.md and tutorials/resource-tables.md, and torchtune's README.md print the peaks of such runs
+# LitGPT's config_hub/finetune/README.md, its tutorials/resource-tables.md and torchtune's README.md print such runs' peaks
 OWN_NETWORKS = Section("networks of a training library's own", (
+    fails("finetuning.quantization", job.litgpt & job.quantized & job.replicated,
+          "LitGPT refuses quantized weights on several GPUs; use one."),
     more("finetuning.quantization", job.litgpt & job.quantized,
          "LitGPT's 4-bit weights are counted as transformers': peaks that it publishes are 1 to 27 % above such answers."),
     nearly_more("architecture", job.litgpt & ~setting("architecture.normalization", "rmsnorm"),

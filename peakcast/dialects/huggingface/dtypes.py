@@ -32,7 +32,7 @@ def weights_dtype(model: Mapping[str, Any], name: str, training: Settings, notes
                 notes.assumptions.append(f"the weights are loaded as {keys.DTYPES[str(value)]}, as the configuration says.")
             return keys.DTYPES[str(value)]
     if not model and name in catalog.architecture_names() and catalog.checkpoint_dtype(name) == "float32":
-        notes.assumptions.append(f"torch_dtype is not given; the weights of {name} are loaded in float32, as they are stored.")
+        notes.assumptions.append(f"torch_dtype is not given; {name}'s weights are loaded in float32, as they are stored.")
         return "float32"
     notes.assumptions.append("torch_dtype is not given; the weights are treated as loaded in bfloat16.")
     if model or not is_modern:  # a config.json has the dtype of newer checkpoints

@@ -34,7 +34,7 @@ OPTIMIZERS: dict[str, OptimizerName] = {
     "adamw8bit": "adamw_8bit", "pagedadamw": "paged_adamw_32bit", "galore": "galore", "galoreadamw": "galore",
 }  # fmt: skip
 LORA = re.compile(r"finetune|(finetune_)?lora")
-"""Commands and programs that finetune by LoRA whatever their arguments are (litgpt 0.5.13 __main__.py, finetune/lora.py)."""
+"""Commands and programs that finetune by LoRA whatever their arguments are (litgpt 0.5.13 __main__.py, finetune/)."""
 ADAPTERS = re.compile(r"(finetune_)?adapter(_v2)?")
 LORA_RANK = 8
 """`lora_r` of finetune/lora.py where it is not given (lit-gpt of 2023, litgpt 0.4.0, 0.5.13)."""
@@ -146,8 +146,8 @@ def _finetuning(settings: Settings, network: Architecture, program: str) -> Fine
     rank = settings.integer("lora_r")
     if ADAPTERS.fullmatch(program):
         settings.notes.unsupported.append(
-            f"LitGPT's {program} is not modelled; LoRA of rank {LORA_RANK} is assumed instead: of LLaMA-Adapter's runs that it "
-            "publishes, version 1 took 4 to 6 % less and version 2 12 to 36 % more.",
+            f"LitGPT's {program} is not modelled; LoRA of rank {LORA_RANK} is assumed instead: of such runs that it "
+            "publishes, those of version 1 took 4 to 6 % less and those of version 2 12 to 36 % more.",
             "finetuning.method",
         )
     if rank is None and (ADAPTERS.fullmatch(program) or LORA.fullmatch(program)):

@@ -228,7 +228,7 @@ def test_litgpts_adapter_of_queries_and_values_saves_what_it_pads(targets, adapt
     assert alive_at_head(one, "self_attn.qkv.lora.add") == 3 * 2 * numbers
     assert alive_at_head(one, "self_attn.qkv.lora_B") == (adapted * 2 * numbers if adapted < 3 else 0)
     assert alive_at_head(one, "self_attn.qkv.lora.dropout") == 2 * numbers
-    assert alive_at_head(one, "self_attn.qkv.lora.dropout.saved") == numbers * 31 // 32  # the first layer's input has no gradient
+    assert alive_at_head(one, "self_attn.qkv.lora.dropout.saved") == numbers * 31 // 32  # the first input has no gradient
 
 
 def test_litgpt_has_torchs_gelu():
@@ -239,7 +239,7 @@ def test_litgpt_has_torchs_gelu():
         return sum(alive_at_head(one, name) for name in labels)
 
     wide = 24 * 2 * TOKENS * 8192
-    assert kept({"litgpt": "0.4.0"}) == wide  # its output, which the next matrix keeps; its input is that of the matrix before
+    assert kept({"litgpt": "0.4.0"}) == wide  # its output; its input is the output of the matrix before
     assert kept({}) > 3 * wide
 
 

@@ -28,10 +28,8 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     x = gather_sequence(tape, x, context.group, "self_attn")
     bias, names = architecture.attention_bias, family_of(architecture).names
     fused = x
-    joins = bool(context.adapters.joined_parts)
-    if architecture.fused_qkv or joins:
-        joined_name = f"self_attn.{names.qkv}"
-        fused = joined_projection(build, x, bias) if joins else build.columns(x, width, query + 2 * key_value, joined_name, bias)
+    if architecture.fused_qkv or context.adapters.joined_parts:
+        fused = _joined(build, x, bias)
         q, k, v = tape.split(fused, [rows * query * size, rows * key_value * size, rows * key_value * size], "qkv_split")
         if family.attention.expands_key_value and architecture.num_key_value_heads > 1:
             whole = q.num_bytes
@@ -67,6 +65,15 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     for variable in (*variables, q, k, v, *build.attention_variables):  # variables of attention's forward refer to them
         tape.hold(variable)
     return build.dropout(output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
+
+
+def _joined(build: BlockBuilder, x: Tensor, bias: bool) -> Tensor:
+    """Queries, keys and values of `x` in rows of all three, by one matrix."""
+    if build.context.adapters.joined_parts:
+        return joined_projection(build, x, bias)
+    architecture = build.context.architecture
+    whole = architecture.query_size + 2 * architecture.key_value_size
+    return build.columns(x, architecture.hidden_size, whole, f"self_attn.{family_of(architecture).names.qkv}", bias)
 
 
 def _projected_one_by_one(build: BlockBuilder, x: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:

@@ -62,8 +62,8 @@ class Adapters:
     """Of an adapter's input, which peft casts to the dtype of the adapter's weight. It is wider than the adapter computes
     in if the weight is gathered in another dtype afterwards."""
     joined_parts: str = ""
-    """The letters of queries, keys and values that one adapter of a joined matrix may have parts for (`joined_lora.py`); "":
-    each adapted matrix has its own adapter."""
+    """The letters of queries, keys and values for which one adapter of a joined matrix may have parts (`joined_lora.py`);
+    "": each adapted matrix has its own adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
