@@ -40,13 +40,9 @@ class Kept:
 
     def text(self) -> str:
         """For which jobs it is valid, and how accurate it is."""
-        ranges = (
-            f"micro-batches of {batches[0]:,} to {batches[1]:,} sequences of {lengths[0]:,} to {lengths[1]:,} tokens"
-            for batches, lengths in ((one.batches, one.lengths) for one in self.recipes)
-        )
         phases = (f"{name} {error:+.2%}" for name, error in (self.phases or {}).items())
         said = f" Beside the script's own step: {', '.join(phases)}." if self.phases else ""
-        return f"It holds for {'; '.join(ranges)}.{said}"
+        return f"It holds for {'; '.join(one.range_in_words() for one in self.recipes)}.{said}"
 
     def lent(self) -> Lent:
         """The recipes in the form that answers use."""

@@ -106,6 +106,8 @@ class Recorded:
     """The smallest and the largest for which the recipe is valid."""
     sequence_lengths: tuple[int, int]
     """The shortest and the longest for which the recipe is valid."""
+    holds_for: str
+    """Both in words, with the lengths between these for which it is not valid."""
     versions: Mapping[str, str]
     seconds: float
     written: str = ""
@@ -117,10 +119,9 @@ class Recorded:
     def text(self) -> str:
         """The same in words."""
         releases = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        (fewest, most), (shortest, longest) = self.micro_batch_sizes, self.sequence_lengths
         lines = [
             f"{self.architecture}: {self.num_tensors:,} tensors in {self.recorded_layers} layers stand for {self.layers}.",
-            f"Holds for micro-batches of {fewest:,} to {most:,} sequences of {shortest:,} to {longest:,} tokens.",
+            f"Holds for {self.holds_for}.",
             f"Recorded from {releases} in {self.seconds:.1f} s.",
         ]
         return "\n".join([*lines, f"Written to {self.written}."] if self.written else lines)
@@ -143,6 +144,7 @@ def recorded(job: TrainingJob, python: str, output: Path | None) -> Recorded:
         num_tensors=len(recipe.walk.names),
         micro_batch_sizes=recipe.batches,
         sequence_lengths=recipe.lengths,
+        holds_for=recipe.range_in_words(),
         versions=recipe.versions,
         seconds=round(time.monotonic() - started, 1),
         written=str(output or ""),

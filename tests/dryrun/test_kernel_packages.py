@@ -17,7 +17,7 @@ def test_flash_attention_of_the_hub_and_ones_own_kernels_in_compiled_code(run_sc
     if any(importlib.util.find_spec(package) is not None for package in ("kernels", "triton")):
         pytest.skip("kernels or triton is installed: nothing stands in")
     found = run_script("flash_kernels.py")
-    assert found.steps == 3
+    assert found.steps == 4  # all of its loop: a graph was compiled within the last four
     assert {"triton", "kernels"} <= {finding.sentence.split()[0] for finding in found.answer.findings}
     steady = found.timelines["steady"]
     made = sorted(int(size) for name, size in zip(steady.names, steady.num_bytes, strict=True) if name.startswith("flash"))
