@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import Reading, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows
 from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.recognise import Beside, translated
+from peakcast.dialects.recognise import ReadOptions, translated
 from peakcast.measurements.records import Measurement
 
 
@@ -29,8 +29,8 @@ def read_configured_rows(
 
 def configured_reading(
     record: Mapping[str, Any], assumptions: tuple[str, ...], out_of_scope: tuple[str, ...] = ()
-) -> Reading:
-    """The reading of one such row."""
+) -> ImportedRow:
+    """One such row, read."""
     pasted = Pasted(
         values=record["config"],
         where="config",
@@ -38,8 +38,8 @@ def configured_reading(
         model=record.get("model"),
         program=record.get("program", ""),
     )
-    read = translated(pasted, Beside(versions=asked_versions(record["versions"]), dialect=record.get("dialect")))
-    return Reading(
+    read = translated(pasted, ReadOptions(versions=asked_versions(record["versions"]), dialect=record.get("dialect")))
+    return ImportedRow(
         job=read.job,
         assumptions=(*assumptions, *read.assumptions, *read.warnings),
         out_of_scope=(*read.unsupported, *out_of_scope),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.published.configured_rows import configured_reading
-from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, job_of, read_plain_rows
 from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
@@ -28,7 +28,7 @@ def read_litgpt_resources(path: Path) -> list[Measurement]:
     return read_plain_rows(path, _reading)
 
 
-def _reading(record: Mapping[str, Any]) -> Reading:
+def _reading(record: Mapping[str, Any]) -> ImportedRow:
     if "job" in record:
-        return Reading(job=job_of(record), assumptions=GENERATED)
+        return ImportedRow(job=job_of(record), assumptions=GENERATED)
     return configured_reading(record, ASSUMPTIONS)

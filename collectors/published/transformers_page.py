@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, job_of, read_plain_rows
 from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
@@ -24,5 +24,5 @@ def read_transformers_page(path: Path) -> list[Measurement]:
     return read_plain_rows(path, _reading)
 
 
-def _reading(record: Mapping[str, Any]) -> Reading:
-    return Reading(job=job_of(record), assumptions=ASSUMPTIONS, out_of_scope=(CLASSIFIER,))
+def _reading(record: Mapping[str, Any]) -> ImportedRow:
+    return ImportedRow(job=job_of(record), assumptions=ASSUMPTIONS, out_of_scope=(CLASSIFIER,))

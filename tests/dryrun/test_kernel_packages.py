@@ -40,10 +40,10 @@ def test_queries_keys_and_values_in_one_tensor_have_one_gradient():
 def test_only_the_scripts_own_imports_are_answered(tmp_path, monkeypatch):
     """Else a library that looks whether flash attention is there would take it unasked."""
     from peakcast.collectors.dryrun.kernel_packages import KernelPackages
-    from peakcast.collectors.dryrun.noted import Notes
+    from peakcast.collectors.dryrun.noted import RunFindings
 
     monkeypatch.chdir(tmp_path)
-    packages = KernelPackages(Notes())
+    packages = KernelPackages(RunFindings())
 
     def looks(module, file):
         names = {"__name__": module, "packages": packages}
