@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.published.configured_rows import configured_reading
-from peakcast.collectors.published.plain_rows import ImportedRow, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows, row_job
 from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
@@ -30,5 +30,5 @@ def read_litgpt_resources(path: Path) -> list[Measurement]:
 
 def _reading(record: Mapping[str, Any]) -> ImportedRow:
     if "job" in record:
-        return ImportedRow(job=job_of(record), assumptions=GENERATED)
+        return ImportedRow(job=row_job(record), assumptions=GENERATED)
     return configured_reading(record, ASSUMPTIONS)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import ImportedRow, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows, row_job
 from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
@@ -25,4 +25,4 @@ def read_transformers_page(path: Path) -> list[Measurement]:
 
 
 def _reading(record: Mapping[str, Any]) -> ImportedRow:
-    return ImportedRow(job=job_of(record), assumptions=ASSUMPTIONS, out_of_scope=(CLASSIFIER,))
+    return ImportedRow(job=row_job(record), assumptions=ASSUMPTIONS, out_of_scope=(CLASSIFIER,))
