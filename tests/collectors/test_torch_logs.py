@@ -16,6 +16,7 @@ from peakcast.collectors.published.torchao_optimizers import read_torchao_optimi
 from peakcast.collectors.published.torchtitan_log import DAYS, read_torchtitan_log
 from peakcast.collectors.published.torchtune_readme import read_torchtune_readme
 from peakcast.collectors.published.transformers_page import read_transformers_page
+from peakcast.core.units import GIB
 from peakcast.jobs.conventions import conventions
 from peakcast.measurements.store import datasets_folder
 from peakcast.models.baseline.baseline import baseline
@@ -147,3 +148,18 @@ def test_axolotl_keeps_the_dtype_of_what_fsdp2_shards(by_id):
     assert row.job.precision.parameters == row.job.precision.gradients == "bfloat16"
     assert not conventions(row.job)["accumulates_without_sync"]
     assert baseline(row.job, gpu(row.gpu)).peak_reserved_bytes == pytest.approx(row.peak_reserved_bytes, rel=0.02)
+
+
+def test_allocated_peaks_of_fsdp_qlora_are_right_to_the_last_digit_that_is_printed(by_id):
+    for name in ("FQ-003", "FQ-004"):
+        row = by_id[name]
+        answered = baseline(row.job, gpu(row.gpu), row.rank).replayed_allocated_bytes
+        assert answered == pytest.approx(row.peak_allocated_bytes, abs=GIB // 200)
+
+
+def test_reserved_peaks_of_fsdp_qlora_with_weights_that_are_not_quantised_are_within_2_5_per_cent(rows):
+    own = [row for row in rows["fsdp_qlora"] if row.gpu == "RTX3090" and not row.job.finetuning.quantization]
+    assert len(own) == 5
+    for row in own:
+        answered = baseline(row.job, gpu(row.gpu), row.rank).peak_reserved_bytes
+        assert answered == pytest.approx(row.peak_reserved_bytes, rel=0.025), row.case
