@@ -10,15 +10,15 @@ import numpy as np
 
 from peakcast.core.errors import CollectorError
 from peakcast.core.fields import FrozenMapping
-from peakcast.models.recipes.depth import Repeats, Short, deepened, repeats, short_depth
+from peakcast.models.recipes.depth import Deep, Repeats, Run, deepened, repeats, short_depth, thinned
 from peakcast.models.recipes.sizes import Sizes, through
 from peakcast.models.recipes.walk import Ints, Walk
 
 Point = tuple[int, int]
 """Micro-batch size and sequence length."""
 Record = Callable[..., Walk]
-"""(layers (None: all), micro-batch size, sequence length, number of steps (default: 2), whose last is recorded) -> the
-walk."""
+"""(layers (None: all), micro-batch size, sequence length, number of steps (default: 2), whose last is recorded; then, where
+some are skipped, changed values and the numbers of skipped layers) -> the walk."""
 LENGTHS = (256, 512, 768)
 """Lengths for which most networks run the same operations: no sliding window ends between them."""
 UNEVEN = 331
@@ -38,12 +38,11 @@ EVEN = 8
 @dataclass(frozen=True)
 class Recipe:
     """A network's step. `walk`: that of a short network; `repeats`: how layers are added to it (None: it has the full
-    depth)."""
+    depth); `copies`: how many units of each run are added."""
 
     walk: Walk
     repeats: Repeats | None
-    layers: int
-    """Number of layers of the network itself."""
+    copies: tuple[int, ...]
     sizes: Sizes
     batches: tuple[int, int]
     """The smallest and the largest micro-batch that it covers."""
@@ -58,6 +57,25 @@ class Recipe:
         """Whether it covers a micro-batch of `batch` sequences of this length."""
         inside = self.batches[0] <= batch <= self.batches[1] and self.lengths[0] <= length <= self.lengths[1]
         return inside and not (self.even and length % EVEN)
+
+    @property
+    def layers(self) -> int:
+        """Number of layers of the network itself."""
+        runs = self.repeats.runs if self.repeats else ()
+        return self.walk.num_layers + sum(run.unit * more for run, more in zip(runs, self.copies, strict=True))
+
+    def deep(self) -> Deep:
+        """The network itself, in terms of the walk."""
+        return deepened(self.walk, self.repeats, self.copies)
+
+    def of_depth(self, layers: int) -> Recipe:
+        """The recipe of a network with so many layers, whose runs all have equally many more units. Raises: ValueError if
+        there is no such network."""
+        runs, more = self.repeats.runs if self.repeats else (), layers - self.walk.num_layers
+        unit = sum(run.unit for run in runs)
+        if more < 0 or (more and (not unit or more % unit)):
+            raise ValueError(f"a walk of {self.walk.num_layers} layers has no {layers}")
+        return replace(self, copies=(more // unit,) * len(runs) if more else (0,) * len(runs))
 
     @property
     def tied(self) -> bool:
@@ -98,66 +116,106 @@ def recorded(
     batches = (1,) if batch == 1 else (2, 3)
     first = (batches[0], length)
     whole = record(None, *first, 1)  # one step shows which layers are equal, and takes half the time of two
-    room = -(-images * (whole.image_tokens + 1) // LENGTHS[0]) * LENGTHS[0]  # tokens of a sequence that images use
-    small = LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room
+    of_images = images * (whole.image_tokens + 1)  # tokens of a sequence that images use
+    small = _lengths_beside(of_images)
     if most is not None and small[2] > most >= FEWEST and not images:
         small = _fractions(most)
-    short, depth = short_depth(whole, told if len(told) * whole.stacks == whole.num_layers else ()), None
-    if short is not None:
-        with suppress(CollectorError):  # the network has no fewer layers
-            depth = short.layers if _repeats(whole, record(short.layers, *first, 1), short) is not None else None
-    walks = {first: record(depth, *first)}
-    how = repeats(walks[first], short.prefixes, short.unit) if short is not None and depth is not None else None
-    walk = walks[first]
+    shown, one = _shown(record, first, whole, told if len(told) * whole.stacks == whole.num_layers else ())
+    walk = shown.walk(record, first)
+    how = repeats(walk, shown.runs)
+    if how is None:  # a later step does something else in layers that are alike in a first one
+        shown, one, walk, how = _Shown(), whole, record(None, *first), repeats(walk, ())
+    again, walks = one.in_next_step(walk), {first: walk}
 
     def alike(point: Point) -> bool:
         """Whether the same operations run at `point`, whose walk is then known."""
         if point not in walks and (most is None or point[1] <= most):
             with suppress(CollectorError):  # the library does not run it
-                other = record(depth, *point)
-                if other.same_program(walk):
+                other = shown.walk(record, point, 2 if again is None else 1)
+                if again is not None and other.same_program(one):
+                    walks[point] = replace(walk, raw_bytes=other.raw_bytes[again])
+                elif other.same_program(walk):
                     walks[point] = other
         return point in walks
 
     if images and batch > 1 and not alike((batches[-1], length)):  # each sequence's images add operations
-        batches, walk = (batch,), record(depth, *asked)
+        batches = (batch,)
+        if asked != first:
+            one, walk = shown.walk(record, asked, 1), shown.walk(record, asked)
+            again, how = one.in_next_step(walk), repeats(walk, shown.runs)
         walks = {asked: walk}
-        how = repeats(walk, short.prefixes, short.unit) if short is not None and depth is not None else None
     for lengths in (small, *([_fractions(length)] if length >= FEWEST and not images else []), _near(length)):
         solving = [(one, other) for one in batches for other in lengths]
         if alike(asked) and all(alike(point) for point in solving):
             sizes = through({point: one.raw_bytes for point, one in walks.items()}, solving)
             if sizes is not None:
                 span = min(*lengths, length), max(*lengths, length)
-                recipe = Recipe(walk, how, whole.num_layers, sizes, (batches[0], max(batch, batches[-1])), span)
-                return _widened(recipe, walks, alike, most, nearer)
-    own = walks[asked] if asked in walks else record(None, *asked)
-    how = how if asked in walks else None
-    return _of_walk(own, asked, how, whole.num_layers)
+                recipe = Recipe(walk, how, shown.copies, sizes, (batches[0], max(batch, batches[-1])), span)
+                return _widened(recipe, walks, alike, most, nearer, SHORTEST + of_images)
+    if asked in walks:
+        return _of_walk(walks[asked], asked, how, shown.copies)
+    return _of_walk(record(None, *asked), asked)
 
 
 def recorded_alone(record: Record, asked: Point) -> Recipe:
     """The recipe of a network that covers the `asked` point alone, from one walk of all its layers. For steps that run
     other operations at every other point. Raises: CollectorError if the network cannot be recorded."""
     walk = record(None, *asked)
-    return _of_walk(walk, asked, None, walk.num_layers)
+    return _of_walk(walk, asked)
 
 
-def _of_walk(walk: Walk, point: Point, how: Repeats | None, layers: int) -> Recipe:
+def _of_walk(walk: Walk, point: Point, how: Repeats | None = None, copies: tuple[int, ...] = ()) -> Recipe:
     """The recipe of one walk, for its own batch and length only."""
     batch, length = point
-    return Recipe(walk, how, layers, _sizes_of_walk(walk, point), (batch, batch), (length, length))
+    return Recipe(walk, how, copies, _sizes_of_walk(walk, point), (batch, batch), (length, length))
 
 
-def _repeats(whole: Walk, walk: Walk, short: Short) -> Repeats | None:
-    """How layers are added to a short walk; None if that does not give the whole network's walk, tensor by tensor."""
-    how = repeats(walk, short.prefixes, short.unit) if walk.num_layers == short.layers else None
+@dataclass(frozen=True)
+class _Shown:
+    """The layers of a network that are walked: the first `layers` (None: all) without those of the numbers `skipped`. The
+    network has `copies` more units of each of `runs`."""
+
+    layers: int | None = None
+    skipped: tuple[int, ...] = ()
+    runs: tuple[Run, ...] = ()
+    copies: tuple[int, ...] = ()
+
+    def walk(self, record: Record, point: Point, steps: int = 2) -> Walk:
+        """The walk of these layers. Raises: CollectorError."""
+        return record(self.layers, *point, steps, *([{}, self.skipped] if self.skipped else []))
+
+
+def _shown(record: Record, point: Point, whole: Walk, told: Sequence[object]) -> tuple[_Shown, Walk]:
+    """The fewest layers that show all that the network of the walk `whole` does, and their walk of one step."""
+    found: list[_Shown] = []
+    short = short_depth(whole, told)
+    if short is not None:
+        units = sum(run.unit for run in short.runs)
+        more = (whole.num_layers - short.layers) // units
+        found.append(_Shown(short.layers, (), short.runs, (more,) * len(short.runs)))
+    if whole.kinds:
+        thin = thinned(whole)
+        left = whole.num_layers - len(thin.skipped)
+        at = 0 if short is None or left < short.layers else 1  # networks that are short are built faster
+        found[at:at] = [_Shown(None, thin.skipped, thin.runs, thin.copies)] if thin.skipped else []
+    for shown in found:
+        with suppress(CollectorError):  # the network has no fewer layers, or its code needs those that are skipped
+            one = shown.walk(record, point, 1)
+            if _stands_for(one, shown, whole):
+                return shown, one
+    return _Shown(), whole
+
+
+def _stands_for(walk: Walk, shown: _Shown, whole: Walk) -> bool:
+    """Whether the walk of some layers with copies of them is the whole network's, tensor by tensor."""
+    units = sum(run.unit * more for run, more in zip(shown.runs, shown.copies, strict=True))
+    how = repeats(walk, shown.runs) if walk.num_layers + units == whole.num_layers else None
     if how is None:  # or the library makes a different network for this count, for example an encoder and a decoder
-        return None
-    deep = deepened(walk, how, whole.num_layers)
+        return False
+    deep = deepened(walk, how, shown.copies)
     one = np.vstack([deep.lives, walk.raw_bytes[deep.entries], walk.categories[deep.entries]])
     other = np.vstack([whole.lives, whole.raw_bytes, whole.categories])
-    return how if one.shape == other.shape and np.array_equal(_sorted(one), _sorted(other)) else None
+    return one.shape == other.shape and np.array_equal(_sorted(one), _sorted(other))
 
 
 def _sizes_of_walk(walk: Walk, point: Point) -> Sizes:
@@ -168,9 +226,14 @@ def _sizes_of_walk(walk: Walk, point: Point) -> Sizes:
 
 
 def _widened(
-    recipe: Recipe, walks: dict[Point, Walk], alike: Callable[[Point], bool], most: int | None, nearer: Sequence[Point]
+    recipe: Recipe,
+    walks: dict[Point, Walk],
+    alike: Callable[[Point], bool],
+    most: int | None,
+    nearer: Sequence[Point],
+    short: int,
 ) -> Recipe:
-    """The recipe with as wide a range as an uneven length, a short one and a far point confirm."""
+    """The recipe with as wide a range as an uneven length, the length `short` and a far point confirm."""
     batch, alone = recipe.batches[0], recipe.batches[0] == recipe.batches[1]
     shortest, longest = recipe.lengths[0], max(recipe.lengths[1], min(FAR[1], FAR[1] if most is None else most))
     uneven = batch, shortest + min(UNEVEN - LENGTHS[0], (recipe.lengths[1] - shortest) // 2 | 1)
@@ -183,8 +246,8 @@ def _widened(
 
     sizes = told(uneven)
     recipe = replace(recipe, sizes=sizes or recipe.sizes, even=sizes is None and bool(uneven[1] % EVEN))
-    if shortest > SHORTEST and not recipe.even and (sizes := told((batch, SHORTEST))):
-        recipe = replace(recipe, sizes=sizes, lengths=(SHORTEST, recipe.lengths[1]))
+    if shortest > short and not recipe.even and (sizes := told((batch, short))):
+        recipe = replace(recipe, sizes=sizes, lengths=(short, recipe.lengths[1]))
     others = ((batch if alone else more, length) for more, length in nearer if recipe.lengths[1] <= length < longest)
     for corner in (far, *others, many):
         if alike(corner) and not recipe.sizes.wrong({corner: walks[corner].raw_bytes}).any():
@@ -197,6 +260,12 @@ def _widened(
 def _sorted(columns: Ints) -> Ints:
     """The columns in a fixed order."""
     return columns[:, np.lexsort(columns)]
+
+
+def _lengths_beside(tokens: int) -> tuple[int, int, int]:
+    """LENGTHS, with room for so many tokens of images."""
+    room = -(-tokens // LENGTHS[0]) * LENGTHS[0]
+    return LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room
 
 
 def _fractions(length: int) -> tuple[int, int, int]:

@@ -10,7 +10,7 @@ import pytest
 from peakcast.core.errors import CollectorError
 from peakcast.models.recipes.recipe import LARGEST_BATCH, recorded
 from peakcast.models.recipes.walk import Walk
-from tests.models.recipes.walks import Library, walk
+from tests.models.recipes.walks import Library, mapping, walk
 
 
 def test_a_deep_network_is_walked_whole_once() -> None:
@@ -85,3 +85,43 @@ def test_weights_that_are_neither_in_blocks_nor_a_table_are_odd_ends() -> None:
     for more, odd in ((head, True), (between, True), (own, False)):
         walk = replace(recipe.walk, parameters=(*recipe.walk.parameters, more))
         assert replace(recipe, walk=walk).odd_ends is odd
+
+
+def first_step(layers: int, batch: int, length: int) -> Walk:
+    """A walk of a step that finds nothing of an earlier one."""
+    made = mapping(layers, batch, length)
+    made["entries"] = [one for one in made["entries"] if one[4:6] != [-1, 1]]
+    return Walk.read(made)
+
+
+def test_what_a_step_leaves_is_what_the_next_one_finds() -> None:
+    """So a first step at another batch and length tells the sizes of a later one."""
+    again = first_step(4, 2, 256).in_next_step(walk(4, 2, 256))
+    assert again is not None
+    assert first_step(4, 3, 512).raw_bytes[again].tolist() == walk(4, 3, 512).raw_bytes.tolist()
+    assert first_step(4, 2, 256).in_next_step(walk(5, 2, 256)) is None
+    nothing_left = replace(walk(4), raw_bytes=walk(4).raw_bytes + (walk(4).lives[2] == 1))
+    assert first_step(4, 2, 256).in_next_step(nothing_left) is None
+
+
+class Thinning(Library):
+    """A library that can skip layers of a network whose first eight layers are a tower, which keeps its depth."""
+
+    def __call__(self, layers, batch, length, steps=2, changes=(), skipped=()):
+        deep = self.layers if layers is None else 8 + layers
+        made = walk if steps > 1 else first_step
+        self.asked.append((layers, batch, length))
+        kinds = () if skipped else (0,) * 8 + (1,) * (deep - 8)
+        return replace(made(deep - len(skipped), batch, length), kinds=kinds)
+
+
+def test_a_tower_and_a_language_model_are_both_thinned() -> None:
+    library = Thinning(40)
+    recipe = recorded(library, (4, 1000))
+    assert (recipe.layers, recipe.walk.num_layers) == (40, 3 + 3)
+    assert recipe.copies == (8 - 3, 32 - 3)
+    deep = recipe.deep()
+    sizes = recipe.sizes.at(4, 1000)[deep.entries]
+    assert sorted(zip(deep.lives[2].tolist(), sizes.tolist(), strict=True)) == sorted(
+        zip(walk(40, 4, 1000).lives[2].tolist(), walk(40, 4, 1000).raw_bytes.tolist(), strict=True)
+    )
