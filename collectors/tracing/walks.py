@@ -150,6 +150,7 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> tuple[dict[str
         found["kinds"] = numbered_kinds([blocks[name] for name in in_order])
     two = _config(training).is_encoder_decoder and found["num_places"] // 2 == 2 * job.architecture.num_hidden_layers
     found |= {"wrapped": wraps_blocks(training.model), "stacks": 1 + two, "image_tokens": _image_tokens(training)}
+    found["has_targets"] = bool(_config(training).is_encoder_decoder)
     return found, [(name.removeprefix(PEFT), results[name]) for name in in_order]
 
 

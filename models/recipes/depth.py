@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import numpy.typing as npt
@@ -79,9 +80,7 @@ def short_depth(walk: Walk, told: Sequence[object] = ()) -> Short | None:
     return None
 
 
-def _options(
-    kinds: Sequence[object], blocks: Sequence[object], unit: int, last_differs: bool
-) -> Iterator[tuple[int, int]]:
+def _options(kinds: Sequence[object], blocks: Sequence[object], unit: int, last_differs: bool) -> Iterator[tuple[int, int]]:
     """(number of layers, prefix) of stacks that represent the one with these layers, the longest prefix first.
     `last_differs`: whether the last layer may be of a kind of its own."""
     same = [one == other for one, other in zip(kinds, kinds[unit:], strict=False)]
@@ -126,14 +125,23 @@ class Thinned:
 
 def thinned(walk: Walk) -> Thinned:
     """The network of `walk` with two units of each run of three or more, so that as few layers as possible are left."""
-    numbers: dict[object, int] = {}
-    keys = ((walk.kinds[layer], _kind(walk, layer)) for layer in range(walk.num_layers))
-    kinds = [numbers.setdefault(key, len(numbers)) for key in keys]
+    kinds = [(walk.kinds[layer], _kind(walk, layer)) for layer in range(walk.num_layers)]
+    own = [_of_unit(walk.lives[PLACE], layer, 1) for layer in range(walk.num_layers)]
+    dies = place_of(walk.lives[DIES_STRETCH], walk.num_places)
+
+    @cache
+    def repeats_in(layer: int, unit: int) -> bool:
+        """Whether the layer `unit` layers later is a copy of it."""
+        if kinds[layer] != kinds[layer + unit]:
+            return False
+        distance = dies[own[layer + unit]] - dies[own[layer]]
+        return bool(((distance == 2 * unit) | (distance == 0) | (dies[own[layer]] < 0)).all())
+
     left: list[tuple[int, int, tuple[int, int]]] = [(0, 0, (1, 1))]
     """From each layer on, the last one first: (layers that stay, runs, what begins there as (unit, number of units))."""
     for start in reversed(range(walk.num_layers)):
         options = []
-        for unit, units in [(1, 1), *_units_from(kinds, start)]:
+        for unit, units in [(1, 1), *_units_from(repeats_in, start, walk.num_layers)]:
             after = left[walk.num_layers - start - unit * units]
             options.append((after[0] + unit * min(2, units), after[1] + (units > 1), (unit, units)))
         left.append(min(options))
@@ -149,16 +157,18 @@ def thinned(walk: Walk) -> Thinned:
     return Thinned(tuple(skipped), tuple(runs), tuple(copies))
 
 
-def _units_from(kinds: Sequence[int], start: int) -> Iterator[tuple[int, int]]:
-    """(unit, number of units) of every run of three units or more that begins at `start`."""
-    for unit in range(1, min(LONGEST_UNIT, (len(kinds) - start) // 3) + 1):
-        same = (one == other for one, other in zip(kinds[start:], kinds[start + unit :], strict=False))
-        alike = next((index for index, equal in enumerate(same) if not equal), len(kinds) - start - unit)
+def _units_from(repeats_in: Callable[[int, int], bool], start: int, layers: int) -> Iterator[tuple[int, int]]:
+    """(unit, number of units) of every run of three units or more that begins at `start`. `repeats_in`: whether a layer is
+    repeated so many layers later."""
+    for unit in range(1, min(LONGEST_UNIT, (layers - start) // 3) + 1):
+        unlike = (layer for layer in range(start, layers - unit) if not repeats_in(layer, unit))
+        alike = next(unlike, layers - unit) - start
         yield from ((unit, units) for units in range(3, alike // unit + 2))
 
 
 def repeats(walk: Walk, runs: Sequence[Run]) -> Repeats | None:
-    """How the first of two units of each run of a short `walk` is copied; None if two are not equal."""
+    """How the first of two units of each run of a short `walk` is copied; None if there is none, or two
+    units are not equal."""
     dies = place_of(walk.lives[DIES_STRETCH], walk.num_places)
     moves = np.zeros(len(dies), dtype=bool)
     for run in runs:
@@ -172,7 +182,7 @@ def repeats(walk: Walk, runs: Sequence[Run]) -> Repeats | None:
         if not (moved | stayed | (walk.lives[DIES_STRETCH][first] < 0)).all():
             return None
         moves[first], moves[second] = moved, moved
-    return Repeats(tuple(runs), moves)
+    return Repeats(tuple(runs), moves) if runs else None
 
 
 def _of_unit(place: Ints, start: int, unit: int) -> Ints:

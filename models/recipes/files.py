@@ -15,10 +15,9 @@ from peakcast.core.bounded import file_bytes
 from peakcast.core.errors import RecordError
 from peakcast.core.fields import FrozenMapping
 from peakcast.jobs.architecture import MOST_LAYERS
-from peakcast.models.ledger.tape.polynomials import EXPONENTS
 from peakcast.models.recipes.depth import Repeats, Run
 from peakcast.models.recipes.recipe import Recipe
-from peakcast.models.recipes.sizes import Sizes
+from peakcast.models.recipes.sizes import BY_POINTS, Sizes
 from peakcast.models.recipes.walk import Visit, Walk, groups_of, pairs_of
 
 T = TypeVar("T")
@@ -78,6 +77,7 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
         "multiples": sizes.multiples.tolist(),
         "batches": list(recipe.batches),
         "lengths": list(recipe.lengths),
+        **({"targets": list(recipe.targets)} if recipe.targets else {}),
         "even": recipe.even,
         "wrapped": walk.wrapped,
         "visits": [[[*map(one.__getattribute__, _VISIT)] for one in visits] for visits in walk.visits],
@@ -95,14 +95,14 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
     names = tuple(map(str, mapping["names"]))
     count, places = len(names), int(mapping["num_places"])
     columns = {name: np.array(mapping[name], dtype=np.int64) for name in _WALK}
-    exponents = tuple((int(i), int(j)) for i, j in mapping["exponents"])
+    exponents = tuple(tuple(map(int, powers)) for powers in mapping["exponents"])
     coefficients = np.array(mapping["coefficients"], dtype=np.int64).reshape(len(exponents), count)
     multiples = np.array(mapping["multiples"], dtype=np.int64)
     stretches = mapping["stretches"]
     shapes = {"categories": (count,), "gradients": (count,), "lives": (7, count)}
     if any(columns[name].shape != shape for name, shape in shapes.items()) or multiples.shape != (count,):
         raise ValueError("its columns are not of one length")
-    if not set(exponents) <= set(EXPONENTS) or (multiples < 1).any() or places < 1:
+    if exponents not in BY_POINTS.values() or (multiples < 1).any() or places < 1:
         raise ValueError("its sizes are no polynomials")
     if not places // 2 <= int(mapping["layers"]) <= MOST_LAYERS:
         raise ValueError(f"layers must be from those that were recorded to {MOST_LAYERS:,}")
@@ -135,6 +135,9 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         how, copies = _repeats(mapping["repeats"], int(mapping["layers"]) - places // 2, count)
     low, high = mapping["batches"]
     short, long = mapping["lengths"]
+    targets = tuple(map(int, mapping["targets"])) if "targets" in mapping else None
+    if len(exponents[0]) != (2 if targets is None else 3) or (targets is not None and len(targets) != 2):
+        raise ValueError("its sizes are of other lengths than it says")
     versions = FrozenMapping({str(key): str(value) for key, value in mapping["versions"].items()})
     return Recipe(
         walk,
@@ -143,6 +146,7 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         sizes,
         (int(low), int(high)),
         (int(short), int(long)),
+        (targets[0], targets[1]) if targets else None,
         bool(mapping["even"]),
         versions,
     )

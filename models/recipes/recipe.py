@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from peakcast.core.errors import CollectorError
 from peakcast.core.fields import FrozenMapping
-from peakcast.models.recipes.depth import Deep, Repeats, Run, deepened, repeats, short_depth, thinned
+from peakcast.models.recipes.depth import Deep, Repeats, deepened
 from peakcast.models.recipes.sizes import Sizes, through
 from peakcast.models.recipes.walk import Ints, Walk
+from peakcast.models.recipes.walked import Point, Record, Shown, Walked
 
-Point = tuple[int, int]
-"""Micro-batch size and sequence length."""
-Record = Callable[..., Walk]
-"""(layers (None: all), micro-batch size, sequence length, number of steps (default: 2), whose last is recorded; then, where
-some are skipped, changed values and the numbers of skipped layers) -> the walk."""
 LENGTHS = (256, 512, 768)
 """Lengths for which most networks run the same operations: no sliding window ends between them."""
 UNEVEN = 331
@@ -30,6 +22,9 @@ FEWEST = 128
 number of tokens."""
 SHORTEST = 17
 """A length that few jobs fall below: if the operations are the same there, they are the same from there on."""
+Triple = tuple[int, int, int]
+CORNERS = ((0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 1))
+"""Which of three lengths and of three targets' lengths are walked together: as few as there are terms of two lengths."""
 LARGEST_BATCH = 2**16
 EVEN = 8
 """Lengths that are multiples of this run the same kernels."""
@@ -48,15 +43,26 @@ class Recipe:
     """The smallest and the largest micro-batch that it covers."""
     lengths: tuple[int, int]
     """The shortest and the longest sequence that it covers."""
+    targets: tuple[int, int] | None = None
+    """The same of an encoder-decoder's targets; None if they are as long as what it reads."""
     even: bool = False
     """Whether it covers only lengths that are multiples of `EVEN`."""
     versions: FrozenMapping = field(default_factory=FrozenMapping)
     """Releases of the libraries with which it was recorded."""
 
-    def covers(self, batch: int, length: int) -> bool:
-        """Whether it covers a micro-batch of `batch` sequences of this length."""
-        inside = self.batches[0] <= batch <= self.batches[1] and self.lengths[0] <= length <= self.lengths[1]
-        return inside and not (self.even and length % EVEN)
+    def covers(self, batch: int, length: int, targets: int | None = None) -> bool:
+        """Whether it covers a micro-batch of `batch` sequences of this length, with targets of another if given."""
+        own = length if targets is None else targets
+        if self.targets is None and own != length:
+            return False
+        spans = ((batch, self.batches), (length, self.lengths), (own, self.targets or self.lengths))
+        inside = all(low <= one <= high for one, (low, high) in spans)
+        return inside and not (self.even and (length % EVEN or own % EVEN))
+
+    def bytes_at(self, batch: int, length: int, targets: int | None = None) -> Ints:
+        """Bytes of each tensor of the walk, not rounded. [num_entries]"""
+        own = () if self.targets is None else (length if targets is None else targets,)
+        return self.sizes.at(batch, length, *own)
 
     @property
     def layers(self) -> int:
@@ -112,160 +118,99 @@ def recorded(
 
     Raises: CollectorError if the network cannot be recorded at all.
     """
-    batch, length = asked
-    batches = (1,) if batch == 1 else (2, 3)
-    first = (batches[0], length)
-    whole = record(None, *first, 1)  # one step shows which layers are equal, and takes half the time of two
+    batches = (1,) if asked[0] == 1 else (2, 3)
+    first = (batches[0], *asked[1:])
+    whole = Shown().walk(record, first, 1)  # one step shows which layers are equal, and takes half the time of two
+    if whole.has_targets and len(asked) == 2:
+        asked, first = (*asked, asked[1]), (*first, first[1])
     of_images = images * (whole.image_tokens + 1)  # tokens of a sequence that images use
-    small = _lengths_beside(of_images)
-    if most is not None and small[2] > most >= FEWEST and not images:
-        small = _fractions(most)
-    shown, one = _shown(record, first, whole, told if len(told) * whole.stacks == whole.num_layers else ())
-    walk = shown.walk(record, first)
-    how = repeats(walk, shown.runs)
-    if how is None:  # a later step does something else in layers that are alike in a first one
-        shown, one, walk, how = _Shown(), whole, record(None, *first), repeats(walk, ())
-    again, walks = one.in_next_step(walk), {first: walk}
-
-    def alike(point: Point) -> bool:
-        """Whether the same operations run at `point`, whose walk is then known."""
-        if point not in walks and (most is None or point[1] <= most):
-            with suppress(CollectorError):  # the library does not run it
-                other = shown.walk(record, point, 2 if again is None else 1)
-                if again is not None and other.same_program(one):
-                    walks[point] = replace(walk, raw_bytes=other.raw_bytes[again])
-                elif other.same_program(walk):
-                    walks[point] = other
-        return point in walks
-
-    if images and batch > 1 and not alike((batches[-1], length)):  # each sequence's images add operations
-        batches = (batch,)
-        if asked != first:
-            one, walk = shown.walk(record, asked, 1), shown.walk(record, asked)
-            again, how = one.in_next_step(walk), repeats(walk, shown.runs)
-        walks = {asked: walk}
-    for lengths in (small, *([_fractions(length)] if length >= FEWEST and not images else []), _near(length)):
-        solving = [(one, other) for one in batches for other in lengths]
-        if alike(asked) and all(alike(point) for point in solving):
-            sizes = through({point: one.raw_bytes for point, one in walks.items()}, solving)
+    told = told if len(told) * whole.stacks == whole.num_layers else ()
+    walked = Walked.of(record, whole, told, first, most)
+    if images and asked[0] > 1 and not walked.alike((batches[-1], *asked[1:])):  # each sequence's images add operations
+        batches = asked[:1]
+        walked = walked if asked == first else walked.only_at(asked)
+    for lengths in _lengths(asked, most, of_images):
+        solving = _points(batches, lengths)
+        if walked.alike(asked) and walked.all_alike(solving):
+            sizes = through(walked.sizes(), solving)
             if sizes is not None:
-                span = min(*lengths, length), max(*lengths, length)
-                recipe = Recipe(walk, how, shown.copies, sizes, (batches[0], max(batch, batches[-1])), span)
-                return _widened(recipe, walks, alike, most, nearer, SHORTEST + of_images)
-    if asked in walks:
-        return _of_walk(walks[asked], asked, how, shown.copies)
-    return _of_walk(record(None, *asked), asked)
+                spans = [(min(*some, own), max(*some, own)) for some, own in zip(lengths, asked[1:], strict=True)]
+                spans = [(batches[0], max(asked[0], batches[-1])), *spans]
+                recipe = Recipe(walked.walk, walked.how, walked.shown.copies, sizes, *spans)
+                return _widened(recipe, walked, most, nearer, SHORTEST + of_images)
+    if walked.alike(asked):
+        return _of_walk(walked[asked], asked, walked.how, walked.shown.copies)
+    return _of_walk(Shown().walk(record, asked), asked)
 
 
 def recorded_alone(record: Record, asked: Point) -> Recipe:
     """The recipe of a network that covers the `asked` point alone, from one walk of all its layers. For steps that run
     other operations at every other point. Raises: CollectorError if the network cannot be recorded."""
-    walk = record(None, *asked)
-    return _of_walk(walk, asked)
+    return _of_walk(Shown().walk(record, asked), asked)
 
 
 def _of_walk(walk: Walk, point: Point, how: Repeats | None = None, copies: tuple[int, ...] = ()) -> Recipe:
-    """The recipe of one walk, for its own batch and length only."""
-    batch, length = point
-    return Recipe(walk, how, copies, _sizes_of_walk(walk, point), (batch, batch), (length, length))
-
-
-@dataclass(frozen=True)
-class _Shown:
-    """The layers of a network that are walked: the first `layers` (None: all) without those of the numbers `skipped`. The
-    network has `copies` more units of each of `runs`."""
-
-    layers: int | None = None
-    skipped: tuple[int, ...] = ()
-    runs: tuple[Run, ...] = ()
-    copies: tuple[int, ...] = ()
-
-    def walk(self, record: Record, point: Point, steps: int = 2) -> Walk:
-        """The walk of these layers. Raises: CollectorError."""
-        return record(self.layers, *point, steps, *([{}, self.skipped] if self.skipped else []))
-
-
-def _shown(record: Record, point: Point, whole: Walk, told: Sequence[object]) -> tuple[_Shown, Walk]:
-    """The fewest layers that show all that the network of the walk `whole` does, and their walk of one step."""
-    found: list[_Shown] = []
-    short = short_depth(whole, told)
-    if short is not None:
-        units = sum(run.unit for run in short.runs)
-        more = (whole.num_layers - short.layers) // units
-        found.append(_Shown(short.layers, (), short.runs, (more,) * len(short.runs)))
-    if whole.kinds:
-        thin = thinned(whole)
-        left = whole.num_layers - len(thin.skipped)
-        at = 0 if short is None or left < short.layers else 1  # networks that are short are built faster
-        found[at:at] = [_Shown(None, thin.skipped, thin.runs, thin.copies)] if thin.skipped else []
-    for shown in found:
-        with suppress(CollectorError):  # the network has no fewer layers, or its code needs those that are skipped
-            one = shown.walk(record, point, 1)
-            if _stands_for(one, shown, whole):
-                return shown, one
-    return _Shown(), whole
-
-
-def _stands_for(walk: Walk, shown: _Shown, whole: Walk) -> bool:
-    """Whether the walk of some layers with copies of them is the whole network's, tensor by tensor."""
-    units = sum(run.unit * more for run, more in zip(shown.runs, shown.copies, strict=True))
-    how = repeats(walk, shown.runs) if walk.num_layers + units == whole.num_layers else None
-    if how is None:  # or the library makes a different network for this count, for example an encoder and a decoder
-        return False
-    deep = deepened(walk, how, shown.copies)
-    one = np.vstack([deep.lives, walk.raw_bytes[deep.entries], walk.categories[deep.entries]])
-    other = np.vstack([whole.lives, whole.raw_bytes, whole.categories])
-    return one.shape == other.shape and np.array_equal(_sorted(one), _sorted(other))
-
-
-def _sizes_of_walk(walk: Walk, point: Point) -> Sizes:
-    """The sizes of one walk, for its own batch and length only."""
+    """The recipe of one walk, for its own batch and lengths only."""
     sizes = through({point: walk.raw_bytes}, [point])
     assert sizes is not None
-    return sizes
+    return Recipe(walk, how, copies, sizes, *((number, number) for number in point))
 
 
-def _widened(
-    recipe: Recipe,
-    walks: dict[Point, Walk],
-    alike: Callable[[Point], bool],
-    most: int | None,
-    nearer: Sequence[Point],
-    short: int,
-) -> Recipe:
-    """The recipe with as wide a range as an uneven length, the length `short` and a far point confirm."""
+def _widened(recipe: Recipe, walked: Walked, most: int | None, nearer: Sequence[Point], short: int) -> Recipe:
+    """The recipe with as wide a range as an uneven length, the length `short` and a far point confirm. Targets have a range
+    as wide."""
     batch, alone = recipe.batches[0], recipe.batches[0] == recipe.batches[1]
-    shortest, longest = recipe.lengths[0], max(recipe.lengths[1], min(FAR[1], FAR[1] if most is None else most))
-    uneven = batch, shortest + min(UNEVEN - LENGTHS[0], (recipe.lengths[1] - shortest) // 2 | 1)
+    spans = [one for one in (recipe.lengths, recipe.targets) if one is not None]
+    shortest, ends = [low for low, _ in spans], tuple(high for _, high in spans)
+    longest = max(*ends, min(FAR[1], FAR[1] if most is None else most))
+    uneven = [low + min(UNEVEN - LENGTHS[0], (high - low) // 2 | 1) for low, high in spans]
     # as many tokens at any length: some code depends on them
-    far, many = ((batch if alone else FAR[0] * max(1, FAR[1] // one), one) for one in (longest, recipe.lengths[1]))
+    both = (longest,) * len(spans)
+    far, many = ((batch if alone else FAR[0] * max(1, FAR[1] // one[0]), *one) for one in (both, ends))
 
     def told(point: Point) -> Sizes | None:
         """The sizes, if `point` and all that were walked before confirm them."""
-        return recipe.sizes.confirmed({one: found.raw_bytes for one, found in walks.items()}) if alike(point) else None
+        return recipe.sizes.confirmed(walked.sizes()) if walked.alike(point) else None
 
-    sizes = told(uneven)
-    recipe = replace(recipe, sizes=sizes or recipe.sizes, even=sizes is None and bool(uneven[1] % EVEN))
-    if shortest > short and not recipe.even and (sizes := told((batch, short))):
-        recipe = replace(recipe, sizes=sizes, lengths=(short, recipe.lengths[1]))
+    sizes = told((batch, *uneven))
+    recipe = replace(recipe, sizes=sizes or recipe.sizes, even=sizes is None and any(one % EVEN for one in uneven))
+    if min(shortest) > short and not recipe.even and (sizes := told((batch, *(short for _ in spans)))):
+        recipe = _ranging(replace(recipe, sizes=sizes), [(short, high) for high in ends])
     others = ((batch if alone else more, length) for more, length in nearer if recipe.lengths[1] <= length < longest)
     for corner in (far, *others, many):
-        if alike(corner) and not recipe.sizes.wrong({corner: walks[corner].raw_bytes}).any():
+        if walked.alike(corner) and not recipe.sizes.wrong({corner: walked[corner].raw_bytes}).any():
             most_sequences = LARGEST_BATCH if corner in (far, many) else max(recipe.batches[1], corner[0])
-            batches = batch, batch if alone else most_sequences
-            return replace(recipe, lengths=(recipe.lengths[0], corner[1]), batches=batches)
+            lows = [low for low, _ in (recipe.lengths, recipe.targets or recipe.lengths)]
+            recipe = replace(recipe, batches=(batch, batch if alone else most_sequences))
+            return _ranging(recipe, list(zip(lows, corner[1:], strict=False)))
     return recipe
 
 
-def _sorted(columns: Ints) -> Ints:
-    """The columns in a fixed order."""
-    return columns[:, np.lexsort(columns)]
+def _ranging(recipe: Recipe, spans: Sequence[tuple[int, int]]) -> Recipe:
+    """`recipe` for other ranges of lengths, those of targets last if they have one."""
+    return replace(recipe, lengths=spans[0], targets=spans[1] if recipe.targets is not None else None)
 
 
-def _lengths_beside(tokens: int) -> tuple[int, int, int]:
-    """LENGTHS, with room for so many tokens of images."""
-    room = -(-tokens // LENGTHS[0]) * LENGTHS[0]
-    return LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room
+def _lengths(asked: Point, most: int | None, of_images: int) -> list[list[Triple]]:
+    """Lengths through which polynomials may go, in the order in which they are tried: for what the network reads, and for
+    targets if `asked` has those. `of_images`: tokens of images in each sequence."""
+    room = -(-of_images // LENGTHS[0]) * LENGTHS[0]
+    small: Triple = (LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room)
+    if most is not None and small[2] > most >= FEWEST and not of_images:
+        small = _fractions(most)
+    own = asked[1:]
+    found = [[small for _ in own]]
+    if min(own) >= FEWEST and not of_images:
+        found.append([_fractions(length) for length in own])
+    return [*found, [_near(length) for length in own]]
+
+
+def _points(batches: Sequence[int], lengths: Sequence[Triple]) -> list[Point]:
+    """The points through which polynomials go."""
+    own, *targets = lengths
+    if not targets:
+        return [(batch, length) for batch in batches for length in own]
+    return [(batch, own[i], targets[0][j]) for batch in batches for i, j in CORNERS]
 
 
 def _fractions(length: int) -> tuple[int, int, int]:

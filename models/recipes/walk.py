@@ -81,6 +81,8 @@ class Walk:
     """Functions that ran as the library's own code, and the packages whose kernels it calls where they are installed."""
     returned: tuple[int, ...] = ()
     """Entries that the network returns, logits first; empty if that was not recorded."""
+    has_targets: bool = False
+    """Whether it is of an encoder-decoder, whose targets may be of another length."""
     kinds: tuple[int, ...] = ()
     """For each block, the number of its kind by classes and attributes; empty if its blocks cannot be skipped."""
 
@@ -160,5 +162,6 @@ class Walk:
             int(mapping.get("image_tokens", 0)),
             pairs_of(mapping.get("replaced", ())),
             tuple(mapping.get("returned", ())),
+            bool(mapping.get("has_targets", False)),
             tuple(mapping.get("kinds", ())),
         )
