@@ -130,7 +130,8 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         replaced=pairs_of(mapping.get("replaced", ())),
         returned=returned,
     )
-    how, copies = None, ()
+    how: Repeats | None = None
+    copies: tuple[int, ...] = ()
     if mapping["repeats"] is not None:
         how, copies = _repeats(mapping["repeats"], int(mapping["layers"]) - places // 2, count)
     low, high = mapping["batches"]

@@ -118,7 +118,7 @@ def recorded(
 
     Raises: CollectorError if the network cannot be recorded at all.
     """
-    batches = (1,) if asked[0] == 1 else (2, 3)
+    batches: tuple[int, ...] = (1,) if asked[0] == 1 else (2, 3)
     first = (batches[0], *asked[1:])
     whole = Shown().walk(record, first, 1)  # one step shows which layers are equal, and takes half the time of two
     if whole.has_targets and len(asked) == 2:
@@ -135,25 +135,29 @@ def recorded(
             sizes = through(walked.sizes(), solving)
             if sizes is not None:
                 spans = [(min(*some, own), max(*some, own)) for some, own in zip(lengths, asked[1:], strict=True)]
-                spans = [(batches[0], max(asked[0], batches[-1])), *spans]
-                recipe = Recipe(walked.walk, walked.how, walked.shown.copies, sizes, *spans)
+                recipe = _of_walks(walked, sizes, [(batches[0], max(asked[0], batches[-1])), *spans])
                 return _widened(recipe, walked, most, nearer, SHORTEST + of_images)
-    if walked.alike(asked):
-        return _of_walk(walked[asked], asked, walked.how, walked.shown.copies)
-    return _of_walk(Shown().walk(record, asked), asked)
+    if not walked.alike(asked):
+        return recorded_alone(record, asked)
+    alone = through({asked: walked.sizes()[asked]}, [asked])
+    assert alone is not None
+    return _of_walks(walked, alone, [(number, number) for number in asked])
 
 
 def recorded_alone(record: Record, asked: Point) -> Recipe:
     """The recipe of a network that covers the `asked` point alone, from one walk of all its layers. For steps that run
     other operations at every other point. Raises: CollectorError if the network cannot be recorded."""
-    return _of_walk(Shown().walk(record, asked), asked)
-
-
-def _of_walk(walk: Walk, point: Point, how: Repeats | None = None, copies: tuple[int, ...] = ()) -> Recipe:
-    """The recipe of one walk, for its own batch and lengths only."""
-    sizes = through({point: walk.raw_bytes}, [point])
+    walk = Shown().walk(record, asked)
+    sizes = through({asked: walk.raw_bytes}, [asked])
     assert sizes is not None
-    return Recipe(walk, how, copies, sizes, *((number, number) for number in point))
+    batch, length, *targets = ((number, number) for number in asked)
+    return Recipe(walk, None, (), sizes, batch, length, targets[0] if targets else None)
+
+
+def _of_walks(walked: Walked, sizes: Sizes, spans: Sequence[tuple[int, int]]) -> Recipe:
+    """The recipe for ranges of micro-batches, lengths and, if they have their own, targets."""
+    batches, lengths, *targets = spans
+    return Recipe(walked.walk, walked.how, walked.shown.copies, sizes, batches, lengths, targets[0] if targets else None)
 
 
 def _widened(recipe: Recipe, walked: Walked, most: int | None, nearer: Sequence[Point], short: int) -> Recipe:
@@ -213,12 +217,12 @@ def _points(batches: Sequence[int], lengths: Sequence[Triple]) -> list[Point]:
     return [(batch, own[i], targets[0][j]) for batch in batches for i, j in CORNERS]
 
 
-def _fractions(length: int) -> tuple[int, int, int]:
+def _fractions(length: int) -> Triple:
     """A quarter, half and three quarters of `length`."""
     return length // 4 // EVEN * EVEN, length // 2 // EVEN * EVEN, length * 3 // 4 // EVEN * EVEN
 
 
-def _near(length: int) -> tuple[int, int, int]:
-    """Three lengths up to `length`, close to each other."""
-    step = max(1, length // 16 // EVEN * EVEN)
+def _near(length: int) -> Triple:
+    """Three lengths up to `length`, close to each other and equally far from multiples of EVEN if they are long enough."""
+    step = max(EVEN if length > 2 * EVEN else 1, length // 16 // EVEN * EVEN)
     return length - 2 * step, length - step, length

@@ -50,7 +50,7 @@ def _source(result: Any, given: Sequence[Any]) -> int | None:
     return next(chain(same, alike), None)
 
 
-class Skipped(torch.nn.Module):
+class Skipped(torch.nn.Module):  # type: ignore[misc]
     """Takes the place of a layer. It has the layer's plain attributes, but no weights and no submodules."""
 
     def __init__(self, layer: torch.nn.Module, results: Results) -> None:

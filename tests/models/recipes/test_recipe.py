@@ -125,3 +125,30 @@ def test_a_tower_and_a_language_model_are_both_thinned() -> None:
     assert sorted(zip(deep.lives[2].tolist(), sizes.tolist(), strict=True)) == sorted(
         zip(walk(40, 4, 1000).lives[2].tolist(), walk(40, 4, 1000).raw_bytes.tolist(), strict=True)
     )
+
+
+class EncoderDecoder(Library):
+    """What its last layer keeps follows from targets, which are as long as what it reads if nobody says how long."""
+
+    def __call__(self, layers, batch, length, steps=2, changes=None, skipped=()):
+        targets = (changes or {}).get("decoder_sequence_length", length)
+        made = super().__call__(layers, batch, length, steps)
+        kept = np.array([name == "kept" for name in made.names])
+        return replace(made, raw_bytes=np.where(kept, batch * length * targets, made.raw_bytes), has_targets=True)
+
+
+@pytest.mark.parametrize("asked", [(2, 512), (2, 512, 96), (1, 2000, 40)])
+def test_one_recipe_holds_for_every_length_of_targets(asked: tuple[int, ...]) -> None:
+    recipe = recorded(EncoderDecoder(8), asked)
+    assert recipe.covers(*asked)
+    assert recipe.covers(asked[0], 1001, 17)
+    assert recipe.covers(asked[0], 333)
+    kept = recipe.walk.names.index("kept")
+    assert recipe.bytes_at(asked[0], 1001, 17)[kept] == asked[0] * 1001 * 17
+    assert recipe.bytes_at(asked[0], 333)[kept] == asked[0] * 333 * 333
+
+
+def test_a_recipe_of_one_length_does_not_hold_for_targets_of_another() -> None:
+    recipe = recorded(Library(8), (2, 512))
+    assert recipe.covers(2, 512, 512)
+    assert not recipe.covers(2, 512, 96)
