@@ -83,6 +83,14 @@ class Recipe:
             raise ValueError(f"a walk of {self.walk.num_layers} layers has no {layers}")
         return replace(self, copies=(more // unit,) * len(runs) if more else (0,) * len(runs))
 
+    def range_in_words(self) -> str:
+        """The micro-batches and lengths that it covers."""
+        (fewest, most), (shortest, longest) = self.batches, self.lengths
+        tokens = f"{shortest:,} to {longest:,} tokens" + (f" in multiples of {EVEN}" if self.even else "")
+        if self.targets is not None:
+            tokens += f", and as many targets of {self.targets[0]:,} to {self.targets[1]:,}"
+        return f"micro-batches of {fewest:,} to {most:,} sequences of {tokens}"
+
     @property
     def tied(self) -> bool:
         """Whether the lm_head uses the embedding's table, that is, has no weight of its own."""
@@ -136,10 +144,12 @@ def recorded(
             if sizes is not None:
                 spans = [(min(*some, own), max(*some, own)) for some, own in zip(lengths, asked[1:], strict=True)]
                 recipe = _of_walks(walked, sizes, [(batches[0], max(asked[0], batches[-1])), *spans])
-                return _widened(recipe, walked, most, nearer, SHORTEST + of_images)
+                recipe = _widened(recipe, walked, most, nearer, SHORTEST + of_images)
+                if recipe.covers(*asked):  # not an uneven length that only even ones were confirmed beside
+                    return recipe
     if not walked.alike(asked):
         return recorded_alone(record, asked)
-    alone = through({asked: walked.sizes()[asked]}, [asked])
+    alone = through({asked: walked[asked].raw_bytes}, [asked])
     assert alone is not None
     return _of_walks(walked, alone, [(number, number) for number in asked])
 
