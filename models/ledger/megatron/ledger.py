@@ -39,7 +39,7 @@ def megatron_ledger(
     those that CUDA graphs add (`cuda_graphs.py`). With a `device`, it includes what libraries and kernels allocate for
     themselves on that GPU type."""
     share, first = rank_share(job, device, rank or 0), step == "first"
-    weights, turns = weights_share(share), _turns_run(activations_share(share))
+    weights, turns = weights_share(share), _turns_run(activations_share(share), first_step=first and bool(share.context.offloading.modules))
     done = turns.step.fork(parameters_held(weights))
     _hold_deferred(done, turns, first)
     made = turns.first if first else FirstRuns(turns.first.float8)
@@ -69,9 +69,10 @@ def graphed_bytes(job: TrainingJob) -> int:
 
 
 @lru_cache(maxsize=64)
-def _turns_run(share: RankShare) -> Turns:
-    """The forward and backward turns of a rank, which the first step and later ones share."""
-    return Turns(share)
+def _turns_run(share: RankShare, *, first_step: bool) -> Turns:
+    """The forward and backward turns of a rank. `first_step`: whether they are the first step's, which has turns of its own
+    only if activations go to the host."""
+    return Turns(share, first_step=first_step)
 
 
 def _hold_deferred(step: Step, turns: Turns, first: bool) -> None:

@@ -59,11 +59,11 @@ def _alternate(turns: Sequence[Iterator[bool]]) -> None:
 class Turns:
     """The turns of one rank, placed on a step."""
 
-    def __init__(self, share: RankShare) -> None:
+    def __init__(self, share: RankShare, *, first_step: bool = False) -> None:
         self.share = share
         self.fully_sharded = whole_buckets(share, owned_parameters(share)[0]) if is_fully_sharded(share) else None
         self.step = Step(hooks=self.fully_sharded) if self.fully_sharded is not None else Step()
-        self.blocks = RankBlocks(share)
+        self.blocks = RankBlocks(share, first_step=first_step)
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
         self.spans: list[Span] = []
         self.first = FirstRuns(float8=bool(share.context.fp8_recipe))
@@ -136,6 +136,9 @@ class Turns:
                     if self.share.overlaps_micro_batches:
                         self._dispatched_half(runs[0], state)
                         yield False
+        for template in self.blocks.predicting if chunk.is_last else ():
+            state.runs.append([step.run_forward(template, "head", keeps_gradients=False)])
+            yield False
         yield True
         if chunk.is_last:
             state.runs.append([step.run_forward(self.blocks.head, "head", keeps_gradients=False)])

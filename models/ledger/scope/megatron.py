@@ -151,7 +151,7 @@ _OPTIONS = Section("options", (
             "cp-comm-type={exchanges} is not modelled; {known_exchanges} in every layer is."),
     nearly_more("offload.activations", job.offloads_activations & option("offload_modules"),
                 "Offloaded activations are counted as if copies took no time. They live until their copy has ended; two "
-                "published runs, which run two micro-batches at once as well, have 4 % more."),
+                "published runs, which run two micro-batches at once as well, have 3 % more."),
 ))
 
 # megatron-core 0.17.1 `transformer/transformer_config.py` `__post_init__`; what graphs keep: `megatron/cuda_graphs.py`
@@ -206,8 +206,9 @@ _EXPERTS = Section("latent attention, multi-token prediction and experts", (
          "framework_options.overlap_moe_expert_parallel_comm is not modelled with Megatron-FSDP: it runs two micro-batches "
          "at once."),
     nearly_more("framework_options.overlap_moe_expert_parallel_comm", megatron.overlaps & job.predicts_further_tokens,
-                "With overlap-moe-expert-parallel-comm, a layer that predicts further tokens runs backward beside the "
-                "forward of another micro-batch's first layer, which is not counted: its trace has 3 % more."),
+                "With overlap-moe-expert-parallel-comm, a layer that predicts a further token runs backward beside the "
+                "forward of another micro-batch's first layer. Its trace has 2 % more; with several such layers, which are "
+                "not counted so, up to 3 %."),
     more("framework_options.moe_router_padding_for_quantization",
          job.experts & option("moe_router_padding_for_quantization"),
          "framework_options.moe_router_padding_for_quantization is not modelled."),
