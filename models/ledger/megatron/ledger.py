@@ -39,7 +39,8 @@ def megatron_ledger(
     those that CUDA graphs add (`cuda_graphs.py`). With a `device`, it includes what libraries and kernels allocate for
     themselves on that GPU type."""
     share, first = rank_share(job, device, rank or 0), step == "first"
-    weights, turns = weights_share(share), _turns_run(activations_share(share), first_step=first and bool(share.context.offloading.modules))
+    offloads = bool(share.context.offloading.modules)
+    weights, turns = weights_share(share), _turns_run(activations_share(share), first_step=first and offloads)
     done = turns.step.fork(parameters_held(weights))
     _hold_deferred(done, turns, first)
     made = turns.first if first else FirstRuns(turns.first.float8)

@@ -60,21 +60,22 @@ class RankBlocks:
         """The template of the head."""
         runs = LayerRun(input_held=not self.share.chunks[-1].layers)
         context = replace(self.share.layer_context(self._last_layer()), runs=runs)
-        if self.predicting:
-            return self._parted_head()[-1]
+        if self._parts_head:
+            return self.ending[-1]
         return head(context, self.share.job.architecture.num_nextn_predict_layers)
 
     @cached_property
-    def predicting(self) -> tuple[Template, ...]:
-        """Where micro-batches overlap, the halves of a layer that predicts a further token, which run before the head; else
-        it is a part of the head."""
-        if not self.share.overlaps_micro_batches or self.share.job.architecture.num_nextn_predict_layers != 1:
-            return ()
-        return self._parted_head()[:-1]
-
-    def _parted_head(self) -> tuple[Template, ...]:
-        """The head in parts. What its layer saves goes to the host in the first step only: its backward comes next."""
+    def ending(self) -> tuple[Template, ...]:
+        """The blocks after a network's last layer: the head and, where micro-batches overlap, before it the halves of a
+        layer that predicts a further token, which is else a part of the head. What that layer saves goes to the host in the
+        first step only: its backward comes next."""
+        if not self._parts_head:
+            return (self.head,)
         return parted_head(self.share.layer_context(self._last_layer()), offloads=self._first_step)
+
+    @property
+    def _parts_head(self) -> bool:
+        return self.share.overlaps_micro_batches and self.share.job.architecture.num_nextn_predict_layers == 1
 
     def between_stacks(self) -> tuple[tuple[Template, str], ...]:
         """(template, module) of what runs between an encoder's last layer and its decoder's first."""

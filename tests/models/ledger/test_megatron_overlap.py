@@ -46,8 +46,8 @@ def test_dispatchers_keep_every_layers_input_and_its_gradient_into_the_next_step
 
 
 def test_a_predicting_layer_keeps_its_softmax_until_another_micro_batch_has_attended():
-    """As a trace of megatron-core 0.16.1 has it: the head's backward comes before the other micro-batch's first attention, the
-    predicting layer's attention runs backward after it. Without overlap both softmaxes never are there at once."""
+    """As a trace of megatron-core 0.16.1 has it: the head's backward comes before the other micro-batch's first attention,
+    the predicting layer's attention runs backward after it."""
     scores = 4 * 4 * 1024 * 1024 * 2  # micro-batch, heads of a rank, query, key, bf16
 
     def softmaxes(overlap: bool) -> int:

@@ -39,8 +39,8 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
 
 @lru_cache(maxsize=64)
 def parted_head(context: MegatronContext, *, offloads: bool) -> tuple[Template, Template, Template]:
-    """`head` with one token predicted ahead as the three blocks in which it runs where micro-batches overlap: the final norm
-    and the further layer up to its attention; its feed-forward; output layers and losses. The first block's norm is
+    """`head` with one token predicted ahead as the three blocks in which it runs where micro-batches overlap: the final
+    norm and the further layer up to its attention; its feed-forward; output layers and losses. The first block's norm is
     saved, so that the second has it in its output without keeping it. `offloads`: whether the layer's saved tensors go to
     the host, as `context` says of other layers."""
     offload = offload_of(context) if offloads else NO_OFFLOAD
