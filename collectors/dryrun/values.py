@@ -26,7 +26,7 @@ from torch.nested._internal.nested_int import NestedIntNode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from peakcast.collectors.dryrun.noted import Notes
+from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.collectors.dryrun.resizing import Resizing
 from peakcast.collectors.tracing.known_values import KnownValuesMode, label, value_of
 
@@ -42,7 +42,7 @@ class ScriptMode(KnownValuesMode):
     """Makes a script's tensors fake if they are on a GPU or large; `notes` gets what was made up. For small integer and
     boolean tensors (tokens, masks, positions), the values are known as long as they follow from the script's own data."""
 
-    def __init__(self, notes: Notes, device: torch.device) -> None:
+    def __init__(self, notes: RunFindings, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.notes = notes
         self.device = device
