@@ -71,7 +71,9 @@ class RankBlocks:
         first step only: its backward comes next."""
         if not self._parts_head:
             return (self.head,)
-        return parted_head(self.share.layer_context(self._last_layer()), offloads=self._first_step)
+        context = self.share.layer_context(self._last_layer())
+        parts = part_context(context, "attention"), part_context(context, "moe")
+        return parted_head(context, *parts, offloads=self._first_step)
 
     @property
     def _parts_head(self) -> bool:

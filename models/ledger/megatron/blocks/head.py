@@ -14,7 +14,6 @@ from peakcast.models.ledger.megatron.blocks.ends import cross_entropy, embed, ou
 from peakcast.models.ledger.megatron.blocks.gradients import trained
 from peakcast.models.ledger.megatron.blocks.layer import layer_operations, offload_of
 from peakcast.models.ledger.megatron.blocks.primitives import column_linear, norm
-from peakcast.models.ledger.megatron.context import part_context
 from peakcast.models.ledger.tape.offloading import NO_OFFLOAD
 from peakcast.models.ledger.tape.tape import Output, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
@@ -38,18 +37,21 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
 
 
 @lru_cache(maxsize=64)
-def parted_head(context: MegatronContext, *, offloads: bool) -> tuple[Template, Template, Template]:
+def parted_head(
+    context: MegatronContext, attention: MegatronContext, feed_forward: MegatronContext, *, offloads: bool
+) -> tuple[Template, Template, Template]:
     """`head` with one token predicted ahead as the three blocks in which it runs where micro-batches overlap: the final
     norm and the further layer up to its attention; its feed-forward; output layers and losses. The first block's norm is
-    saved, so that the second has it in its output without keeping it. `offloads`: whether the layer's saved tensors go to
-    the host, as `context` says of other layers."""
+    saved, so that the second has it in its output without keeping it. `attention`, `feed_forward`: the contexts of a layer
+    that consists of that part. `offloads`: whether the layer's saved tensors go to the host, as `context` says of other
+    layers."""
     offload = offload_of(context) if offloads else NO_OFFLOAD
     tape = Tape(offload=offload)
     final = _final_norm(tape, tape.input(context.stream_bytes), context)
     joined = _join(tape, final, embed(tape, context), context)
-    attended = tape.finish(layer_operations(tape, joined, part_context(context, "attention")))
+    attended = tape.finish(layer_operations(tape, joined, attention))
     tape, size = Tape(offload=offload), context.stream_bytes
-    output = layer_operations(tape, tape.input(size), part_context(context, "moe"))
+    output = layer_operations(tape, tape.input(size), feed_forward)
     predicted = norm(tape, output, context, context.stream_rows, context.hidden, "mtp.final_layernorm")
     together = tape.operation("mtp.concatenate_states", [predicted], 2 * size, gradients=[(predicted, None)])
     fed_forward = tape.finish(together)
