@@ -101,6 +101,7 @@ class FSDP1(ShardedLayout):
             sizes = [tensor.numel * tensor.element_bytes for tensor in unit.tensors]
             moved = step.allocate("unsharded", Category.OTHER, sizes, unit.name)
             step.moment("move", Phase.INIT)
+            sent.copied_from_host(step)
             if self.settings.broadcasts:
                 sent.send(step, unit, sizes)
             whole = step.allocate("flat_param.whole", Category.OTHER, [self._flat[unit].whole_bytes], unit.name)
@@ -139,7 +140,7 @@ class FSDP1(ShardedLayout):
         for unit in self.units:
             part = self._flat[unit].part_numel
             for tensor, begin in zip(unit.tensors, self._flat[unit].offsets, strict=True):
-                if unit.trained and begin < part:  # rank 0 has the beginning
+                if tensor.trains and begin < part:  # rank 0 has the beginning
                     size = min(tensor.numel, part - begin)
                     pieces[tensor] = tensor.optimized((size,))
         return [pieces[tensor] for tensor in self.tensors if tensor in pieces]

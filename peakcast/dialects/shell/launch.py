@@ -11,6 +11,7 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.foreign import foreign_program
 from peakcast.dialects.common.translation import words
+from peakcast.dialects.shell.nested import script_to_run
 from peakcast.dialects.shell.script import Script, ShellCommand
 from peakcast.dialects.shell.slurm import sbatch_gpus
 from peakcast.dialects.shell.values import is_whole
@@ -69,6 +70,9 @@ def launch_of(script: Script, text: str, where: str) -> Launch:
     if not trainings:
         if sentence := foreign_program(text):
             raise SpecError(f"{where} {sentence}")
+        scripts = [script_to_run(words) for command in script.commands if (words := after_wrappers(command.words)[0])]
+        if runs := next((words[0] for words in reversed(scripts) if words), ""):
+            raise SpecError(f"{where} runs {runs}, which is not here; put that script beside it.")
         raise SpecError(
             f"{where} runs no training program that is known here (such as torchrun pretrain_gpt.py, accelerate launch, "
             "llamafactory-cli train); give the configuration itself, or the command with its arguments."
@@ -149,7 +153,8 @@ def _launch(command: ShellCommand) -> Launch | None:
                 num_gpus = _processes("torchrun", own) if own else 1
                 return _program([f"tune run {rest[0]}" if rest else "tune run"], rest[1:], num_gpus, launcher, env)
             verbs = 2 if name == "nemo" else 1  # nemo llm pretrain
-            return _program([" ".join([name, *words[1 : 1 + verbs]])], words[1 + verbs :], num_gpus, launcher, env)
+            program = " ".join([name, *words[1 : 1 + verbs]])
+            return _program([program], _with_network(program, words[1 + verbs :]), num_gpus, launcher, env)
         elif name == "run_train.sh":  # torchtitan's; reads its file and number of GPUs from the environment
             gpus = env.get("NGPU", "8")
             found = _program([name], words[1:], int(gpus) if re.fullmatch(r"[1-9]\d{0,5}", gpus) else None, launcher, env)
@@ -164,6 +169,14 @@ def _launch(command: ShellCommand) -> Launch | None:
         else:
             return None
     return None
+
+
+def _with_network(program: str, words: list[str]) -> list[str]:
+    """`words` with the flag of LitGPT's network, which its commands may have first without it (litgpt 0.5.13 __main__.py:
+    `litgpt finetune_lora microsoft/phi-2`)."""
+    if not program.startswith("litgpt ") or not words or words[0].startswith("-"):
+        return words
+    return ["--model_name" if program == "litgpt pretrain" else "--checkpoint_dir", *words]
 
 
 def _after_dashes(words: list[str]) -> list[str]:
