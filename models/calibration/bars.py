@@ -51,7 +51,8 @@ def bar_of(
         expected = Spread(quantity).predict(terms_of(row, quantity, MOST_SEVERE, unmodelled=unmodelled))
         return LogBar(*(min(JUDGED_FACTOR * expected, WIDEST),) * 2, "judgement")
     far = min(far + learned.domain.distance(job, row, gpu), MOST_SEVERE)
-    expected = learned.spread.predict(terms_of(row, quantity, far, unmodelled=unmodelled))
+    new_kind = not learned.domain.has_kind(job)
+    expected = learned.spread.predict(terms_of(row, quantity, far, new_kind=new_kind, unmodelled=unmodelled))
     found = learned.intervals.bar(groups)
     half_width, upper = (found[1].half_width, found[1].upper) if found else (JUDGED_FACTOR,) * 2
     rests_on: RestsOn = "judgement" if unmodelled or found is None else "relatives" if far else "measurements"

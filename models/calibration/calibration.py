@@ -2,7 +2,8 @@
 
 Schema history: 1 (first); 2 (bars are of jobs inside the domain, severities, groups by size, the `published` feature, the
 errors on unseen architectures); 3 (a spread and a domain for each quantity; bars are multiples of the spread); 4 (of few
-rows the narrower of a quantile and a Student t bound); 5 (domains have no range of vocabularies).
+rows the narrower of a quantile and a Student t bound); 5 (domains have no range of vocabularies); 6 (bars weigh rows as the
+fits do); 7 (kinds of jobs in domains, and what new ones cost in the spread).
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from peakcast.models.calibration.strict import WAY_OUT, number, read, text
 if TYPE_CHECKING:
     from peakcast.catalog import Device
 
-SCHEMA_VERSION = 6
+SCHEMA_VERSION = 7
 MAX_FILE_BYTES = 16 * 2**20
 """A calibration has some hundred kB; a larger file is refused before it is parsed."""
 

@@ -1,9 +1,13 @@
-"""The calibrated domain: what the rows of a calibration have in common with a job, and how far outside a job is."""
+"""The calibrated domain: what the rows of a calibration have in common with a job, and how far outside a job is.
+
+What is trained how is a *kind* of job, which is measured only if one row has all of it: rows with adapters under one
+framework say nothing of adapters under another. Other traits are measured if any row has them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from peakcast.core.errors import CalibrationError
@@ -41,7 +45,6 @@ _PARAMETERS = {
     "layout": "parallelism",
     "feed_forward": "architecture",
     "attention_structure": "architecture",
-    "finetuning": "finetuning",
     "optimizer": "optimizer",
     "parameters": "precision.parameters",
     "compute": "precision.compute",
@@ -65,6 +68,8 @@ class Domain:
     architectures: tuple[str, ...] = ()
     gpus: tuple[str, ...] = ()
     """GPU types that ran them."""
+    kinds: tuple[tuple[str, ...], ...] = ()
+    """Kinds of jobs seen (`_kind`)."""
     traits: dict[str, tuple[str, ...]] = field(default_factory=dict)
     """Trait (`framework`, `layout`, `attention`, ...) → values seen."""
     ranges: dict[str, tuple[float, float]] = field(default_factory=dict)
@@ -86,6 +91,7 @@ class Domain:
         return cls(
             architectures=tuple(sorted({sample.architecture for sample in samples})),
             gpus=tuple(sorted({sample.row.gpu for sample in samples})),
+            kinds=tuple(sorted({_kind(sample.row.job) for sample in samples})),
             traits={name: tuple(sorted(values)) for name, values in sorted(seen.items())},
             ranges={name: (min(values), max(values)) for name, values in spans.items()},
             versions={package: tuple(sorted(values)) for package, values in sorted(versions.items())},
@@ -94,10 +100,26 @@ class Domain:
     def outside(self, job: TrainingJob, row: Mapping[str, float]) -> list[Finding]:
         """Every reason why `job` with the features `row` is outside; empty if it is inside. An architecture that was never
         measured is not a reason, because the bars come from predictions of unseen architectures."""
-        if not self.traits:
+        if not self.kinds:
             return []
-        unmeasured = (*self._traits_outside(job), *self._sizes_outside(row), *self._versions_outside(job))
-        return [*unmeasured, *unmodelled_versions(job)]
+        unseen = list(self._traits_outside(job))
+        if not self.has_kind(job) and all(finding.code != "kind_not_measured" for finding in unseen):
+            unseen.append(self._kind_outside(job))
+        return [*unseen, *self._sizes_outside(row), *self._versions_outside(job), *unmodelled_versions(job)]
+
+    def with_kinds_of(self, samples: Iterable[Sample]) -> Domain:
+        """The domain, with the kinds of jobs of `samples`: which weights a framework trains is not a matter of the GPU."""
+        return replace(self, kinds=tuple(sorted({_kind(sample.row.job) for sample in samples})))
+
+    def has_kind(self, job: TrainingJob) -> bool:
+        """Whether a row has the job's framework, task, kind of layers and trained weights at once."""
+        return _kind(job) in self.kinds
+
+    def _kind_outside(self, job: TrainingJob) -> Finding:
+        """A kind of job whose parts were measured, though no row has all of them."""
+        together = ", ".join(_kind(job))
+        sentence = f"measured runs have each of these, but none has all: {together}; the bars are widened."
+        return Finding("kind_not_measured", "finetuning", "either", sentence)
 
     def _traits_outside(self, job: TrainingJob) -> Iterator[Finding]:
         """Traits of the job that no row has."""
@@ -137,6 +159,7 @@ class Domain:
         return {
             "architectures": list(self.architectures),
             "gpus": list(self.gpus),
+            "kinds": [list(kind) for kind in self.kinds],
             "traits": {name: list(values) for name, values in self.traits.items()},
             "ranges": {name: list(span) for name, span in self.ranges.items()},
             "versions": {package: list(values) for package, values in self.versions.items()},
@@ -145,10 +168,12 @@ class Domain:
     @classmethod
     def from_mapping(cls, mapping: object) -> Domain:
         """The domain of `to_mapping`. Raises: CalibrationError."""
-        top = read(mapping, {"architectures", "gpus", "traits", "ranges", "versions"}, "domain")
+        top = read(mapping, {"architectures", "gpus", "kinds", "traits", "ranges", "versions"}, "domain")
         for key in ("traits", "ranges", "versions"):
             if not isinstance(top[key], Mapping):
                 raise CalibrationError(f"domain.{key} must be a mapping; fit the calibration again.", parameter=key)
+        if not isinstance(top["kinds"], list):
+            raise CalibrationError("domain.kinds must be a list; fit the calibration again.", parameter="kinds")
         ranges = {}
         for name, span in top["ranges"].items():
             if name not in RANGED or not isinstance(span, list) or len(span) != 2:
@@ -157,6 +182,7 @@ class Domain:
         return cls(
             architectures=tuple(texts(top["architectures"], "architectures")),
             gpus=tuple(texts(top["gpus"], "gpus")),
+            kinds=tuple(tuple(texts(kind, "kinds")) for kind in top["kinds"]),
             traits={name: tuple(texts(values, name)) for name, values in top["traits"].items()},
             ranges=ranges,
             versions={package: tuple(texts(values, package)) for package, values in top["versions"].items()},
@@ -194,6 +220,15 @@ def traits(job: TrainingJob) -> dict[str, str]:
         **({"lengths": "changing"} if lengths_change(job) else {}),
         **({"loss": job.loss.kind} if job.loss.kind != "cross_entropy" else {}),
     }
+
+
+def _kind(job: TrainingJob) -> tuple[str, ...]:
+    """What is trained how: framework, task, kind of feed-forward layers, and which weights have gradients, whatever the
+    method's name."""
+    trained = "all weights" if job.finetuning.method == "full" else "adapters"
+    if job.finetuning.quantization and trained == "adapters":
+        trained += " of quantised weights"
+    return (job.framework, job.task, feed_forward_of(job), trained)
 
 
 def _minor(version: str) -> str:

@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING
 
 from peakcast.core.units import GIB
 from peakcast.core.versions import release, resolved
+from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.spec import Parallelism, TrainingJob
 from peakcast.models.baseline.baseline import Baseline
+from peakcast.models.baseline.reserved_findings import reserved_findings
 from peakcast.timelines.timeline import Category, Phase
 
 if TYPE_CHECKING:
@@ -69,6 +71,8 @@ FEATURES: dict[str, str] = {
     "fused_cross_entropy": "the loss never holds all logits",
     "compile": "the compiler decides what is kept",
     "generates": "inference that decodes tokens: caches grow with every one",
+    "beyond_replay": "published runs of such jobs are known to reserve more than is simulated",
+    "changing_lengths": "sequences are not equally long: what one step leaves in the cache may not fit the next",
     "float8": "float8 compute: extra scaled copies and workspaces",
     "float32_main_gradients": "gradients in float32",
     "expandable_segments": "the allocator's expandable segments",
@@ -115,6 +119,8 @@ def kinds(job: TrainingJob) -> dict[str, float]:
         "sharded": float(layout.sharding in ("fsdp1", "fsdp2", "hsdp") or layout.zero_stage == 3),
         "compile": float(job.compile),
         "generates": float(job.task == "inference" and (job.inference.new_tokens or 0) > 1),
+        "beyond_replay": float(bool(reserved_findings(job))),
+        "changing_lengths": float(lengths_change(job)),
     }
 
 

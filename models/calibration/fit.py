@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -83,7 +83,9 @@ def fit_samples(
         rows = rows_for(gpu, quantity, samples)
         if len({sample.architecture for sample in rows if not sample.censored}) < MIN_ARCHITECTURES:
             continue
-        quantities[quantity] = learn(rows, quantity)
+        learned = learn(rows, quantity)
+        everyone = [sample for sample in samples if sample.measured(quantity) is not None and not sample.censored]
+        quantities[quantity] = replace(learned, domain=learned.domain.with_kinds_of(everyone))
         used.update({id(sample): sample for sample in rows})
     return Calibration(
         gpu=gpu,
@@ -126,15 +128,9 @@ def fit_quantity(
         [sample.row.project for sample in rows],
     )
     held = [
-        _Held(
-            sample=rows[i],
-            unit=f"{name} {units[i]}",
-            missed=ratios[i] - guess,
-            terms=terms_of(own_features[i], quantity, severities[i]),
-            weight=weights[i],
-        )
+        _Held(sample=rows[i], unit=f"{name} {units[i]}", missed=ratios[i] - guess, terms=terms[i], weight=weights[i])
         for name, units, split in zip(("architecture", "source"), _units(rows), residual.splits_, strict=False)
-        for severities in [_severities(rows, split.folds.tolist())]
+        for terms in [_terms(rows, own_features, quantity, split.folds.tolist() if name == "source" else None)]
         for i, guess in enumerate(split.guesses.tolist())
         if not rows[i].censored or ratios[i] > guess
     ]
@@ -190,12 +186,24 @@ def mean_by_architecture(
     return {name: total / size for name, (total, size) in sorted(sums.items())}
 
 
-def _severities(rows: Sequence[Sample], folds: Sequence[int]) -> list[int]:
-    """How far each row was outside the rows that predicted it (those of the other folds), as `bars.bar_of` counts."""
-    found = [0] * len(rows)
-    for fold in set(folds):
-        domain = Domain.of([row for row, its in zip(rows, folds, strict=True) if its != fold and not row.censored])
-        for index, row in enumerate(rows):
-            if folds[index] == fold:
-                found[index] = domain.distance(row.row.job, row.features, row.row.gpu)
-    return found
+def _terms(
+    rows: Sequence[Sample], features: Sequence[Mapping[str, float]], quantity: str, folds: Sequence[int] | None
+) -> list[dict[str, float]]:
+    """The terms of each row, as `bars.bar_of` has them: how far it was outside the rows that predicted it, those of the
+    other `folds`. None: they were predicted without their architecture, which is no reason to be outside. So rows of a
+    stack on which one architecture was run teach what to expect inside, not that being outside costs nothing."""
+    if folds is None:
+        return [terms_of(own, quantity, 0) for own in features]
+    domains = {
+        fold: Domain.of([row for row, its in zip(rows, folds, strict=True) if its != fold and not row.censored])
+        for fold in set(folds)
+    }
+    return [
+        terms_of(
+            own,
+            quantity,
+            domains[fold].distance(row.row.job, row.features, row.row.gpu),
+            new_kind=not domains[fold].has_kind(row.row.job),
+        )
+        for row, own, fold in zip(rows, features, folds, strict=True)
+    ]

@@ -8,9 +8,9 @@ more row with an unknown, possibly infinite score. numpy only.
 Rows of one architecture are not independent evidence, and weigh less the more there are (`evidence.py`). With one row of
 each this is split conformal prediction with (n + 1)(1 − α) (Vovk et al. 2005; digit for digit crepes, MAPIE).
 
-Rows were themselves predicted from outside: without their architecture or source, their layout, size, framework and
-versions may have been unseen too. How far outside they were is part of the expected error, so a job inside the domain does
-not pay for the errors of rows far outside, and a job as far outside does not pay twice.
+Rows held out by source were predicted from outside: layout, size, framework and versions may have been unseen too. How
+far outside they were is part of the expected error, so a job inside the domain does not pay for the errors of rows far
+outside, and a job as far outside does not pay twice.
 """
 
 from __future__ import annotations

@@ -15,6 +15,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.baseline import Baseline, Ledger, baseline, usable_bytes
 from peakcast.models.baseline.device_memory import communicator_bytes, context_bytes, num_contexts
 from peakcast.models.baseline.measured_constants import outside
+from peakcast.models.baseline.reserved_findings import reserved_findings
 from peakcast.models.calibration.bars import bar_of
 from peakcast.models.calibration.calibration import Calibration, calibration_for
 from peakcast.models.calibration.domain import severity
@@ -24,7 +25,6 @@ from peakcast.models.prediction.assumptions import assumptions
 from peakcast.models.prediction.combining import combine
 from peakcast.models.prediction.device_scope import device_findings
 from peakcast.models.prediction.outside_findings import outside_estimated
-from peakcast.models.prediction.reserved_findings import reserved_findings
 from peakcast.models.prediction.verdict import judge, leaves_out, limits, prevented
 from peakcast.models.prediction.version_findings import versions_matter
 

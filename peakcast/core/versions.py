@@ -9,7 +9,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import functools
-import importlib.metadata
 import re
 import tomllib
 from collections.abc import Mapping
@@ -253,6 +252,8 @@ def read_versions(text: str, where: str = "versions") -> dict[str, Any]:
 
 def installed() -> dict[str, str]:
     """The versions of `PACKAGES` that are installed in this environment, from their metadata; nothing is imported."""
+    import importlib.metadata  # takes longer to import than a prediction
+
     found: dict[str, str] = {}
     for name, package in PACKAGES.items():
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

@@ -90,11 +90,17 @@ def _gpus(settings: Settings, pasted: Pasted) -> int:
     nodes, each = settings.integer("benchmark.num_nodes", 1) or 1, settings.integer("benchmark.num_gpus")
     if pasted.num_gpus is None and each:
         return nodes * each
-    least = _ranks_of_a_sample(settings)
+    least, given = _ranks_of_a_sample(settings), settings.text("distributed.dp_size", "none")
+    if not given.isdecimal() and given.lower() not in ("none", "auto", "-1"):
+        raise settings.refuse("distributed.dp_size", "must be a number of ranks, or none for all there are")
+    replicas = int(given) if given.isdecimal() else 0  # FSDP2Manager.dp_size
+    if pasted.num_gpus is None and replicas:
+        return replicas * least
     num_gpus = pasted.gpus(settings.notes, least, ", the fewest for these sizes" if least > 1 else "")
-    if num_gpus % least:
+    if num_gpus % least or (replicas and num_gpus != replicas * least):
+        rule = f"{replicas * least}, which is distributed.dp_size ×" if replicas else f"a multiple of {least}, which is"
         raise SpecError(
-            f"num_gpus={num_gpus} must be a multiple of {least}, which is distributed.tp_size × cp_size × pp_size.",
+            f"num_gpus={num_gpus} must be {rule} distributed.tp_size × cp_size × pp_size.",
             parameter="num_gpus",
             value=num_gpus,
         )

@@ -30,9 +30,11 @@ REINFORCES = words("""
 """Keys that only open-instruct's GRPO, PPO and online DPO have."""
 PREFERENCES = {"dpo_tune": False, "dpo_tune_cache": True, "dpo": True}
 """Programs of DPO -> whether they compute the reference's log-probabilities before training."""
+ATTENTION = {"auto": "flash_attention_2", "flash_2": "flash_attention_2", "flash_3": "flash_attention_2", "torch": "sdpa"}
+"""OLMo-core's attention (`attn_backend` of its dpo.py), with the kernel whose memory is counted for it."""
 SUPERVISED = ("", "finetune")
 IGNORED = re.compile(
-    r"dataset_.*|model_revision|tokenizer_.*|use_slow_tokenizer|use_fast|add_bos|chat_template_name|trust_remote_code|exp_name"
+    r"dataset_.*|mixer_list|model_revision|tokenizer_.*|use_slow_tokenizer|use_fast|add_bos|chat_template_name|trust_remote_code|exp_name"
     r"|preprocessing_num_workers|learning_rate|lr_scheduler_type|warmup_ratio|weight_decay|num_train_epochs|output_dir|seed"
     r"|with_tracking|report_to|wandb_.*|logging_steps|checkpointing_steps|keep_last_n_checkpoints|max_train_(steps|samples)"
     r"|push_to_hub|hf_.*|save_to_hub|try_.*|gs_bucket_path|oe_eval_.*|run_name|do_not_randomize_output_dir|timeout"
@@ -118,8 +120,10 @@ def _training(settings: Settings, *, quantised: bool, adapters: bool) -> dict[st
         "gradient_accumulation_steps": settings.size("gradient_accumulation_steps", 1),
         "torch_dtype": "bfloat16",
         "bf16": True,
-        "attn_implementation": "flash_attention_2" if settings.switch("use_flash_attn", True) else "eager",
+        "attn_implementation": ATTENTION[settings.one_of("attn_backend", "auto", tuple(ATTENTION))],
     }
+    if not settings.switch("use_flash_attn", True):
+        training["attn_implementation"] = "eager"
     if settings.given("max_seq_length"):
         training["max_seq_length"] = settings.raw("max_seq_length")
     checkpoints = settings.switch("gradient_checkpointing")

@@ -45,16 +45,17 @@ def from_openrlhf(pasted: Pasted) -> Translation:
     """The job of an OpenRLHF command. Raises: SpecError naming the flag, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings({str(key).replace("-", "_"): value for key, value in pasted.values.items()}, notes, "OpenRLHF")
-    model = pasted.model or settings.text("pretrain")
+    method = _method(settings, pasted.program)
+    named = settings.text("pretrain") or settings.text("model_name_or_path")  # its name since 2026
+    model = pasted.model or named
     if not model:
         raise settings.missing("pretrain", "the model's hub id, its folder, or its config.json")
-    settings.given("pretrain")
-    method = _method(settings, pasted.program)
     num_gpus = _gpus(settings, pasted, method)
     training = _training(settings, num_gpus)
     generation = _generation(settings, training) if method == "grpo" else None
     adapter = _adapter(settings, training)
-    engine, fsdp, sure = _engine(settings), _fsdp2(settings), settings.given("zero_stage") or settings.given("backend")
+    sure, fsdp = settings.given("zero_stage") or settings.given("backend"), _fsdp2(settings)
+    engine = {} if fsdp is not None else _engine(settings)
     note_unsupported(settings, UNSUPPORTED)
     if (settings.integer("ring_attn_size", 1) or 1) > 1:  # models/ring_attn_utils.py: each rank has a part of the tokens
         notes.unsupported.append(

@@ -39,12 +39,12 @@ DIALECTS: dict[str, Dialect] = {
         "lmflow:from_lmflow",
         ("model_name_or_path dataset_path block_size",),
     ),
+    "qlora": Dialect(
+        "a command of QLoRA's own", ("model_name_or_path source_max_len|target_max_len|mmlu_split",), "qlora:from_qlora"
+    ),
     "open_instruct": Dialect(
         "an open-instruct configuration",
-        (
-            "model_name_or_path dataset_mixer_list|use_slow_tokenizer|with_tracking|reduce_loss",
-            "model_name_or_path use_qlora",
-        ),
+        ("model_name_or_path dataset_mixer_list|mixer_list|use_slow_tokenizer|with_tracking|reduce_loss|use_qlora",),
         "open_instruct:from_open_instruct",
     ),
     "llamafactory_megatron": Dialect(
@@ -85,7 +85,7 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "openrlhf": Dialect(
         "an OpenRLHF command",
-        ("pretrain micro_train_batch_size|generate_max_len|max_len|zero_stage",),
+        ("pretrain|model_name_or_path micro_train_batch_size|generate_max_len|max_len|zero_stage",),
         "openrlhf:from_openrlhf",
     ),
     "verl": Dialect(

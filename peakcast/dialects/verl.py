@@ -150,7 +150,9 @@ def _batch(settings: Settings, inside: str, num_gpus: int, generation: Generatio
     own = f"{inside}ppo_" if inside else "data."
     dynamic = settings.switch(f"{inside}use_dynamic_bsz" if inside else "data.use_dynamic_bsz")
     tokens_key = f"{inside}ppo_max_token_len_per_gpu" if inside else "data.max_token_len_per_gpu"
-    micro = settings.integer(f"{own}micro_batch_size_per_gpu", settings.integer(f"{own}micro_batch_size"))
+    micro, whole = settings.integer(f"{own}micro_batch_size_per_gpu"), settings.integer(f"{own}micro_batch_size")
+    if micro is None and whole is not None:  # of all ranks together (`_normalize_config_bsz`, verl until 0.2)
+        micro = max(1, whole // num_gpus)
     tokens = settings.integer(tokens_key, 16384 if inside else 8192)
     total = settings.integer(f"{own}mini_batch_size" if inside else "data.train_batch_size", 256)
     if total is not None and inside:  # of prompts, each with its completions

@@ -7,7 +7,6 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -86,6 +85,8 @@ def ensure_recipes(
             if progress:
                 progress(f"recipe of {job.architecture.name}", next(done), total)
             ensure_recipe(job)
+
+    from concurrent.futures import ThreadPoolExecutor
 
     with ThreadPoolExecutor(processes) as pool:  # each thread waits for its own process
         list(pool.map(record, by_shelf.values()))

@@ -160,7 +160,7 @@ def page(*, reports: bool) -> gr.Blocks:
         (model, versions), (num_gpus, host_memory, per_node) = typed, chosen
         inputs = [text, num_gpus, model, versions, gpu, host_memory, per_node, *knobs]
         changed = [button.click, *(box.submit for box in (text, *typed)), *(box.input for box in (gpu, *chosen, *knobs))]
-        gr.on(changed, ask, inputs, outputs, api_name="ask", concurrency_limit=AT_ONCE)
+        gr.on(changed, ask, inputs, outputs, api_name="ask", concurrency_limit=AT_ONCE, show_progress_on=outputs[0])
         gr.on(changed, lambda: "", None, plans, api_visibility="private")  # those found were of another question
         gr.on(
             [searches.click, spread.submit], look, [spread, *inputs], plans, api_name="search", concurrency_limit=AT_ONCE

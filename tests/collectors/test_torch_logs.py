@@ -12,6 +12,7 @@ from peakcast.collectors.published.litgpt_finetune import read_litgpt_finetune
 from peakcast.collectors.published.swift_benchmark import read_swift_benchmark
 from peakcast.collectors.published.torchtitan_log import DAYS, read_torchtitan_log
 from peakcast.collectors.published.torchtune_readme import read_torchtune_readme
+from peakcast.core.units import GIB
 from peakcast.jobs.conventions import conventions
 from peakcast.measurements.store import datasets_folder
 from peakcast.models.baseline.baseline import baseline
@@ -103,3 +104,18 @@ def test_reserved_memory_of_eager_runs_is_answered(by_id, name):
     assert not out_of_scope(row.job)
     answered = baseline(row.job, gpu(row.gpu), row.rank).peak_reserved_bytes
     assert answered == pytest.approx(row.peak_reserved_bytes, rel=REPLAYED[name] / 100)
+
+
+def test_allocated_peaks_of_fsdp_qlora_are_right_to_the_last_digit_that_is_printed(by_id):
+    for name in ("FQ-003", "FQ-004"):
+        row = by_id[name]
+        answered = baseline(row.job, gpu(row.gpu), row.rank).replayed_allocated_bytes
+        assert answered == pytest.approx(row.peak_allocated_bytes, abs=GIB // 200)
+
+
+def test_reserved_peaks_of_fsdp_qlora_with_weights_that_are_not_quantised_are_within_2_5_per_cent(rows):
+    own = [row for row in rows["fsdp_qlora"] if row.gpu == "RTX3090" and not row.job.finetuning.quantization]
+    assert len(own) == 5
+    for row in own:
+        answered = baseline(row.job, gpu(row.gpu), row.rank).peak_reserved_bytes
+        assert answered == pytest.approx(row.peak_reserved_bytes, rel=0.025), row.case

@@ -15,6 +15,7 @@ from peakcast.doors.questions import translation_of
 BRIDGE = "_target_: megatron.bridge.training.config.ConfigContainer\nmodel: {num_layers: 36, hidden_size: 2880}\n"
 OVERRIDES = "model_config: {tensor_model_parallel_size: 2}\ntrain_config: {micro_batch_size: 4}\n"
 PERFORMANCE = "ConfigContainer: {model: {cross_entropy_fusion_impl: te}}\nperf_matrix: {h100: {}}\n"
+FOUNDRY_MPT = "train_loader: {name: text}\nmodel: {d_model: 4096}\ndevice_train_microbatch_size: 8\nfsdp_config: {}\n"
 FOUNDRY = "max_seq_len: 2048\nglobal_train_batch_size: 512\nmodel: {name: mpt_causal_lm}\nfsdp_config: {}\n"
 NEMO_2 = "_target_: nemo.collections.llm.api.pretrain\nmodel: {config: {num_layers: 32}}\n"
 SWIFT = "swift infer --model Qwen/Qwen2.5-7B-Instruct --stream true\n"
@@ -28,7 +29,7 @@ REFUSED = Path(__file__).parent / "refused"
 FOUND = {
     "a Megatron-Bridge configuration": [BRIDGE, OVERRIDES, PERFORMANCE, REFUSED / "bridge_performance.sh"],
     "a NeMo 2 recipe": [NEMO_2, "nemo vlm finetune --factory x", "nemo.collections.llm.recipes.llama3_8b"],
-    "an LLM Foundry configuration": [FOUNDRY],
+    "an LLM Foundry configuration": [FOUNDRY, FOUNDRY_MPT],
     "an OLMo configuration": [OLMO],
     "a NeMo RL configuration": [NEMO_RL],
     "a Primus experiment": [PRIMUS],

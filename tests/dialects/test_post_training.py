@@ -2,6 +2,7 @@
 
 import pytest
 
+from peakcast.core.errors import SpecError
 from peakcast.dialects.huggingface.batch import LENGTHS_CHANGE
 from peakcast.doors.questions import translation_of
 
@@ -114,3 +115,12 @@ def test_ring_attention_of_openrlhf_needs_less_than_the_answer():
     found = [translation_of(command.format(size)).findings for size in (1, 2)]
     said = [[each.direction for each in some if "Ring" in each.sentence] for some in found]
     assert said == [[], ["less"]]
+
+
+def test_openrlhfs_distillation_is_refused_and_its_newer_flag_of_the_model_read():
+    flags = "--model_name_or_path llama-3.2-1b --micro_train_batch_size 2 --max_len 2048 --param_dtype bf16"
+    with pytest.raises(SpecError, match="program='train_kd' is not modelled; sft, dpo"):
+        translation_of(f"torchrun --nproc-per-node 8 -m openrlhf.cli.train_kd {flags} --teacher_model llama-3.1-8b")
+    read = translation_of(f"torchrun --nproc-per-node 8 -m openrlhf.cli.train_sft {flags} --backend fsdp2")
+    assert (read.job.architecture.name, read.job.parallelism.sharding) == ("llama-3.2-1b", "fsdp2")
+    assert not any("zero_stage" in sentence for sentence in read.assumptions)

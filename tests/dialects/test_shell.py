@@ -160,6 +160,21 @@ def test_files_are_searched_from_the_scripts_own_folder(name, words):
     assert [" ".join(command.words[1:]) for command in script.commands if command.words[0] == "show"] == [words]
 
 
+SLIME = "python3 train.py --actor-num-gpus-per-node 4 --num-rollout 9 --rollout-batch-size 8 --use-dynamic-batch-size"
+MISSING = {
+    f"source models/glm4.sh\n{SLIME} --max-tokens-per-gpu 4608 ${{MODEL_ARGS[@]}}": "glm4.sh' is not followed",
+    "MODEL_SIZE=671B bash examples/train_deepseekv3.sh": "runs examples/train_deepseekv3.sh",
+    "srun bash -c 'podman run $IMAGE /bin/bash -c \"cd x; TP=2 bash run.sh 2>&1 | tee log\"'": "runs run.sh",
+}
+
+
+@pytest.mark.parametrize("text", MISSING)
+def test_another_script_that_is_not_here_is_named(text, tmp_path):
+    (tmp_path / "train.sh").write_text(text)
+    with pytest.raises(SpecError, match=MISSING[text]):
+        translation_of(tmp_path / "train.sh")
+
+
 def test_arguments_that_a_script_takes_and_is_not_given_are_said():
     taken, defaulted = read_script("torchrun train.py --lr $1"), read_script("torchrun train.py --lr ${1:-2}")
     assert any("read without arguments" in note for note in taken.notes)

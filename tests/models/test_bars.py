@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from peakcast.core.findings import UNKNOWN, found
-from peakcast.jobs.spec import Parallelism
+from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Parallelism
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.calibration.bars import WIDEST, bar_of
 from peakcast.models.calibration.calibration import QuantityCalibration
@@ -52,6 +52,16 @@ def test_a_job_like_the_rows_rests_on_them_and_one_outside_on_relatives(ask, lea
     other, _ = ask(learned, gpu="H200")
     assert [bar.rests_on for bar in (inside, layout, other)] == ["measurements", "relatives", "relatives"]
     assert inside.half_width < other.half_width < layout.half_width
+
+
+def test_adapters_where_only_all_weights_were_trained_are_another_kind(ask, learned) -> None:
+    """A setting that no row has says less than weights that no row has trained so."""
+    inside, _ = ask(learned)
+    setting, _ = ask(learned, activation_checkpointing=ActivationCheckpointing(mode="full"))
+    adapters, _ = ask(learned, finetuning=Finetuning(method="lora", rank=8))
+    assert inside.half_width <= setting.half_width < adapters.half_width
+    factor = learned.intervals.bar(("dense", "all"))[1].half_width
+    assert adapters.half_width - inside.half_width > factor * learned.spread.coefficients_["kind"]
 
 
 def test_what_is_not_modelled_is_a_judgement_with_the_widest_bar(ask, learned) -> None:

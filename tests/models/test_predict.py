@@ -13,10 +13,10 @@ from peakcast.core.findings import CAUSES, FAILS, KINDS, LESS, MORE, NEARLY_LESS
 from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.architecture import MixtureOfExperts
-from peakcast.jobs.spec import ActivationCheckpointing, Batch, Loss, Offload, Parallelism, TrainingJob
+from peakcast.jobs.spec import ActivationCheckpointing, Batch, Finetuning, Loss, Offload, Parallelism, TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.calibration.calibration import UNCALIBRATED
-from peakcast.models.calibration.domain import Domain
+from peakcast.models.calibration.domain import RANGED, Domain
 from peakcast.models.calibration.fit import fit
 from peakcast.models.prediction.predict import predict
 from peakcast.models.prediction.verdict import Judgement, judge
@@ -233,6 +233,27 @@ def test_the_domain_knows_ranges_versions_and_kinds(fakes, calibration):
         assert any(said in reason.sentence for reason in domain.outside(fakes.job(**unseen), row))
 
 
+def test_a_kind_is_measured_only_where_one_row_has_all_of_it(fakes):
+    """Adapters of dense layers and fully trained experts say nothing of adapters beside experts; nor do adapters of one
+    framework of those of another."""
+    from types import SimpleNamespace
+
+    sizes = dict.fromkeys(RANGED, 0.0)
+    experts = MixtureOfExperts(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=1408)
+    lora, routed = Finetuning(method="lora", rank=8), fakes.architecture(moe=experts)
+    rows = [
+        SimpleNamespace(row=SimpleNamespace(job=job, gpu="H100-80GB"), architecture="", features=sizes)
+        for job in (fakes.job(finetuning=lora), fakes.job(architecture=routed), fakes.job(framework="torch"))
+    ]
+    domain = Domain.of(rows)
+    assert all(domain.outside(one.row.job, sizes) == [] for one in rows)
+    (both,) = domain.outside(fakes.job(architecture=routed, finetuning=lora), sizes)
+    assert (both.code, both.parameter, both.severity) == ("kind_not_measured", "finetuning", 2)
+    assert "huggingface, train, experts, adapters" in both.sentence
+    (elsewhere,) = domain.outside(fakes.job(framework="torch", finetuning=lora), sizes)
+    assert "torch, train, dense, adapters" in elsewhere.sentence
+
+
 def test_bars_of_the_quantities_agree_with_what_contains_what():
     from peakcast.answers.prediction import Interval
     from peakcast.models.prediction.combining import nested
@@ -264,7 +285,7 @@ def test_the_host_memory_of_a_node_is_that_of_its_ranks(fakes, calibration):
 
 def test_what_the_replay_is_known_to_miss_is_said_and_changes_no_bar_of_tensors(fakes, calibration):
     """A cause of error in what the allocator keeps, not in what is counted: the verdict stays."""
-    from peakcast.models.prediction.reserved_findings import reserved_findings
+    from peakcast.models.baseline.reserved_findings import reserved_findings
 
     def codes(**changes):
         return [(finding.code, finding.parameter, finding.direction) for finding in reserved_findings(fakes.job(**changes))]
@@ -281,6 +302,10 @@ def test_what_the_replay_is_known_to_miss_is_said_and_changes_no_bar_of_tensors(
     assert codes(**titan, architecture=routed) == [("reserved_beyond_replay", "moe", "more")]
     assert codes(**titan) == []
     changing = Batch(shortest_sequence=91)
+    quantised = Finetuning(method="qlora", rank=8, quantization="nf4")
+    sharded = Parallelism(data_parallel_size=2, sharding="fsdp1")
+    said = codes(finetuning=quantised, parallelism=sharded), codes(finetuning=quantised)
+    assert said == ([("reserved_beyond_replay", "finetuning.quantization", "more")], [])
     assert codes(batch=changing) == [("reserved_beyond_replay", "batch.shortest_sequence", "more")]
     assert not KINDS["reserved_beyond_replay"].uncounted
     assert {*CAUSES} <= {*KINDS}

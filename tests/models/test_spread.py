@@ -49,6 +49,11 @@ def test_rows_without_errors_leave_a_share_of_the_prior() -> None:
     assert learned([terms()] * 1000, [0.0] * 1000).predict(terms()) >= LEAST
 
 
+def test_rows_that_were_mended_do_not_say_what_a_new_kind_costs() -> None:
+    spread = learned([terms(kind=1.0)] * 500, [0.0] * 500)
+    assert spread.coefficients_["kind"] == PRIORS[QUANTITY]["kind"] > 0
+
+
 def test_a_job_further_outside_is_expected_to_be_no_better() -> None:
     random = np.random.default_rng(5)
     rows = [terms(outside=float(index % 5), fixed=random.uniform(0, 1)) for index in range(200)]
@@ -73,11 +78,14 @@ def test_only_what_holds_a_cache_is_charged_with_it() -> None:
         "generates": 0.0,
         "compile": 1.0,
         "sharded": 1.0,
+        "beyond_replay": 1.0,
+        "changing_lengths": 1.0,
         "allocator_slack": 0.01,
         "num_parallel_axes": 0.0,
     }
     allocated, reserved = (terms_of(row, f"peak_{name}_bytes", 2.0) for name in ("allocated", "reserved"))
     assert (allocated["cached"], reserved["cached"]) == (0.0, pytest.approx(np.log(2.0)))
+    assert [(allocated[name], reserved[name]) for name in ("beyond", "lengths")] == [(0.0, 1.0)] * 2
     assert [reserved[name] for name in ("fixed", "routed", "compiled", "sharded", "outside")] == [0.05, 1, 1, 1, 2.0]
 
 
@@ -88,7 +96,7 @@ def test_rests_of_blocks_are_uncertain_on_several_gpus(axes: int, quantity: str,
     """They are part of allocated memory; reserved memory has the whole blocks, and one GPU's order of requests is known."""
     row = {
         **dict.fromkeys(("gib_over_start", "log2_reserved_over_allocated", "log2_num_experts"), 0.0),
-        **dict.fromkeys(("generates", "compile", "sharded"), 0.0),
+        **dict.fromkeys(("generates", "compile", "sharded", "beyond_replay", "changing_lengths"), 0.0),
         "allocator_slack": float(np.expm1(0.01)),
         "num_parallel_axes": float(axes),
     }

@@ -7,6 +7,7 @@ on the command line takes half a second, and most of that is imports.
 
 from __future__ import annotations
 
+from copy import copy
 from functools import lru_cache
 
 from peakcast.catalog import Device
@@ -44,18 +45,53 @@ def huggingface_ledger(
     one = job.gradient_accumulation_steps == 1 and not sums_in_float32(job)
     if alone and one and job.task != "inference":
         return _on_one_gpu(job, device, step).timeline()
+    if job.task == "inference":
+        from peakcast.models.ledger.huggingface.inference import inference_ledger
+
+        context, layout = _laid_out(job, device, rank)
+        weights = tuple((t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors)
+        return inference_ledger(job, context, weights, device)
+    if _first_step_differs(job):
+        timeline, layout = _before_update(job, device, rank, step)
+    else:
+        before, layout = _before_any_update(job, device, rank)
+        timeline, layout = before.fork(first_step=step == "first"), copy(layout)
+    if alone:
+        _optimizer_on_one_gpu(timeline, job, step)
+    else:
+        place_optimizer_step(timeline, job, layout, step)
+    return timeline.timeline()
+
+
+def _laid_out(job: TrainingJob, device: Device | None, rank: int | None) -> tuple[HFContext, Layout]:
+    """The context of the network's blocks, and the layout of its tensors."""
     context = block_context(job, multiprocessors_of(device), rank or 0)
     returned = [logits_bytes_kept_by_outputs(target_context(context, job), widened=False)]
     if job.architecture.kind == "encoder_decoder":
         returned.append(context.input_bytes)  # the encoder's states
-    layout = layout_of(job, stored_parameters(job), returned, rank)
-    if job.task == "inference":
-        from peakcast.models.ledger.huggingface.inference import inference_ledger
+    return context, layout_of(job, stored_parameters(job), returned, rank)
 
-        weights = tuple((t.name, t.module, t.numel * t.element_bytes) for t in layout.tensors)
-        return inference_ledger(job, context, weights, device)
+
+def _first_step_differs(job: TrainingJob) -> bool:
+    """Whether more of a first step than the optimizer's part differs from later ones, apart from the outputs of a step
+    before: layouts that learn the network's order or make their buffers then, updates in backward, compiled graphs."""
+    learns = job.parallelism.zero_stage == 3 or job.parallelism.sharding == "fsdp1"
+    return learns or job.compile or bool(optimizer_rule(job).updates_in_backward)
+
+
+@lru_cache(maxsize=4)
+def _before_any_update(job: TrainingJob, device: Device | None, rank: int | None) -> tuple[Step, Layout]:
+    """`_before_update`, shared by the first step and later ones."""
+    return _before_update(job, device, rank, None)
+
+
+def _before_update(job: TrainingJob, device: Device | None, rank: int | None, step: str | None) -> tuple[Step, Layout]:
+    """A step up to the optimizer's part of it, and the layout then. `step`: None if the first and later ones share it; what
+    only later ones have is then marked as such."""
+    context, layout = _laid_out(job, device, rank)
     layout.first_step = step == "first"
-    hand_updates(job, layout, step)
+    if step is not None:
+        hand_updates(job, layout, step)
     timeline = Step(hooks=layout)
     layout.hold_resident(timeline)
     if sums_in_float32(job):
@@ -66,11 +102,7 @@ def huggingface_ledger(
     hold_inputs(timeline, job)
     hold_buffers(timeline, job)
     _micro_batches(timeline, job, context, layout, step)
-    if alone:
-        _optimizer_on_one_gpu(timeline, job, step)
-    else:
-        place_optimizer_step(timeline, job, layout, step)
-    return timeline.timeline()
+    return timeline, layout
 
 
 def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
@@ -91,8 +123,8 @@ def _optimizer_on_one_gpu(timeline: Step, job: TrainingJob, step: str) -> None:
         timeline.gradients_die = timeline.now - 1  # `zero_grad` comes last
 
 
-def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout: Layout, step: str) -> None:
-    """Add the micro-batches that differ (`Layout.different_micro_batches`)."""
+def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout: Layout, step: str | None) -> None:
+    """Add the micro-batches that differ (`Layout.different_micro_batches`). `step`: as in `_before_update`."""
     micro_batches = min(job.gradient_accumulation_steps, layout.different_micro_batches)
     sums = sums_in_float32(job)
     adds_tied = job.architecture.tie_word_embeddings and not optimizer_rule(job).updates_in_backward
@@ -104,7 +136,11 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
         found = first_context(job, context) if first else context
         loss = run_micro_batch(timeline, job, found, keeps_gradients=micro_batch == 0 or sums, last=last)
         loss_made = loss.forward_start + loss.template.num_forward
-        hold_outputs_of_before(timeline, job, context, start, loss_made, first=first)
+        if step is None and micro_batch == 0:
+            with timeline.only_in_later_steps():
+                hold_outputs_of_before(timeline, job, context, start, loss_made, first=False)
+        else:
+            hold_outputs_of_before(timeline, job, context, start, loss_made, first=first)
         ended = timeline.now
         layout.end_backward(timeline)
         if sums:

@@ -176,4 +176,5 @@ class Layout(Hooks):
 
     def release_gradients(self, step: Step) -> None:
         """`zero_grad(set_to_none=True)`: free the layout's gradients from the next instant on. (Gradients of blocks die at
-        `Step.gradients_die`.)"""
+        `Step.gradients_die`.) As in `clip`, `before_update` and `after_update`, lists of handles are copied before they are
+        freed: a first step and a later one may go on from shallow copies of one layout."""

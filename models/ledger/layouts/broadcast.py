@@ -39,6 +39,7 @@ class Broadcasts:
     `ahead`: this rank's weights are on `meta`, so it copies nothing from the host and its CPU does not wait for rank 0: it
     launches broadcasts until the stream's queue is full. The tensors that it receives into are recorded on NCCL's stream
     (`csrc/distributed/c10d/comm.cpp` BroadcastWork, whose `asyncOp` is set) and cannot be reused before they have arrived.
+    A rank that has weights on the host waits when it copies the next unit's: until then it has joined and cut this one.
     """
 
     def __init__(self, *, ahead: bool) -> None:
@@ -57,6 +58,9 @@ class Broadcasts:
             self._under_way.append((self._launched, copied))
             step.moment("broadcast", Phase.INIT)
         self._launched += LAUNCHES_OF_A_UNIT
+
+    def copied_from_host(self, step: Step) -> None:
+        """This rank's CPU has copied weights from the host, which waits for all that was launched before."""
         if not self._ahead:
             self.finish(step)
 

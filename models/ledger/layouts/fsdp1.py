@@ -101,6 +101,7 @@ class FSDP1(ShardedLayout):
             sizes = [tensor.numel * tensor.element_bytes for tensor in unit.tensors]
             moved = step.allocate("unsharded", Category.OTHER, sizes, unit.name)
             step.moment("move", Phase.INIT)
+            sent.copied_from_host(step)
             if self.settings.broadcasts:
                 sent.send(step, unit, sizes)
             whole = step.allocate("flat_param.whole", Category.OTHER, [self._flat[unit].whole_bytes], unit.name)

@@ -84,7 +84,9 @@ class FSDP2(ShardedLayout):
         self._entered = ""
         """The module whose backward, or the recomputation before it, began last."""
         self._sizes: dict[Unit, _Sizes] = {}
-        self._numels: dict[tuple[bool, tuple[int, ...], int], int] = {}
+        self._parts: dict[tuple[bool, tuple[int, ...], int], tuple[tuple[int, ...], int]] = {}
+        self._optimized: list[TrainedTensor] = []
+        """What the optimizer updates, filled when it is first needed; copies of this layout share it."""
         self._copied_out: list[int] = []
         """The last all-gather's output, kept until the next copy-out (`comm_ctx.all_gather_state`)."""
         self._reduced_from: list[int] = []
@@ -97,6 +99,22 @@ class FSDP2(ShardedLayout):
 
     def part(self, tensor: StoredTensor) -> tuple[int, ...]:
         """Shape of one rank's padded part; the whole shape if the tensor is not sharded."""
+        return self._part_and_numel(tensor)[0]
+
+    def _part_numel(self, tensor: StoredTensor) -> int:
+        """Elements of one rank's padded part."""
+        return self._part_and_numel(tensor)[1]
+
+    def _part_and_numel(self, tensor: StoredTensor) -> tuple[tuple[int, ...], int]:
+        """`part` and its elements; cached by shape, because layers are alike."""
+        alike = tensor.sharded, tensor.shape, tensor.expert_ranks
+        if (found := self._parts.get(alike)) is None:
+            part = self._part(tensor)
+            found = self._parts[alike] = part, math.prod(part)
+        return found
+
+    def _part(self, tensor: StoredTensor) -> tuple[int, ...]:
+        """`part`, computed."""
         if not tensor.sharded:
             return tensor.shape
         rows, *rest = tensor.shape or (1,)
@@ -108,13 +126,6 @@ class FSDP2(ShardedLayout):
     def _shards(self, tensor: StoredTensor) -> int:
         """Number of ranks that share a tensor, among those with the same experts."""
         return max(1, self.settings.shards // tensor.expert_ranks)
-
-    def _part_numel(self, tensor: StoredTensor) -> int:
-        """Elements of one rank's padded part; cached by shape, because layers are alike."""
-        alike = tensor.sharded, tensor.shape, tensor.expert_ranks
-        if alike not in self._numels:
-            self._numels[alike] = math.prod(self.part(tensor))
-        return self._numels[alike]
 
     def _sizes_of(self, unit: Unit) -> _Sizes:
         """The sizes of a unit; cached, because each micro-batch needs them several times."""
@@ -147,7 +158,9 @@ class FSDP2(ShardedLayout):
         step.hold_all(parts, Category.PARAMETERS)
 
     def optimized(self) -> list[TrainedTensor]:
-        return [] if self.settings.offloads else [t.optimized(self.part(t)) for t in self.tensors if t.trains]
+        if not self._optimized and not self.settings.offloads:
+            self._optimized += [t.optimized(self.part(t)) for t in self.tensors if t.trains]
+        return self._optimized.copy()
 
     # -- gathering --------------------------------------------------------------------------------------------------------
 

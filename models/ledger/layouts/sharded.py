@@ -183,7 +183,7 @@ class ShardedLayout(Layout):
 
     def release_gradients(self, step: Step) -> None:
         for unit in self.units:
-            step.free(unit.gradient)
+            step.free(unit.gradient.copy())
 
     def unit_before(self, unit: Unit) -> Unit | None:
         """The unit whose backward comes next: the one before it in forward; None for the first."""

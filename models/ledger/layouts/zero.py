@@ -187,7 +187,8 @@ class Partitions(Layout):
         step.free(flat)
         self._updated += 1
         if self._updated == self._groups_with_gradients():
-            step.free(self._partition_gradients)
+            step.free(self._partition_gradients.copy())
+            self._partition_gradients = []
 
     def _groups_with_gradients(self) -> int:
         """How many groups have been updated when none of this rank's gradients is needed any more."""
@@ -204,5 +205,5 @@ class Partitions(Layout):
     def release_gradients(self, step: Step) -> None:
         if self.offloads:
             step.moment("optimizer.step on the host", Phase.OPTIMIZER_STEP)
-        step.free(self._partition_gradients)
-        step.free(self._norms)
+        step.free(self._partition_gradients.copy())
+        step.free(self._norms.copy())

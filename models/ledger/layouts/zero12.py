@@ -297,4 +297,4 @@ class Zero12(Partitions):
 
     def before_update(self, step: Step, group: list[TrainedTensor]) -> None:
         super().before_update(step, group)
-        step.free(self._own.in_place[group[0].decays])
+        step.free(self._own.in_place[group[0].decays].copy())

@@ -86,9 +86,16 @@ class RankShare:
         return asked or self.job.parallelism.pipeline_parallel_size
 
     @property
-    def layer_contexts(self) -> set[MegatronContext]:
+    def layer_contexts(self) -> frozenset[MegatronContext]:
         """The different contexts of the layers on this rank."""
-        return {self.layer_context(layer) for chunk in self.chunks for layer in chunk.layers}
+        return _layer_contexts(self)
+
+
+@lru_cache(maxsize=64)
+def _layer_contexts(share: RankShare) -> frozenset[MegatronContext]:
+    """`RankShare.layer_contexts`. A context's hash is that of all its fields, so each object is hashed once."""
+    contexts = (share.layer_context(layer) for chunk in share.chunks for layer in chunk.layers)
+    return frozenset({id(context): context for context in contexts}.values())
 
 
 def rank_share(job: TrainingJob, device: Device | None, rank: int) -> RankShare:

@@ -79,6 +79,8 @@ class Step:
     """Columns of the tensors held, in the order in which they were held; layout as `RecordedColumns.columns`."""
     _single: array[int] = field(default_factory=lambda: array("q"))
     """Tensors that were held one by one since then: eight numbers each, in the order of `columns.py`."""
+    _later: set[int] = field(default_factory=set)
+    """Which of `_held` exist only in later steps than the first."""
     gradients_die: int = FOREVER
     """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
     update_in_backward: UpdateInBackward | None = None
@@ -328,15 +330,25 @@ class Step:
             name, category, num_bytes, since, module, stream, gone = self._freed_not_reusable.pop(handle)
             self.hold(name, category, num_bytes, since, gone, module, stream, self.now)
 
-    def fork(self, *first: RecordedColumns) -> Step:
-        """A copy of this step from which to go on; `first` comes before everything that is held here. This step stays
-        unchanged. A block whose backward is still to come may be continued in only one of the two."""
+    @contextmanager
+    def only_in_later_steps(self) -> Iterator[None]:
+        """What is held in this context exists in every step but the training's first: a fork for that one leaves it out."""
+        begin = len(self._gather())
+        yield
+        self._later.update(range(begin, len(self._gather())))
+
+    def fork(self, *before: RecordedColumns, first_step: bool = False) -> Step:
+        """A copy of this step from which to go on; `before` comes before everything that is held here. This step stays
+        unchanged. A block whose backward is still to come may be continued in only one of the two. `first_step`: the copy
+        is of the training's first step."""
         if self._own is None or self._own[0] != len(self._runs):
             self._own = len(self._runs), place(self._runs)
         forked = copy(self)
         forked.phases, forked.labels = bytearray(self.phases), self.labels.copy()
         forked._placed, forked._own, forked._runs = [*self._placed, self._own[1]], None, []
-        forked._held, forked._single = [*(part.columns for part in first), *self._gather()], array("q")
+        held = [part for number, part in enumerate(self._gather()) if not (first_step and number in self._later)]
+        forked._held, forked._single = [*(part.columns for part in before), *held], array("q")
+        forked._later = set()
         forked._backward_ends, forked._allocated = self._backward_ends.copy(), self._allocated.copy()
         forked._freed_not_reusable = self._freed_not_reusable.copy()
         return forked

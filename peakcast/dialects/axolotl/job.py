@@ -12,7 +12,7 @@ from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.axolotl import keys as keys
 from peakcast.dialects.common.generation import READ, Generation, generation_of
-from peakcast.dialects.common.mesh import meshed
+from peakcast.dialects.common.mesh import meshed, ranks_of
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import (
     Notes,
@@ -69,9 +69,8 @@ def from_axolotl(pasted: Pasted) -> Translation:
     if gptq and job.finetuning.quantization != "gptq":
         notes.unsupported.append("GPTQ weights (gptq) are not modelled where the network names none.", "gptq", "less")
     job = _units(_experts(job, settings))
-    context = "context_parallel_size" if settings.given("context_parallel_size") else "sequence_parallel_degree"
     job = with_method(
-        meshed(job, settings, keys.MESH | {"context": context}, fills="shard"),
+        meshed(job, settings, _mesh(settings), fills="shard"),
         method,
         "rl",
         notes,
@@ -111,8 +110,14 @@ def _strategy(settings: Settings, training: dict[str, Any], pasted: Pasted) -> d
     return {
         "deepspeed": deepspeed if deepspeed is not None else launcher.deepspeed,
         "fsdp": fsdp or launcher.fsdp,
-        "num_gpus": launcher.gpus(pasted, settings.notes),
+        "num_gpus": launcher.gpus(pasted, settings.notes, ranks_of(settings, _mesh(settings))),
     }
+
+
+def _mesh(settings: Settings) -> dict[str, str]:
+    """Axis of the layout -> the key for its size."""
+    context = "context_parallel_size" if settings.given("context_parallel_size") else "sequence_parallel_degree"
+    return {**keys.MESH, "context": context}
 
 
 def _experts(job: TrainingJob, settings: Settings) -> TrainingJob:

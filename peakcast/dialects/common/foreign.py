@@ -54,16 +54,16 @@ FOREIGN: tuple[Foreign, ...] = (
     ),
     Foreign("a NeMo 2 recipe", NEMO, (), ("nemo.", "nemo_run", "nemo llm", "nemo vlm")),
     Foreign(
+        "an LLM Foundry configuration",
+        JOB,
+        ("train_loader|fsdp_config global_train_batch_size|device_train_microbatch_size",),
+        ("composer",),
+    ),
+    Foreign(
         "an OLMo configuration",
         JOB,
         ("model.d_model device_train_microbatch_size|fsdp",),
         ("olmo", "olmo_core"),
-    ),
-    Foreign(
-        "an LLM Foundry configuration",
-        JOB,
-        ("global_train_batch_size device_train_microbatch_size|max_seq_len",),
-        ("composer",),
     ),
     Foreign(
         "a NeMo RL configuration",

@@ -75,6 +75,14 @@ def meshed(job: TrainingJob, settings: Settings, keys: Mapping[str, str], fills:
     return job.replace(parallelism=layout, batch=batch, framework_options=FrozenMapping(options))
 
 
+def ranks_of(settings: Settings, keys: Mapping[str, str]) -> int | None:
+    """The number of ranks to which the sizes of all axes multiply; None where the axis of shards, which otherwise takes all
+    that are left, is not given. `keys` as for `meshed`."""
+    if not settings.integer(keys["shard"]):
+        return None
+    return prod(settings.integer(key, 1) or 1 for key in keys.values())
+
+
 def of_training(job: TrainingJob, mesh: Mapping[str, object], notes: Notes) -> TrainingJob:
     """`job` with the axes in `parallelism_config` of TrainingArguments or of accelerate's file. Raises: SpecError."""
     written = {str(key).removeprefix(PREFIX): str(key) for key in mesh}

@@ -18,6 +18,8 @@ THE_TEXT = "the text"
 """Name for a configuration that was given as text, in messages."""
 MOST_ABOVE = 4
 """Folders above a configuration in which the files that it names are searched."""
+_READS = re.compile(r"The script's '(source|\.) ")
+"""Beginning of the remark about a file that a script reads and that is not there (`shell/script.py`)."""
 _BETWEEN = re.compile(r"^---(.*)$", re.MULTILINE)
 
 
@@ -103,7 +105,11 @@ class Pasted:
         key = str(error.parameter).replace("-", "_")
         variable = next((name for flag, name in self.unset.items() if flag.replace("-", "_") == key), None)
         if variable is None:
-            return error
+            unread = next((remark for remark in self.remarks if _READS.match(remark)), "")
+            if not unread or "missing" not in error.message:
+                return error
+            way_out = f"{unread} That file is not here: put it beside the script, or write its lines into the script."
+            return SpecError(f"{error.message} {way_out}", parameter=error.parameter, value=error.value)
         way_out = f"The script takes it from ${variable}, which is not set: write a line {variable}=... above the command."
         return SpecError(f"{error.message} {way_out}", parameter=error.parameter, value=error.value)
 

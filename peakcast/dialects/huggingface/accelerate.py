@@ -50,10 +50,13 @@ class Launcher:
     mesh: Mapping[str, Any] = field(default_factory=dict)
     """The content of `parallelism_config`."""
 
-    def gpus(self, pasted: Pasted, notes: Notes) -> int:
-        """The number of GPUs that the question gives, else the launcher's, else 1 with an assumption."""
+    def gpus(self, pasted: Pasted, notes: Notes, ranks: int | None = None) -> int:
+        """The number of GPUs that the question gives, else the launcher's, else `ranks`, to which the sizes of a layout
+        multiply, else 1 with an assumption."""
         if pasted.num_gpus is None and self.num_gpus is not None:
             return self.num_gpus
+        if pasted.num_gpus is None and ranks is not None:
+            return ranks
         return pasted.gpus(notes)
 
 

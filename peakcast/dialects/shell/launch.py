@@ -11,6 +11,7 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.foreign import foreign_program
 from peakcast.dialects.common.translation import words
+from peakcast.dialects.shell.nested import script_to_run
 from peakcast.dialects.shell.script import Script, ShellCommand
 from peakcast.dialects.shell.slurm import sbatch_gpus
 from peakcast.dialects.shell.values import is_whole
@@ -69,6 +70,9 @@ def launch_of(script: Script, text: str, where: str) -> Launch:
     if not trainings:
         if sentence := foreign_program(text):
             raise SpecError(f"{where} {sentence}")
+        scripts = [script_to_run(words) for command in script.commands if (words := after_wrappers(command.words)[0])]
+        if runs := next((words[0] for words in reversed(scripts) if words), ""):
+            raise SpecError(f"{where} runs {runs}, which is not here; put that script beside it.")
         raise SpecError(
             f"{where} runs no training program that is known here (such as torchrun pretrain_gpt.py, accelerate launch, "
             "llamafactory-cli train); give the configuration itself, or the command with its arguments."

@@ -75,6 +75,22 @@ def test_buckets_end_with_the_tensor_that_fills_them():
     assert size_buckets([1, 1]) == [[1, 1]]
 
 
+def test_joining_a_unit_does_not_wait_until_its_weights_are_sent():
+    """What is sent goes when the rank next copies weights from the host: until then nothing has waited for the GPU."""
+    (built,) = building(SHARDED)
+    lives = {
+        name: [(module, born, dies) for name_, module, born, dies in zip(
+            built.names, built.modules, built.born.tolist(), built.dies.tolist(), strict=True) if name_ == name]
+        for name in ("broadcast", "flat_param.whole", "unsharded")
+    }  # fmt: skip
+    joined = {module: born for module, born, _ in lives["flat_param.whole"]}
+    moved = sorted(born for _, born, _ in lives["unsharded"])
+    for module, born, dies in lives["broadcast"]:
+        following = [at for at in moved if at > born]
+        assert born < joined[module] < dies
+        assert not following or dies > following[0]
+
+
 def test_a_replay_that_begins_with_it_never_reserves_less_than_it_did():
     (built,) = building(SHARDED)
     steps = [ledger(SHARDED, step=step) for step in ("first", "steady")]
@@ -100,6 +116,7 @@ def test_a_rank_without_weights_runs_ahead_until_the_queue_of_launches_is_full()
     def most(ahead, units):
         step, sent = Step(), Broadcasts(ahead=ahead)
         for index in range(units):
+            sent.copied_from_host(step)
             sent.send(step, Unit(f"layers.{index}", (), ()), [20 * MIB] * 10)
         sent.finish(step)
         return step.timeline().peak().num_bytes // (200 * MIB)
