@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+from peakcast.collectors.published.axolotl_examples import read_axolotl_examples
 from peakcast.collectors.published.counts import counts_page
 from peakcast.collectors.published.device_constants import read_device_constants, write_readings
 from peakcast.collectors.published.fms_a100 import read_fms_a100
@@ -19,31 +20,38 @@ from peakcast.collectors.published.fms_history import read_fms_history
 from peakcast.collectors.published.fsdp_qlora import read_fsdp_qlora
 from peakcast.collectors.published.lightning_thunder import read_lightning_thunder
 from peakcast.collectors.published.litgpt_finetune import read_litgpt_finetune
+from peakcast.collectors.published.litgpt_resources import read_litgpt_resources
 from peakcast.collectors.published.megatron_ci import read_megatron_ci
 from peakcast.collectors.published.optimum_benchmark import read_optimum_benchmark
 from peakcast.collectors.published.peft_method_comparison import read_peft_method_comparison
 from peakcast.collectors.published.simumax_b200 import read_simumax_b200
 from peakcast.collectors.published.swift_benchmark import read_swift_benchmark
+from peakcast.collectors.published.torchao_optimizers import read_torchao_optimizers
 from peakcast.collectors.published.torchtitan_log import read_torchtitan_log
 from peakcast.collectors.published.torchtune_readme import read_torchtune_readme
+from peakcast.collectors.published.transformers_page import read_transformers_page
 from peakcast.core.durable import replace_file
 from peakcast.core.errors import PeakcastError
 from peakcast.measurements.records import Measurement
 from peakcast.measurements.store import CONSTANTS_FOLDER, write_csv
 
 READERS: dict[str, Callable[[Path], list[Measurement]]] = {
+    "axolotl_examples.jsonl": read_axolotl_examples,
     "fms_a100.csv": read_fms_a100,
     "fms_history.jsonl": read_fms_history,
     "fsdp_qlora.jsonl": read_fsdp_qlora,
     "lightning_thunder.jsonl": read_lightning_thunder,
     "litgpt_finetune.jsonl": read_litgpt_finetune,
+    "litgpt_resources.jsonl": read_litgpt_resources,
     "megatron_ci.jsonl": read_megatron_ci,
     "optimum_benchmark.jsonl": read_optimum_benchmark,
     "peft_method_comparison.jsonl": read_peft_method_comparison,
     "simumax_b200.jsonl": read_simumax_b200,
     "swift_benchmark.jsonl": read_swift_benchmark,
+    "torchao_optimizers.jsonl": read_torchao_optimizers,
     "torchtitan_log.jsonl": read_torchtitan_log,
     "torchtune_readme.jsonl": read_torchtune_readme,
+    "transformers_page.jsonl": read_transformers_page,
 }
 """The reader of each source file. A source has a module, a line here, and a section in `datasets/README.md`."""
 

@@ -1,8 +1,8 @@
 """Rows whose run is stated by a configuration of the stack that ran it, read by that stack's dialect.
 
-Such a row has `config` (the configuration, with what its source says about the run), `model` where the dialect does not
-know the network by name, `spoiled` where its number contradicts the run, and the fields of `plain_rows.py` that do not
-describe the run.
+Such a row has `config` (the configuration, with what its source says about the run), `program` where the command says more,
+`model` where the dialect does not know the network by name, `spoiled` where its number contradicts the run, and the fields
+of `plain_rows.py` that do not describe the run.
 """
 
 from __future__ import annotations
@@ -24,16 +24,24 @@ def read_configured_rows(
     """Every row of `path`, in file order. `assumptions`: those of every row, beside the dialect's. `out_of_scope`: why a
     row is, beside what the dialect reports as not modelled. Raises: RecordError naming file and line."""
 
-    def reading(record: Mapping[str, Any]) -> ImportedRow:
-        pasted = Pasted(
-            values=record["config"], where="config", num_gpus=record["num_gpus"], model=record.get("model"),
-        )
-        read = translated(pasted, ReadOptions(versions=asked_versions(record["versions"]), dialect=record.get("dialect")))
-        return ImportedRow(
-            job=read.job,
-            assumptions=(*assumptions, *read.assumptions, *read.warnings),
-            out_of_scope=(*read.unsupported, *out_of_scope(record)),
-            spoiled=tuple(record.get("spoiled", ())),
-        )
+    return read_plain_rows(path, lambda record: configured_reading(record, assumptions, out_of_scope(record)))
 
-    return read_plain_rows(path, reading)
+
+def configured_reading(
+    record: Mapping[str, Any], assumptions: tuple[str, ...], out_of_scope: tuple[str, ...] = ()
+) -> ImportedRow:
+    """One such row, read."""
+    pasted = Pasted(
+        values=record["config"],
+        where="config",
+        num_gpus=record["num_gpus"],
+        model=record.get("model"),
+        program=record.get("program", ""),
+    )
+    read = translated(pasted, ReadOptions(versions=asked_versions(record["versions"]), dialect=record.get("dialect")))
+    return ImportedRow(
+        job=read.job,
+        assumptions=(*assumptions, *read.assumptions, *read.warnings),
+        out_of_scope=(*read.unsupported, *out_of_scope),
+        spoiled=tuple(record.get("spoiled", ())),
+    )

@@ -48,7 +48,7 @@ def _stanzas() -> dict[str, list[dict[str, Any]]]:
     return {name: [*stanzas.get(DRIVEN_BY.get(name, ""), []), *own] for name, own in stanzas.items()}
 
 
-FACTS = {"model_type", "quantization", "fused_linear_cross_entropy"}
+FACTS = {"model_type", "quantization", "fused_linear_cross_entropy", "sharding"}
 """Properties of a job that the `when` of a stanza may name, in addition to versions and other conventions."""
 
 
@@ -65,6 +65,7 @@ def _facts(job: TrainingJob) -> FrozenMapping:
             "model_type": job.architecture.model_type,
             "quantization": job.finetuning.quantization or "none",
             "fused_linear_cross_entropy": job.loss.fused_linear_cross_entropy,
+            "sharding": job.parallelism.sharding,
         }
     )
 

@@ -33,6 +33,14 @@ CELLS = {
         "framework_options": {"checkpoints_around_units": True, "fsdp1_backward_prefetch": "BACKWARD_PRE"},
         "architecture": {**CUT, "num_hidden_layers": 4, "vocab_size": 512},
     },
+    "fsdp1_lora_in_layers": {
+        "framework": "torch",
+        "parallelism": {"data_parallel_size": 4, "sharding": "fsdp1"},
+        "finetuning": {"method": "lora", "rank": 16, "adapter_dtype": "bfloat16"},
+        "activation_checkpointing.mode": "full",
+        "gradient_accumulation_steps": 3,
+        "framework_options": {"fsdp1_units": "layers_with_adapters", "accumulates_without_sync": True},
+    },
     "fsdp1_every_module": {  # with its peak in the loss
         "sequence_length": 1024,
         "framework": "torch",

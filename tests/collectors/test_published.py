@@ -237,7 +237,7 @@ def test_a_damaged_source_is_refused_by_line(tmp_path):
 
 def test_the_command_says_in_one_sentence_what_cannot_be_read(tmp_path, capsys):
     assert main([str(tmp_path), str(tmp_path / "out")]) == 1
-    assert re.fullmatch(r".*fms_a100\.csv cannot be read: .*\n", capsys.readouterr().err)
+    assert re.fullmatch(r".*axolotl_examples\.jsonl cannot be read: .*\n", capsys.readouterr().err)
 
 
 def test_source_lines_hold_what_the_importer_expects():

@@ -10,6 +10,7 @@ from peakcast.core.errors import PeakcastError, SpecError
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
+from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import Precision
 
 LLAMA = {
@@ -360,3 +361,25 @@ def test_it_is_said_that_nothing_is_sharded_where_nothing_says_so():
         translation_of({**arguments, "fsdp": "full_shard"}, ReadOptions(num_gpus=8)),
     )]  # fmt: skip
     assert said == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("network", "versions", "dtype", "warned"),
+    [
+        ("bert-large", {}, "float32", False),  # its checkpoint, whatever release loads it
+        ("gpt2", {"transformers": "4.57"}, "float32", False),
+        ("llama-3.2-1b", {"transformers": "5.13"}, "bfloat16", False),
+        ("llama-3.2-1b", {"transformers": "4.57"}, "bfloat16", True),  # from_pretrained without torch_dtype: float32
+    ],
+)
+def test_weights_without_a_dtype_are_loaded_as_they_are_stored(network, versions, dtype, warned):
+    found = from_huggingface(network, {"per_device_train_batch_size": 1, "max_length": 128}, versions=versions)
+    assert found.job.precision.parameters == dtype
+    assert any(finding.parameter == "torch_dtype" for finding in found.findings) == warned
+
+
+@pytest.mark.parametrize(("accelerate", "version", "waits"), [("1.10.1", 2, False), ("1.11", 2, True), ("1.10.1", 1, True)])
+def test_old_accelerate_reduces_every_micro_batch_of_fsdp2(accelerate, version, waits):
+    fsdp = {"fsdp_version": version, "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP"}
+    job = translate(4, fsdp=fsdp, versions={"accelerate": accelerate}, gradient_accumulation_steps=2).job
+    assert conventions(job)["accumulates_without_sync"] is waits

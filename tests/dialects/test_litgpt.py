@@ -13,6 +13,7 @@ from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.translate import ReadOptions, translated
+from peakcast.doors.questions import translation_of
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.scope.scope import out_of_scope
 
@@ -115,6 +116,29 @@ def test_switches_for_adapters_are_targets_in_every_family(checkpoint, targets):
     tuned = {"method": "lora", "rank": 8, "targets": switches}
     said = job_from_mapping({"architecture": job.architecture, "framework": "torch", "finetuning": tuned})
     assert said.finetuning.targets == targets
+
+
+@pytest.mark.parametrize(
+    ("program", "rank"),
+    [("litgpt finetune", 8), ("litgpt finetune_lora", 8), ("lora.py", 8), ("litgpt finetune_full", None)],
+)
+def test_a_command_says_that_it_is_lora(program, rank):
+    values = {"train": TRAIN, "precision": "bf16-true", "checkpoint_dir": "checkpoints/microsoft/phi-2"}
+    assert translated(Pasted(values=values, program=program)).job.finetuning.rank == rank
+
+
+@pytest.mark.parametrize("program", ["litgpt finetune_adapter", "adapter_v2.py"])
+def test_its_adapters_are_not_read_as_full_training(program):
+    values = {"train": TRAIN, "precision": "bf16-true", "checkpoint_dir": "checkpoints/microsoft/phi-2"}
+    found = translated(Pasted(values=values, program=program))
+    assert found.job.finetuning.method == "lora"
+    assert any("is not modelled; LoRA of rank 8" in sentence for sentence in found.unsupported)
+
+
+@pytest.mark.parametrize(("verb", "name"), [("finetune_lora", "microsoft/phi-2"), ("pretrain", "pythia-160m")])
+def test_the_first_word_of_a_command_is_the_network(verb, name):
+    found = translation_of(f"litgpt {verb} {name} --train.micro_batch_size 2 --train.global_batch_size 8")
+    assert found.job.architecture.name == name.rpartition("/")[2]
 
 
 def test_one_matrix_makes_queries_keys_and_values_where_all_weights_train():

@@ -82,8 +82,8 @@ def test_what_both_readings_agree_on_needs_no_second() -> None:
 
 @pytest.mark.parametrize(("program", "dtype"), [("sft.py", "float32"), ("trl dpo", "float32"), ("train.py", "bfloat16")])
 def test_trl_loads_weights_in_float32_unless_it_is_told_another_dtype(program: str, dtype: str) -> None:
-    """trl 1.16 trainer/model_config.py: `dtype` defaults to float32."""
-    found = read(program)
+    """trl 1.16 trainer/model_config.py: `dtype` defaults to float32. (Llama's checkpoint is in bfloat16.)"""
+    found = read(program, model_name_or_path="meta-llama/Llama-3.2-1B")
     assert found.job.precision.parameters == dtype
     assert any("trl loads weights in float32" in sentence for sentence in found.assumptions) == (dtype == "float32")
     assert read(program, dtype="bfloat16").job.precision.parameters == "bfloat16"
@@ -108,7 +108,8 @@ def test_switches_of_scripts_with_adapters_of_their_own_are_read(key: str, metho
 
 
 def test_transformers_4_loads_float32_where_its_script_says_no_dtype() -> None:
-    values = {"model_name_or_path": "gpt2", "dataset_name": "wikitext", "output_dir": "o", "bf16": True}
+    name = "meta-llama/Llama-3.2-1B"
+    values = {"model_name_or_path": name, "dataset_name": "wikitext", "output_dir": "o", "bf16": True}
     four, five = (
         translated(
             Pasted(values=values, program="run_clm.py"), ReadOptions(versions=asked_versions(f"transformers={version}"))

@@ -25,8 +25,8 @@ class FSDP1Model(NoSyncModel):
 
 
 def wrap(model: Any, job: TrainingJob) -> FSDP1Model:
-    """`model` with each decoder layer as a unit, and each adapter matrix if there are adapters (peft
-    `fsdp_auto_wrap_policy`), or each module; the rest is the root unit."""
+    """`model` with each decoder layer as a unit, and apart from it each adapter matrix (peft
+    `fsdp_auto_wrap_policy`) unless asked otherwise, or each module; the rest is the root unit."""
     chosen = conventions(job)
     mixed = mixed_precision_dtypes(job)
     prefetch = chosen["fsdp1_backward_prefetch"]
@@ -63,9 +63,10 @@ def _checkpointed(forward: Any, use_reentrant: bool, *arguments: Any, **keywords
 
 
 def _policy(model: Any, job: TrainingJob) -> Any:
-    if conventions(job).get("fsdp1_units") == "modules":
+    units = conventions(job).get("fsdp1_units")
+    if units == "modules":
         return lambda module, recurse, nonwrapped_numel: True
-    if job.finetuning.method != "full":
+    if job.finetuning.method != "full" and units != "layers_with_adapters":
         from peft.utils.other import fsdp_auto_wrap_policy
 
         return fsdp_auto_wrap_policy(model)

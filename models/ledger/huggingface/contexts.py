@@ -35,6 +35,7 @@ from peakcast.models.ledger.layouts import (
     adapters_are_whole,
     expert_ranks,
     finds_final_norm,
+    frozen_get_gradients,
     gathered_dtype,
     reduced_bytes,
 )
@@ -131,7 +132,13 @@ def _attention(job: TrainingJob, convention: Mapping[str, Any]) -> Attention:
 def _adapters(job: TrainingJob) -> Adapters:
     gathered = mixes_precision(job) and not adapters_are_whole(job)
     width = gathered_dtype(job) if gathered else adapter_dtype(job)
-    return Adapters(weight_bytes=int(DTYPE_BYTES[width]), input_bytes=_adapter_input_bytes(job))
+    chosen = conventions(job)
+    joined = bool(chosen.get("networks_fuse_qkv")) and job.finetuning.method in ("lora", "qlora")
+    return Adapters(
+        weight_bytes=int(DTYPE_BYTES[width]),
+        input_bytes=_adapter_input_bytes(job),
+        joined_parts=chosen["adapted_of_qkv"] if joined else "",
+    )
 
 
 def _linears(job: TrainingJob, convention: Mapping[str, Any]) -> Linears:
@@ -172,6 +179,7 @@ def _kernels(convention: Mapping[str, Any]) -> FusedKernels:
         wide_norm=convention.get("norm_kernel") == "wide",
         rotary=convention.get("rotary_kernel") == "fused",
         gated_activation=convention.get("gated_activation_kernel") == "fused",
+        gelu=bool(convention.get("networks_fuse_gelu")),
         loss=str(convention.get("loss_kernel", "eager")),
         lora=str(convention.get("lora_kernel", "eager")),
     )
@@ -268,6 +276,7 @@ def _layer_context(context: HFContext, job: TrainingJob, index: int) -> HFContex
         or slides(architecture, index, context.sequence),
         routed=architecture.is_moe_layer(index),
         parts=architecture.layer_types[index] if architecture.layer_types else "",
+        frozen_get_gradients=frozen_get_gradients(job),
     )
     kernels = context.kernels.layer_compiled() if "layers" in context.compiled else context.kernels
     return replace(context, layer=layer, linears=linears, kernels=kernels)

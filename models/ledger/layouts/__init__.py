@@ -84,6 +84,8 @@ def _fsdp2(job: TrainingJob, tensors: Sequence[StoredTensor], ends: OutsideLayer
 def _fsdp1(job: TrainingJob, tensors: Sequence[StoredTensor], rank: int | None, ends: OutsideLayers | None) -> Layout:
     """The layout of an FSDP1 job."""
     chosen, sharded = conventions(job), [tensor for tensor in tensors if tensor.sharded]
+    if _mixes_frozen(job):
+        sharded = _adapters_after_matrices(in_order_of_modules(sharded, job.architecture))
     reentrant = job.activation_checkpointing.mode != "none" and job.activation_checkpointing.use_reentrant
     around_units = reentrant and bool(chosen.get("checkpoints_around_units"))
     if chosen.get("fsdp1_units") == "modules":
@@ -92,8 +94,8 @@ def _fsdp1(job: TrainingJob, tensors: Sequence[StoredTensor], rank: int | None, 
         units = units_by_layer(
             sharded,
             ends or _named_ends(job, sharded),
-            adapters_apart=job.finetuning.method in ("lora", "qlora"),  # peft's fsdp_auto_wrap_policy
-            first_layer_without_gradient=_no_gradient_enters(job),
+            adapters_apart=job.finetuning.method in ("lora", "qlora") and not _mixes_frozen(job),
+            first_layer_without_gradient=_no_gradient_enters(job) and not _mixes_frozen(job),
         )
         if chosen.get("loss_outside_network"):
             units[-1].hook = Mark.LM_HEAD  # the root's output, on which its hook is, are the logits
@@ -183,16 +185,38 @@ def gathered_dtype(job: TrainingJob) -> str:
 def adapters_are_units(job: TrainingJob) -> bool:
     """Whether an adapter's weight has its stored dtype until its own module runs: FSDP1 has a unit for each, and with
     `use_orig_params` the module has its shard again after each use (peft 0.21 `fsdp_auto_wrap_policy`)."""
-    sharded = job.parallelism.sharding == "fsdp1" and job.parallelism.num_replicas > 1
-    return sharded and bool(conventions(job).get("fsdp1_use_orig_params"))
+    return _fsdp1_shards(job) and bool(conventions(job).get("fsdp1_use_orig_params")) and not _mixes_frozen(job)
+
+
+def frozen_get_gradients(job: TrainingJob) -> bool:
+    """Whether backward computes gradients of frozen weights: FSDP1 uses views of a unit's flat parameter, which requires a
+    gradient if any of the unit's weights does (torch 2.1-2.13 `_flat_param.py` _init_flat_param_and_metadata,
+    _use_unsharded_views; the docstring of `FullyShardedDataParallel`, `use_orig_params`)."""
+    return _fsdp1_shards(job) and _mixes_frozen(job)
+
+
+def _mixes_frozen(job: TrainingJob) -> bool:
+    """Whether FSDP1's units have adapters and the frozen weights of their layer, as where no policy of peft's wraps."""
+    return job.finetuning.method != "full" and conventions(job).get("fsdp1_units") == "layers_with_adapters"
+
+
+def _adapters_after_matrices(tensors: Sequence[StoredTensor]) -> list[StoredTensor]:
+    """`tensors` with each matrix's adapter behind it, as a module registers them."""
+    of_module: dict[tuple[str, str], list[StoredTensor]] = {}
+    for tensor in tensors:
+        of_module.setdefault((tensor.module, tensor.name.rpartition(".")[0]), []).append(tensor)
+    return [tensor for group in of_module.values() for tensor in group]
+
+
+def _fsdp1_shards(job: TrainingJob) -> bool:
+    return job.parallelism.sharding == "fsdp1" and job.parallelism.num_replicas > 1
 
 
 def adapters_are_whole(job: TrainingJob) -> bool:
     """Whether FSDP1 leaves adapters whole on every rank and hooks reduce their gradients, because fused functions read the
     weights without running the modules that a unit would gather (fms-acceleration `fms_acceleration_foak/utils.py`
     lora_adapters_switch_ddp_from_fsdp)."""
-    sharded = job.parallelism.sharding == "fsdp1" and job.parallelism.num_replicas > 1
-    return sharded and conventions(job).get("lora_kernel", "eager") != "eager"
+    return _fsdp1_shards(job) and conventions(job).get("lora_kernel", "eager") != "eager"
 
 
 def reduced_bytes(job: TrainingJob) -> int | None:

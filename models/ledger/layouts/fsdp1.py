@@ -140,7 +140,7 @@ class FSDP1(ShardedLayout):
         for unit in self.units:
             part = self._flat[unit].part_numel
             for tensor, begin in zip(unit.tensors, self._flat[unit].offsets, strict=True):
-                if unit.trained and begin < part:  # rank 0 has the beginning
+                if tensor.trains and begin < part:  # rank 0 has the beginning
                     size = min(tensor.numel, part - begin)
                     pieces[tensor] = tensor.optimized((size,))
         return [pieces[tensor] for tensor in self.tensors if tensor in pieces]

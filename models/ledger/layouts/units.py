@@ -43,7 +43,7 @@ class Unit:
     accumulated: list[int] = field(default_factory=list)
     """Handles of full gradients of earlier micro-batches that are no longer the tensors that backward made."""
     trained: list[StoredTensor] = field(init=False)
-    """Those of its tensors that get a gradient."""
+    """Those of its tensors that the optimizer updates. If there are any, FSDP1 makes one gradient for all tensors."""
 
     def __post_init__(self) -> None:
         self.trained = [tensor for tensor in self.tensors if tensor.trains]

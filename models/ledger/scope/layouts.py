@@ -35,6 +35,10 @@ _FSDP1 = Section("FSDP1", when=job.asks_fsdp1, rows=(
             option("fsdp_reshard_after_forward", False) & option("fsdp1_use_orig_params"),
             "FSDP1 that keeps weights gathered after forward (fsdp_reshard_after_forward=false) is modelled with "
             "fsdp1_use_orig_params=false; with true torch 2.13 cannot be traced."),
+    fails("framework_options.fsdp1_units",
+          job.adapts & option("fsdp1_units", "layers_with_adapters") & option("fsdp1_use_orig_params", False),
+          "FSDP1 refuses a unit with frozen and trained weights (fsdp1_units=layers_with_adapters) unless "
+          "fsdp1_use_orig_params is true."),
     unknown("framework_options.fsdp1_units",
             option("fsdp1_units", "modules") & (~job.like_llama | job.ties_embeddings | job.adapts | job.experts),
             "FSDP1 with every module as a unit is modelled for layers like Llama's without shared table, adapters and "

@@ -28,16 +28,18 @@ NETWORKS = Section("networks", (
             "feed-forward 4 * hidden_size wide, whatever is asked for; use {four_hidden}."),
 ))
 
-# LitGPT's config_hub/finetune/README.md and torchtune's README.md print the peaks of such runs
+# LitGPT's config_hub/finetune/README.md, its tutorials/resource-tables.md and torchtune's README.md print such runs' peaks
 OWN_NETWORKS = Section("networks of a training library's own", (
+    fails("finetuning.quantization", job.litgpt & job.quantized & job.replicated,
+          "LitGPT refuses quantized weights on several GPUs; use one."),
     more("finetuning.quantization", job.litgpt & job.quantized,
-         "LitGPT's QLoRA is not modelled: peaks that it publishes are 35 to 59 % above such answers."),
-    unknown("architecture", job.litgpt & ~setting("architecture.normalization", "rmsnorm"),
-            "LitGPT's own {architecture.name!r} is counted as the one of transformers: of two runs that it publishes, one "
-            "took 27 % less and one 8 % more; ask with your command (`peakcast dryrun`)."),
+         "LitGPT's 4-bit weights are counted as transformers': peaks that it publishes are 1 to 27 % above such answers."),
+    nearly_more("architecture", job.litgpt & ~setting("architecture.normalization", "rmsnorm"),
+                "LitGPT's own {architecture.name!r} is counted as the one of transformers: of three such networks that it "
+                "publishes, runs took up to 6 % more."),
     unknown("finetuning.method", job.litgpt & job.adapts,
-            "LitGPT's own adapters are counted as peft's: peaks that it publishes are from 7 % below to 4 % above such "
-            "answers; ask with your command (`peakcast dryrun`)."),
+            "LitGPT's own {architecture.name!r} with adapters is counted as the one of transformers: peaks that it "
+            "publishes are from 4 % below to 10 % above such answers; ask with your command (`peakcast dryrun`)."),
     nearly_more("architecture", job.litgpt & ~job.adapts,
                 "LitGPT's own {architecture.name!r} is counted as the one of transformers: of full finetuning that it "
                 "publishes, runs of two networks took 3 and 4 % more."),

@@ -64,6 +64,7 @@ def from_axolotl(pasted: Pasted) -> Translation:
         **strategy,
         versions=pasted.versions.of("huggingface"),
         spell=speller(keys.TRAINING, keys.ADAPTER),
+        widens_for_fsdp2=False,  # axolotl 0.21 monkeypatch/accelerate/fsdp2.py replaces accelerate's function
     )
     job = notes.include(translation)
     if gptq and job.finetuning.quantization != "gptq":

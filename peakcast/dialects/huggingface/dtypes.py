@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
+from peakcast import catalog
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.translation import Notes, Settings
 from peakcast.dialects.huggingface import keys
@@ -14,7 +15,9 @@ from peakcast.dialects.huggingface.parallelism import fsdp_version, mapping_at
 from peakcast.jobs.spec import Dtype, Finetuning, Precision
 
 
-def weights_dtype(model: Mapping[str, Any], training: Settings, notes: Notes) -> Dtype:
+def weights_dtype(model: Mapping[str, Any], name: str, training: Settings, notes: Notes, *, is_modern: bool) -> Dtype:
+    """The dtype in which the weights are loaded. `model`: the keys of config.json, if given; `name`: the network's;
+    `is_modern`: whether transformers 5 loads them, which takes the checkpoint's dtype."""
     for source, value in (
         ("dtype", training.raw("dtype")),
         ("torch_dtype", training.raw("torch_dtype")),
@@ -28,11 +31,14 @@ def weights_dtype(model: Mapping[str, Any], training: Settings, notes: Notes) ->
             if "configuration" in source:
                 notes.assumptions.append(f"the weights are loaded as {keys.DTYPES[str(value)]}, as the configuration says.")
             return keys.DTYPES[str(value)]
+    if not model and name in catalog.architecture_names() and catalog.checkpoint_dtype(name) == "float32":
+        notes.assumptions.append(f"torch_dtype is not given; {name}'s weights are loaded in float32, as they are stored.")
+        return "float32"
     notes.assumptions.append("torch_dtype is not given; the weights are treated as loaded in bfloat16.")
-    if model:  # a config.json, in which newer checkpoints have their dtype
+    if model or not is_modern:  # a config.json has the dtype of newer checkpoints
+        source = "torch_dtype nor the configuration says" if model else "torch_dtype nor dtype is given, which say"
         notes.warnings.append(
-            "neither torch_dtype nor the configuration says the weights' dtype: transformers 4 loads them in float32, "
-            "twice what is counted.",
+            f"neither {source} the weights' dtype: transformers 4 loads them in float32, twice what is counted.",
             "torch_dtype",
             "more",
         )

@@ -27,7 +27,7 @@ from peakcast.dialects.huggingface import keys
 from peakcast.dialects.huggingface.batch import batch_form, sequence_length
 from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
 from peakcast.dialects.huggingface.dtypes import finetuning_of, half_dtype, precision_of, weights_dtype, widened_adapters
-from peakcast.dialects.huggingface.parallelism import fsdp_settings, layout_and_offload
+from peakcast.dialects.huggingface.parallelism import fsdp_settings, fsdp_version, layout_and_offload
 from peakcast.dialects.huggingface.quantization import quantization_of
 from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
 from peakcast.jobs.architecture import Architecture
@@ -68,6 +68,8 @@ class _Run:
     num_gpus: int
     versions: Mapping[str, Any]
     notes: Notes
+    widens_for_fsdp2: bool
+    """Whether accelerate's `fsdp2_prepare_model` runs, which widens what it shards under mixed precision."""
 
     @property
     def model(self) -> Mapping[str, Any]:
@@ -90,6 +92,7 @@ def from_huggingface(
     *,
     versions: Mapping[str, Any] | None = None,
     spell: Callable[[str], str] = str,
+    widens_for_fsdp2: bool = True,
 ) -> Translation:
     """The job of a Trainer (or SFTTrainer) run on `num_gpus` GPUs.
 
@@ -97,6 +100,7 @@ def from_huggingface(
     TrainingArguments and SFTConfig, and how the model is loaded (`torch_dtype`, `attn_implementation`,
     `quantization_config`); the others have the keys of their libraries. `versions`: package versions (`transformers:
     "4.48.1"`), whose defaults are used. `spell` turns a key into the one that the user wrote, for messages.
+    `widens_for_fsdp2`: whether FSDP2 is prepared by accelerate's own function, which widens weights to float32.
 
     Raises: SpecError or CatalogError naming the key, its value, the rule and the way out.
     """
@@ -113,7 +117,7 @@ def from_huggingface(
     adapter = _settings("peft", peft, notes, spell) if peft is not None else None
     engine, shards = _strategy(deepspeed, fsdp, training, notes)
     refuse_teacher(training, "teacher_model_name_or_path")
-    run = _Run(config, architecture, training, adapter, engine, shards, num_gpus, versions, notes)
+    run = _Run(config, architecture, training, adapter, engine, shards, num_gpus, versions, notes, widens_for_fsdp2)
     options: dict[str, Any] = {}
     job = _job(run, options)
     if unsloths and not offloads(training, job.num_tokens, architecture.hidden_size):
@@ -166,13 +170,14 @@ def _precision_and_finetuning(run: _Run, options: dict[str, Any]) -> tuple[Preci
     """What is trained, and in which dtypes: they depend on each other, as adapters get their dtype from the weights."""
     training, engine, shards, notes = run.training, run.engine, run.shards, run.notes
     quantization = quantization_of(run.model, training, run.config)
-    weights = weights_dtype(run.model, training, notes)
+    weights = weights_dtype(run.model, run.architecture.name, training, notes, is_modern=run.is_modern)
     half = half_dtype(training, engine, shards, notes)
     loaded = half if engine is not None and half is not None else weights
     widens = release(run.versions.get("peft", "0.12")) >= (0, 12)
     finetuning = finetuning_of(run.adapter, loaded, quantization, notes, options, widens)
-    finetuning = widened_adapters(finetuning, half, shards, notes)
-    return precision_of(weights, half, engine, shards, finetuning, notes, options), finetuning
+    widening = shards if run.widens_for_fsdp2 or (shards and fsdp_version(shards) != 2) else None
+    finetuning = widened_adapters(finetuning, half, widening, notes)
+    return precision_of(weights, half, engine, widening, finetuning, notes, options), finetuning
 
 
 def _with_options(job: TrainingJob, options: dict[str, Any], notes: Notes) -> TrainingJob:

@@ -153,7 +153,8 @@ def _launch(command: ShellCommand) -> Launch | None:
                 num_gpus = _processes("torchrun", own) if own else 1
                 return _program([f"tune run {rest[0]}" if rest else "tune run"], rest[1:], num_gpus, launcher, env)
             verbs = 2 if name == "nemo" else 1  # nemo llm pretrain
-            return _program([" ".join([name, *words[1 : 1 + verbs]])], words[1 + verbs :], num_gpus, launcher, env)
+            program = " ".join([name, *words[1 : 1 + verbs]])
+            return _program([program], _with_network(program, words[1 + verbs :]), num_gpus, launcher, env)
         elif name == "run_train.sh":  # torchtitan's; reads its file and number of GPUs from the environment
             gpus = env.get("NGPU", "8")
             found = _program([name], words[1:], int(gpus) if re.fullmatch(r"[1-9]\d{0,5}", gpus) else None, launcher, env)
@@ -168,6 +169,14 @@ def _launch(command: ShellCommand) -> Launch | None:
         else:
             return None
     return None
+
+
+def _with_network(program: str, words: list[str]) -> list[str]:
+    """`words` with the flag of LitGPT's network, which its commands may have first without it (litgpt 0.5.13 __main__.py:
+    `litgpt finetune_lora microsoft/phi-2`)."""
+    if not program.startswith("litgpt ") or not words or words[0].startswith("-"):
+        return words
+    return ["--model_name" if program == "litgpt pretrain" else "--checkpoint_dir", *words]
 
 
 def _after_dashes(words: list[str]) -> list[str]:

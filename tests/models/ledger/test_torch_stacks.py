@@ -217,9 +217,35 @@ def test_litgpt_narrows_norms_late_since_0_4_11():
     assert (kept("0.4.5"), kept("0.4.11")) == (2 * numbers, (4 + 2) * numbers)
 
 
+@pytest.mark.parametrize(("targets", "adapted"), [(("q_proj", "v_proj"), 2), (("q_proj", "k_proj", "v_proj"), 3)])
+def test_litgpts_adapter_of_queries_and_values_saves_what_it_pads(targets, adapted):
+    """LoRAQKVLinear: one dropout for all parts; queries, keys and values stay in one tensor, which the values are views of;
+    index_copy_ saves the adapter's output, which it writes between zeros unless all three are adapted."""
+    tuning = Finetuning(method="lora", rank=8, targets=targets, dropout=0.05, adapter_dtype="bfloat16")
+    versions = FrozenMapping({"litgpt": "0.4.0"})
+    one = job("llama-2-7b", precision=NARROW, parallelism=Parallelism(), versions=versions, finetuning=tuning)
+    numbers = 32 * TOKENS * 4096
+    assert alive_at_head(one, "self_attn.qkv.lora.add") == 3 * 2 * numbers
+    assert alive_at_head(one, "self_attn.qkv.lora_B") == (adapted * 2 * numbers if adapted < 3 else 0)
+    assert alive_at_head(one, "self_attn.qkv.lora.dropout") == 2 * numbers
+    assert alive_at_head(one, "self_attn.qkv.lora.dropout.saved") == numbers * 31 // 32  # the first input has no gradient
+
+
+def test_litgpt_has_torchs_gelu():
+    """transformers' gelu_new is Python code, of which five tensors of the feed-forward's width stay."""
+    def kept(versions: dict[str, str]) -> int:
+        one = job("phi-1.5", precision=NARROW, parallelism=Parallelism(), versions=FrozenMapping(versions))
+        labels = {"mlp.gelu_new", *(f"mlp.gelu_new.{made}" for made in ("half", "pow", "tanh", "one_plus", "product"))}
+        return sum(alive_at_head(one, name) for name in labels)
+
+    wide = 24 * 2 * TOKENS * 8192
+    assert kept({"litgpt": "0.4.0"}) == wide  # its output; its input is the output of the matrix before
+    assert kept({}) > 3 * wide
+
+
 def test_networks_that_litgpt_writes_otherwise_are_said_to_be():
     adapters = Finetuning(method="lora", rank=8, targets=("q_proj", "v_proj"))
-    for network, said in (("llama-2-7b", "own adapters"), ("phi-2", "own 'phi-2'")):
+    for network, said in (("llama-2-7b", "own 'llama-2-7b' with adapters"), ("phi-2", "own 'phi-2' is counted")):
         one = job(network, parallelism=Parallelism(), versions=FrozenMapping({"litgpt": "0.5"}), finetuning=adapters)
         assert said in out_of_scope(one)
     head = Finetuning(method="lora", rank=8, targets=("q_proj", "lm_head"))

@@ -12,7 +12,7 @@ def activation(build: BlockBuilder, x: Tensor) -> Tensor:
     """The activation function of `x`. gelu_new is Python code in transformers (activations.py NewGELUActivation)."""
     context, tape, name = build.context, build.tape, build.context.architecture.hidden_act
     autocast, element = context.precision.autocast, context.precision.compute_bytes
-    if name in ("gelu_new", "gelu_fast"):
+    if name in ("gelu_new", "gelu_fast") and not context.kernels.gelu:
         half, wide = ops.scale(tape, x, "mlp.gelu_new.half"), x
         if autocast and element != FP32:  # pow is on autocast's fp32 list; later results stay wide
             wide = ops.cast(tape, x, x.num_bytes // element * FP32, "mlp.gelu_new.to_float32")

@@ -10,6 +10,7 @@ from peakcast.models.ledger.huggingface.blocks.attention_kernels import attentio
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.eager_attention import repeat_key_value
 from peakcast.models.ledger.huggingface.blocks.fused_lora import fused_projections, is_fused
+from peakcast.models.ledger.huggingface.blocks.joined_lora import joined_projection
 from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
 from peakcast.models.ledger.tape import primitives as ops
@@ -27,8 +28,8 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     x = gather_sequence(tape, x, context.group, "self_attn")
     bias, names = architecture.attention_bias, family_of(architecture).names
     fused = x
-    if architecture.fused_qkv:
-        fused = build.columns(x, width, query + 2 * key_value, f"self_attn.{names.qkv}", bias)
+    if architecture.fused_qkv or context.adapters.joined_parts:
+        fused = _joined(build, x, bias)
         q, k, v = tape.split(fused, [rows * query * size, rows * key_value * size, rows * key_value * size], "qkv_split")
         if family.attention.expands_key_value and architecture.num_key_value_heads > 1:
             whole = q.num_bytes
@@ -64,6 +65,15 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     for variable in (*variables, q, k, v, *build.attention_variables):  # variables of attention's forward refer to them
         tape.hold(variable)
     return build.dropout(output, architecture.hidden_dropout, rows * width, "self_attn.dropout")
+
+
+def _joined(build: BlockBuilder, x: Tensor, bias: bool) -> Tensor:
+    """Queries, keys and values of `x` in rows of all three, by one matrix."""
+    if build.context.adapters.joined_parts:
+        return joined_projection(build, x, bias)
+    architecture = build.context.architecture
+    whole = architecture.query_size + 2 * architecture.key_value_size
+    return build.columns(x, architecture.hidden_size, whole, f"self_attn.{family_of(architecture).names.qkv}", bias)
 
 
 def _projected_one_by_one(build: BlockBuilder, x: Tensor, bias: bool) -> tuple[Tensor, Tensor, Tensor]:

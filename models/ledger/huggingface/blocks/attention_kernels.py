@@ -233,7 +233,7 @@ def _scaled_for_sinks(build: BlockBuilder, output: Tensor, row_bytes: int) -> Te
         # statistic and sink side by side; their logsumexp
         saves=Saved(output=True, extra_bytes=[2 * row_bytes, row_bytes]),
         gradients=[],
-        weight_gradients=[sinks] if context.trainable else [],
+        weight_gradients=[sinks] if context.weights_get_gradients else [],
         forward_temporary_bytes=row_bytes,  # the difference
         backward_temporary_bytes=7 * row_bytes,
     )

@@ -105,7 +105,7 @@ class BlockBuilder:
                 out_features=out_features,
                 element_bytes=context.precision.weight_bytes,
                 bias=bias,
-                trains=context.trainable,
+                trains=context.weights_get_gradients,
                 adds_to_view=adds,
             )
             result = self._split_linear(x, layer, split)

@@ -55,12 +55,15 @@ class Linears:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Adapters:
-    """Bytes of one element of adapters and of what they read."""
+    """Bytes of one element of adapters and of what they read, and how adapters of queries, keys and values are joined."""
 
     weight_bytes: int
     input_bytes: int
     """Of an adapter's input, which peft casts to the dtype of the adapter's weight. It is wider than the adapter computes
     in if the weight is gathered in another dtype afterwards."""
+    joined_parts: str = ""
+    """The letters of queries, keys and values for which one adapter of a joined matrix may have parts (`joined_lora.py`);
+    "": each adapted matrix has its own adapter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,6 +137,8 @@ class FusedKernels:
     """Whether RMSNorm's weight multiplies in fp32, before the result is narrowed."""
     rotary: bool = False
     gated_activation: bool = False
+    gelu: bool = False
+    """Whether torch's own function replaces transformers' gelu_new."""
     loss: str = "eager"
     lora: str = "eager"
 
@@ -189,6 +194,8 @@ class LayerRules:
     """Whether the layer's feed-forward is a mixture of experts."""
     parts: str = ""
     """The parts of a hybrid's layer, as in `Architecture.layer_types`."""
+    frozen_get_gradients: bool = False
+    """Whether backward computes the gradients of frozen weights too (`layouts.frozen_get_gradients`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,9 +288,14 @@ class HFContext:
         return self.finetuning.method == "full"
 
     @property
+    def weights_get_gradients(self) -> bool:
+        """Whether backward computes gradients of the layer's own weights."""
+        return self.trainable or self.layer.frozen_get_gradients
+
+    @property
     def norms_train(self) -> bool:
-        """Whether the norms train, with or without the other base weights."""
-        return self.trainable or self.finetuning.method == "ln_tuning"
+        """Whether backward computes gradients of norms, with or without those of the other weights."""
+        return self.weights_get_gradients or self.finetuning.method == "ln_tuning"
 
     @property
     def stream_bytes(self) -> int:

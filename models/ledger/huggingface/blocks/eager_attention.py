@@ -115,7 +115,8 @@ def _softmax_with_sinks(
     # concatenated with the parameters, in the wider dtype
     element = max(context.precision.weight_bytes, context.precision.compute_bytes)
     whole = (elements + rows) * element
-    sinks = [WeightGradient("self_attn.sinks.grad", heads * context.precision.weight_bytes)] if context.trainable else []
+    of_sinks = WeightGradient("self_attn.sinks.grad", heads * context.precision.weight_bytes)
+    sinks = [of_sinks] if context.weights_get_gradients else []
     argument = scores
     if scores.num_bytes != elements * element:
         argument = ops.cast(tape, scores, elements * element, "self_attn.sinks.to_float32")

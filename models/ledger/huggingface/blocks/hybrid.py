@@ -80,7 +80,7 @@ def _mixer(build: BlockBuilder, x: Tensor, ssm: StateSpace) -> Tensor:
         [projected],
         rows * ssm.inner_size * size,
         saves=Saved([projected], extra_bytes=kept),
-        weight_gradients=_gradients(ssm, context) if context.trainable else [],
+        weight_gradients=_gradients(ssm, context) if context.weights_get_gradients else [],
     )
     return build.projection(scanned, ssm.inner_size, width, "mamba.out_proj", ssm.projection_bias)
 

@@ -117,7 +117,7 @@ def _bias(build: BlockBuilder, ids: Tensor, moe: MixtureOfExperts, rows: int, wi
         return []
     context, element = build.context, build.context.precision.weight_bytes
     weight = WeightGradient(f"{name}.grad", moe.num_experts // context.experts.ranks * width * element)
-    weights = [weight] if context.trainable else []
+    weights = [weight] if context.weights_get_gradients else []
     size = rows * width * element
     return [build.tape.operation(name, [ids], size, saves=[ids] if weights else [], weight_gradients=weights)]
 
@@ -154,8 +154,8 @@ def _grouped_linear(
         name,
         [x],
         rows * out_features * context.precision.weight_bytes,
-        saves=Saved([x] if context.trainable else [], parameter_bytes=weight),
-        weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.trainable else [],
+        saves=Saved([x] if context.weights_get_gradients else [], parameter_bytes=weight),
+        weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.weights_get_gradients else [],
     )
     for rows_of_bias in bias:
         gradients = [(product, None), (rows_of_bias, None)]

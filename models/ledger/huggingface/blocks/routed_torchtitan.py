@@ -42,12 +42,12 @@ def _router(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> tuple[Tens
             "mlp.router.weight_to_float32",
             [],
             num * width * FP32,
-            weight_gradients=[gradient] if context.trainable else [],
+            weight_gradients=[gradient] if context.weights_get_gradients else [],
         )
         logits = tape.operation("mlp.router.logits", [x, weight], wide, saves=[x, weight])
     else:
         gradient = WeightGradient("mlp.gate.weight.grad", num * width * FP32)
-        saves, made = ([x], [gradient]) if context.trainable else ([], [])
+        saves, made = ([x], [gradient]) if context.weights_get_gradients else ([], [])
         logits = tape.operation("mlp.router.logits", [x], wide, saves=saves, weight_gradients=made)
     scores = ops.unary_of_result(tape, logits, "mlp.router.scores")
     biased = tape.operation("mlp.router.add_bias", [scores], wide, gradients=[])
@@ -133,8 +133,8 @@ def _grouped(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts, inputs: int,
         name,
         [x],
         pairs * outputs * context.precision.weight_bytes,
-        saves=Saved([x] if context.trainable else [], parameter_bytes=weight),
-        weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.trainable else [],
+        saves=Saved([x] if context.weights_get_gradients else [], parameter_bytes=weight),
+        weight_gradients=[WeightGradient(f"{name}.grad", weight)] if context.weights_get_gradients else [],
     )
 
 

@@ -61,7 +61,7 @@ def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
             [],
             num * width * FP32,
             weight_gradients=[WeightGradient("mlp.gate.weight.grad", num * width * context.precision.weight_bytes)]
-            if context.trainable
+            if context.weights_get_gradients
             else [],
         )
         size = FP32
@@ -69,7 +69,7 @@ def _logits(build: BlockBuilder, x: Tensor, moe: MixtureOfExperts) -> Tensor:
             size = context.precision.compute_bytes
             x = ops.cast(tape, x, rows * width * size, "mlp.router.input_to_narrow")
             weight = ops.cast(tape, weight, num * width * size, "mlp.router.weight_to_narrow")
-        saves = [x, weight] if context.trainable else [weight]
+        saves = [x, weight] if context.weights_get_gradients else [weight]
         return tape.operation("mlp.router.logits", [x, weight], rows * num * size, saves=saves)
     logits = build.projection(x, width, num, "mlp.gate", moe.router_bias)
     if code.softmax_of_chosen == "float32" and logits.num_bytes != rows * num * FP32:
