@@ -329,6 +329,12 @@ def test_a_configuration_is_read_as_its_version_has_it(tmp_path: Path) -> None:
     assert (old.activation_checkpointing.use_reentrant, new.activation_checkpointing.use_reentrant) == (True, False)
 
 
+def test_versions_that_are_given_in_several_places_are_all_read():
+    assert asked_versions(["torch=2.9", "peft=0.12,trl=0.10"]).given == {"torch": "2.9", "peft": "0.12", "trl": "0.10"}
+    with pytest.raises(SpecError, match="says torch twice; keep one"):
+        asked_versions(["torch=2.9", "torch=2.4"])
+
+
 def test_forms_and_megatrons_command_line_take_them_too() -> None:
     form = {"huggingface": {"config": TINY, "versions": {"torch": "2.4", "trl": "0.24"}}}
     assert api.read(form, versions="torch=2.9").job.versions == {"torch": "2.9", "trl": "0.24"}

@@ -77,7 +77,7 @@ def megatron(
     host_memory_gib: HostMemory = None,
     gpus_per_node: GpusPerNode = None,
     details: Details = False,
-    versions: Annotated[str | None, VERSIONS["versions"][1]] = None,
+    versions: Annotated[list[str] | None, VERSIONS["versions"][1]] = None,
     container: Annotated[str | None, VERSIONS["container"][1]] = None,
     here: Annotated[bool, VERSIONS["here"][1]] = False,
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,

@@ -91,7 +91,10 @@ FLAGS = (
 JOB_HELP = "A job file, or another project's configuration or script; the flags below change it."
 SET_HELP = "Any other field: --set loss.fused_linear_cross_entropy=true"
 VERSIONS = {
-    "versions": (str, typer.Option(help="Of packages: torch=2.9,transformers=4.45.2", rich_help_panel="Versions")),
+    "versions": (
+        list[str],
+        typer.Option(help="Of packages: torch=2.9,transformers=4.45.2; repeatable.", rich_help_panel="Versions"),
+    ),
     "container": (str, typer.Option(help="Tag of NVIDIA's PyTorch image: 26.04", rich_help_panel="Versions")),
     "here": (bool, typer.Option("--here", help="Those of the packages installed here.", rich_help_panel="Versions")),
 }

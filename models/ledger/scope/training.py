@@ -115,7 +115,7 @@ SETTINGS = Section("settings of one rank", (
     unknown("optimizer.name", job.optimizer("galore") & trait("linear.conv1d"),
             "optimizer.name='galore' projects nn.Linear alone, and GPT-2 has Conv1D: it is not modelled there."),
     unknown("offload", (job.offloads_parameters | job.offloads_optimizer) & ~(job.offloads_by_fsdp | job.zero),
-            "offload of parameters or optimizer states is modelled for FSDP's and ZeRO's only."),
+            "offload of parameters or optimizer states is modelled for ZeRO, and for FSDP if both are."),
     unknown("activation_checkpointing.modules", setting("activation_checkpointing.modules"),
             "activation_checkpointing.modules is not modelled here; without it, matrix products and attention are kept."),
     more("framework_options.autocast", job.experts & job.torchtitans_experts & job.autocast,

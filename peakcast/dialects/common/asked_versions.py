@@ -45,7 +45,8 @@ NO_VERSIONS = AskedVersions()
 
 
 def asked_versions(versions: object = None, container: str | None = None, here: bool | None = False) -> AskedVersions:
-    """The versions of `--versions` (a text or a mapping), `--container` (a tag) and `--here`. Raises: SpecError."""
+    """Those of `--versions` (a text, several, or a mapping), `--container` (a tag) and `--here`. Raises: SpecError."""
+    versions = ",".join(versions) if isinstance(versions, list) else versions
     given = read_versions(versions) if isinstance(versions, str) else check_versions(versions or {})
     if container is not None:
         if given.get(CONTAINER, container) != container:
