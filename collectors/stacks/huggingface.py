@@ -17,6 +17,7 @@ from peakcast.collectors.stacks.checkpointing import checkpoint_arguments, every
 from peakcast.collectors.stacks.huggingface_model import in_float8, model_of, with_adapters
 from peakcast.collectors.stacks.huggingface_training import NEFTUNE_NOISE_ALPHA, HuggingFaceTraining, causal_model
 from peakcast.collectors.stacks.parts.compiled import compile_layers, is_compiled_whole
+from peakcast.collectors.stacks.parts.skipped_layers import without_skipped
 from peakcast.core.errors import CollectorError
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
@@ -39,7 +40,7 @@ def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManag
     spread = spreading.is_spread(job)
     first = "cpu" if job.finetuning.quantization else device
     with making or contextlib.nullcontext(), spreading.untouched() if spread else torch.device(first):
-        model = model_of(job, padded=making is None)
+        model = without_skipped(model_of(job, padded=making is None))
     if spread:
         model.tie_weights()
         spreading.unmade(model, job)

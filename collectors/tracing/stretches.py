@@ -19,7 +19,7 @@ import torch
 from torch.nn.modules import module as hooks
 from torch.utils._pytree import tree_leaves
 
-from peakcast.collectors.tracing.tracer import Tracer
+from peakcast.collectors.tracing.tracer import DEVICE, Tracer
 from peakcast.collectors.tracing.visits import Visits
 from peakcast.timelines.timeline import Phase
 
@@ -147,7 +147,7 @@ class StretchTracer(Tracer):
         self.visits.graph = type(node).__name__ == "CheckpointFunctionBackward"
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.phase == Phase.BACKWARD and self.cuts and self.cuts[-1].backward:
+        if func is not DEVICE and self.phase == Phase.BACKWARD and self.cuts and self.cuts[-1].backward:
             self._follow(torch._C._current_autograd_node(), func, args)
         return super().__torch_dispatch__(func, types, args, kwargs)
 

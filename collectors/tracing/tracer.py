@@ -18,6 +18,7 @@ import torch
 from torch._C._functorch import get_unwrapped, is_functorch_wrapped_tensor
 from torch._higher_order_ops import wrap
 from torch._prims.rng_prims import graphsafe_run_with_rng_state
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import module as hooks
@@ -43,6 +44,8 @@ LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
 
 COMPILED_CODE: Any = getattr(wrap, "inductor_compiled_code", None)
 """Exists from torch 2.10 on."""
+DEVICE = torch.ops.prim.device.default
+"""A question that torch's C++ code asks about a fake tensor, not an operation."""
 BUFFER = "empty_strided.default"
 """Memory that compiled code allocates before the kernel that fills it."""
 
@@ -213,6 +216,8 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             self._modules.pop()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is DEVICE and isinstance(args[0], FakeTensor):
+            return args[0].device  # autograd asks for it more often than all operations together run
         if any(issubclass(kind, OUTER) for kind in types):
             return NotImplemented  # it runs operations on its inner tensors, each of which comes here
         if (found := self._instead(func, args, kwargs or {})) is not NotImplemented:

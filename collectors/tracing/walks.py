@@ -1,8 +1,8 @@
 """Walks: one step of a network on one GPU, cut at its blocks, with sizes that are not rounded by an allocator.
 
 `python -P -m peakcast.collectors.tracing.walks` reads lines of JSON from standard input: a job, then for each walk [layers
-(null: as many as the job has), micro_batch_size, sequence_length, steps, changed values], then null before another job; it
-answers each with a line. Recipes are made of walks (`peakcast.models.recipes`).
+(null: as many as the job has), micro_batch_size, sequence_length, steps, changed values, numbers of skipped layers], then
+null before another job; it answers each with a line. Recipes are made of walks (`peakcast.models.recipes`).
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from peakcast.collectors.stacks.parts.skipped_layers import Results, numbered_kinds, skipping
+from peakcast.collectors.stacks.parts.skipped_layers import observed as observed_results
 from peakcast.collectors.stacks.steps.stepping import name_gradients
 from peakcast.collectors.tracing import kernel_packages, known_values, zero3_linear
 from peakcast.collectors.tracing.families import defaults_of, read_of
-from peakcast.collectors.tracing.stretches import Cut, StretchTracer
+from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.trace import fake_mode, num_nonzero, one_thread, prepare, reads_values
 from peakcast.collectors.tracing.traceable import check_traceable
 from peakcast.collectors.tracing.visits import FORWARD
-from peakcast.collectors.tracing.walk_names import WalkNames
+from peakcast.collectors.tracing.walk_names import PEFT, WalkNames
 from peakcast.collectors.tracing.wrapping import ModuleGroup, groups_of, wraps_blocks
 from peakcast.core.errors import CollectorError, PeakcastError
 from peakcast.dialects.common.network_values import NETWORK, with_values
@@ -36,6 +38,7 @@ from peakcast.timelines.timeline import Category, Phase
 
 PLACED = (Category.PARAMETERS, Category.OPTIMIZER_STATES)
 """Categories that layouts and optimizers add by themselves."""
+Observed = list[tuple[str, Results]]
 STEPS = 2
 """The second step begins with what the first has left in memory, as every later one does."""
 
@@ -59,6 +62,8 @@ class Walker:
         whole network."""
         self._stacks = 1
         """2 for an encoder-decoder, of whose stacks each has the layer count's blocks."""
+        self._observed: dict[int | None, Observed] = {}
+        """Number of layers -> name and results of each block, in the order in which they run."""
         self._knows_values = False
         self._has_walked = False
         prepare(self._job, None)
@@ -74,17 +79,25 @@ class Walker:
         return read_of(json.loads(kept)) if kept else []
 
     def walk(
-        self, layers: int | None, batch: int, length: int, steps: int = STEPS, changes: Mapping[str, Any] | None = None
+        self,
+        layers: int | None,
+        batch: int,
+        length: int,
+        steps: int = STEPS,
+        changes: Mapping[str, Any] | None = None,
+        skipped: Sequence[int] = (),
     ) -> dict[str, Any]:
         """The walk of the last of `steps` steps, with the first `layers` layers (None: all), `batch` sequences of `length`
-        tokens, and `changes` to the job (`peakcast.dialects.common.network_values`)."""
+        tokens, and `changes` to the job (`peakcast.dialects.common.network_values`). `skipped`: numbers of blocks that hand
+        on what they are given, as an earlier walk with the same `layers` ran them."""
         asked = with_values(self._job, changes or {}).replace(micro_batch_size=batch, sequence_length=length)
         if layers is not None:
             of_each = max(1, (layers - self._beside) // self._stacks)
             asked = asked.replace(architecture=with_layers(asked.architecture, of_each))
         self._knows_values |= reads_values(asked)
+        without = dict(self._observed[layers][number] for number in skipped)
         try:
-            found = self._walked(asked, steps)
+            found, observed = self._walked(asked, steps, without)
         except PeakcastError:
             raise
         except Exception:  # if the library reads values, such as the tokens that a router gives each expert
@@ -92,19 +105,23 @@ class Walker:
                 raise
             self._knows_values = True
             known_values.install()
-            found = self._walked(asked, steps)
+            found, observed = self._walked(asked, steps, without)
         self._has_walked = True
+        if skipped:
+            return found | {"stacks": self._stacks}
+        self._observed[layers] = observed
         if layers is None:
             self._stacks = found["stacks"]
             self._beside = max(0, found["num_places"] // 2 - self._stacks * asked.architecture.num_hidden_layers)
         return found
 
-    def _walked(self, job: TrainingJob, steps: int) -> dict[str, Any]:
-        with fake_mode(num_nonzero(job), knows_values=self._knows_values), one_thread():
+    def _walked(self, job: TrainingJob, steps: int, without: Mapping[str, Results]) -> tuple[dict[str, Any], Observed]:
+        with fake_mode(num_nonzero(job), knows_values=self._knows_values), one_thread(), skipping(without):
             return _walk(job, StretchTracer(), steps)
 
 
-def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]:
+def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> tuple[dict[str, Any], Observed]:
+    """The walk, and the name and results of each block in the order in which they run; empty if none can be skipped."""
     from peakcast.collectors.stacks import build
 
     with tracer:
@@ -116,7 +133,8 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
         tracer.name(weights, Category.PARAMETERS)
         tracer.name(training.model.named_buffers(), Category.OTHER)
         tracer.name(_constants(training.model), Category.OTHER)
-        with tracer.watching(training.model), tracer.following(training.model):
+        blocks = dict(blocks_of(training.model))
+        with tracer.watching(training.model), tracer.following(training.model), observed_results(blocks) as results:
             for _ in range(steps):
                 before = len(tracer.cuts)
                 _step(training, tracer)
@@ -126,10 +144,14 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
                 training.zero_grad()
         found = mapping_of(tracer, weights, updated, tracer.cuts[before:], end, _groups(training))
     if own_network(job) is not None:  # its library's own loop says which of its modules FSDP takes as units: the blocks
-        return found | {"wrapped": True, "stacks": 1, "image_tokens": 0}
+        return found | {"wrapped": True, "stacks": 1, "image_tokens": 0}, []
+    in_order = sorted(results, key=tracer.first_place.__getitem__)
+    if len(in_order) == found["num_places"] // 2:  # else a block runs more than once
+        found["kinds"] = numbered_kinds([blocks[name] for name in in_order])
     two = _config(training).is_encoder_decoder and found["num_places"] // 2 == 2 * job.architecture.num_hidden_layers
     found |= {"wrapped": wraps_blocks(training.model), "stacks": 1 + two, "image_tokens": _image_tokens(training)}
-    return found
+    found["has_targets"] = bool(_config(training).is_encoder_decoder)
+    return found, [(name.removeprefix(PEFT), results[name]) for name in in_order]
 
 
 def _groups(training: Any) -> list[ModuleGroup]:

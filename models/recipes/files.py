@@ -15,10 +15,9 @@ from peakcast.core.bounded import file_bytes
 from peakcast.core.errors import RecordError
 from peakcast.core.fields import FrozenMapping
 from peakcast.jobs.architecture import MOST_LAYERS
-from peakcast.models.ledger.tape.polynomials import EXPONENTS
-from peakcast.models.recipes.depth import Repeats
+from peakcast.models.recipes.depth import Repeats, Run
 from peakcast.models.recipes.recipe import Recipe
-from peakcast.models.recipes.sizes import Sizes
+from peakcast.models.recipes.sizes import BY_POINTS, Sizes
 from peakcast.models.recipes.walk import Visit, Walk, groups_from_json, pairs_of
 
 T = TypeVar("T")
@@ -72,12 +71,13 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
         **{name: np.asarray(getattr(walk, name)).astype(int).tolist() for name in _WALK},
         "parameters": [[*rest[:2], list(rest[2]), *rest[3:]] for rest in walk.parameters],
         "layers": recipe.layers,
-        "repeats": None if how is None else [_one_or_all(how.prefixes), how.unit, np.flatnonzero(how.moves).tolist()],
+        "repeats": None if how is None else _of_repeats(how, recipe.copies),
         "exponents": [list(one) for one in sizes.exponents],
         "coefficients": sizes.coefficients.tolist(),
         "multiples": sizes.multiples.tolist(),
         "batches": list(recipe.batches),
         "lengths": list(recipe.lengths),
+        **({"targets": list(recipe.targets)} if recipe.targets else {}),
         "even": recipe.even,
         "wrapped": walk.wrapped,
         "visits": [[[*map(one.__getattribute__, _VISIT)] for one in visits] for visits in walk.visits],
@@ -95,14 +95,14 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
     names = tuple(map(str, mapping["names"]))
     count, places = len(names), int(mapping["num_places"])
     columns = {name: np.array(mapping[name], dtype=np.int64) for name in _WALK}
-    exponents = tuple((int(i), int(j)) for i, j in mapping["exponents"])
+    exponents = tuple(tuple(map(int, powers)) for powers in mapping["exponents"])
     coefficients = np.array(mapping["coefficients"], dtype=np.int64).reshape(len(exponents), count)
     multiples = np.array(mapping["multiples"], dtype=np.int64)
     stretches = mapping["stretches"]
     shapes = {"categories": (count,), "gradients": (count,), "lives": (7, count)}
     if any(columns[name].shape != shape for name, shape in shapes.items()) or multiples.shape != (count,):
         raise ValueError("its columns are not of one length")
-    if not set(exponents) <= set(EXPONENTS) or (multiples < 1).any() or places < 1:
+    if exponents not in BY_POINTS.values() or (multiples < 1).any() or places < 1:
         raise ValueError("its sizes are no polynomials")
     if not places // 2 <= int(mapping["layers"]) <= MOST_LAYERS:
         raise ValueError(f"layers must be from those that were recorded to {MOST_LAYERS:,}")
@@ -130,30 +130,53 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         replaced=pairs_of(mapping.get("replaced", ())),
         returned=returned,
     )
-    how = None
+    how: Repeats | None = None
+    copies: tuple[int, ...] = ()
     if mapping["repeats"] is not None:
-        prefixes, unit, moving = mapping["repeats"]
-        moves = np.zeros(count, dtype=bool)
-        moves[np.array(moving, dtype=np.int64)] = True
-        how = Repeats(tuple(map(int, np.atleast_1d(prefixes))), int(unit), moves)
+        how, copies = _repeats(mapping["repeats"], int(mapping["layers"]) - places // 2, count)
     low, high = mapping["batches"]
     short, long = mapping["lengths"]
+    targets = tuple(map(int, mapping["targets"])) if "targets" in mapping else None
+    if len(exponents[0]) != (2 if targets is None else 3) or (targets is not None and len(targets) != 2):
+        raise ValueError("its sizes are of other lengths than it says")
     versions = FrozenMapping({str(key): str(value) for key, value in mapping["versions"].items()})
     return Recipe(
         walk,
         how,
-        int(mapping["layers"]),
+        copies,
         sizes,
         (int(low), int(high)),
         (int(short), int(long)),
+        (targets[0], targets[1]) if targets else None,
         bool(mapping["even"]),
         versions,
     )
 
 
-def _one_or_all(prefixes: tuple[int, ...]) -> int | list[int]:
-    """A number for a network of one stack, as before there were others."""
-    return prefixes[0] if len(prefixes) == 1 else list(prefixes)
+def _of_repeats(how: Repeats, copies: tuple[int, ...]) -> list[Any]:
+    """[layers before each run, its unit, entries that move, copies of it]. A number for a single run, or for runs that are
+    all alike, and no copies where the number of layers tells them: as before runs could differ."""
+    prefixes, units = [run.prefix for run in how.runs], [run.unit for run in how.runs]
+    moving = np.flatnonzero(how.moves).tolist()
+    alike = len(set(units)) == len(set(copies)) == 1
+    plain = [prefixes[0] if len(prefixes) == 1 else prefixes, units[0], moving]
+    return plain if alike else [prefixes, units, moving, list(copies)]
+
+
+def _repeats(written: list[Any], more: int, count: int) -> tuple[Repeats, tuple[int, ...]]:
+    """What `_of_repeats` wrote of a walk with `count` entries, and copies that are `more` layers."""
+    prefixes, units, moving, *copies = written
+    moves = np.zeros(count, dtype=bool)
+    moves[np.array(moving, dtype=np.int64)] = True
+    starts = np.atleast_1d(prefixes).tolist()
+    runs = tuple(Run(int(start), int(unit)) for start, unit in zip(starts, np.resize(units, len(starts)), strict=True))
+    layers = sum(run.unit for run in runs)
+    found = tuple(map(int, copies[0])) if copies else (more // layers if layers else 0,) * len(runs)
+    if any(run.unit < 1 or run.prefix < 0 for run in runs) or len(found) != len(runs):
+        raise ValueError("its runs of layers are not of one length")
+    if min(found, default=0) < 0 or sum(run.unit * one for run, one in zip(runs, found, strict=True)) != more:
+        raise ValueError("its runs of layers do not make the network")
+    return Repeats(runs, moves), found
 
 
 def _visit(written: list[Any]) -> Visit:

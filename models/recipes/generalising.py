@@ -15,8 +15,9 @@ from peakcast.dialects.common.network_values import NETWORK
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes.conditions import Conditions, conditions, implied
 from peakcast.models.recipes.kinds import NetworkKind, numbers_of, with_values
-from peakcast.models.recipes.recipe import EVEN, Point, Recipe, Record
+from peakcast.models.recipes.recipe import EVEN, Recipe
 from peakcast.models.recipes.walk import Ints, Walk
+from peakcast.models.recipes.walked import TARGETS, Point, Record
 from peakcast.models.recipes.widths import Widths, WidthSample, learned
 from peakcast.networks.layer_count import with_layers
 
@@ -60,8 +61,8 @@ def network_kind(
         conditions=base,
         defaults=defaults,
         layers=shown.num_hidden_layers,
-        prefix=how.prefixes[0] if how else 0,
-        unit=how.unit if how else 0,
+        prefix=how.runs[0].prefix if how else 0,
+        unit=how.runs[0].unit if how else 0,
         idle=tuple(sorted(explored.idle)),
         same_as=explored.same_as,
         widths=found[0],
@@ -89,10 +90,11 @@ class _Explored:
         shortest, longest = self.recipe.lengths
         length = min(max(shortest, 512), longest)
         few, many = self.recipe.batches
-        self.near: Point = (few, length)
-        shorter = (shortest + 3 * length) // 4 // EVEN * EVEN
-        self.other: Point = (min(few + 1, many), shorter if length > shortest else length)
-        self.far: Point = (few, longest)
+        targets = self.recipe.targets is not None
+        shorter = (shortest + 3 * length) // 4 // EVEN * EVEN if length > shortest else length
+        self.near: Point = (few, *(length,) * (1 + targets))
+        self.other: Point = (min(few + 1, many), shorter, *(length,) * targets)
+        self.far: Point = (few, *(longest,) * (1 + targets))
         self._before = numbers_of(self.recipe.walk, self.recipe.sizes.at(*self.near))
 
     # -- one number at a time ------------------------------------------------------------------------------------------
@@ -230,13 +232,15 @@ class _Explored:
 
     def _walk(self, changes: Mapping[str, int | float], point: Point) -> Walk | None:
         """A walk with changed values; None if other operations run, or if the library does not accept them."""
+        batch, length, *targets = point
         changes = {
+            **({TARGETS: targets[0]} if targets else {}),
             **self.implied,
             **changes,
             **{name: changes[leader] for name, leader in self.same_as.items() if leader in changes},
         }
         with suppress(CollectorError):
-            walk = self.record(self.layers, *point, 2, changes)
+            walk = self.record(self.layers, batch, length, 2, changes)
             if walk.same_program(self.recipe.walk) and _structure(walk) == _structure(self.recipe.walk):
                 return walk
         return None

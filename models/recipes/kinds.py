@@ -115,12 +115,8 @@ def with_values(recipe: Recipe, widths: Widths, values: Sequence[int], layers: i
     parameters = tuple(
         (m, n, tuple(next(rest) for _ in shape), size, trains) for m, n, shape, size, trains in walk.parameters
     )
-    return replace(
-        recipe,
-        walk=replace(walk, parameters=parameters),
-        sizes=replace(sizes, coefficients=scaled[:, :num_entries]),
-        layers=layers,
-    )
+    scaled_sizes = replace(sizes, coefficients=scaled[:, :num_entries])
+    return replace(recipe.of_depth(layers), walk=replace(walk, parameters=parameters), sizes=scaled_sizes)
 
 
 def numbers_of(walk: Walk, num_bytes: Ints) -> Ints:

@@ -11,7 +11,7 @@ from typing import Any
 
 from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.models.recipes.recipe import Recipe
-from peakcast.models.recipes.regime import regime
+from peakcast.models.recipes.regime import point_of, regime
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,7 +25,7 @@ class Lent:
         """The recipe that covers `job`; None if there is none."""
         if not self._covers(job):
             return None
-        return next((one for one in self.recipes if one.covers(job.micro_batch_size, job.sequence_length)), None)
+        return next((one for one in self.recipes if one.covers(*point_of(job))), None)
 
     def why_not(self, job: TrainingJob) -> str:
         """Why none of the recipes covers `job`; "" if one does."""

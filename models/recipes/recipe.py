@@ -2,23 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-import numpy as np
-
-from peakcast.core.errors import CollectorError
 from peakcast.core.fields import FrozenMapping
-from peakcast.models.recipes.depth import Repeats, Short, deepened, repeats, short_depth
+from peakcast.models.recipes.depth import Deep, Repeats, deepened
 from peakcast.models.recipes.sizes import Sizes, through
 from peakcast.models.recipes.walk import Ints, Walk
+from peakcast.models.recipes.walked import Point, Record, Shown, Walked
 
-Point = tuple[int, int]
-"""Micro-batch size and sequence length."""
-Record = Callable[..., Walk]
-"""(layers (None: all), micro-batch size, sequence length, number of steps (default: 2), whose last is recorded) -> the
-walk."""
 LENGTHS = (256, 512, 768)
 """Lengths for which most networks run the same operations: no sliding window ends between them."""
 UNEVEN = 331
@@ -30,6 +22,9 @@ FEWEST = 128
 number of tokens."""
 SHORTEST = 17
 """A length that few jobs fall below: if the operations are the same there, they are the same from there on."""
+Triple = tuple[int, int, int]
+CORNERS = ((0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 1))
+"""Which of three lengths and of three targets' lengths are walked together: as few as there are terms of two lengths."""
 LARGEST_BATCH = 2**16
 EVEN = 8
 """Lengths that are multiples of this run the same kernels."""
@@ -38,31 +33,62 @@ EVEN = 8
 @dataclass(frozen=True)
 class Recipe:
     """A network's step. `walk`: that of a short network; `repeats`: how layers are added to it (None: it has the full
-    depth)."""
+    depth); `copies`: how many units of each run are added."""
 
     walk: Walk
     repeats: Repeats | None
-    layers: int
-    """Number of layers of the network itself."""
+    copies: tuple[int, ...]
     sizes: Sizes
     batches: tuple[int, int]
     """The smallest and the largest micro-batch that it covers."""
     lengths: tuple[int, int]
     """The shortest and the longest sequence that it covers."""
+    targets: tuple[int, int] | None = None
+    """The same of an encoder-decoder's targets; None if they are as long as what it reads."""
     even: bool = False
     """Whether it covers only lengths that are multiples of `EVEN`."""
     versions: FrozenMapping = field(default_factory=FrozenMapping)
     """Releases of the libraries with which it was recorded."""
 
-    def covers(self, batch: int, length: int) -> bool:
-        """Whether it covers a micro-batch of `batch` sequences of this length."""
-        inside = self.batches[0] <= batch <= self.batches[1] and self.lengths[0] <= length <= self.lengths[1]
-        return inside and not (self.even and length % EVEN)
+    def covers(self, batch: int, length: int, targets: int | None = None) -> bool:
+        """Whether it covers a micro-batch of `batch` sequences of this length, with targets of another if given."""
+        own = length if targets is None else targets
+        if self.targets is None and own != length:
+            return False
+        spans = ((batch, self.batches), (length, self.lengths), (own, self.targets or self.lengths))
+        inside = all(low <= one <= high for one, (low, high) in spans)
+        return inside and not (self.even and (length % EVEN or own % EVEN))
+
+    def bytes_at(self, batch: int, length: int, targets: int | None = None) -> Ints:
+        """Bytes of each tensor of the walk, not rounded. [num_entries]"""
+        own = () if self.targets is None else (length if targets is None else targets,)
+        return self.sizes.at(batch, length, *own)
+
+    @property
+    def layers(self) -> int:
+        """Number of layers of the network itself."""
+        runs = self.repeats.runs if self.repeats else ()
+        return self.walk.num_layers + sum(run.unit * more for run, more in zip(runs, self.copies, strict=True))
+
+    def deep(self) -> Deep:
+        """The network itself, in terms of the walk."""
+        return deepened(self.walk, self.repeats, self.copies)
+
+    def of_depth(self, layers: int) -> Recipe:
+        """The recipe of a network with so many layers, whose runs all have equally many more units. Raises: ValueError if
+        there is no such network."""
+        runs, more = self.repeats.runs if self.repeats else (), layers - self.walk.num_layers
+        unit = sum(run.unit for run in runs)
+        if more < 0 or (more and (not unit or more % unit)):
+            raise ValueError(f"a walk of {self.walk.num_layers} layers has no {layers}")
+        return replace(self, copies=(more // unit,) * len(runs) if more else (0,) * len(runs))
 
     def range_in_words(self) -> str:
         """The micro-batches and lengths that it covers."""
         (fewest, most), (shortest, longest) = self.batches, self.lengths
         tokens = f"{shortest:,} to {longest:,} tokens" + (f" in multiples of {EVEN}" if self.even else "")
+        if self.targets is not None:
+            tokens += f", and as many targets of {self.targets[0]:,} to {self.targets[1]:,}"
         return f"micro-batches of {fewest:,} to {most:,} sequences of {tokens}"
 
     @property
@@ -100,119 +126,113 @@ def recorded(
 
     Raises: CollectorError if the network cannot be recorded at all.
     """
-    batch, length = asked
-    batches = (1,) if batch == 1 else (2, 3)
-    first = (batches[0], length)
-    whole = record(None, *first, 1)  # one step shows which layers are equal, and takes half the time of two
-    room = -(-images * (whole.image_tokens + 1) // LENGTHS[0]) * LENGTHS[0]  # tokens of a sequence that images use
-    small = LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room
-    if most is not None and small[2] > most >= FEWEST and not images:
-        small = _fractions(most)
-    short, depth = short_depth(whole, told if len(told) * whole.stacks == whole.num_layers else ()), None
-    if short is not None:
-        with suppress(CollectorError):  # the network has no fewer layers
-            depth = short.layers if _repeats(whole, record(short.layers, *first, 1), short) is not None else None
-    walks = {first: record(depth, *first)}
-    how = repeats(walks[first], short.prefixes, short.unit) if short is not None and depth is not None else None
-    walk = walks[first]
-
-    def alike(point: Point) -> bool:
-        """Whether the same operations run at `point`, whose walk is then known."""
-        if point not in walks and (most is None or point[1] <= most):
-            with suppress(CollectorError):  # the library does not run it
-                other = record(depth, *point)
-                if other.same_program(walk):
-                    walks[point] = other
-        return point in walks
-
-    if images and batch > 1 and not alike((batches[-1], length)):  # each sequence's images add operations
-        batches, walk = (batch,), record(depth, *asked)
-        walks = {asked: walk}
-        how = repeats(walk, short.prefixes, short.unit) if short is not None and depth is not None else None
-    for lengths in (small, *([_fractions(length)] if length >= FEWEST and not images else []), _near(length)):
-        solving = [(one, other) for one in batches for other in lengths]
-        if alike(asked) and all(alike(point) for point in solving):
-            sizes = through({point: one.raw_bytes for point, one in walks.items()}, solving)
+    batches: tuple[int, ...] = (1,) if asked[0] == 1 else (2, 3)
+    first = (batches[0], *asked[1:])
+    whole = Shown().walk(record, first, 1)  # one step shows which layers are equal, and takes half the time of two
+    if whole.has_targets and len(asked) == 2:
+        asked, first = (*asked, asked[1]), (*first, first[1])
+    of_images = images * (whole.image_tokens + 1)  # tokens of a sequence that images use
+    told = told if len(told) * whole.stacks == whole.num_layers else ()
+    walked = Walked.of(record, whole, told, first, most)
+    if images and asked[0] > 1 and not walked.alike((batches[-1], *asked[1:])):  # each sequence's images add operations
+        batches = asked[:1]
+        walked = walked if asked == first else walked.only_at(asked)
+    for lengths in _lengths(asked, most, of_images):
+        solving = _points(batches, lengths)
+        if walked.alike(asked) and walked.all_alike(solving):
+            sizes = through(walked.sizes(), solving)
             if sizes is not None:
-                span = min(*lengths, length), max(*lengths, length)
-                recipe = Recipe(walk, how, whole.num_layers, sizes, (batches[0], max(batch, batches[-1])), span)
-                recipe = _widened(recipe, walks, alike, most, nearer)
+                spans = [(min(*some, own), max(*some, own)) for some, own in zip(lengths, asked[1:], strict=True)]
+                recipe = _of_walks(walked, sizes, [(batches[0], max(asked[0], batches[-1])), *spans])
+                recipe = _widened(recipe, walked, most, nearer, SHORTEST + of_images)
                 if recipe.covers(*asked):  # not an uneven length that only even ones were confirmed beside
                     return recipe
-    own = walks[asked] if asked in walks else record(None, *asked)
-    how = how if asked in walks else None
-    return _of_walk(own, asked, how, whole.num_layers)
+    if not walked.alike(asked):
+        return recorded_alone(record, asked)
+    alone = through({asked: walked[asked].raw_bytes}, [asked])
+    assert alone is not None
+    return _of_walks(walked, alone, [(number, number) for number in asked])
 
 
 def recorded_alone(record: Record, asked: Point) -> Recipe:
     """The recipe of a network that covers the `asked` point alone, from one walk of all its layers. For steps that run
     other operations at every other point. Raises: CollectorError if the network cannot be recorded."""
-    walk = record(None, *asked)
-    return _of_walk(walk, asked, None, walk.num_layers)
-
-
-def _of_walk(walk: Walk, point: Point, how: Repeats | None, layers: int) -> Recipe:
-    """The recipe of one walk, for its own batch and length only."""
-    batch, length = point
-    return Recipe(walk, how, layers, _sizes_of_walk(walk, point), (batch, batch), (length, length))
-
-
-def _repeats(whole: Walk, walk: Walk, short: Short) -> Repeats | None:
-    """How layers are added to a short walk; None if that does not give the whole network's walk, tensor by tensor."""
-    how = repeats(walk, short.prefixes, short.unit) if walk.num_layers == short.layers else None
-    if how is None:  # or the library makes a different network for this count, for example an encoder and a decoder
-        return None
-    deep = deepened(walk, how, whole.num_layers)
-    one = np.vstack([deep.lives, walk.raw_bytes[deep.entries], walk.categories[deep.entries]])
-    other = np.vstack([whole.lives, whole.raw_bytes, whole.categories])
-    return how if one.shape == other.shape and np.array_equal(_sorted(one), _sorted(other)) else None
-
-
-def _sizes_of_walk(walk: Walk, point: Point) -> Sizes:
-    """The sizes of one walk, for its own batch and length only."""
-    sizes = through({point: walk.raw_bytes}, [point])
+    walk = Shown().walk(record, asked)
+    sizes = through({asked: walk.raw_bytes}, [asked])
     assert sizes is not None
-    return sizes
+    batch, length, *targets = ((number, number) for number in asked)
+    return Recipe(walk, None, (), sizes, batch, length, targets[0] if targets else None)
 
 
-def _widened(
-    recipe: Recipe, walks: dict[Point, Walk], alike: Callable[[Point], bool], most: int | None, nearer: Sequence[Point]
-) -> Recipe:
-    """The recipe with as wide a range as an uneven length, a short one and a far point confirm."""
+def _of_walks(walked: Walked, sizes: Sizes, spans: Sequence[tuple[int, int]]) -> Recipe:
+    """The recipe for ranges of micro-batches, lengths and, if they have their own, targets."""
+    batches, lengths, *targets = spans
+    return Recipe(walked.walk, walked.how, walked.shown.copies, sizes, batches, lengths, targets[0] if targets else None)
+
+
+def _widened(recipe: Recipe, walked: Walked, most: int | None, nearer: Sequence[Point], short: int) -> Recipe:
+    """The recipe with as wide a range as an uneven length, the length `short` and a far point confirm. Targets have a range
+    as wide."""
     batch, alone = recipe.batches[0], recipe.batches[0] == recipe.batches[1]
-    shortest, longest = recipe.lengths[0], max(recipe.lengths[1], min(FAR[1], FAR[1] if most is None else most))
-    uneven = batch, shortest + min(UNEVEN - LENGTHS[0], (recipe.lengths[1] - shortest) // 2 | 1)
+    spans = [one for one in (recipe.lengths, recipe.targets) if one is not None]
+    shortest, ends = [low for low, _ in spans], tuple(high for _, high in spans)
+    longest = max(*ends, min(FAR[1], FAR[1] if most is None else most))
+    uneven = [low + min(UNEVEN - LENGTHS[0], (high - low) // 2 | 1) for low, high in spans]
     # as many tokens at any length: some code depends on them
-    far, many = ((batch if alone else FAR[0] * max(1, FAR[1] // one), one) for one in (longest, recipe.lengths[1]))
+    both = (longest,) * len(spans)
+    far, many = ((batch if alone else FAR[0] * max(1, FAR[1] // one[0]), *one) for one in (both, ends))
 
     def told(point: Point) -> Sizes | None:
         """The sizes, if `point` and all that were walked before confirm them."""
-        return recipe.sizes.confirmed({one: found.raw_bytes for one, found in walks.items()}) if alike(point) else None
+        return recipe.sizes.confirmed(walked.sizes()) if walked.alike(point) else None
 
-    sizes = told(uneven)
-    recipe = replace(recipe, sizes=sizes or recipe.sizes, even=sizes is None and bool(uneven[1] % EVEN))
-    if shortest > SHORTEST and not recipe.even and (sizes := told((batch, SHORTEST))):
-        recipe = replace(recipe, sizes=sizes, lengths=(SHORTEST, recipe.lengths[1]))
+    sizes = told((batch, *uneven))
+    recipe = replace(recipe, sizes=sizes or recipe.sizes, even=sizes is None and any(one % EVEN for one in uneven))
+    if min(shortest) > short and not recipe.even and (sizes := told((batch, *(short for _ in spans)))):
+        recipe = _ranging(replace(recipe, sizes=sizes), [(short, high) for high in ends])
     others = ((batch if alone else more, length) for more, length in nearer if recipe.lengths[1] <= length < longest)
     for corner in (far, *others, many):
-        if alike(corner) and not recipe.sizes.wrong({corner: walks[corner].raw_bytes}).any():
+        if walked.alike(corner) and not recipe.sizes.wrong({corner: walked[corner].raw_bytes}).any():
             most_sequences = LARGEST_BATCH if corner in (far, many) else max(recipe.batches[1], corner[0])
-            batches = batch, batch if alone else most_sequences
-            return replace(recipe, lengths=(recipe.lengths[0], corner[1]), batches=batches)
+            lows = [low for low, _ in (recipe.lengths, recipe.targets or recipe.lengths)]
+            recipe = replace(recipe, batches=(batch, batch if alone else most_sequences))
+            return _ranging(recipe, list(zip(lows, corner[1:], strict=False)))
     return recipe
 
 
-def _sorted(columns: Ints) -> Ints:
-    """The columns in a fixed order."""
-    return columns[:, np.lexsort(columns)]
+def _ranging(recipe: Recipe, spans: Sequence[tuple[int, int]]) -> Recipe:
+    """`recipe` for other ranges of lengths, those of targets last if they have one."""
+    return replace(recipe, lengths=spans[0], targets=spans[1] if recipe.targets is not None else None)
 
 
-def _fractions(length: int) -> tuple[int, int, int]:
+def _lengths(asked: Point, most: int | None, of_images: int) -> list[list[Triple]]:
+    """Lengths through which polynomials may go, in the order in which they are tried: for what the network reads, and for
+    targets if `asked` has those. `of_images`: tokens of images in each sequence."""
+    room = -(-of_images // LENGTHS[0]) * LENGTHS[0]
+    small: Triple = (LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room)
+    if most is not None and small[2] > most >= FEWEST and not of_images:
+        small = _fractions(most)
+    own = asked[1:]
+    found = [[small for _ in own]]
+    if min(own) >= FEWEST and not of_images:
+        found.append([_fractions(length) for length in own])
+    return [*found, [_near(length) for length in own]]
+
+
+def _points(batches: Sequence[int], lengths: Sequence[Triple]) -> list[Point]:
+    """The points through which polynomials go."""
+    own, *targets = lengths
+    if not targets:
+        return [(batch, length) for batch in batches for length in own]
+    return [(batch, own[i], targets[0][j]) for batch in batches for i, j in CORNERS]
+
+
+def _fractions(length: int) -> Triple:
     """A quarter, half and three quarters of `length`."""
     return length // 4 // EVEN * EVEN, length // 2 // EVEN * EVEN, length * 3 // 4 // EVEN * EVEN
 
 
-def _near(length: int) -> tuple[int, int, int]:
-    """Three lengths up to `length`, close to each other."""
-    step = max(1, length // 16 // EVEN * EVEN)
+def _near(length: int) -> Triple:
+    """Three lengths up to `length`, close to each other and equally far from multiples of EVEN if they are long enough."""
+    step = max(EVEN if length > 2 * EVEN else 1, length // 16 // EVEN * EVEN)
     return length - 2 * step, length - step, length

@@ -16,14 +16,12 @@ from peakcast.models.ledger.layouts import gathered_dtype
 def regime(job: TrainingJob) -> TrainingJob:
     """The job on one GPU that has the same recipe as `job`, with the network that its library has of its own, if any.
     What the layout, the optimizer and the allocator do is not recorded, except ZeRO-3's linear layers, which save more if
-    weights are frozen. All micro-batches run alike; what becomes of their gradients is up to the layout. An
-    encoder-decoder's targets are as long as what it reads, or of a length of their own, which is recorded."""
+    weights are frozen. All micro-batches run alike; what becomes of their gradients is up to the layout."""
     precision = job.precision
     adapts = job.finetuning.method != "full"
     adapters = used_adapter_dtype(job) if adapts else None
     dtypes = dict.fromkeys(("parameters", "gradients", "optimizer_states"), gathered_dtype(job))
     driven = DRIVEN_BY.get(job.framework, job.framework)
-    targets = job.decoder_sequence_length
     own = own_network(job)
     return job.replace(
         architecture=own or job.architecture,
@@ -33,7 +31,7 @@ def regime(job: TrainingJob) -> TrainingJob:
         batch=Batch(form=job.batch.form),
         micro_batch_size=1,
         sequence_length=1,
-        decoder_sequence_length=None if targets == job.sequence_length else targets,
+        decoder_sequence_length=None,
         gradient_accumulation_steps=1,
         parallelism=Parallelism(zero_stage=3) if job.parallelism.zero_stage == 3 and adapts else Parallelism(),
         optimizer=Optimizer(),
@@ -41,6 +39,12 @@ def regime(job: TrainingJob) -> TrainingJob:
         versions=FrozenMapping() if own is None else of_any_release(job).versions,
         precision=build(Precision, to_mapping(precision) | {**dtypes, "main_parameters": None}),
     )
+
+
+def point_of(job: TrainingJob) -> tuple[int, ...]:
+    """The numbers of `job` that its recipe leaves open: micro-batch size, sequence length, that of targets if given."""
+    targets = job.decoder_sequence_length
+    return (job.micro_batch_size, job.sequence_length, *(() if targets is None else (targets,)))
 
 
 def used_adapter_dtype(job: TrainingJob) -> str:

@@ -26,7 +26,7 @@ from peakcast.models.recipes.baseline_choice import chosen
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.recordable import cannot_be_recorded
-from peakcast.models.recipes.regime import regime
+from peakcast.models.recipes.regime import point_of, regime
 from peakcast.models.recipes.shipped import is_of_release, shipped_recipe
 
 MOST = 16
@@ -70,7 +70,7 @@ def recipe_of(job: TrainingJob) -> Recipe | None:
 
 def _kept(job: TrainingJob) -> Recipe | None:
     """The recipe of `job` that was recorded here or comes with peakcast."""
-    own = (one for one in recipes_of(job) if one.covers(job.micro_batch_size, job.sequence_length))
+    own = (one for one in recipes_of(job) if one.covers(*point_of(job)))
     return next(own, None) or shipped_recipe(job)
 
 

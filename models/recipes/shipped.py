@@ -25,7 +25,7 @@ from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.models.recipes import files
 from peakcast.models.recipes.kinds import NetworkKind, with_values
 from peakcast.models.recipes.recipe import Recipe
-from peakcast.models.recipes.regime import regime
+from peakcast.models.recipes.regime import point_of, regime
 from peakcast.models.recipes.widths import Widths
 
 FOLLOWING = (
@@ -43,7 +43,7 @@ def shipped_recipe(job: TrainingJob) -> Recipe | None:
     """The shipped recipe that covers `job`, of the release of its library that the job names, else of the newest; None if
     there is none."""
     found = _of_regime(regime(job), str(job.versions.get(library_of(job), "")))
-    return next((one for one in found if one.covers(job.micro_batch_size, job.sequence_length)), None)
+    return next((one for one in found if one.covers(*point_of(job))), None)
 
 
 @lru_cache(maxsize=256)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -13,9 +14,17 @@ from peakcast.models.recipes.walk import Ints
 
 LARGEST = 2.0**62
 """Least bytes that are too many for 64 bits, with a margin for rounding."""
-CONSTANT = ((0, 0),)
+Exponents = tuple[tuple[int, ...], ...]
 LENGTH_EXPONENTS = ((0, 0), (0, 1), (0, 2))
-"""Exponents if the micro-batch is always one."""
+"""Exponents of micro-batch and sequence length if the micro-batch is always one."""
+TARGET_EXPONENTS = ((0, 0, 0), (0, 1, 0), (0, 2, 0), (0, 0, 1), (0, 0, 2), (0, 1, 1))
+"""The same where targets have a length of their own."""
+BATCH_AND_TARGETS = tuple((batch, *lengths) for batch in (0, 1) for _, *lengths in TARGET_EXPONENTS)
+BY_POINTS: dict[tuple[int, int], Exponents] = {
+    **{(2, len(one)): one for one in (((0, 0),), LENGTH_EXPONENTS, EXPONENTS)},
+    **{(3, len(one)): one for one in (((0, 0, 0),), TARGET_EXPONENTS, BATCH_AND_TARGETS)},
+}
+"""(numbers of a point, number of points through which polynomials go) -> their exponents."""
 MULTIPLES = (1, 8, 16, 32, 64, 128, 256)
 """Multiples to which kernels round up the length of a sequence."""
 
@@ -25,22 +34,24 @@ class Sizes:
     """The bytes of each tensor. `coefficients` [num_terms, num_entries] are in 1/PARTS of a byte; `multiples`
     [num_entries]: the multiple to which the length is first rounded up."""
 
-    exponents: tuple[tuple[int, int], ...]
+    exponents: Exponents
     coefficients: Ints
     multiples: Ints
 
-    def at(self, batch: int, length: int) -> Ints:
-        """Bytes of each tensor, not rounded. [num_entries]"""
+    def at(self, *point: int) -> Ints:
+        """Bytes of each tensor, not rounded, for a micro-batch and one or two lengths. [num_entries]"""
+        batch, *lengths = point
         found = np.zeros(len(self.multiples), dtype=np.int64)
         for multiple in np.unique(self.multiples).tolist():
             which = self.multiples == multiple
-            powers = _powers(batch, -(-length // multiple) * multiple, self.exponents)
+            powers = _powers((batch, *(-(-length // multiple) * multiple for length in lengths)), self.exponents)
             if (powers.astype(float) @ abs(self.coefficients[:, which]).astype(float)).max(initial=0.0) > LARGEST:
-                raise OverflowError(f"a tensor of {batch} sequences of {length} tokens has more bytes than 64 bits count")
+                tokens = " and ".join(map(str, lengths))
+                raise OverflowError(f"a tensor of {batch} sequences of {tokens} tokens has more bytes than 64 bits count")
             found[which] = powers @ self.coefficients[:, which] // PARTS
         return found
 
-    def confirmed(self, samples: Mapping[tuple[int, int], Ints]) -> Sizes | None:
+    def confirmed(self, samples: Mapping[tuple[int, ...], Ints]) -> Sizes | None:
         """With the multiples to which lengths are rounded up, as `samples` show; None if a tensor still has another size in
         one of them."""
         found = self
@@ -51,7 +62,7 @@ class Sizes:
             found = replace(found, multiples=np.where(wrong, multiple, found.multiples))
         return None if found.wrong(samples).any() else found
 
-    def wrong(self, samples: Mapping[tuple[int, int], Ints]) -> npt.NDArray[np.bool_]:
+    def wrong(self, samples: Mapping[tuple[int, ...], Ints]) -> npt.NDArray[np.bool_]:
         """Which tensors have another size in one of `samples`. [num_entries]"""
         wrong = np.zeros(len(self.multiples), dtype=bool)
         for point, num_bytes in samples.items():
@@ -59,11 +70,11 @@ class Sizes:
         return wrong
 
 
-def through(samples: Mapping[tuple[int, int], Ints], solving: Sequence[tuple[int, int]]) -> Sizes | None:
-    """The polynomials through the points `solving`. `samples`: (batch, length) -> bytes of each tensor; None if another
-    sample has other sizes."""
-    exponents = {1: CONSTANT, 3: LENGTH_EXPONENTS, 6: EXPONENTS}[len(solving)]
-    powers = np.stack([_powers(*point, exponents) for point in solving])
+def through(samples: Mapping[tuple[int, ...], Ints], solving: Sequence[tuple[int, ...]]) -> Sizes | None:
+    """The polynomials through the points `solving`. `samples`: point -> bytes of each tensor; None if another sample has
+    other sizes."""
+    exponents = BY_POINTS[len(solving[0]), len(solving)]
+    powers = np.stack([_powers(point, exponents) for point in solving])
     bytes_of = np.stack([samples[point] for point in solving])
     scale = powers.max(axis=0).astype(float)
     solved = np.linalg.solve(powers / scale, bytes_of.astype(float) * PARTS) / scale[:, None]
@@ -71,6 +82,6 @@ def through(samples: Mapping[tuple[int, int], Ints], solving: Sequence[tuple[int
     return found.confirmed(samples)
 
 
-def _powers(batch: int, length: int, exponents: Sequence[tuple[int, int]]) -> Ints:
-    """The powers of batch and length, term by term."""
-    return np.array([batch**i * length**j for i, j in exponents], dtype=np.int64)
+def _powers(point: Sequence[int], exponents: Exponents) -> Ints:
+    """The powers of a point's numbers, term by term."""
+    return np.array([math.prod(map(pow, point, powers)) for powers in exponents], dtype=np.int64)

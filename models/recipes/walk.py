@@ -81,6 +81,10 @@ class Walk:
     """Functions that ran as the library's own code, and the packages whose kernels it calls where they are installed."""
     returned: tuple[int, ...] = ()
     """Entries that the network returns, logits first; empty if that was not recorded."""
+    has_targets: bool = False
+    """Whether it is of an encoder-decoder, whose targets may be of another length."""
+    kinds: tuple[int, ...] = ()
+    """For each block, the number of its kind by classes and attributes; empty if its blocks cannot be skipped."""
 
     @property
     def num_layers(self) -> int:
@@ -96,6 +100,27 @@ class Walk:
             and np.array_equal(self.categories, other.categories)
             and np.array_equal(self.lives, other.lives)
         )
+
+    def in_next_step(self, later: Walk) -> Ints | None:
+        """For each entry of `later`, a walk of the same step after another one, the entry of this walk of a first step that
+        is the same tensor; what `later` finds in memory is what a step leaves there. None if the two are no such walks."""
+        left = np.flatnonzero((self.lives[DIES_STRETCH] < 0) & (self.lives[BORN_STRETCH] >= 0)).tolist()
+        found = (later.lives[BORN_STRETCH] < 0) & (later.lives[BORN] > 0)
+        same = np.zeros(len(later.names), dtype=np.int64)
+        if self.labels != later.labels or self.phases != later.phases or (~found).sum() != len(self.names):
+            return None
+        same[~found] = np.arange(len(self.names))
+        for entry in np.flatnonzero(found).tolist():
+            size, name = later.raw_bytes[entry], later.names[entry]
+            twin = next((one for one in left if self.names[one] == name and self.raw_bytes[one] == size), None)
+            if twin is None:
+                return None
+            left.remove(twin)
+            same[entry] = twin
+        alike = np.array_equal(self.raw_bytes[same], later.raw_bytes) and np.array_equal(
+            self.lives[:, same[~found]], later.lives[:, ~found]
+        )
+        return same if alike else None
 
     @classmethod
     def read(cls, mapping: Mapping[str, Any]) -> Walk:
@@ -137,4 +162,6 @@ class Walk:
             int(mapping.get("image_tokens", 0)),
             pairs_of(mapping.get("replaced", ())),
             tuple(mapping.get("returned", ())),
+            bool(mapping.get("has_targets", False)),
+            tuple(mapping.get("kinds", ())),
         )

@@ -180,11 +180,11 @@ def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
     """
     from peakcast.collectors.measure.recording import WalkRecorder
     from peakcast.models.recipes.recipe import recorded, recorded_alone
-    from peakcast.models.recipes.regime import regime
+    from peakcast.models.recipes.regime import point_of, regime
     from peakcast.models.recipes.walk import Walk
 
     with WalkRecorder(python) as recorder, recorder.of(regime(job)) as library:
-        asked = job.micro_batch_size, job.sequence_length
+        asked = point_of(job)
         most, images = job.architecture.most_positions, job.images.per_sequence
 
         def record(*sample: Any) -> Walk:

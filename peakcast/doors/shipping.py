@@ -236,7 +236,7 @@ def _recorded(recorder: WalkRecorder, job: TrainingJob, releases: FrozenMapping)
     with recorder.of(regime(job)) as library:
 
         def record(*sample: Any) -> Walk:
-            return Walk.read(library.walk(*sample))
+            return replace(Walk.read(library.walk(*sample)), kinds=())  # other depths follow from a short network's walks
 
         asked, told = (job.micro_batch_size, LENGTH), told_by_layer(job.architecture)
         recipe = recorded(record, asked, job.architecture.most_positions, told=told)

@@ -21,7 +21,7 @@ EXPERTS = {"model_type": "minimax_m2", "num_hidden_layers": 8, "hidden_size": 25
 EXPERTS |= {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 4096}
 EXPERTS |= {"num_local_experts": 8, "num_experts_per_tok": 2}
 FIRST = {"architecture": EXPERTS, "micro_batch_size": 2, "sequence_length": 256, "activation_checkpointing.mode": "full"}
-SIDE = {"layers": 2, "attention_heads": 4, "ffn_dim": 128}
+SIDE = {"attention_heads": 4, "ffn_dim": 128}
 """Sizes of a small BART's encoder and decoder."""
 BUCKETS = {"reduce_bucket_size": 65536, "stage3_prefetch_bucket_size": 58982, "stage3_param_persistence_threshold": 2560}
 DEEPSPEED = {"framework": "deepspeed", "framework_options": BUCKETS}
@@ -99,17 +99,21 @@ def test_adapters_of_a_network_that_generates_nothing_are_recorded(ledger_equals
 
 
 @pytest.mark.whole
-def test_targets_of_an_encoder_decoder_have_a_length_of_their_own(ledger_equals_trace) -> None:
-    """A recipe of targets of 96 tokens holds for other inputs and micro-batches, and under DDP, which clones what the
-    network returns: logits, and the encoder's output."""
+def test_one_recipe_holds_for_every_pair_of_lengths_of_an_encoder_decoder(ledger_equals_trace) -> None:
+    """Recorded once, with stacks of different depths; and under DDP, which clones what the network returns: logits, and
+    the encoder's output."""
     sides = {f"{side}_{name}": size for side in ("encoder", "decoder") for name, size in SIDE.items()}
     network = {"model_type": "bart", "d_model": 64, "vocab_size": 512, "max_position_embeddings": 2048, **sides}
-    summaries = {"architecture": network, "decoder_sequence_length": 96, "micro_batch_size": 2, "sequence_length": 512}
-    longer = {**summaries, "micro_batch_size": 3, "sequence_length": 1000}
-    first, *others = expand({"include": [summaries, longer, {**summaries, "parallelism.data_parallel_size": 8}]})
-    ensure_recipes([first], processes=1)
+    network |= {"encoder_layers": 6, "decoder_layers": 2}
+    first = {"architecture": network, "decoder_sequence_length": 96, "micro_batch_size": 2, "sequence_length": 512}
+    longer = {**first, "micro_batch_size": 3, "sequence_length": 1000, "decoder_sequence_length": 1001}
+    shorter = {**first, "sequence_length": 41, "parallelism.data_parallel_size": 8}
+    recorded, *others = expand({"include": [first, longer, shorter]})
+    ensure_recipes([recorded], processes=1)
+    (recipe,) = shelf.recipes_of(recorded)
+    assert recipe.walk.num_layers < recipe.layers == 8
     for other in others:
-        assert out_of_scope(other) == ""
+        assert shelf.recipes_of(other) == [recipe]
         ledger_equals_trace(other, rel=1e-3)
 
 

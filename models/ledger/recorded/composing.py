@@ -24,8 +24,9 @@ from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import FOREVER, BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.models.ledger.tape.workspaces import training_workspaces
-from peakcast.models.recipes.depth import Deep, deepened, place_of
+from peakcast.models.recipes.depth import Deep, place_of
 from peakcast.models.recipes.recipe import Recipe
+from peakcast.models.recipes.regime import point_of
 from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH, HANDED_ON, PLACE, Ints, Visit
 from peakcast.timelines.places import block_name
 from peakcast.timelines.timeline import Category, Phase, Timeline
@@ -72,8 +73,8 @@ class _Network:
 
     def __init__(self, recipe: Recipe, job: TrainingJob) -> None:
         self.walk = recipe.walk
-        self.deep: Deep = deepened(recipe.walk, recipe.repeats, recipe.layers)
-        raw = recipe.sizes.at(job.micro_batch_size, job.sequence_length)
+        self.deep: Deep = recipe.deep()
+        raw = recipe.bytes_at(*point_of(job))
         self.num_bytes: Ints = -(-raw // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         self.names = [block_name(place, self.deep.num_places) for place in range(self.deep.num_places)]
         self.runs: list[list[BlockRun]] = []

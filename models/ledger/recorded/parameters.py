@@ -9,7 +9,6 @@ from peakcast.jobs.conventions import adapter_dtype, mixes_precision
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.recipes.depth import deepened
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.timelines.places import block_name
 
@@ -26,7 +25,7 @@ def recorded_parameters(job: TrainingJob, recipe: Recipe) -> tuple[StoredTensor,
     found: dict[str, list[tuple[str, tuple[int, ...], int, bool]]] = {}
     for module, name, shape, size, trains in recipe.walk.parameters:
         found.setdefault(module, []).append((name, shape, size, trains))
-    deep = deepened(recipe.walk, recipe.repeats, recipe.layers)
+    deep = recipe.deep()
     before, after = recipe.walk.num_places, deep.num_places
     order = [(block_name(place, after), block_name(source, before)) for place, source in enumerate(deep.sources.tolist())]
     order.sort(key=lambda names: (names[0] == "head", names[0].startswith("layers.")))  # ends and what is between, layers

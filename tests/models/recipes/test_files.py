@@ -15,8 +15,10 @@ from hypothesis import strategies as st
 
 from peakcast.core.errors import RecordError
 from peakcast.models.recipes import files
+from peakcast.models.recipes.depth import Run, repeats
 from peakcast.models.recipes.recipe import Recipe, recorded
-from tests.models.recipes.walks import Library
+from peakcast.models.recipes.sizes import through
+from tests.models.recipes.walks import Library, walk
 
 
 def recipe() -> Recipe:
@@ -37,6 +39,40 @@ def test_a_recipe_is_read_back_as_it_was(tmp_path: Path) -> None:
     assert one.repeats is not None
     assert np.array_equal(back.repeats.moves, one.repeats.moves)
     assert files.written([back]) == files.written([one])
+
+
+def test_a_second_length_is_read_back(tmp_path: Path) -> None:
+    one, path = recipe(), tmp_path / "one.json.gz"
+    points = [(1, *pair) for pair in ((8, 8), (16, 8), (24, 8), (8, 16), (8, 24), (16, 16))]
+    sizes = through({point: one.walk.raw_bytes * point[1] * point[2] for point in points}, points)
+    assert sizes is not None
+    path.write_bytes(files.written([replace(one, sizes=sizes, targets=(3, 99))]))
+    (back,) = files.read(path)
+    assert back.targets == (3, 99)
+    assert back.bytes_at(1, 512, 40).tolist() == (one.walk.raw_bytes * 512 * 40).tolist()
+    content = json.loads(gzip.decompress(path.read_bytes()))
+    del content["recipes"][0]["targets"]
+    path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    with pytest.raises(RecordError, match="of other lengths than it says"):
+        files.read(path)
+
+
+def test_runs_of_layers_that_differ_are_read_back(tmp_path: Path) -> None:
+    """A tower and a language model; and a file whose runs do not make the network is refused."""
+    short = walk(9)
+    sizes = through({(2, 256): short.raw_bytes}, [(2, 256)])
+    assert sizes is not None
+    one = Recipe(short, repeats(short, (Run(1, 1), Run(4, 2))), (5, 1), sizes, (2, 2), (256, 256))
+    path = tmp_path / "one.json.gz"
+    path.write_bytes(files.written([one]))
+    (back,) = files.read(path)
+    assert back.repeats is not None
+    assert (back.repeats.runs, back.copies, back.layers) == ((Run(1, 1), Run(4, 2)), (5, 1), 16)
+    content = json.loads(gzip.decompress(files.written([one])))
+    content["recipes"][0]["repeats"][3] = [5, 2]
+    path.write_bytes(gzip.compress(json.dumps(content).encode()))
+    with pytest.raises(RecordError, match="do not make the network"):
+        files.read(path)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from peakcast.core.errors import SpecError
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.covering import no_recipe
-from peakcast.models.recipes.regime import regime
+from peakcast.models.recipes.regime import point_of, regime
 
 BART = {"model_type": "bart", "d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": 512}
 
@@ -19,15 +19,10 @@ def job(**changes: object) -> TrainingJob:
     return job_from_mapping({"architecture": BART, **changes})
 
 
-def test_targets_as_long_as_the_input_are_the_recipe_of_any_length() -> None:
-    assert regime(job(sequence_length=512, decoder_sequence_length=512)) == regime(job(sequence_length=700))
-
-
-def test_targets_of_another_length_are_a_regime_of_their_own() -> None:
-    short = regime(job(sequence_length=512, decoder_sequence_length=96))
-    assert short == regime(job(sequence_length=700, decoder_sequence_length=96))
-    assert short != regime(job(sequence_length=512, decoder_sequence_length=128))
-    assert short != regime(job(sequence_length=512))
+def test_a_recipe_is_of_any_length_of_targets() -> None:
+    assert regime(job(sequence_length=512, decoder_sequence_length=96)) == regime(job(sequence_length=700))
+    assert point_of(job(sequence_length=512, decoder_sequence_length=96)) == (1, 512, 96)
+    assert point_of(job(sequence_length=512, micro_batch_size=3)) == (3, 512)
 
 
 def test_a_known_decoder_has_no_targets() -> None:

@@ -26,6 +26,20 @@ def test_a_polynomial_is_found_again_and_holds_everywhere(coefficients: list[int
     assert found.at(batch, length).tolist() == [size(batch, length)]
 
 
+@pytest.mark.parametrize("batches", [(1,), (2, 3)])
+def test_two_lengths_are_found_again(batches: tuple[int, ...]) -> None:
+    """Of an encoder's states, of masks and scores of both, and of a constant."""
+
+    def size(b: int, s: int, t: int) -> int:
+        return 3 * b * s + 5 * b * t + 2 * b * s * t + 7 * t * t + b * s * s + 40 * s + 1000
+
+    lengths = ((256, 256), (512, 256), (768, 256), (256, 512), (256, 768), (512, 512))
+    points = [(batch, *pair) for batch in batches for pair in lengths]
+    found = through({point: np.array([size(*point)]) for point in points}, points)
+    assert found is not None
+    assert found.at(batches[-1], 1001, 17).tolist() == [size(batches[-1], 1001, 17)]
+
+
 def test_more_bytes_than_can_be_counted_are_an_overflow() -> None:
     found = through(samples(lambda b, s: b * s * s * 2**20), POINTS)
     assert found is not None

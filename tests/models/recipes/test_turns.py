@@ -5,7 +5,7 @@ from __future__ import annotations
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.zero3_hooks import BlockOperations, Direction, TurnPart
 from peakcast.models.ledger.recorded.turns import RecordedModules, recorded_turns
-from peakcast.models.recipes.depth import deepened, repeats
+from peakcast.models.recipes.depth import Run, deepened, repeats
 from peakcast.models.recipes.walk import Visit
 from tests.models.recipes.walks import walk
 
@@ -47,7 +47,7 @@ def test_what_a_checkpoint_runs_again_is_a_turn_of_its_own() -> None:
 
 def test_layers_of_a_deep_network_have_turns_with_weights_of_their_own() -> None:
     short = walk(4)
-    deep = deepened(short, repeats(short, (1,), 1), 9)
+    deep = deepened(short, repeats(short, (Run(1, 1),)), (5,))
     names = [f"layers.{place // 2}" if place % 2 else f"between.{place}" for place in range(deep.num_places)]
     tensors = [StoredTensor("w", f"layers.{layer}", (16, 32), 2, 2, True) for layer in range(9)]
     modules = RecordedModules(short, deep, names, tensors)
