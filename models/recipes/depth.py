@@ -2,9 +2,9 @@
 
 A layer takes two places: its block (layer i: place 2i + 1) and the gap after it. The short network has two equal units of
 `unit` layers each, after the `prefix` layers before them; the deep network has more of these units, and its walk follows by
-copying the entries of the first unit. An entry may die outside its unit: if those of both units die at the same place, so do
-all copies; if the second unit's dies one unit after the first's, each copy dies one unit later again. An encoder-decoder is
-two such stacks, equally deep, which grow together.
+copying the entries of the first unit. An entry may die outside its unit: if those of both units die at one place, so do all
+copies; if the second unit's dies one unit after the first's, each copy dies one unit later again. An encoder-decoder is two
+such stacks, equally deep, which grow together.
 """
 
 from __future__ import annotations
