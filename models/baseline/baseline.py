@@ -23,6 +23,7 @@ from peakcast.models.baseline.device_memory import communicator_bytes, context_b
 from peakcast.models.baseline.evenly_routed import evenly_routed
 from peakcast.models.baseline.host import host_bytes
 from peakcast.models.baseline.measured_constants import Outside, outside
+from peakcast.models.ledger.megatron.cuda_graphs import graphed_steps
 from peakcast.models.ledger.scope.adapter_targets import require_adapters
 from peakcast.models.recipes.baseline_choice import BaselineName, Trace, chosen, seen_run, tracer
 from peakcast.timelines.timeline import Category, Timeline
@@ -148,6 +149,8 @@ def _baseline(
     seen = seen_run()
     steps = [seen.timeline] if seen is not None else _steps_of_run(job, device, chosen, ledger)
     run = _replay([*before(chosen), *steps], job, device, outside_bytes)
+    graphed = _graphed(job, device, chosen, ledger) if seen is None else []
+    run = _with_graphs(run, graphed, job, device, outside_bytes)
     reserved_range = let_go = None
     if seen is not None and seen.compiled:
         nearby = [_replay(order, job, device, outside_bytes).peak_reserved_bytes for order in nearby_orders(steps)]
@@ -177,7 +180,7 @@ def _baseline(
         reserved_range_bytes=reserved_range,
         let_go_bytes=let_go,
         outside=read,
-        **_of_the_steps(steady, first),
+        **_of_the_steps(steady, first, *graphed),
     )
 
 
@@ -189,9 +192,10 @@ def _nearly_as_full(job: TrainingJob, chosen: int, steadies: Mapping[int, Timeli
     return [one for stage in near for one in ranks_by_shard(job, stage) if one != chosen]
 
 
-def _of_the_steps(steady: Timeline, first: Timeline) -> dict[str, Any]:
-    """What a rank's steady and first step say by themselves, by the names of `Baseline`'s fields."""
-    higher = max((steady, first), key=lambda step: step.peak().num_bytes)
+def _of_the_steps(steady: Timeline, first: Timeline, *graphed: Timeline) -> dict[str, Any]:
+    """What a rank's steady and first step, and those with CUDA graphs, say by themselves, by the names of `Baseline`'s
+    fields."""
+    higher = max((steady, first, *graphed), key=lambda step: step.peak().num_bytes)
     peak = higher.peak()
     largest = higher.largest_at(peak.instant, NUM_LARGEST)
     return {
@@ -199,7 +203,7 @@ def _of_the_steps(steady: Timeline, first: Timeline) -> dict[str, Any]:
         "held_bytes": _most_held(steady),
         "peak_phase": peak.phase.name.lower(),
         "phase_peaks_bytes": {phase.name.lower(): size for phase, size in steady.phase_peaks().items()},
-        "steady_state_bytes": _between_steps(steady),
+        "steady_state_bytes": _between_steps(graphed[-1] if graphed else steady),
         "first_step_peak_bytes": first.peak().num_bytes,
         "largest": tuple((name, category.name.lower(), size, number) for name, category, size, number in largest),
         "composition": {category.name.lower(): size for category, size in higher.composition(peak.instant).items()},
@@ -216,7 +220,26 @@ def _replay_of(
 ) -> Replay:
     """The replay of a run of `rank`."""
     steps = [ledger(evenly_routed(job), device=device, rank=rank, step=step) for step in ("first", "steady")]
-    return _replay([*before(rank), *steps], job, device, outside_bytes)
+    run = _replay([*before(rank), *steps], job, device, outside_bytes)
+    return _with_graphs(run, _graphed(job, device, rank, ledger), job, device, outside_bytes)
+
+
+def _graphed(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:
+    """The steps that CUDA graphs add; none without."""
+    return [ledger(evenly_routed(job), device=device, rank=rank, step=step) for step in graphed_steps(job)]
+
+
+def _with_graphs(run: Replay, graphed: Sequence[Timeline], job: TrainingJob, device: Device, outside_bytes: int) -> Replay:
+    """The replay of a run that goes on with the steps `graphed`, before which the cache is emptied."""
+    if not graphed:
+        return run
+    further = _replay(graphed, job, device, outside_bytes)
+    return replace(
+        run,
+        peak_allocated_bytes=max(run.peak_allocated_bytes, further.peak_allocated_bytes),
+        peak_reserved_bytes=max(run.peak_reserved_bytes, further.peak_reserved_bytes),
+        num_retries=run.num_retries + further.num_retries,
+    )
 
 
 def _steps_of_run(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:

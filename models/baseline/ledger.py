@@ -17,13 +17,14 @@ from peakcast.models.recipes.shelf import recipe_of, wants_recipe
 from peakcast.timelines.timeline import Timeline
 
 HOPPER = (9, 0)
-Step = Literal["first", "steady"]
+Step = Literal["first", "steady", "captured", "replayed"]
 
 
 def ledger(job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: Step = "steady") -> Timeline:
     """Every tensor of one training step of `job` on `rank` (None: rank 0), in closed form or from the job's recipe. `step`:
-    "first", or "steady" for any later one. With a `device`, it includes library workspaces and what kernels allocate for
-    themselves on that GPU type; without one, the timeline has what a trace sees.
+    "first", "steady" for any later one, or one of those that CUDA graphs add (`megatron/cuda_graphs.py`). With a `device`,
+    it includes library workspaces and what kernels allocate for themselves on that GPU type; without one, the timeline has
+    what a trace sees.
 
     A job outside `scope.out_of_scope` is answered as far as the ledger goes; ask that function first.
     """

@@ -89,8 +89,9 @@ def versions_matter(job: TrainingJob, device: Device, base: Baseline) -> tuple[F
             f"{format_gib(other.peak_reserved_bytes)} reserved ({reserves:+.0%})"
         )
     else:
-        covered = scope_findings(job)
-        one_way = [left for left in scope_findings(other_job) if left not in covered and left.direction != "either"]
+        covered = {(left.code, left.parameter, left.direction) for left in scope_findings(job)}
+        others = [left for left in scope_findings(other_job) if left.direction != "either"]
+        one_way = [left for left in others if (left.code, left.parameter, left.direction) not in covered]
         if not one_way:
             return ()
         direction, difference = one_way[0].direction, one_way[0].sentence.rstrip(".")

@@ -54,7 +54,7 @@ RECIPES = (
 NOT_FLAGS = re.compile(
     r"hf_model_id|_target_|.*(func|init|init_method|hook|stream|group|config|fn|timers|spec|provider|generation_config)$"
     r"|(bias_activation|masked_softmax|persist_layer|gradient_accumulation|bias_dropout)_fusion|tp_only_amax_red"
-    r"|cuda_graph_\w+|should_pad_vocab|parallel_output|perform_initialization|rotary_\w+"
+    r"|cuda_graph_(use|retain)_\w+|should_pad_vocab|parallel_output|perform_initialization|rotary_\w+"
     r"|seq_len_interpolation_factor|scatter_embedding_\w+|fp16_lm_cross_entropy|layernorm_epsilon|softmax_scale"
     r"|calculate_per_token_loss|autocast\w*|enable_autocast|attention_softmax_in_fp32|bf16|fp16|params_dtype|pipeline_dtype"
     r"|deallocate_pipeline_outputs|batch_p2p_\w+|variable_seq_lengths|moe_token_drop\w*|inference_\w+"

@@ -71,7 +71,7 @@ DDP = {
 }  # fmt: skip
 OF_THE_STEP = re.compile(
     r"recompute_\w+|cross_entropy_\w+|moe_\w+|fp8\w*|cpu_offloading\w*|attention_backend|tp_comm_overlap|enable_cuda_graph"
-    r"|external_cuda_graph|deterministic_mode|mtp_num_layers|num_layers_in_(first|last)_pipeline_stage"
+    r"|external_cuda_graph|cuda_graph_\w+|deterministic_mode|mtp_num_layers|num_layers_in_(first|last)_pipeline_stage"
 )
 """Fields of a network's configuration that say how it is trained."""
 OTHERS = re.compile(

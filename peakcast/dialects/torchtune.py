@@ -105,7 +105,7 @@ def from_torchtune(pasted: Pasted) -> Translation:
         offload=Offload(
             parameters=offloads, optimizer=offloads, activations=settings.switch("enable_activation_offloading")
         ),
-        framework_options=FrozenMapping(_options(settings, sharded=sharded)),
+        framework_options=FrozenMapping(_options(settings, sharded=sharded, method=method)),
     )
     if settings.text("loss._component_").endswith("rlhf.loss.DPOLoss"):
         job = _preference(job, method, notes)
@@ -164,11 +164,14 @@ def _checkpointing(settings: Settings) -> ActivationCheckpointing:
     return ActivationCheckpointing(mode="selective")
 
 
-def _options(settings: Settings, *, sharded: bool) -> dict[str, Any]:
-    """Differences from torchtune's conventions: the units of FSDP2, and when they are resharded."""
+def _options(settings: Settings, *, sharded: bool, method: str) -> dict[str, Any]:
+    """Differences from torchtune's conventions: what of the loss is compiled, the units of FSDP2, and when they are
+    resharded. Of its recipes lora_finetune_single_device alone runs the loss that it has compiled."""
     options: dict[str, Any] = {}
     if settings.text("loss._component_").endswith(f".{CHUNKED_LOSS}"):
         options |= {"loss_kernel": "chunked_logits", "logits_chunks": settings.integer("loss.num_output_chunks", 8) or 8}
+    elif settings.switch("compile") and method != "full" and not sharded:
+        options["compiles_loss"] = True
     layers = settings.words("custom_sharded_layers")
     if sharded and ({"tok_embeddings", "output"} <= set(layers) or settings.switch("memory_efficient_fsdp_wrap")):
         options["fsdp2_units"] = "ends"

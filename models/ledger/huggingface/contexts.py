@@ -91,7 +91,8 @@ def _compiled(job: TrainingJob, convention: Mapping[str, Any]) -> frozenset[str]
     if not job.compile:
         return frozenset()
     parts = COMPILED[convention["compiled_regions"], DRIVEN_BY.get(job.framework, job.framework)]
-    return parts if convention.get("compiles_loss", True) else parts - {"loss"}
+    in_place = convention.get("loss_kernel") == "chunked_logits"  # torchtune compiles the function of its chunks
+    return parts if in_place or convention.get("compiles_loss", True) else parts - {"loss"}
 
 
 def _compiles_adapters(job: TrainingJob) -> bool:

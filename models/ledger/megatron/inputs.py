@@ -62,8 +62,8 @@ def hold_saved_batches(step: Step, share: RankShare, spans: Sequence[Span]) -> N
     tensor-parallel group reads batches; the others receive copies. (`rerun_state_machine.py` `RerunDataIterator.__next__`,
     `advance`; `pretrain_gpt.py` `get_batch` since Megatron-LM's pull request 4103; pull request 5635 saves a copy of the
     dictionary.)"""
-    reads = share.shard % share.job.parallelism.tensor_parallel_size == 0
-    if not (share.convention.get("saves_batches_on_gpu") and reads) or share.context.padding:  # BERT and T5 have their own
+    saves = share.convention.get("saves_batches_on_gpu") and reads_batches(share)
+    if not saves or share.context.padding:  # BERT and T5 have their own
         return
     backwards = {(span.turn.micro_batch, span.turn.chunk): span.end for span in spans if not span.turn.forward}
     unplaced = share.job.gradient_accumulation_steps - len(backwards) // len(share.chunks)
@@ -75,6 +75,11 @@ def hold_saved_batches(step: Step, share: RankShare, spans: Sequence[Span]) -> N
                 step.hold(f"saved.{one.name}", Category.OTHER, one.num_bytes, since, module="batches")
                 if number == 0:  # it also represents the micro-batches that are not simulated
                     step.hold(f"saved.{one.name}", Category.OTHER, unplaced * one.num_bytes, since, module="batches")
+
+
+def reads_batches(share: RankShare) -> bool:
+    """Whether this rank is the one of its tensor-parallel group that reads batches."""
+    return share.shard % share.job.parallelism.tensor_parallel_size == 0
 
 
 def reads_mask(share: RankShare, chunk: Chunk) -> bool:

@@ -9,6 +9,14 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.pipeline import warmup_turns
 from peakcast.models.ledger.megatron.blocks.dispatch import held_by_dispatcher
 from peakcast.models.ledger.megatron.buffers import parameters_held
+from peakcast.models.ledger.megatron.cuda_graphs import (
+    captured,
+    graphed_bytes_of,
+    graphs_whole_step,
+    hold_inputs_of_graphs,
+    hold_read_ahead,
+    replayed,
+)
 from peakcast.models.ledger.megatron.first_runs import FirstRuns
 from peakcast.models.ledger.megatron.inputs import hold_saved_batches
 from peakcast.models.ledger.megatron.optimizer import hold_previous_gradients, optimizer_stepped, widens_gradients
@@ -27,10 +35,12 @@ def megatron_ledger(
     job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: str = "steady"
 ) -> Timeline:
     """Every tensor of one step of `job` on global `rank` (None: the first). `step`: "first" (optimizer states do not exist
-    before the optimizer step, nor the backward thread's workspace before its first matrix product) or "steady". With a
-    `device`, it includes what libraries and kernels allocate for themselves on that GPU type."""
+    before the optimizer step, nor the backward thread's workspace before its first matrix product), "steady", or one of
+    those that CUDA graphs add (`cuda_graphs.py`). With a `device`, it includes what libraries and kernels allocate for
+    themselves on that GPU type."""
     share, first = rank_share(job, device, rank or 0), step == "first"
-    weights, turns = weights_share(share), _turns_run(activations_share(share))
+    offloads = bool(share.context.offloading.modules)
+    weights, turns = weights_share(share), _turns_run(activations_share(share), first_step=first and offloads)
     done = turns.step.fork(parameters_held(weights))
     _hold_deferred(done, turns, first)
     made = turns.first if first else FirstRuns(turns.first.float8)
@@ -39,19 +49,31 @@ def megatron_ledger(
     done.run_again(optimizer_stepped(weights, first))
     _hold_exchanged(done, turns)
     _hold_dispatchers(done, turns)
-    hold_saved_batches(done, share, turns.spans)
+    if graphs_whole_step(share.convention):
+        hold_read_ahead(done, share)
+    else:
+        hold_saved_batches(done, share, turns.spans)
     turns.leaves.hold(done, first=first)
     if not first:
         turns.reloads.hold(done)
     if widens_gradients(share) and not first:
         hold_previous_gradients(done, weights)
-    return done.timeline()
+    if step in ("first", "steady"):
+        return done.timeline()
+    hold_inputs_of_graphs(done, share, turns.spans)
+    return (captured if step == "captured" else replayed)(done.timeline(), share)
+
+
+def graphed_bytes(job: TrainingJob) -> int:
+    """The most that the parts with CUDA graphs have at once in a steady step of the first rank."""
+    return graphed_bytes_of(megatron_ledger(job), rank_share(job, None, 0))
 
 
 @lru_cache(maxsize=64)
-def _turns_run(share: RankShare) -> Turns:
-    """The forward and backward turns of a rank, which the first step and later ones share."""
-    return Turns(share)
+def _turns_run(share: RankShare, *, first_step: bool) -> Turns:
+    """The forward and backward turns of a rank. `first_step`: whether they are the first step's, which has turns of its own
+    only if activations go to the host."""
+    return Turns(share, first_step=first_step)
 
 
 def _hold_deferred(step: Step, turns: Turns, first: bool) -> None:

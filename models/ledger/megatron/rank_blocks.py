@@ -10,7 +10,7 @@ from typing import NamedTuple
 from peakcast.models.ledger.layouts.pipeline import Chunk
 from peakcast.models.ledger.megatron.blocks.context import LayerRun, MegatronContext
 from peakcast.models.ledger.megatron.blocks.ends import embedding
-from peakcast.models.ledger.megatron.blocks.head import encoder_end, head
+from peakcast.models.ledger.megatron.blocks.head import encoder_end, head, parted_head
 from peakcast.models.ledger.megatron.blocks.layer import decoder_layer
 from peakcast.models.ledger.megatron.context import part_context
 from peakcast.models.ledger.megatron.inputs import reads_mask
@@ -41,8 +41,8 @@ def receives(chunk: Chunk, layer: int) -> bool:
 class RankBlocks:
     """The templates of a rank's blocks. Blocks that are alike share a template."""
 
-    def __init__(self, share: RankShare) -> None:
-        self.share = share
+    def __init__(self, share: RankShare, *, first_step: bool = False) -> None:
+        self.share, self._first_step = share, first_step
         self._unmasked = {layer for chunk in share.chunks if not reads_mask(share, chunk) for layer in chunk.layers}
         self._of_layer: dict[tuple[int, bool, bool], Template] = {}
         """By layer, whether other code holds the layer's input, and whether it runs without a graph."""
@@ -60,7 +60,24 @@ class RankBlocks:
         """The template of the head."""
         runs = LayerRun(input_held=not self.share.chunks[-1].layers)
         context = replace(self.share.layer_context(self._last_layer()), runs=runs)
+        if self._parts_head:
+            return self.ending[-1]
         return head(context, self.share.job.architecture.num_nextn_predict_layers)
+
+    @cached_property
+    def ending(self) -> tuple[Template, ...]:
+        """The blocks after a network's last layer: the head and, where micro-batches overlap, before it the halves of a
+        layer that predicts a further token, which is else a part of the head. What that layer saves goes to the host in the
+        first step only: its backward comes next."""
+        if not self._parts_head:
+            return (self.head,)
+        context = self.share.layer_context(self._last_layer())
+        parts = part_context(context, "attention"), part_context(context, "moe")
+        return parted_head(context, *parts, offloads=self._first_step)
+
+    @property
+    def _parts_head(self) -> bool:
+        return self.share.overlaps_micro_batches and self.share.job.architecture.num_nextn_predict_layers == 1
 
     def between_stacks(self) -> tuple[tuple[Template, str], ...]:
         """(template, module) of what runs between an encoder's last layer and its decoder's first."""

@@ -59,11 +59,11 @@ def _alternate(turns: Sequence[Iterator[bool]]) -> None:
 class Turns:
     """The turns of one rank, placed on a step."""
 
-    def __init__(self, share: RankShare) -> None:
+    def __init__(self, share: RankShare, *, first_step: bool = False) -> None:
         self.share = share
         self.fully_sharded = whole_buckets(share, owned_parameters(share)[0]) if is_fully_sharded(share) else None
         self.step = Step(hooks=self.fully_sharded) if self.fully_sharded is not None else Step()
-        self.blocks = RankBlocks(share)
+        self.blocks = RankBlocks(share, first_step=first_step)
         self.alive: dict[tuple[int, int], _MicroBatch] = {}
         self.spans: list[Span] = []
         self.first = FirstRuns(float8=bool(share.context.fp8_recipe))
@@ -136,10 +136,10 @@ class Turns:
                     if self.share.overlaps_micro_batches:
                         self._dispatched_half(runs[0], state)
                         yield False
-        yield True
         if chunk.is_last:
-            state.runs.append([step.run_forward(self.blocks.head, "head", keeps_gradients=False)])
+            yield from self._end_forward(state)
         else:
+            yield True
             sent = step.moment("send_forward", Phase.FORWARD)
             step.hold("output_tensor", Category.ACTIVATIONS, self.share.context.stream_bytes, sent, sent + 1)
         state.end = step.now
@@ -149,6 +149,15 @@ class Turns:
         if chunk.is_last and len(self.share.chunks) > 1:  # the next input is requested before the backward
             step.moment("receive_forward", Phase.LOSS)
         self.alive[turn.micro_batch, turn.chunk] = state
+
+    def _end_forward(self, state: _MicroBatch) -> Iterator[bool]:
+        """Add the blocks after the network's last layer to a forward turn."""
+        *halves, head = self.blocks.ending
+        for template in halves:
+            state.runs.append([self.step.run_forward(template, "head", keeps_gradients=False)])
+            yield False
+        yield True
+        state.runs.append([self.step.run_forward(head, "head", keeps_gradients=False)])
 
     def _dispatched_half(self, run: BlockRun, state: _MicroBatch) -> None:
         """Where micro-batches overlap: if the half of a layer that has run has a dispatcher, that now refers to the graph

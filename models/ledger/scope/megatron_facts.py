@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import get_args
 
+from peakcast.core.units import format_gib
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.blocks.context import Exchange
@@ -28,6 +29,10 @@ flex_dispatcher = experts & option("moe_token_dispatcher_type", "flex")
 overlaps = experts & option("overlap_moe_expert_parallel_comm")
 adam = optimizer("adam", "adamw")
 muon = optimizer("muon")
+records_graphs = ~option("cuda_graph_impl", "none", None) & ~option("cuda_graph_scope", "full_iteration_inference")
+graphs_of_engine = option("cuda_graph_impl", "transformer_engine")
+graphs_of_own_layers = option("cuda_graph_impl", "local") & ~option("cuda_graph_scope", "full_iteration")
+graphs_from_the_start = ~graphs_of_own_layers & option("cuda_graph_warmup_steps", 0, 1)
 
 
 @fact
@@ -118,6 +123,13 @@ def _exchanges(job: TrainingJob) -> set[str]:
     return set(str(conventions(job).get("cp_comm_type") or "p2p").split())
 
 
+def _graphed_bytes(job: TrainingJob) -> str:
+    """The most that graphed parts of the first stage have at once in a step, for people."""
+    from peakcast.models.ledger.megatron.ledger import graphed_bytes
+
+    return format_gib(graphed_bytes(job))
+
+
 def _narrow(job: TrainingJob) -> list[str]:
     names = ("main_grads_dtype", "main_params_dtype")
     return [name for name in names if conventions(job).get(name, "fp32") != "fp32"]
@@ -130,6 +142,8 @@ WORDS.update(
     recomputable_modules=lambda job: ", ".join(sorted(RECOMPUTABLE_MODULES)),
     exchanges=lambda job: " ".join(sorted(_exchanges(job))),
     known_exchanges=lambda job: ", ".join(sorted(EXCHANGES)),
+    graphed_bytes=_graphed_bytes,
+    graph_warmup_steps=lambda job: conventions(job).get("cuda_graph_warmup_steps"),
     narrow_dtypes=lambda job: " and ".join(_narrow(job)),
     optimizer_capitalised=lambda job: job.optimizer.name.capitalize(),
     sharding_strategy=lambda job: conventions(job).get("data_parallel_sharding_strategy"),

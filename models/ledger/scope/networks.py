@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
-from peakcast.models.ledger.scope.fact import option, setting, trait
+from peakcast.models.ledger.scope.fact import setting, trait
 from peakcast.models.ledger.scope.table import Section, fails, more, nearly_more, unknown
 
 # fmt: off
@@ -46,8 +46,6 @@ OWN_NETWORKS = Section("networks of a training library's own", (
     unknown("finetuning", job.own_networks & job.trains_other_parts,
             "of what trains outside layers a recipe of transformers' network answers, and this library has its own; ask "
             "with your command (`peakcast dryrun`)."),
-    more("compile", job.torchtune & job.compiles & ~job.adapts & option("loss_kernel", "eager"),
-         "of a compiled loss over whole logits, which torchtune widens, a run that it publishes took 8 % more."),
 ))
 
 TRACED_NETWORKS = Section("traces of networks", (

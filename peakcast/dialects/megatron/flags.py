@@ -30,6 +30,7 @@ SWITCHES = _words("""
 """Switches that become a framework option of the same name; off by default."""
 
 NUMBERS: dict[str, float] = {
+    "cuda_graph_warmup_steps": 3,
     "ddp_bucket_size": 0,
     "ddp_num_buckets": 0,
     "empty_unused_memory_level": 0,
@@ -49,6 +50,7 @@ NUMBERS: dict[str, float] = {
 TEXTS: dict[str, str] = {
     "attention_backend": "auto",
     "cp_comm_type": "p2p",
+    "cuda_graph_impl": "none",
     "cross_entropy_fusion_impl": "native",
     "data_parallel_sharding_strategy": "no_shard",
     "exp_avg_dtype": "fp32",
@@ -83,14 +85,15 @@ OPTIONS_OF_OTHER_FLAGS: dict[str, object] = {
     "decoupled_lr": False,
     "container": "",
     "adam_library": "transformer_engine",
+    "cuda_graph_scope": "",
     "fp8_recipe": "delayed",
     "moe_aux_loss_coeff": 0.0,
     "moe_router_load_balancing_type": "aux_loss",
     "offload_modules": "",
 }
 """Options with a rule of their own: `decoupled_lr` (set or not), `container` (the software image, which importers set),
-`adam_library` (what is installed), `fp8_recipe` (one of `FP8_RECIPES`), `offload_modules` (words), and the router's
-balancing losses."""
+`adam_library` (what is installed), `cuda_graph_scope` and `offload_modules` (words), `fp8_recipe` (one of
+`FP8_RECIPES`), and the router's balancing losses."""
 
 FP8_FORMATS = ("hybrid", "e4m3")
 """Values of `fp8_format`; both have one byte per element."""
@@ -98,6 +101,8 @@ FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 """Values of `fp8_recipe` that the ledger knows; Megatron's other one is "custom"."""
 FP8_GATHERED_RECIPES = ("delayed", "tensorwise")
 """Recipes with one scale for a whole weight; only for these does the ledger know FP8 parameters."""
+GRAPH_SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "full_iteration", "full_iteration_inference")
+"""Words of `cuda_graph_scope` (megatron-core 0.17.1 `transformer/enums.py`)."""
 FP8_UNSUPPORTED: dict[str, str] = {
     "first_last_layers_bf16": "first and last layers in bf16 among FP8 ones",
     "fp8_dot_product_attention": "FP8 attention",
@@ -139,16 +144,13 @@ UNSUPPORTED: dict[str, tuple[str, Direction]] = {
     "attention_output_gate": ("a gate on the output of attention", "more"),
     "cpu_offloading": ("layer offloading to the host", "less"),
     "cpu_offloading_num_layers": ("layer offloading to the host", "less"),
-    "cuda_graph_impl": ("CUDA graphs", "more"),
     "ddp_reduce_scatter_with_fp32_accumulation": ("a reduce-scatter by way of an all-to-all", "more"),
     "deepspeed": ("DeepSpeed's engine in the place of Megatron-LM's optimizer (Megatron-DeepSpeed)", "either"),
     "disable_mamba_mem_eff_path": ("Mamba without its fused path", "more"),
-    "enable_cuda_graph": ("CUDA graphs", "more"),
     "enable_full_sharding_in_hsdp": ("Megatron-FSDP over all replicas", "less"),
     "experimental_attention_variant": ("another attention", "either"),
     "export_kd_teacher_load": ("distillation from a teacher", "more"),
     "export_te_mcore_model": ("a ModelOpt model (quantization, pruning, distillation)", "either"),
-    "external_cuda_graph": ("CUDA graphs", "more"),
     "flextron": ("FlexTron elastic training", "either"),
     "fp4_format": ("FP4 training", "either"),
     "fsdp_double_buffer": ("Megatron-FSDP's double buffers", "more"),
@@ -184,7 +186,8 @@ MUON: dict[str, str] = {"muon_tp_mode": "blockwise", "muon_scalar_optimizer": "a
 gather whole matrices to orthogonalize them, and which optimizer updates parameters that are not matrices."""
 
 DETAILS = (
-    "fp4_", "cuda_graph_", "rl_", "grpo_", "mamba_", "inference_", "mtp_", "muon_", "megatron_fsdp_", "export_",
+    "fp4_", "cuda_graph_use_", "cuda_graph_retain_", "rl_", "grpo_", "mamba_", "inference_", "mtp_", "muon_",
+    "megatron_fsdp_", "export_",
     "outer_dp_", "retro_", "num_layers_at_", "offload_", "heterogeneous_", "dsa_", "linear_", "hybrid_", "kitchen_",
 )  # fmt: skip
 """Prefixes of flags that only refine something in `UNSUPPORTED`."""

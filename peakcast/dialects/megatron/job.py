@@ -271,6 +271,7 @@ def _options(settings: Settings, env: Mapping[str, Any]) -> dict[str, Any]:
     values["hierarchical_context_parallel_sizes"] = " ".join(settings.words("hierarchical_context_parallel_sizes"))
     values |= _router_losses(settings)
     values["offload_modules"] = " ".join(sorted(settings.words("offload_modules")))
+    values |= _graphs(settings)
     values["moe_router_padding_for_quantization"] |= settings.switch("moe_router_padding_for_fp8")  # its name until 0.16
     if settings.text("spec") == "local":
         values["transformer_impl"] = "local"
@@ -294,6 +295,23 @@ def _options(settings: Settings, env: Mapping[str, Any]) -> dict[str, Any]:
             (settings.notes.ignored if name in flags.IGNORED_ENVIRONMENT else settings.notes.unknown).append(name)
     defaults = flags.option_defaults()
     return {name: value for name, value in values.items() if value != defaults[name]}
+
+
+def _graphs(settings: Settings) -> dict[str, Any]:
+    """Which CUDA graphs are recorded, and of what; "" stands for whole layers. Source: Megatron-LM (core 0.17.1)
+    `arguments.py`, where `enable-cuda-graph` and `external-cuda-graph` are the older names of two implementations, and
+    `full` that of whole layers; `megatron/rl/rl_utils.py`, which switches graphs off to train unless told otherwise."""
+    older = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
+    asked = [kind for flag, kind in older.items() if settings.switch(flag)]
+    kinds = ("none", "local", "transformer_engine")
+    kind = settings.one_of("cuda_graph_impl", asked[0] if asked else "none", kinds)
+    if settings.switch("perform_rl_step") and not settings.switch("rl_training_cuda_graphs"):
+        kind = "none"
+    scope = [word for word in settings.words("cuda_graph_scope") if word != "full"]
+    if unknown := next((word for word in scope if word not in flags.GRAPH_SCOPES), None):
+        rule = f"must be of {', '.join(flags.GRAPH_SCOPES)}, or full; {unknown!r} is not"
+        raise settings.refuse("cuda_graph_scope", rule)
+    return {"cuda_graph_impl": kind, "cuda_graph_scope": " ".join(sorted(scope)) if kind != "none" else ""}
 
 
 def _router_losses(settings: Settings) -> dict[str, Any]:

@@ -45,6 +45,21 @@ def test_dispatchers_keep_every_layers_input_and_its_gradient_into_the_next_step
     assert overlapped.totals[-1] - plain.totals[-1] == 2 * LAYERS * STREAM
 
 
+def test_a_predicting_layer_keeps_its_softmax_until_another_micro_batch_has_attended():
+    """As a trace of megatron-core 0.16.1 has it: the head's backward comes before the other micro-batch's first attention,
+    the predicting layer's attention runs backward after it."""
+    scores = 4 * 4 * 1024 * 1024 * 2  # micro-batch, heads of a rank, query, key, bf16
+
+    def softmaxes(overlap: bool) -> int:
+        one = job(8, overlap, global_batch_size=32, num_layers=1, mtp_num_layers=1, recompute_granularity=None)
+        steady = megatron_ledger(one)
+        saved = [name == "softmax" and size == scores for name, size in zip(steady.names, steady.num_bytes, strict=True)]
+        return max(int((steady.alive_at(instant) & saved).sum()) for instant in range(len(steady.phases)))
+
+    assert softmaxes(False) == 2, "of the layer and of the one that predicts"
+    assert softmaxes(True) == 3, "and of the layer for another micro-batch"
+
+
 PIPELINE = {"pipeline_model_parallel_size": 2, "num_layers_per_virtual_pipeline_stage": 3, "global_batch_size": 128}
 
 

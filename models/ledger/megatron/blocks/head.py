@@ -5,14 +5,16 @@ Sources: megatron-core 0.16.1 `models/gpt/gpt_model.py` (`_postprocess`), `trans
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 
 from peakcast.core.units import FP32
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
 from peakcast.models.ledger.megatron.blocks.ends import cross_entropy, embed, output_layer
 from peakcast.models.ledger.megatron.blocks.gradients import trained
-from peakcast.models.ledger.megatron.blocks.layer import layer_operations
+from peakcast.models.ledger.megatron.blocks.layer import layer_operations, offload_of
 from peakcast.models.ledger.megatron.blocks.primitives import column_linear, norm
+from peakcast.models.ledger.tape.offloading import NO_OFFLOAD
 from peakcast.models.ledger.tape.tape import Output, Tape, Tensor, WeightGradient
 from peakcast.models.ledger.tape.template import Template
 
@@ -28,16 +30,46 @@ def head(context: MegatronContext, num_nextn_predict_layers: int = 0) -> Templat
     """
     tape = Tape()
     hidden = tape.input(context.stream_bytes, owned=not context.runs.input_held)
-    final = _final_norm(tape, hidden, context)
-    logits: list[Tensor] = []
+    states = [_final_norm(tape, hidden, context)]
     if num_nextn_predict_layers:
-        final, *ahead = _predict_ahead(tape, final, context, num_nextn_predict_layers)
-        for prediction in ahead:
-            logits = [*logits[-1:], output_layer(tape, prediction, context)]
-            tape.hold(logits[0])  # until its variable is reassigned to the next
-            final = _attach_loss(tape, final, cross_entropy(tape, logits[-1], context))
-        if not context.ends.predicted_logits_outlive_loss:
-            tape.hold(logits.pop())
+        states = _predict_ahead(tape, states[0], context, num_nextn_predict_layers)
+    return _outputs(tape, states, context)
+
+
+@lru_cache(maxsize=64)
+def parted_head(
+    context: MegatronContext, attention: MegatronContext, feed_forward: MegatronContext, *, offloads: bool
+) -> tuple[Template, Template, Template]:
+    """`head` with one token predicted ahead as the three blocks in which it runs where micro-batches overlap: the final
+    norm and the further layer up to its attention; its feed-forward; output layers and losses. The first block's norm is
+    saved, so that the second has it in its output without keeping it. `attention`, `feed_forward`: the contexts of a layer
+    that consists of that part. `offloads`: whether the layer's saved tensors go to the host, as `context` says of other
+    layers."""
+    offload = offload_of(context) if offloads else NO_OFFLOAD
+    tape = Tape(offload=offload)
+    final = _final_norm(tape, tape.input(context.stream_bytes), context)
+    joined = _join(tape, final, embed(tape, context), context)
+    attended = tape.finish(layer_operations(tape, joined, attention))
+    tape, size = Tape(offload=offload), context.stream_bytes
+    output = layer_operations(tape, tape.input(size), feed_forward)
+    predicted = norm(tape, output, context, context.stream_rows, context.hidden, "mtp.final_layernorm")
+    together = tape.operation("mtp.concatenate_states", [predicted], 2 * size, gradients=[(predicted, None)])
+    fed_forward = tape.finish(together)
+    tape = Tape()
+    states = tape.split(tape.input(2 * size), [size] * 2, "mtp.chunk")
+    return attended, fed_forward, _outputs(tape, states, context)
+
+
+def _outputs(tape: Tape, states: Sequence[Tensor], context: MegatronContext) -> Template:
+    """Output layers and losses of `states`, the network's own and those predicted ahead, and with them the template."""
+    final, *ahead = states
+    logits: list[Tensor] = []
+    for prediction in ahead:
+        logits = [*logits[-1:], output_layer(tape, prediction, context)]
+        tape.hold(logits[0])  # until its variable is reassigned to the next
+        final = _attach_loss(tape, final, cross_entropy(tape, logits[-1], context))
+    if ahead and not context.ends.predicted_logits_outlive_loss:
+        tape.hold(logits.pop())
     if context.ends.masked_tokens:
         final = _masked_token_head(tape, final, context)
     logits = [*logits[-1:], output_layer(tape, final, context)]

@@ -53,14 +53,15 @@ from for the operation in whose backward that is done."""
 @lru_cache(maxsize=512)
 def decoder_layer(context: MegatronContext) -> Template:
     """The template of one decoder layer: [stream_rows, hidden] in and out."""
-    tape = Tape(offload=_offload(context))
+    tape = Tape(offload=offload_of(context))
     hidden = tape.input(
         context.stream_bytes, owned=not context.runs.input_held, requires_grad=not context.runs.input_is_constant
     )
     return tape.finish(layer_operations(tape, hidden, context))
 
 
-def _offload(context: MegatronContext) -> OffloadPlan:
+def offload_of(context: MegatronContext) -> OffloadPlan:
+    """Which saved tensors of the layer go to the host."""
     groups = {name: module for module in context.offloading.modules for name in OFFLOADED[module]}
     return OffloadPlan(groups, context.offloading.least_elements * context.element_bytes)
 

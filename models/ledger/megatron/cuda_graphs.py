@@ -1,0 +1,194 @@
+"""What CUDA graphs of Megatron-LM's steps keep. Graphs are recorded after a few steps that run without them, so a run has
+two more kinds of step:
+
+- **captured**: while graphs are recorded, all that graphed parts make in a step is allocated once more, in a memory pool
+  that nothing else can use, and nothing else of a step exists.
+- **replayed**: what graphed parts make is then addresses in that pool. The allocator counts it as reserved, but no longer
+  as allocated. What graphs read and are handed back stays allocated for good.
+
+Sources: megatron-core 0.17.1 `transformer/cuda_graphs.py` `TECudaGraphHelper` (`_get_sample_arguments`: inputs are tensors
+of their own, reused once their backward has run; `_start_capturing` and `_finish_capturing` empty the cache),
+`transformer/transformer_layer.py` `get_layer_static_inputs` and `_get_submodules_under_cudagraphs`, `full_cuda_graph.py`;
+Transformer Engine 2.8 `graph.py` `_make_graphed_callables` (all graphs share one pool; with
+`_reuse_graph_input_output_buffers`, outputs and gradients become weak references, and outputs that look alike share one
+gradient). Recording calls layers one after the other, so each has an output beside the next one's input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from peakcast.core.texts import Texts
+from peakcast.jobs.conventions import conventions
+from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.megatron.inputs import inputs, reads_batches
+from peakcast.models.ledger.megatron.received import Span
+from peakcast.models.ledger.megatron.share import RankShare
+from peakcast.models.ledger.tape.step import Step
+from peakcast.timelines.timeline import Category, Phase, Timeline
+
+WHOLE_STEP, OF_INFERENCE = "full_iteration", "full_iteration_inference"
+POOL = 16
+"""Added to the number of a stream for what is allocated there in the graphs' pool: the allocator never gives blocks of one
+pool to another."""
+_FEED_FORWARD = frozenset({
+    "pre_mlp_layernorm", "linear_fc1", "add_bias", "activation", "chunk", "glu_product", "linear_fc2", "mlp", "mlp_bda",
+})  # fmt: skip
+_ROUTER = frozenset({"router", "shared_experts", "pre_mlp_layernorm"})
+_EXPERTS = frozenset({"dispatch", "experts", "combine", "add_shared", "mlp_bda"})
+
+Mask = npt.NDArray[np.bool_]
+
+
+def graphed_steps(job: TrainingJob) -> tuple[str, ...]:
+    """The kinds of step that `job` has because of graphs, in order; none without graphs, nor with those that are not
+    modelled."""
+    return ("captured", "replayed") if job.framework == "megatron" and _has_graphs(conventions(job)) else ()
+
+
+def graphs_whole_step(convention: Mapping[str, Any]) -> bool:
+    """Whether one graph has all of a step but its optimizer."""
+    return convention.get("cuda_graph_impl") == "local" and convention.get("cuda_graph_scope") == WHOLE_STEP
+
+
+def _has_graphs(convention: Mapping[str, Any]) -> bool:
+    scope = convention.get("cuda_graph_scope")
+    of_layers = convention.get("cuda_graph_impl") == "transformer_engine" and scope not in (WHOLE_STEP, OF_INFERENCE)
+    return of_layers or graphs_whole_step(convention)
+
+
+def hold_read_ahead(step: Step, share: RankShare) -> None:
+    """Hold what a graph of a whole step reads, from the first step on: the rank that reads batches copies all of a step to
+    the GPU, of which the step itself has the one at work (`StaticBufferLoader`)."""
+    others = share.job.gradient_accumulation_steps - 1
+    for chunk in share.chunks if reads_batches(share) else ():
+        for one in inputs(share, chunk):
+            step.hold(one.name, Category.INPUTS, others * one.num_bytes, 0, module="cuda_graph")
+
+
+def hold_inputs_of_graphs(step: Step, share: RankShare, spans: Sequence[Span]) -> None:
+    """Hold what graphs of layers read, a hidden state for each layer of a micro-batch in flight and a mask where that layer
+    attends, and the one gradient that all of them get."""
+    if graphs_whole_step(share.convention):
+        return
+    states, masks = _in_flight(share, spans)
+    job, context = share.job, share.context
+    mask_bytes = context.batch * context.sequence * job.sequence_length
+    step.hold("graph_inputs", Category.ACTIVATIONS, states * context.stream_bytes, 0, module="cuda_graph")
+    step.hold("graph_attention_masks", Category.INPUTS, masks * mask_bytes, 0, module="cuda_graph")
+    step.hold("graph_output_gradient", Category.TEMPORARIES, min(states, 1) * context.stream_bytes, 0, module="cuda_graph")
+
+
+def _in_flight(share: RankShare, spans: Sequence[Span]) -> tuple[int, int]:
+    """The most layers with graphs, and the most of these with graphs of their attention, that are between their forward and
+    their backward. Without pipeline, graphs of one micro-batch serve all."""
+    graphed, attending = [0] * len(share.chunks), [0] * len(share.chunks)
+    for place, chunk in enumerate(share.chunks):
+        for layer in [*chunk.layers, *_predicting(share, chunk.is_last)]:
+            parts = [part for part in _parts(share, layer) if _covers(share, part)]
+            graphed[place] += bool(parts)
+            attending[place] += "attn" in parts
+    states = masks = most_states = most_masks = 0
+    for span in spans:
+        sign = 1 if span.turn.forward else -1
+        states, masks = states + sign * graphed[span.turn.chunk], masks + sign * attending[span.turn.chunk]
+        most_states, most_masks = max(most_states, states), max(most_masks, masks)
+    return most_states, most_masks
+
+
+def _predicting(share: RankShare, is_last: bool) -> list[int]:
+    """Layers of multi-token prediction, each as the network's last layer, like which it is."""
+    architecture = share.job.architecture
+    return [architecture.num_hidden_layers - 1] * (architecture.num_nextn_predict_layers if is_last else 0)
+
+
+def _parts(share: RankShare, layer: int) -> tuple[str, ...]:
+    """The parts of a layer that can be in a graph, by their names in `cuda-graph-scope`."""
+    context = share.layer_context(layer)
+    feed_forward = ("moe_router", "moe_preprocess", "moe") if context.experts is not None else ("mlp",)
+    return {"": ("attn", *feed_forward), "mamba": ("mamba",), "attention": ("attn",), "mlp": feed_forward}[context.part]
+
+
+def _covers(share: RankShare, part: str) -> bool:
+    """Whether graphs have this part of a layer. No scope stands for whole layers; that of experts has their router too."""
+    scope = str(share.convention.get("cuda_graph_scope") or "").split()
+    return not scope or part in scope or ("moe" in scope and part.startswith("moe"))
+
+
+def graphed_bytes_of(timeline: Timeline, share: RankShare) -> int:
+    """The most that graphed parts have at once in a steady step."""
+    return _only(timeline, in_graphs(timeline, share)).peak().num_bytes
+
+
+def captured(timeline: Timeline, share: RankShare) -> Timeline:
+    """While graphs are recorded: of a steady step's tensors those that stay between steps and, in the pool, those of
+    graphed parts."""
+    inside, end = in_graphs(timeline, share), len(timeline.phases)
+    stays = (timeline.born == 0) & (timeline.dies >= end)
+    streams = np.zeros(len(inside), dtype=np.int8) if timeline.streams is None else timeline.streams
+    in_pool = replace(timeline, streams=np.where(inside, streams + POOL, streams).astype(np.int8))
+    return _only(in_pool, inside | stays)
+
+
+def replayed(timeline: Timeline, share: RankShare) -> Timeline:
+    """While graphs run: a steady step's tensors without those of graphed parts."""
+    return _only(timeline, ~in_graphs(timeline, share))
+
+
+def in_graphs(timeline: Timeline, share: RankShare) -> Mask:
+    """Which tensors of a steady step graphed parts make. [num_entries]. Those of a layer that predicts further tokens count
+    as made by the head."""
+    end = len(timeline.phases)
+    made = (timeline.born > 0) & (timeline.dies < end) & (timeline.categories != Category.INPUTS)
+    if graphs_whole_step(share.convention):
+        began = timeline.phases[np.minimum(timeline.born, end - 1)]
+        whole: Mask = made & (began <= Phase.BACKWARD)
+        return whole
+    names, modules = Texts.of(timeline.names), Texts.of(timeline.modules)
+    pairs, which = np.unique(np.stack([modules.numbers, names.numbers]), axis=1, return_inverse=True)
+    graphed = [_covers_tensor(share, module, name) for module, name in zip(Texts(pairs[0]), Texts(pairs[1]), strict=True)]
+    parts: Mask = made & np.array(graphed, dtype=bool)[which.reshape(-1)]
+    return parts
+
+
+def _covers_tensor(share: RankShare, module: str, name: str) -> bool:
+    """Whether graphs have the operation of `module` that makes the tensor `name`."""
+    kind, _, number = module.partition(".")
+    if kind != "layers" or name.startswith("dispatcher."):
+        return False
+    parts = _parts(share, int(number))
+    if name == "hidden_states":
+        return any(_covers(share, part) for part in parts)
+    return _covers(share, parts[0] if len(parts) == 1 else _part(name, routed="moe" in parts))
+
+
+def _part(name: str, *, routed: bool) -> str:
+    """The part of a layer that makes the tensor `name`."""
+    operation = name.partition(".")[0]
+    if name.startswith("dispatch.permute"):
+        return "moe_preprocess"
+    if routed and operation in _ROUTER:
+        return "moe_router"
+    if routed and operation in _EXPERTS:
+        return "moe"
+    return "mlp" if operation in _FEED_FORWARD else "attn"
+
+
+def _only(timeline: Timeline, keep: Mask) -> Timeline:
+    """The timeline with only the entries of `keep`."""
+    return replace(
+        timeline,
+        names=Texts(Texts.of(timeline.names).numbers[keep]),
+        modules=Texts(Texts.of(timeline.modules).numbers[keep]),
+        categories=timeline.categories[keep],
+        num_bytes=timeline.num_bytes[keep],
+        born=timeline.born[keep],
+        dies=timeline.dies[keep],
+        streams=None if timeline.streams is None else timeline.streams[keep],
+        reusable=None if timeline.reusable is None else timeline.reusable[keep],
+    )
