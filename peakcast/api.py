@@ -15,7 +15,7 @@ from peakcast.catalog import Device
 from peakcast.core.extras import need
 from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.megatron_arguments import from_arguments
-from peakcast.dialects.recognise import ReadOptions
+from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.answering import answer, full_answer
 from peakcast.doors.batch import predict_batch
 from peakcast.doors.calibrating import Checked, Fitted, check, evaluate, fit, report, reproduce

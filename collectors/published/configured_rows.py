@@ -14,7 +14,7 @@ from typing import Any
 from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows
 from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.recognise import ReadOptions, translated
+from peakcast.dialects.translate import ReadOptions, translated
 from peakcast.measurements.records import Measurement
 
 

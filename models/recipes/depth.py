@@ -1,9 +1,10 @@
-"""Which layers of a network repeat, so that a short network can represent a deep one.
+"""Which layers of a network repeat, so that the walk of a short network gives that of a deep one.
 
-Layer i is its block (place 2i + 1) and the gap after it. A network of n layers is `prefix` layers, `unit` layers that
-repeat, the same again, and the rest. A deeper one has more units. Its walk follows by copying the entries of the first
-unit; a copied lifetime moves with the unit if the second unit's does, and stays if both units' do. An encoder-decoder is
-two such stacks, equally deep, which grow together.
+A layer takes two places: its block (layer i: place 2i + 1) and the gap after it. The short network has two equal units of
+`unit` layers each, after the `prefix` layers before them; the deep network has more of these units, and its walk follows by
+copying the entries of the first unit. An entry may die outside its unit: if those of both units die at one place, so do all
+copies; if the second unit's dies one unit after the first's, each copy dies one unit later again. An encoder-decoder is two
+such stacks, equally deep, which grow together.
 """
 
 from __future__ import annotations
@@ -59,15 +60,15 @@ class Short:
 
 
 def short_depth(walk: Walk, told: Sequence[object] = ()) -> Short | None:
-    """The fewest layers from whose walk the deep network's can be composed; None if all layers are needed. `told`: for each
-    layer of a stack, what distinguishes it beyond its operations, such as its entry of `layer_types`."""
+    """The shortest network whose walk gives that of the deep network with this `walk`; None if all layers are needed.
+    `told`: for each layer of a stack, what distinguishes it besides its operations, such as its entry of `layer_types`."""
     deep = walk.num_layers // walk.stacks
     of_layer = [told[layer % deep] if told else None for layer in range(walk.num_layers)]
     kinds = [(_kind(walk, layer), of_layer[layer]) for layer in range(walk.num_layers)]
     own = [[walk.labels[one] for one in _stretches(walk, 2 * layer + 1)] for layer in range(walk.num_layers)]
     blocks = list(zip(own, of_layer, strict=True))
     stacks = [slice(first, first + deep) for first in range(0, walk.num_layers, deep)]
-    for last_differs in (False, True):  # as it may in its backward, with which an accumulated gradient begins
+    for last_differs in (False, True):  # in its backward, which runs first and so may begin a sum of gradients
         found = []
         for unit in range(1, min(LONGEST_UNIT, deep // 3) + 1):
             options = [dict(_options(kinds[stack], blocks[stack], unit, last_differs)) for stack in stacks]
@@ -82,20 +83,21 @@ def short_depth(walk: Walk, told: Sequence[object] = ()) -> Short | None:
 
 
 def _options(kinds: Sequence[object], blocks: Sequence[object], unit: int, last_differs: bool) -> Iterator[tuple[int, int]]:
-    """(number of layers, prefix) of stacks that represent the one with these layers, the longest prefix first.
-    `last_differs`: whether the last layer may be of a kind of its own."""
+    """(number of layers, prefix) of the short stacks whose walk gives that of the stack with these layers, the longest
+    prefix first. `last_differs`: whether the last layer may be of a kind of its own."""
     same = [one == other for one, other in zip(kinds, kinds[unit:], strict=False)]
     for prefix in reversed(range(1, len(same))):  # the first layer differs, as its input comes from the embedding
         run = next((i for i, equal in enumerate(same[prefix:]) if not equal), len(same) - prefix)
         rest = len(kinds) - prefix - run - unit + (run + unit) % unit
         rest += unit * (rest == 0)  # the last gap is the head, which cannot be copied
         layers = prefix + 2 * unit + rest
-        # the last layers of a network with fewer must be of the kinds that the last ones of this one are
+        # the short network's last layers must be of the same kinds as those of the deep one
         if run >= unit and _alike(blocks[layers - rest : layers], blocks[-rest:], last_differs):
             yield layers, prefix
 
 
 def _alike(some: Sequence[object], others: Sequence[object], last_differs: bool) -> bool:
+    """Whether two runs of layers are equal, if `last_differs` but for the last layer of each."""
     return some[:-1] == others[:-1] and (last_differs or some[-1:] == others[-1:])
 
 
@@ -198,9 +200,9 @@ def place_of(stretches: Ints, num_places: int) -> Ints:
 
 @dataclass(frozen=True, slots=True)
 class Deep:
-    """A deeper network, in terms of a short one. `sources` [num_places]: for each place, the short walk's place; `places`
-    [short places]: for each of those, the place that it has here; `entries`: for each entry, the short walk's entry;
-    `lives`: as `Walk.lives`."""
+    """A deep network in terms of a short one. `sources` [num_places]: for each of its places, the place of the short walk
+    that it is or copies; `places` [places of the short walk]: where each of those is in the deep network; `entries`: for
+    each of its entries, the entry of the short walk; `lives`: as `Walk.lives`."""
 
     num_places: int
     sources: Ints
@@ -233,7 +235,7 @@ def deepened(walk: Walk, how: Repeats | None, copies: Sequence[int]) -> Deep:
     stays, copied = ~how.moves[entry], np.arange(len(entry)) >= len(place)
 
     def own_offset(place: Ints) -> Ints:
-        """How far a place of the short walk moves; an entry that lives on has none."""
+        """How far a place of the short walk moves; 0 for the -1 of an entry that does not die."""
         return np.where(place < 0, 0, (places - before)[place])
 
     lives[DIES_STRETCH] = _renumbered(
@@ -246,8 +248,8 @@ def deepened(walk: Walk, how: Repeats | None, copies: Sequence[int]) -> Deep:
 
 
 def _sources(places: Ints, runs: Sequence[Run], num_places: int) -> Ints:
-    """For each of `num_places` places, the place of the short walk that is at `places`, or whose copy it is: the first unit
-    of each run is copied."""
+    """For each of `num_places` places of the deep network, the place of the short walk that it is, as `places` says, or
+    that it copies: the first unit of each run is copied."""
     sources = np.full(num_places, -1, dtype=np.int64)
     sources[places] = np.arange(len(places))
     for run in runs:
@@ -259,7 +261,7 @@ def _sources(places: Ints, runs: Sequence[Run], num_places: int) -> Ints:
 
 
 def _renumbered(stretches: Ints, before: int, after: int, by: Callable[[Ints], Ints]) -> Ints:
-    """`stretches` of a network of `before` places in one of `after` places, with their places moved `by`."""
+    """`stretches` of a network of `before` places, numbered for one of `after` places; `by` says how far a place moves."""
     place = place_of(stretches, before)
     place = place + by(place)
     return np.where(stretches < 0, stretches, np.where(stretches >= before, 2 * after - 1 - place, place))

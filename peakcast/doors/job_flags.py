@@ -18,7 +18,7 @@ import typer
 from peakcast.core.bounded import exists, yaml_value
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.asked_versions import asked_versions
-from peakcast.dialects.recognise import NOTHING, ReadOptions, companions
+from peakcast.dialects.translate import NOTHING, ReadOptions, companions
 
 if TYPE_CHECKING:
     from peakcast.dialects.common.translation import Translation

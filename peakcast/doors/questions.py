@@ -20,7 +20,7 @@ from peakcast.dialects.common.pasted import documents
 from peakcast.dialects.common.text import ENDINGS
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.opening import is_text, opened
-from peakcast.dialects.recognise import NOTHING, ReadOptions, companions, translated
+from peakcast.dialects.translate import NOTHING, ReadOptions, companions, translated
 from peakcast.jobs.spec import MOST_RANKS, TrainingJob
 
 MOST_HOST_GIB = 2**20

@@ -16,7 +16,7 @@ from peakcast.catalog import Device
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.common.text import no_files
-from peakcast.dialects.recognise import ReadOptions
+from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.job_flags import FLAGS
 from peakcast.doors.questions import Question, question, translation_of
 from peakcast.explaining.advice import changed

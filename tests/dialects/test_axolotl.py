@@ -9,7 +9,7 @@ import pytest
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
-from peakcast.dialects.recognise import ReadOptions, translated
+from peakcast.dialects.translate import ReadOptions, translated
 
 LIGER = {"liger_rope": True, "liger_rms_norm": True, "liger_glu_activation": True}
 QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 8, "lora_target_linear": True}

@@ -9,7 +9,7 @@ import pytest
 
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.foreign import FOREIGN
-from peakcast.dialects.recognise import ReadOptions
+from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
 
 BRIDGE = "_target_: megatron.bridge.training.config.ConfigContainer\nmodel: {num_layers: 36, hidden_size: 2880}\n"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from peakcast.core.errors import PeakcastError, SpecError
 from peakcast.dialects.huggingface.job import from_huggingface
-from peakcast.dialects.recognise import ReadOptions
+from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import Precision

@@ -16,7 +16,8 @@ from peakcast.dialects.axolotl import keys as axolotl_keys
 from peakcast.dialects.common.pasted import Pasted, nested
 from peakcast.dialects.llamafactory import job as llamafactory
 from peakcast.dialects.opening import opened
-from peakcast.dialects.recognise import DIALECTS, ReadOptions, translated
+from peakcast.dialects.recognise import DIALECTS
+from peakcast.dialects.translate import ReadOptions, translated
 from peakcast.doors.questions import translation_of
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -12,7 +12,7 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
-from peakcast.dialects.recognise import ReadOptions, translated
+from peakcast.dialects.translate import ReadOptions, translated
 from peakcast.doors.questions import translation_of
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.scope.scope import out_of_scope

@@ -10,7 +10,7 @@ import pytest
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
-from peakcast.dialects.recognise import ReadOptions, translated
+from peakcast.dialects.translate import ReadOptions, translated
 
 
 def read(model: str = "meta-llama/Meta-Llama-3-8B-Instruct", **values: Any) -> Translation:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from peakcast.dialects.recognise import ReadOptions, dialect_of
+from peakcast.dialects.recognise import dialect_of
+from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
 
 

@@ -9,7 +9,7 @@ import pytest
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
-from peakcast.dialects.recognise import translated
+from peakcast.dialects.translate import translated
 
 WIDTH = 256
 

@@ -22,7 +22,8 @@ from peakcast.core.errors import PeakcastError
 from peakcast.dialects.common.pasted import Document, Pasted, mapping_of_file
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.opening import opened
-from peakcast.dialects.recognise import DIALECTS, ReadOptions, dialect_of, translated
+from peakcast.dialects.recognise import DIALECTS, dialect_of
+from peakcast.dialects.translate import ReadOptions, translated
 
 RECORDED = Path(__file__).parent / "recorded"
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,

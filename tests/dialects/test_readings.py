@@ -12,7 +12,8 @@ from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.huggingface.whose_trainer import whose_trainer
-from peakcast.dialects.recognise import DIALECTS, PROGRAMS, ReadOptions, recognised, translated
+from peakcast.dialects.recognise import DIALECTS, PROGRAMS, recognised
+from peakcast.dialects.translate import ReadOptions, translated
 from peakcast.doors.batch import predict_batch
 from peakcast.doors.questions import translation_of
 

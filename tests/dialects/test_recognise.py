@@ -12,7 +12,8 @@ from peakcast import api
 from peakcast.core.errors import CatalogError, PeakcastError, SpecError
 from peakcast.dialects.megatron_arguments import from_arguments
 from peakcast.dialects.opening import opened
-from peakcast.dialects.recognise import ReadOptions, dialect_of
+from peakcast.dialects.recognise import dialect_of
+from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.batch import predict_batch
 from peakcast.doors.questions import translation_of
 

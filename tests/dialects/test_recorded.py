@@ -16,7 +16,8 @@ import yaml
 
 from peakcast.core.fields import flat
 from peakcast.dialects.opening import opened
-from peakcast.dialects.recognise import DIALECTS, ReadOptions, dialect_of, translated
+from peakcast.dialects.recognise import DIALECTS, dialect_of
+from peakcast.dialects.translate import ReadOptions, translated
 from peakcast.doors.questions import translation_of
 from peakcast.jobs.spec import job_to_mapping
 from peakcast.printing import answers as render

@@ -9,7 +9,7 @@ import yaml
 
 from peakcast.core.errors import SpecError
 from peakcast.dialects.opening import opened
-from peakcast.dialects.recognise import ReadOptions
+from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
 
 RECORDED = Path(__file__).parent / "recorded"

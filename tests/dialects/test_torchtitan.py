@@ -9,7 +9,7 @@ import pytest
 from peakcast import catalog
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
-from peakcast.dialects.recognise import ReadOptions, translated
+from peakcast.dialects.translate import ReadOptions, translated
 
 FULL = {"preserve_rng_state": True, "determinism_check": "default", "debug": False}
 SELECTIVE = {**FULL, "force_recompute_mm_shapes_by_fqns": ["moe.router.gate"]}

@@ -9,7 +9,7 @@ import pytest
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
-from peakcast.dialects.recognise import ReadOptions, translated
+from peakcast.dialects.translate import ReadOptions, translated
 from peakcast.jobs.conventions import conventions
 
 

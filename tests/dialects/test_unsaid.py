@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from peakcast.dialects.recognise import ReadOptions
+from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
 
 AXOLOTL = {"base_model": "gpt2", "micro_batch_size": 1, "sequence_len": 64, "bf16": True}

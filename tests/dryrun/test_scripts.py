@@ -78,7 +78,7 @@ def test_the_trainer_of_transformers(run_script, tmp_path, monkeypatch):
         for category, size in found.timelines["steady"].composition(0).items()
         if category in (Category.PARAMETERS, Category.OPTIMIZER_STATES)
     )
-    assert weights == pytest.approx(3 * 4 * 20_326_656, rel=1e-3)  # weights and two states, four bytes each
+    assert weights == pytest.approx(3 * 4 * 18_352_384, rel=1e-3)  # weights and two states, four bytes each
     assert list(tmp_path.iterdir()) == []
 
 

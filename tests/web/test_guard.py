@@ -11,8 +11,7 @@ import time
 
 import pytest
 
-pytest.importorskip("gradio")
-pytestmark = pytest.mark.filterwarnings("ignore")  # Gradio's and uvicorn's own
+pytestmark = [pytest.mark.needs("gradio"), pytest.mark.filterwarnings("ignore")]  # Gradio's and uvicorn's own
 
 
 @pytest.fixture(scope="module")

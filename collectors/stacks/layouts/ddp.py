@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
@@ -10,25 +9,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from peakcast.collectors.processes import gang
 from peakcast.collectors.stacks import layouts
-from peakcast.collectors.stacks.layouts.wrapped_model import UnwrappedModel
+from peakcast.collectors.stacks.layouts.wrapped_model import NoSyncModel
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
 
-class DataParallel(UnwrappedModel):
-    """A DistributedDataParallel model."""
-
-    synchronizes: bool
-
-    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """`no_sync` if the loop uses it: gradients are reduced only after the last micro-batch."""
-        if self.synchronizes:
-            return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[Any] = self.model.no_sync()
-        return context
-
-
-def wrap(model: Any, job: TrainingJob) -> DataParallel:
+def wrap(model: Any, job: TrainingJob) -> NoSyncModel:
     """`model` with a reducer whose all-reduce does nothing."""
     chosen, split = conventions(job), job.parallelism.tensor_parallel_size > 1
     staged = job.parallelism.pipeline_parallel_size > 1
@@ -48,8 +34,8 @@ def wrap(model: Any, job: TrainingJob) -> DataParallel:
     return _layout(wrapped, synchronizes=not chosen["accumulates_without_sync"])
 
 
-def _layout(wrapped: Any, *, synchronizes: bool) -> DataParallel:
-    layout = DataParallel(wrapped)
+def _layout(wrapped: Any, *, synchronizes: bool) -> NoSyncModel:
+    layout = NoSyncModel(wrapped)
     layout.synchronizes = synchronizes
     return layout
 

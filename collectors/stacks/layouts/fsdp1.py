@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -12,22 +11,13 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
 from peakcast.collectors.processes import gang
-from peakcast.collectors.stacks.layouts.wrapped_model import UnwrappedModel
+from peakcast.collectors.stacks.layouts.wrapped_model import NoSyncModel
 from peakcast.jobs.conventions import conventions, mixes_precision
 from peakcast.jobs.spec import TrainingJob
 
 
-class FSDP1Model(UnwrappedModel):
-    """An FSDP1 model."""
-
-    synchronizes: bool
-
-    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
-        """`no_sync` if the loop uses it: unsharded gradients are kept between micro-batches."""
-        if self.synchronizes:
-            return contextlib.nullcontext()
-        context: contextlib.AbstractContextManager[Any] = self.model.no_sync()
-        return context
+class FSDP1Model(NoSyncModel):
+    """An FSDP1 model. Under `no_sync` it keeps unsharded gradients."""
 
     def clip(self, parameters: list[Any], max_norm: float) -> None:
         """FSDP1's own clipping, over shards."""

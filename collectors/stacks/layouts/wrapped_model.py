@@ -49,3 +49,17 @@ class UnwrappedModel:
         import torch
 
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+
+
+class NoSyncModel(UnwrappedModel):
+    """A model whose wrapper has `no_sync`, under which gradients are kept as they are."""
+
+    synchronizes: bool
+    """Whether the loop has gradients reduced in every micro-batch, not only in the last one of a step."""
+
+    def accumulating(self) -> contextlib.AbstractContextManager[Any]:
+        """`no_sync` if the loop uses it."""
+        if self.synchronizes:
+            return contextlib.nullcontext()
+        context: contextlib.AbstractContextManager[Any] = self.model.no_sync()
+        return context

@@ -22,7 +22,8 @@ READS_AGAIN = 4
 
 
 class LayerOps(LayerForward):
-    """The operations of one layer, forward and backward."""
+    """The operations of one layer, forward and backward. `d_x` is the gradient of the buffer `x`; `x.wide` is in fp32 where
+    products are narrower; `middle` is the residual stream between attention and feed-forward."""
 
     def _inside_backward(self) -> dict[str, int]:
         """Bytes that attention's backward kernel allocates for itself, by name."""
@@ -32,8 +33,9 @@ class LayerOps(LayerForward):
         return {"d_attention.temporary": sums if self.masked else flash_backward_bytes(self.context)}
 
     def backward(self, *, is_result: bool = True) -> list[Op]:
-        """The operations from OUTPUT_GRADIENT (and NARROWED, if products are narrower) to `d_input`. `is_result`: whether
-        `d_input` leaves the graph."""
+        """The operations of the layer's backward. It begins with the gradient of the layer's output (OUTPUT_GRADIENT; also
+        NARROWED, its copy for products, if these are narrower) and ends with `d_input`. `is_result`: whether the graph
+        returns `d_input`."""
         incoming, narrow = (NARROWED, "d_middle.narrow") if self.casts else (OUTPUT_GRADIENT, "d_middle")
         if "down" in self.adapted and self.widens:
             incoming = f"{OUTPUT_GRADIENT}.copy"
@@ -85,8 +87,10 @@ class LayerOps(LayerForward):
         *,
         is_result: bool = False,
     ) -> list[Op]:
-        """From the gradients of a norm's output, and `added`, to the gradient of the `stream` that it read; and the
-        gradient of its weight."""
+        """The backward of a norm: the gradient of the residual stream, named `result`, and that of the norm's weight.
+        `of_products`: the gradients of the norm's output, one from each product that read it; `stream`: the buffers that
+        the norm's input is computed from; `added`: gradients that reach the stream past the norm; `replaces`: buffers that
+        the result may be written into; `fuses`: operations whose kernel also sums the weight's gradient."""
         reads = (*of_products, *self.statistics(norm), *stream)
         kept = self.centers and len(stream) + len(self.statistics(norm)) > READS_AGAIN
         normed = f"norm_{norm}.normed.wide" if kept else ""
@@ -101,8 +105,8 @@ class LayerOps(LayerForward):
 
     @property
     def normed_apart(self) -> bool:
-        """Whether `d_middle` is only the second norm's share of the gradient, in fp32, to which each reader adds the
-        incoming gradient. So it is if the stream itself is a sum that each reader computes."""
+        """Whether `d_middle` is only what comes through the second norm, in fp32, so that each reader adds the incoming
+        gradient to it. That is so if the stream is no buffer, but a sum that each reader computes."""
         return self.sandwiched and self.sums_again and not self.recomputes
 
     @property
@@ -112,13 +116,13 @@ class LayerOps(LayerForward):
 
     @property
     def _inside(self) -> Names:
-        """The products that read the second norm's output."""
+        """The names of the products that read the second norm's output."""
         if self.context.architecture.fused_gate_up:
             return ("gate_up",)
         return ("up", "gate") if self.context.architecture.gated_mlp else ("up",)
 
     def _after_sum(self) -> list[Op]:
-        """The gradient of the feed-forward's output, if that is normalised or dropped out."""
+        """The gradient of the feed-forward's output, if a norm or dropout lies between it and the stream."""
         if self.sandwiched:
             reads, fuses = (OUTPUT_GRADIENT, "down", "post_2.rstd"), (OUTPUT_GRADIENT, "post_2.rstd")
             return [*self._norm_weight("post_2", reads), op("d_down", reads, self.hidden, fuses=fuses)]
@@ -173,7 +177,7 @@ class LayerOps(LayerForward):
         if architecture.fused_qkv:
             given, size = tuple(gradients), self.q + 2 * self.k
             turned = architecture.position_embedding == "rope"
-            if turned:  # if kernels compute the tables, in two kernels; else in one, whose parts are not buffers
+            if turned:  # in two kernels if they compute the rotary tables too; else in one, whose parts are not buffers
                 of_sines = {"d_k_of_sines": self.k, "d_q_of_sines": self.q}
                 parts = of_sines if self.masked else {"d_qkv_of_sines": size, "d_qkv_by_head": size}
                 ops.append(op("d_of_sines", given, writes=parts))
@@ -208,7 +212,7 @@ class LayerOps(LayerForward):
         weight = elements * self.context.precision.weight_bytes
         if not self.casts:
             both = [self._gradient(f"{name}.weight", reads, weight), op(result, gradient, size)]
-            # of a transposed weight, whose product is `addmm`, the gradient is computed after the input's
+            # `addmm` computes the input's gradient first, then that of its transposed weight
             return both[::-1] if family_of(self.context.architecture).linear.conv1d else both
         return [
             op(f"{name}.grad", reads, elements * self.context.precision.compute_bytes),
@@ -224,7 +228,7 @@ class LayerOps(LayerForward):
         return op(f"{name}.grad", reads, size, wide=wide, is_result=True, parameter=parameter)
 
     def _adapter_back(self, name: str, gradient: str, read: str, result: str, size: int) -> list[Op]:
-        """The backward of a product's adapter, which read a copy of `read`."""
+        """The backward of a product's adapter, which read a copy of the buffer `read`."""
         if name not in self.adapted:
             return []
         context, row = self.context, self.rank * self.context.adapters.weight_bytes
@@ -238,9 +242,9 @@ class LayerOps(LayerForward):
         ]
 
     def stream_gradient(self, name: str, reads: Names, replaces: Names, *, is_result: bool = False, normed: str = "") -> Op:
-        """The gradient of the residual stream. The same kernel also makes copies of it for the product that reads it: a
-        narrow one if products are narrower, a copy and a wide one if it has an adapter. `normed`: the name of the norm's
-        output before its weight, if that is a buffer."""
+        """The gradient of the residual stream. Its kernel also writes copies for the product that reads it: a narrow one if
+        products are narrower, a wide one (and a further copy) if that product has an adapter. `normed`: the name of the
+        norm's output before its weight is applied, if that is a buffer."""
         read_by = "o" if name == "d_middle" else "down"
         apart = name == "d_middle" and self.normed_apart
         writes = {name: self.hidden * FP32 // self.context.precision.compute_bytes if apart else self.stream}
@@ -278,7 +282,8 @@ class LayerOps(LayerForward):
         return self.summed(f"{name}.bias", f"{name}.bias.partial", (reads,), columns) if has else []
 
     def summed(self, name: str, partial: str, reads: Names, width: int, fuses: Names = ()) -> list[Op]:
-        """The gradient of a vector of `width` elements that every token was multiplied by or had added."""
+        """The gradient of a vector of `width` elements, such as a norm's weight or a bias, which every token is multiplied
+        by or is added to: a sum over tokens, in two steps."""
         if not self.trains:
             return []
         size = -(-self.context.rows // ROWS_SUMMED) * width * FP32

@@ -1,7 +1,7 @@
 """A decoder that torch.compile compiles as a whole, with its loss: one graph forward and one backward.
 
-Its layers are those of `layer.py`, one after the other; what lies between them differs. Inductor schedules all of
-backward at once, so a weight's gradient may be computed as late as the end if that does not raise the peak.
+Its layers have the operations of `layer.py`, one after the other, but no graph ends between them. Inductor orders all of
+backward at once, so it may compute a weight's gradient as late as the end, if that does not raise the peak.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def is_compiled_whole(context: HFContext) -> bool:
 
 
 def _trains_as_traced(context: HFContext) -> bool:
-    """Whether everything trains, or fp32 adapters alone, as in the traces."""
+    """Whether the network trains as one of those that were traced: whole, or with fp32 adapters alone."""
     tuning = context.finetuning
     plain = tuning.method == "lora" and not (tuning.quantization or tuning.dropout or context.precision.autocast)
     plain = plain and not (context.architecture.fused_qkv or context.architecture.fused_gate_up)
@@ -61,8 +61,8 @@ def _trains_as_traced(context: HFContext) -> bool:
 
 @lru_cache(maxsize=64)
 def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], again: tuple[bool, ...]) -> Template:
-    """A network whose layer i has the context `kinds[layers[i]]` and is checkpointed if `again[i]`: ids in, loss and logits
-    out."""
+    """The template of a whole network, from token ids to loss and logits. Layer i has the context `kinds[layers[i]]`;
+    `again[i]`: whether it is checkpointed."""
     first, second = network_graphs(tuple(kinds[kind] for kind in layers), again)
     if family_of(kinds[0].architecture).ends.loss_apart:
         given = Given(HIDDEN_TANGENT, Category.TEMPORARIES, first.size_of("norm_final"), True, born=1)
@@ -166,8 +166,8 @@ def _after_recomputation(context: HFContext, backward: list[Op]) -> list[Op]:
 
 
 def _embedded(context: HFContext, layers: int) -> tuple[list[Op], Names]:
-    """The operations before the first layer, and the buffers that it reads: a row for every token and, with
-    learned positions, what its input is computed from."""
+    """The operations before the first layer, and the buffers that this layer reads: the embeddings and, with learned
+    positions, all buffers from which its input is computed."""
     architecture, rows = context.architecture, context.rows
     if not context.trainable:
         return [], ("embedding",)
@@ -263,7 +263,7 @@ def _embedding_back(context: HFContext, backward: list[Op]) -> list[Op]:
 
 
 def _positions_back(context: HFContext) -> list[Op]:
-    """The gradient of learned positions, computed like the embedding's."""
+    """The gradient of learned positions, which is computed as the embedding's is."""
     elements = context.architecture.max_position_embeddings * context.architecture.hidden_size
     of, table, size = "embed_positions.weight", "embed_positions.table", elements * context.precision.weight_bytes
     return [

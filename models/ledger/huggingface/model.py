@@ -27,8 +27,8 @@ from peakcast.timelines.timeline import Category
 
 
 def hold_buffers(timeline: Step, job: TrainingJob) -> None:
-    """Hold large buffers: older modelling code has a causal mask for the longest sequence, or position tables in every
-    layer."""
+    """Hold the network's large buffers: older modelling code registers a causal mask for the longest sequence, or tables of
+    positions in every layer."""
     family, longest = family_of(job.architecture), job.architecture.max_position_embeddings
     layers = [f"layers.{index}" for index in range(job.architecture.num_hidden_layers)]
     buffers = [("causal_mask", "", longest**2)] * family.masks.buffer
@@ -60,27 +60,27 @@ def hold_embeddings(
             return  # the checkpoint or the graph keeps it anyway
         born += layer_template(layers[0]).num_forward
     elif layers[0].layer.input_requires_grad and not (layers[0].trainable or layers[0].neftune):
-        sizes = sizes[1:]  # a leaf that requires a gradient: its own node keeps it (with noise it is another tensor)
+        sizes = sizes[1:]  # a leaf that requires a gradient, which its own node keeps (noise makes another tensor of it)
     for size in sizes:
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
 
 
 def hold_leaf(timeline: Step, first: HFContext, embedded: BlockRun) -> None:
-    """Hold the embedding's output until now, the end of backward, if peft's `enable_input_require_grads` makes it a leaf.
-    Its node keeps it although the checkpoint's copy is on the host."""
+    """Hold the embedding's output until now, the end of backward, if peft's `enable_input_require_grads` makes it a leaf:
+    the leaf's node keeps it on the GPU, although the checkpoint has a copy on the host."""
     if not first.trainable and hands_on_itself(first):
         born = embedded.forward_start + embedded.template.num_forward + layer_template(first).num_forward
         timeline.hold("embedding.output", Category.ACTIVATIONS, first.input_bytes, born, timeline.now, "embedding")
 
 
 def model_ends(loss: BlockRun) -> int:
-    """The instant of the lm_head, or of a loss that includes it. The model's last norm is done then, and the variables of
-    its forward are freed."""
+    """The instant of the lm_head, or of a loss that includes it: then the model below it has returned, and the variables of
+    its forward are gone."""
     return loss.forward_start + min(loss.template.forward_marks[Mark.LM_HEAD][0], loss.template.loss_from)
 
 
 def hold_tied_gradient(timeline: Step, loss: BlockRun, dies: int) -> None:
-    """Hold the lm_head's gradient of a tied table until `dies`: it waits for the embedding's gradient, and their sum is
+    """Hold the lm_head's part of a tied table's gradient until `dies`: it waits for the embedding's, and the sum of both is
     added to the existing `.grad`."""
     template = loss.template
     for index in np.flatnonzero(template.weight_gradient):
@@ -91,8 +91,8 @@ def hold_tied_gradient(timeline: Step, loss: BlockRun, dies: int) -> None:
 
 
 def hold_for_tied_product(timeline: Step, loss: BlockRun, context: HFContext) -> None:
-    """Hold the operands of the matrix product that ends backward: the final norm's output and the gradient of the
-    logits."""
+    """Hold, until backward ends, what the gradient of a tied table in a compiled graph is computed from: the final norm's
+    output and the gradient of the logits, whose matrix product comes last."""
     token, architecture, ends = context.rows * context.precision.compute_bytes, context.architecture, timeline.now
     timeline.hold("final_norm", Category.ACTIVATIONS, token * architecture.hidden_size, model_ends(loss) + 1, ends)
     if loss.backward_start is not None:
@@ -101,8 +101,8 @@ def hold_for_tied_product(timeline: Step, loss: BlockRun, context: HFContext) ->
 
 
 def last_readers(layers: Sequence[HFContext], runs: Mapping[int, BlockRun], ended: int | None = None) -> list[int]:
-    """For each kind of layer (ordered by the first layer of each), the instant after the last backward of its layers in
-    `runs`; `ended` if `runs` has none of them."""
+    """For each kind of layer, in the order of the kinds' first layers: the instant after the backward that runs last of its
+    layers in `runs`; `ended` if `runs` has none of them."""
     kinds, dies = attends_to_everything(layers[0].architecture), []
     for kind in dict.fromkeys(kinds):
         run = next((runs[index] for index, one in enumerate(kinds) if one == kind and index in runs), None)
@@ -219,7 +219,7 @@ def hold_cast_weights(timeline: Step, runs: Iterable[BlockRun], *, owned: bool) 
 
 
 def _rotary_tables_of(job: TrainingJob, context: HFContext) -> list[tuple[str, str, int]]:
-    """(name, module, bytes) of what the model makes for all layers to rotate the positions of a micro-batch."""
+    """(name, module, bytes) of the rotary tables that the model computes for a micro-batch and passes to all layers."""
     if "mask" in context.compiled:  # each kernel recomputes them
         return []
     # where ranks share a sequence, each sequence of a batch has positions of its own
@@ -228,8 +228,8 @@ def _rotary_tables_of(job: TrainingJob, context: HFContext) -> list[tuple[str, s
 
 
 def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, BlockRun], ended: int | None) -> list[int]:
-    """For each kind of layer, the instant from which nothing refers to its cosines and sines. `ended`: the end of the
-    model's forward; None if layers are recomputed, which reads the tables again."""
+    """For each kind of layer, the instant from which nothing refers to its rotary tables. `ended`: the end of the model's
+    forward; None if layers are recomputed, because they then read the tables in backward."""
     one, family = layers[0], family_of(layers[0].architecture)
     dies = last_readers(layers, runs)
     if ended is None or "layers" in one.compiled:
@@ -250,7 +250,7 @@ def hold_rotary_tables(timeline: Step, job: TrainingJob, context: HFContext, sta
 
 
 def rotary_tables(architecture: Architecture, tokens: int, weight_bytes: int) -> list[tuple[str, str, int]]:
-    """(name, module, bytes) of what the model makes for all layers to rotate `tokens` positions."""
+    """(name, module, bytes) of the rotary tables of `tokens` positions, as the model computes them for all layers."""
     mla, family = architecture.mla, family_of(architecture)
     if architecture.position_embedding != "rope" or family.rotary.tables_of_all_positions:
         return []

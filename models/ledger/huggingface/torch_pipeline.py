@@ -1,20 +1,20 @@
 """The ledger of one rank of torch's pipeline parallelism: blocks placed on the turns of its schedule.
 
-Source: torch 2.13 `distributed/pipelining/stage.py`, `schedules.py`. A stage has a receive buffer for every micro-batch of
-the step, for activations and for gradients, made once and kept. So blocks own neither the input of a stage nor the gradient
-that comes into it. A stage's output lives until its micro-batch's backward is done. If a rank has one stage, variables of
-the schedule also refer to the logits until the next forward has returned, and to the last gradient sent until the next
-backward is done (with GPipe: until it begins). If a rank has several (`_PipelineScheduleRuntime`), each turn is a function
-of its own, whose variables end with it.
+Source: torch 2.13 `distributed/pipelining/stage.py`, `schedules.py`. For every micro-batch of the step a stage has a buffer
+in which it receives activations and one in which it receives gradients; both are made once and kept. So neither a stage's
+input nor the gradient that it receives belongs to a block. A stage's output lives until its micro-batch's backward is done.
+If a rank has one stage, variables of the schedule also keep the logits until the next forward has returned, and the last
+gradient that was sent until the next backward is done (with GPipe: until it begins). If a rank has several stages
+(`_PipelineScheduleRuntime`), each turn is a function call of its own, whose variables end with it.
 
 Zero bubble computes a stage's input gradients first (`stage_backward_input`) and its weights' gradients in a later turn
 (`stage_backward_weight`). Between the two, the graph and the gradient that each weight needs stay alive, and the gradient
 of the stage's input stays to the end of the step (`clear_runtime_states`). The first stage computes everything in the later
 turn.
 
-A checkpointed layer is recomputed for the inputs and then once for every weight, each time as a graph task of its own. What
-a task recomputes but does not read stays as long as the graph (torch/utils/checkpoint.py `_checkpoint_hook`:
-`recomputed[gid]`).
+A checkpointed layer is recomputed for its inputs' gradients and then once for each weight's, each time in a backward call
+of its own (a graph task). What such a call recomputes but does not read stays as long as the graph (torch
+`utils/checkpoint.py` `_checkpoint_hook`: `recomputed[gid]`).
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class _Turns:
         """Chunks whose gradients exist."""
         self.sent: list[SentGradient] = []
         self.named: InFlight | None = None
-        """The micro-batch whose logits the schedule's variable refers to."""
+        """The micro-batch whose logits a variable of the schedule refers to."""
 
     def run(self, stage: int) -> None:
         """Add all turns of pipeline rank `stage`, and the buffers that exist during the whole step."""
@@ -277,8 +277,8 @@ class _Turns:
             step.hold("received.output.grad", Category.COMMUNICATION_BUFFERS, size, 0, module=module)
 
     def _run_weights(self, blocks: Sequence[WeightsHalf], *, begun: bool) -> None:
-        """Run the turn of each weight. `begun`: an earlier micro-batch has made gradients. A variable refers to the last
-        gradients until the next ones exist."""
+        """Run a backward for each group of weights. `begun`: an earlier micro-batch has made gradients. A variable refers
+        to a group's gradients until those of the next group exist."""
         step, last = self.step, NamedGradients(0, 0)
         for block in blocks:
             for template in block.templates:
@@ -294,8 +294,8 @@ class _Turns:
                 block.ended.append(step.now)
 
     def _hold_recomputed_for_weights(self, block: WeightsHalf) -> None:
-        """Hold what the recomputation for each weight saves: its own graph saves everything until it ends (checkpoint.py
-        _recomputation_hook)."""
+        """Hold what the recomputation for each weight saves. While it runs, a graph of its own keeps everything
+        (checkpoint.py `_recomputation_hook`)."""
         for number, again in enumerate(block.recomputed):
             dies = dict.fromkeys(kept(again.template), again.forward_start + again.template.num_forward)
             until = {one: block.until(one) for one in dies}
@@ -304,13 +304,13 @@ class _Turns:
             self._hold_recomputed(again, dies)
 
     def _hold_masks(self, state: InFlight, dies: list[int]) -> None:
-        """Hold the masks, which each stage makes for itself. `dies`: when the last checkpointed layer, which takes the mask
-        as an argument, no longer refers to it."""
+        """Hold the masks, which each stage makes for itself. `dies`: for each kind of mask, the instant from which no
+        checkpointed layer refers to it."""
         hold_masks(self.step, self.blocks.contexts, state.start, state.body_ends, dies)
 
     def _hold_waiting(self, block: WeightsHalf, inputs_done: int, *, received: bool) -> None:
-        """Hold what waited for a block's weights. `inputs_done`: when the inputs' backward was done. `received`: the
-        gradient that came into the block has a buffer of its own."""
+        """Hold the tensors of a block that waited for the gradients of its weights. `inputs_done`: when the backward of
+        inputs was done. `received`: the block's incoming gradient is in a receive buffer."""
         run, ended = block.inputs, block.ended
         for one in block.waiting:
             if (received and one.name == OUTPUT_GRADIENT) or (block.checkpointed and not one.born_backward):
@@ -323,14 +323,14 @@ class _Turns:
             self.step.hold(one.name, Category(one.category), one.num_bytes, born, dies, run.module)
 
     def _release_sent(self, count: int) -> None:
-        """End the first `count` sent gradients: the schedule's variable now refers to another."""
+        """Free the first `count` gradients that were sent: the schedule's variable now refers to a later one."""
         for sent in self.sent[:count]:
             size = self.context.input_bytes
             self.step.hold("input.grad", Category.TEMPORARIES, size, sent.born, self.step.now, f"chunk.{sent.chunk}")
         del self.sent[:count]
 
     def _hold_received_gradient(self, state: InFlight, module: str) -> None:
-        """Hold the buffer of the gradient that came in, except while the last layer's own entries include it."""
+        """Hold the buffer of the received gradient, except while the template of the chunk's last layer includes it."""
         size, buffers = self.context.input_bytes, Category.COMMUNICATION_BUFFERS
         if not state.runs:  # the embedding alone
             self.step.hold("received.output.grad", buffers, size, 0, module=module)

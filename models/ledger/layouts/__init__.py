@@ -32,9 +32,9 @@ def layout_of(
     modules: ModuleTurns | None = None,
     ends: OutsideLayers | None = None,
 ) -> Layout:
-    """The layout of `job` for the network's `tensors`, on rank 0; no rank holds more. `outputs`: bytes of the tensors that
-    the model returns, its logits first, which DDP may copy. For a network whose modules do not follow from its family:
-    `modules`, what ZeRO-3 needs to know of them, and `ends`, what FSDP does."""
+    """The layout of `job` for the network's `tensors`. `rank`: whose; None: rank 0, as no rank holds more. `outputs`: bytes
+    of the tensors that the model returns, its logits first, which DDP may copy. Where the modules do not follow from the
+    network's family: `modules` is what ZeRO-3 needs to know of them, `ends` what FSDP needs."""
     parallelism = job.parallelism
     ranks = parallelism.num_replicas
     if parallelism.zero_stage and job.task == "train":  # DeepSpeed's engine has its buckets and main copies on one rank too
@@ -54,7 +54,7 @@ def _fsdp2(job: TrainingJob, tensors: Sequence[StoredTensor], ends: OutsideLayer
     """The layout of an FSDP2 job, whose groups of ranks may hold replicas of each other (HSDP)."""
     chosen, parallelism = conventions(job), job.parallelism
     ranks = shards = parallelism.num_replicas
-    if parallelism.sharding == "hsdp":  # of one sequence, or of as many as the ranks of a group have
+    if parallelism.sharding == "hsdp":  # a group of shards includes all ranks that share a sequence
         shards = parallelism.context_parallel_size * min(parallelism.data_parallel_size, int(chosen["shard_group_size"]))
     ordered = in_order_of_modules([tensor for tensor in tensors if tensor.sharded], job.architecture)
     units = units_by_layer(
@@ -98,7 +98,7 @@ def _fsdp1(job: TrainingJob, tensors: Sequence[StoredTensor], rank: int | None, 
             first_layer_without_gradient=_no_gradient_enters(job) and not _mixes_frozen(job),
         )
         if chosen.get("loss_outside_network"):
-            units[-1].hook = Mark.LM_HEAD  # of the root's output, the logits
+            units[-1].hook = Mark.LM_HEAD  # the root's output, on which its hook is, are the logits
     settings = FSDP1Settings(
         shards=job.parallelism.num_replicas,
         reduce_bytes=reduced_bytes(job),
@@ -134,13 +134,13 @@ def _ddp(job: TrainingJob, tensors: Sequence[StoredTensor], outputs: Sequence[in
 
 
 def _no_gradient_enters(job: TrainingJob) -> bool:
-    """Whether the first layer's input requires no gradient: peft's enable_input_require_grads, which makes it require one
-    with adapters, comes with checkpointing only."""
+    """Whether the first layer's input requires no gradient. With adapters it requires one only under checkpointing, with
+    which peft calls `enable_input_require_grads`."""
     return job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
 
 
 def _named_ends(job: TrainingJob, tensors: Sequence[StoredTensor]) -> OutsideLayers:
-    """What FSDP makes of the ends of a network that the ledger knows."""
+    """The units that FSDP makes of what is outside the layers, for a network that the ledger knows."""
     return named_ends(tensors, tied=job.architecture.tie_word_embeddings, norm_apart=not finds_final_norm(job))
 
 

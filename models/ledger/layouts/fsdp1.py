@@ -2,8 +2,8 @@
 
 Source: torch 2.4-2.13 `distributed/fsdp/_flat_param.py` and `_runtime_utils.py`. An all-gather writes directly into the
 flat parameter, of which the tensors are views. In backward the gradients of those views are concatenated to a flat gradient
-(the backward of `torch.split`), which is then reduced. What one stream passes to another is recorded on both
-(`_no_dispatch_record_stream`), so freed blocks cannot be reused at once (`run_ahead.py`).
+(the backward of `torch.split`), which is then reduced. A tensor that one stream passes to another is recorded on both
+(`_no_dispatch_record_stream`): once freed, its block cannot be reused until both are done with it (`run_ahead.py`).
 """
 
 from __future__ import annotations
@@ -78,15 +78,15 @@ class FSDP1(ShardedLayout):
         }
         self._ahead = RunAhead(limits=settings.limits)
         self._entered = ""
-        """The module whose backward, or the recomputation before it, began last."""
+        """The module whose backward, or the recomputation that precedes it, began last."""
         self._done: list[Unit] = []
         """Units whose backward is done."""
         self._ran_before: dict[Unit, Unit | None] = {}
-        """For a layer with adapter units, and for those: the unit whose forward ended before."""
+        """For each adapter unit of a layer, and for the layer: the unit whose forward ended just before its own."""
         self._resharded_late: list[int] = []
-        """Handles of gathered frozen layers whose backward is done. The gradient of a layer's input is also that of the
-        output of the layer below, whose hook was registered first: so that layer is gathered before this one is
-        resharded."""
+        """Handles of gathered frozen layers whose backward is done, but which are not resharded yet. One gradient is both
+        that of a layer's input, whose hook reshards the layer, and that of the output of the layer below, whose hook
+        gathers that one. The latter hook was registered first, so it also runs first."""
         self._inputs: list[int] = []
         """Handles of frozen layers' inputs and their gradients (`checkpoints_around_units`)."""
 
@@ -170,7 +170,7 @@ class FSDP1(ShardedLayout):
 
     def let_go(self, step: Step, unit: Unit, phase: Phase) -> None:
         if phase == Phase.BACKWARD and unit.trained:
-            step.free(unit.gathered)  # it is freed on the stream that it was allocated on, so its block waits for nothing
+            step.free(unit.gathered)  # on the stream that it was allocated on, so its block can be reused at once
             self._ahead.record()
         else:
             self._free_gathered(step, unit.gathered)
@@ -184,7 +184,7 @@ class FSDP1(ShardedLayout):
     # -- reducing ---------------------------------------------------------------------------------------------------------
 
     def _flatten(self, step: Step, unit: Unit) -> None:
-        """Join the unit's gradients to one tensor, and add it to that of earlier micro-batches if there is one."""
+        """Join the unit's gradients to one flat tensor, and add it to that of earlier micro-batches if there is one."""
         size = self._flat[unit].numel * unit.tensors[0].gathered_bytes
         flat = step.allocate("flat_param.grad", Category.GRADIENTS, [size], unit.name, stream=UNSHARD)
         step.moment("cat", Phase.BACKWARD)
@@ -280,8 +280,9 @@ class FSDP1(ShardedLayout):
         return self._ran_before[unit] if unit in self._ran_before else super().unit_before(unit)
 
     def _while_backward(self, step: Step, run: BlockRun) -> None:
-        """Gather and reduce each such matrix around its own backward. If the recomputation is part of the block's
-        backward, not a run of its own, the matrices are gathered for that first."""
+        """Gather each matrix that is a unit when its own backward begins, and reduce its gradient when that ends. If the
+        block is recomputed inside its backward, not in a run of its own, gather the matrices for the recomputation
+        first."""
         begins, instants = run.backward_start or 0, run.template.in_backward
         for at, unit in self._operations(run, instants, " again"):
             self._gather_for_one_operation(step, unit, begins + at, Phase.BACKWARD)
@@ -304,7 +305,7 @@ class FSDP1(ShardedLayout):
 
     def _keep_input(self, step: Step, run: BlockRun) -> None:
         """Keep a frozen layer's input, and the gradient of the input of the layer after it, until backward ends."""
-        if self._inputs:  # the incoming gradient is the next layer's input's: its leaf keeps it when this layer has read it
+        if self._inputs:  # the incoming gradient is that of the next layer's input, a leaf, which keeps it from here on
             output_gradient = run.template.names.index(OUTPUT_GRADIENT)
             used = (run.backward_start or 0) + int(run.template.dies[output_gradient])
             size = run.template.output_gradient_bytes

@@ -18,18 +18,18 @@ from peakcast.timelines.timeline import Category, Phase
 
 
 class OwnGradients:
-    """This rank's gradients once they have been reduced, besides its latest copy of them (`grads_in_partition`)."""
+    """This rank's reduced gradients, except those that were last copied into its partition (`grads_in_partition`)."""
 
     def __init__(self) -> None:
         self.copied = False
-        """Whether this micro-batch's have been copied into a partition of their own."""
+        """Whether the partition into which this micro-batch's gradients are copied has been made."""
         self.earlier: list[int] = []
         """Handles of earlier micro-batches' gradients, to which the new ones are added when backward ends."""
         self.in_place: dict[bool, list[int]] = {True: [], False: []}
-        """By whether their group decays: handles of gradients that stay where backward made them."""
+        """Handles of gradients that stay where backward made them, by whether their group has weight decay."""
 
     def begin_micro_batch(self, *, adds: bool) -> None:
-        """`adds`: gradients in place are added to those of earlier micro-batches."""
+        """`adds`: this micro-batch's gradients in place will be added to those of earlier ones."""
         self.copied = False
         if adds:
             self.earlier = self.in_place[True] + self.in_place[False]
@@ -37,17 +37,19 @@ class OwnGradients:
 
 
 class SharedTable:
-    """The gradient of a table that the lm_head shares: its half waits for the embedding's, as autograd adds them before any
-    hook runs. `two_stacks`: it is an encoder-decoder, in which both embeddings add to it."""
+    """The gradient of a token table that the lm_head shares with the embedding. Autograd adds the two parts before any hook
+    runs, so the lm_head's part waits for the embedding's. `two_stacks`: the network is an encoder-decoder, in which the
+    embedding of either stack adds a part."""
 
     def __init__(self, *, two_stacks: bool) -> None:
         self.half: list[int] = []
-        """Handles of the lm_head's half."""
+        """Handles of the lm_head's part."""
         self._two_stacks = two_stacks
         self._between = False
+        """Whether the embedding of one stack has added its part and that of the other has not."""
 
     def is_summed_by(self, run: BlockRun) -> bool:
-        """Whether the backward that has run adds the last part."""
+        """Whether `run`, whose backward has just ended, has added the last part."""
         if not self.half or block_of(run.module) is not BlockKind.EMBEDDING:
             return False
         self._between = self._two_stacks and not self._between
@@ -69,7 +71,7 @@ class Zero12(Partitions):
         self._overlaps = stage == 1 and two_buckets
         """Whether stage 1 reduces during the last micro-batch's backward, instead of after it."""
         self._reduces = REDUCING if two_buckets else 0
-        """The stream on which gradients are reduced."""
+        """The number of the stream on which gradients are reduced."""
         sizes = ((group, self.partition(group)) for group in self.groups)
         self.division = Division(sizes, ranks=self.ranks, rank=rank, round_robin=round_robin)
         self._bucket = Zero12Bucket(self.buckets.reduce, self.division)
@@ -85,7 +87,8 @@ class Zero12(Partitions):
         for tensor in self.trained:
             self._trained_of.setdefault(tensor.module, []).append(tensor)
         self._places: dict[tuple[int, tuple[str, ...]], dict[int, int]] = {}
-        """By id of a template, and the names of its block's tensors: which of them each gradient belongs to."""
+        """For a template, by its id and the names of its block's tensors: the place, among those tensors, of the one that
+        each gradient belongs to."""
 
     def hold_resident(self, step: Step) -> None:
         frozen = ((t.name, t.module, t.numel * t.element_bytes) for t in self.tensors if not t.trains)
@@ -103,14 +106,15 @@ class Zero12(Partitions):
         self._own.begin_micro_batch(adds=not self.contiguous and self.stage == 2)
 
     def _joins_gradients(self) -> bool:
-        """Also true of a single tensor if it does not fill the partition: a tensor of zeros is joined to it
-        (`get_flat_partition`)."""
+        """Whether the group's gradients are joined to one tensor: if there are several, or if they do not fill the
+        partition, in which case a tensor of zeros is joined to them (`get_flat_partition`)."""
         group = self.groups[self._updated]
         parts = [mine for tensor in group if (mine := self.division.of(tensor).mine)]
         return len(parts) > 1 or sum(parts) < self.partition(group)
 
     def _groups_with_gradients(self) -> int:
-        """A rank's partition may lie entirely in a group's padding."""
+        """The number of groups up to the last in which this rank has a part of a tensor; of the others it has only
+        padding."""
         mine = [any(self.division.of(tensor).mine for tensor in group) for group in self.groups]
         return max((number for number, has_any in enumerate(mine, start=1) if has_any), default=0)
 
@@ -177,9 +181,9 @@ class Zero12(Partitions):
         return {index: of_block[place] for index, place in self._places[key].items()}
 
     def _arrive(self, step: Step, tensor: StoredTensor, now: int, gone: int, born: int) -> None:
-        """A gradient goes into the bucket, which is reduced first if the gradient would overfill it. One larger than the
-        bucket waits outside it, in a copy if the optimizer is on the host. `gone`: bytes that the operation at `now`
-        frees."""
+        """Put a gradient into the bucket, which is reduced first if the gradient would overfill it. A gradient larger than
+        the bucket waits outside it, in a copy if the optimizer is on the host. `gone`: bytes that the operation at `now`
+        frees; `born`: the instant at which the gradient was made."""
         if self._bucket.overflows_with(tensor):
             gone += self._reduce(step, now, gone)
         if self._is_cloned(tensor):
@@ -216,8 +220,8 @@ class Zero12(Partitions):
         return free
 
     def _free_outside(self, step: Step, one: Arrival, now: int, dies: int) -> int:
-        """Free a gradient that has waited outside the bucket; stage 1 frees those of other ranks at the end. Returns its
-        bytes if they are free at once."""
+        """Free a gradient that has waited outside the bucket; under stage 1 with `overlap_comm`, one that other ranks
+        update stays until backward ends. Returns the bytes that are free at once."""
         size, born, module = one.tensor.numel * self.element_bytes, min(one.born + 1, now), one.tensor.module
         if self._overlaps and not self.division.is_mine(one.tensor):
             self._until_reduced += step.allocate("gradient", Category.GRADIENTS, [size], module, born=born)

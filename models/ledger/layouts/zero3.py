@@ -31,7 +31,7 @@ from peakcast.timelines.timeline import Category, Phase
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Zero3Settings(ZeroSettings):
-    """The same, with what only stage 3 reads."""
+    """What all stages read, and what only stage 3 reads."""
 
     packs: bool
     """Whether checkpoints are non-reentrant: as in `Zero3Engine` (`zero3_weights.py`)."""
@@ -49,18 +49,22 @@ class Zero3(Partitions):
         whole, tensors = [t for t in tensors if not t.sharded], [t for t in tensors if t.sharded]
         super().__init__(tensors, settings)
         self._whole = whole
-        """Tensors attached to parameters that are not parameters themselves (constants of quantised weights)."""
+        """Tensors that belong to a parameter but are none themselves, such as the constants of quantised weights. Each rank
+        has all of them."""
         self.packs = settings.packs
         self._gathers, self._reduces = (GATHERING, REDUCING) if settings.overlaps else (0, 0)
         self.offloads_parameters = settings.offloads_parameters
         self._modules = modules
         matrices = (t for t in tensors if len(t.shape) > 1 and t.block not in (BlockKind.EMBEDDING, BlockKind.HEAD))
         self._viewed = {t for t in matrices if settings.transposes and not t.of_adapter}
+        """The matrices that products read through a view."""
         self._coordinator: Coordinator | None = None
         self.reference: Zero3 | None = None
         """The layout of a second network (a reference model), which has an engine of its own."""
         self._turns: list[ModuleTurn] = []
+        """The module runs of this micro-batch so far, in order."""
         self._reductions: dict[int, Reduction] = {}
+        """For each instant at which the bucket is reduced: the reduction that needs most memory there."""
         self._ran_last: BlockRun | None = None
         """The run whose forward ended last."""
         self._began = 0
@@ -129,7 +133,8 @@ class Zero3(Partitions):
         self._turns, self._backward_began, self._began = [], None, step.now
 
     def _play(self, step: Step) -> Coordinator:
-        """Play the turns of a micro-batch, or of a forward alone, on the coordinator, and return it."""
+        """Have the coordinator gather and release weights for the turns so far, those of a micro-batch or of a forward
+        alone; returns the coordinator."""
         if self._coordinator is None:
             engine = Zero3Engine(
                 ranks=self.ranks,
@@ -173,8 +178,8 @@ class Zero3(Partitions):
         self._collect_gradients(step, run)
 
     def _with_recomputation(self, turns: list[ModuleTurn], run: BlockRun) -> list[ModuleTurn]:
-        """The turns of a backward together with those of its recomputation, which non-reentrant checkpoints run inside it:
-        when the first operation that frees a saved tensor reads it."""
+        """The turns of a backward together with those of its recomputation. A reentrant checkpoint recomputes before that
+        backward; a non-reentrant one inside it, when an operation first asks for a saved tensor."""
         again = self._modules.turns(block_operations(run, run.module, Direction.RECOMPUTATION))
         if not self.packs:
             return [*again, *turns]
@@ -194,8 +199,8 @@ class Zero3(Partitions):
         return [turn.never_ending() if turn.name in called else turn for turn in turns]
 
     def _hold_last_result(self, step: Step, run: BlockRun) -> None:
-        """If a recomputation stops early, hold the product of a Linear that it stops in: stage 3's own Linear, a Python
-        function, has computed it before it saves a tensor (`zero/linear.py`)."""
+        """If a recomputation stops early, inside a Linear, hold that Linear's product: stage 3's own Linear, which is a
+        Python function, computes it before it saves a tensor (`zero/linear.py`)."""
         template, at = run.template, run.template.num_recomputed
         if not run.stops_early or at >= template.num_forward:
             return
@@ -206,7 +211,7 @@ class Zero3(Partitions):
             step.hold("recomputed.result", Category.ACTIVATIONS, size, now, now + 1, run.module)
 
     def run_forward_alone(self, step: Step, runs: Iterable[tuple[str, BlockRun]]) -> None:
-        """Gather for a network that has only run forward: `runs` are its (module, run)."""
+        """Gather the weights of a network that has only run forward. `runs`: (module, run) of its blocks."""
         ran = (block_operations(run, module, Direction.FORWARD) for module, run in runs)
         self._turns = [turn for operations in ran for turn in self._modules.turns(operations)]
         self._play(step).weights.stay()
@@ -242,8 +247,9 @@ class Zero3(Partitions):
             step.hold("gradient", Category.GRADIENTS, size, gradient.born + 1, now + 1, run.module)
 
     def _arrivals(self, run: BlockRun) -> list[tuple[int, int]]:
-        """(instant of the block's backward, index of the gradient) at which each gradient of a block reaches the bucket.
-        Gradients of a leaf module do so when all of it is done, in the optimizer's order (`reduce_leaf_module_grads`)."""
+        """(instant of the block's backward, index in the template) of each gradient of a block, as they reach the bucket.
+        Those of a leaf module do so when all of the module is done, in the optimizer's order
+        (`reduce_leaf_module_grads`)."""
         template = run.template
         found = [(made_at(template, index), index) for index in self.in_order(template)]
         of_leaf = {index for _, index in found if self._is_in_leaf(template.names[index])}
@@ -256,7 +262,8 @@ class Zero3(Partitions):
         return sorted(found, key=lambda one: (one[0], places.get(template.names[one[1]], -1)))
 
     def _is_in_leaf(self, name: str) -> bool:
-        """Whether an operation or a tensor is one of the module that DeepSpeed treats as one with all inside it."""
+        """Whether an operation or a tensor belongs to the leaf module, which DeepSpeed treats as one with all modules
+        inside it."""
         path, leaf = path_of(name), self._modules.leaf
         return bool(leaf) and path.outermost == leaf
 

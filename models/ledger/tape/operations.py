@@ -1,4 +1,5 @@
-"""The operations of a block as a tape records them: what each allocates, what autograd saves, what its backward makes."""
+"""The operations of a block as a tape records them: what each allocates, what autograd saves for its backward, and what
+that backward allocates."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ class HostCopy(NamedTuple):
 
 
 class Storage:
-    """One allocation, and what decides how long it lives on this tape."""
+    """One allocation, and what keeps it alive on this tape. Instants are numbers of operations."""
 
     __slots__ = (
         "born",
@@ -47,13 +48,13 @@ class Storage:
         self.category = int(category)
         self.born = born
         self.last_read = born
-        self.last_saver: int | None = None  # of the operations that save it, the first in forward, so the last in backward
+        self.last_saver: int | None = None  # of the operations that save it the first in forward, whose backward comes last
         self.of_graph = False  # an attribute of a graph node, not a saved tensor: it lives as long as the graph
         self.stream = stream
-        self.made_again: int | None = None  # it is freed after this operation and recomputed in that one's backward
-        self.leaf_for: int | None = None  # it is also a leaf, which nothing offloads, until this operation has run backward
-        self.on_host: tuple[HostCopy, ...] = ()  # copies for the operations that save it but let the GPU's be freed
-        self.stays_for: int | None = None  # if there are copies: the first of the operations that keep the GPU's
+        self.made_again: int | None = None  # after this operation it is freed; the backward of the same one recomputes it
+        self.leaf_for: int | None = None  # it is also a leaf, never offloaded, until the backward of this operation is done
+        self.on_host: tuple[HostCopy, ...] = ()  # its copies on the host, for operations that do not keep it on the GPU
+        self.stays_for: int | None = None  # if it has such copies: the first operation that keeps it on the GPU too
 
 
 class Tensor:
@@ -89,7 +90,7 @@ class WeightGradient:
 
 
 class Output(NamedTuple):
-    """What an operation returns, where it is more than a new activation of some bytes."""
+    """What an operation returns, if there is more to say of it than that it is a new activation of some bytes."""
 
     num_bytes: int
     view_of: Tensor | None = None
@@ -108,7 +109,7 @@ class Output(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What autograd saves for an operation's backward, where it is more than `inputs`."""
+    """What autograd saves for an operation's backward, if it is not just `inputs`."""
 
     inputs: Sequence[Tensor] = ()
     output: bool = False
@@ -120,7 +121,7 @@ class Saved(NamedTuple):
     by_function: bool = False
     """Whether the operation is a `torch.autograd.Function`, which saves tensors after it has run."""
     become_gradients: bool = False
-    """Whether its backward writes the gradients into its saved tensors, so that they begin when those end."""
+    """Whether its backward writes the gradients into its saved tensors. A gradient then begins when a saved tensor ends."""
 
     @property
     def results(self) -> bool:
@@ -129,7 +130,7 @@ class Saved(NamedTuple):
 
 
 class Temporary(NamedTuple):
-    """A tensor that exists while an operation runs, and not longer."""
+    """A tensor that exists only while its operation runs."""
 
     num_bytes: int
     stream: int

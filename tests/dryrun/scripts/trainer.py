@@ -27,7 +27,7 @@ config = Qwen2Config(
     vocab_size=32000,
     hidden_size=256,
     intermediate_size=1024,
-    num_hidden_layers=4,
+    num_hidden_layers=2,
     num_attention_heads=4,
     num_key_value_heads=2,
 )

@@ -1,9 +1,10 @@
 """T5's encoder and decoder layers as Hugging Face transformers runs them, written on the tape.
 
-Three tensors belong to a whole stack and every layer reads them: the bias of relative positions, which the first layer
-makes; the zeros that cross-attention uses instead; and the encoder's output, which every decoder layer reads. Here they are
-`borrowed`; `encoder_decoder.py` says how long each lives. Read from transformers 5.17 `models/t5/modeling_t5.py`,
-`integrations/sdpa_attention.py` (`create_position_bias_mask`).
+Three tensors are shared by the layers of a stack: the bias of relative positions, which the first layer computes and every
+self-attention adds to its scores; zeros, which every cross-attention adds in its place; and the encoder's output, which
+every decoder layer reads. A layer only borrows them; `encoder_decoder.py` says how long each lives.
+
+Source: transformers 5.17 `models/t5/modeling_t5.py`, `integrations/sdpa_attention.py` (`create_position_bias_mask`).
 """
 
 from __future__ import annotations
@@ -29,13 +30,13 @@ POSITION_BIAS, CROSS_POSITION_BIAS, ENCODER_STATES = "position_bias", "cross_pos
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class T5Layer:
-    """Which layer: its stack, whether it is the first, and for a decoder's layer the length of the encoder's output."""
+    """A layer of T5: of which stack, whether it is the first there, and how long the encoder's output is."""
 
     context: HFContext
     source_length: int = 0
     """Tokens of the encoder's output; 0 for an encoder's layer."""
     first: bool = False
-    """Whether it makes the bias of relative positions."""
+    """Whether it is its stack's first layer, which computes the bias of relative positions."""
 
     @property
     def decodes(self) -> bool:
@@ -49,13 +50,15 @@ def position_bias_bytes(context: HFContext) -> int:
 
 
 def cross_position_bias_bytes(context: HFContext, source_length: int) -> int:
-    """Bytes of the zeros [1, num_attention_heads, sequence, source_length], in the queries' dtype."""
+    """Bytes of the zeros that cross-attention adds [1, num_attention_heads, sequence, source_length], in the queries'
+    dtype."""
     return context.architecture.num_attention_heads * context.sequence * source_length * context.precision.compute_bytes
 
 
 def computes_self_attention_in_steps(context: HFContext) -> bool:
-    """Whether sdpa takes the math path: the bias is a transposed lookup [sequence, sequence, heads], and no kernel takes
-    rows that are not contiguous (torch `cuda/sdp_utils.cpp` check_last_dim_stride_equals_1_dense)."""
+    """Whether sdpa computes self-attention in single steps (its math path): the bias is the transpose of a lookup
+    [sequence, sequence, heads], so its rows are not contiguous, and no fused kernel accepts such a mask (torch
+    `cuda/sdp_utils.cpp` check_last_dim_stride_equals_1_dense)."""
     return context.attention.implementation != "eager" and context.sequence > 1 < context.architecture.num_attention_heads
 
 
@@ -70,7 +73,8 @@ def t5_layer(layer: T5Layer) -> Template:
     size = position_bias_bytes(context)
     bias = tape.borrowed(size, POSITION_BIAS, requires_grad=context.trainable)
     named: list[Tensor] = []
-    """Tensors to which the block's variable `_` refers: an attention's weights, until the next attention returns."""
+    """Tensors that the layer's variable `_` has referred to, the last one still: an attention's weights, until the next
+    attention returns."""
     x = _attend(build, layer, hidden, SELF, None, bias, named)
     if layer.decodes:
         states = context.batch * layer.source_length * context.architecture.hidden_size * context.stream_bytes
@@ -92,7 +96,7 @@ def encoder_end(context: HFContext) -> Template:
     rows, width = context.rows, context.architecture.hidden_size
     normed = build.norm(tape.input(rows * width * context.stream_bytes), width, "encoder.final_layer_norm")
     states = build.dropout(normed, context.architecture.hidden_dropout, rows * width, "encoder.dropout")
-    # the step holds it for the decoder's layers: here it lives only for the instant that makes it
+    # `encoder_decoder.py` holds the output for the decoder's layers, so this template does not count it
     states.storage.num_bytes = 0
     return tape.finish(states)
 
@@ -109,7 +113,7 @@ def _attend(
     bias: Tensor,
     named: list[Tensor],
 ) -> Tensor:
-    """Norm, attention (to `source`, or to the sequence itself), dropout, residual addition."""
+    """An attention with its norm, dropout and residual addition. It attends to `source`, or to its own sequence."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
     width, inner, rows = architecture.hidden_size, architecture.query_size, context.rows
     normed = build.norm(x, width, f"{name}.layer_norm")
@@ -244,7 +248,8 @@ def _eager(
     masked: bool,
     named: list[Tensor],
 ) -> Tensor:
-    """`eager_attention_forward`: scores times one, plus the bias, plus the mask, softmax in the scores' own dtype."""
+    """`eager_attention_forward`: the scores are multiplied by one, bias and mask are added, and the softmax is in the
+    scores' own dtype."""
     context, architecture, tape = build.context, build.context.architecture, build.tape
     elements = context.batch * architecture.num_attention_heads * context.sequence * key_length
     scores = ops.matmul(tape, q, k, elements * context.precision.compute_bytes, f"{name}.scores")

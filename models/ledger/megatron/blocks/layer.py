@@ -84,13 +84,7 @@ def _attended(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
     """Attention with its residual, and cross-attention if there is an encoder."""
     if context.latent is not None:
         attended, named, norms = latent_attention(tape, hidden, context, context.latent)
-        projected = _projected(tape, attended, context)
-        for variable in named:
-            tape.hold(variable)
-        if context.recompute_norms:
-            tape.make_again(*norms)
-        with tape.marked(Mark.ATTENTION_ADD):
-            middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
+        until_added = []
     else:
         begin = tape.num_tensors
         normalized = own_norm(tape, hidden, context, "input_layernorm")
@@ -98,14 +92,16 @@ def _attended(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
         width = context.attention.query + 2 * context.attention.key_value
         mixed = column_linear_of_norm(tape, normalized, context, width, "linear_qkv", context.attention.qkv_bias)
         attended, named = attention(tape, mixed, context)
-        projected = _projected(tape, attended, context)
-        for variable in named:
-            tape.hold(variable)
-        if context.recompute_norms:
-            tape.make_again(*norms)
-        with tape.marked(Mark.ATTENTION_ADD):
-            middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
-        tape.hold(normalized)  # a variable of `_forward_attention` refers to it
+        until_added = [normalized]  # a variable of `_forward_attention` refers to it
+    projected = _projected(tape, attended, context)
+    for variable in named:
+        tape.hold(variable)
+    if context.recompute_norms:
+        tape.make_again(*norms)
+    with tape.marked(Mark.ATTENTION_ADD):
+        middle = bias_dropout_add(tape, projected, hidden, context, "self_attn_bda")
+    for variable in until_added:
+        tape.hold(variable)
     if context.source_sequence:
         middle = _cross_attention(tape, middle, context)
     return middle
