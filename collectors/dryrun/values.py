@@ -62,7 +62,7 @@ class ScriptMode(KnownValuesMode):
                 return func.decompose(*args, **kwargs)
         if self.resizing is not None:
             args = self.resizing.arguments(func, args, kwargs)
-        if torch._guards.TracingContext.try_get() is None and self._is_real(func, args, kwargs):
+        if self._is_real(func, args, kwargs):
             return func(*args, **kwargs)
         if func is aten._to_copy.default and isinstance(args[0], FakeTensor) and kwargs.get("device") == CPU:
             return self._on_the_cpu(args[0], kwargs)
@@ -95,10 +95,11 @@ class ScriptMode(KnownValuesMode):
         return FakeTensor(self, meta, CPU)
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
-        compiling = torch._guards.TracingContext.try_get() is not None
+        if not super()._follows(func, args, kwargs):
+            return False
         # not for random tensors, as the script's own random numbers would change
         noise = "rand" in label(func) or kwargs.get("generator") is not None
-        return not compiling and not noise and super()._follows(func, args, kwargs)
+        return not noise and torch._guards.TracingContext.try_get() is None
 
     def _keeps(self, result: torch.Tensor) -> bool:
         return not result.is_floating_point() and super()._keeps(result)
@@ -116,7 +117,10 @@ class ScriptMode(KnownValuesMode):
 
     def _is_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether `func` can really run: its tensors are all real and on the CPU, or it makes a small one there."""
-        if any(isinstance(one, FakeTensor) for one in args):  # nearly always true, and quick to check
+        for one in args:  # nearly always there is a fake one, and it is quick to check
+            if isinstance(one, FakeTensor):
+                return False
+        if torch._guards.TracingContext.try_get() is not None:
             return False
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "cpu":

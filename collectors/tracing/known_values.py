@@ -30,8 +30,17 @@ _WITHOUT_VALUES = (
 view of a storage."""
 
 
-label = functools.cache(str)
-"""The name of an operator, "aten.add.Tensor". Cached, because torch builds the text at each call."""
+_LABELS: dict[int, tuple[str, Any]] = {}
+"""Identity of an operator -> its name and itself, which keeps the identity its own. An operator's own hash is computed in
+Python, at each look-up."""
+
+
+def label(operator: Any) -> str:
+    """The name of an operator, "aten.add.Tensor". Kept, because torch builds the text at each call."""
+    found = _LABELS.get(id(operator))
+    if found is None:
+        found = _LABELS[id(operator)] = str(operator), operator
+    return found[0]
 
 
 def install() -> None:
@@ -112,10 +121,10 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
         return tree_map_only(torch.Tensor, fake, real)
 
 
-_LARGEST: dict[Any, tuple[int, int | None]] = {
-    torch.ops.aten.topk.default: (2, -1),
-    torch.ops.aten.max.dim: (1, None),
-    torch.ops.aten.argmax.default: (1, None),
+_LARGEST: dict[str, tuple[int, int | None]] = {
+    "aten.topk.default": (2, -1),
+    "aten.max.dim": (1, None),
+    "aten.argmax.default": (1, None),
 }
 """Operators that find the largest numbers along a dimension -> (position of the dimension among the arguments, its default;
 None: all dimensions)."""
@@ -123,9 +132,9 @@ None: all dimensions)."""
 
 def _largest(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[torch.Tensor, int] | None:
     """(indices that `func` has found along a dimension, size of that dimension); None for other operators."""
-    if func not in _LARGEST:
+    if (operator := label(func)) not in _LARGEST:
         return None
-    place, default = _LARGEST[func]
+    place, default = _LARGEST[operator]
     dim = kwargs.get("dim", args[place] if len(args) > place else default)
     if dim is None or not args[0].ndim:
         return None
@@ -155,6 +164,9 @@ def _plain(data: Any) -> Any:
 
 def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the values of the result follow from known ones."""
+    for one in args:  # nearly always an unknown one, and quick to check
+        if isinstance(one, FakeTensor) and getattr(one, "known_value", None) is None:
+            return False
     if not label(func).startswith("aten.") or label(func).startswith(_WITHOUT_VALUES):
         return False
     return all(value_of(one) is not None for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor))
@@ -205,6 +217,18 @@ def _on(index: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def _forget_written(func: Any, args: Any) -> None:
     """Forget the values of tensors that the operator overwrites."""
-    for argument, given in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, FakeTensor):
-            given.known_value = None
+    for place in _written(func):
+        if place < len(args) and isinstance(args[place], FakeTensor):
+            args[place].known_value = None
+
+
+_WRITTEN: dict[str, tuple[int, ...]] = {}
+
+
+def _written(func: Any) -> tuple[int, ...]:
+    """The places of the arguments that the operator overwrites."""
+    operator = label(func)
+    if operator not in _WRITTEN:
+        aliases = [argument.alias_info for argument in func._schema.arguments]
+        _WRITTEN[operator] = tuple(place for place, one in enumerate(aliases) if one is not None and one.is_write)
+    return _WRITTEN[operator]
