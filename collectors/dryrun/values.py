@@ -26,6 +26,7 @@ from torch.nested._internal.nested_int import NestedIntNode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from peakcast.collectors.dryrun import collective_values
 from peakcast.collectors.dryrun.noted import Notes
 from peakcast.collectors.dryrun.resizing import Resizing
 from peakcast.collectors.tracing.known_values import KnownValuesMode, label, value_of
@@ -78,7 +79,9 @@ class ScriptMode(KnownValuesMode):
             return self._value(func, args)
         except DynamicOutputShapeException:
             return self._sample(func, args)
-        if func in (aten.sum.default, aten.count_nonzero.default) and _is_mask(args[0]):
+        if (operator := label(func)).startswith(collective_values.PREFIXES):
+            collective_values.follow(func, args, kwargs, result)
+        if operator in ("aten.sum.default", "aten.count_nonzero.default") and _is_mask(args[0]):
             result.counted = args[0].numel()
         if self.resizing is not None:
             _check_rows(func, args)
@@ -88,6 +91,8 @@ class ScriptMode(KnownValuesMode):
     def _on_the_cpu(self, tensor: FakeTensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """A fake tensor's copy on the CPU: real with its values, if they are known, else fake."""
         if (known := value_of(tensor)) is not None:
+            if getattr(known, "guessed", False):
+                self._reads_a_guess()
             with _disable_current_modes():
                 return aten._to_copy.default(known, **kwargs)
         with in_kernel_invocation_manager(self):
@@ -100,6 +105,9 @@ class ScriptMode(KnownValuesMode):
         # not for random tensors, as the script's own random numbers would change
         noise = "rand" in label(func) or kwargs.get("generator") is not None
         return not noise and torch._guards.TracingContext.try_get() is None
+
+    def _reads_a_guess(self) -> None:
+        self.notes.balanced()
 
     def _keeps(self, result: torch.Tensor) -> bool:
         return not result.is_floating_point() and super()._keeps(result)
@@ -266,6 +274,8 @@ def _numbers(name: str, real: Any) -> Any:
     def read(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
         known = value_of(tensor) if isinstance(tensor, FakeTensor) else tensor
         if known is not None:
+            if getattr(known, "guessed", False) and isinstance(tensor.fake_mode, ScriptMode):
+                tensor.fake_mode.notes.balanced()
             with _disable_current_modes() if known is not tensor else contextlib.nullcontext():
                 return real(known, *arguments, **keywords)
         if isinstance(tensor.fake_mode, ScriptMode):
