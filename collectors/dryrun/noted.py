@@ -50,8 +50,8 @@ class Notes:
         tokens makes it."""
         place = where()
         sentence = (
-            f"{place} reads how many tokens each choice gets (experts, for example), which only a run knows; all were taken "
-            "to get equally many."
+            f"{place} reads how many tokens each choice gets (experts, for example), which only a run knows; all were "
+            "taken to get equally many."
         )
         self.add("value_assumed", place.partition(":")[0], sentence)
 

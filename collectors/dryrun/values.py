@@ -79,9 +79,8 @@ class ScriptMode(KnownValuesMode):
             return self._value(func, args)
         except DynamicOutputShapeException:
             return self._sample(func, args)
-        if (operator := label(func)).startswith(collective_values.PREFIXES):
-            collective_values.follow(func, args, kwargs, result)
-        if operator in ("aten.sum.default", "aten.count_nonzero.default") and _is_mask(args[0]):
+        collective_values.follow(func, args, kwargs, result)
+        if label(func) in ("aten.sum.default", "aten.count_nonzero.default") and _is_mask(args[0]):
             result.counted = args[0].numel()
         if self.resizing is not None:
             _check_rows(func, args)
