@@ -7,6 +7,7 @@ replaced by a plausible one, with a note.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -261,9 +262,15 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
 
 
 def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
-    """`copy.deepcopy` of a fake tensor, whose storage cannot be copied separately."""
+    """`copy.deepcopy` of a fake tensor, whose storage cannot be copied separately. A weight that bitsandbytes has packed
+    keeps its quantization state, as in its own class."""
     if id(tensor) not in memo:
-        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        made: Any = tensor.detach().clone()
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        made = torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made.requires_grad_(tensor.requires_grad)
+        if (state := getattr(tensor, "quant_state", None)) is not None:
+            made.quant_state = copy.deepcopy(state, memo)
+        memo[id(tensor)] = made
     return memo[id(tensor)]
 
 
