@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from peakcast.collectors.measure.grid import load_grid
-from peakcast.collectors.measure.runner import Summary, collect, timelines_folder
+from peakcast.collectors.measure.runner import CollectionSummary, collect, timelines_folder
 from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.collectors.measure.sharing import cell_identity
 from peakcast.collectors.processes.engines import WORK
@@ -53,7 +53,7 @@ def jobs_in_order(grids: Sequence[str] = GRIDS, num_repeats: int = NUM_REPEATS) 
 
 def run(
     folder: Path, minutes: float = MINUTES, *, trace: bool = False, processes: int | None = None, work: str = WORK
-) -> list[Summary]:
+) -> list[CollectionSummary]:
     """Continue the campaign in `folder` for `minutes`. Returns the summaries of the anchors and of the other grids."""
     started = time.monotonic()
     folder.mkdir(parents=True, exist_ok=True)

@@ -15,7 +15,7 @@ from peakcast.catalog import Device
 from peakcast.core.extras import need
 from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.megatron_arguments import from_arguments
-from peakcast.dialects.recognise import Beside
+from peakcast.dialects.recognise import ReadOptions
 from peakcast.doors.answering import answer, full_answer
 from peakcast.doors.batch import predict_batch
 from peakcast.doors.calibrating import Checked, Fitted, check, evaluate, fit, report, reproduce
@@ -131,8 +131,8 @@ def read(
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
     asked = asked_versions(versions, container, here)
-    beside = Beside(files=tuple(companions), num_gpus=num_gpus, model=model, dialect=dialect, versions=asked)
-    return translation_of(job, beside)
+    options = ReadOptions(files=tuple(companions), num_gpus=num_gpus, model=model, dialect=dialect, versions=asked)
+    return translation_of(job, options)
 
 
 def megatron(

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peakcast.answers.prediction import QUANTITIES
-from peakcast.core.durable import explained, locked
+from peakcast.core.durable import file_errors, locked
 from peakcast.core.errors import CalibrationError, PeakcastError
 from peakcast.core.ownership import is_gone, this_process
 from peakcast.jobs.spec import canonical_json
@@ -26,7 +26,7 @@ from peakcast.jobs.spec import canonical_json
 if TYPE_CHECKING:
     from peakcast.models.calibration.calibration import Calibration
     from peakcast.models.evaluation.evaluation import Evaluation
-    from peakcast.models.evaluation.promotion import Comparison
+    from peakcast.models.evaluation.promotion import CalibrationComparison
 
 MODEL_NAME = "peakcast"
 """The registered model; each GPU type is an alias of one of its versions."""
@@ -104,7 +104,7 @@ class Tracker:
                 return None
 
     def log_calibration(
-        self, calibration: Calibration, *, run_id: str | None = None, comparison: Comparison | None = None
+        self, calibration: Calibration, *, run_id: str | None = None, comparison: CalibrationComparison | None = None
     ) -> int:
         """Register `calibration` as a new version of the model. Returns the version.
 
@@ -255,7 +255,7 @@ def _alone(database: Path | None) -> Iterator[None]:
     if database is None:
         yield
         return
-    with explained(database, "written"):
+    with file_errors(database, "written"):
         database.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(database.with_name(f".{database.name}.lock"), os.O_RDWR | os.O_CREAT, 0o644)
     try:

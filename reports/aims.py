@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from peakcast.models.evaluation.evaluation import Evaluation
-from peakcast.models.evaluation.metrics import Scored, Summary, summarise
+from peakcast.models.evaluation.metrics import AccuracySummary, Scored, summarise
 
-FIGURES: dict[str, Callable[[Summary], float]] = {
+FIGURES: dict[str, Callable[[AccuracySummary], float]] = {
     "median": lambda summary: summary.errors.median,
     "p95": lambda summary: summary.errors.p95,
     "half-width": lambda summary: summary.median_half_width,
@@ -27,11 +27,11 @@ class Aim:
     most: float
     least: float = 0.0
 
-    def value(self, summary: Summary) -> float:
+    def value(self, summary: AccuracySummary) -> float:
         """The figure of `summary`."""
         return FIGURES[self.figure](summary)
 
-    def met(self, summary: Summary) -> bool:
+    def met(self, summary: AccuracySummary) -> bool:
         """Whether the figure of `summary` is within the limits."""
         return self.least <= self.value(summary) <= self.most
 

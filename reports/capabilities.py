@@ -24,7 +24,7 @@ from peakcast.models.ledger.scope import facts as job
 from peakcast.models.ledger.scope.fact import Fact, option, setting
 from peakcast.models.ledger.scope.ignored import ignored_findings
 from peakcast.models.ledger.scope.scope import EVERY_STACK, scope_findings, sections
-from peakcast.models.ledger.scope.table import STATUS, Limit
+from peakcast.models.ledger.scope.table import STATUS, ScopeLimit
 
 GRIDS = (
     *("agreement", "agreement-deepspeed", "agreement-megatron", "agreement-optimizers"),
@@ -35,7 +35,7 @@ MIXED = {"parameters": "float32", "compute": "bfloat16", "gradients": "float32",
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class CapabilityRow:
     """A feature or a layout: its name, the settings that a plain job changes for it, and of which jobs it holds."""
 
     name: str
@@ -44,19 +44,19 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Stack:
+class StackColumns:
     """A stack: its settings, of which jobs it holds, and its layouts."""
 
     name: str
     settings: Mapping[str, Any]
     holds: Fact
-    layouts: tuple[Asked, ...]
+    layouts: tuple[CapabilityRow, ...]
 
 
-def _layout(name: str, holds: Fact, **parallelism: Any) -> Asked:
+def _layout(name: str, holds: Fact, **parallelism: Any) -> CapabilityRow:
     """A layout, with micro-batches enough to fill a pipeline."""
     steps = {"gradient_accumulation_steps": 4} if "pipeline_parallel_size" in parallelism else {}
-    return Asked(name, steps | {f"parallelism.{key}": value for key, value in parallelism.items()}, holds)
+    return CapabilityRow(name, steps | {f"parallelism.{key}": value for key, value in parallelism.items()}, holds)
 
 
 # fmt: off
@@ -88,50 +88,50 @@ _OF_MEGATRON = (
     _layout("experts", job.expert_parallel, expert_parallel_size=2, data_parallel_size=2),
 )
 STACKS = (
-    Stack("transformers' Trainer", {"framework": "huggingface"}, job.huggingface, _LAYOUTS),
-    Stack("a PyTorch loop, torchtitan", {"framework": "torch", "versions": {"torchtitan": "0.2.0"}}, job.plain_torch,
+    StackColumns("transformers' Trainer", {"framework": "huggingface"}, job.huggingface, _LAYOUTS),
+    StackColumns("a PyTorch loop, torchtitan", {"framework": "torch", "versions": {"torchtitan": "0.2.0"}}, job.plain_torch,
           _LAYOUTS + _OF_A_LOOP),
-    Stack("DeepSpeed", {"framework": "deepspeed"}, setting("framework", "deepspeed"), _ZERO),
-    Stack("Megatron-LM", {"framework": "megatron"}, job.megatron, _OF_MEGATRON),
+    StackColumns("DeepSpeed", {"framework": "deepspeed"}, setting("framework", "deepspeed"), _ZERO),
+    StackColumns("Megatron-LM", {"framework": "megatron"}, job.megatron, _OF_MEGATRON),
 )
 FEATURES = (
-    Asked("full training in bf16", {}, ~job.adapts & ~job.autocast & job.trains),
-    Asked("mixed precision (autocast)", {"precision": MIXED, "framework_options.autocast": True}, job.autocast),
-    Asked("float8", {"precision.compute": "float8"}, job.float8),
-    Asked("LoRA", {"finetuning": {"method": "lora", "rank": 16}},
+    CapabilityRow("full training in bf16", {}, ~job.adapts & ~job.autocast & job.trains),
+    CapabilityRow("mixed precision (autocast)", {"precision": MIXED, "framework_options.autocast": True}, job.autocast),
+    CapabilityRow("float8", {"precision.compute": "float8"}, job.float8),
+    CapabilityRow("LoRA", {"finetuning": {"method": "lora", "rank": 16}},
           setting("finetuning.method", "lora") & ~job.quantized),
-    Asked("QLoRA (nf4)", {"finetuning": {"method": "qlora", "rank": 16, "quantization": "nf4"}},
+    CapabilityRow("QLoRA (nf4)", {"finetuning": {"method": "qlora", "rank": 16, "quantization": "nf4"}},
           job.adapts & setting("finetuning.quantization", "nf4")),
-    Asked("LoHa", {"finetuning": {"method": "loha", "rank": 16}}, setting("finetuning.method", "loha")),
-    Asked("full checkpointing", {"activation_checkpointing.mode": "full"}, job.full_checkpointing),
-    Asked("selective checkpointing", {"activation_checkpointing.mode": "selective"}, job.selective),
-    Asked("offloaded activations", {"offload.activations": True}, job.offloads_activations),
-    Asked("offloaded parameters and optimizer", {"offload": {"parameters": True, "optimizer": True}},
+    CapabilityRow("LoHa", {"finetuning": {"method": "loha", "rank": 16}}, setting("finetuning.method", "loha")),
+    CapabilityRow("full checkpointing", {"activation_checkpointing.mode": "full"}, job.full_checkpointing),
+    CapabilityRow("selective checkpointing", {"activation_checkpointing.mode": "selective"}, job.selective),
+    CapabilityRow("offloaded activations", {"offload.activations": True}, job.offloads_activations),
+    CapabilityRow("offloaded parameters and optimizer", {"offload": {"parameters": True, "optimizer": True}},
           job.offloads_parameters & job.offloads_optimizer),
-    Asked("eager attention", {"attention": "eager"}, job.eager),
-    Asked("FlashAttention 2", {"attention": "flash_attention_2"}, job.flash),
-    Asked("flex attention", {"attention": "flex"}, job.flex & ~job.megatron),
-    Asked("padding-free rows", {"batch": {"form": "padding_free", "num_tokens": 2048}},
+    CapabilityRow("eager attention", {"attention": "eager"}, job.eager),
+    CapabilityRow("FlashAttention 2", {"attention": "flash_attention_2"}, job.flash),
+    CapabilityRow("flex attention", {"attention": "flex"}, job.flex & ~job.megatron),
+    CapabilityRow("padding-free rows", {"batch": {"form": "padding_free", "num_tokens": 2048}},
           setting("batch.form", "padding_free")),
-    Asked("Liger's kernels", {"framework_options.liger_kernels": True}, job.liger),
-    Asked("fused linear cross entropy", {"loss.fused_linear_cross_entropy": True}, job.fused_loss),
-    Asked("torch.compile", {"compile": True}, job.compiles),
-    Asked("8-bit AdamW", {"optimizer.name": "adamw_8bit"}, job.optimizer("adamw_8bit", "paged_adamw_8bit")),
-    Asked("Adafactor", {"optimizer.name": "adafactor"}, job.optimizer("adafactor")),
-    Asked("Muon", {"optimizer.name": "muon"}, job.optimizer("muon")),
-    Asked("LOMO", {"optimizer.name": "lomo"}, job.optimizer("lomo")),
-    Asked("GaLore", {"optimizer.name": "galore"}, job.optimizer("galore")),
-    Asked("an optimizer for each parameter, in backward", {"framework_options.optimizer_in_backward": True},
+    CapabilityRow("Liger's kernels", {"framework_options.liger_kernels": True}, job.liger),
+    CapabilityRow("fused linear cross entropy", {"loss.fused_linear_cross_entropy": True}, job.fused_loss),
+    CapabilityRow("torch.compile", {"compile": True}, job.compiles),
+    CapabilityRow("8-bit AdamW", {"optimizer.name": "adamw_8bit"}, job.optimizer("adamw_8bit", "paged_adamw_8bit")),
+    CapabilityRow("Adafactor", {"optimizer.name": "adafactor"}, job.optimizer("adafactor")),
+    CapabilityRow("Muon", {"optimizer.name": "muon"}, job.optimizer("muon")),
+    CapabilityRow("LOMO", {"optimizer.name": "lomo"}, job.optimizer("lomo")),
+    CapabilityRow("GaLore", {"optimizer.name": "galore"}, job.optimizer("galore")),
+    CapabilityRow("an optimizer for each parameter, in backward", {"framework_options.optimizer_in_backward": True},
           job.optimizer_in_backward),
-    Asked("DPO", {"loss.kind": "dpo", "micro_batch_size": 2}, setting("loss.kind", "dpo")),
-    Asked("a reward model", {"loss.kind": "reward", "micro_batch_size": 2}, setting("loss.kind", "reward")),
-    Asked("mixture of experts", {"architecture": "qwen3-30b-a3b"}, job.experts),
-    Asked("multi-latent attention", {"architecture": "deepseek-v2-lite"}, job.latent_attention),
-    Asked("BERT", {"architecture": "bert-base", "sequence_length": 512}, job.encoder),
-    Asked("T5", {"architecture": "t5-base", "sequence_length": 512}, job.encoder_decoder),
-    Asked("state-space layers (Jamba)", {"architecture": "jamba-v0.1"}, job.hybrid),
-    Asked("generation", {"task": "inference"}, job.generates),
-    Asked("Megatron-FSDP",
+    CapabilityRow("DPO", {"loss.kind": "dpo", "micro_batch_size": 2}, setting("loss.kind", "dpo")),
+    CapabilityRow("a reward model", {"loss.kind": "reward", "micro_batch_size": 2}, setting("loss.kind", "reward")),
+    CapabilityRow("mixture of experts", {"architecture": "qwen3-30b-a3b"}, job.experts),
+    CapabilityRow("multi-latent attention", {"architecture": "deepseek-v2-lite"}, job.latent_attention),
+    CapabilityRow("BERT", {"architecture": "bert-base", "sequence_length": 512}, job.encoder),
+    CapabilityRow("T5", {"architecture": "t5-base", "sequence_length": 512}, job.encoder_decoder),
+    CapabilityRow("state-space layers (Jamba)", {"architecture": "jamba-v0.1"}, job.hybrid),
+    CapabilityRow("generation", {"task": "inference"}, job.generates),
+    CapabilityRow("Megatron-FSDP",
           {"framework_options.use_megatron_fsdp": True,
            "framework_options.data_parallel_sharding_strategy": "optim_grads_params"}, option("use_megatron_fsdp")),
 )
@@ -174,7 +174,7 @@ def _measured() -> list[TrainingJob]:
     return [row.job for row in rows if not scope_findings(row.job)]
 
 
-def _table(stack: Stack, seen: Mapping[str, list[TrainingJob]]) -> str:
+def _table(stack: StackColumns, seen: Mapping[str, list[TrainingJob]]) -> str:
     """Feature × layout of one stack. Features that it has in no layout are left out."""
     own = {how: [one for one in jobs if stack.holds(one)] for how, jobs in seen.items()}
     lines = [
@@ -188,7 +188,7 @@ def _table(stack: Stack, seen: Mapping[str, list[TrainingJob]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _cell(stack: Stack, feature: Asked, layout: Asked, seen: Mapping[str, list[TrainingJob]]) -> str:
+def _cell(stack: StackColumns, feature: CapabilityRow, layout: CapabilityRow, seen: Mapping[str, list[TrainingJob]]) -> str:
     """What the table says of a plain job with that feature in that layout, or else how it is known."""
     experts = {"architecture": "qwen3-30b-a3b"} if "parallelism.expert_parallel_size" in layout.settings else {}
     try:
@@ -234,7 +234,7 @@ def _limits() -> Iterator[str]:
             yield "\n".join(some) + "\n"
 
 
-def _row(limit: Limit) -> str:
+def _row(limit: ScopeLimit) -> str:
     sentence = limit.sentence.replace("!r}", "}").replace(":,}", "}").replace("|", "\\|")
     return f"| {STATUS[limit.effect]} | `{limit.parameter}` | {sentence} |"
 

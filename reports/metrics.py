@@ -10,7 +10,7 @@ from functools import cached_property
 from peakcast.core.units import GIB
 from peakcast.models.calibration.grouping import SIZES_GIB
 from peakcast.models.evaluation.evaluation import Evaluation
-from peakcast.models.evaluation.metrics import Scored, Summary, summarise
+from peakcast.models.evaluation.metrics import AccuracySummary, Scored, summarise
 from peakcast.reports.aims import TARGETS, Aim
 
 CHAIN = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
@@ -36,7 +36,7 @@ class HeadlineRow:
     aims: tuple[Aim, ...]
 
     @cached_property
-    def summary(self) -> Summary:
+    def summary(self) -> AccuracySummary:
         """The figures of the line."""
         return summarise(self.cells)
 
@@ -60,12 +60,12 @@ def cells_of(evaluation: Evaluation, gpu: str, quantity: str, held_out: str = "a
     return tuple(cell for cell in table.cells if cell.gpu == gpu) if table else ()
 
 
-def by_split(evaluation: Evaluation, gpu: str) -> list[tuple[str, str, Summary]]:
+def by_split(evaluation: Evaluation, gpu: str) -> list[tuple[str, str, AccuracySummary]]:
     """(held out, quantity, figures) on `gpu` for every split that was evaluated."""
     return [(table.held_out, table.quantity, table.by_gpu[gpu]) for table in evaluation.tables if gpu in table.by_gpu]
 
 
-def by_group(cells: Sequence[Scored], attribute: str) -> dict[str, Summary]:
+def by_group(cells: Sequence[Scored], attribute: str) -> dict[str, AccuracySummary]:
     """Figures of `cells` grouped by one of their attributes (`layout`, `architecture`, `framework`), most rows first."""
     groups: dict[str, list[Scored]] = {}
     for cell in cells:

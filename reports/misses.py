@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from peakcast.models.evaluation.evaluation import Evaluation
-from peakcast.models.evaluation.metrics import Scored, Summary, summarise
+from peakcast.models.evaluation.metrics import AccuracySummary, Scored, summarise
 from peakcast.reports.aims import Aim, goals
 from peakcast.reports.decision_tables import Table
 from peakcast.reports.known_causes import KnownCause, cause_of
@@ -42,7 +42,7 @@ class Miss:
         reasons = "; ".join(f"{name} ({count})" for name, count in found)
         return [self.of, self.aim.figure, value, asked, str(len(self.behind)), reasons]
 
-    def _why_wide(self, summary: Summary) -> str:
+    def _why_wide(self, summary: AccuracySummary) -> str:
         """Why bars are wider than these rows need. Most rows are of architectures that are predicted exactly, so that any
         bar covers them; what a new architecture may expect is the share of each architecture's rows, averaged."""
         rest = f"architectures: bars rest on {summary.num_architectures}"
@@ -60,7 +60,7 @@ def coverage_by_architecture(cells: Iterable[Scored]) -> float:
     return sum(summarise(own).coverage for own in rows.values()) / len(rows)
 
 
-def shown(aim: Aim, summary: Summary) -> str:
+def shown(aim: Aim, summary: AccuracySummary) -> str:
     """The figure of `summary` as text, such as `1.2 %`, or a number of rows."""
     value = aim.value(summary)
     return f"{value:.0f}" if aim.figure == "silent misses" else percent(value)

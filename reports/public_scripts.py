@@ -39,7 +39,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class PublicRun:
     """A public run: where its script and its log are, and what the log prints."""
 
     name: str
@@ -57,7 +57,7 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class DryRunPeaks:
     """What a dry run of the script answered: points and 90 % bars, in bytes."""
 
     name: str
@@ -72,26 +72,26 @@ class Answer:
     reserved_upper_bytes: int
 
 
-def read_runs(path: Path | None = None) -> list[Run]:
+def read_runs(path: Path | None = None) -> list[PublicRun]:
     """The runs of the table at `path`, by default the shipped one."""
     rows = _rows(path or datasets_folder() / RUNS)
     return [
-        Run(**{**row, **{name: _number(row[name]) for name in ("num_gpus", "allocated_mib", "reserved_mib")}})
+        PublicRun(**{**row, **{name: _number(row[name]) for name in ("num_gpus", "allocated_mib", "reserved_mib")}})
         for row in rows
     ]
 
 
-def read_answers(path: Path = PAGES / "answers.csv") -> dict[str, Answer]:
+def read_answers(path: Path = PAGES / "answers.csv") -> dict[str, DryRunPeaks]:
     """Name of a run -> its answer."""
     texts = ("name", "peakcast", "torch")
-    found: dict[str, Answer] = {}
+    found: dict[str, DryRunPeaks] = {}
     for row in _rows(path):
         values: dict[str, Any] = {key: value if key in texts else int(value) for key, value in row.items()}
-        found[values["name"]] = Answer(**values)
+        found[values["name"]] = DryRunPeaks(**values)
     return found
 
 
-def dryrun(run: Run, folder: Path) -> Answer:
+def dryrun(run: PublicRun, folder: Path) -> DryRunPeaks:
     """Dry-run the script of `run`, in an empty folder, as its log says that it was run."""
     script = (folder / run.script).resolve()
     launcher = ["torchrun", "--standalone", f"--nproc_per_node={run.num_gpus}"]
@@ -107,7 +107,7 @@ def dryrun(run: Run, folder: Path) -> Answer:
     return _answer(run.name, json.loads(done.stdout))
 
 
-def page(runs: Sequence[Run], answers: Mapping[str, Answer]) -> str:
+def page(runs: Sequence[PublicRun], answers: Mapping[str, DryRunPeaks]) -> str:
     """The Markdown page."""
     answered = [(run, answers[run.name]) for run in runs if run.name in answers]
     lines = [
@@ -124,7 +124,7 @@ def page(runs: Sequence[Run], answers: Mapping[str, Answer]) -> str:
     return "\n".join([*lines, *notes]).rstrip("\n") + "\n"
 
 
-def _summary(quantity: str, answered: Iterable[tuple[Run, Answer]]) -> str:
+def _summary(quantity: str, answered: Iterable[tuple[PublicRun, DryRunPeaks]]) -> str:
     found = [(_off(quantity, *pair), _holds(quantity, *pair)) for pair in answered if _printed(quantity, pair[0])]
     off = [abs(error) for error, _ in found]
     inside = sum(holds for _, holds in found)
@@ -132,7 +132,7 @@ def _summary(quantity: str, answered: Iterable[tuple[Run, Answer]]) -> str:
     return f"- {quantity}: {len(found)} runs, {errors}; {inside} of {len(found)} inside the 90 % bar"
 
 
-def _line(run: Run, answer: Answer) -> list[str]:
+def _line(run: PublicRun, answer: DryRunPeaks) -> list[str]:
     cells = [run.name, run.torch]
     for quantity in QUANTITIES:
         printed = _printed(quantity, run)
@@ -142,30 +142,30 @@ def _line(run: Run, answer: Answer) -> list[str]:
     return cells
 
 
-def _printed(quantity: str, run: Run) -> int | None:
+def _printed(quantity: str, run: PublicRun) -> int | None:
     found: int | None = getattr(run, f"{quantity}_mib")
     return found
 
 
-def _off(quantity: str, run: Run, answer: Answer) -> float:
+def _off(quantity: str, run: PublicRun, answer: DryRunPeaks) -> float:
     """Relative error of the point; logs print whole MiB, rounded down."""
     return float(getattr(answer, f"{quantity}_bytes") / MIB / (_printed(quantity, run) or 1) - 1)
 
 
-def _holds(quantity: str, run: Run, answer: Answer) -> bool:
+def _holds(quantity: str, run: PublicRun, answer: DryRunPeaks) -> bool:
     printed = (_printed(quantity, run) or 0) * MIB
     lower, upper = getattr(answer, f"{quantity}_lower_bytes"), getattr(answer, f"{quantity}_upper_bytes")
     return bool(lower < printed + MIB and printed <= upper)
 
 
-def _answer(name: str, found: Mapping[str, Any]) -> Answer:
+def _answer(name: str, found: Mapping[str, Any]) -> DryRunPeaks:
     bars: dict[str, Any] = {
         f"{quantity}{suffix}_bytes": int(found[f"peak_{quantity}_bytes"][key])
         for quantity in QUANTITIES
         for suffix, key in (("", "point"), ("_lower", "lower"), ("_upper", "upper"))
     }
     versions: dict[str, Any] = {package: importlib.metadata.version(package) for package in ("peakcast", "torch")}
-    return Answer(name=name, **versions, steps=int(found["dryrun"]["steps"]), **bars)
+    return DryRunPeaks(name=name, **versions, steps=int(found["dryrun"]["steps"]), **bars)
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
@@ -177,8 +177,8 @@ def _number(text: str) -> int | None:
     return int(text) if text else None
 
 
-def _write_answers(answers: Iterable[Answer], path: Path) -> None:
-    names = [field.name for field in fields(Answer)]
+def _write_answers(answers: Iterable[DryRunPeaks], path: Path) -> None:
+    names = [field.name for field in fields(DryRunPeaks)]
     lines = [",".join(names), *(",".join(str(asdict(answer)[name]) for name in names) for answer in answers)]
     replace_file(path, ("\n".join(lines) + "\n").encode())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from peakcast.models.evaluation.evaluation import Evaluation
-from peakcast.models.evaluation.metrics import Summary
+from peakcast.models.evaluation.metrics import AccuracySummary
 from peakcast.reports.metrics import LARGE, HeadlineRow, headline
 
 QUANTITY_NAMES = {
@@ -63,7 +63,7 @@ def signed(error: float) -> str:
     return ("+" if error > 0 else "−" if error < 0 else "") + percent(abs(error))
 
 
-def figures(summary: Summary) -> list[str]:
+def figures(summary: AccuracySummary) -> list[str]:
     """The cells of one summary, in the order of FIGURE_COLUMNS."""
     errors, baseline = summary.errors, summary.baseline_errors
     return [

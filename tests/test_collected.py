@@ -3,7 +3,7 @@
 import pytest
 
 from peakcast import catalog
-from peakcast.collectors.measure.runner import Summary
+from peakcast.collectors.measure.runner import CollectionSummary
 from peakcast.core.errors import SpecError
 from peakcast.doors import collected
 from peakcast.doors.collected import Collected, telling_time
@@ -48,7 +48,7 @@ def test_errors_by_quantity_by_hand(tmp_path):
     assert allocated["median_error"] == pytest.approx(0.5, abs=1e-6)
     assert allocated["worst_error"] == pytest.approx(1.0, abs=1e-6)
     assert (reserved["median_error"], reserved["worst_error"]) == (0, 0)
-    text = render.summary_text(Summary(total=2, finished=2, errors=shown.table()), tmp_path / "x.jsonl")
+    text = render.summary_text(CollectionSummary(total=2, finished=2, errors=shown.table()), tmp_path / "x.jsonl")
     assert "allocated       2   50.00%   95.00% +100.00%  gpt2, sequence_length=128" in text
     assert (tmp_path / "a.png").read_bytes()[:4] == b"\x89PNG"
 

@@ -20,7 +20,7 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import MIB
 from peakcast.models.baseline.device_memory import one_communicator_bytes
 from peakcast.models.baseline.measured_constants import outside
-from peakcast.web.asking import Asked, answered
+from peakcast.web.asking import PageState, answered
 
 JOB = {"architecture": "llama-3.2-1b", "sequence_length": 512}
 USES = {
@@ -193,7 +193,7 @@ def test_every_door_uses_them_and_says_so(capsys: pytest.CaptureFixture[str]) ->
     point = api.predict(JOB, "H100-80GB").peak_device_bytes.point
     (batch,) = api.predict_batch([question])
     assert batch["peak_device_bytes"]["point"] == point
-    page = answered(Asked(text=json.dumps(JOB), gpu="H100-80GB")).prediction
+    page = answered(PageState(text=json.dumps(JOB), gpu="H100-80GB")).prediction
     assert page.peak_device_bytes.point == point
     flags = ["--model", "llama-3.2-1b", "--sequence-length", "512", "--gpu", "H100-80GB", "--json"]
     cli._run(["predict", *flags])

@@ -33,22 +33,45 @@ RUNS_SCRIPTS = "dryrun.md"
 TRACES = re.compile(r"PEAKCAST_RECIPES=recipes|peakcast ((explain|replay|collect) .*--(trace|module)|verify grid.yaml)")
 """Commands that record a network or use what was recorded, and those that trace a step: other tests hold the answers
 against traces; here they take as long as all other commands together."""
+
+
+def takes_long(page: str, command: str) -> bool:
+    """Whether `command` of `page` runs only where the tests marked `whole` do."""
+    return page == RUNS_SCRIPTS or TRACES.search(command) is not None
+
+
 SHOWN = [
     pytest.param(
         page,
         *pair,
         id=f"{page}: {pair[0][:60]}",
-        marks=[pytest.mark.whole] * (page == RUNS_SCRIPTS or bool(TRACES.search(pair[0]))),
+        marks=[pytest.mark.whole] * takes_long(page, pair[0]),
     )
     for page, path in PAGES.items()
     for pair in commands(path.read_text(encoding="utf-8"))
 ]
 
 
+class Page:
+    """A folder in which the commands of one page run in their order: one may need what those before it wrote."""
+
+    def __init__(self, path: Path, folder: Path) -> None:
+        self.name, self.folder = path.name, prepare(folder, path)
+        self._waiting = [command for command, _ in commands(path.read_text(encoding="utf-8"))]
+
+    def printed(self, command: str, programs: Path) -> str:
+        """What `command` prints. One that takes long runs those before it first, whose own tests may be deselected."""
+        if takes_long(self.name, command):
+            while self._waiting[0] != command:
+                run(self._waiting.pop(0), self.folder, [programs])
+        self._waiting.remove(command)
+        return run(command, self.folder, [programs])
+
+
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """A folder for each page, in which its commands run in their order."""
-    return {page: prepare(tmp_path_factory.mktemp(page.removesuffix(".md")), path) for page, path in PAGES.items()}
+def opened_pages(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Page]:
+    """Each page with a folder of its own."""
+    return {name: Page(path, tmp_path_factory.mktemp(name.removesuffix(".md"))) for name, path in PAGES.items()}
 
 
 SERVER = """
@@ -114,9 +137,9 @@ def forked(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 @pytest.mark.parametrize(("page", "command", "shown"), SHOWN)
 def test_a_command_prints_what_its_page_shows(
-    page: str, command: str, shown: str, folders: dict[str, Path], forked: Path
+    page: str, command: str, shown: str, opened_pages: dict[str, Page], forked: Path
 ) -> None:
-    assert run(command, folders[page], [forked]) == shown, REFRESH
+    assert opened_pages[page].printed(command, forked) == shown, REFRESH
 
 
 @pytest.mark.whole

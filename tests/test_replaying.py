@@ -129,12 +129,12 @@ def test_the_two_add_up(tmp_path):
 
 
 def test_a_recording_beside_itself_has_no_difference():
-    from peakcast.explaining.beside import beside
+    from peakcast.explaining.recording_comparison import compare_recording
     from peakcast.models.allocator.history_replay import allocated_bytes
 
     (history,) = read_histories(STEP)
     timeline = recorded_timeline(history)
-    found = beside(timeline, timeline, allocated_bytes(history), "itself")
+    found = compare_recording(timeline, timeline, allocated_bytes(history), "itself")
     for moment in found.phases:
         assert moment.missing_bytes == 0
         assert moment.unpredicted_bytes == 0

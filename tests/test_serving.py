@@ -22,7 +22,7 @@ from peakcast.core.errors import SpecError
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.models.calibration.calibration import UNCALIBRATED, Calibration
 from peakcast.models.prediction.predict import predict
-from peakcast.models.prediction.serving import MAX_JOB_CHARACTERS, answer_row, job_columns, job_of
+from peakcast.models.prediction.serving import MAX_JOB_CHARACTERS, answer_row, job_columns, job_mapping
 from peakcast.tracking import Tracker
 
 pytestmark = [  # mlflow's own
@@ -37,9 +37,9 @@ CALIBRATION = Calibration(gpu="H100-80GB", created="2026-11-21", rows_digest="")
 
 
 def test_a_job_is_json_or_columns():
-    assert job_of({"job": json.dumps(JOB), "sequence_length": None}) == JOB
-    assert job_of({"job": float("nan"), **JOB, "optimizer.name": "sgd"}) == {**JOB, "optimizer": {"name": "sgd"}}
-    assert job_of({"architecture": "llama-3.2-1b", "sequence_length": 512.0}) == JOB
+    assert job_mapping({"job": json.dumps(JOB), "sequence_length": None}) == JOB
+    assert job_mapping({"job": float("nan"), **JOB, "optimizer.name": "sgd"}) == {**JOB, "optimizer": {"name": "sgd"}}
+    assert job_mapping({"architecture": "llama-3.2-1b", "sequence_length": 512.0}) == JOB
     assert {"architecture", "micro_batch_size", "parallelism.zero_stage"} <= set(job_columns())
 
 
@@ -82,8 +82,8 @@ def test_an_empty_cell_is_a_default_and_an_empty_column_is_refused():
     from peakcast.models.prediction.serving import rows_of
 
     first, second = rows_of([JOB, {"architecture": "gpt2"}])
-    assert job_of(second) == {"architecture": "gpt2"}
-    assert job_of(first) == JOB
+    assert job_mapping(second) == {"architecture": "gpt2"}
+    assert job_mapping(first) == JOB
     with pytest.raises(SpecError, match="sequence_length is empty or NaN in every row"):
         rows_of([{"architecture": "gpt2", "sequence_length": float("nan")}])
 

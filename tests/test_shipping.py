@@ -54,7 +54,7 @@ class Library:
 
 @pytest.fixture(autouse=True)
 def one_family(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recording, "Recorder", Recorder)
+    monkeypatch.setattr(recording, "WalkRecorder", Recorder)
     monkeypatch.setattr(Recorder, "asked", 0)
     monkeypatch.setattr(shipping, "Walk", SimpleNamespace(read=lambda sample: Wide(8)(*sample)))
 

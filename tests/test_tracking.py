@@ -21,7 +21,7 @@ from peakcast.models.calibration.spread import TERMS, Spread
 from peakcast.models.evaluation.decisions import Decision, Decisions
 from peakcast.models.evaluation.evaluation import Evaluation, Table
 from peakcast.models.evaluation.metrics import Floor, Scored, summarise
-from peakcast.models.evaluation.promotion import Comparison, QuantityComparison
+from peakcast.models.evaluation.promotion import CalibrationComparison, QuantityComparison
 from peakcast.models.prediction.predict import predict
 from peakcast.tracking import MODEL_NAME, Tracker, slug
 
@@ -157,7 +157,7 @@ def test_an_evaluation_is_a_run_with_a_child_per_gpu_type_and_per_fold(tracker, 
     assert [item.path for item in tracker._client.list_artifacts(of_gpu.info.run_id)] == ["calibration.json"]
 
 
-def compared(old: float, new: float) -> Comparison:
+def compared(old: float, new: float) -> CalibrationComparison:
     of_quantity = QuantityComparison(
         quantity="peak_allocated_bytes",
         num_architectures=9,
@@ -166,7 +166,7 @@ def compared(old: float, new: float) -> Comparison:
         difference=new - old,
         standard_error=0.001,
     )
-    return Comparison(gpu="H100-80GB", quantities=(of_quantity,), lost=())
+    return CalibrationComparison(gpu="H100-80GB", quantities=(of_quantity,), lost=())
 
 
 def test_a_worse_fit_is_registered_and_not_promoted_and_the_comparison_is_kept(tracker, calibration, tmp_path):

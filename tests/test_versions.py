@@ -37,7 +37,7 @@ from peakcast.doors.batch import predict_batch
 from peakcast.doors.questions import translation_of
 from peakcast.jobs.conventions import assumed_versions, conventions, unmodelled_versions
 from peakcast.models.baseline.baseline import baseline
-from peakcast.web.asking import Asked, answered
+from peakcast.web.asking import PageState, answered
 from peakcast.web.links import from_query, to_query
 
 TINY = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
@@ -381,8 +381,8 @@ def test_every_command_that_asks_about_a_job_has_the_flags(command: list[str], m
 
 
 def test_the_page_has_a_field_for_versions_or_a_container() -> None:
-    assert answered(Asked(text="gpt2", versions="torch=2.9")).job.versions == {"torch": "2.9"}
-    assert answered(Asked(text="gpt2", versions="26.04")).job.versions == {"ngc_pytorch": "26.04"}
-    assert from_query(to_query(Asked(text="gpt2", versions="26.04"))).versions == "26.04"
+    assert answered(PageState(text="gpt2", versions="torch=2.9")).job.versions == {"torch": "2.9"}
+    assert answered(PageState(text="gpt2", versions="26.04")).job.versions == {"ngc_pytorch": "26.04"}
+    assert from_query(to_query(PageState(text="gpt2", versions="26.04"))).versions == "26.04"
     with pytest.raises(SpecError, match="ngc_pytorch"):
-        answered(Asked(text="gpt2", versions="newest"))
+        answered(PageState(text="gpt2", versions="newest"))

@@ -12,7 +12,7 @@ import pytest
 from peakcast.core.deadline import TimeIsUp, limited
 from peakcast.core.errors import SpecError
 from peakcast.core.units import MIB
-from peakcast.core.workers import Limits, LostError, Workers, check_processes
+from peakcast.core.workers import LostError, QuestionLimits, Workers, check_processes
 
 
 def work(question):
@@ -31,7 +31,7 @@ def work(question):
 
 def test_what_goes_wrong_costs_its_own_answer():
     questions = [*range(40), "die", *range(100, 140), "spin", "fault", "fill", *range(200, 240)]
-    with Workers(work, 2, Limits(1.0, 300 * MIB)) as workers:
+    with Workers(work, 2, QuestionLimits(1.0, 300 * MIB)) as workers:
         answers = dict(workers.answers(questions))
     assert {question: answer for question, answer in answers.items() if isinstance(question, int)} == {
         question: 2 * question for question in questions if isinstance(question, int)
@@ -51,7 +51,7 @@ def test_threads_ask_at_once_and_a_lost_process_is_replaced():
         except (LostError, SpecError) as error:
             found[question] = error.message
 
-    with Workers(work, 2, Limits(2.0)) as workers:
+    with Workers(work, 2, QuestionLimits(2.0)) as workers:
         threads = [threading.Thread(target=ask, args=(workers, q)) for q in (1, "die", "spin", "fault", 2, 3)]
         for thread in threads:
             thread.start()

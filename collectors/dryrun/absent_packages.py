@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from peakcast.collectors.dryrun import byte_tokenizers
-from peakcast.collectors.dryrun.noted import DIRECTLY, Notes, asker
+from peakcast.collectors.dryrun.noted import DIRECTLY, RunFindings, asker
 
 REPORTERS = (
     *("wandb", "tensorboardX", "mlflow", "comet_ml", "neptune", "swanlab", "trackio", "clearml", "aim"),
@@ -66,7 +66,7 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds stubs for the script's own imports, after all other finders have failed. Libraries do not find them, so that
     they do as they would without the package."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: RunFindings) -> None:
         self._notes = notes
         self._found: set[str] = set()
 
@@ -74,7 +74,7 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Install the finder, for later imports of the script."""
         sys.meta_path.append(self)
         if importlib.util.find_spec("tensorboard") is None:
-            torch.utils.tensorboard = sys.modules[BOARD] = _Stub(BOARD)  # type: ignore[attr-defined]
+            torch.utils.tensorboard = sys.modules[BOARD] = _StubModule(BOARD)  # type: ignore[attr-defined]
             sys.modules[BOARD].used = functools.partial(self._say, "tensorboard")  # type: ignore[attr-defined]
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
@@ -89,7 +89,7 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def create_module(self, spec: Any) -> types.ModuleType:
         """The stub."""
-        return byte_tokenizers.module() if spec.name == TOKENIZER else _Stub(spec.name)
+        return byte_tokenizers.module() if spec.name == TOKENIZER else _StubModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Does nothing: `create_module` has filled the stub."""
@@ -99,7 +99,7 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         self._notes.add("script_part_skipped", "command", f"{package} is not installed here: {does} stood in for it.")
 
 
-class _Stub(types.ModuleType):
+class _StubModule(types.ModuleType):
     """A module with anything in it; `used` is called when something is taken from it."""
 
     used: Callable[[], None] = staticmethod(lambda: None)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from peakcast.collectors.dryrun.imports import when_imported
-from peakcast.collectors.dryrun.noted import DIRECTLY, Notes, asker
+from peakcast.collectors.dryrun.noted import DIRECTLY, RunFindings, asker
 
 PACKAGE = "sentencepiece"
 NUM_PIECES = 32_000
@@ -25,15 +25,15 @@ CONTROL = ("<unk>", "<s>", "</s>")
 NUM_BYTES = 256
 
 
-def install(notes: Notes) -> None:
+def install(notes: RunFindings) -> None:
     """Change sentencepiece when the script imports it; where it is not installed, the script finds a stub of it. Each model
     that is replaced is reported to `notes`."""
     replacement = type("SentencePieceProcessor", (Pieces,), {"notes": notes})
-    sys.meta_path.append(_Stub(replacement))
+    sys.meta_path.append(_StubFinder(replacement))
     when_imported(PACKAGE, functools.partial(_replace_missing, replacement=replacement))
 
 
-class _Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _StubFinder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds a stub of sentencepiece for the script's own code, after all other finders have failed."""
 
     def __init__(self, processor: type) -> None:
@@ -71,7 +71,7 @@ def _replace_missing(module: Any, replacement: type) -> None:
 class Pieces:
     """A processor of sentencepiece: control pieces, a piece for each byte, and others as which nothing is encoded."""
 
-    notes: Notes
+    notes: RunFindings
 
     def __init__(self, model_file: Any = None, **_: Any) -> None:
         self._num_pieces = NUM_PIECES

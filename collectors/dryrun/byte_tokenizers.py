@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from peakcast.collectors.dryrun.imports import when_imported
-from peakcast.collectors.dryrun.noted import Notes
+from peakcast.collectors.dryrun.noted import RunFindings
 
 TEXT_ENDS = {"cl100k_base": (100257, 100277), "o200k_base": (199999, 200019), "o200k_harmony": (199999, 201088)}
 """Encoding -> (id of the token that ends a text, number of all tokens). Source: tiktoken 0.14
@@ -20,12 +20,12 @@ MODELS = {"gpt-4o": "o200k_base", "gpt-4": "cl100k_base", "gpt-3.5": "cl100k_bas
 """Beginning of a model's name -> its encoding; all other models get GPT-2's."""
 
 
-def install(notes: Notes) -> None:
+def install(notes: RunFindings) -> None:
     """Change tiktoken when the script imports it; each replacement is reported to `notes`."""
     when_imported("tiktoken", functools.partial(_in_tiktoken, notes=notes))
 
 
-def _in_tiktoken(module: Any, notes: Notes) -> None:
+def _in_tiktoken(module: Any, notes: RunFindings) -> None:
     fetch, fetch_of_model = module.get_encoding, module.encoding_for_model
 
     def encoding(name: str) -> Any:

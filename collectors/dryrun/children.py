@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.dryrun.command import Command, is_python, read_command
+from peakcast.collectors.dryrun.command import TrainingCommand, is_python, read_command
 from peakcast.core.errors import SpecError
 
 ASKED = ("script", "arguments", "as_module", "world_size", "ranks_per_node", "launched", "accelerate")
@@ -88,7 +88,7 @@ def _words(args: Any, *, shell: bool) -> list[str]:
     return ["sh", "-c", *words] if shell else words
 
 
-def _is_tool(command: Command) -> bool:
+def _is_tool(command: TrainingCommand) -> bool:
     name = command.script
     return any(name == tool or name.startswith(f"{tool}.") for tool in TOOLS) or name.startswith(
         (sys.prefix + os.sep, sys.base_prefix + os.sep)

@@ -45,7 +45,7 @@ RUNNERS = ("pdm", "pipenv", "hatch", "rye")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Command:
+class TrainingCommand:
     """The parts of a training command."""
 
     script: str
@@ -63,7 +63,7 @@ class Command:
     """Whether a launcher starts the script and gives it its rank in the environment."""
 
 
-def read_command(command: Sequence[str], ranks_of_job: int | None = None) -> Command:
+def read_command(command: Sequence[str], ranks_of_job: int | None = None) -> TrainingCommand:
     """Read a command, word by word. `ranks_of_job`: how many processes srun starts if the command does not say. Raises:
     SpecError if it runs no Python script."""
     words = list(command)
@@ -113,7 +113,7 @@ def _started_at_once(words: Sequence[str], ranks_of_job: int | None) -> int | No
     return total or (per_node * (sizes.get("nodes") or 1) if per_node else ranks_of_job)
 
 
-def _read(words: list[str]) -> Command:
+def _read(words: list[str]) -> TrainingCommand:
     if not words:
         raise SpecError(
             "no command is given; put it after --, such as: peakcast dryrun --gpu H100-80GB -- python train.py.",
@@ -129,7 +129,7 @@ def _read(words: list[str]) -> Command:
         python, words = _interpreter(first), _after_options(words[1:])
         if words[:1] == ["-m"] and len(words) > 1:
             if words[1] not in MODULES:
-                return Command(script=words[1], arguments=tuple(words[2:]), as_module=True, python=python)
+                return TrainingCommand(script=words[1], arguments=tuple(words[2:]), as_module=True, python=python)
             words = [MODULES[words[1]], *words[2:]]
         else:
             return replace(_script(words), python=python)
@@ -146,7 +146,7 @@ def _is_shell(word: str) -> bool:
     return word.endswith(".sh") or (start.startswith(b"#!") and start.endswith(tuple(name.encode() for name in SHELLS)))
 
 
-def _shell(words: Sequence[str]) -> Command:
+def _shell(words: Sequence[str]) -> TrainingCommand:
     """The last training command in a shell's script, which is read and not run."""
     words = list(words)
     while words and words[0].startswith("-") and words[0] not in ("-c", "-lc", "-xc", "-ec"):
@@ -175,7 +175,7 @@ def _shell(words: Sequence[str]) -> Command:
     return training[-1]
 
 
-def is_python(command: Command) -> bool:
+def is_python(command: TrainingCommand) -> bool:
     """Whether the command runs Python, judging by its name."""
     return command.as_module or command.script.endswith(SOURCES)
 
@@ -196,13 +196,13 @@ def _after_options(words: list[str]) -> list[str]:
     return words
 
 
-def _script(words: Sequence[str]) -> Command:
+def _script(words: Sequence[str]) -> TrainingCommand:
     if not words:
         raise SpecError("the command names no script; give one, such as python train.py.", parameter="command")
     script, *arguments = words
     if not is_file(script):
         if tool := _tool(script):
-            return Command(script=tool, arguments=tuple(arguments))
+            return TrainingCommand(script=tool, arguments=tuple(arguments))
         if not (script.endswith(SOURCES) or "/" in script or os.path.isdir(script)):
             absent = not script.startswith("-") and shutil.which(script) is None
             raise SpecError(
@@ -218,7 +218,7 @@ def _script(words: Sequence[str]) -> Command:
             parameter="command",
             value=script,
         )
-    return Command(script=script, arguments=tuple(arguments))
+    return TrainingCommand(script=script, arguments=tuple(arguments))
 
 
 def _tool(word: str) -> str:
@@ -228,7 +228,7 @@ def _tool(word: str) -> str:
     return tool if tool is not None and first.startswith(b"#!") and b"python" in first else ""
 
 
-def _launched(launcher: str, words: list[str]) -> Command:
+def _launched(launcher: str, words: list[str]) -> TrainingCommand:
     """The script that a launcher starts, and its ranks."""
     if launcher == "accelerate":
         if words[:1] != ["launch"]:
@@ -248,7 +248,7 @@ def _launched(launcher: str, words: list[str]) -> Command:
     if as_module:
         if not words:
             raise SpecError(f"the command of {launcher} names no module after -m; give one.", parameter="command")
-        command = Command(script=words[0], arguments=tuple(words[1:]), as_module=True)
+        command = TrainingCommand(script=words[0], arguments=tuple(words[1:]), as_module=True)
     else:
         command = _script(words)
     if command.arguments[:1] == ("--",):  # launchers use argparse, which removes it

@@ -41,7 +41,7 @@ class Described:
 
 def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     """The job of the networks and optimizers that `steps` has seen."""
-    network = max(steps.networks, key=_trained_elements) if steps.networks else Functions(steps.optimizers)
+    network = max(steps.networks, key=_trained_elements) if steps.networks else FunctionalModule(steps.optimizers)
     parameters = list(network.parameters())
     config = next((part.config for part in network.modules() if hasattr(getattr(part, "config", None), "to_dict")), None)
     length, batch = _sizes(steps)
@@ -82,7 +82,7 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
     return Described(_told(job), ())
 
 
-class Functions(torch.nn.Module):  # type: ignore[misc]
+class FunctionalModule(torch.nn.Module):  # type: ignore[misc]
     """The trained tensors of a network that is no module: its forward is functions of them."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:

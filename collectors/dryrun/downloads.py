@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from peakcast.collectors.dryrun.imports import when_imported
-from peakcast.collectors.dryrun.noted import Notes, asker
+from peakcast.collectors.dryrun.noted import RunFindings, asker
 from peakcast.collectors.dryrun.token_files import words
 
 BY_ITSELF = frozenset({"peakcast", "requests", "urllib"})
@@ -21,7 +21,7 @@ BY_ITSELF = frozenset({"peakcast", "requests", "urllib"})
 class Downloads:
     """Texts in the place of downloads that fail; each is reported to `notes`. Other kinds of files fail as they would."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: RunFindings) -> None:
         self._notes = notes
 
     def install(self) -> None:

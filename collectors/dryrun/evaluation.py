@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from peakcast.collectors.dryrun.imports import when_imported
-from peakcast.collectors.dryrun.noted import Notes, where
+from peakcast.collectors.dryrun.noted import RunFindings, where
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.core.units import format_gib
 
@@ -38,7 +38,7 @@ class _Evaluation:
 class Evaluations:
     """Forwards of a network in evaluation mode and without gradients, and everything that runs until it trains again."""
 
-    def __init__(self, tracer: Tracer, notes: Notes, *, skip: bool) -> None:
+    def __init__(self, tracer: Tracer, notes: RunFindings, *, skip: bool) -> None:
         self._tracer, self._notes, self._skip = tracer, notes, skip
         self._seen: list[_Evaluation] = []
 

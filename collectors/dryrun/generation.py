@@ -13,13 +13,13 @@ from typing import Any
 import torch
 
 from peakcast.collectors.dryrun.imports import when_imported
-from peakcast.collectors.dryrun.noted import Notes
+from peakcast.collectors.dryrun.noted import RunFindings
 
 FEW = 8
 """Tokens that are generated at either end."""
 
 
-def install(notes: Notes) -> None:
+def install(notes: RunFindings) -> None:
     """Shorten what is generated in this process, and note it."""
     when_imported("transformers.utils", _without_sklearn)
     when_imported("transformers.generation.utils", functools.partial(_shorten, notes))
@@ -30,7 +30,7 @@ def _without_sklearn(module: Any) -> None:
     module.is_sklearn_available = lambda: False
 
 
-def _shorten(notes: Notes, module: Any) -> None:
+def _shorten(notes: RunFindings, module: Any) -> None:
     generate = module.GenerationMixin.generate
 
     @functools.wraps(generate)

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 
-from peakcast.collectors.dryrun.noted import Notes, where
+from peakcast.collectors.dryrun.noted import RunFindings, where
 
 
-def install(notes: Notes) -> None:
+def install(notes: RunFindings) -> None:
     """Replace CUDA graphs in this process."""
 
     class Graph:

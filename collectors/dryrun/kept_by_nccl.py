@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_iter
 
 from peakcast.catalog import Device
 from peakcast.catalog.speeds import speed
-from peakcast.collectors.dryrun.noted import Notes, where
+from peakcast.collectors.dryrun.noted import RunFindings, where
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.core.units import format_gib
 from peakcast.core.versions import release
@@ -104,7 +104,7 @@ class KeptByNccl:
         """Whether something was left to the watchdog."""
         return bool(self._holding or self._ended)
 
-    def say(self, notes: Notes, step_ends: Sequence[int], num_bytes: int) -> None:
+    def say(self, notes: RunFindings, step_ends: Sequence[int], num_bytes: int) -> None:
         """Note how many steps' tensors are counted, with `num_bytes` at the peak; steps end at the operations
         `step_ends`."""
         if not self.keeps or num_bytes <= 0:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from peakcast.collectors.dryrun.imports import when_imported
-from peakcast.collectors.dryrun.noted import DIRECTLY, Notes, asker
+from peakcast.collectors.dryrun.noted import DIRECTLY, RunFindings, asker
 from peakcast.collectors.tracing import inductor, triton_stub
 
 FLASH_ATTENTION = ("flash_attn", "flash_attn_interface")
@@ -27,7 +27,7 @@ PACKAGES = (*FLASH_ATTENTION, "kernels", "triton")
 class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Finds stubs of `PACKAGES` for the script's own code, after all other finders have failed."""
 
-    def __init__(self, notes: Notes) -> None:
+    def __init__(self, notes: RunFindings) -> None:
         self._notes = notes
         self._asked: set[str] = set()
         self._stood_in = False

@@ -25,7 +25,7 @@ _LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 
 
 @dataclass
-class Notes:
+class RunFindings:
     """Findings of one run, each place once."""
 
     findings: list[Finding] = field(default_factory=list)

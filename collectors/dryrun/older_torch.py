@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.distributed.fsdp import FullyShardedDataParallel
 
-from peakcast.collectors.dryrun.noted import Notes
+from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.collectors.tracing import attention
 from peakcast.core.versions import release
 
@@ -103,7 +103,7 @@ def _keep_denominators() -> None:
     functions._foreach_add_, functions._foreach_addcdiv_ = added, divided
 
 
-def say(notes: Notes, asked: str | None, script: str, *, autocast: bool) -> None:
+def say(notes: RunFindings, asked: str | None, script: str, *, autocast: bool) -> None:
     """Say what another release would allocate, if none was `asked`: of a `script`, its text, that ran under `autocast`."""
     if asked is None and autocast and not _is_older(torch.__version__) and any(name in script for name in NORMS):
         notes.add(

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from peakcast.collectors.dryrun.imports import when_imported
-from peakcast.collectors.dryrun.noted import Notes, where
+from peakcast.collectors.dryrun.noted import RunFindings, where
 
 LOGGERS = {
     "WANDB_MODE": "disabled",
@@ -72,7 +72,7 @@ def _set_datasets_cache(folder: Path) -> None:
     os.environ["HF_DATASETS_CACHE"] = str(folder)
 
 
-def install(notes: Notes) -> None:
+def install(notes: RunFindings) -> None:
     """Install it in this process."""
 
     def skip(what: str) -> Any:

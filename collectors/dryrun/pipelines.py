@@ -20,7 +20,7 @@ from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.core.errors import CollectorError
 
 
-class Stages:
+class StageShapes:
     """Shapes that stages exchange. `question` is the dry run's; if it has "sends", the run only reports what that stage
     sends."""
 

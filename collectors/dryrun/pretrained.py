@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.collectors.dryrun.imports import when_imported
-from peakcast.collectors.dryrun.noted import Notes
+from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
 from peakcast.collectors.dryrun.quantized import quantize, quantizer_of
 from peakcast.collectors.dryrun.rows import Rows
@@ -35,7 +35,7 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 class Stand:
     """Replaces what cannot be downloaded, and reports it to `notes`."""
 
-    def __init__(self, notes: Notes, lengths: Sequence[int] | None) -> None:
+    def __init__(self, notes: RunFindings, lengths: Sequence[int] | None) -> None:
         self.notes = notes
         shortest, longest = lengths or (DEFAULT_LENGTH, DEFAULT_LENGTH)
         self._rows = Rows(shortest, longest, self._say)

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from peakcast.collectors.dryrun import functions, warm
 from peakcast.collectors.dryrun.children import ASKED
-from peakcast.collectors.dryrun.command import Command
+from peakcast.collectors.dryrun.command import TrainingCommand
 from peakcast.collectors.dryrun.missing import hint
 from peakcast.collectors.machine.environments import environment_for
 from peakcast.core.errors import CollectorError, ScriptError
@@ -50,7 +50,7 @@ class Process(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class DryRunLimits:
     """Time and memory that a dry run may use."""
 
     seconds: float = 600.0
@@ -58,7 +58,7 @@ class Limits:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Seen:
+class RankReport:
     """What a dry run saw of one rank."""
 
     timelines: Mapping[str, Timeline]
@@ -77,17 +77,17 @@ class Seen:
 
 
 def run(
-    command: Command,
+    command: TrainingCommand,
     gpu: str,
     rank: int,
-    limits: Limits,
+    limits: DryRunLimits,
     *,
     function: Callable[[], object] | None = None,
     lengths: tuple[int, int] | None = None,
     skip_evaluation: bool = False,
     torch: str | None = None,
     output: Callable[[str], None] | None = None,
-) -> Seen:
+) -> RankReport:
     """What `rank` of `command`, or of `function` instead, allocates on `gpu`. `lengths`: tokens of the shortest and the
     longest synthetic row; if they differ, steps are followed until the longest has occurred. `skip_evaluation`: evaluation
     does not count. `torch`: the release whose allocations are followed, by default the installed one's. `output` is called
@@ -115,7 +115,7 @@ def run(
 
 @contextmanager
 def started(
-    command: Command, asked: Mapping[str, Any], folder: Path, function: Callable[[], object] | None = None
+    command: TrainingCommand, asked: Mapping[str, Any], folder: Path, function: Callable[[], object] | None = None
 ) -> Iterator[Process]:
     """A context with a process that runs `command`, or `function` instead, and writes its answer to what is `asked` to the
     file `ANSWER` of `folder`. At the end of the context, the process and everything that it has started are ended."""
@@ -190,12 +190,12 @@ def _wait(process: Process, deadline: float, log: Path, answer: Path, output: Ca
                 process.wait(POLL_SECONDS)
 
 
-def _answer(code: int | None, folder: Path, command: Command, limits: Limits, seconds: float) -> Seen:
+def _answer(code: int | None, folder: Path, command: TrainingCommand, limits: DryRunLimits, seconds: float) -> RankReport:
     if code != 0:
         lines = _last_lines(folder / LOG)
         raise ScriptError(_why(code, command, limits, lines), command.script, lines[-MOST_LINES:])
     answer = json.loads((folder / ANSWER).read_text(encoding="utf-8"))
-    return Seen(
+    return RankReport(
         timelines={step: timeline_from_mapping(mapping) for step, mapping in answer["timelines"].items()},
         job=answer["job"],
         findings=tuple(Finding(**finding) for finding in answer["findings"]),
@@ -214,7 +214,7 @@ def _last_lines(log: Path) -> list[str]:
         return printed.read().decode(errors="replace").rstrip().splitlines()
 
 
-def _why(code: int | None, command: Command, limits: Limits, lines: list[str]) -> str:
+def _why(code: int | None, command: TrainingCommand, limits: DryRunLimits, lines: list[str]) -> str:
     script = command.script
     if code is None:
         return (

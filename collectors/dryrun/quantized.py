@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from peakcast.collectors.dryrun.noted import Notes
+from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.collectors.stacks.parts import quantized_fakes
 
 BITSANDBYTES = "bitsandbytes"
@@ -46,7 +46,7 @@ def quantizer_of(name: str, config: Any, keywords: dict[str, Any]) -> Any:
     return quantizer
 
 
-def quantize(network: Any, quantizer: Any, notes: Notes) -> None:
+def quantize(network: Any, quantizer: Any, notes: RunFindings) -> None:
     """Move `network` from the CPU to the GPU. The layers that `quantizer` chooses become as they are after loading: each
     one is moved and then packed on the GPU, one after the other."""
     from transformers.pytorch_utils import Conv1D

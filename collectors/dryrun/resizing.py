@@ -21,13 +21,13 @@ aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
-class Batch:
+class BatchShape:
     """A number of sequences with a number of tokens each."""
 
     size: int
     length: int
 
-    def resized(self, shape: tuple[int, ...], other: Batch, *, floats: bool) -> tuple[int, ...] | None:
+    def resized(self, shape: tuple[int, ...], other: BatchShape, *, floats: bool) -> tuple[int, ...] | None:
         """The shape in `other` of a tensor that has `shape` in this batch; None if it does not belong to a batch. A row may
         have one more token, the next one; floating-point tensors are rows of vectors."""
         one = {self.length: other.length, self.length + 1: other.length + 1}
@@ -47,9 +47,9 @@ class Resizing:
     """Changes batches of size `own` to another size, only while `outside()` is true, i.e. no network runs; `ask` returns
     the other size when the first batch comes."""
 
-    def __init__(self, own: Batch, ask: Callable[[], Batch], outside: Callable[[], bool]) -> None:
+    def __init__(self, own: BatchShape, ask: Callable[[], BatchShape], outside: Callable[[], bool]) -> None:
         self._own, self._ask, self._outside = own, ask, outside
-        self._other: Batch | None = None
+        self._other: BatchShape | None = None
 
     def arguments(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         """`args` of an operator that copies a batch from the CPU to the GPU, with that batch resized."""

@@ -41,12 +41,12 @@ class Session:
         import torch
 
         from peakcast.collectors.dryrun import lazy_modules, values
-        from peakcast.collectors.dryrun.noted import Notes
+        from peakcast.collectors.dryrun.noted import RunFindings
         from peakcast.collectors.tracing import inductor
 
         asked = self.question
         device = catalog.gpu(asked["gpu"])
-        self.notes, tracer = Notes(), self.tracer(device)
+        self.notes, tracer = RunFindings(), self.tracer(device)
         own = torch.device("cuda", asked["rank"] % asked["ranks_per_node"])
         self._stand_in_for_gpus(device, own, tracer)
         self._stand_in_for_files()
@@ -89,7 +89,7 @@ class Session:
         """Let torch run on fake tensors, as the release that is asked for, and be one rank of several."""
         from peakcast.collectors.dryrun import older_torch, ranks
         from peakcast.collectors.dryrun.kept_by_nccl import KeptByNccl
-        from peakcast.collectors.dryrun.pipelines import Stages
+        from peakcast.collectors.dryrun.pipelines import StageShapes
         from peakcast.collectors.tracing import patches
 
         asked = self.question
@@ -98,7 +98,7 @@ class Session:
         ranks.install(asked["rank"], asked["world_size"], tracer.name)
         self.kept = KeptByNccl(tracer, device)
         self.kept.install(asked.get("torch"))
-        Stages(asked).install()
+        StageShapes(asked).install()
 
     def _stand_in_for_programs(self) -> None:
         """Replace what the script would start or load: other programs, its children, kernels, pretrained weights."""

@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from peakcast.collectors.dryrun.files import Overlay
-from peakcast.collectors.dryrun.noted import DIRECTLY, ITS_MEANS, Notes, asker
+from peakcast.collectors.dryrun.noted import DIRECTLY, ITS_MEANS, RunFindings, asker
 
 SUFFIXES = (".bin", ".npy", ".txt")
 LISTED = {".npy": (".npy", "np.load"), ".bin": (".bin", "memmap", "fromfile")}
@@ -48,7 +48,7 @@ NUM_BYTES = 256
 class TokenFiles:
     """Makes the files that a script's own code opens."""
 
-    def __init__(self, overlay: Overlay, notes: Notes) -> None:
+    def __init__(self, overlay: Overlay, notes: RunFindings) -> None:
         self._overlay = overlay
         self._notes = notes
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wr
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from peakcast.collectors.dryrun import collective_values
-from peakcast.collectors.dryrun.noted import Notes
+from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.collectors.dryrun.resizing import Resizing
 from peakcast.collectors.tracing.known_values import KnownValuesMode, label, value_of
 
@@ -44,7 +44,7 @@ class ScriptMode(KnownValuesMode):
     """Makes a script's tensors fake if they are on a GPU or large; `notes` gets what was made up. For small integer and
     boolean tensors (tokens, masks, positions), the values are known as long as they follow from the script's own data."""
 
-    def __init__(self, notes: Notes, device: torch.device) -> None:
+    def __init__(self, notes: RunFindings, device: torch.device) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.notes = notes
         self.device = device

@@ -19,7 +19,7 @@ import torch
 
 from peakcast.catalog import Device
 from peakcast.collectors.dryrun.files import Overlay
-from peakcast.collectors.dryrun.resizing import Batch, Resizing, outside_of
+from peakcast.collectors.dryrun.resizing import BatchShape, Resizing, outside_of
 from peakcast.collectors.dryrun.session import ANSWERED, Session, end
 from peakcast.collectors.dryrun.steps import ScriptSteps
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
@@ -40,7 +40,7 @@ class WalkedSession(Session):
 
     def __init__(self, question: Mapping[str, Any], overlay: Overlay) -> None:
         super().__init__(question, overlay)
-        self._own = Batch(*question["walks"])
+        self._own = BatchShape(*question["walks"])
         self._asked = self._own
 
     def tracer(self, device: Device) -> StretchTracer:
@@ -55,7 +55,7 @@ class WalkedSession(Session):
         self.mode.resizing = Resizing(self._own, self._serve, outside_of(steps.depth))
         return steps
 
-    def _serve(self) -> Batch:
+    def _serve(self) -> BatchShape:
         """Answer questions forever; it only returns in a forked copy, which has its question."""
         folder = Path(self.question["folder"])
         number = 0
@@ -68,7 +68,7 @@ class WalkedSession(Session):
             child = os.fork()
             if child == 0:
                 layers, size, length = json.loads(question.read_text(encoding="utf-8"))
-                self._asked = Batch(size, length)
+                self._asked = BatchShape(size, length)
                 assert isinstance(self.steps, WalkedSteps)
                 self.steps.layers = layers
                 return self._asked
@@ -152,7 +152,7 @@ class WalkedSteps(ScriptSteps):
             self.tracer.name(self._network.named_buffers(), Category.OTHER)
         self._updated |= {name for name, weight in self._network.named_parameters() if weight.grad is not None}
 
-    def walk(self, asked: Batch) -> dict[str, Any]:
+    def walk(self, asked: BatchShape) -> dict[str, Any]:
         """The walk of the last step, with batches of `asked`. Raises: CollectorError if the step cannot be a walk."""
         if self._refused or self._network is None:
             raise CollectorError(self._refused or "no optimizer of torch steps")

@@ -12,8 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.dryrun.command import Command
-from peakcast.collectors.dryrun.process import LOG, Limits, Process, started
+from peakcast.collectors.dryrun.command import TrainingCommand
+from peakcast.collectors.dryrun.process import LOG, DryRunLimits, Process, started
 from peakcast.core.errors import CollectorError
 
 Walk = Callable[[int | None, int, int], dict[str, Any]]
@@ -24,9 +24,9 @@ POLL_SECONDS = 0.01
 
 @contextmanager
 def script_walks(
-    command: Command,
+    command: TrainingCommand,
     gpu: str,
-    limits: Limits,
+    limits: DryRunLimits,
     batch: tuple[int, int],
     *,
     function: Callable[[], object] | None = None,

@@ -32,14 +32,14 @@ Probe = Callable[[str, int, float], Mapping[str, Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MeasuredConstants:
     """The constants that were read, and sentences about what could not be read or is unusual."""
 
     constants: Constants
     remarks: tuple[str, ...]
 
 
-def read_constants(gpu: str | None, timeout_seconds: float, probe: Probe | None = None) -> Reading:
+def read_constants(gpu: str | None, timeout_seconds: float, probe: Probe | None = None) -> MeasuredConstants:
     """Read the GPU of this machine, which is of type `gpu` (None: the type that CUDA reports). `timeout_seconds` limits
     each program.
 
@@ -74,7 +74,7 @@ def read_constants(gpu: str | None, timeout_seconds: float, probe: Probe | None 
         versions=FrozenMapping({name: str(version) for name, version in versions.items() if version}),
         observed=datetime.date.today().isoformat(),
     )
-    return Reading(found, tuple(remarks))
+    return MeasuredConstants(found, tuple(remarks))
 
 
 def run_probe(module: str, num_ranks: int, timeout_seconds: float) -> Mapping[str, Any]:

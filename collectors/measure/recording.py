@@ -37,7 +37,7 @@ class Library:
     """Names of values that the libraries' code may read from a configuration."""
 
 
-class Recorder:
+class WalkRecorder:
     """Records walks in the environment of the interpreter `python`, one job at a time. Used as a context manager.
 
     Raises: CollectorError with the message of the process there.
@@ -48,7 +48,7 @@ class Recorder:
         self._around = ExitStack()
         self._worker: _Worker | None = None
 
-    def __enter__(self) -> Recorder:
+    def __enter__(self) -> WalkRecorder:
         self._environment = self._around.enter_context(environment_for(self._python))
         return self
 

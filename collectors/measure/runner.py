@@ -38,7 +38,7 @@ Cell = tuple[TrainingJob, int, str]
 
 
 @dataclass
-class Summary:
+class CollectionSummary:
     """Results of a collection, as numbers of cells."""
 
     total: int = 0
@@ -83,7 +83,7 @@ def collect(
     progress: Progress | None = None,
     on_row: Callable[[Measurement], None] | None = None,
     work: str = WORK,
-) -> Summary:
+) -> CollectionSummary:
     """Measure or trace the jobs of `grid` that `shard` does not have; rows are appended to `shard` as they come. A job that
     is in `grid` twice, or every job if `settings.repeats` is above 1, is measured again as a repeat (`case: repeat 2`).
     Timelines, if `settings.history` asks for them, are files in `timelines_folder(shard)`, named after rows' keys.
@@ -115,7 +115,8 @@ class _Cells:
         self._shared = SharedShard(shard, trace=settings.trace, gpu=self._gpu)
         self._left = deque(cell for cell in cells if cell_identity(*cell) not in self._shared.done)
         self._started = time.monotonic()
-        self.summary = Summary(total=len(cells), unreadable=self._shared.unreadable, skipped=len(cells) - len(self._left))
+        skipped = len(cells) - len(self._left)
+        self.summary = CollectionSummary(total=len(cells), unreadable=self._shared.unreadable, skipped=skipped)
 
     def begin(self) -> None:
         """Make sure that rows can be written. Raises: RecordError."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import ModuleType
 
 from peakcast.collectors.machine.versions import followed
-from peakcast.core.durable import explained
+from peakcast.core.durable import file_errors
 from peakcast.jobs.spec import TrainingJob
 from peakcast.measurements import store
 from peakcast.measurements.records import Measurement
@@ -63,7 +63,7 @@ class SharedShard:
         store.require_writable(self._shard)
         if fcntl is not None and self._locks is None:
             path = self._shard.with_name(f".{self._shard.name}.lock")
-            with explained(path, "written"):
+            with file_errors(path, "written"):
                 self._locks = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
 
     def take(self, cell: str) -> bool:

@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import Reading, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows
 from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.recognise import Beside, translated
+from peakcast.dialects.recognise import ReadOptions, translated
 from peakcast.measurements.records import Measurement
 
 
@@ -24,12 +24,12 @@ def read_configured_rows(
     """Every row of `path`, in file order. `assumptions`: those of every row, beside the dialect's. `out_of_scope`: why a
     row is, beside what the dialect reports as not modelled. Raises: RecordError naming file and line."""
 
-    def reading(record: Mapping[str, Any]) -> Reading:
+    def reading(record: Mapping[str, Any]) -> ImportedRow:
         pasted = Pasted(
             values=record["config"], where="config", num_gpus=record["num_gpus"], model=record.get("model"),
         )
-        read = translated(pasted, Beside(versions=asked_versions(record["versions"]), dialect=record.get("dialect")))
-        return Reading(
+        read = translated(pasted, ReadOptions(versions=asked_versions(record["versions"]), dialect=record.get("dialect")))
+        return ImportedRow(
             job=read.job,
             assumptions=(*assumptions, *read.assumptions, *read.warnings),
             out_of_scope=(*read.unsupported, *out_of_scope(record)),

@@ -1,4 +1,4 @@
-"""Published readings of the memory that a process holds on a GPU before it has a model: `Reading`, and its table.
+"""Published readings of the memory that a process holds on a GPU before it has a model: `LoggedMemory`, and its table.
 
 Source: `device_constants_h100.jsonl`, nvidia-smi as the logs of KellerJordan/modded-nanogpt print it after NCCL's first
 collective of all ranks; the facts about it are in `datasets/README.md`. A reading has no job, so it is no `Measurement`.
@@ -26,7 +26,7 @@ print it after the model was built or warmed up (3.4 to 21 GiB)."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class LoggedMemory:
     """One line of the source, in bytes."""
 
     case: str
@@ -48,25 +48,25 @@ class Reading:
     path: str
 
 
-def read_device_constants(path: Path) -> list[Reading]:
+def read_device_constants(path: Path) -> list[LoggedMemory]:
     """Every line of `device_constants_h100.jsonl`, in file order. Raises: RecordError naming file and line."""
     return read_jsonl(path, _reading)
 
 
-def write_readings(path: Path, readings: Iterable[Reading]) -> None:
+def write_readings(path: Path, readings: Iterable[LoggedMemory]) -> None:
     """Write the table of `readings` to `path`. Raises: RecordError when it cannot be written."""
     text = io.StringIO()
-    writer = csv.DictWriter(text, [field.name for field in fields(Reading)], lineterminator="\n")
+    writer = csv.DictWriter(text, [field.name for field in fields(LoggedMemory)], lineterminator="\n")
     writer.writeheader()
     writer.writerows({name: "" if value is None else value for name, value in asdict(row).items()} for row in readings)
     replace_file(path, text.getvalue().encode())
 
 
-def _reading(record: Mapping[str, Any]) -> Reading:
+def _reading(record: Mapping[str, Any]) -> LoggedMemory:
     constant = record["constant"]
     own, used = constant["own_process_mib"], [constant[key] for key in ("gpu0_used_mib", "gpu1_used_mib") if constant[key]]
     process_bytes = None if own is None else own * MIB
-    return Reading(
+    return LoggedMemory(
         case=record["id"],
         gpu=record["gpu"],
         num_ranks=record["num_gpus"],

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows, row_job
 from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
@@ -28,6 +28,6 @@ def read_fsdp_qlora(path: Path) -> list[Measurement]:
     return read_plain_rows(path, _reading)
 
 
-def _reading(record: Mapping[str, Any]) -> Reading:
-    job = job_of(record)
-    return Reading(job=job, assumptions=ASSUMPTIONS, out_of_scope=(OFFLOADS,) if job.offload.parameters else ())
+def _reading(record: Mapping[str, Any]) -> ImportedRow:
+    job = row_job(record)
+    return ImportedRow(job=job, assumptions=ASSUMPTIONS, out_of_scope=(OFFLOADS,) if job.offload.parameters else ())

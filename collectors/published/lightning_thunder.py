@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows, row_job
 from peakcast.core.fields import to_mapping
 from peakcast.measurements.records import Measurement
 
@@ -38,9 +38,9 @@ def read_lightning_thunder(path: Path) -> list[Measurement]:
     return read_plain_rows(path, _reading)
 
 
-def _reading(record: Mapping[str, Any]) -> Reading:
+def _reading(record: Mapping[str, Any]) -> ImportedRow:
     name = record["id"]
-    base = job_of({**record, "framework": "torch"})
+    base = row_job({**record, "framework": "torch"})
     options = dict(base.framework_options)
     if name in APART:
         options["fsdp2_units"] = "ends"
@@ -54,8 +54,8 @@ def _reading(record: Mapping[str, Any]) -> Reading:
         )
     if name in RECOMPUTED_FLOAT8:
         reasons.append("force_recompute_fp8_weight_in_bwd, which lets go of float8 weights after forward, is not modelled.")
-    return Reading(
-        job=job_of(
+    return ImportedRow(
+        job=row_job(
             {**record, "framework": "torch"},
             precision=precision,
             framework_options=options,

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.catalog import gpu
-from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows, row_job
 from peakcast.measurements.records import Measurement
 
 COMMON_ASSUMPTIONS = (
@@ -32,7 +32,7 @@ def read_optimum_benchmark(path: Path) -> list[Measurement]:
     return read_plain_rows(path, _reading)
 
 
-def _reading(record: Mapping[str, Any]) -> Reading:
+def _reading(record: Mapping[str, Any]) -> ImportedRow:
     prompt, new = record["sequence_length"], record["new_tokens"] or 1
     changes = {
         "task": "inference",
@@ -48,8 +48,8 @@ def _reading(record: Mapping[str, Any]) -> Reading:
     stays = record["commit"].startswith(OUTPUTS_STAY)
     if stays and not record["new_tokens"]:
         reasons.append("What the forward before this one returned, a cache and logits, was still held: no job says that.")
-    return Reading(
-        job=job_of({**record, "model": {**record["model"], "max_position_embeddings": positions}}, **changes),
+    return ImportedRow(
+        job=row_job({**record, "model": {**record["model"], "max_position_embeddings": positions}}, **changes),
         assumptions=(*COMMON_ASSUMPTIONS, *facts),
         out_of_scope=tuple(reasons),
         unread=("peak_reserved_bytes", "peak_device_bytes") if stays else (),

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows, row_job
 from peakcast.core.fields import to_mapping
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.measurements.records import Measurement
@@ -36,12 +36,12 @@ def read_peft_method_comparison(path: Path) -> list[Measurement]:
     return read_plain_rows(path, _reading)
 
 
-def _reading(record: Mapping[str, Any]) -> Reading:
+def _reading(record: Mapping[str, Any]) -> ImportedRow:
     adapter = json.loads(record["method"]) if record["method"].startswith("{") else None
     plain = {**record, "optimizer": OPTIMIZERS[record["optimizer"]]}
     casts = "autocast_adapter_dtype True" in record["precision"]
     translation = from_huggingface(
-        job_of(plain).architecture,
+        row_job(plain).architecture,
         {"torch_dtype": "bfloat16", "optim": "adamw_torch"},
         peft=adapter and {**adapter, "autocast_adapter_dtype": casts},
         versions=record["versions"],
@@ -52,8 +52,8 @@ def _reading(record: Mapping[str, Any]) -> Reading:
     job, finetuning = translation.job, to_mapping(translation.job.finetuning)
     if record["optimizer"] == "lora-fa":
         finetuning["method"] = "lora_fa"
-    return Reading(
-        job=job_of(plain, finetuning=finetuning, precision=to_mapping(job.precision), framework_options=UNPADDED),
+    return ImportedRow(
+        job=row_job(plain, finetuning=finetuning, precision=to_mapping(job.precision), framework_options=UNPADDED),
         assumptions=(*COMMON_ASSUMPTIONS, *_trained(record)),
         out_of_scope=tuple(reasons),
     )

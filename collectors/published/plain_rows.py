@@ -36,7 +36,7 @@ KEPT_AS_FOUND = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reading:
+class ImportedRow:
     """How a source's own module reads one row."""
 
     job: TrainingJob
@@ -52,12 +52,12 @@ class Reading:
     source's number is kept in `environment["as_read"]`."""
 
 
-def read_plain_rows(path: Path, reading: Callable[[Mapping[str, Any]], Reading]) -> list[Measurement]:
+def read_plain_rows(path: Path, reading: Callable[[Mapping[str, Any]], ImportedRow]) -> list[Measurement]:
     """Every row of `path` as a `Measurement`, in file order. Raises: RecordError naming file and line."""
     return read_jsonl(path, lambda record: measurement(record, reading(record)))
 
 
-def measurement(record: Mapping[str, Any], reading: Reading) -> Measurement:
+def measurement(record: Mapping[str, Any], reading: ImportedRow) -> Measurement:
     """`record` as a `Measurement` of the job that `reading` has."""
     as_read = record["measured"]
     measured = {name: value for name, value in as_read.items() if name not in reading.unread}
@@ -87,7 +87,7 @@ def measurement(record: Mapping[str, Any], reading: Reading) -> Measurement:
     )
 
 
-def job_of(record: Mapping[str, Any], **changes: Any) -> TrainingJob:
+def row_job(record: Mapping[str, Any], **changes: Any) -> TrainingJob:
     """The row's own job with `changes`, or, if the row has none, the nearest job that its other fields describe.
 
     `changes` are keys of a job file.

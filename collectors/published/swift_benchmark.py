@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import Reading, job_of, read_plain_rows
+from peakcast.collectors.published.plain_rows import ImportedRow, read_plain_rows, row_job
 from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
@@ -27,11 +27,11 @@ def read_swift_benchmark(path: Path) -> list[Measurement]:
     return read_plain_rows(path, _reading)
 
 
-def _reading(record: Mapping[str, Any]) -> Reading:
+def _reading(record: Mapping[str, Any]) -> ImportedRow:
     name = record["job"]["architecture"]["name"]
     own = f"The network's code comes with its weights; {name} is counted as the nearest of transformers' networks."
-    return Reading(
-        job=job_of(record),
+    return ImportedRow(
+        job=row_job(record),
         assumptions=ASSUMPTIONS,
         out_of_scope=(ORDER, *((own,) if name.startswith(OWN_CODE) else ())),
     )

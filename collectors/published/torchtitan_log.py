@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from peakcast.collectors.published.plain_rows import Reading, job_of, measurement
+from peakcast.collectors.published.plain_rows import ImportedRow, measurement, row_job
 from peakcast.collectors.published.source_files import read_jsonl
 from peakcast.measurements.records import Measurement
 
@@ -148,7 +148,7 @@ def _row(record: Mapping[str, Any]) -> Measurement:
     return replace(row, collectives="fake") if fake else row
 
 
-def _reading(record: Mapping[str, Any], unread: tuple[str, ...]) -> Reading:
+def _reading(record: Mapping[str, Any], unread: tuple[str, ...]) -> ImportedRow:
     day = DAYS[record["commit"][:9]]
     torch = (record["versions"] or {}).get("torch")
     changes: dict[str, Any] = {
@@ -158,8 +158,8 @@ def _reading(record: Mapping[str, Any], unread: tuple[str, ...]) -> Reading:
         **(IN_ONE_SCHEDULE if record["id"] == "TLOG-058" else {}),
     }
     reason = REASONS.get(record["id"])
-    return Reading(
-        job=job_of(_complete(record), **changes),
+    return ImportedRow(
+        job=row_job(_complete(record), **changes),
         assumptions=(
             *COMMON_ASSUMPTIONS,
             f"A commit of torchtitan is no release; of this one torchtitan {day.release} is taken: {day.why}.",

@@ -9,7 +9,7 @@ import transformers
 from peakcast.collectors.stacks.steps.observing import shape_of_call
 
 
-class Listener(Protocol):
+class TrainerListener(Protocol):
     """Receives what the callback reports."""
 
     def begins(self, facts: dict[str, Any]) -> None:
@@ -24,9 +24,9 @@ class Listener(Protocol):
 
 
 class TellingCallback(transformers.TrainerCallback):  # type: ignore[misc]
-    """Reports to a `Listener`. Add it to a Trainer's `callbacks`."""
+    """Reports to a `TrainerListener`. Add it to a Trainer's `callbacks`."""
 
-    def __init__(self, listener: Listener) -> None:
+    def __init__(self, listener: TrainerListener) -> None:
         self._listener = listener
         self._largest = 0
         self._hook: Any = None

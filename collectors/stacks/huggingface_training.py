@@ -25,7 +25,7 @@ NEFTUNE_NOISE_ALPHA = 5.0
 class HuggingFaceTraining:
     """One training run of a causal language model."""
 
-    def __init__(self, job: TrainingJob, model: Any, layout: layouts.Layout, batch: dict[str, torch.Tensor]) -> None:
+    def __init__(self, job: TrainingJob, model: Any, layout: layouts.WrappedModel, batch: dict[str, torch.Tensor]) -> None:
         self.job = job
         self.layout = layout
         self.model = layout.model

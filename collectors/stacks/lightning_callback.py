@@ -13,7 +13,7 @@ PACKAGES = ("lightning.pytorch", "pytorch_lightning")
 """Two names of the same library, whose classes cannot be mixed."""
 
 
-class Listener(Protocol):
+class LightningListener(Protocol):
     """Receives what the callback reports."""
 
     def sets_up(self) -> None:
@@ -26,7 +26,7 @@ class Listener(Protocol):
         """The last of `num_steps` optimizer steps has run."""
 
 
-def telling_callback(listener: Listener) -> Any:
+def telling_callback(listener: LightningListener) -> Any:
     """The callback, made for the package that the script has imported, or else for the first one that can be imported.
     Raises: CollectorError."""
     loaded = [name for name in PACKAGES if name in sys.modules]
@@ -38,9 +38,9 @@ def telling_callback(listener: Listener) -> Any:
     raise CollectorError("a callback for Lightning needs lightning; install it with: pip install lightning.")
 
 
-def _made(base: Any, listener: Listener) -> Any:
+def _made(base: Any, listener: LightningListener) -> Any:
     class TellingCallback(base):  # type: ignore[misc]
-        """Reports to a `Listener`. Add it to a Trainer's `callbacks`."""
+        """Reports to a `LightningListener`. Add it to a Trainer's `callbacks`."""
 
         def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
             if stage == "fit":

@@ -73,7 +73,7 @@ class PipelineTraining:
     """One training run of a rank's stages."""
 
     def __init__(
-        self, job: TrainingJob, stages: list[Any], wrapped: list[layouts.Layout], draw: Callable[[], torch.Tensor]
+        self, job: TrainingJob, stages: list[Any], wrapped: list[layouts.WrappedModel], draw: Callable[[], torch.Tensor]
     ) -> None:
         self.job = job
         self.model = torch.nn.ModuleList(stages)

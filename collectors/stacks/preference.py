@@ -46,9 +46,9 @@ OUTPUTS = {
 class PreferenceTraining(HuggingFaceTraining):
     """One training run of a TRL trainer."""
 
-    def __init__(self, job: TrainingJob, model: Any, layout: layouts.Layout, reference: Any) -> None:
+    def __init__(self, job: TrainingJob, model: Any, layout: layouts.WrappedModel, reference: Any) -> None:
         super().__init__(job, model, layout, {})
-        self.batch = batch_of(job)
+        self.batch = preference_batch(job)
         self.reference = reference
         network = causal_model(model)
         for one in (model, *([reference] if reference is not None else [])):
@@ -92,7 +92,7 @@ class PreferenceTraining(HuggingFaceTraining):
 def training_of(
     job: TrainingJob,
     model: Any,
-    layout: layouts.Layout,
+    layout: layouts.WrappedModel,
     device: str,
     making: contextlib.AbstractContextManager[Any] | None = None,
 ) -> PreferenceTraining:
@@ -135,7 +135,7 @@ def _sharded(reference: Any, job: TrainingJob) -> Any:
     return importlib.import_module("trl.models").prepare_fsdp(reference, accelerator)
 
 
-def batch_of(job: TrainingJob) -> dict[str, torch.Tensor]:
+def preference_batch(job: TrainingJob) -> dict[str, torch.Tensor]:
     """The batch that the trainer's collator makes: all chosen sequences, then all rejected ones. Each has full length, and
     all its tokens but the first are the answer."""
     ids = random_tokens(job, job.sequence_length)

@@ -78,9 +78,9 @@ class Stream:
     def cuda_stream(self) -> int:
         return self.stream_id
 
-    def record_event(self, event: Event | None = None) -> Event:
+    def record_event(self, event: FakeEvent | None = None) -> FakeEvent:
         """An event at this moment."""
-        return (event or Event()).record()
+        return (event or FakeEvent()).record()
 
     def query(self) -> bool:
         """True: nothing is left to do."""
@@ -96,13 +96,13 @@ class Stream:
     wait_event = wait_stream
 
 
-class Event:
+class FakeEvent:
     """An event that has happened. The CPU knows this after it has waited."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._recorded = 0
 
-    def record(self, *_: Any) -> Event:
+    def record(self, *_: Any) -> FakeEvent:
         """Returns the event itself, as in torch."""
         self._recorded = _WATCHER.now
         return self
@@ -180,7 +180,7 @@ class _Reducer:
 def install() -> None:
     """Replace them in this process."""
     cuda: Any = torch.cuda
-    cuda.Stream, cuda.Event = Stream, Event
+    cuda.Stream, cuda.Event = Stream, FakeEvent
     cuda.stream, cuda.set_stream = on, _set_stream
     answers = {"default_stream": DEFAULT, "device_count": 1, "current_device": 0}
     # a pipeline saves the state of random numbers while it prepares

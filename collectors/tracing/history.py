@@ -36,7 +36,7 @@ class Operator:
 
 
 @dataclass(frozen=True, slots=True)
-class Storage:
+class ReportedStorage:
     """A tensor's memory as the operators reported it. `operator`: the first operator that used it."""
 
     operator: int
@@ -79,13 +79,13 @@ def allocations(trace: Sequence[Mapping[str, Any]]) -> list[Allocation]:
     return made
 
 
-def named(made: Sequence[Allocation], storages: Sequence[Storage]) -> list[Storage | None]:
+def storage_of_each(made: Sequence[Allocation], storages: Sequence[ReportedStorage]) -> list[ReportedStorage | None]:
     """For each allocation the storage in it, None for a hidden one. A storage belongs to the last allocation at its address
     that was made before the operator that returned the storage ended."""
     at: dict[int, list[Allocation]] = {}
     for allocation in made:
         at.setdefault(allocation.address, []).append(allocation)
-    found: list[Storage | None] = [None] * len(made)
+    found: list[ReportedStorage | None] = [None] * len(made)
     for storage in storages:
         group = at.get(storage.address, [])
         index = bisect.bisect_right(group, (storage.operator, False), key=lambda each: (each.operator, each.between))
@@ -95,7 +95,7 @@ def named(made: Sequence[Allocation], storages: Sequence[Storage]) -> list[Stora
 
 
 def timeline(
-    made: Sequence[Allocation], storages: Sequence[Storage], operators: Sequence[Operator], start: int, stop: int
+    made: Sequence[Allocation], storages: Sequence[ReportedStorage], operators: Sequence[Operator], start: int, stop: int
 ) -> Timeline:
     """The allocations from operator `start` to `stop` (exclusive). Its instants are the allocations made in that range."""
     inside = [index for index, each in enumerate(made) if start <= each.operator < stop]
@@ -103,7 +103,7 @@ def timeline(
         return Timeline.from_entries([], [])
     first, last = inside[0], inside[-1] + 1
     entries = []
-    for allocation, storage in zip(made, named(made, storages), strict=True):
+    for allocation, storage in zip(made, storage_of_each(made, storages), strict=True):
         dies = last if allocation.dies is None else min(allocation.dies, last)
         if allocation.born >= last or dies <= max(first, allocation.born):
             continue
@@ -120,7 +120,9 @@ def timeline(
     return Timeline.from_entries(entries, phases, [_label(each, operators) for each in within])
 
 
-def hidden(made: Sequence[Allocation], storages: Sequence[Storage], operators: Sequence[Operator]) -> list[dict[str, Any]]:
+def hidden(
+    made: Sequence[Allocation], storages: Sequence[ReportedStorage], operators: Sequence[Operator]
+) -> list[dict[str, Any]]:
     """The hidden allocations by operator and phase, those with most bytes at once first: their number, the largest, and how
     many of their bytes lived at the run's peak."""
     change = [0] * (len(made) + 1)
@@ -134,7 +136,7 @@ def hidden(made: Sequence[Allocation], storages: Sequence[Storage], operators: S
         if total > largest:
             largest, peak = total, instant
     groups: dict[tuple[str, str], dict[str, Any]] = {}
-    for allocation, storage in zip(made, named(made, storages), strict=True):
+    for allocation, storage in zip(made, storage_of_each(made, storages), strict=True):
         if storage is not None:
             continue
         phase = _operator(operators, allocation.operator).phase.name.lower()

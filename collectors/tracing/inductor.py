@@ -92,7 +92,7 @@ class Generator(torch.Generator):  # type: ignore[misc]
         return self
 
 
-class _Kernel:
+class _ReportedKernel:
     """A Triton kernel that is launched and does nothing."""
 
     def __init__(self, name: str, tracer: Tracer) -> None:
@@ -160,10 +160,10 @@ def _install(tracer: Tracer) -> None:
     scheduler.has_triton = lambda: True  # type: ignore[attr-defined]
     _triton.triton_hash_with_backend = lambda: ""  # type: ignore[assignment]
     async_compile.AsyncCompile.triton = (  # type: ignore[method-assign]
-        lambda self, name, *arguments, **keywords: _Kernel(name, tracer)
+        lambda self, name, *arguments, **keywords: _ReportedKernel(name, tracer)
     )
     async_compile.AsyncCompile.cpp_pybinding = (  # type: ignore[method-assign]
-        lambda self, *arguments, **keywords: _Kernel("cpp_fused", tracer).run
+        lambda self, *arguments, **keywords: _ReportedKernel("cpp_fused", tracer).run
     )
     # a template (flex attention) is written into the graph's code; the file that would be timed on the GPU is not loaded
     select_algorithm.PyCodeCache = types.SimpleNamespace(  # type: ignore[assignment,misc]

@@ -84,8 +84,8 @@ class Recording(Tracer):
         mappings = {step: timeline_to_mapping(timeline) for step, timeline in steps.items()}
         return {**mappings, "hidden": history.hidden(made, storages, operators)}
 
-    def _storage(self, number: int, address: int) -> history.Storage:
+    def _storage(self, number: int, address: int) -> history.ReportedStorage:
         name, _, born, dies, module = self._entries[number]
         named = self._named.get(number)
         category, called = named or (self._guess(born, self.now if dies is None else dies, self.now), name)
-        return history.Storage(born, address, called or "tensor", Category(category), module)
+        return history.ReportedStorage(born, address, called or "tensor", Category(category), module)

@@ -208,13 +208,6 @@ def _inner(name: str, part: torch.nn.Module) -> tuple[str, torch.nn.Module]:
     return (f"{name}.{WRAPPED}", wrapped) if isinstance(wrapped, torch.nn.Module) else (name, part)
 
 
-def block_name(place: int, num_places: int) -> str:
-    """The name of the block at a place."""
-    if place % 2:
-        return f"layers.{place // 2}"
-    return "embedding" if place == 0 else "head" if place == num_places - 1 else f"between.{place}"
-
-
 def _are_blocks(parts: list[torch.nn.Module]) -> bool:
     """Whether modules that run one after the other are several modules of one class, with submodules."""
     return len(parts) > 1 and len({type(one) for one in parts}) == 1 and any(True for _ in parts[0].children())

@@ -232,7 +232,7 @@ def _train(job: TrainingJob, device: str, tracer: Any) -> dict[str, Timeline]:
         training = build(job, device, longest=True)
         gc.collect()  # objects that wrapping has replaced are in reference cycles
         tracer.name(training.model.named_parameters(), Category.PARAMETERS)
-        steps = Steps(training, tracer)
+        steps = StepFollower(training, tracer)
         with tracer.watching(training.model), _cycles_kept() if compiles(job) else contextlib.nullcontext():
             run_steps(training, NUM_STEPS, steps)
     spans = zip(("first", "steady"), steps.spans, strict=False)
@@ -250,7 +250,7 @@ def _cycles_kept() -> Iterator[None]:
         gc.enable()
 
 
-class Steps:
+class StepFollower:
     """Follows the steps of `training`, and tells `tracer` the phases and the purpose of tensors."""
 
     def __init__(self, training: Any, tracer: Any) -> None:

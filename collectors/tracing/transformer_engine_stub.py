@@ -26,7 +26,7 @@ ABSENT = ("einops", "onnxscript", "onnx", "triton")
 """Packages that its modules import and that a trace never calls."""
 
 
-class _Names:
+class _AnyMember:
     """An enumeration of C++, in which every name exists and is its own value."""
 
     def __init__(self, kind: str) -> None:
@@ -89,7 +89,7 @@ def install() -> bool:
     extension = types.ModuleType("transformer_engine_torch")
     extension.__getattr__ = _missing  # type: ignore[method-assign]
     for name in ENUMERATIONS:
-        setattr(extension, name, _Names(name))
+        setattr(extension, name, _AnyMember(name))
     for name, function in KERNELS.items():
         setattr(extension, name, function)
     package = importlib.util.module_from_spec(found)

@@ -19,7 +19,7 @@ def _copied(tensor: torch.Tensor, memo: dict[int, Any]) -> torch.Tensor:
     return copied
 
 
-class _Kernel:
+class _IdleKernel:
     """A Triton kernel that is launched and does nothing."""
 
     def __getitem__(self, grid: Any) -> Any:
@@ -34,5 +34,5 @@ def install() -> None:
     except ImportError:
         return
     head._TRITON_AVAILABLE = True
-    head._forward_kernel = head._backward_kernel = _Kernel()
+    head._forward_kernel = head._backward_kernel = _IdleKernel()
     head.triton = types.SimpleNamespace(cdiv=lambda a, b: -(-a // b))

@@ -21,7 +21,7 @@ FORWARD, AGAIN, BACKWARD = "forward", "again", "backward"
 
 
 @dataclass(frozen=True, slots=True)
-class Visit:
+class PlacedVisit:
     """A module of `place` is entered or left before the operation `instant`."""
 
     runs: str
@@ -52,7 +52,7 @@ class Visits:
     modules that were read while no module inside it ran (DeepSpeed's `register_external_parameter`)."""
 
     def __init__(self) -> None:
-        self.seen: list[Visit] = []
+        self.seen: list[PlacedVisit] = []
         self.weights: dict[str, dict[str, None]] = {}
         self.first_read: dict[str, int] = {}
         """Parameter -> the place where it was first read."""
@@ -88,7 +88,7 @@ class Visits:
     def enter(self, module: str, arguments: Any, now: int, again: bool) -> None:
         """A module begins to run; `again`: as a recomputation in backward."""
         self._running.append(module)
-        self.seen.append(Visit(AGAIN if again else FORWARD, True, module, now, self.micro_batch, self.place))
+        self.seen.append(PlacedVisit(AGAIN if again else FORWARD, True, module, now, self.micro_batch, self.place))
         if (self.graph or not again) and _has_gradient(arguments):
             self._pass(False, module)
 
@@ -97,7 +97,7 @@ class Visits:
         self._running.pop()
         if results is None:
             return
-        self.seen.append(Visit(AGAIN if again else FORWARD, False, module, now, self.micro_batch, self.place))
+        self.seen.append(PlacedVisit(AGAIN if again else FORWARD, False, module, now, self.micro_batch, self.place))
         if (self.graph or not again) and _has_gradient(tree_iter(results)):
             self._pass(True, module)
 
@@ -109,7 +109,7 @@ class Visits:
         """Backward is about to run node number `node`."""
         while self._passed and self._passed[-1].nodes > node:
             one = self._passed.pop()
-            self.seen.append(Visit(BACKWARD, one.enters, one.module, now, one.micro_batch, one.place))
+            self.seen.append(PlacedVisit(BACKWARD, one.enters, one.module, now, one.micro_batch, one.place))
 
     def begin(self, micro_batch: int) -> None:
         """A new forward begins; nodes that backward has not reached will never be reached."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any
 
-from peakcast.collectors.tracing.stretches import StretchTracer, block_name
-from peakcast.collectors.tracing.wrapping import Group
+from peakcast.collectors.tracing.stretches import StretchTracer
+from peakcast.collectors.tracing.wrapping import ModuleGroup
+from peakcast.timelines.places import block_name
 
 PEFT = "base_model.model."
 """Prefix that peft adds to every name of a network."""
@@ -64,7 +65,7 @@ class WalkNames:
             found.append([module, own, list(weight.shape), weight.element_size(), name in updated])
         return found
 
-    def groups(self, groups: Sequence[Group], weights: Sequence[tuple[str, Any]], num_places: int) -> list[list[Any]]:
+    def groups(self, groups: Sequence[ModuleGroup], weights: Sequence[tuple[str, Any]], num_places: int) -> list[list[Any]]:
         """[role, the block in which the first of its modules begins, the weights as their modules and names] of each."""
         names, found = {id(weight): name for name, weight in weights}, []
         for role, modules, own in groups:

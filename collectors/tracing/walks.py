@@ -26,7 +26,7 @@ from peakcast.collectors.tracing.trace import fake_mode, num_nonzero, one_thread
 from peakcast.collectors.tracing.traceable import check_traceable
 from peakcast.collectors.tracing.visits import FORWARD
 from peakcast.collectors.tracing.walk_names import WalkNames
-from peakcast.collectors.tracing.wrapping import Group, groups_of, wraps_blocks
+from peakcast.collectors.tracing.wrapping import ModuleGroup, groups_of, wraps_blocks
 from peakcast.core.errors import CollectorError, PeakcastError
 from peakcast.dialects.common.network_values import NETWORK, with_values
 from peakcast.dialects.common.own_networks import own_network
@@ -132,7 +132,7 @@ def _walk(job: TrainingJob, tracer: StretchTracer, steps: int) -> dict[str, Any]
     return found
 
 
-def _groups(training: Any) -> list[Group]:
+def _groups(training: Any) -> list[ModuleGroup]:
     """What FSDP gathers together outside of the blocks; unknown for other libraries' networks."""
     return [] if own_network(training.job) is not None else groups_of(training.model)
 
@@ -164,7 +164,7 @@ def mapping_of(
     updated: Set[str],
     cuts: Sequence[Cut],
     end: int,
-    groups: Sequence[Group] = (),
+    groups: Sequence[ModuleGroup] = (),
 ) -> dict[str, Any]:
     """The walk with these `cuts` as JSON values; it ends before the operation `end`. `updated`: the names of `weights` that
     got gradients."""

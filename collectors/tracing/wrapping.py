@@ -13,7 +13,7 @@ CLASS, TABLE, TAIL, ELSEWHERE = "class", "table", "tail", "elsewhere"
 embedding where they share its weight; modules outside of these that hold one of their weights."""
 
 
-class Group(NamedTuple):
+class ModuleGroup(NamedTuple):
     """Modules that are gathered together, by name, in accelerate's order, and their parameters."""
 
     role: str
@@ -27,7 +27,7 @@ def wraps_blocks(model: Any) -> bool:
     return all(type(block).__name__ in named for _, block in blocks_of(_network(model)))
 
 
-def groups_of(model: Any) -> list[Group]:
+def groups_of(model: Any) -> list[ModuleGroup]:
     """The groups outside of the blocks. A tail has its table's weight too if they share one. FSDP2 cannot make them where a
     module of a class contains the table, or where modules elsewhere hold it."""
     names = {id(part): name for name, part in model.named_modules()}
@@ -48,13 +48,13 @@ def groups_of(model: Any) -> list[Group]:
     ]
     if others:
         names_of, weights = zip(*others, strict=True)
-        found.append(Group(ELSEWHERE, tuple(names_of), tuple(weights)))
+        found.append(ModuleGroup(ELSEWHERE, tuple(names_of), tuple(weights)))
     return found
 
 
-def _group(role: str, names: dict[int, str], *parts: Any) -> Group:
+def _group(role: str, names: dict[int, str], *parts: Any) -> ModuleGroup:
     weights = {id(weight): weight for part in parts for weight in part.parameters()}
-    return Group(role, tuple(names[id(part)] for part in parts), tuple(weights.values()))
+    return ModuleGroup(role, tuple(names[id(part)] for part in parts), tuple(weights.values()))
 
 
 def _of_classes(model: Any) -> Iterator[Any]:

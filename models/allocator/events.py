@@ -22,7 +22,7 @@ with suppress(ImportError):  # it exists if there was a compiler when peakcast w
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class AllocatorEvents:
     """Steps as one sequence of events. A *holder* is what holds a block: an entry, or entries of several steps of which
     each continues the one before. `events`: holder means allocate, its complement ~holder means free. If another stream
     still uses the block, (holder + number of holders) comes first: the block is no longer allocated, but not free before
@@ -34,7 +34,7 @@ class Run:
     peak_requested_bytes: int
 
     @classmethod
-    def of(cls, steps: Sequence[Timeline]) -> Run:
+    def of(cls, steps: Sequence[Timeline]) -> AllocatorEvents:
         """The events of `steps`, one after the other."""
         events = [np.zeros(0, dtype=np.int64)]
         offset, num_holders = 0, sum(len(step.num_bytes) for step in steps)

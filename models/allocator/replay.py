@@ -13,7 +13,7 @@ import numpy as np
 from peakcast.core.units import MIB
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.models.allocator.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
-from peakcast.models.allocator.events import Ints, Run
+from peakcast.models.allocator.events import AllocatorEvents, Ints
 from peakcast.models.allocator.sizes import LARGE_SEGMENT_BYTES, MIN_BLOCK_BYTES, SMALL_BYTES, round_request
 from peakcast.timelines.timeline import Timeline
 
@@ -71,7 +71,7 @@ def replay_run(
     A tensor that outlives a step continues as the entry of the next step that is born at instant 0 with the same name,
     module, category and size (else the same category and size). One that no entry continues is freed between the steps.
     """
-    settings, run = settings or Allocator(), Run.of(steps)
+    settings, run = settings or Allocator(), AllocatorEvents.of(steps)
     if compiled and settings.max_split_size_mb is None and allowed_bytes is None:
         found = _replay_compiled(run, settings, capacity_bytes, newest_first=newest_first)
         if found is not None:
@@ -80,7 +80,7 @@ def replay_run(
     return _replay_calls(run, CachingAllocator(settings, newest_first=newest_first, place=None, **limits))
 
 
-def _replay_calls(run: Run, allocator: CachingAllocator) -> Replay:
+def _replay_calls(run: AllocatorEvents, allocator: CachingAllocator) -> Replay:
     """The replay, one call of the simulated allocator after the other."""
     blocks: dict[int, Block] = {}
     sizes, streams = run.num_bytes.tolist(), run.streams.tolist()
@@ -111,7 +111,7 @@ def _replay_calls(run: Run, allocator: CachingAllocator) -> Replay:
 
 
 def _replay_compiled(
-    run: Run, settings: Allocator, capacity_bytes: int | None, *, newest_first: bool = False
+    run: AllocatorEvents, settings: Allocator, capacity_bytes: int | None, *, newest_first: bool = False
 ) -> Replay | None:
     """Replay a run in one compiled loop, as `_replay_calls` does. Returns None if pages of expandable segments go back to
     the driver, which the loop cannot do. Raises: SimulatedOutOfMemoryError."""

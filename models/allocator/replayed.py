@@ -20,7 +20,7 @@ from peakcast.timelines.files import read_timelines
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class ReplayComparison:
     """One timeline under one setting: the peaks in bytes of PyTorch's allocator and of the simulated one, as pairs."""
 
     timeline: str
@@ -34,7 +34,7 @@ class Compared:
         return self.allocated_bytes[0] == self.allocated_bytes[1] and self.reserved_bytes[0] == self.reserved_bytes[1]
 
 
-def compared(replays: Iterable[Mapping[str, Any]], folder: Path) -> list[Compared]:
+def compared(replays: Iterable[Mapping[str, Any]], folder: Path) -> list[ReplayComparison]:
     """Each measured replay with the simulation of its calls. One that gave memory back, or ran out of it, is left out,
     because the GPU's free memory decided it."""
     found = []
@@ -45,7 +45,7 @@ def compared(replays: Iterable[Mapping[str, Any]], folder: Path) -> list[Compare
         expandable = bool(measured["expandable_segments"])
         simulated = replay(timeline, Allocator(expandable_segments=expandable))
         found.append(
-            Compared(
+            ReplayComparison(
                 timeline=measured["timeline"],
                 expandable_segments=expandable,
                 allocated_bytes=(measured["peak_allocated_bytes"], simulated.peak_allocated_bytes),

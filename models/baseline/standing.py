@@ -9,7 +9,7 @@ from functools import lru_cache
 
 from peakcast.jobs.spec import ActivationCheckpointing, TrainingJob
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers
-from peakcast.models.ledger.tape.columns import BORN, DIES, NUM_BYTES, Recording
+from peakcast.models.ledger.tape.columns import BORN, DIES, NUM_BYTES, RecordedColumns
 from peakcast.models.ledger.tape.step import FOREVER, Step
 from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.timelines.timeline import Phase
@@ -91,7 +91,7 @@ def _alike(job: TrainingJob) -> bool:
     return a.kind == "decoder" and routed and kinds_of_layers(a) == 1 and job.activation_checkpointing.every_n_layers == 1
 
 
-def _all_along(recorded: Recording) -> int:
+def _all_along(recorded: RecordedColumns) -> int:
     """Bytes of what the recording holds from its beginning to its end."""
     sizes, born, dies = recorded.columns[NUM_BYTES], recorded.columns[BORN], recorded.columns[DIES]
     return int(sizes[(born == 0) & (dies == FOREVER)].sum())

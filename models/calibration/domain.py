@@ -12,7 +12,7 @@ from peakcast.core.versions import release, resolved
 from peakcast.jobs.conventions import unmodelled_versions
 from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.calibration.grouping import feed_forward_of, layout_of
+from peakcast.models.calibration.grouping import feed_forward_of, layout_name
 from peakcast.models.calibration.strict import number, read, texts
 
 if TYPE_CHECKING:
@@ -176,7 +176,7 @@ def traits(job: TrainingJob) -> dict[str, str]:
     offloads = [name for name in ("parameters", "optimizer", "activations") if getattr(job.offload, name)]
     return {
         "framework": job.framework,
-        "layout": layout_of(job.parallelism),
+        "layout": layout_name(job.parallelism),
         "task": job.task,
         "feed_forward": feed_forward_of(job),
         "attention_structure": "latent" if job.architecture.mla else "heads",

@@ -16,7 +16,7 @@ from peakcast.models.calibration.domain import Domain
 from peakcast.models.calibration.evidence import evidence_weights, number_of
 from peakcast.models.calibration.features import of_quantity
 from peakcast.models.calibration.intervals import MIN_ARCHITECTURES, Intervals
-from peakcast.models.calibration.regressors import Regressor, candidates
+from peakcast.models.calibration.regressors import Regressor, candidate_regressors
 from peakcast.models.calibration.residual import NUM_FOLDS, Residual
 from peakcast.models.calibration.samples import (
     BaselineOf,
@@ -106,7 +106,7 @@ def fit_quantity(
     rows: Sequence[Sample],
     quantity: str,
     *,
-    make_candidates: Callable[[], list[Regressor]] = candidates,
+    make_candidates: Callable[[], list[Regressor]] = candidate_regressors,
     num_folds: int = NUM_FOLDS,
 ) -> QuantityCalibration:
     """Residual, spread and bars of one quantity. Spread and bars are fitted to the residual's errors on architectures, and

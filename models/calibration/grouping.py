@@ -26,7 +26,7 @@ def architecture_shape(job: TrainingJob) -> str:
     return f"{a.model_type}/{a.hidden_size}x{a.num_hidden_layers}/{a.num_attention_heads}{experts}"
 
 
-def layout_of(parallelism: Parallelism) -> str:
+def layout_name(parallelism: Parallelism) -> str:
     """The layout by its parts, such as `single`, `fsdp2`, `tp+pp` or `ddp+tp+sp`; sizes do not matter."""
     p = parallelism
     parts = {
@@ -45,10 +45,10 @@ def layout_of(parallelism: Parallelism) -> str:
 def residual_group(job: TrainingJob) -> str:
     """The group whose median the residual may learn: framework, layout, and whether there are experts, whose leftovers in
     the cache are of another order of magnitude."""
-    return f"{job.framework}/{layout_of(job.parallelism)}" + ("/experts" if job.architecture.moe else "")
+    return f"{job.framework}/{layout_name(job.parallelism)}" + ("/experts" if job.architecture.moe else "")
 
 
-def kind_of(job: TrainingJob) -> str:
+def row_kind(job: TrainingJob) -> str:
     """The kind of row in a report: `inference`, `generation`, `fused kernels`, else the method of fine-tuning."""
     if job.task == "inference":
         return "generation" if (job.inference.new_tokens or 0) > 1 else "inference"

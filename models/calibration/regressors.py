@@ -249,7 +249,7 @@ class BoostedTrees:
         return {"name": self.name, **self.trees_.to_mapping()}
 
 
-def candidates() -> list[Regressor]:
+def candidate_regressors() -> list[Regressor]:
     """Fresh candidates, simplest first."""
     return [Zero(), HiddenBytes(), GroupMedian(), GpuMedian(), Ridge(alpha=1.0), BoostedTrees()]
 

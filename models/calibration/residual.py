@@ -23,7 +23,13 @@ import numpy.typing as npt
 
 from peakcast.models.calibration.evidence import evidence_weights, number_of
 from peakcast.models.calibration.features import FEATURES
-from peakcast.models.calibration.regressors import Regressor, Zero, candidates, regressor_from_mapping, weighted_median
+from peakcast.models.calibration.regressors import (
+    Regressor,
+    Zero,
+    candidate_regressors,
+    regressor_from_mapping,
+    weighted_median,
+)
 from peakcast.models.calibration.strict import number, read, texts
 
 NUM_FOLDS = 10
@@ -64,7 +70,9 @@ class Residual:
     out: by architecture, then by source if there are several).
     """
 
-    def __init__(self, *, make_candidates: Callable[[], list[Regressor]] = candidates, num_folds: int = NUM_FOLDS) -> None:
+    def __init__(
+        self, *, make_candidates: Callable[[], list[Regressor]] = candidate_regressors, num_folds: int = NUM_FOLDS
+    ) -> None:
         self.make_candidates = make_candidates
         self.num_folds = num_folds
 

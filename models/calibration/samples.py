@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any
 from peakcast.answers.prediction import QUANTITIES
 from peakcast.core.cores import available_cores
 from peakcast.core.errors import CatalogError, PeakcastError
-from peakcast.core.workers import Limits, LostError, Workers
+from peakcast.core.workers import LostError, QuestionLimits, Workers
 from peakcast.jobs.ranks import ranks_by_shard
 from peakcast.jobs.spec import TrainingJob, canonical_json
 from peakcast.measurements.records import DEVICE_MEAN, Measurement
 from peakcast.models.baseline.baseline import Baseline, baseline
 from peakcast.models.calibration.features import features
-from peakcast.models.calibration.grouping import architecture_shape, bar_groups, layout_of, residual_group
+from peakcast.models.calibration.grouping import architecture_shape, bar_groups, layout_name, residual_group
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -166,7 +166,7 @@ def _baselines(asked: Iterable[Asked], compute: Callable[[Asked], Baseline]) -> 
     waiting = list(asked)
     processes = min(available_cores(), len(waiting) // ENOUGH_TO_SHARE)
     if processes > 1:
-        with Workers(compute, processes, Limits(math.inf)) as workers:
+        with Workers(compute, processes, QuestionLimits(math.inf)) as workers:
             found.update(workers.answers(waiting))
         waiting = [one for one, answer in found.items() if isinstance(answer, LostError)]
     for one in waiting:
@@ -193,7 +193,7 @@ def _sample(row: Measurement, device: Device, base: Baseline) -> Sample:
         baseline=base,
         features=features(row.job, device, base, published=row.provenance == "published"),
         architecture=architecture_shape(row.job),
-        layout=layout_of(row.job.parallelism),
+        layout=layout_name(row.job.parallelism),
         groups=bar_groups(row.job),
     )
 

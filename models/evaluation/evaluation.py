@@ -16,8 +16,8 @@ from typing import Any
 from peakcast.answers.prediction import QUANTITIES, Interval
 from peakcast.core.findings import CAUSES, OF_THE_CACHE
 from peakcast.measurements.records import Measurement
-from peakcast.models.calibration.grouping import kind_of
-from peakcast.models.calibration.regressors import candidates
+from peakcast.models.calibration.grouping import row_kind
+from peakcast.models.calibration.regressors import candidate_regressors
 from peakcast.models.calibration.samples import (
     BaselineOf,
     DeviceOf,
@@ -30,7 +30,7 @@ from peakcast.models.calibration.samples import (
 )
 from peakcast.models.evaluation.decisions import Decisions, decisions_of
 from peakcast.models.evaluation.holdout import Answers, MakeCandidates, held_out
-from peakcast.models.evaluation.metrics import Floor, Scored, Summary, floor, summarise
+from peakcast.models.evaluation.metrics import AccuracySummary, Floor, Scored, floor, summarise
 from peakcast.models.evaluation.new_hardware import LearningPoint, learning_curves
 from peakcast.models.prediction.outside_findings import outside_estimated
 from peakcast.models.prediction.predict import known_of, retries
@@ -55,31 +55,31 @@ class Table:
 
     quantity: str
     held_out: str
-    overall: Summary
+    overall: AccuracySummary
     cells: tuple[Scored, ...]
     """All rows, worst first."""
 
     @cached_property
-    def by_layout(self) -> dict[str, Summary]:
+    def by_layout(self) -> dict[str, AccuracySummary]:
         """Figures of each layout."""
         return self._by("layout")
 
     @cached_property
-    def by_architecture(self) -> dict[str, Summary]:
+    def by_architecture(self) -> dict[str, AccuracySummary]:
         """Figures of each architecture."""
         return self._by("architecture")
 
     @cached_property
-    def by_gpu(self) -> dict[str, Summary]:
+    def by_gpu(self) -> dict[str, AccuracySummary]:
         """Figures of each GPU type."""
         return self._by("gpu")
 
     @cached_property
-    def by_source(self) -> dict[str, Summary]:
+    def by_source(self) -> dict[str, AccuracySummary]:
         """Figures of each source."""
         return self._by("project")
 
-    def _by(self, attribute: str) -> dict[str, Summary]:
+    def _by(self, attribute: str) -> dict[str, AccuracySummary]:
         groups: dict[str, list[Scored]] = {}
         for cell in self.cells:
             groups.setdefault(getattr(cell, attribute), []).append(cell)
@@ -145,7 +145,7 @@ def evaluate(
     *,
     splits: Sequence[str] = tuple(SPLITS),
     quantities: Sequence[str] = QUANTITIES,
-    make_candidates: MakeCandidates = candidates,
+    make_candidates: MakeCandidates = candidate_regressors,
     device_of: DeviceOf | None = None,
     baseline_of: BaselineOf | None = None,
     scope_of: ScopeOf | None = None,
@@ -164,7 +164,7 @@ def evaluate_prepared(
     *,
     splits: Sequence[str] = tuple(SPLITS),
     quantities: Sequence[str] = QUANTITIES,
-    make_candidates: MakeCandidates = candidates,
+    make_candidates: MakeCandidates = candidate_regressors,
     new_hardware: bool = False,
 ) -> Evaluation:
     """As `evaluate`, for rows that were prepared already."""
@@ -252,7 +252,7 @@ def _scored(sample: Sample, interval: Interval, quantity: str, weight: float, re
         architecture=sample.architecture,
         layout=sample.layout,
         framework=row.job.framework,
-        kind=kind_of(row.job),
+        kind=row_kind(row.job),
         quantity=quantity,
         measured=sample.measured(quantity) or 1,
         baseline=interval.baseline,

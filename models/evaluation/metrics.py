@@ -40,7 +40,7 @@ class Scored:
     weight: float
     """1 / repeats of the configuration."""
     kind: str = ""
-    """`grouping.kind_of` the job."""
+    """`grouping.row_kind` the job."""
     known: str = ""
     """What is known about the row that may explain an error."""
     finding: str = ""
@@ -104,7 +104,7 @@ class Errors:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary:
+class AccuracySummary:
     """Accuracy and bars of a set of cells. Shares and errors are fractions."""
 
     num_rows: int
@@ -139,12 +139,12 @@ class Floor:
     worst: float
 
 
-def summarise(cells: Sequence[Scored]) -> Summary:
+def summarise(cells: Sequence[Scored]) -> AccuracySummary:
     """The figures of `cells` (at least one)."""
     weights = np.array([cell.weight for cell in cells])
     measured = np.array([cell.measured for cell in cells], dtype=np.float64)
     bound = np.array([cell.upper_95 for cell in cells], dtype=np.float64)
-    return Summary(
+    return AccuracySummary(
         num_rows=len(cells),
         num_configurations=float(weights.sum()),
         num_architectures=len({cell.architecture for cell in cells}),

@@ -36,7 +36,7 @@ class QuantityComparison:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Comparison:
+class CalibrationComparison:
     """A new calibration compared with the one in use."""
 
     gpu: str
@@ -66,7 +66,7 @@ class Comparison:
         return {**asdict(self), "promoted": self.promoted, "sentence": self.sentence}
 
 
-def compare(new: Calibration, old: Calibration, samples: Sequence[Sample]) -> Comparison:
+def compare(new: Calibration, old: Calibration, samples: Sequence[Sample]) -> CalibrationComparison:
     """The comparison of two calibrations of one GPU type. `samples`: those that `new` was fitted to."""
     found = []
     for quantity, learned in new.quantities.items():
@@ -78,7 +78,7 @@ def compare(new: Calibration, old: Calibration, samples: Sequence[Sample]) -> Co
         if shared:
             found.append(_compare(quantity, [known[name] for name in shared], [learned.unseen_errors[n] for n in shared]))
     lost = tuple(sorted(set(old.quantities) - set(new.quantities)))
-    return Comparison(gpu=new.gpu, quantities=tuple(found), lost=lost)
+    return CalibrationComparison(gpu=new.gpu, quantities=tuple(found), lost=lost)
 
 
 def _errors_of(old: Calibration, quantity: str, samples: Sequence[Sample], wanted: set[str]) -> Mapping[str, float]:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.calibration.features import FEATURES, features
-from peakcast.models.calibration.grouping import architecture_shape, layout_of
+from peakcast.models.calibration.grouping import architecture_shape, layout_name
 from peakcast.models.calibration.samples import Sample
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Point:
 def point(job: TrainingJob, device: Device) -> Point:
     """The point of a job on a GPU type."""
     row = features(job, device, baseline(job, device))
-    return Point(architecture_shape(job), layout_of(job.parallelism), tuple(row[name] for name in FEATURES))
+    return Point(architecture_shape(job), layout_name(job.parallelism), tuple(row[name] for name in FEATURES))
 
 
 def point_of(sample: Sample) -> Point:

@@ -7,7 +7,7 @@ import re
 
 from peakcast.models.calibration.calibration import Calibration
 from peakcast.models.evaluation.evaluation import Evaluation
-from peakcast.models.evaluation.metrics import Summary
+from peakcast.models.evaluation.metrics import AccuracySummary
 
 TARGET = 0.01
 """The accuracy target: an absolute error of 1 %."""
@@ -31,7 +31,7 @@ def headline(evaluation: Evaluation) -> dict[str, float]:
     return values
 
 
-def metrics(summary: Summary) -> dict[str, float]:
+def metrics(summary: AccuracySummary) -> dict[str, float]:
     """A summary as flat metrics. Errors and shares are fractions; the target is an error of TARGET."""
     return {
         "median_error": summary.errors.median,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from peakcast.core.units import format_gib
 from peakcast.core.versions import remarks
-from peakcast.jobs.conventions import assumed_versions, conventions
+from peakcast.jobs.conventions import assumed_network, assumed_versions, conventions
 from peakcast.jobs.lengths import NUM_STEPS, lengths_change
 from peakcast.jobs.ranks import worst_rank
 from peakcast.jobs.spec import TrainingJob
@@ -45,7 +45,8 @@ def _of_rank_and_versions(job: TrainingJob, base: Baseline, rank: int | None) ->
     if rank is None and job.parallelism.world_size > 1:
         yield worst_rank(job, base.rank)
     yield from remarks(job.versions)
-    yield from (assumed_versions(job), recorded_with(job), fullest_expert(job))
+    recorded = recorded_with(job)
+    yield from (assumed_versions(job), recorded or assumed_network(job), fullest_expert(job))
 
 
 def _outside_the_allocator(job: TrainingJob, device: Device, base: Baseline) -> Iterator[str | None]:

@@ -72,7 +72,7 @@ def rows_of(table: Any) -> list[dict[str, Any]]:
 _SUCH_AS = "; columns are the fields of a job file, such as architecture, sequence_length and micro_batch_size."
 
 
-def job_of(row: Mapping[str, Any]) -> dict[str, Any]:
+def job_mapping(row: Mapping[str, Any]) -> dict[str, Any]:
     """The job mapping of one row of a table. Raises: SpecError."""
     given = {name: value for name, value in row.items() if not _empty(value)}
     text = given.get(JOB)
@@ -118,7 +118,7 @@ def answer_row(row: Mapping[str, Any], calibration: Calibration) -> dict[str, An
     from peakcast.dialects.common.job_file import job_from_mapping
     from peakcast.models.prediction.predict import predict
 
-    job = job_of(row)
+    job = job_mapping(row)
     if isinstance(job.get("architecture"), str):  # a name only: a remote request must not make us read our files
         job = {**job, "architecture": catalog.architecture(job["architecture"])}
     device = replace(catalog.gpu(calibration.gpu), constants=own_constants(calibration.gpu))

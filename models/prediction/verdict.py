@@ -61,7 +61,7 @@ def judge(intervals: Mapping[str, Interval], limits: Sequence[Limit], findings: 
     or if a configuration asks for something that a job cannot express. Its size is not known, so no bar covers it: with
     direction "more" it turns `yes` into `uncertain`, with direction "less" it turns `no` into `uncertain`. If the direction
     is not known, or something was only never measured, bars are wider, and no verdict changes. A job that would fail
-    (`Kind.prevents`) does not fit either: `yes` becomes `uncertain`.
+    (`findings.Kind.prevents`) does not fit either: `yes` becomes `uncertain`.
     """
     found = tuple(findings)
     judged = [_judged(intervals, limit) for limit in limits]

@@ -18,13 +18,13 @@ BaselineName = Literal["auto", "ledger", "recipe", "trace"]
 """`auto`: the ledger, and recipes for networks whose families it does not know."""
 
 
-class Steps(Protocol):
+class StepTimelines(Protocol):
     """The timelines of the "first" and the "steady" step."""
 
     def __getitem__(self, step: str, /) -> Timeline: ...
 
 
-Trace = Callable[[TrainingJob, int, str | None], Steps]
+Trace = Callable[[TrainingJob, int, str | None], StepTimelines]
 """(job, rank, GPU type whose kernels run) -> both steps."""
 
 

@@ -25,6 +25,7 @@ from peakcast.models.recipes.walk import (
     Ints,
     Walk,
 )
+from peakcast.timelines.places import block_name
 
 LONGEST_UNIT = 12
 """Most layers that may repeat together; the longest pattern of published hybrids is 10."""
@@ -201,13 +202,6 @@ def _renumbered(stretches: Ints, before: int, after: int, by: Callable[[Ints], I
     place = place_of(stretches, before)
     place = place + by(place)
     return np.where(stretches < 0, stretches, np.where(stretches >= before, 2 * after - 1 - place, place))
-
-
-def block_name(place: int, num_places: int) -> str:
-    """The name of the block at a place of a network."""
-    if place % 2:
-        return f"layers.{place // 2}"
-    return "embedding" if place == 0 else "head" if place == num_places - 1 else f"between.{place}"
 
 
 def deep_names(walk: Walk, deep: Deep) -> dict[str, str]:

@@ -19,7 +19,7 @@ from peakcast.models.ledger.tape.polynomials import EXPONENTS
 from peakcast.models.recipes.depth import Repeats
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.sizes import Sizes
-from peakcast.models.recipes.walk import Visit, Walk, groups_of, pairs_of
+from peakcast.models.recipes.walk import Visit, Walk, groups_from_json, pairs_of
 
 T = TypeVar("T")
 SCHEMA = 2
@@ -124,7 +124,7 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         parameters=tuple((str(m), str(n), tuple(map(int, s)), int(b), bool(t)) for m, n, s, b, t in mapping["parameters"]),
         wrapped=bool(mapping["wrapped"]),
         visits=tuple(tuple(map(_visit, visits)) for visits in mapping["visits"]),
-        groups=groups_of(mapping.get("groups", ())),
+        groups=groups_from_json(mapping.get("groups", ())),
         stacks=int(mapping.get("stacks", 1)),
         image_tokens=int(mapping.get("image_tokens", 0)),
         replaced=pairs_of(mapping.get("replaced", ())),

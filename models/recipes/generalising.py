@@ -14,10 +14,10 @@ from peakcast.core.errors import CollectorError
 from peakcast.dialects.common.network_values import NETWORK
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes.conditions import Conditions, conditions, implied
-from peakcast.models.recipes.kinds import Kind, numbers_of, with_values
+from peakcast.models.recipes.kinds import NetworkKind, numbers_of, with_values
 from peakcast.models.recipes.recipe import EVEN, Point, Recipe, Record
 from peakcast.models.recipes.walk import Ints, Walk
-from peakcast.models.recipes.widths import Sample, Widths, learned
+from peakcast.models.recipes.widths import Widths, WidthSample, learned
 from peakcast.networks.layer_count import with_layers
 
 PINNED = re.compile(r"\w*(window|chunk|layer|block|interval|period|offset|step)\w*")
@@ -40,11 +40,11 @@ ROUNDS = 6
 Change = Callable[[str, int, bool], int]
 
 
-def kind_of(
+def network_kind(
     record: Record, recipe: Recipe, job: TrainingJob, defaults: Conditions, read: frozenset[str] = frozenset()
-) -> Kind | None:
+) -> NetworkKind | None:
     """All networks that `recipe`, which is one of `job`, represents; None if no other network confirms it. `record`: takes
-    the arguments of `recipe.Record` and then values that differ from the job's. `defaults`, `read`: as of `Kind`."""
+    the arguments of `recipe.Record` and then values that differ from the job's. `defaults`, `read`: as of `NetworkKind`."""
     layers = None if recipe.repeats is None else recipe.walk.num_layers
     stacks = recipe.walk.stacks
     plain = recipe.layers == stacks * job.architecture.num_hidden_layers  # else a tower's blocks are counted as well
@@ -56,7 +56,7 @@ def kind_of(
     found = explored.widths()
     if found is None:
         return None
-    return Kind(
+    return NetworkKind(
         conditions=base,
         defaults=defaults,
         layers=shown.num_hidden_layers,
@@ -147,7 +147,8 @@ class _Explored:
                 return None
             first = learned(self._keys(), self._values(), self._before, self._one_changed())[0]
             corners = [self._corner(first, attempts, self.near) for attempts in (LARGE, SMALL)]
-            samples = [*self._one_changed(), *(Sample(_factors(one[0], self._values()), one[1]) for one in corners if one)]
+            several_changed = [WidthSample(_factors(one[0], self._values()), one[1]) for one in corners if one]
+            samples = [*self._one_changed(), *several_changed]
             widths, unexplained = learned(self._keys(), self._values(), self._before, samples)
             last = self._corner(widths, UNEVEN, self.other)
             wrong = {*unexplained.tolist(), *(self._wrong(widths, *last) if last else ())}
@@ -172,11 +173,11 @@ class _Explored:
         changed = {name: int(self.singles[name][0] * self.base[name])}
         return [changed.get(key, value) for key, value in zip(self._keys(), self._values(), strict=True)]
 
-    def _one_changed(self, leaving: str = "") -> list[Sample]:
+    def _one_changed(self, leaving: str = "") -> list[WidthSample]:
         """The walks in which one number was changed, without that of `leaving`."""
         values = self._values()
         return [
-            Sample(_factors(self._values_of_one(name), values), found)
+            WidthSample(_factors(self._values_of_one(name), values), found)
             for name, (_, found) in self.singles.items()
             if name != leaving
         ]
@@ -187,7 +188,7 @@ class _Explored:
         while self.singles and len(left := learned(self._keys(), self._values(), self._before, self._one_changed())[1]):
             open_without = {}
             for name in self._dependence(left.tolist()):
-                samples = [Sample(one.factors, one.numbers[left]) for one in self._one_changed(leaving=name)]
+                samples = [WidthSample(one.factors, one.numbers[left]) for one in self._one_changed(leaving=name)]
                 open_without[name] = len(learned(self._keys(), self._values(), self._before[left], samples)[1])
             self._pin(min(open_without, key=lambda name: (open_without[name], name)))
 

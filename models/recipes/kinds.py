@@ -1,4 +1,4 @@
-"""`Kind`: all networks that one recipe represents, because they differ only in widths, depth and other numbers.
+"""`NetworkKind`: all networks that one recipe represents, because they differ only in widths, depth and other numbers.
 
 Walks in which one number of the configuration is changed show what it does to sizes; walks in which all are changed confirm
 it (`generalising.py`). What is not a number, or changes which operations run, must be as recorded.
@@ -20,7 +20,7 @@ from peakcast.networks.layer_count import with_layers
 
 
 @dataclass(frozen=True)
-class Kind:
+class NetworkKind:
     """All networks that one recipe represents: how they may differ from the recorded network. Layers are counted as
     `num_hidden_layers` counts them."""
 

@@ -59,6 +59,12 @@ class Recipe:
         inside = self.batches[0] <= batch <= self.batches[1] and self.lengths[0] <= length <= self.lengths[1]
         return inside and not (self.even and length % EVEN)
 
+    def range_in_words(self) -> str:
+        """The micro-batches and lengths that it covers."""
+        (fewest, most), (shortest, longest) = self.batches, self.lengths
+        tokens = f"{shortest:,} to {longest:,} tokens" + (f" in multiples of {EVEN}" if self.even else "")
+        return f"micro-batches of {fewest:,} to {most:,} sequences of {tokens}"
+
     @property
     def tied(self) -> bool:
         """Whether the lm_head uses the embedding's table, that is, has no weight of its own."""
@@ -130,7 +136,9 @@ def recorded(
             if sizes is not None:
                 span = min(*lengths, length), max(*lengths, length)
                 recipe = Recipe(walk, how, whole.num_layers, sizes, (batches[0], max(batch, batches[-1])), span)
-                return _widened(recipe, walks, alike, most, nearer)
+                recipe = _widened(recipe, walks, alike, most, nearer)
+                if recipe.covers(*asked):  # not an uneven length that only even ones were confirmed beside
+                    return recipe
     own = walks[asked] if asked in walks else record(None, *asked)
     how = how if asked in walks else None
     return _of_walk(own, asked, how, whole.num_layers)

@@ -77,7 +77,7 @@ def _kept(job: TrainingJob) -> Recipe | None:
 def recipes_of(job: TrainingJob) -> list[Recipe]:
     """All recipes of the job's network and regime: of the releases that it names, else of the installed ones."""
     found = _recipes(shelf_name(job))
-    return found if found or not is_of_release(job, installed()) else _recipes(shelf_name(of_any_release(job)))
+    return found if found or not is_of_release(job, installed_libraries()) else _recipes(shelf_name(of_any_release(job)))
 
 
 def shelve(job: TrainingJob, recipe: Recipe) -> None:
@@ -107,13 +107,13 @@ def shelf_name(job: TrainingJob) -> str:
     alone = alone.replace(architecture=replace(alone.architecture, name=family))
     packages = LIBRARIES[library_of(job)]
     asked_for = {name: str(job.versions[name]) for name in packages if release(job.versions.get(name, "main")) != NEWEST}
-    releases = {name: one for name, one in {**installed(), **asked_for}.items() if name in packages}
+    releases = {name: one for name, one in {**installed_libraries(), **asked_for}.items() if name in packages}
     asked = canonical_json([job_to_mapping(alone), releases])
     return f"{re.sub(NAMELESS, '_', family)[:40]}-{hashlib.sha256(asked.encode()).hexdigest()[:20]}"
 
 
 @cache
-def installed() -> dict[str, str]:
+def installed_libraries() -> dict[str, str]:
     """Releases of the installed libraries that recipes depend on."""
     found = {}
     for package in dict.fromkeys(name for names in LIBRARIES.values() for name in names):

@@ -23,7 +23,7 @@ from peakcast.dialects.common.network_values import NETWORK
 from peakcast.dialects.common.own_networks import TRANSFORMERS, library_of
 from peakcast.jobs.spec import TrainingJob, job_to_mapping
 from peakcast.models.recipes import files
-from peakcast.models.recipes.kinds import Kind, with_values
+from peakcast.models.recipes.kinds import NetworkKind, with_values
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.regime import regime
 from peakcast.models.recipes.widths import Widths
@@ -35,7 +35,7 @@ FOLLOWING = (
 """Settings that follow from others (`precision.parameters`, `finetuning.method`) in the regimes that are shipped."""
 MOST_SAID = 40
 """Longest value that is put into a sentence."""
-Shipped = tuple[Kind, str]
+Shipped = tuple[NetworkKind, str]
 """A kind of network, and its recipe as text."""
 
 
@@ -142,7 +142,7 @@ def file_name(family: str) -> str:
 # -- files ---------------------------------------------------------------------------------------------------------------
 
 
-def written(shipped: Sequence[tuple[Kind, Recipe]]) -> bytes:
+def written(shipped: Sequence[tuple[NetworkKind, Recipe]]) -> bytes:
     """The content of a file; the same kinds and recipes give the same bytes."""
     texts = [json.dumps(files.to_mapping(recipe), separators=(",", ":"), sort_keys=True) for _, recipe in shipped]
     bodies = list(dict.fromkeys(texts))
@@ -151,7 +151,7 @@ def written(shipped: Sequence[tuple[Kind, Recipe]]) -> bytes:
     return gzip.compress(json.dumps(content, separators=(",", ":"), sort_keys=True).encode(), mtime=0)
 
 
-def all_of(path: Path) -> list[tuple[Kind, Recipe]]:
+def all_of(path: Path) -> list[tuple[NetworkKind, Recipe]]:
     """All kinds in the file at `path` with their recipes; empty if there is no file. Raises: RecordError."""
     return [(kind, _parsed(text)) for kind, text in read(path)] if path.is_file() else []
 
@@ -174,7 +174,7 @@ def _parsed(text: str) -> Recipe:
     return files.from_mapping(json.loads(text))
 
 
-def _mapping(kind: Kind) -> dict[str, Any]:
+def _mapping(kind: NetworkKind) -> dict[str, Any]:
     """A kind as JSON stores it; `_kind` reads it."""
     widths = kind.widths
     return {
@@ -190,7 +190,7 @@ def _mapping(kind: Kind) -> dict[str, Any]:
     }
 
 
-def _kind(mapping: Mapping[str, Any]) -> Kind:
+def _kind(mapping: Mapping[str, Any]) -> NetworkKind:
     """A kind from what `_mapping` wrote. Raises: ValueError, KeyError or TypeError if it is damaged."""
     keys = tuple(map(str, mapping["keys"]))
     products = tuple(tuple(map(int, one)) for one in mapping["products"])
@@ -207,7 +207,7 @@ def _kind(mapping: Mapping[str, Any]) -> Kind:
         or min(base, default=1) < 1
     ):
         raise ValueError("its widths are no sums of products")
-    return Kind(
+    return NetworkKind(
         conditions=dict(mapping["conditions"]),
         defaults=dict(mapping["defaults"]),
         layers=int(mapping["layers"]),

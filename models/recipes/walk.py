@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
 PLACE, BORN_STRETCH, BORN, DIES_STRETCH, DIES, HANDED_ON_STRETCH, HANDED_ON = range(7)
-"""The rows of `Walk.lives`. Stretches and places: `collectors/tracing/stretches.py`."""
+"""The rows of `Walk.lives`. Stretches: `collectors/tracing/stretches.py`; places: `peakcast/timelines/places.py`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class Visit:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class GatheredGroup:
     """Modules outside of the blocks that FSDP gathers together (`collectors/tracing/wrapping.py`). `role`: "class",
     "table", "tail" or "elsewhere"; `begins`: the block in which the first of them runs; `weights`: as (module, name)."""
 
@@ -43,9 +43,9 @@ def pairs_of(written: Iterable[Sequence[object]]) -> tuple[tuple[str, str], ...]
     return tuple((str(one), str(other)) for one, other in written)
 
 
-def groups_of(written: Iterable[Sequence[Any]]) -> tuple[Group, ...]:
+def groups_from_json(written: Iterable[Sequence[Any]]) -> tuple[GatheredGroup, ...]:
     """Groups, as JSON has them."""
-    return tuple(Group(str(role), str(begins), pairs_of(weights)) for role, begins, weights in written)
+    return tuple(GatheredGroup(str(role), str(begins), pairs_of(weights)) for role, begins, weights in written)
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Walk:
     """Whether FSDP makes a unit of each block."""
     visits: tuple[tuple[Visit, ...], ...] = ()
     """For each stretch, the modules that are entered and left, in order."""
-    groups: tuple[Group, ...] = ()
+    groups: tuple[GatheredGroup, ...] = ()
     """Empty if it was not recorded what FSDP gathers together."""
     stacks: int = 1
     """2 for an encoder-decoder, whose two stacks are equally deep."""
@@ -132,7 +132,7 @@ class Walk:
             parameters,
             bool(mapping.get("wrapped", True)),
             tuple(visits),
-            groups_of(mapping.get("groups", ())),
+            groups_from_json(mapping.get("groups", ())),
             int(mapping.get("stacks", 1)),
             int(mapping.get("image_tokens", 0)),
             pairs_of(mapping.get("replaced", ())),

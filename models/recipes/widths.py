@@ -26,7 +26,7 @@ Sum = tuple[tuple[Fraction, Product], ...]
 
 
 @dataclass(frozen=True)
-class Sample:
+class WidthSample:
     """A walk of a network in which numbers were multiplied. `factors`: by how much, in the order of `Widths.keys`;
     `numbers`: the sizes then."""
 
@@ -68,7 +68,7 @@ class Widths:
         return found.astype(np.int64)
 
 
-def learned(keys: Sequence[str], base: Sequence[int], numbers: Ints, samples: Sequence[Sample]) -> tuple[Widths, Ints]:
+def learned(keys: Sequence[str], base: Sequence[int], numbers: Ints, samples: Sequence[WidthSample]) -> tuple[Widths, Ints]:
     """Formulas for how each of `numbers`, sizes in the recorded network, depends on the configuration's `keys`, learned
     from `samples`; and the indices of the numbers that no formula explains, which are treated as constant."""
     factors = [sample.factors for sample in samples]
@@ -88,7 +88,7 @@ def learned(keys: Sequence[str], base: Sequence[int], numbers: Ints, samples: Se
     return Widths(tuple(keys), tuple(base), tuple(products), columns), np.array(unexplained, dtype=np.int64)
 
 
-def _ratios(numbers: Ints, samples: Sequence[Sample]) -> Iterator[tuple[Fraction, ...]]:
+def _ratios(numbers: Ints, samples: Sequence[WidthSample]) -> Iterator[tuple[Fraction, ...]]:
     """For each number, by what each sample multiplies it."""
     changed = zip(*(sample.numbers.tolist() for sample in samples), strict=True)
     for number, row in zip(numbers.tolist(), changed, strict=True):

@@ -25,12 +25,12 @@ class Advice:
     quantity: str = "peak_allocated_bytes"
 
 
-def plain(value: Any) -> Any:
+def json_values(value: Any) -> Any:
     """`value` as JSON values: dataclasses become mappings, tuples become lists."""
     if isinstance(value, tuple):
-        return [plain(item) for item in value]
+        return [json_values(item) for item in value]
     if isinstance(value, Mapping):
-        return {key: plain(item) for key, item in value.items()}
+        return {key: json_values(item) for key, item in value.items()}
     if hasattr(value, "__dataclass_fields__"):
-        return {key: plain(item) for key, item in asdict(value).items()}
+        return {key: json_values(item) for key, item in asdict(value).items()}
     return value

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from peakcast.answers.advised import Advice, plain
+from peakcast.answers.advised import Advice, json_values
 from peakcast.core.findings import Finding, sentences
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.timelines.timeline import Category, Timeline
@@ -203,10 +203,12 @@ class Explanation:
         instant."""
         timeline = self.timeline
         mapping: dict[str, Any] = {
-            name: plain(value) for name, value in vars(self).items() if name != "timeline" and not name.startswith("_")
+            name: json_values(value)
+            for name, value in vars(self).items()
+            if name != "timeline" and not name.startswith("_")
         }
         mapping["groups"] = [
-            {"axis": each.axis, "size": each.size, "members": list(each.members), "groups": plain(each.groups)}
+            {"axis": each.axis, "size": each.size, "members": list(each.members), "groups": json_values(each.groups)}
             for each in self.groups
         ]
         mapping["findings"] = [finding.to_mapping() for finding in self.findings]

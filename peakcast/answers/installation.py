@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peakcast.answers.advised import plain
+from peakcast.answers.advised import json_values
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,5 +59,5 @@ class Installation:
 
     def to_mapping(self) -> dict[str, Any]:
         """The fields as JSON values."""
-        mapping: dict[str, Any] = plain(self)
+        mapping: dict[str, Any] = json_values(self)
         return mapping

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from peakcast.answers.advised import Advice, plain
+from peakcast.answers.advised import Advice, json_values
 from peakcast.core.findings import Finding, sentences
 
 if TYPE_CHECKING:
@@ -189,5 +189,5 @@ class Answer(Prediction):
 
     def to_mapping(self) -> dict[str, Any]:
         """The prediction's mapping and the lists above."""
-        further = {name: plain(getattr(self, name)) for name in ("gpus", "first_to_try", "not_modelled", "ranks")}
+        further = {name: json_values(getattr(self, name)) for name in ("gpus", "first_to_try", "not_modelled", "ranks")}
         return {**Prediction.to_mapping(self), **further}

@@ -77,7 +77,7 @@ def collect(
             plot=plot,
             progress=progress,
         )
-    print(render.json_text(render.plain(summary)) if json else render.summary_text(summary, shard))
+    print(render.json_text(summary) if json else render.summary_text(summary, shard))
     raise typer.Exit(NOTHING_MEASURED if summary.failed and not summary.finished + summary.out_of_memory else 0)
 
 

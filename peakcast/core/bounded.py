@@ -164,7 +164,7 @@ def json_value(text: str, *, strict: bool = False) -> Any:
     if strict:
         rules = {"parse_constant": _no_constant, "parse_float": _finite, "object_pairs_hook": _unique}
     try:
-        return plain(json.loads(text, **rules))
+        return checked_json(json.loads(text, **rules))
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
 
@@ -198,7 +198,7 @@ def toml_value(text: str) -> Any:
         if piece.count(".") > MAX_DEPTH and len(re.findall(r"(?<!\.)\.(?!\.)", piece)) > MAX_DEPTH:
             raise ValueError(f"a key has more than {MAX_DEPTH} parts")
     try:
-        return plain(tomllib.loads(text))
+        return checked_json(tomllib.loads(text))
     except RecursionError:
         raise ValueError(_TOO_DEEP) from None
 
@@ -210,7 +210,7 @@ def yaml_value(text: str) -> Any:
     loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     try:
         _weigh(yaml.parse(text, Loader=loader))
-        return plain(yaml.load(text, Loader=loader))
+        return checked_json(yaml.load(text, Loader=loader))
     except yaml.YAMLError as error:
         # libyaml's scanner has a limit of its own since PyYAML 6.0.4, 1,000 levels, and gives up first
         raise ValueError(_TOO_DEEP if "nesting depth" in str(error) else error) from error
@@ -262,14 +262,14 @@ def _check_digits(text: str) -> None:
 _TOO_LONG = 10**MAX_DIGITS
 
 
-def plain(value: Any, depth: int = 0) -> Any:
+def checked_json(value: Any, depth: int = 0) -> Any:
     """`value` as JSON values: keys and dates become texts. Raises: ValueError if it is too deep or a number is too long."""
     if depth > MAX_DEPTH:
         raise ValueError(_TOO_DEEP)
     if isinstance(value, dict):
-        return {_key(key): plain(item, depth + 1) for key, item in value.items()}
+        return {_key(key): checked_json(item, depth + 1) for key, item in value.items()}
     if isinstance(value, list):
-        return [plain(item, depth + 1) for item in value]
+        return [checked_json(item, depth + 1) for item in value]
     if isinstance(value, str):
         return _whole_characters(value)
     if value is None or isinstance(value, (bool, float)):
@@ -288,7 +288,7 @@ def _key(key: object) -> str:
         return _whole_characters(key)
     if isinstance(key, (tuple, frozenset, bytes)):
         raise ValueError("it has a key that is no text")
-    return str(plain(key))
+    return str(checked_json(key))
 
 
 def _whole_characters(text: str) -> str:

@@ -23,14 +23,14 @@ MAX_FILE_BYTES = 2**30
 
 def read_bytes(path: Path) -> bytes:
     """The bytes of the file at `path`. Raises: RecordError when it cannot be read or is absurdly large."""
-    with explained(path, "read"):
+    with file_errors(path, "read"):
         return file_bytes(path, MAX_FILE_BYTES)
 
 
 def replace_file(path: Path, data: bytes) -> None:
     """Write `data` beside `path`, then rename it: readers see the old file or the new one, never a part."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with explained(path, "written"):
+    with file_errors(path, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with open(temporary, "wb") as file:
@@ -45,7 +45,7 @@ def replace_file(path: Path, data: bytes) -> None:
 
 
 @contextmanager
-def explained(path: Path, done: str) -> Iterator[None]:
+def file_errors(path: Path, done: str) -> Iterator[None]:
     """A context that turns an operating-system error into a RecordError about `path`, which could not be `done`."""
     try:
         yield

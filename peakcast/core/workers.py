@@ -50,7 +50,7 @@ def check_processes(processes: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class QuestionLimits:
     """Limits of one question."""
 
     seconds: float
@@ -65,7 +65,7 @@ class Workers:
     with threads. Use it as a context manager, or `close` it.
     """
 
-    def __init__(self, answer: Callable[[Any], Any], size: int, limits: Limits, *, method: str = "fork") -> None:
+    def __init__(self, answer: Callable[[Any], Any], size: int, limits: QuestionLimits, *, method: str = "fork") -> None:
         known = multiprocessing.get_all_start_methods()
         self._context: Any = multiprocessing.get_context(method if method in known else "spawn")
         if method in known and method == "forkserver":
@@ -160,7 +160,7 @@ class _Place:
         self.asked: deque[Any] = deque()
         self.since = 0.0
 
-    def begin(self, context: Any, answer: Callable[[Any], Any], limits: Limits, others: list[Connection]) -> None:
+    def begin(self, context: Any, answer: Callable[[Any], Any], limits: QuestionLimits, others: list[Connection]) -> None:
         """Start the process. `others`: connections of this process that a forked one must close."""
         self.end()
         ours, theirs = context.Pipe()
@@ -194,7 +194,7 @@ class _Place:
         return f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
 
 
-def _work(questions: Connection, answer: Callable[[Any], Any], limits: Limits, inherited: list[Connection]) -> None:
+def _work(questions: Connection, answer: Callable[[Any], Any], limits: QuestionLimits, inherited: list[Connection]) -> None:
     """The main function of a worker: it receives lists of questions and sends their answers one by one, until the other
     side closes."""
     for connection in inherited:

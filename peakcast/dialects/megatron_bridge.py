@@ -22,7 +22,7 @@ from peakcast.dialects.common.translation import Notes, Settings, Translation
 from peakcast.dialects.megatron.adapters import BRIDGE, with_adapters
 from peakcast.dialects.megatron.job import from_megatron
 from peakcast.dialects.megatron.launch import flags_of_yaml
-from peakcast.dialects.python.functions import Functions, without_targets
+from peakcast.dialects.python.functions import FunctionTable, without_targets
 from peakcast.dialects.torchtitan.registry import Registered
 from peakcast.jobs.spec import TrainingJob
 
@@ -80,7 +80,7 @@ def recipe_of(program: str, arguments: Mapping[str, Any]) -> Registered | None:
             text = read_text(file, named=False)
             if re.search(rf"^def {re.escape(name)}\(", text, re.MULTILINE):
                 common = read_text(place / "common.py", named=False)
-                functions = Functions([common, text], file.name, CONTAINER)
+                functions = FunctionTable([common, text], file.name, CONTAINER)
                 return Registered(functions.config(name), tuple(functions.notes))
     raise SpecError(
         f"recipe={name!r} is a Python function of Megatron-Bridge, which is not installed here or has none of that name; "

@@ -26,8 +26,8 @@ from peakcast.dialects.common.translation import Notes, Settings, Translation
 from peakcast.dialects.megatron.adapters import BRIDGE, with_adapters
 from peakcast.dialects.megatron.job import from_megatron
 from peakcast.dialects.megatron.launch import flags_of_yaml
-from peakcast.dialects.python.calls import Call, Expressions, NotGiven, parsed, plain_value
-from peakcast.dialects.python.functions import NOTHING, Functions, attribute_path, set_at
+from peakcast.dialects.python.calls import Expressions, FunctionCall, NotGiven, parsed, plain_value
+from peakcast.dialects.python.functions import NOTHING, FunctionTable, attribute_path, set_at
 from peakcast.dialects.torchtitan.registry import Registered
 
 MAKES = re.compile(r"(run\.)?(Config|Partial)")
@@ -79,7 +79,7 @@ OTHERS = re.compile(
 )
 
 
-class Recipes(Functions):
+class Recipes(FunctionTable):
     """The functions of one recipe of the package in `folder`, and those that it imports from other recipes."""
 
     def __init__(self, folder: Path, module: str) -> None:
@@ -131,7 +131,7 @@ class Recipes(Functions):
                     self.functions = {**found, **self.functions}
                     self._import(source)
 
-    def _follow(self, call: Call) -> Any:
+    def _follow(self, call: FunctionCall) -> Any:
         owner, _, name = call.name.rpartition(".")
         if MAKES.fullmatch(call.name):
             target = call.arguments[0] if call.arguments else ""
@@ -196,7 +196,7 @@ def recipe_in(text: str, where: str) -> Registered | None:
     for node in _statements(parsed(text, where)):
         target = node.targets[0]
         called = node.value if isinstance(node.value, ast.Call) else None
-        call = known.call(called) if called is not None else Call("", (), {})
+        call = known.call(called) if called is not None else FunctionCall("", (), {})
         module, _, kind = call.name.rpartition(".")
         if kind in KINDS and isinstance(target, ast.Name):
             found, name = _recipe(module.rpartition(".")[2], kind, call.arguments, call.keywords), target.id

@@ -12,7 +12,7 @@ from peakcast.core.bounded import is_file
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.foreign import foreign, foreign_python
 from peakcast.dialects.common.pasted import THE_TEXT, Pasted, mapping_of_text, merged, nested
-from peakcast.dialects.common.text import kind_of, parse, read_text
+from peakcast.dialects.common.text import format_of, parse, read_text
 from peakcast.dialects.python.notebook import notebook_source
 from peakcast.dialects.shell.task_file import script_in
 
@@ -39,7 +39,7 @@ def opened(source: str | Path | Mapping[str, Any], files: Mapping[str, Mapping[s
     if isinstance(source, Path) or not is_text(source):
         path = Path(source)
         text, where, folder, ending = read_text(path), path.name, path.parent, path.suffix
-    kind = kind_of(text, ending)
+    kind = format_of(text, ending)
     if kind == "shell":
         return _launched(text, where, folder, files)
     if kind == "Python":

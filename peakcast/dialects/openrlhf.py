@@ -14,7 +14,7 @@ from typing import Any
 
 from peakcast.dialects.common.generation import Generation
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Reading, Settings, Translation, note_unsupported
+from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation, note_unsupported
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.jobs.spec import TrainingJob
@@ -79,7 +79,7 @@ def from_openrlhf(pasted: Pasted) -> Translation:
         fsdp = {"fsdp_version": 2, "mixed_precision": "bf16"}
         other = _with_reference(job_of(Notes(), shards=True), settings, Notes(), shards=True)
         way_out = "Say which by --zero_stage or by --backend fsdp2 in the command."
-        notes.others.append(Reading("OpenRLHF's FSDP2, which its releases of 2026 train with", other, way_out))
+        notes.others.append(AlternativeReading("OpenRLHF's FSDP2, which its releases of 2026 train with", other, way_out))
     settings.note_left(IGNORED)
     return notes.finish(job)
 

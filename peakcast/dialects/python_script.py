@@ -21,7 +21,7 @@ from peakcast.dialects.common.translation import Notes, Settings, Translation
 from peakcast.dialects.huggingface.trainer import from_parts
 from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH
 from peakcast.dialects.huggingface.whose_trainer import Whose
-from peakcast.dialects.python.calls import Call, NotGiven, plain_value
+from peakcast.dialects.python.calls import FunctionCall, NotGiven, plain_value
 
 CONFIGS = {
     "TrainingArguments": "", "Seq2SeqTrainingArguments": "", "UnslothTrainingArguments": "sft", "SFTConfig": "sft",
@@ -55,18 +55,18 @@ _TRAINER = re.compile(
 )
 
 
-def values_of(calls: Sequence[Call], source: str) -> dict[str, Any]:
+def values_of(calls: Sequence[FunctionCall], source: str) -> dict[str, Any]:
     """A program's calls as the mapping that `from_python_script` reads; empty if they configure no trainer."""
     configs = [call for call in calls if call.name.rpartition(".")[2] in CONFIGS]
     if not configs:
         return {}
     chosen = configs[-1]
     loaders = [call for call in calls if LOADERS.fullmatch(".".join(call.name.split(".")[-2:]))]
-    loader = loaders[0] if loaders else Call("", (), {})
+    loader = loaders[0] if loaders else FunctionCall("", (), {})
     adapters = [call for call in calls if ADAPTERS.fullmatch(".".join(call.name.split(".")[-2:]))]
     bits = [call for call in calls if call.name.endswith("BitsAndBytesConfig")]
     trainers = [call for call in calls if call.name.rpartition(".")[2] in TRAINERS]
-    trainer = trainers[-1] if trainers else Call("", (), {})
+    trainer = trainers[-1] if trainers else FunctionCall("", (), {})
     parts: dict[str, Mapping[str, Any]] = {
         "model": _named(loader, trainer),
         "adapter": adapters[0].keywords if adapters else {},
@@ -87,13 +87,13 @@ def values_of(calls: Sequence[Call], source: str) -> dict[str, Any]:
     names["adapter"] = adapters[0].name if adapters else ""
     last = {call.name.rpartition(".")[2]: call for call in calls}
     names["widens"] = "prepare_model_for_kbit_training" in last
-    prepared = last.get("prepare_model_for_kbit_training", Call("", (), {"use_gradient_checkpointing": False}))
+    prepared = last.get("prepare_model_for_kbit_training", FunctionCall("", (), {"use_gradient_checkpointing": False}))
     asked = prepared.keywords.get("use_gradient_checkpointing", True) is True
     names["checkpoints"] = asked or "gradient_checkpointing_enable" in last
     return {ROLE: {**names, "not_given": lost, "versions": versions, "standby": sleeps}, **plain}
 
 
-def _named(loader: Call, trainer: Call) -> dict[str, Any]:
+def _named(loader: FunctionCall, trainer: FunctionCall) -> dict[str, Any]:
     """The arguments with which the model is loaded, its name under `model_name`: from the call that loads it, else from the
     trainer's."""
     first = loader.arguments[0] if loader.arguments else trainer.keywords.get("model")

@@ -15,7 +15,7 @@ from peakcast.core.fields import flat
 from peakcast.dialects.common.asked_versions import NO_VERSIONS, AskedVersions, with_versions
 from peakcast.dialects.common.foreign import foreign
 from peakcast.dialects.common.pasted import Document, Pasted, mapping_of_file, mapping_of_text
-from peakcast.dialects.common.translation import Notes, Reading, Translation
+from peakcast.dialects.common.translation import AlternativeReading, Notes, Translation
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.spec import TrainingJob
 
@@ -211,7 +211,7 @@ HUGGING_FACE_PARTS = ("hf_config", "peft", "deepspeed", "accelerate", "training"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class ReadOptions:
     """What the question gives with a configuration: other files, number of GPUs, another model, the dialect, versions."""
 
     files: tuple[str | Path | Document, ...] = ()
@@ -225,7 +225,7 @@ class Beside:
         return bool(self.files or self.num_gpus is not None or self.model is not None or self.dialect is not None)
 
 
-NOTHING = Beside()
+NOTHING = ReadOptions()
 
 
 PROGRAMS = {
@@ -281,20 +281,20 @@ def _keys(values: Mapping[str, Any]) -> set[str]:
     return keys | {key.rpartition(".")[0] for key in keys} | {".".join(key.split(".")[:2]) for key in keys}
 
 
-def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
-    """The job of an `opened` configuration and `beside`. Raises: SpecError or CatalogError naming the file or the key."""
+def translated(pasted: Pasted, options: ReadOptions = NOTHING) -> Translation:
+    """The job of an `opened` configuration and `options`. Raises: SpecError or CatalogError naming the file or the key."""
     notes = Notes()
     notes.assumptions += pasted.remarks
     pasted = replace(
         pasted,
-        companions={**companions(beside.files), **pasted.companions},
-        num_gpus=pasted.num_gpus if beside.num_gpus is None else beside.num_gpus,
-        model=beside.model or pasted.model,
-        versions=beside.versions,
+        companions={**companions(options.files), **pasted.companions},
+        num_gpus=pasted.num_gpus if options.num_gpus is None else options.num_gpus,
+        model=options.model or pasted.model,
+        versions=options.versions,
     )
-    if beside.dialect is None and (sentence := foreign(_keys(pasted.values), pasted.values, pasted.program)):
+    if options.dialect is None and (sentence := foreign(_keys(pasted.values), pasted.values, pasted.program)):
         raise SpecError(f"{pasted.where} {sentence}", parameter="job")
-    forced = _named(beside.dialect)
+    forced = _named(options.dialect)
     found = [Recognised(forced, "", True)] if forced else recognised(pasted.values, pasted.program)
     name = found[0].name if found else None
     if name not in HUGGING_FACE_PARTS and pasted.model is None and "hf_config" in pasted.companions:
@@ -320,9 +320,9 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
         with contextlib.suppress(PeakcastError):
             read = _reader(other.name)(pasted)
             way_out = f"Say which by --dialect {name} or --dialect {other.name}."
-            notes.others += [Reading(DIALECTS[other.name].title, read.job, way_out)] * (read.job != job)
+            notes.others += [AlternativeReading(DIALECTS[other.name].title, read.job, way_out)] * (read.job != job)
     used = [pasted.companions[name] for name in pasted.used]
-    for given in map(_read, beside.files if name not in HUGGING_FACE_PARTS else ()):
+    for given in map(_read, options.files if name not in HUGGING_FACE_PARTS else ()):
         if given.values not in used:
             notes.warnings.append(
                 f"{given.where} is given with {pasted.where}, which does not use it; it is left out.", given.where
@@ -331,7 +331,7 @@ def translated(pasted: Pasted, beside: Beside = NOTHING) -> Translation:
     read = notes.finish(job)
     if "expandable_segments:true" in allocator.lower().replace(" ", ""):
         read = read.changed(lambda job: job.replace(allocator=Allocator(expandable_segments=True)))
-    return with_versions(read, beside.versions)
+    return with_versions(read, options.versions)
 
 
 def _read_as(pasted: Pasted, name: str, found: Sequence[Recognised]) -> str:

@@ -18,7 +18,7 @@ from peakcast.core.cores import available_cores
 from peakcast.core.deadline import TimeIsUp, limited
 from peakcast.core.durable import MAX_FILE_BYTES
 from peakcast.core.errors import PeakcastError, SpecError, near_misses
-from peakcast.core.workers import Limits, Workers, check_processes
+from peakcast.core.workers import QuestionLimits, Workers, check_processes
 from peakcast.doors.questions import FORMS, Question, question
 
 MAX_LINE_CHARACTERS = 4 * 2**20
@@ -63,7 +63,7 @@ def predict_batch(
     return _answers(lines, processes, timeout_seconds)
 
 
-def batch_of(path: Path, processes: int | None) -> tuple[Iterable[bytes], int]:
+def lines_and_processes(path: Path, processes: int | None) -> tuple[Iterable[bytes], int]:
     """The lines of the file at `path`, and how many processes answer them: one for a short file, and one for standard input
     (`-`), whose lines are answered as they come. Raises: SpecError."""
     if str(path) == "-":
@@ -118,7 +118,7 @@ def _shared_out(readings: Sequence[Reading], processes: int, timeout_seconds: fl
     starts = range(0, len(distinct), NEIGHBOURS)
     windows = (sorted(distinct[start : start + NEIGHBOURS], key=_but_for_gpu) for start in starts)
     answers: dict[str, str] = {}
-    with Workers(_answer_text, processes, Limits(timeout_seconds)) as workers:
+    with Workers(_answer_text, processes, QuestionLimits(timeout_seconds)) as workers:
         arriving = workers.answers(itertools.chain.from_iterable(windows))
         for name, text, refusal in readings:
             while refusal is None and text not in answers:

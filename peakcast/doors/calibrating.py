@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from peakcast.core.errors import CalibrationError, CatalogError, RecordError, near_misses
 from peakcast.core.extras import need
-from peakcast.doors.places import calibration_folder, checkout_folder, explained
+from peakcast.doors.places import calibration_folder, checkout_folder, output_errors
 
 if TYPE_CHECKING:
     from peakcast.measurements.records import Measurement
@@ -196,7 +196,7 @@ def report(
     evaluation = evaluation or evaluate(gpu, datasets=datasets, new_hardware=True, progress=progress)
     names = sorted({name for table in evaluation.tables for name in table.by_gpu})
     written: list[Path] = []
-    with explained(folder):
+    with output_errors(folder):
         for name in names if gpu is None else [gpu]:
             if progress:
                 progress(f"writing the report of {name}")
@@ -239,7 +239,7 @@ def reproduce(
 
 def _made(folder: Path) -> Path:
     """`folder`, created now, so that a folder that cannot be written is reported before minutes are spent."""
-    with explained(folder):
+    with output_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
     return folder
 
@@ -281,6 +281,6 @@ def _save(calibration: Calibration, path: Path) -> tuple[Calibration, bool]:
             before = None
         if before is not None and replace(calibration, created=before.created).to_bytes() == path.read_bytes():
             return before, False
-    with explained(path):
+    with output_errors(path):
         calibration.save(path)
     return calibration, True

@@ -49,7 +49,7 @@ def _minutes(seconds: float) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Compared:
+class ComparedQuantity:
     """One quantity of one row: bytes measured (or traced) and predicted."""
 
     cell: str
@@ -77,7 +77,7 @@ class Collected:
         self.picture = picture
         self._thread = ThreadPoolExecutor(1)
         self._under_way: list[Future[None]] = []
-        self.compared: list[Compared] = []
+        self.compared: list[ComparedQuantity] = []
         self.kind = "measured"
         self._drawn = 0.0
 
@@ -99,7 +99,7 @@ class Collected:
             measured = getattr(row, quantity)
             if measured and predicted:  # host memory is predicted only with offloading
                 self.compared.append(
-                    Compared(cell=cell, quantity=quantity, measured_bytes=measured, predicted_bytes=predicted)
+                    ComparedQuantity(cell=cell, quantity=quantity, measured_bytes=measured, predicted_bytes=predicted)
                 )
         if time.monotonic() - self._drawn > REDRAW_SECONDS:
             self.draw()

@@ -29,10 +29,10 @@ from peakcast.timelines.timeline import Timeline
 if TYPE_CHECKING:
     from peakcast.answers.advised import Advice
     from peakcast.answers.prediction import Answer
-    from peakcast.collectors.dryrun.command import Command
-    from peakcast.collectors.dryrun.process import Seen
+    from peakcast.collectors.dryrun.command import TrainingCommand
+    from peakcast.collectors.dryrun.process import RankReport
     from peakcast.doors.keeping import Walks
-    from peakcast.doors.kept import Kept
+    from peakcast.doors.kept import RecipeFile
     from peakcast.models.calibration.calibration import Calibration
 
 TIMEOUT_SECONDS = 600.0
@@ -54,7 +54,7 @@ class Dryrun:
     command: tuple[str, ...]
     steps: int
     seconds: float
-    kept: Kept | None = None
+    kept: RecipeFile | None = None
     """The recipe that was saved, if one was asked for."""
     not_kept: str = ""
     """Why no recipe was saved."""
@@ -104,7 +104,7 @@ def dryrun(
     MissingPackageError without torch.
     """
     need("a dry run", "torch", *(["cloudpickle"] if callable(command) else []))
-    from peakcast.collectors.dryrun.process import Limits, run
+    from peakcast.collectors.dryrun.process import DryRunLimits, run
     from peakcast.collectors.dryrun.walks import script_walks
 
     device = on_node(gpu if isinstance(gpu, Device) else catalog.gpu(gpu), None, None)
@@ -112,7 +112,7 @@ def dryrun(
     number = _rank(rank, asked.world_size)
     if torch is not None and not release(torch):
         raise SpecError(f"torch={torch!r} must be a release of torch, such as 2.10.", parameter="torch", value=torch)
-    limits = Limits(seconds=timeout_seconds, memory_bytes=_memory_bytes(memory_gib))
+    limits = DryRunLimits(seconds=timeout_seconds, memory_bytes=_memory_bytes(memory_gib))
     say = progress or (lambda message: None)
     ranks = f"rank {number} of {asked.world_size:,}" if asked.world_size > 1 else "one rank"
     say(f"running {asked.script} as {ranks} on a fake {device.name}, until its third optimizer step has ended")
@@ -134,12 +134,12 @@ def dryrun(
     return _with_recipe(found, Path(save_recipe), device, number, walks, progress)
 
 
-def _asked(command: Sequence[str] | Callable[[], object], world_size: int | None, device: Device) -> Command:
+def _asked(command: Sequence[str] | Callable[[], object], world_size: int | None, device: Device) -> TrainingCommand:
     """The command or function to run, as `world_size` ranks on nodes of `device` if its launcher does not say how many."""
-    from peakcast.collectors.dryrun.command import Command, read_command
+    from peakcast.collectors.dryrun.command import TrainingCommand, read_command
     from peakcast.collectors.dryrun.functions import name_of
 
-    asked = Command(script=name_of(command)) if callable(command) else read_command([str(word) for word in command])
+    asked = TrainingCommand(script=name_of(command)) if callable(command) else read_command([str(word) for word in command])
     if world_size is None:
         return asked
     per_node = asked.ranks_per_node if asked.world_size > 1 else device.gpus_per_node
@@ -164,7 +164,7 @@ def _with_recipe(
 
 
 def answered(
-    job: TrainingJob, device: Device, rank: int, seen: Seen, calibration: Calibration | str | Path | None = None
+    job: TrainingJob, device: Device, rank: int, seen: RankReport, calibration: Calibration | str | Path | None = None
 ) -> Answer:
     """The answer that `predict --baseline trace` gives, from timelines that were recorded already."""
     from peakcast.doors.answering import answer_from_trace
@@ -184,7 +184,7 @@ def answered(
     )
 
 
-def _differs(job: TrainingJob, device: Device, rank: int, seen: Seen) -> float | None:
+def _differs(job: TrainingJob, device: Device, rank: int, seen: RankReport) -> float | None:
     """The ledger's peak of `job` divided by that of the script's steady step, minus one; None if the ledger has none."""
     from peakcast.doors.keeping import UNDESCRIBED
     from peakcast.models.baseline.ledger import ledger
@@ -222,7 +222,7 @@ def _not_the_run(differs: float | None) -> tuple[Finding, ...]:
     return (Finding("job_differs", "command", "either", sentence),)
 
 
-def _said(seen: Seen) -> tuple[str, ...]:
+def _said(seen: RankReport) -> tuple[str, ...]:
     release = seen.job.get("versions", {}).get("torch", "")
     under = f" under torch {release}, the release here" if release else ""
     said = (*seen.assumptions, f"tensors are those of the script{under}; no value on the GPU was known.")
@@ -236,7 +236,7 @@ def _said(seen: Seen) -> tuple[str, ...]:
     )
 
 
-def _few_steps(seen: Seen) -> tuple[Finding, ...]:
+def _few_steps(seen: RankReport) -> tuple[Finding, ...]:
     if seen.steps >= 2:
         return ()
     sentence = "the script ended after one optimizer step: the steady step is treated as the first one."

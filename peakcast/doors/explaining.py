@@ -14,7 +14,7 @@ from peakcast.catalog import Device
 from peakcast.core.errors import SpecError
 from peakcast.core.findings import Finding, ordered
 from peakcast.doors.kept import read_kept, recipe_from
-from peakcast.doors.places import explained
+from peakcast.doors.places import output_errors
 from peakcast.doors.questions import Rank, on_node, rank_number, translation_of
 from peakcast.doors.recording import ensure_recipe
 from peakcast.explaining.explain import explain, of_module
@@ -114,11 +114,11 @@ def write(found: Explanation, picture: Path | None, snapshot: Path | None) -> Ex
         capacity = catalog.gpu(found.gpu).cuda_memory_bytes if found.gpu else None
         where = f" on {found.gpu}" if found.gpu else ""
         title = f"{found.architecture}{where}, rank {found.rank}: one steady step, by the {found.source}"
-        with explained(Path(picture)):
+        with output_errors(Path(picture)):
             write_picture(found.timeline, Path(picture), title, capacity)
         written.append(str(picture))
     if snapshot is not None:
-        with explained(Path(snapshot)):
+        with output_errors(Path(snapshot)):
             write_snapshot(found.timeline, Path(snapshot), found.allocator)
         written.append(str(snapshot))
     return replace(found, written=tuple(written))

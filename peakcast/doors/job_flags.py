@@ -18,7 +18,7 @@ import typer
 from peakcast.core.bounded import exists, yaml_value
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.asked_versions import asked_versions
-from peakcast.dialects.recognise import NOTHING, Beside, companions
+from peakcast.dialects.recognise import NOTHING, ReadOptions, companions
 
 if TYPE_CHECKING:
     from peakcast.dialects.common.translation import Translation
@@ -113,7 +113,7 @@ class AskedJob:
     job: str | None
     flags: Mapping[str, object]
     settings: Sequence[str]
-    beside: Beside = NOTHING
+    beside: ReadOptions = NOTHING
     recipe: Path | None = None
     """Path of a file with a recipe, whose job is used as JOB."""
 
@@ -163,7 +163,7 @@ def takes_job(command: Callable[..., None]) -> Callable[..., None]:
         said = {name: others.pop(name) for name in beside}
         versions = asked_versions(*(said.pop(name) for name in VERSIONS))
         files, recipe = tuple(said.pop("with_", None) or ()), said.pop("recipe", None)
-        asked = AskedJob(job, flags, set_ or [], Beside(files=files, versions=versions, **said), recipe)
+        asked = AskedJob(job, flags, set_ or [], ReadOptions(files=files, versions=versions, **said), recipe)
         command(asked, **others)
 
     def option(name: str, annotation: object) -> inspect.Parameter:
@@ -183,7 +183,7 @@ def takes_job(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def job_from_flags(
-    job: str | None, flags: Mapping[str, object], settings: Sequence[str], beside: Beside = NOTHING
+    job: str | None, flags: Mapping[str, object], settings: Sequence[str], beside: ReadOptions = NOTHING
 ) -> Mapping[str, Any] | Translation:
     """The mapping of `job` (a file or a catalog name, None for none), with the fields that `flags` and `settings` change.
 
@@ -214,10 +214,10 @@ def job_from_flags(
             "no architecture is given; give a job file, or --model with a catalog name such as llama-3.1-8b.",
             parameter="architecture",
         )
-    return translation_of(values, Beside(versions=beside.versions)) if beside.versions else values
+    return translation_of(values, ReadOptions(versions=beside.versions)) if beside.versions else values
 
 
-def _nothing_to_go_with(beside: Beside) -> SpecError:
+def _nothing_to_go_with(beside: ReadOptions) -> SpecError:
     rule = "goes with a configuration, and none is given; give its file first"
     if beside.num_gpus is None:
         flag, value = ("--with", beside.files[0]) if beside.files else ("--dialect", beside.dialect)

@@ -15,7 +15,7 @@ from peakcast.catalog import Device
 from peakcast.core.errors import CollectorError, SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.own_networks import library_of
-from peakcast.doors.kept import CLOSE, Kept, write
+from peakcast.doors.kept import CLOSE, RecipeFile, write
 from peakcast.doors.recording import record_recipe
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.ledger import ledger
@@ -49,7 +49,7 @@ def keep(
     command: str,
     walks: Callable[[], AbstractContextManager[Walks]],
     progress: Callable[[str], None] | None = None,
-) -> Kept:
+) -> RecipeFile:
     """Record the network of `job` and write its recipes to `path`, if they give the peak of the steady step that was seen.
 
     A network of transformers is recorded as transformers trains it. If the script does something else, or its network is
@@ -67,7 +67,7 @@ def keep(
             phases, reason = _proof(asked, recipe, timelines["steady"], device, rank)
             if not reason:
                 other = record_recipe(asked.replace(micro_batch_size=_other_batch(asked)))
-                return _kept(path, Kept(command=command, job=asked, recipes=(recipe, other), phases=phases))
+                return _kept(path, RecipeFile(command=command, job=asked, recipes=(recipe, other), phases=phases))
     if progress is not None:
         progress("recording the script's own steps, with batches of other sizes")
     try:
@@ -81,10 +81,10 @@ def keep(
                 recipes.append(_own_steps(walk, job.replace(micro_batch_size=_other_batch(job))))
     except CollectorError as error:
         raise _not_kept(str(error).rstrip(".")) from error
-    return _kept(path, Kept(command=command, own_steps=True, job=job, recipes=tuple(recipes), phases=phases))
+    return _kept(path, RecipeFile(command=command, own_steps=True, job=job, recipes=tuple(recipes), phases=phases))
 
 
-def _kept(path: Path, kept: Kept) -> Kept:
+def _kept(path: Path, kept: RecipeFile) -> RecipeFile:
     write(path, kept)
     return kept
 

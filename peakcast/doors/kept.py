@@ -26,7 +26,7 @@ CLOSE = 0.001
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kept:
+class RecipeFile:
     """The content of a file."""
 
     job: TrainingJob
@@ -40,20 +40,16 @@ class Kept:
 
     def text(self) -> str:
         """For which jobs it is valid, and how accurate it is."""
-        ranges = (
-            f"micro-batches of {batches[0]:,} to {batches[1]:,} sequences of {lengths[0]:,} to {lengths[1]:,} tokens"
-            for batches, lengths in ((one.batches, one.lengths) for one in self.recipes)
-        )
         phases = (f"{name} {error:+.2%}" for name, error in (self.phases or {}).items())
         said = f" Beside the script's own step: {', '.join(phases)}." if self.phases else ""
-        return f"It holds for {'; '.join(ranges)}.{said}"
+        return f"It holds for {'; '.join(one.range_in_words() for one in self.recipes)}.{said}"
 
     def lent(self) -> Lent:
         """The recipes in the form that answers use."""
         return Lent(self.job, self.recipes)
 
 
-def write(path: Path, kept: Kept) -> None:
+def write(path: Path, kept: RecipeFile) -> None:
     """Write `kept` to `path`. Raises: RecordError."""
     content = {
         "schema_version": files.SCHEMA,
@@ -65,13 +61,13 @@ def write(path: Path, kept: Kept) -> None:
     replace_file(path, gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))
 
 
-def read_kept(path: Path) -> Kept:
+def read_kept(path: Path) -> RecipeFile:
     """The content of the file at `path`. Raises: RecordError when it is no such file."""
 
-    def parse(content: dict[str, Any]) -> Kept:
+    def parse(content: dict[str, Any]) -> RecipeFile:
         recipes = tuple(files.from_mapping(one) for one in content["recipes"])
         job, own = job_from_mapping(content["job"]), bool(content.get("own_steps"))
-        return Kept(command=str(content["command"]), own_steps=own, job=job, recipes=recipes)
+        return RecipeFile(command=str(content["command"]), own_steps=own, job=job, recipes=recipes)
 
     try:
         return files.reading(path, parse)
@@ -86,7 +82,7 @@ def read_kept(path: Path) -> Kept:
 
 
 @contextmanager
-def recipe_from(kept: Kept, path: Path, job: TrainingJob) -> Iterator[str]:
+def recipe_from(kept: RecipeFile, path: Path, job: TrainingJob) -> Iterator[str]:
     """A context in which answers about `job` use the recipes in the file at `path`; its value is a sentence about them.
 
     Raises: SpecError if they are not valid for `job`.
@@ -104,7 +100,7 @@ def recipe_from(kept: Kept, path: Path, job: TrainingJob) -> Iterator[str]:
         yield _said(kept, path)
 
 
-def _said(kept: Kept, path: Path) -> str:
+def _said(kept: RecipeFile, path: Path) -> str:
     if not kept.command:
         return f"tensors are those of {path.name}, which peakcast record has written."
     stays = "; what it makes of its own numbers, such as tables of positions, is as it was then" if kept.own_steps else ""

@@ -12,8 +12,8 @@ from peakcast.core.errors import SpecError
 from peakcast.core.extras import need
 
 if TYPE_CHECKING:
-    from peakcast.collectors.measure.constants import Reading
-    from peakcast.collectors.measure.runner import Summary
+    from peakcast.collectors.measure.constants import MeasuredConstants
+    from peakcast.collectors.measure.runner import CollectionSummary
     from peakcast.jobs.spec import TrainingJob
     from peakcast.models.baseline.agreement import Agreement
     from peakcast.searching.search import Progress
@@ -40,7 +40,7 @@ def collect(
     repeats: int = 1,
     plot: Path | None = None,
     progress: Progress | None = None,
-) -> Summary:
+) -> CollectionSummary:
     """Measure the cells of `grid` that `shard` does not have yet, each in a process of its own. Returns a summary.
 
     `select`: "grid" runs cells in the grid's order, "informative" first those that tell most about the others, given the
@@ -72,7 +72,7 @@ def collect(
     return summary
 
 
-def collect_constants(gpu: str | None = None, *, timeout_seconds: float = 600) -> Reading:
+def collect_constants(gpu: str | None = None, *, timeout_seconds: float = 600) -> MeasuredConstants:
     """Read what this machine's GPU holds outside PyTorch's allocator, and store it in the user's own file for the GPU type.
     Predictions for that type then use it (`peakcast.catalog.constants`).
 

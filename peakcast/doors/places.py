@@ -54,7 +54,7 @@ def tracker(uri: str | None = None) -> Tracker:
 
 
 @contextmanager
-def explained(path: Path) -> Iterator[None]:
+def output_errors(path: Path) -> Iterator[None]:
     """A context in which a file that cannot be written becomes a RecordError naming it."""
     try:
         yield

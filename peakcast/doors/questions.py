@@ -20,7 +20,7 @@ from peakcast.dialects.common.pasted import documents
 from peakcast.dialects.common.text import ENDINGS
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.opening import is_text, opened
-from peakcast.dialects.recognise import NOTHING, Beside, companions, translated
+from peakcast.dialects.recognise import NOTHING, ReadOptions, companions, translated
 from peakcast.jobs.spec import MOST_RANKS, TrainingJob
 
 MOST_HOST_GIB = 2**20
@@ -91,18 +91,18 @@ def on_node(device: Device, host_memory_gib: float | None, gpus_per_node: int | 
     return device
 
 
-def translation_of(job: object, beside: Beside = NOTHING) -> Translation:
+def translation_of(job: object, options: ReadOptions = NOTHING) -> Translation:
     """Read `job` as a `TrainingJob`. It may be a TrainingJob, its mapping, a mapping with one of `FORMS` as its only key, a
     configuration of another project (its file, its text or its mapping, recognised by its content), or the name of an
-    architecture, which is then trained with all defaults. `beside`: other files that belong to it, the number of GPUs,
+    architecture, which is then trained with all defaults. `options`: other files that belong to it, the number of GPUs,
     another model; a text may contain other files itself, each after a line of `---` (see `documents`).
 
     Raises: SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
-    return with_versions(_read(job, beside), beside.versions)
+    return with_versions(_read(job, options), options.versions)
 
 
-def _read(job: object, beside: Beside) -> Translation:
+def _read(job: object, options: ReadOptions) -> Translation:
     from peakcast.dialects.common.job_file import read_job
 
     if isinstance(job, Translation):
@@ -113,18 +113,18 @@ def _read(job: object, beside: Beside) -> Translation:
         job = {"architecture": str(job)}
     if isinstance(job, str) and is_text(job):
         (_, job), *others = documents(job)
-        beside = replace(beside, files=(*beside.files, *others))
-    pasted = opened(job, companions(beside.files)) if isinstance(job, (str, Path, Mapping)) else None
+        options = replace(options, files=(*options.files, *others))
+    pasted = opened(job, companions(options.files)) if isinstance(job, (str, Path, Mapping)) else None
     values = pasted.values if pasted is not None else job
     if isinstance(values, Mapping) and len(values) == 1:
         ((form, value),) = values.items()
         if form == "job":
-            return translation_of(value, beside)
+            return translation_of(value, options)
         if form in FORMS:
-            return _translate(form, value, beside)
-    if pasted is None or (not beside and "architecture" in pasted.values and not foreign(pasted.values, {}, "")):
+            return _translate(form, value, options)
+    if pasted is None or (not options and "architecture" in pasted.values and not foreign(pasted.values, {}, "")):
         return read_job(values)  # type: ignore[arg-type]
-    return translated(pasted, beside)
+    return translated(pasted, options)
 
 
 def is_configuration(name: str | Path) -> bool:
@@ -151,7 +151,7 @@ def rank_number(rank: Rank, job: TrainingJob) -> int | None:
     return number
 
 
-def _translate(form: str, value: object, beside: Beside) -> Translation:
+def _translate(form: str, value: object, options: ReadOptions) -> Translation:
     known = _KEYS[form]
     if not isinstance(value, Mapping):
         raise SpecError(f"{form}={value!r} must be a mapping with {', '.join(known)}.", parameter=form, value=value)
@@ -164,10 +164,10 @@ def _translate(form: str, value: object, beside: Beside) -> Translation:
             )
     if known[0] not in value:
         raise SpecError(f"{form}.{known[0]} is required and missing; add it.", parameter=f"{form}.{known[0]}")
-    if beside.num_gpus is not None:
-        value = {**value, "num_gpus": beside.num_gpus}
-    if beside.versions:
-        value = {**value, "versions": beside.versions.of(form, check_versions(value.get("versions") or {}))}
+    if options.num_gpus is not None:
+        value = {**value, "num_gpus": options.num_gpus}
+    if options.versions:
+        value = {**value, "versions": options.versions.of(form, check_versions(value.get("versions") or {}))}
     if form == "megatron":
         from peakcast.dialects.megatron.job import from_megatron
 

@@ -8,14 +8,14 @@ from dataclasses import replace
 from peakcast.answers.prediction import Prediction
 from peakcast.core.findings import Direction, Finding
 from peakcast.core.units import format_gib
-from peakcast.dialects.common.translation import Reading
+from peakcast.dialects.common.translation import AlternativeReading
 from peakcast.jobs.spec import TrainingJob
 
 VERDICT = {"yes": "that fits", "no": "that does not fit", "uncertain": "whether that fits is uncertain"}
 
 
 def with_others(
-    prediction: Prediction, others: tuple[Reading, ...], predict: Callable[[TrainingJob], Prediction]
+    prediction: Prediction, others: tuple[AlternativeReading, ...], predict: Callable[[TrainingJob], Prediction]
 ) -> Prediction:
     """`prediction` with a finding for each of `others` that needs another amount. If one of them fits and another does not,
     the verdict is uncertain."""

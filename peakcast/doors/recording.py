@@ -18,14 +18,14 @@ from peakcast.core.extras import need
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.versions import NEWEST, release
 from peakcast.dialects.common.own_networks import CHUNK_BY_LENGTH, TRANSFORMERS, library_of, own_network
-from peakcast.doors.kept import Kept, write
+from peakcast.doors.kept import RecipeFile, write
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.covering import no_recipe
 from peakcast.models.recipes import shelf
 from peakcast.models.recipes.baseline_choice import StackTraces, baseline_from, chosen
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recordable import FRAMEWORKS, cannot_be_recorded
-from peakcast.models.recipes.shelf import LIBRARIES, installed, recipe_of, wants_recipe
+from peakcast.models.recipes.shelf import LIBRARIES, installed_libraries, recipe_of, wants_recipe
 from peakcast.models.recipes.shipped import is_of_release
 from peakcast.timelines.traced import Traced
 
@@ -44,7 +44,7 @@ def ensure_recipe(job: TrainingJob) -> None:
     if lent() is not None or not _may_want(job) or _is_answered(job) or cannot_be_recorded(job) or shelf.why_not(job):
         return
     library = library_of(job)
-    if library not in installed() or not is_of_release(job, installed()):
+    if library not in installed_libraries() or not is_of_release(job, installed_libraries()):
         way = "'peakcast[collect]'" if library == TRANSFORMERS else library
         shelf.could_not_record(job, f"recording it needs {library}; install it with: pip install {way}")
         return
@@ -65,7 +65,7 @@ def _is_answered(job: TrainingJob) -> bool:
     found, asked = recipe_of(job), str(job.versions.get(library, ""))
     if found is None or not asked or release(asked) == NEWEST:
         return found is not None
-    here, there = installed().get(library, ""), str(found.versions.get(library, ""))
+    here, there = installed_libraries().get(library, ""), str(found.versions.get(library, ""))
     return release(there)[:2] == release(asked)[:2] or not here or release(here)[:2] != release(asked)[:2]
 
 
@@ -106,6 +106,8 @@ class Recorded:
     """The smallest and the largest for which the recipe is valid."""
     sequence_lengths: tuple[int, int]
     """The shortest and the longest for which the recipe is valid."""
+    holds_for: str
+    """Both in words, with the lengths between these for which it is not valid."""
     versions: Mapping[str, str]
     seconds: float
     written: str = ""
@@ -117,10 +119,9 @@ class Recorded:
     def text(self) -> str:
         """The same in words."""
         releases = ", ".join(f"{name} {version}" for name, version in self.versions.items())
-        (fewest, most), (shortest, longest) = self.micro_batch_sizes, self.sequence_lengths
         lines = [
             f"{self.architecture}: {self.num_tensors:,} tensors in {self.recorded_layers} layers stand for {self.layers}.",
-            f"Holds for micro-batches of {fewest:,} to {most:,} sequences of {shortest:,} to {longest:,} tokens.",
+            f"Holds for {self.holds_for}.",
             f"Recorded from {releases} in {self.seconds:.1f} s.",
         ]
         return "\n".join([*lines, f"Written to {self.written}."] if self.written else lines)
@@ -135,7 +136,7 @@ def recorded(job: TrainingJob, python: str, output: Path | None) -> Recorded:
     started = time.monotonic()
     recipe = record_recipe(job, python)
     if output is not None:
-        write(output, Kept(job=job, recipes=(recipe,)))
+        write(output, RecipeFile(job=job, recipes=(recipe,)))
     return Recorded(
         architecture=job.architecture.name,
         layers=recipe.layers,
@@ -143,6 +144,7 @@ def recorded(job: TrainingJob, python: str, output: Path | None) -> Recorded:
         num_tensors=len(recipe.walk.names),
         micro_batch_sizes=recipe.batches,
         sequence_lengths=recipe.lengths,
+        holds_for=recipe.range_in_words(),
         versions=recipe.versions,
         seconds=round(time.monotonic() - started, 1),
         written=str(output or ""),
@@ -167,7 +169,7 @@ def only_a_trace_has(job: TrainingJob) -> bool:
     installed and runs it."""
     if os.environ.get(VARIABLE) == NEVER or lent() is not None or job.framework not in FRAMEWORKS:
         return False
-    return wants_recipe(job) and bool(no_recipe(job)) and library_of(job) in installed()
+    return wants_recipe(job) and bool(no_recipe(job)) and library_of(job) in installed_libraries()
 
 
 def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
@@ -175,12 +177,12 @@ def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
 
     Raises: CollectorError when the library there cannot run the job on fake tensors.
     """
-    from peakcast.collectors.measure.recording import Recorder
+    from peakcast.collectors.measure.recording import WalkRecorder
     from peakcast.models.recipes.recipe import recorded, recorded_alone
     from peakcast.models.recipes.regime import regime
     from peakcast.models.recipes.walk import Walk
 
-    with Recorder(python) as recorder, recorder.of(regime(job)) as library:
+    with WalkRecorder(python) as recorder, recorder.of(regime(job)) as library:
         asked = job.micro_batch_size, job.sequence_length
         most, images = job.architecture.most_positions, job.images.per_sequence
 

@@ -16,7 +16,7 @@ from peakcast.models.allocator.history_replay import HistoryReplay, allocated_by
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
-    from peakcast.explaining.beside import Beside
+    from peakcast.explaining.recording_comparison import RecordingComparison
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +27,7 @@ class Replayed:
     file: str
     names: tuple[str, ...]
     gpus: tuple[HistoryReplay, ...]
-    beside: Beside | None = None
+    beside: RecordingComparison | None = None
     written: str | None = None
 
     @property
@@ -110,10 +110,10 @@ def _beside(
     from dataclasses import replace
 
     from peakcast.doors.explaining import explanation
-    from peakcast.doors.places import explained
-    from peakcast.explaining.beside import beside
-    from peakcast.explaining.beside_picture import write_beside
+    from peakcast.doors.places import output_errors
+    from peakcast.explaining.comparison_picture import write_comparison
     from peakcast.explaining.picture import check_picture_path
+    from peakcast.explaining.recording_comparison import compare_recording
     from peakcast.models.allocator.history_timeline import recorded_timeline
 
     if output is not None:
@@ -124,17 +124,17 @@ def _beside(
         raise SpecError("against and module are two predictions; leave one out.", parameter="module")
     predicted = explanation(against, gpu, rank, trace=trace, module=module)
     by = f"the {predicted.source} of {predicted.architecture}"
-    laid = beside(recorded_timeline(history), predicted.timeline, allocated_bytes(history), by)
+    compared = compare_recording(recorded_timeline(history), predicted.timeline, allocated_bytes(history), by)
     if output is not None:
-        with explained(Path(output)):
-            write_beside(laid, Path(output), f"{history.name}, beside {by}")
-    return replace(found, beside=laid, written=str(output) if output is not None else None)
+        with output_errors(Path(output)):
+            write_comparison(compared, Path(output), f"{history.name}, beside {by}")
+    return replace(found, beside=compared, written=str(output) if output is not None else None)
 
 
 def _mapping(value: Any) -> dict[str, Any]:
-    from peakcast.answers.advised import plain
+    from peakcast.answers.advised import json_values
 
-    mapping: dict[str, Any] = plain(value)
+    mapping: dict[str, Any] = json_values(value)
     if isinstance(value, HistoryReplay):
         mapping["agrees"] = value.agrees
     return mapping

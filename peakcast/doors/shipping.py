@@ -13,7 +13,7 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from peakcast.core.durable import explained, replace_file
+from peakcast.core.durable import file_errors, replace_file
 from peakcast.core.errors import CollectorError, SpecError, near_misses
 from peakcast.core.extras import need
 from peakcast.core.fields import FrozenMapping
@@ -22,8 +22,8 @@ from peakcast.dialects.common.network_values import NETWORK, with_values
 from peakcast.dialects.common.own_networks import TORCHTUNE, TRANSFORMERS, torchtune_families
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shipped
-from peakcast.models.recipes.generalising import kind_of
-from peakcast.models.recipes.kinds import Kind
+from peakcast.models.recipes.generalising import network_kind
+from peakcast.models.recipes.kinds import NetworkKind
 from peakcast.models.recipes.recipe import Recipe, recorded
 from peakcast.models.recipes.regime import regime
 from peakcast.models.recipes.shelf import LIBRARIES, public
@@ -33,7 +33,7 @@ from peakcast.networks.layer_count import told_by_layer, with_layers
 from peakcast.networks.undescribed import for_tracing
 
 if TYPE_CHECKING:
-    from peakcast.collectors.measure.recording import Recorder
+    from peakcast.collectors.measure.recording import WalkRecorder
 
 CHECKPOINTS: tuple[Mapping[str, Any], ...] = ({"activation_checkpointing": {"mode": "full"}}, {})
 PRECISIONS: tuple[Mapping[str, Any], ...] = ({}, {"precision": {"parameters": "float32", "compute": "bfloat16"}})
@@ -116,14 +116,14 @@ def record_all(
 
     Raises: SpecError, CollectorError, RecordError.
     """
-    from peakcast.collectors.measure.recording import Recorder
+    from peakcast.collectors.measure.recording import WalkRecorder
 
     if library not in (TRANSFORMERS, TORCHTUNE):
         rule = f"must be {TRANSFORMERS} or {TORCHTUNE}: recipes of other libraries hold for one length"
         raise SpecError(f"library={library!r} {rule}.", parameter="library", value=library)
     if python == sys.executable:
         need("recording recipes", "torch", *(("transformers",) if library == TRANSFORMERS else ()))
-    with Recorder(python) as recorder:
+    with WalkRecorder(python) as recorder:
         known, versions = _of_transformers(recorder) if library == TRANSFORMERS else _of_torchtune(recorder)
     for name in families:
         if name not in known:
@@ -140,27 +140,27 @@ def record_all(
     def record(family: str) -> None:
         if progress:
             progress(f"recipes of {family} ({next(done) + 1} of {len(asked)} families)")
-        with Recorder(python, timeout_seconds) as recorder:
+        with WalkRecorder(python, timeout_seconds) as recorder:
             count, reason = _record_family(recorder, known[family], own / shipped.file_name(family), releases)
         if count:
             shipment.kinds[family] = count
         if reason:
             shipment.refused[family] = reason
 
-    with explained(own, "made"):  # checked before minutes are spent
+    with file_errors(own, "made"):  # checked before minutes are spent
         own.mkdir(parents=True, exist_ok=True)
     with ThreadPoolExecutor(processes) as pool:  # each thread waits for its own process
         list(pool.map(record, asked))
     return shipment
 
 
-def _of_torchtune(recorder: Recorder) -> tuple[Mapping[str, Jobs], dict[str, str]]:
+def _of_torchtune(recorder: WalkRecorder) -> tuple[Mapping[str, Jobs], dict[str, str]]:
     """The families that torchtune has networks of its own for, as `_of_transformers`."""
     known = torchtune_families()
     return {name: _own_regimes(told["networks"]) for name, told in known.items()}, recorder.versions()
 
 
-def _of_transformers(recorder: Recorder) -> tuple[Mapping[str, Jobs], dict[str, str]]:
+def _of_transformers(recorder: WalkRecorder) -> tuple[Mapping[str, Jobs], dict[str, str]]:
     """(the families that transformers has and the ledger has not, with the jobs of each regime, the releases there)."""
     everything, versions = recorder.families()
     completed = tomllib.loads(resources.files("peakcast").joinpath("catalog", COMPLETED).read_text(encoding="utf-8"))
@@ -173,7 +173,7 @@ def _completed(config: Mapping[str, Any], published: Mapping[str, Any]) -> dict[
     return {name: value for name, value in {**config, **published}.items() if value != []}
 
 
-def _record_family(recorder: Recorder, regimes: Jobs, path: Path, releases: FrozenMapping) -> tuple[int, str]:
+def _record_family(recorder: WalkRecorder, regimes: Jobs, path: Path, releases: FrozenMapping) -> tuple[int, str]:
     """(number of kinds of a family's networks in the file at `path` afterwards, why one could not be recorded)."""
     found = shipped.all_of(path)
     reason = ""
@@ -231,7 +231,7 @@ def recorded_layers(layers: int, kinds: Sequence[str]) -> int:
     return layers if period > LAYERS else layers - period * max(0, -(-(layers - LAYERS) // period))
 
 
-def _recorded(recorder: Recorder, job: TrainingJob, releases: FrozenMapping) -> tuple[Kind, Recipe]:
+def _recorded(recorder: WalkRecorder, job: TrainingJob, releases: FrozenMapping) -> tuple[NetworkKind, Recipe]:
     """A kind of network with its recipe. Raises: CollectorError when no recipe was confirmed."""
     with recorder.of(regime(job)) as library:
 
@@ -240,7 +240,7 @@ def _recorded(recorder: Recorder, job: TrainingJob, releases: FrozenMapping) -> 
 
         asked, told = (job.micro_batch_size, LENGTH), told_by_layer(job.architecture)
         recipe = recorded(record, asked, job.architecture.most_positions, told=told)
-        kind = kind_of(record, recipe, job, library.defaults, library.read)
+        kind = network_kind(record, recipe, job, library.defaults, library.read)
     if kind is None:
         raise CollectorError("no network with other numbers confirms what was recorded.")
     return kind, replace(recipe, versions=releases)

@@ -1,4 +1,4 @@
-"""`Call`: one kind of collective of a pipeline stage, and `Share`: the input of the rules that yield them."""
+"""The collectives of one pipeline stage (`CollectiveCall`), and what the rules that yield them are given (`StageOfJob`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peakcast.models.ledger.layouts.pipeline import Chunk, stage_chunks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Call:
+class CollectiveCall:
     """`count` calls per micro-batch, or per iteration if `once` is set."""
 
     axis: str
@@ -34,7 +34,7 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class StageOfJob:
     """One pipeline stage of a job. `rows`: tokens of a micro-batch on one context-parallel rank."""
 
     job: TrainingJob
@@ -43,7 +43,7 @@ class Share:
     convention: Mapping[str, Any]
 
     @classmethod
-    def of(cls, job: TrainingJob, stage: int) -> Share:
+    def of(cls, job: TrainingJob, stage: int) -> StageOfJob:
         """The share of pipeline stage `stage`."""
         chunks = stage_chunks(job.architecture.num_hidden_layers, job.parallelism, stage)
         return cls(job, stage, chunks, conventions(job))

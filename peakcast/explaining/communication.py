@@ -1,7 +1,7 @@
 """What one rank of a job sends, to which ranks and when: every kind of collective of a step, from shapes and layout.
 
-A rule yields `Call`s of one pipeline stage; `communication` turns them into volumes. Volumes are those of ring algorithms,
-which NCCL's tests use to judge bandwidth. Source: NVIDIA/nccl-tests doc/PERFORMANCE.md.
+A rule yields `CollectiveCall`s of one pipeline stage; `communication` turns them into volumes. Volumes are those of ring
+algorithms, which NCCL's tests use to judge bandwidth. Source: NVIDIA/nccl-tests doc/PERFORMANCE.md.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 
 from peakcast.answers.explanation import Collective
 from peakcast.explaining import communication_data, communication_model
-from peakcast.explaining.calls import Call, Share
+from peakcast.explaining.calls import CollectiveCall, StageOfJob
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.pipeline import pipeline_rank
@@ -26,7 +26,7 @@ SENT: dict[str, Callable[[int], Fraction]] = {
     "send/recv": lambda n: Fraction(1),
 }
 """Collective -> which fraction of the message each of n ranks sends."""
-RULES: tuple[Callable[[Share], Iterator[Call]], ...] = (
+RULES: tuple[Callable[[StageOfJob], Iterator[CollectiveCall]], ...] = (
     communication_model.tensor_parallel,
     communication_model.context_parallel,
     communication_model.expert_parallel,
@@ -41,7 +41,7 @@ def communication(job: TrainingJob, rank: int) -> tuple[Collective, ...]:
     layout, own = job.parallelism, _stage(job, rank)
     ranks_per_stage = layout.world_size // layout.pipeline_parallel_size
     in_cluster: dict[tuple[str, ...], int] = {}
-    calls_of = [_calls(Share.of(job, stage)) for stage in range(layout.pipeline_parallel_size)]
+    calls_of = [_calls(StageOfJob.of(job, stage)) for stage in range(layout.pipeline_parallel_size)]
     for call in (call for calls in calls_of for call in calls):
         sent = _sent(call) * _per_iteration(call, job) * ranks_per_stage
         in_cluster[call.key] = in_cluster.get(call.key, 0) + sent
@@ -66,16 +66,16 @@ def communication(job: TrainingJob, rank: int) -> tuple[Collective, ...]:
     )
 
 
-def sent_by_call(job: TrainingJob, rank: int) -> list[tuple[Call, int]]:
+def sent_by_call(job: TrainingJob, rank: int) -> list[tuple[CollectiveCall, int]]:
     """Each kind of communication of `rank`'s own stage with the bytes that it sends for it in one iteration."""
-    return [(call, _sent(call) * _per_iteration(call, job)) for call in _calls(Share.of(job, _stage(job, rank)))]
+    return [(call, _sent(call) * _per_iteration(call, job)) for call in _calls(StageOfJob.of(job, _stage(job, rank)))]
 
 
 def _stage(job: TrainingJob, rank: int) -> int:
     return pipeline_rank(job.parallelism, rank, pipeline_innermost=bool(conventions(job).get("use_tp_pp_dp_mapping")))
 
 
-def _calls(share: Share) -> list[Call]:
+def _calls(share: StageOfJob) -> list[CollectiveCall]:
     return [call for rule in RULES for call in rule(share) if call.count and call.group_size > 1]
 
 
@@ -111,7 +111,7 @@ def notes(job: TrainingJob) -> tuple[str, ...]:
     return tuple(note.sentence for note in NOTES if note.holds(job))
 
 
-def _sent(call: Call) -> int:
+def _sent(call: CollectiveCall) -> int:
     numerator, denominator = _part(call.function, call.group_size)
     return numerator * call.message_bytes // denominator
 
@@ -121,5 +121,5 @@ def _part(function: str, group_size: int) -> tuple[int, int]:
     return SENT[function](group_size).as_integer_ratio()
 
 
-def _per_iteration(call: Call, job: TrainingJob) -> int:
+def _per_iteration(call: CollectiveCall, job: TrainingJob) -> int:
     return call.count * (1 if call.once else job.gradient_accumulation_steps)

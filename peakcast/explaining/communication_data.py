@@ -11,7 +11,7 @@ from math import prod
 
 from peakcast.answers.explanation import Function, ParameterRow
 from peakcast.core.units import DTYPE_BYTES, MIB
-from peakcast.explaining.calls import Call, Share
+from peakcast.explaining.calls import CollectiveCall, StageOfJob
 from peakcast.explaining.groups import DATA, EXPERT_DATA, GRADIENT
 from peakcast.explaining.inventory import parameter_rows, parameter_shards
 from peakcast.jobs.conventions import adapter_dtype
@@ -26,7 +26,7 @@ FSDP = "torch 2.13 distributed/fsdp; Zhao et al. 2023, arXiv:2304.11277"
 ZERO = "Rajbhandari et al. 2019, arXiv:1910.02054, section 7; DeepSpeed runtime/zero"
 
 
-def data_parallel(share: Share) -> Iterator[Call]:
+def data_parallel(share: StageOfJob) -> Iterator[CollectiveCall]:
     """Calls that sum gradients over replicas, and that gather sharded weights before use or after their update."""
     if share.job.framework == "megatron":
         yield from _megatron(share)
@@ -36,7 +36,7 @@ def data_parallel(share: Share) -> Iterator[Call]:
         yield from _replicated(share)
 
 
-def _axis(share: Share) -> tuple[str, int]:
+def _axis(share: StageOfJob) -> tuple[str, int]:
     layout = share.job.parallelism
     axis = GRADIENT if layout.context_parallel_size > 1 and layout.data_parallel_size > 1 else DATA
     return axis, layout.data_parallel_size * layout.context_parallel_size
@@ -45,7 +45,7 @@ def _axis(share: Share) -> tuple[str, int]:
 # -- Megatron-LM --------------------------------------------------------------------------------------------------------
 
 
-def _megatron(share: Share) -> Iterator[Call]:
+def _megatron(share: StageOfJob) -> Iterator[CollectiveCall]:
     axis, n = _axis(share)
     layout = share.job.parallelism
     dense, experts, buckets = _elements(share)
@@ -60,19 +60,19 @@ def _megatron(share: Share) -> Iterator[Call]:
         reduce: Function = "reduce-scatter" if sharded else "all-reduce"
         kind = "experts' gradients" if name == EXPERT_DATA else "gradients"
         where = "backward of the last micro-batch"
-        yield Call(
+        yield CollectiveCall(
             axis=name, function=reduce, what=kind, where=where, group_size=size, message_bytes=gradients, count=count,
             source=MEGATRON, once=True,
         )  # fmt: skip
         if sharded:
-            yield Call(
+            yield CollectiveCall(
                 axis=name, function="all-gather", what=kind.replace("gradients", "updated weights"),
                 where="after the optimizer step", group_size=size, message_bytes=weights, count=count, source=MEGATRON,
                 once=True,
             )  # fmt: skip
 
 
-def _elements(share: Share) -> tuple[int, int, int]:
+def _elements(share: StageOfJob) -> tuple[int, int, int]:
     """Number of elements of the stage that every replica holds, number of its experts' elements, and number of buckets in
     which the former are sent."""
     job, layout = share.job, share.job.parallelism
@@ -94,7 +94,7 @@ def _elements(share: Share) -> tuple[int, int, int]:
     return dense, experts, len(share.chunks)
 
 
-def _buckets(share: Share, rows: tuple[ParameterRow, ...]) -> int:
+def _buckets(share: StageOfJob, rows: tuple[ParameterRow, ...]) -> int:
     """Number of buckets: one per chunk, or, if the reduction overlaps with backward, one whenever enough elements are
     collected."""
     from peakcast.models.ledger.megatron.distributed_optimizer import bucket_size
@@ -116,7 +116,7 @@ def _buckets(share: Share, rows: tuple[ParameterRow, ...]) -> int:
 # -- PyTorch and DeepSpeed ----------------------------------------------------------------------------------------------
 
 
-def _trained_bytes(share: Share) -> int:
+def _trained_bytes(share: StageOfJob) -> int:
     """Bytes of one replica's gradients: of all weights, or of the adapters."""
     job, rows = share.job, parameter_rows(share.job, 0)
     if job.finetuning.method == "full":
@@ -124,12 +124,12 @@ def _trained_bytes(share: Share) -> int:
     return sum(prod(row.shape) for row in rows if ".lora_" in row.name) * int(DTYPE_BYTES[adapter_dtype(job)])
 
 
-def _replicated(share: Share) -> Iterator[Call]:
+def _replicated(share: StageOfJob) -> Iterator[CollectiveCall]:
     axis, n = _axis(share)
     size, stage = _trained_bytes(share), share.job.parallelism.zero_stage
     if stage == 0:
         count = 1 + -(-max(0, size - DDP_FIRST_BUCKET_BYTES) // DDP_BUCKET_BYTES)
-        yield Call(
+        yield CollectiveCall(
             axis=axis, function="all-reduce", what="gradients, in buckets", where="backward of the last micro-batch",
             group_size=n, message_bytes=size // count, count=count, source=DDP, once=True,
         )  # fmt: skip
@@ -137,18 +137,18 @@ def _replicated(share: Share) -> Iterator[Call]:
     bucket = int(share.convention.get("reduce_bucket_size", 500_000_000)) * int(DTYPE_BYTES[share.job.precision.gradients])
     count = -(-size // bucket)
     every = stage >= 2  # gradients are sharded as soon as they exist, in every micro-batch
-    yield Call(
+    yield CollectiveCall(
         axis=axis, function="reduce-scatter", what="gradients, in buckets",
         where="backward" if every else "backward of the last micro-batch", group_size=n, message_bytes=size // count,
         count=count, source=ZERO, once=not every,
     )  # fmt: skip
-    yield Call(
+    yield CollectiveCall(
         axis=axis, function="all-gather", what="updated weights", where="after the optimizer step", group_size=n,
         message_bytes=size // count, count=count, source=ZERO, once=True,
     )  # fmt: skip
 
 
-def _fully_sharded(share: Share) -> Iterator[Call]:
+def _fully_sharded(share: StageOfJob) -> Iterator[CollectiveCall]:
     """FSDP and ZeRO-3: a layer's weights are gathered before its forward and again before its backward. Weights outside of
     layers are gathered once and, with FSDP, kept gathered in between."""
     job, (axis, n) = share.job, _axis(share)
@@ -160,8 +160,8 @@ def _fully_sharded(share: Share) -> Iterator[Call]:
     layers = [size for module, size in sizes.items() if module.startswith("layers.")]
     root = sum(sizes.values()) - sum(layers)
 
-    def call(function: Function, what: str, where: str, message: int, count: int, once: bool = False) -> Call:
-        return Call(
+    def call(function: Function, what: str, where: str, message: int, count: int, once: bool = False) -> CollectiveCall:
+        return CollectiveCall(
             axis=axis, function=function, what=what, where=where, group_size=n, message_bytes=message, count=count,
             source=source, once=once,
         )  # fmt: skip

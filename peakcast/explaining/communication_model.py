@@ -12,7 +12,7 @@ from math import prod
 
 from peakcast.answers.explanation import Function
 from peakcast.core.units import DTYPE_BYTES, FP32
-from peakcast.explaining.calls import Call, Share
+from peakcast.explaining.calls import CollectiveCall, StageOfJob
 from peakcast.explaining.groups import CONTEXT, EMBEDDING, EXPERT, PIPELINE, TENSOR
 from peakcast.explaining.inventory import parameter_rows
 
@@ -30,7 +30,7 @@ DISPATCHER = "megatron-core 0.13.1 transformer/moe/token_dispatcher.py"
 # -- tensor and sequence parallelism ------------------------------------------------------------------------------------
 
 
-def tensor_parallel(share: Share) -> Iterator[Call]:
+def tensor_parallel(share: StageOfJob) -> Iterator[CollectiveCall]:
     """Two exchanges per layer and direction (after attention and after the feed-forward), the embedding, the output layer,
     the loss over a split vocabulary, and the gradients of parameters that every rank holds whole."""
     layout = share.job.parallelism
@@ -40,8 +40,10 @@ def tensor_parallel(share: Share) -> Iterator[Call]:
     halves = sum(1 if architecture.is_moe_layer(layer) else 2 for layer in share.layers)
     again = 2 * share.recomputed_layers() if architecture.moe is None else share.recomputed_layers()
 
-    def call(function: Function, what: str, where: str, count: int, message: int = size, source: str = SHOEYBI) -> Call:
-        return Call(
+    def call(
+        function: Function, what: str, where: str, count: int, message: int = size, source: str = SHOEYBI
+    ) -> CollectiveCall:
+        return CollectiveCall(
             axis=TENSOR, function=function, what=what, where=where, group_size=n, message_bytes=message, count=count,
             source=source,
         )  # fmt: skip
@@ -76,7 +78,7 @@ def tensor_parallel(share: Share) -> Iterator[Call]:
         yield _replicated_gradients(share)
 
 
-def _replicated_gradients(share: Share) -> Call:
+def _replicated_gradients(share: StageOfJob) -> CollectiveCall:
     """With sequence parallelism, each rank has only partial gradients of norms (and of biases added after a
     reduce-scatter)."""
     layout = share.job.parallelism
@@ -88,7 +90,7 @@ def _replicated_gradients(share: Share) -> Call:
         for row in parameter_rows(share.job, rank)
         if row.shape == row.rank_shape and row.module != "embedding"
     )
-    return Call(
+    return CollectiveCall(
         axis=TENSOR,
         function="all-reduce",
         what="gradients of norms and shared biases",
@@ -104,7 +106,7 @@ def _replicated_gradients(share: Share) -> Call:
 # -- context parallelism ------------------------------------------------------------------------------------------------
 
 
-def context_parallel(share: Share) -> Iterator[Call]:
+def context_parallel(share: StageOfJob) -> Iterator[CollectiveCall]:
     """Keys and values are sent around a ring (`p2p`) or gathered (`all_gather`), or heads are exchanged for tokens
     (`a2a`)."""
     job = share.job
@@ -115,8 +117,8 @@ def context_parallel(share: Share) -> Iterator[Call]:
     key_value = 2 * width * max(1, job.architecture.num_key_value_heads // tp)
     kind = str(share.convention.get("cp_comm_type", "p2p"))
 
-    def call(function: Function, what: str, where: str, count: int, message: int, source: str) -> Call:
-        return Call(
+    def call(function: Function, what: str, where: str, count: int, message: int, source: str) -> CollectiveCall:
+        return CollectiveCall(
             axis=CONTEXT, function=function, what=what, where=where, group_size=n, message_bytes=message, count=count,
             source=source,
         )  # fmt: skip
@@ -140,7 +142,7 @@ def context_parallel(share: Share) -> Iterator[Call]:
 # -- expert parallelism -------------------------------------------------------------------------------------------------
 
 
-def expert_parallel(share: Share) -> Iterator[Call]:
+def expert_parallel(share: StageOfJob) -> Iterator[CollectiveCall]:
     """Tokens are sent to their experts and back, in every routed layer and direction."""
     job, moe = share.job, share.job.architecture.moe
     if moe is None:
@@ -156,8 +158,8 @@ def expert_parallel(share: Share) -> Iterator[Call]:
         ("backward, routed layers", routed),
     )
 
-    def call(function: Function, what: str, where: str, count: int, message: int, size: int) -> Call:
-        return Call(
+    def call(function: Function, what: str, where: str, count: int, message: int, size: int) -> CollectiveCall:
+        return CollectiveCall(
             axis=EXPERT, function=function, what=what, where=where, group_size=size, message_bytes=message, count=count,
             source=DISPATCHER,
         )  # fmt: skip
@@ -175,16 +177,18 @@ def expert_parallel(share: Share) -> Iterator[Call]:
 # -- pipeline parallelism -----------------------------------------------------------------------------------------------
 
 
-def pipeline_parallel(share: Share) -> Iterator[Call]:
+def pipeline_parallel(share: StageOfJob) -> Iterator[CollectiveCall]:
     """Hidden states go to the next stage, their gradients to the previous one; the two copies of a tied embedding are
     summed."""
     job, layout = share.job, share.job.parallelism
     n = layout.pipeline_parallel_size
     message = share.hidden_bytes // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
 
-    def call(function: Function, axis: str, what: str, where: str, count: int, message: int, size: int, once: bool) -> Call:
+    def call(
+        function: Function, axis: str, what: str, where: str, count: int, message: int, size: int, once: bool
+    ) -> CollectiveCall:
         source = FINALIZE if once else SCHEDULES
-        return Call(
+        return CollectiveCall(
             axis=axis, function=function, what=what, where=where, group_size=size, message_bytes=message, count=count,
             source=source, once=once,
         )  # fmt: skip

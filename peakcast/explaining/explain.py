@@ -11,7 +11,7 @@ from peakcast.catalog import Device
 from peakcast.explaining import advice as advising
 from peakcast.explaining.communication import communication, notes
 from peakcast.explaining.compare import compare
-from peakcast.explaining.groups import groups_of
+from peakcast.explaining.groups import communication_groups
 from peakcast.explaining.inventory import parameter_rows, unsharded
 from peakcast.explaining.layers import module_rows
 from peakcast.explaining.reason import peak_reason
@@ -59,7 +59,7 @@ def explain(
         modules=module_rows(timeline, job, parameters),
         unsharded_modules=_unsharded(job, timeline_of) if source == "ledger" else (),
         parameters=parameters,
-        groups=groups_of(job, chosen),
+        groups=communication_groups(job, chosen),
         communication=communication(job, chosen),
         communication_notes=notes(job) if job.parallelism.world_size > 1 else (),
         advice=_advice(job, device, chosen),

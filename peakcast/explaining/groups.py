@@ -47,7 +47,7 @@ def _ranks(sizes: Mapping[str, int], strides: Mapping[str, int]) -> NDArray[np.i
     return found
 
 
-def groups_of(job: TrainingJob, rank: int) -> tuple[Group, ...]:
+def communication_groups(job: TrainingJob, rank: int) -> tuple[Group, ...]:
     """The groups of `rank` that have more than one member."""
     layout = job.parallelism
     pipeline_first = bool(conventions(job).get("use_tp_pp_dp_mapping"))

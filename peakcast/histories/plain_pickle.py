@@ -90,7 +90,7 @@ def _check_start(data: bytes) -> None:
 def _load(source: _Bytes) -> Any:
     data, at = source.data, 0
     _check_start(data)
-    values = _Values()
+    values = _PickleStack()
     stack, memo = values.stack, values.memo
     made = 0
     while True:
@@ -132,7 +132,7 @@ def _load(source: _Bytes) -> Any:
             raise RefusedPickleError(f"it holds {what}, at byte {source.seen + at - 1:,}; such a file is never run")
 
 
-class _Values:
+class _PickleStack:
     """The values that are not yet in a container, and those that the file may refer to again."""
 
     def __init__(self) -> None:

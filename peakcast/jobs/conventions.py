@@ -129,6 +129,16 @@ def packages_of(framework: str) -> frozenset[str]:
     return frozenset(asked_for | {package for stanza in stanzas for package in stanza.get("packages", [])})
 
 
+def assumed_network(job: TrainingJob) -> str:
+    """A sentence about whose network a plain PyTorch loop is assumed to train; "" for another stack."""
+    if job.framework != "torch" or job.task != "train" or not set(OWN_NETWORKS).isdisjoint(job.versions):
+        return ""
+    return (
+        f"the network is that of transformers; {', '.join(OWN_NETWORKS)} have networks of their own, which save "
+        "other tensors: if one of them trains, give its release in versions."
+    )
+
+
 def assumed_versions(job: TrainingJob) -> str:
     """A sentence about versions that are not given and would change what is assumed about `job`; "" if all are given."""
     given = {name: version for name, version in resolved(job.versions).items() if release(version)}

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from peakcast.core.bounded import exists, is_file, is_folder
-from peakcast.core.durable import explained, locked, read_bytes, replace_file
+from peakcast.core.durable import file_errors, locked, read_bytes, replace_file
 from peakcast.core.errors import RecordError
 from peakcast.jobs.spec import TrainingJob, canonical_json
 from peakcast.measurements.records import Measurement
@@ -61,7 +61,7 @@ def append(path: Path, measurement: Measurement) -> None:
         line = canonical_json(to_row(measurement)).encode() + b"\n"
     except (CellError, ValueError) as error:
         raise RecordError(f"a row for {path} cannot be stored: {error}.") from error
-    with explained(path, "written"):
+    with file_errors(path, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT, 0o644)
         try:
@@ -100,7 +100,7 @@ def read_rows(path: Path, start: int) -> tuple[list[Measurement], list[BadLine],
 def require_writable(path: Path) -> None:
     """Check that a row could be appended to the shard at `path`, without creating it. Raises: RecordError."""
     path = Path(path)
-    with explained(path, "written"):
+    with file_errors(path, "written"):
         path.parent.mkdir(parents=True, exist_ok=True)
         path = Path(os.path.realpath(path))  # a link may point to a path that cannot exist
         if path.is_symlink():
@@ -207,7 +207,7 @@ def merge(shards: Iterable[Path], table: Path) -> Merged:
     Raises: RecordError when the table cannot be read or written; then nothing is changed.
     """
     table = Path(table)
-    with explained(table.parent, "written"):
+    with file_errors(table.parent, "written"):
         table.parent.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(table.parent, os.O_RDONLY)
     try:

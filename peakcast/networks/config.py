@@ -14,7 +14,7 @@ from peakcast.networks.families import counted_as, family, other_kinds
 from peakcast.networks.rotary import read_rotary
 from peakcast.networks.rules import REQUIRED, Choice, ConfigRules, Key, Product, Row, Rules
 from peakcast.networks.undescribed import is_traced, kept_configuration, undescribed
-from peakcast.networks.unread import Seen, Unread, unread
+from peakcast.networks.unread import TrackedMapping, Unread, unread
 from peakcast.networks.windows import read_windows
 
 LLAMA_KEYS = (
@@ -92,7 +92,7 @@ def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[
             parameter="architecture",
         )
     language, multimodal = _language_part(config)
-    seen = Seen(language)
+    seen = TrackedMapping(language)
     model_type = seen.get("model_type")
     known = not isinstance(model_type, str) or family(model_type) is not None  # other types are refused below
     if not known and (is_traced() or not _is_like_llama(model_type, language)):

@@ -16,11 +16,11 @@ from typing import Any
 from peakcast.core.errors import CatalogError, SpecError, near_misses
 from peakcast.core.fields import build
 from peakcast.jobs.architecture import Architecture
-from peakcast.networks.family import Family, Libraries, Traces
+from peakcast.networks.family import Family, LibraryTraits, TraceTraits
 from peakcast.networks.rules import GROUPS, config_rules
 
 NOT_ALIKE = ("libraries", "traces")
-_KNOWN_TO_NONE = Libraries(
+_KNOWN_TO_NONE = LibraryTraits(
     peft_targets=(),
     peft_adapts_experts=False,
     liger="none",
@@ -29,7 +29,7 @@ _KNOWN_TO_NONE = Libraries(
     deepspeed_leaf=False,
     torchtitan_compiles_loss=False,
 )
-_UNTRACED = Traces(unmodelled="", differ=(), tensor_parallel=False, compiled=())
+_UNTRACED = TraceTraits(unmodelled="", differ=(), tensor_parallel=False, compiled=())
 _CATALOG = files("peakcast").joinpath("catalog")
 _FOLDER = _CATALOG.joinpath("families")
 

@@ -12,7 +12,7 @@ from peakcast.networks.rules import ConfigRules
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Norm:
+class NormTraits:
     """The code of its norms."""
 
     weight_in_float32: bool
@@ -28,7 +28,7 @@ class Norm:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Rotary:
+class RotaryTraits:
     """Rotary positions: how much of a head is rotated, in which layers, and how."""
 
     config_key: Literal["", "partial_rotary_factor", "rotary_pct", "rotary_dim"]
@@ -58,7 +58,7 @@ class Rotary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Attention:
+class AttentionTraits:
     """The code of attention, whichever kernel computes it, and which kernels there are."""
 
     flash: bool
@@ -85,7 +85,7 @@ class Attention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class EagerAttention:
+class EagerAttentionTraits:
     """The code of attention step by step (`attn_implementation="eager"`)."""
 
     softcap: bool
@@ -105,7 +105,7 @@ class EagerAttention:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Masks:
+class MaskTraits:
     """Which masks the model makes and keeps."""
 
     always: bool
@@ -121,7 +121,7 @@ class Masks:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Windows:
+class WindowTraits:
     """Which layers have a sliding window. With one kind of layer, all have it or none."""
 
     layers: Literal["alike", "listed", "every", "pattern", "max_window_layers", "even_max_window_layers", "unrotated"]
@@ -138,7 +138,7 @@ class Windows:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
+class LayerTraits:
     """The forward of a layer, around attention and feed-forward."""
 
     norm_after_residual: bool
@@ -160,7 +160,7 @@ class Layer:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Linear:
+class LinearTraits:
     """The matrices of layers."""
 
     conv1d: bool
@@ -170,7 +170,7 @@ class Linear:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Experts:
+class ExpertTraits:
     """The router of a mixture of experts, and its experts."""
 
     router_in_float32: bool
@@ -186,7 +186,7 @@ class Experts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
+class EndTraits:
     """Embedding, head and loss."""
 
     scales_embedding: bool
@@ -204,7 +204,7 @@ class Ends:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Names:
+class NameTraits:
     """The last parts of its projections' names, with which users write adapter targets."""
 
     qkv: str
@@ -219,7 +219,7 @@ class Names:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Modules:
+class ModuleTraits:
     """Modules: in which order they register their parameters and run, and which libraries find them."""
 
     norms_first: bool
@@ -248,7 +248,7 @@ class Modules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Liger:
+class LigerTraits:
     """What Liger's kernels do with its layers, where it has kernels."""
 
     replaces_full_qk_norm: bool
@@ -260,7 +260,7 @@ class Liger:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Libraries:
+class LibraryTraits:
     """What other libraries know by the name of the family. No family has it from another."""
 
     peft_targets: tuple[str, ...]
@@ -309,7 +309,7 @@ Difference = Literal[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Traces:
+class TraceTraits:
     """How traces of its real steps compare with the ledger. No family has it from another."""
 
     unmodelled: str
@@ -331,18 +331,18 @@ class Family:
     """The family whose traits it has, as read in `source`, but for those that its own file states; "": it states all."""
     source: str
     config: ConfigRules
-    norm: Norm
-    rotary: Rotary
-    attention: Attention
-    eager_attention: EagerAttention
-    masks: Masks
-    windows: Windows
-    layer: Layer
-    linear: Linear
-    experts: Experts
-    ends: Ends
-    names: Names
-    modules: Modules
-    liger: Liger
-    libraries: Libraries
-    traces: Traces
+    norm: NormTraits
+    rotary: RotaryTraits
+    attention: AttentionTraits
+    eager_attention: EagerAttentionTraits
+    masks: MaskTraits
+    windows: WindowTraits
+    layer: LayerTraits
+    linear: LinearTraits
+    experts: ExpertTraits
+    ends: EndTraits
+    names: NameTraits
+    modules: ModuleTraits
+    liger: LigerTraits
+    libraries: LibraryTraits
+    traces: TraceTraits

@@ -48,12 +48,15 @@ _NOT_INSIDE = re.compile(
 )
 
 
-class Seen(dict[str, Any]):
+class TrackedMapping(dict[str, Any]):
     """A configuration that records which of its keys were read."""
 
     def __init__(self, values: Mapping[str, Any]) -> None:
         super().__init__(
-            {key: Seen(value) if isinstance(value, Mapping) and not _apart(key) else value for key, value in values.items()}
+            {
+                key: TrackedMapping(value) if isinstance(value, Mapping) and not _apart(key) else value
+                for key, value in values.items()
+            }
         )
         self.asked: set[str] = set()
 
@@ -80,7 +83,7 @@ class Unread(NamedTuple):
     """Known keys that were not read and do not have their usual value: "clip_qkv=8"."""
 
 
-def unread(seen: Seen, *, known: bool) -> Unread:
+def unread(seen: TrackedMapping, *, known: bool) -> Unread:
     """The keys of a configuration that were not read and may matter; `known`: whether its family is known."""
     left = dict(_left(seen))
     patterns = (HARMLESS, OF_FAMILIES) if known else (HARMLESS,)
@@ -93,9 +96,9 @@ def unread(seen: Seen, *, known: bool) -> Unread:
     return Unread(keys, tuple(f"{path}={left[path]!r}" for path in sorted(deviating)))
 
 
-def _left(seen: Seen, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def _left(seen: TrackedMapping, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for key, value in seen.items():
-        if isinstance(value, Seen):
+        if isinstance(value, TrackedMapping):
             yield from _left(value, f"{prefix}{key}.")
         elif key not in seen.asked and value is not None:
             yield f"{prefix}{key}", value

@@ -10,7 +10,7 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.jobs.architecture import Architecture
 from peakcast.networks.families import counted_as, family_of
-from peakcast.networks.family import Windows
+from peakcast.networks.family import WindowTraits
 from peakcast.networks.rules import Row
 
 FULL, SLIDING = "full_attention", "sliding_attention"
@@ -28,7 +28,7 @@ def read_windows(config: Mapping[str, Any], values: Row) -> None:
         values["full_attention_layers"] = full
 
 
-def _said(config: Mapping[str, Any], windows: Windows, num_layers: int) -> Iterable[int]:
+def _said(config: Mapping[str, Any], windows: WindowTraits, num_layers: int) -> Iterable[int]:
     """The layers without a window: transformers 5.17 configuration_*.py, `__post_init__`."""
     kinds, layers = config.get("layer_types"), range(num_layers)
     if kinds is not None:
@@ -82,7 +82,7 @@ def _whole(key: str, value: Any, least: int) -> int:
     return value
 
 
-def _usual(windows: Windows, num_layers: int) -> tuple[int, ...]:
+def _usual(windows: WindowTraits, num_layers: int) -> tuple[int, ...]:
     every = windows.full_attention_every
     return tuple(range(every - 1, num_layers, every)) if every else ()
 

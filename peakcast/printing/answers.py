@@ -17,8 +17,8 @@ from peakcast.printing.wrapping import wrapped
 
 if TYPE_CHECKING:
     from peakcast.answers.installation import Installation
-    from peakcast.collectors.measure.constants import Reading
-    from peakcast.collectors.measure.runner import Summary
+    from peakcast.collectors.measure.constants import MeasuredConstants
+    from peakcast.collectors.measure.runner import CollectionSummary
     from peakcast.doors.calibrating import Checked, Fitted
     from peakcast.models.evaluation.evaluation import Evaluation
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def json_text(value: object) -> str:
     """`value` as indented strict JSON."""
-    return json.dumps(value, indent=2, allow_nan=False, default=plain)
+    return json.dumps(value, indent=2, allow_nan=False, default=_as_json)
 
 
 def json_line(value: object) -> str:
@@ -37,7 +37,7 @@ def json_line(value: object) -> str:
     return json.dumps(value, allow_nan=False)
 
 
-def plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """`value` as JSON values: dataclasses become mappings, paths become texts."""
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
@@ -171,7 +171,7 @@ def installation_text(found: Installation) -> str:
     return "\n".join([*lines, "", *map(wrapped, found.findings)])
 
 
-def summary_text(summary: Summary, shard: Path) -> str:
+def summary_text(summary: CollectionSummary, shard: Path) -> str:
     """The result of `collect`: counts of cells, and why some failed."""
     s = summary
     counts = (
@@ -193,12 +193,12 @@ def summary_text(summary: Summary, shard: Path) -> str:
     return "\n".join(lines)
 
 
-def constants_mapping(read: Reading) -> dict[str, Any]:
+def constants_mapping(read: MeasuredConstants) -> dict[str, Any]:
     """The result of `collect_constants` and the path of its file, as JSON values."""
     return {**read.constants.to_mapping(), "path": read.constants.path, "remarks": list(read.remarks)}
 
 
-def constants_text(read: Reading) -> str:
+def constants_text(read: MeasuredConstants) -> str:
     """The result of `collect_constants`, part by part."""
     found = read.constants
     parts = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from peakcast.answers.labels import phase_title
 from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.doors.replaying import Replayed
-from peakcast.explaining.beside import UNKNOWN_PHASE, Beside, Moment, SizeRow
+from peakcast.explaining.recording_comparison import UNKNOWN_PHASE, Moment, RecordingComparison, SizeRow
 from peakcast.models.allocator.history_replay import HistoryReplay
 from peakcast.printing.wrapping import WIDTH
 from peakcast.timelines.timeline import Phase
@@ -22,7 +22,7 @@ def replayed_text(found: Replayed) -> str:
     """Whether the simulation agrees with the recording, for each GPU, and the comparison."""
     lines = [line for name, each in zip(found.names, found.gpus, strict=True) for line in _replay(name, each)]
     parts = ["\n".join(lines)]
-    parts += [beside_text(found.beside)] if found.beside is not None else []
+    parts += [comparison_text(found.beside)] if found.beside is not None else []
     parts += [f"Written: {found.written}"] if found.written else []
     return "\n\n".join(parts)
 
@@ -40,7 +40,7 @@ def _replay(name: str, each: HistoryReplay) -> Iterator[str]:
         yield f"  the first difference is at event {each.first_difference:,}"
 
 
-def beside_text(found: Beside) -> str:
+def comparison_text(found: RecordingComparison) -> str:
     """The whole comparison."""
     lines = [f"Beside {found.predicted_by}, each phase at its fullest, GiB:", f"  {'':<16}" + _headings()]
     lines += [f"  {_phase(moment):<16}" + _numbers(moment) for moment in found.phases]

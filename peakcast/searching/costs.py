@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from peakcast.catalog import Device
 from peakcast.catalog.speeds import Speed, speed
-from peakcast.explaining.calls import Call
+from peakcast.explaining.calls import CollectiveCall
 from peakcast.explaining.communication import sent_by_call
 from peakcast.explaining.groups import CONTEXT, DATA, EXPERT, EXPERT_DATA, GRADIENT, PIPELINE
 from peakcast.jobs.architecture import Architecture
@@ -58,7 +58,7 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
+class CommunicationCost:
     """Seconds of a step's communication, by the computation with which it can overlap, and the bytes of all of it."""
 
     in_the_way: float = 0.0
@@ -71,12 +71,12 @@ class Sent:
     """Overlaps with the last micro-batch's backward."""
     num_bytes: int = 0
 
-    def most(self, other: Sent) -> Sent:
+    def most(self, other: CommunicationCost) -> CommunicationCost:
         """The larger of both, part by part."""
-        return Sent(*(max(getattr(self, name), getattr(other, name)) for name in self.__slots__))
+        return CommunicationCost(*(max(getattr(self, name), getattr(other, name)) for name in self.__slots__))
 
 
-def cost(job: TrainingJob, device: Device, sent: Sent | None = None) -> Cost:
+def cost(job: TrainingJob, device: Device, sent: CommunicationCost | None = None) -> Cost:
     """The costs of `job` on `device`; `sent`: its communication, if that has been computed already."""
     sent = sent or sending(job, device)
     step, attention = step_seconds(job, device), attention_share(job.architecture, job.sequence_length)
@@ -189,9 +189,9 @@ def slowest_stage(job: TrainingJob) -> float:
 # -- bytes --------------------------------------------------------------------------------------------------------------
 
 
-def sending(job: TrainingJob, device: Device) -> Sent:
+def sending(job: TrainingJob, device: Device) -> CommunicationCost:
     """What a rank of the first or of the last pipeline stage sends per optimizer step, whichever sends more."""
-    found, fast = Sent(), speed(device.name)
+    found, fast = CommunicationCost(), speed(device.name)
     for rank in {0, job.parallelism.world_size - 1}:
         seconds, num_bytes = dict.fromkeys(HIDDEN_BY.values(), 0.0) | {"in_the_way": 0.0, "once": 0.0}, 0
         for call, size in sent_by_call(job, rank):
@@ -199,7 +199,7 @@ def sending(job: TrainingJob, device: Device) -> Sent:
             hidden = "once" if hidden == "every_micro_batch" and call.once else hidden
             seconds[hidden] += size / _bytes_per_second(call, job.parallelism, device.gpus_per_node, fast)
             num_bytes += size
-        found = found.most(Sent(**seconds, num_bytes=num_bytes))
+        found = found.most(CommunicationCost(**seconds, num_bytes=num_bytes))
     return found
 
 
@@ -209,10 +209,10 @@ HIDDEN_BY = {
     GRADIENT: "every_micro_batch",
     EXPERT_DATA: "every_micro_batch",
 }
-"""Axis of parallelism -> the field of `Sent` for its communication; that of all other axes is `in_the_way`."""
+"""Axis of parallelism -> the field of `CommunicationCost` for its communication; that of all other axes is `in_the_way`."""
 
 
-def _bytes_per_second(call: Call, layout: Parallelism, gpus_per_node: int, fast: Speed) -> float:
+def _bytes_per_second(call: CollectiveCall, layout: Parallelism, gpus_per_node: int, fast: Speed) -> float:
     """Bandwidth of one rank in `call`. A ring over several nodes uses the network links of all its ranks within a node; a
     rank that sends to one other rank, or to each, uses only its own. Ranks are in the order tp-cp-dp-pp."""
     link, network = fast.link_gb_per_s * 1e9, fast.network_gb_per_s * 1e9

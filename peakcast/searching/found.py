@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peakcast.answers.advised import plain
+from peakcast.answers.advised import json_values
 from peakcast.answers.prediction import Fits, Interval, Limit
 from peakcast.catalog.speeds import has_data_sheet
 from peakcast.core.findings import Finding, sentences
@@ -155,4 +155,4 @@ def changes_of(job: TrainingJob) -> Mapping[str, Any]:
 
 
 def _fields(value: Any) -> dict[str, Any]:
-    return {name: plain(getattr(value, name)) for name in value.__dataclass_fields__}
+    return {name: json_values(getattr(value, name)) for name in value.__dataclass_fields__}

@@ -28,7 +28,7 @@ from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.searching.costs import Cost, cost, order
 from peakcast.searching.found import Found, Plan
 from peakcast.searching.space import GPUS_PER_NODE, candidates, layouts_left_out
-from peakcast.searching.walk import Candidate, Question, Workers, in_order, series, standing
+from peakcast.searching.walk import FittingJob, SearchInput, SearchWorkers, in_order, series, standing
 
 Progress = Callable[[str], None]
 Record = Callable[[Iterable[TrainingJob]], None]
@@ -79,7 +79,7 @@ def search(
     def tell(message: str) -> None:
         say(f"{len(every):,} candidates, {num_left:,} of them not too heavy; {message}")
 
-    with lending(lent), Workers(Question(every, device, room, findings, lent), processes) as workers:
+    with lending(lent), SearchWorkers(SearchInput(every, device, room, findings, lent), processes) as workers:
         plans, num_beyond_host = _plans(workers, in_order(workers, left, tell), top, tell)
     if not plans:
         left_out = {**left_out, **layouts_left_out(job, num_gpus, gpus_per_node)}
@@ -138,25 +138,25 @@ def _recorded(every: list[TrainingJob], record: Record) -> tuple[list[TrainingJo
     )
 
 
-def _plans(workers: Workers, walked: Iterator[Candidate], top: int, say: Progress) -> tuple[list[Plan], int]:
+def _plans(workers: SearchWorkers, walked: Iterator[FittingJob], top: int, say: Progress) -> tuple[list[Plan], int]:
     """The first `top` of `walked` that surely fit; if there are fewer, the first ones that may fit are added. And how many
     were left out then, because they need more host memory than the node has."""
-    seen: list[Candidate] = []
-    plans: dict[Candidate, Plan | None] = {}
+    seen: list[FittingJob] = []
+    plans: dict[FittingJob, Plan | None] = {}
 
-    def promising() -> Iterator[Candidate]:
+    def promising() -> Iterator[FittingJob]:
         for candidate in walked:
             seen.append(candidate)
             if could_surely_fit(workers.question.every[candidate.index], workers.question.device, candidate.peak_bytes):
                 yield candidate
 
-    def predict_next(waiting: Iterator[Candidate]) -> bool:
+    def predict_next(waiting: Iterator[FittingJob]) -> bool:
         """Predict some more candidates; False if there are none left."""
         some = list(islice(waiting, 2 * workers.processes if workers.processes > 1 else 1))
         plans.update(zip(some, workers.map(_planned, some), strict=True))
         return bool(some)
 
-    waiting: Iterator[Candidate] = islice(promising(), TRIED * top)
+    waiting: Iterator[FittingJob] = islice(promising(), TRIED * top)
     sure: list[Plan] = []
     while len(sure) < top and predict_next(waiting):
         sure = [plan for plan in plans.values() if plan is not None and plan.fits == "yes"]
@@ -175,7 +175,7 @@ def _plans(workers: Workers, walked: Iterator[Candidate], top: int, say: Progres
     return (sure + others)[:top], num_beyond_host
 
 
-def _planned(question: Question, candidate: Candidate) -> Plan | None:
+def _planned(question: SearchInput, candidate: FittingJob) -> Plan | None:
     return planned(question.every[candidate.index], question.device, candidate.cost, question.findings)
 
 

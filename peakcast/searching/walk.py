@@ -38,7 +38,7 @@ AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True)
-class Candidate:
+class FittingJob:
     """A job that fits: its index among all candidates, its costs, and the peak in bytes of the stage that needs most."""
 
     index: int
@@ -47,7 +47,7 @@ class Candidate:
 
 
 @dataclass(frozen=True, slots=True)
-class Question:
+class SearchInput:
     """The input of the walk: all candidates, the GPU type, and the bytes available on it."""
 
     every: Sequence[TrainingJob]
@@ -59,22 +59,22 @@ class Question:
     """Recipes that must be used, if the question brought any."""
 
 
-class Workers:
+class SearchWorkers:
     """Calls `function(question, item)` for many items, in order, on several processes; with one, in this process. The
     question is sent to each process once."""
 
-    def __init__(self, question: Question, processes: int) -> None:
+    def __init__(self, question: SearchInput, processes: int) -> None:
         self.question, self.processes = question, processes
         self._pool: ProcessPoolExecutor | None = None
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> SearchWorkers:
         return self
 
     def __exit__(self, *_: object) -> None:
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
 
-    def map(self, function: Callable[[Question, Any], Any], items: Sequence[Any]) -> list[Any]:
+    def map(self, function: Callable[[SearchInput, Any], Any], items: Sequence[Any]) -> list[Any]:
         """The result for each item. Raises: LostError if a process was ended from outside."""
         if self.processes < 2 or len(items) < 2:
             return [function(self.question, item) for item in items]
@@ -90,16 +90,16 @@ class Workers:
             ) from None
 
 
-_asked: list[Question] = []
+_asked: list[SearchInput] = []
 
 
-def _remember(question: Question) -> None:
+def _remember(question: SearchInput) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     _asked[:] = [question]
     lending(question.lent).__enter__()  # until the process ends
 
 
-def _ask(function: Callable[[Question, Any], Any], item: Any) -> Any:
+def _ask(function: Callable[[SearchInput, Any], Any], item: Any) -> Any:
     return function(_asked[0], item)
 
 
@@ -127,7 +127,7 @@ def standing(every: Sequence[TrainingJob], members: Series) -> int:
     return max(standing_bytes(job, stage) for stage in {0, job.parallelism.pipeline_parallel_size - 1})
 
 
-def in_order(workers: Workers, left: Iterable[Series], say: Callable[[str], None]) -> Iterator[Candidate]:
+def in_order(workers: SearchWorkers, left: Iterable[Series], say: Callable[[str], None]) -> Iterator[FittingJob]:
     """The candidates of `left` that fit, in the order of their costs, then of their peaks."""
     every, left = workers.question.every, list(left)
     say(f"what {len(left):,} layouts cost")
@@ -153,7 +153,7 @@ def in_order(workers: Workers, left: Iterable[Series], say: Callable[[str], None
                 no_room[number] = every[some[len(sizes)]].micro_batch_size
         for _, ties in groupby(wave, key=lambda item: item[0]):
             with_room = [(peaks[index], index, one) for _, index, one in ties if index in peaks]
-            yield from (Candidate(index, one, peak) for peak, index, one in sorted(with_room, key=lambda item: item[:2]))
+            yield from (FittingJob(index, one, peak) for peak, index, one in sorted(with_room, key=lambda item: item[:2]))
 
 
 Ranked = tuple[tuple[float, int, int], int, Cost]
@@ -172,7 +172,7 @@ def _waves(ranked: Sequence[Ranked], size: int) -> Iterator[list[Ranked]]:
         yield wave
 
 
-def _costs(question: Question, members: Series) -> list[tuple[int, Cost]]:
+def _costs(question: SearchInput, members: Series) -> list[tuple[int, Cost]]:
     """(index, cost) of each candidate of a series; all of them send the same bytes."""
     first = question.every[members[0]]
     if len(members) > 1:  # activations are sent once per token of the step, in however many micro-batches
@@ -182,7 +182,7 @@ def _costs(question: Question, members: Series) -> list[tuple[int, Cost]]:
     return [(index, cost(question.every[index], question.device, sent)) for index in members]
 
 
-def _peaks(question: Question, members: Series) -> list[int]:
+def _peaks(question: SearchInput, members: Series) -> list[int]:
     """The peaks in bytes of `members`, in order, without the first that does not fit and all after it."""
     every, device, room = question.every, question.device, question.room_bytes
     least = least_of(every[members[0]])

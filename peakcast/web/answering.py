@@ -8,19 +8,19 @@ from functools import cache
 import peakcast.explaining.picture  # loaded before the first question
 import peakcast.models.prediction.predict  # noqa: F401
 from peakcast.core.units import GIB
-from peakcast.core.workers import Limits, Workers
+from peakcast.core.workers import QuestionLimits, Workers
 from peakcast.printing.answers import job_text
 from peakcast.web import panels
-from peakcast.web.asking import Asked, Searched, answered, searched
+from peakcast.web.asking import PageState, Searched, answered, searched
 from peakcast.web.links import to_query
 
 AT_ONCE = 2
 """Questions answered at the same time, so that a slow one does not block another."""
-LIMITS = Limits(seconds=30.0, memory_bytes=2 * GIB)
+LIMITS = QuestionLimits(seconds=30.0, memory_bytes=2 * GIB)
 """Limits of one question. One of a real project takes a second and 0.2 GiB, including its pictures."""
 
 
-def panels_of(asked: Asked) -> tuple[str, ...]:
+def panels_of(asked: PageState) -> tuple[str, ...]:
     """The panels of one question: answer, timeline, layers, communication, notes, job file, link. Raises: SpecError or
     CatalogError."""
     found = answered(asked)
@@ -35,7 +35,7 @@ def panels_of(asked: Asked) -> tuple[str, ...]:
     )
 
 
-def replied(question: Asked | Searched) -> tuple[str, ...]:
+def replied(question: PageState | Searched) -> tuple[str, ...]:
     """The panels of a question, or the one panel of a search. Raises: SpecError or CatalogError."""
     return (panels.plans_html(searched(question)),) if isinstance(question, Searched) else panels_of(question)
 

@@ -16,7 +16,7 @@ from peakcast.catalog import Device
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.common.text import no_files
-from peakcast.dialects.recognise import Beside
+from peakcast.dialects.recognise import ReadOptions
 from peakcast.doors.job_flags import FLAGS
 from peakcast.doors.questions import Question, question, translation_of
 from peakcast.explaining.advice import changed
@@ -39,7 +39,7 @@ FIELDS = {flag.name: flag.fields for flag in FLAGS}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
+class PageState:
     """The state of the page, which is enough to ask the same question again."""
 
     text: str = ""
@@ -63,7 +63,7 @@ class Asked:
 class Searched:
     """A search of the page: the question whose job is laid out, and over how many GPUs; None: those of its run."""
 
-    asked: Asked
+    asked: PageState
     num_gpus: int | None = None
 
 
@@ -71,14 +71,14 @@ class Searched:
 class Answered:
     """What the page shows."""
 
-    asked: Asked
+    asked: PageState
     job: TrainingJob
     device: Device
     prediction: Answer
     explanation: Explanation
 
 
-def answered(asked: Asked) -> Answered:
+def answered(asked: PageState) -> Answered:
     """The answer to `asked`. Raises: SpecError or CatalogError with a message for the page."""
     from peakcast.doors.answering import full_answer
     from peakcast.doors.explaining import explanation
@@ -113,7 +113,7 @@ def searched(question: Searched) -> Found:
     )
 
 
-def _about(asked: Asked) -> Question:
+def _about(asked: PageState) -> Question:
     """What is asked about, with the knobs that are set."""
     with no_files():
         read = _question(asked)
@@ -147,7 +147,7 @@ def _check_sizes(job: TrainingJob) -> None:
             )
 
 
-def _question(asked: Asked) -> Question:
+def _question(asked: PageState) -> Question:
     text = asked.text.strip()
     if not text:
         raise SpecError("nothing was asked; pick a model, or paste a configuration.", parameter="text")
@@ -159,12 +159,12 @@ def _question(asked: Asked) -> Question:
         )
     versions = asked.versions.strip()
     image = versions if versions and "=" not in versions else None
-    beside = Beside(
+    options = ReadOptions(
         num_gpus=asked.num_gpus,
         model=asked.model.strip() or None,
         versions=asked_versions(None if image else versions or None, image),
     )
-    job = translation_of(_job(text), beside)
+    job = translation_of(_job(text), options)
     return question(job, asked.gpu, host_memory_gib=asked.host_memory_gib, gpus_per_node=asked.gpus_per_node)
 
 

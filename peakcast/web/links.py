@@ -8,20 +8,20 @@ import zlib
 from dataclasses import asdict
 
 from peakcast.core.errors import SpecError
-from peakcast.web.asking import MOST_CHARACTERS, Asked
+from peakcast.web.asking import MOST_CHARACTERS, PageState
 
 MOST_BYTES = 4 * MOST_CHARACTERS + 10_000
 """Largest size of an unpacked question: the text in UTF-8 and its knobs."""
 
 
-def to_query(asked: Asked) -> str:
+def to_query(asked: PageState) -> str:
     """The value of `q`: letters, digits, - and _ only."""
     state = {**asdict(asked), "knobs": dict(asked.knobs)}
     packed = zlib.compress(json.dumps(state, ensure_ascii=False, separators=(",", ":")).encode(), 9)
     return base64.urlsafe_b64encode(packed).decode().rstrip("=")
 
 
-def from_query(query: str) -> Asked:
+def from_query(query: str) -> PageState:
     """The question of a link; it is unpacked only up to the largest size of a question. Raises: SpecError for anything
     else."""
     try:
@@ -31,7 +31,7 @@ def from_query(query: str) -> Asked:
         if unpacker.unconsumed_tail:
             raise ValueError("it unpacks to more than a question")
         state = json.loads(data)
-        asked = Asked(**state)
+        asked = PageState(**state)
         texts = (asked.text, asked.model, asked.versions, asked.gpu)
         number = asked.num_gpus is None or type(asked.num_gpus) is int
         if not (all(isinstance(text, str) for text in texts) and isinstance(asked.knobs, dict) and number):

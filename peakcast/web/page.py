@@ -10,10 +10,10 @@ from peakcast import catalog
 from peakcast.core.errors import PeakcastError
 from peakcast.web import panels
 from peakcast.web.answering import AT_ONCE, workers
-from peakcast.web.asking import Asked, Searched
+from peakcast.web.asking import PageState, Searched
 from peakcast.web.links import from_query
 
-FIRST = Asked(
+FIRST = PageState(
     text="architecture: llama-3.1-8b\nactivation_checkpointing: {mode: full}\noptimizer: {implementation: fused}\n",
     gpu="H100-80GB",
 )
@@ -71,10 +71,10 @@ def _question_of(
     host_memory_gib: float | None,
     gpus_per_node: int | None,
     *values: Any,
-) -> Asked:
+) -> PageState:
     """The state of the page, from the values of its inputs."""
     knobs = {name: value for name, value in zip(KNOBS, values, strict=True) if value not in (None, AS_GIVEN)}
-    return Asked(
+    return PageState(
         text=text or "",
         num_gpus=num_gpus or None,
         model=model or "",
@@ -97,7 +97,7 @@ def look(num_gpus: int | None, *inputs: Any) -> str:
     return _reply(Searched(asked=_question_of(*inputs), num_gpus=num_gpus or None), 1)[0]
 
 
-def _reply(question: Asked | Searched, num_panels: int) -> tuple[str, ...]:
+def _reply(question: PageState | Searched, num_panels: int) -> tuple[str, ...]:
     try:
         found: tuple[str, ...] = workers().ask(question)
         return found
@@ -122,7 +122,7 @@ def restored(request: gr.Request) -> tuple[Any, ...]:
     return (*inputs, *ask(*inputs))
 
 
-def _inputs(asked: Asked) -> tuple[Any, ...]:
+def _inputs(asked: PageState) -> tuple[Any, ...]:
     """The values of the inputs for `asked`, in the order of `ask`."""
     values = (asked.knobs.get(name, AS_GIVEN if choices else None) for name, (_, choices) in KNOBS.items())
     node = (asked.host_memory_gib, asked.gpus_per_node)

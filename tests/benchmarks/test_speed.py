@@ -22,7 +22,7 @@ from peakcast.doors.questions import translation_of
 from peakcast.jobs.spec import ActivationCheckpointing, Parallelism, Precision, TrainingJob
 from peakcast.models.allocator import replay as allocator
 from peakcast.models.allocator.caching_allocator import CachingAllocator
-from peakcast.models.allocator.events import Run
+from peakcast.models.allocator.events import AllocatorEvents
 from peakcast.models.baseline.knobs import with_knobs
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.baseline.sweep import sweep
@@ -74,7 +74,7 @@ built = pytest.mark.skipif(allocator.compiled is None, reason="there was no comp
 @pytest.mark.parametrize("name", EIGHTY_LAYERS)
 def test_allocator_events_beside_the_simulation_call_by_call(benchmark, name):
     steps = [ledger(EIGHTY_LAYERS[name], device=DEVICE, step=step) for step in ("first", "steady")]
-    run = Run.of(steps)
+    run = AllocatorEvents.of(steps)
     fast = benchmark(lambda: allocator.replay_run(steps))
     slow = fastest(lambda: allocator._replay_calls(run, CachingAllocator()))
     benchmark.extra_info["events_per_second"] = round(fast.num_events / benchmark.stats.stats.min)

@@ -12,7 +12,7 @@ from peakcast.collectors.measure.grid import expand
 from peakcast.collectors.measure.runner import collect, timelines_folder
 from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.collectors.tracing import history
-from peakcast.collectors.tracing.history import Operator, Storage
+from peakcast.collectors.tracing.history import Operator, ReportedStorage
 from peakcast.core.errors import RecordError
 from peakcast.measurements.store import read_shard
 from peakcast.timelines import files as timelines
@@ -52,16 +52,16 @@ TRACE = [
     alloc("3", OUT, 10_000, stream=7),
 ]
 STORAGES = [
-    Storage(0, WEIGHT, "mlp.weight", Category.PARAMETERS, "mlp"),
-    Storage(1, OUT, "mm.default", Category.TEMPORARIES, "mlp"),
-    Storage(2, SCRATCH, "relu.default", Category.ACTIVATIONS, "mlp"),
-    Storage(3, OUT, "mlp.weight.grad", Category.GRADIENTS, "mlp"),
+    ReportedStorage(0, WEIGHT, "mlp.weight", Category.PARAMETERS, "mlp"),
+    ReportedStorage(1, OUT, "mm.default", Category.TEMPORARIES, "mlp"),
+    ReportedStorage(2, SCRATCH, "relu.default", Category.ACTIVATIONS, "mlp"),
+    ReportedStorage(3, OUT, "mlp.weight.grad", Category.GRADIENTS, "mlp"),
 ]
 
 
 def test_each_allocation_is_of_the_storage_that_lay_in_it_or_hidden():
     made = history.allocations(TRACE)
-    names = [found.name if found else None for found in history.named(made, STORAGES)]
+    names = [found.name if found else None for found in history.storage_of_each(made, STORAGES)]
     assert names == ["mlp.weight", None, "mm.default", None, "relu.default", None, "mlp.weight.grad"]
     assert [(each.born, each.dies) for each in made] == [(0, None), (1, None), (2, 5), (3, 4), (4, None), (5, 6), (6, None)]
 

@@ -7,7 +7,7 @@ import pytest
 
 from peakcast.collectors.published.optimum_benchmark import read_optimum_benchmark
 from peakcast.collectors.published.peft_method_comparison import UNPADDED, read_peft_method_comparison
-from peakcast.collectors.published.plain_rows import Reading, job_of, measurement
+from peakcast.collectors.published.plain_rows import ImportedRow, measurement, row_job
 from peakcast.core.errors import RecordError
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.measurements.store import datasets_folder
@@ -64,7 +64,7 @@ def test_a_row_without_a_job_gets_the_nearest():
     (line, *_) = (
         one for one in lines("optimum_benchmark") if "GPTQ" in one["method"] and "2.1.0" in one["versions"]["torch"]
     )
-    job = job_of(line, task="inference")
+    job = row_job(line, task="inference")
     network = job.architecture
     assert (network.hidden_size, network.num_hidden_layers, network.num_key_value_heads) == (4096, 32, 32)
     assert (job.micro_batch_size, job.sequence_length, job.attention) == (line["batch"], 256, "eager")
@@ -74,10 +74,10 @@ def test_a_row_without_a_job_gets_the_nearest():
 def test_stage_two_of_fsdp_keeps_weights_gathered():
     (line, *_) = lines("peft_method_comparison")
     layout = {"data_parallel_size": 8, "sharding": "fsdp2", "zero_stage": 2}
-    job = job_of({**line, "framework": "torch", "optimizer": "adamw fused", "layout": layout, "num_gpus": 8})
+    job = row_job({**line, "framework": "torch", "optimizer": "adamw fused", "layout": layout, "num_gpus": 8})
     assert (job.parallelism.sharding, job.parallelism.zero_stage, job.parallelism.world_size) == ("fsdp2", 0, 8)
     assert job.framework_options["fsdp_reshard_after_forward"] is False
-    row = measurement(line | {"num_gpus": 8}, Reading(job=job, out_of_scope=("One.", "Two.")))
+    row = measurement(line | {"num_gpus": 8}, ImportedRow(job=job, out_of_scope=("One.", "Two.")))
     assert (row.collectives, row.out_of_scope) == ("nccl", "One. Two.")
 
 

@@ -73,7 +73,7 @@ def nothing_recorded_here(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("cell", [pytest.param(cell, marks=[pytest.mark.whole] * (cell not in FEW)) for cell in CELLS])
 def test_a_shipped_recipe_equals_the_trace_of_a_network_that_was_never_recorded(cell, ledger_equals_trace):
-    if not shelf.installed()["transformers"].startswith("5.17."):
+    if not shelf.installed_libraries()["transformers"].startswith("5.17."):
         pytest.skip("recipes of 5.17 are compared with 5.17")
     (job,) = expand({"include": [CELLS[cell] | CHECKPOINTED]})
     assert shelf.recipe_of(job) is not None
@@ -123,7 +123,7 @@ def test_recording_a_family_again_gives_what_is_shipped(monkeypatch: pytest.Monk
     """To the byte, in the releases that the shipped recipes name."""
     (folder,) = (folder for folder in shipped._stacks("transformers") if folder.name == "transformers-5.17.0")
     before = shipped.all_of(folder / shipped.file_name(AGAIN))
-    if any(shelf.installed().get(name) != release for name, release in before[0][1].versions.items()):
+    if any(shelf.installed_libraries().get(name) != release for name, release in before[0][1].versions.items()):
         pytest.skip(f"{AGAIN} was recorded with other releases than are installed")
     monkeypatch.delenv("PEAKCAST_RECORD")
     monkeypatch.setattr(shipping, "REGIMES", shipping.REGIMES[:1])

@@ -150,7 +150,7 @@ def test_it_agrees_with_pytorchs_own_tracker_on_a_whole_network():
 def test_a_block_that_another_stream_uses_waits_until_the_cpu_knows_that_it_is_done():
     from peakcast.collectors.tracing import fake_streams
 
-    side, event = fake_streams.Stream(), fake_streams.Event()
+    side, event = fake_streams.Stream(), fake_streams.FakeEvent()
     with Tracer("cpu") as tracer:
         waited_for, used = torch.ones(128), torch.ones(128)  # the operations 0 and 1
         tracer.used(waited_for, side.stream_id)

@@ -9,7 +9,7 @@ import pytest
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
-from peakcast.dialects.recognise import Beside, translated
+from peakcast.dialects.recognise import ReadOptions, translated
 
 LIGER = {"liger_rope": True, "liger_rms_norm": True, "liger_glu_activation": True}
 QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 8, "lora_target_linear": True}
@@ -17,7 +17,7 @@ QLORA = {"adapter": "qlora", "load_in_4bit": True, "lora_r": 8, "lora_target_lin
 
 def read(model: str = "meta-llama/Llama-3.1-8B", **values: Any) -> Translation:
     usual = {"base_model": model, "micro_batch_size": 1, "sequence_len": 1024, "bf16": True}
-    return translated(Pasted(values={**usual, **values}), Beside(num_gpus=2))
+    return translated(Pasted(values={**usual, **values}), ReadOptions(num_gpus=2))
 
 
 def test_ligers_kernels_together_are_those_of_transformers():
@@ -93,7 +93,7 @@ def test_a_teacher_beside_the_student_is_refused():
 def test_ranks_that_hold_replicas_of_what_others_share():
     usual = {"base_model": "meta-llama/Llama-3.1-8B", "micro_batch_size": 1, "sequence_len": 1024, "bf16": True, **FSDP2}
     for sizes in ({"dp_replicate_size": 4}, {"dp_replicate_size": 4, "dp_shard_size": 2}):
-        found = translated(Pasted(values={**usual, **sizes}), Beside(num_gpus=8))
+        found = translated(Pasted(values={**usual, **sizes}), ReadOptions(num_gpus=8))
         layout = found.job.parallelism
         assert (layout.sharding, layout.data_parallel_size, found.unsupported) == ("hsdp", 8, ())
         assert found.job.framework_options["shard_group_size"] == 2

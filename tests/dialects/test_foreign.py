@@ -9,7 +9,7 @@ import pytest
 
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.foreign import FOREIGN
-from peakcast.dialects.recognise import Beside
+from peakcast.dialects.recognise import ReadOptions
 from peakcast.doors.questions import translation_of
 
 BRIDGE = "_target_: megatron.bridge.training.config.ConfigContainer\nmodel: {num_layers: 36, hidden_size: 2880}\n"
@@ -116,7 +116,7 @@ def test_a_torchtitan_command_for_a_file_needs_that_file_and_then_is_read():
     with pytest.raises(SpecError, match=r"give it by --with llama3_8b\.toml"):
         translation_of(REFUSED / "torchtitan.sh")
     file = Path(__file__).parent / "recorded" / "torchtitan" / "llama3_8b.toml"
-    job = translation_of(REFUSED / "torchtitan.sh", Beside(files=(file,))).job
+    job = translation_of(REFUSED / "torchtitan.sh", ReadOptions(files=(file,))).job
     layout = job.parallelism
     assert (job.micro_batch_size, layout.tensor_parallel_size, layout.world_size) == (2, 2, 8)
 
@@ -125,7 +125,7 @@ def test_a_nemo_1_command_needs_the_file_that_it_names_and_then_is_read():
     with pytest.raises(SpecError, match=r"give it by --with megatron_gpt_config\.yaml"):
         translation_of(REFUSED / "nemo_1.sh")
     file = Path(__file__).parent / "recorded" / "nemo" / "megatron_gpt_config.yaml"
-    job = translation_of(REFUSED / "nemo_1.sh", Beside(files=(file,))).job
+    job = translation_of(REFUSED / "nemo_1.sh", ReadOptions(files=(file,))).job
     assert (job.framework, job.micro_batch_size, job.parallelism.tensor_parallel_size) == ("megatron", 4, 2)
 
 

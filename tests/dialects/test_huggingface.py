@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from peakcast.core.errors import PeakcastError, SpecError
 from peakcast.dialects.huggingface.job import from_huggingface
-from peakcast.dialects.recognise import Beside
+from peakcast.dialects.recognise import ReadOptions
 from peakcast.doors.questions import translation_of
 from peakcast.jobs.spec import Precision
 
@@ -355,8 +355,8 @@ def test_a_teacher_beside_the_student_is_refused():
 def test_it_is_said_that_nothing_is_sharded_where_nothing_says_so():
     arguments = {"model_name_or_path": "gpt2", "per_device_train_batch_size": 1, "learning_rate": 1e-4}
     said = [any("nothing is sharded" in sentence for sentence in translation.assumptions) for translation in (
-        translation_of(arguments, Beside(num_gpus=8)),
+        translation_of(arguments, ReadOptions(num_gpus=8)),
         translation_of(arguments),
-        translation_of({**arguments, "fsdp": "full_shard"}, Beside(num_gpus=8)),
+        translation_of({**arguments, "fsdp": "full_shard"}, ReadOptions(num_gpus=8)),
     )]  # fmt: skip
     assert said == [True, False, False]

@@ -16,7 +16,7 @@ from peakcast.dialects.axolotl import keys as axolotl_keys
 from peakcast.dialects.common.pasted import Pasted, nested
 from peakcast.dialects.llamafactory import job as llamafactory
 from peakcast.dialects.opening import opened
-from peakcast.dialects.recognise import DIALECTS, Beside, translated
+from peakcast.dialects.recognise import DIALECTS, ReadOptions, translated
 from peakcast.doors.questions import translation_of
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -51,7 +51,8 @@ def test_a_changed_value_is_read_or_refused(data):
     key = data.draw(st.sampled_from(sorted(values)))
     values[key] = data.draw(JUNK)
     with suppress(PeakcastError):
-        translated(replace(pasted, values=nested(values)), Beside(model=data.draw(st.sampled_from([None, "llama-3.1-8b"]))))
+        options = ReadOptions(model=data.draw(st.sampled_from([None, "llama-3.1-8b"])))
+        translated(replace(pasted, values=nested(values)), options)
 
 
 @SLOW
@@ -60,7 +61,7 @@ def test_a_changed_section_is_read_or_refused(data):
     pasted = FILES[data.draw(st.sampled_from(list(FILES)))]
     key = data.draw(st.sampled_from(sorted(pasted.values)))
     with suppress(PeakcastError):
-        translated(replace(pasted, values={**pasted.values, key: data.draw(JUNK)}), Beside(num_gpus=8))
+        translated(replace(pasted, values={**pasted.values, key: data.draw(JUNK)}), ReadOptions(num_gpus=8))
 
 
 @SLOW
@@ -68,7 +69,7 @@ def test_a_changed_section_is_read_or_refused(data):
 def test_any_file_is_read_or_refused_as_any_dialect(data):
     pasted = FILES[data.draw(st.sampled_from(list(FILES)))]
     with suppress(PeakcastError):
-        translated(pasted, Beside(dialect=data.draw(st.sampled_from(list(DIALECTS))), model="llama-3.1-8b"))
+        translated(pasted, ReadOptions(dialect=data.draw(st.sampled_from(list(DIALECTS))), model="llama-3.1-8b"))
 
 
 @SLOW

@@ -12,7 +12,7 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
-from peakcast.dialects.recognise import Beside, translated
+from peakcast.dialects.recognise import ReadOptions, translated
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.scope.scope import out_of_scope
 
@@ -25,7 +25,7 @@ LLAMA = {
 
 
 def read(num_gpus: int = 1, **values: Any) -> Translation:
-    return translated(Pasted(values={"train": TRAIN, "precision": "bf16-true", **values}), Beside(num_gpus=num_gpus))
+    return translated(Pasted(values={"train": TRAIN, "precision": "bf16-true", **values}), ReadOptions(num_gpus=num_gpus))
 
 
 @pytest.mark.parametrize("section", ["model_config", "model"])

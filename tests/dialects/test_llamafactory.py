@@ -10,12 +10,12 @@ import pytest
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
-from peakcast.dialects.recognise import Beside, translated
+from peakcast.dialects.recognise import ReadOptions, translated
 
 
 def read(model: str = "meta-llama/Meta-Llama-3-8B-Instruct", **values: Any) -> Translation:
     usual = {"model_name_or_path": model, "stage": "sft", "finetuning_type": "lora", "template": "llama3", "bf16": True}
-    return translated(Pasted(values={**usual, "per_device_train_batch_size": 1, **values}), Beside(num_gpus=2))
+    return translated(Pasted(values={**usual, "per_device_train_batch_size": 1, **values}), ReadOptions(num_gpus=2))
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from peakcast.dialects.recognise import Beside, dialect_of
+from peakcast.dialects.recognise import ReadOptions, dialect_of
 from peakcast.doors.questions import translation_of
 
 
@@ -83,4 +83,4 @@ def test_fsdp_1_takes_its_strategy_from_the_newer_key_too():
         "num_processes": 2,
         "fsdp_config": {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"},
     }
-    assert translation_of(values, Beside(model="gpt2")).job.framework_options["fsdp_reshard_after_forward"] is False
+    assert translation_of(values, ReadOptions(model="gpt2")).job.framework_options["fsdp_reshard_after_forward"] is False

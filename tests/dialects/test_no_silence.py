@@ -22,7 +22,7 @@ from peakcast.core.errors import PeakcastError
 from peakcast.dialects.common.pasted import Document, Pasted, mapping_of_file
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.opening import opened
-from peakcast.dialects.recognise import DIALECTS, Beside, dialect_of, translated
+from peakcast.dialects.recognise import DIALECTS, ReadOptions, dialect_of, translated
 
 RECORDED = Path(__file__).parent / "recorded"
 LLAMA = {"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 128,
@@ -41,7 +41,7 @@ class Example:
     """A configuration of which one mapping is changed: that of `main`, or that of the file `part` beside it."""
 
     main: Pasted
-    beside: Beside
+    beside: ReadOptions
     part: str = ""
 
     @property
@@ -80,7 +80,7 @@ def examples() -> dict[str, Example]:
                 Document(Path(each).name, json.dumps(plain(mapping_of_file(RECORDED / each))))
                 for each in given.pop("files", ())
             )
-            main, beside = opened(file.parent / name), Beside(files=files, **given)
+            main, beside = opened(file.parent / name), ReadOptions(files=files, **given)
             found[f"{file.parent.name}/{name}"] = Example(main, beside)
             found |= {f"{file.parent.name}/{name} + {each.name}": Example(main, beside, each.name) for each in files}
     zero = Document("zero.json", (RECORDED / "llamafactory/ds_z3_config.json").read_text(encoding="utf-8"))
@@ -97,8 +97,8 @@ def examples() -> dict[str, Example]:
     ):
         named = {} if part is network else {"model_name_or_path": "gpt2"}
         main = Pasted(values={**TRAINER, **named, **more}, where="trainer.yaml")
-        found[f"trainer + {part.name}"] = Example(main, Beside(files=(part,), num_gpus=2), part.name)
-    found["job"] = Example(Pasted(values=JOB, where="job.yaml"), Beside())
+        found[f"trainer + {part.name}"] = Example(main, ReadOptions(files=(part,), num_gpus=2), part.name)
+    found["job"] = Example(Pasted(values=JOB, where="job.yaml"), ReadOptions())
     return found
 
 

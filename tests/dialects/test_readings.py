@@ -12,7 +12,7 @@ from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.huggingface.whose_trainer import whose_trainer
-from peakcast.dialects.recognise import DIALECTS, PROGRAMS, Beside, recognised, translated
+from peakcast.dialects.recognise import DIALECTS, PROGRAMS, ReadOptions, recognised, translated
 from peakcast.doors.batch import predict_batch
 from peakcast.doors.questions import translation_of
 
@@ -70,7 +70,7 @@ def test_beta_alone_is_dpos_or_that_of_a_method_without_a_reference() -> None:
 
 @pytest.mark.parametrize(("dialect", "mode"), [("trl", "full"), ("transformers", "none")])
 def test_saying_whose_they_are_settles_it(dialect: str, mode: str) -> None:
-    found = translation_of({**PLAIN, "dataset_name": "wikitext"}, Beside(dialect=dialect))
+    found = translation_of({**PLAIN, "dataset_name": "wikitext"}, ReadOptions(dialect=dialect))
     assert (found.job.activation_checkpointing.mode, found.others) == (mode, ())
 
 
@@ -110,7 +110,7 @@ def test_transformers_4_loads_float32_where_its_script_says_no_dtype() -> None:
     values = {"model_name_or_path": "gpt2", "dataset_name": "wikitext", "output_dir": "o", "bf16": True}
     four, five = (
         translated(
-            Pasted(values=values, program="run_clm.py"), Beside(versions=asked_versions(f"transformers={version}"))
+            Pasted(values=values, program="run_clm.py"), ReadOptions(versions=asked_versions(f"transformers={version}"))
         ).job
         for version in ("4.57.1", "5.17")
     )
@@ -159,7 +159,7 @@ def test_the_sentence_says_on_what_a_recognition_rests() -> None:
     values = {"model_name_or_path": "gpt2", "cutoff_len": 64, "finetuning_type": "full"}
     (first, *_) = translated(Pasted(values=values, program="llamafactory-cli train")).assumptions
     assert first.endswith("is read as a LLaMA-Factory configuration, by the program llamafactory-cli.")
-    (first, *_) = translation_of(values, Beside(dialect="llamafactory")).assumptions
+    (first, *_) = translation_of(values, ReadOptions(dialect="llamafactory")).assumptions
     assert first.endswith("is read as a LLaMA-Factory configuration, as asked.")
 
 
@@ -241,7 +241,7 @@ def test_a_batch_shows_them_too() -> None:
 def test_flags_and_versions_change_every_reading() -> None:
     from peakcast.doors.job_flags import job_from_flags
 
-    found = translation_of(EITHER, Beside(versions=asked_versions("torch=2.9")))
+    found = translation_of(EITHER, ReadOptions(versions=asked_versions("torch=2.9")))
     assert {reading.job.versions["torch"] for reading in found.others} == {"2.9"}
     text = "\n".join(f"{key}: {value}" for key, value in EITHER.items()) + "\n"
     changed = job_from_flags(text, {"micro_batch_size": 3}, [])

@@ -12,7 +12,7 @@ from peakcast import api
 from peakcast.core.errors import CatalogError, PeakcastError, SpecError
 from peakcast.dialects.megatron_arguments import from_arguments
 from peakcast.dialects.opening import opened
-from peakcast.dialects.recognise import Beside, dialect_of
+from peakcast.dialects.recognise import ReadOptions, dialect_of
 from peakcast.doors.batch import predict_batch
 from peakcast.doors.questions import translation_of
 
@@ -37,8 +37,8 @@ def files(tmp_path):
     return tmp_path
 
 
-def beside(folder: Path, *names: str, **more: object) -> Beside:
-    return Beside(files=tuple(folder / f"{name}.json" for name in names), **more)  # type: ignore[arg-type]
+def beside(folder: Path, *names: str, **more: object) -> ReadOptions:
+    return ReadOptions(files=tuple(folder / f"{name}.json" for name in names), **more)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("first", ["config", "args", "adapter_config", "ds_config"])
@@ -59,12 +59,12 @@ def test_bf16_over_float32_weights_is_autocast(files):
 
 def test_the_base_of_an_adapter_is_its_model(files):
     assert translation_of(files / "adapter_config.json").job.architecture.name == "gpt2"
-    changed = translation_of(files / "adapter_config.json", Beside(model="gpt2-xl"))
+    changed = translation_of(files / "adapter_config.json", ReadOptions(model="gpt2-xl"))
     assert changed.job.architecture.name == "gpt2-xl"
 
 
 def test_a_config_alone_trains_with_every_default_said(files):
-    translation = translation_of(files / "config.json", Beside(num_gpus=1))
+    translation = translation_of(files / "config.json", ReadOptions(num_gpus=1))
     assert translation.job.architecture.hidden_size == 256
     said = " ".join(translation.assumptions)
     for words in (
@@ -122,11 +122,11 @@ def test_a_file_that_a_configuration_names_is_looked_for_beside_it_or_asked_for(
     shutil.copy(RECORDED / "axolotl" / "llama3_8b_full.yaml", config)
     with pytest.raises(SpecError, match=r"deepspeed='deepspeed_configs/zero3_bf16.json' in full.yaml .* give it by --with"):
         translation_of(config)
-    given = Beside(files=(RECORDED / "axolotl" / "zero3_bf16.json",), num_gpus=8)
+    given = ReadOptions(files=(RECORDED / "axolotl" / "zero3_bf16.json",), num_gpus=8)
     assert translation_of(config, given).job.parallelism.zero_stage == 3
     (tmp_path / "deepspeed_configs").mkdir()
     shutil.copy(RECORDED / "axolotl" / "zero3_bf16.json", tmp_path / "deepspeed_configs")
-    assert translation_of(config, Beside(num_gpus=8)).job.parallelism.zero_stage == 3
+    assert translation_of(config, ReadOptions(num_gpus=8)).job.parallelism.zero_stage == 3
 
 
 def test_a_text_opens_no_files(tmp_path):
@@ -226,7 +226,7 @@ def test_megatrons_file_of_settings_goes_with_flags(tmp_path):
 def test_each_dialect_refuses_with_the_key_and_the_rule(name, values, says):
     model = "gpt2" if name in ("accelerate", "deepspeed") else None
     with pytest.raises(PeakcastError) as caught:
-        translation_of(values, Beside(model=model))
+        translation_of(values, ReadOptions(model=model))
     assert says in caught.value.message
     assert dialect_of(values) == name
 
@@ -247,7 +247,7 @@ def test_a_file_is_searched_in_the_folders_above_as_its_project_runs_there(tmp_p
         "deepspeed: examples/deepspeed/z3.json\n"
     )
     engine.write_text('{"zero_optimization": {"stage": 3}, "bf16": {"enabled": true}}')
-    assert translation_of(config, Beside(num_gpus=2)).job.parallelism.zero_stage == 3
+    assert translation_of(config, ReadOptions(num_gpus=2)).job.parallelism.zero_stage == 3
 
 
 def test_an_unknown_mapping_lists_what_is_known():
@@ -290,7 +290,7 @@ def test_the_stages_of_torchtitan_count_the_embedding_and_the_head_as_layers():
         "training": {"local_batch_size": 8, "seq_len": 64},
         "parallelism": {"pipeline_parallel_degree": 4},
     }
-    job = translation_of(values, Beside(num_gpus=8)).job
+    job = translation_of(values, ReadOptions(num_gpus=8)).job
     assert job.parallelism.pipeline_layers == (8, 9, 8, 7)  # 34 units on 4 stages: 9 9 8 8, less the embedding and the head
     assert (job.micro_batch_size, job.gradient_accumulation_steps, job.parallelism.data_parallel_size) == (1, 8, 2)
 
@@ -312,11 +312,11 @@ def test_a_file_that_is_not_needed_is_said(files):
 
 def test_a_job_file_says_its_layout_itself(tmp_path):
     (tmp_path / "job.yaml").write_text("architecture: gpt2\nparallelism: {data_parallel_size: 2}\n")
-    assert translation_of(tmp_path / "job.yaml", Beside(num_gpus=2)).job.parallelism.world_size == 2
+    assert translation_of(tmp_path / "job.yaml", ReadOptions(num_gpus=2)).job.parallelism.world_size == 2
     with pytest.raises(SpecError, match=r"num_gpus=4 is not the 2 ranks of job\.yaml"):
-        translation_of(tmp_path / "job.yaml", Beside(num_gpus=4))
+        translation_of(tmp_path / "job.yaml", ReadOptions(num_gpus=4))
     form = {"huggingface": {"config": "gpt2"}}
-    assert translation_of(form, Beside(num_gpus=4)).job.parallelism.world_size == 4
+    assert translation_of(form, ReadOptions(num_gpus=4)).job.parallelism.world_size == 4
 
 
 def test_one_line_can_be_a_text():

@@ -16,7 +16,7 @@ import yaml
 
 from peakcast.core.fields import flat
 from peakcast.dialects.opening import opened
-from peakcast.dialects.recognise import DIALECTS, Beside, dialect_of, translated
+from peakcast.dialects.recognise import DIALECTS, ReadOptions, dialect_of, translated
 from peakcast.doors.questions import translation_of
 from peakcast.jobs.spec import job_to_mapping
 from peakcast.printing import answers as render
@@ -40,7 +40,7 @@ def example(request):
     expected = EXPECTED[request.param]
     beside = dict(expected.get("beside", {}))
     files = tuple(RECORDED / name for name in beside.pop("files", ()))
-    return RECORDED / request.param, expected, Beside(files=files, **beside)
+    return RECORDED / request.param, expected, ReadOptions(files=files, **beside)
 
 
 def fields_of(expected):

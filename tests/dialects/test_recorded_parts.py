@@ -9,7 +9,7 @@ import yaml
 
 from peakcast.core.errors import SpecError
 from peakcast.dialects.opening import opened
-from peakcast.dialects.recognise import Beside
+from peakcast.dialects.recognise import ReadOptions
 from peakcast.doors.questions import translation_of
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -32,7 +32,7 @@ def test_what_a_script_names_may_be_given_beside_it(tmp_path):
     with pytest.raises(SpecError, match=r"give it by --with fsdp_offload\.yaml"):
         translation_of(script)
     files = (RECORDED / "accelerate" / "fsdp_offload.yaml", RECORDED / "llamafactory" / "llama3_qlora_fsdp.yaml")
-    found = translation_of(script, Beside(files=files))
+    found = translation_of(script, ReadOptions(files=files))
     assert found.job == translation_of(RECORDED / "llamafactory" / "fsdp_qlora.sh").job
     assert not [sentence for sentence in found.warnings if "does not use it" in sentence]
 

@@ -7,7 +7,7 @@ import pytest
 
 import peakcast
 from peakcast.core.errors import SpecError
-from peakcast.dialects.common.text import MAX_FILE_BYTES, kind_of, parse, read_text
+from peakcast.dialects.common.text import MAX_FILE_BYTES, format_of, parse, read_text
 
 LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{chr(98 + i)}: &{chr(98 + i)} [{','.join(['*' + chr(97 + i)] * 10)}]\n" for i in range(12)
@@ -93,4 +93,4 @@ def test_a_memory_snapshot_in_the_place_of_a_job_is_shown_to_replay(tmp_path, pr
     ],
 )
 def test_what_a_text_is_shows_in_its_ending_or_its_look(text, ending, kind):
-    assert kind_of(text, ending) == kind
+    assert format_of(text, ending) == kind

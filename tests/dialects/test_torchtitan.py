@@ -9,7 +9,7 @@ import pytest
 from peakcast import catalog
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
-from peakcast.dialects.recognise import Beside, translated
+from peakcast.dialects.recognise import ReadOptions, translated
 
 FULL = {"preserve_rng_state": True, "determinism_check": "default", "debug": False}
 SELECTIVE = {**FULL, "force_recompute_mm_shapes_by_fqns": ["moe.router.gate"]}
@@ -46,7 +46,7 @@ def read(spec: dict[str, Any], **sections: Any) -> Translation:
         "activation_checkpoint": SELECTIVE,
         **sections,
     }
-    return translated(Pasted(values=values), Beside(num_gpus=8))
+    return translated(Pasted(values=values), ReadOptions(num_gpus=8))
 
 
 LLAMA = {"name": "llama3", "flavor": "8B"}

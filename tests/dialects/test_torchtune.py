@@ -9,14 +9,14 @@ import pytest
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
-from peakcast.dialects.recognise import Beside, translated
+from peakcast.dialects.recognise import ReadOptions, translated
 from peakcast.jobs.conventions import conventions
 
 
 def read(builder: str = "llama3_1.llama3_1_8b", *, num_gpus: int = 8, **values: Any) -> Translation:
     model = {"_component_": f"torchtune.models.{builder}", **values.pop("model", {})}
     recipe = {"model": model, "tokenizer": {"max_seq_len": 512}, "batch_size": 1, **values}
-    return translated(Pasted(values=recipe), Beside(num_gpus=num_gpus))
+    return translated(Pasted(values=recipe), ReadOptions(num_gpus=num_gpus))
 
 
 @pytest.mark.parametrize("suffix", ["", "_base", "_instruct"])
@@ -98,6 +98,6 @@ def test_what_a_torchtune_recipe_asks_beyond_the_ledger_has_its_direction():
         "ref_checkpointer": {"checkpoint_dir": "/tmp/llama"},
     }
     for values, direction in ((tuned, "more"), (preferred, "less")):
-        found = translated(Pasted(values=values), Beside(num_gpus=8))
+        found = translated(Pasted(values=values), ReadOptions(num_gpus=8))
         assert found.unknown == ()
         assert direction in {each.direction for each in found.findings}

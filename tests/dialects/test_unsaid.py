@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from peakcast.dialects.recognise import Beside
+from peakcast.dialects.recognise import ReadOptions
 from peakcast.doors.questions import translation_of
 
 AXOLOTL = {"base_model": "gpt2", "micro_batch_size": 1, "sequence_len": 64, "bf16": True}
@@ -46,5 +46,5 @@ def test_what_accelerate_compiles_is_said() -> None:
 
 
 def test_the_buckets_of_ddp_are_read_from_axolotl_too() -> None:
-    job = translation_of({**AXOLOTL, "ddp_bucket_cap_mb": 50}, Beside(num_gpus=2)).job
+    job = translation_of({**AXOLOTL, "ddp_bucket_cap_mb": 50}, ReadOptions(num_gpus=2)).job
     assert job.framework_options["ddp_bucket_cap_mib"] == 50

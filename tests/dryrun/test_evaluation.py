@@ -97,7 +97,7 @@ def test_an_evaluation_after_a_warm_up_is_met_again_with_the_optimizer_states_of
 
 def test_an_evaluation_that_was_not_reached_is_said(monkeypatch):
     from peakcast.collectors.dryrun import evaluation
-    from peakcast.collectors.dryrun.noted import Notes
+    from peakcast.collectors.dryrun.noted import RunFindings
     from peakcast.collectors.tracing.tracer import Tracer
 
     for text, skip, expected in (
@@ -106,6 +106,6 @@ def test_an_evaluation_that_was_not_reached_is_said(monkeypatch):
         ("model.train()", False, []),
     ):
         monkeypatch.setattr(evaluation, "text_of_script", lambda text=text: text)
-        notes = Notes()
+        notes = RunFindings()
         evaluation.Evaluations(Tracer(), notes, skip=skip).said(set())
         assert [finding.direction for finding in notes.findings] == expected

@@ -6,7 +6,7 @@ import pytest
 
 import peakcast
 from peakcast.collectors.dryrun import older_torch
-from peakcast.collectors.dryrun.noted import Notes
+from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.core.errors import SpecError
 from peakcast.timelines.timeline import Category
 
@@ -45,7 +45,7 @@ def test_a_norm_under_autocast_is_said_if_no_release_is_asked_for():
         (None, "F.layer_norm(x)", True, []),
         (None, "F.rms_norm(x)", False, []),
     ):
-        notes = Notes()
+        notes = RunFindings()
         older_torch.say(notes, asked, script, autocast=autocast)
         assert [finding.direction for finding in notes.findings] == expected
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import peakcast
-from peakcast.collectors.dryrun.resizing import Batch
+from peakcast.collectors.dryrun.resizing import BatchShape
 from peakcast.core.errors import SpecError
 from peakcast.doors.kept import read_kept
 
@@ -125,8 +125,8 @@ def test_batches_that_the_script_s_own_numbers_shape_are_refused(tmp_path):
     ],
 )
 def test_what_is_of_a_batch_is_told_by_its_shape(shape, floats, resized):
-    assert Batch(4, 256).resized(shape, Batch(3, 128), floats=floats) == resized
+    assert BatchShape(4, 256).resized(shape, BatchShape(3, 128), floats=floats) == resized
 
 
 def test_of_one_sequence_a_row_alone_is_no_batch():
-    assert Batch(1, 256).resized((256,), Batch(1, 128), floats=False) is None
+    assert BatchShape(1, 256).resized((256,), BatchShape(1, 128), floats=False) is None

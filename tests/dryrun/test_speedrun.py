@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from peakcast.collectors.dryrun.lengths import NUM_STEPS
+from peakcast.collectors.dryrun.patience import MOST_STEPS
 from peakcast.timelines.timeline import Category, Phase
 
 WIDTH, LAYERS, VOCABULARY, LENGTH, WORLD_SIZE = 256, 2, 4096, 1024, 8
@@ -13,7 +15,7 @@ WIDTH, LAYERS, VOCABULARY, LENGTH, WORLD_SIZE = 256, 2, 4096, 1024, 8
 def test_a_speed_records_script_runs_as_it_is(run_script, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     found = run_script("speedrun.py", world_size=WORLD_SIZE)
-    assert found.steps == 3
+    assert found.steps == NUM_STEPS + MOST_STEPS  # an evaluation is to come, and steps are quick
     assert list(tmp_path.iterdir()) == []
     steady = found.timelines["steady"]
     held = steady.composition(0)

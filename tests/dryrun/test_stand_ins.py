@@ -49,7 +49,7 @@ def test_an_encoding_that_cannot_be_fetched_has_as_many_tokens():
     import tiktoken
 
     from peakcast.collectors.dryrun import byte_tokenizers
-    from peakcast.collectors.dryrun.noted import Notes
+    from peakcast.collectors.dryrun.noted import RunFindings
 
     def refused(name):
         raise OSError("no network")
@@ -58,7 +58,7 @@ def test_an_encoding_that_cannot_be_fetched_has_as_many_tokens():
         Encoding = tiktoken.Encoding
         get_encoding = encoding_for_model = staticmethod(refused)
 
-    notes = Notes()
+    notes = RunFindings()
     byte_tokenizers._in_tiktoken(Library, notes)
     for name, size, end in (("gpt2", 50257, 50256), ("cl100k_base", 100277, 100257)):
         made = Library.get_encoding(name)
@@ -70,10 +70,10 @@ def test_an_encoding_that_cannot_be_fetched_has_as_many_tokens():
 
 def test_a_sentencepiece_model_that_is_not_here_has_the_number_of_pieces_in_its_name():
     from peakcast.collectors.dryrun import byte_pieces
-    from peakcast.collectors.dryrun.noted import Notes
+    from peakcast.collectors.dryrun.noted import RunFindings
 
     class Pieces(byte_pieces.Pieces):
-        notes = Notes()
+        notes = RunFindings()
 
     model = Pieces(model_file="data/tokenizers/fineweb_1024_bpe.model")
     assert model.vocab_size() == model.GetPieceSize() == len(model) == 1024

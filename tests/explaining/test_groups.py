@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peakcast.doors.questions import translation_of
-from peakcast.explaining.groups import EMBEDDING, GRADIENT, group_along, groups_of
+from peakcast.explaining.groups import EMBEDDING, GRADIENT, communication_groups, group_along
 
 
 def groups(
@@ -17,7 +17,7 @@ def groups(
 ) -> dict[str, Any]:
     layout = {f"{axis}_parallel_size": size for axis, size in sizes.items()}
     job = {"architecture": model, "framework": "megatron", "parallelism": layout, "framework_options": options or {}}
-    return {group.axis: group for group in groups_of(translation_of(job).job, rank)}
+    return {group.axis: group for group in communication_groups(translation_of(job).job, rank)}
 
 
 def test_megatron_cores_docstring_of_masked_groups() -> None:

@@ -20,7 +20,7 @@ from peakcast.core.errors import MAX_CHARACTERS, PeakcastError
 from peakcast.dialects.common.job_file import job_from_mapping, load_job
 from peakcast.dialects.common.pasted import mapping_of_file
 from peakcast.dialects.opening import opened
-from peakcast.doors.batch import batch_of
+from peakcast.doors.batch import lines_and_processes
 from peakcast.histories.files import read_histories
 from peakcast.measurements import store
 from peakcast.models.calibration.calibration import load_calibration
@@ -35,7 +35,7 @@ READERS: dict[str, Callable[[Path], Any]] = {
     "a configuration": opened,
     "a mapping": mapping_of_file,
     "a network": lambda path: job_from_mapping({"architecture": str(path)}),
-    "a batch": lambda path: batch_of(path, 1),
+    "a batch": lambda path: lines_and_processes(path, 1),
     "a grid": load_grid,
     "a shard to add to": lambda path: collect(JOBS, path, CollectSettings(trace=True)),
     "rows to check against": lambda path: api.check(path),

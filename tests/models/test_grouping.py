@@ -7,7 +7,7 @@ import pytest
 from peakcast.core.units import GIB
 from peakcast.jobs.architecture import MixtureOfExperts
 from peakcast.jobs.spec import Parallelism
-from peakcast.models.calibration.grouping import architecture_shape, bar_groups, layout_of, residual_group, size_of
+from peakcast.models.calibration.grouping import architecture_shape, bar_groups, layout_name, residual_group, size_of
 
 MOE = MixtureOfExperts(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=512)
 
@@ -24,7 +24,7 @@ MOE = MixtureOfExperts(num_experts=8, num_experts_per_tok=2, moe_intermediate_si
     ],
 )
 def test_layouts_are_named_by_their_parts(sizes, name):
-    assert layout_of(Parallelism(**sizes)) == name
+    assert layout_name(Parallelism(**sizes)) == name
 
 
 def test_one_shape_in_many_layouts_is_one_architecture(fakes):

@@ -16,7 +16,7 @@ from peakcast.histories.history import Action, Event, HandedOut, History, Segmen
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.models.allocator import replay as allocator
 from peakcast.models.allocator.caching_allocator import CachingAllocator
-from peakcast.models.allocator.events import Run
+from peakcast.models.allocator.events import AllocatorEvents
 from peakcast.models.allocator.history_replay import replay_history
 from peakcast.models.allocator.segments import ADDRESS_SPACE_BYTES
 
@@ -53,7 +53,7 @@ def test_every_allocation_lands_where_it_did(path):
 # -- the compiled replay ------------------------------------------------------------------------------------------------
 
 
-def as_run(history: History) -> Run:
+def as_run(history: History) -> AllocatorEvents:
     """The calls of a history that began on an empty allocator."""
     events, sizes, streams, held = [], [], [], {}
     for event in history.events:
@@ -65,7 +65,7 @@ def as_run(history: History) -> Run:
         elif event.action is Action.FREE:
             events.append(~held.pop(event.address))
     columns = (np.array(each, dtype=np.int64) for each in (events, sizes, streams))
-    return Run(*columns, peak_requested_bytes=0)
+    return AllocatorEvents(*columns, peak_requested_bytes=0)
 
 
 def begun_empty() -> list[tuple[str, History]]:

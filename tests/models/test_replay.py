@@ -14,7 +14,7 @@ from peakcast.jobs.allocator_settings import Allocator
 from peakcast.models.allocator import events as allocator_events
 from peakcast.models.allocator import replay as allocator_module
 from peakcast.models.allocator.caching_allocator import CachingAllocator, SimulatedOutOfMemoryError
-from peakcast.models.allocator.events import Run
+from peakcast.models.allocator.events import AllocatorEvents
 from peakcast.models.allocator.replay import replay, replay_run
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
@@ -73,7 +73,7 @@ def test_the_compiled_order_of_events_equals_the_sort(seed, share):
     newest_first=st.booleans(),
 )
 def test_the_compiled_replay_equals_call_by_call(seed, chosen, tightness, num_streams, newest_first):
-    run = Run.of([random_step(seed, num_streams), random_step(seed + 1, num_streams)])
+    run = AllocatorEvents.of([random_step(seed, num_streams), random_step(seed + 1, num_streams)])
     order = {"newest_first": newest_first}
     roomy = allocator_module._replay_calls(run, CachingAllocator(chosen, **order))
     assert allocator_module._replay_compiled(run, chosen, None, **order) == roomy
@@ -97,7 +97,7 @@ def outcome(replays, *arguments, **options):
 def test_the_compiled_replay_covers_runs_that_give_memory_back():
     retried = ran_out = 0
     for seed in range(40):
-        run = Run.of([random_step(seed, 1), random_step(seed + 1, 1)])
+        run = AllocatorEvents.of([random_step(seed, 1), random_step(seed + 1, 1)])
         roomy = allocator_module._replay_compiled(run, Allocator(), None)
         assert roomy is not None
         tightness = (0.97, 0.8)[seed % 2]  # what waits goes back too, so that a run needs a good deal less than it reserves
@@ -113,7 +113,7 @@ def test_the_compiled_replay_covers_runs_that_give_memory_back():
 def test_more_than_any_gpu_has_is_replayed_all_the_same(sizes):
     """Beyond the addresses that the compiled replay tells apart: one tensor, or all of them together."""
     steps = [step(*((f"t{i}", size, i, i + 2) for i, size in enumerate(sizes)))]
-    expected = allocator_module._replay_calls(Run.of(steps), CachingAllocator())
+    expected = allocator_module._replay_calls(AllocatorEvents.of(steps), CachingAllocator())
     assert replay_run(steps) == expected
     with pytest.raises(SimulatedOutOfMemoryError):
         replay_run(steps, capacity_bytes=80 * 2**30)
@@ -169,7 +169,7 @@ def test_a_full_gpu_waits_for_what_waits(capacity_mib):
     steps = [waiting((60, 0, 1, 5), (80, 2, 4, 4), (60, 6, 7, 7))]
     capacity = capacity_mib and capacity_mib * MIB
     found = replay_run(steps, capacity_bytes=capacity)
-    assert found == allocator_module._replay_calls(Run.of(steps), CachingAllocator(capacity_bytes=capacity))
+    assert found == allocator_module._replay_calls(AllocatorEvents.of(steps), CachingAllocator(capacity_bytes=capacity))
     # 60 and, beside it, 80 for the 80; both then serve: 60 with room for two, 80 where only one fitted
     assert (found.peak_reserved_bytes, found.num_retries) == ((80 * MIB, 1) if capacity_mib else (140 * MIB, 0))
 

@@ -111,7 +111,7 @@ def test_a_collection_takes_the_most_telling_cell_first(tmp_path, few_rows, monk
 
     def collect(jobs, *arguments, **options):
         taken.extend(jobs)
-        return runner.Summary()
+        return runner.CollectionSummary()
 
     monkeypatch.setattr(runner, "collect", collect)
     api.collect(jobs, tmp_path / "x.jsonl", trace=True, select="informative")

@@ -48,6 +48,10 @@ def _said(job: TrainingJob):
     return [one for one in predict(job, catalog.gpu("A100-80GB")).findings if one.code == "versions_not_given"]
 
 
+OWN_PROGRAMS = ("litgpt", "torchtune")
+"""Stacks that run the training only if `versions` name them: without a release of theirs, the question is another."""
+
+
 @pytest.mark.whole
 def test_no_published_row_without_its_versions_is_far_off_in_silence():
     """Of 575 peaks that are more than 10 % off, one answer names no cause: device memory of one run of the table whose
@@ -62,7 +66,8 @@ def test_no_published_row_without_its_versions_is_far_off_in_silence():
 
 
 def _silent(row: Measurement) -> list[str]:
-    answer = predict(row.job.replace(versions=FrozenMapping({})), catalog.gpu(row.gpu), row.rank)
+    unsaid = {stack: "main" for stack in OWN_PROGRAMS if stack in row.job.versions}
+    answer = predict(row.job.replace(versions=FrozenMapping(unsaid)), catalog.gpu(row.gpu), row.rank)
     quantities = ("peak_allocated_bytes", "peak_reserved_bytes", "peak_device_bytes")
     return [
         f"{quantity} of {row.case}"

@@ -7,23 +7,23 @@ from dataclasses import replace
 import pytest
 
 from peakcast.core.units import MIB
-from peakcast.reports.public_scripts import PAGES, Answer, Run, main, page, read_answers, read_runs
+from peakcast.reports.public_scripts import PAGES, DryRunPeaks, PublicRun, main, page, read_answers, read_runs
 
 
-def answer(name: str, allocated: int, reserved: int) -> Answer:
+def answer(name: str, allocated: int, reserved: int) -> DryRunPeaks:
     """An answer of so many MiB, with bars of ± 10 %."""
     bars = {
         f"{quantity}{suffix}_bytes": round(mebibytes * share * MIB)
         for quantity, mebibytes in (("allocated", allocated), ("reserved", reserved))
         for suffix, share in (("", 1), ("_lower", 0.9), ("_upper", 1.1))
     }
-    return Answer(name=name, peakcast="0", torch="2", steps=3, **bars)
+    return DryRunPeaks(name=name, peakcast="0", torch="2", steps=3, **bars)
 
 
 @pytest.fixture
-def run() -> Run:
+def run() -> PublicRun:
     where = {"repository": "a/b", "commit": "c", "path": "log.txt", "script": "train.py", "environment": ""}
-    return Run(
+    return PublicRun(
         name="one",
         gpu="H100-80GB",
         num_gpus=8,
@@ -35,7 +35,7 @@ def run() -> Run:
     )
 
 
-def test_errors_and_bars_are_those_of_the_printed_peaks(run: Run) -> None:
+def test_errors_and_bars_are_those_of_the_printed_peaks(run: PublicRun) -> None:
     others = [replace(run, name="two", note=""), replace(run, name="three", reserved_mib=None, note="")]
     answers = {"one": answer("one", 1010, 1800), "two": answer("two", 1200, 1900), "three": answer("three", 1000, 1)}
     said = page([run, *others], answers)

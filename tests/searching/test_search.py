@@ -11,7 +11,7 @@ from peakcast.catalog.speeds import UTILISATION, speed
 from peakcast.core.errors import SpecError
 from peakcast.core.workers import LostError
 from peakcast.dialects.common.job_file import job_from_mapping
-from peakcast.explaining.calls import Call
+from peakcast.explaining.calls import CollectiveCall
 from peakcast.explaining.groups import DATA
 from peakcast.jobs.spec import Parallelism
 from peakcast.models.baseline.device_memory import context_bytes
@@ -23,7 +23,7 @@ from peakcast.searching import costs
 from peakcast.searching.inverse import fewest_gpus, largest
 from peakcast.searching.search import planned, search
 from peakcast.searching.space import candidates, layouts
-from peakcast.searching.walk import LEAST, Question, Workers, fullest, least_of, no_less, series, standing
+from peakcast.searching.walk import LEAST, SearchInput, SearchWorkers, fullest, least_of, no_less, series, standing
 
 H100, A100 = catalog.gpu("H100-80GB"), catalog.gpu("A100-80GB")
 MEGATRON = job_from_mapping({"architecture": "llama-3.2-1b", "framework": "megatron", "sequence_length": 4096})
@@ -259,7 +259,7 @@ def test_a_ring_over_nodes_has_the_network_of_all_its_ranks_there():
     fast = speed("H100-80GB")
     for tensor, bytes_per_second in ((1, 400e9), (8, 50e9)):
         layout, ranks = Parallelism(data_parallel_size=64 // tensor, tensor_parallel_size=tensor), 64 // tensor
-        call = Call(
+        call = CollectiveCall(
             axis=DATA, function="all-gather", what="", where="", group_size=ranks, message_bytes=1, count=1, source=""
         )  # fmt: skip
         assert costs._bytes_per_second(call, layout, 8, fast) == bytes_per_second
@@ -343,6 +343,6 @@ def ended(question, item):
 def test_processes_that_no_machine_has_are_refused_and_killed_ones_are_said():
     with pytest.raises(SpecError, match="processes=100,000 must be from 1 to"):
         api.search("gpt2", "H100-80GB", num_gpus=8, processes=100_000)
-    question = Question((), catalog.gpu("H100-80GB"), 0)
-    with Workers(question, 2) as workers, pytest.raises(LostError, match="of the search was ended from outside"):
+    question = SearchInput((), catalog.gpu("H100-80GB"), 0)
+    with SearchWorkers(question, 2) as workers, pytest.raises(LostError, match="of the search was ended from outside"):
         workers.map(ended, [1, 2])

@@ -141,11 +141,11 @@ def test_a_hostile_question_is_answered_with_a_sentence_and_the_next_one_as_ever
 
 def test_a_question_has_a_budget():
     """With a fifth of a second, one that is let in is cut off; its process is gone and the server's is as before."""
-    from peakcast.core.workers import Limits, LostError, Workers
+    from peakcast.core.workers import LostError, QuestionLimits, Workers
     from peakcast.web.answering import panels_of
-    from peakcast.web.asking import Asked
+    from peakcast.web.asking import PageState
 
-    workers = Workers(panels_of, 1, Limits(0.2), method="forkserver")
+    workers = Workers(panels_of, 1, QuestionLimits(0.2), method="forkserver")
     with pytest.raises(LostError, match=r"within 0\.2 s"):
-        workers.ask(Asked(text=GREEDY))
+        workers.ask(PageState(text=GREEDY))
     workers.close()

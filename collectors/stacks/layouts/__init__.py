@@ -1,4 +1,4 @@
-"""Data-parallel layouts as the libraries make them: one small module per stack, all with `wrap(model, job) -> Layout`.
+"""Data-parallel layouts as the libraries make them: a small module per stack, each with `wrap(model, job) -> WrappedModel`.
 
 A run represents one rank of many: its process group is torch's own fake one, whose collectives return at once and move
 nothing (`torch.testing._internal.distributed.fake_pg`), so memory that NCCL itself allocates is missing, and rows say
@@ -11,12 +11,12 @@ import importlib
 from typing import Any
 
 from peakcast.collectors.processes import gang
-from peakcast.collectors.stacks.layouts.alone import Alone, Layout
+from peakcast.collectors.stacks.layouts.wrapped_model import UnwrappedModel, WrappedModel
 from peakcast.core.errors import CollectorError
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
-__all__ = ["Alone", "Layout"]
+__all__ = ["UnwrappedModel", "WrappedModel"]
 
 STACKS = {
     "none": "peakcast.collectors.stacks.layouts.ddp",
@@ -46,11 +46,11 @@ def start_group(job: TrainingJob, rank: int = 0) -> None:
         dist.init_process_group("fake", rank=rank, world_size=job.parallelism.world_size, store=FakeStore())
 
 
-def wrap(model: Any, job: TrainingJob) -> Layout:
+def wrap(model: Any, job: TrainingJob) -> WrappedModel:
     """`model`, after `split`, wrapped in the job's layout. Raises: CollectorError for a layout that has no collector."""
     layout = job.parallelism
     if layout.world_size == 1:
-        return Alone(model)
+        return UnwrappedModel(model)
     if layout.zero_stage:
         raise CollectorError(
             f"zero_stage={layout.zero_stage} has no collector yet; measure sharding {', '.join(STACKS)}.",
@@ -58,7 +58,7 @@ def wrap(model: Any, job: TrainingJob) -> Layout:
             value=layout.zero_stage,
         )
     tensor_parallel = layout.tensor_parallel_size > 1
-    wrapped: Layout = Alone(model)
+    wrapped: WrappedModel = UnwrappedModel(model)
     if tensor_parallel and job.framework == "huggingface":
         from peakcast.collectors.stacks.layouts import tensor
 

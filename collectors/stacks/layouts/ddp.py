@@ -10,12 +10,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from peakcast.collectors.processes import gang
 from peakcast.collectors.stacks import layouts
-from peakcast.collectors.stacks.layouts.alone import Alone
+from peakcast.collectors.stacks.layouts.wrapped_model import UnwrappedModel
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
 
-class DataParallel(Alone):
+class DataParallel(UnwrappedModel):
     """A DistributedDataParallel model."""
 
     synchronizes: bool

@@ -12,12 +12,12 @@ from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
 from torch.utils.checkpoint import checkpoint
 
 from peakcast.collectors.processes import gang
-from peakcast.collectors.stacks.layouts.alone import Alone
+from peakcast.collectors.stacks.layouts.wrapped_model import UnwrappedModel
 from peakcast.jobs.conventions import conventions, mixes_precision
 from peakcast.jobs.spec import TrainingJob
 
 
-class FullySharded(Alone):
+class FSDP1Model(UnwrappedModel):
     """An FSDP1 model."""
 
     synchronizes: bool
@@ -34,7 +34,7 @@ class FullySharded(Alone):
         self.model.clip_grad_norm_(max_norm)
 
 
-def wrap(model: Any, job: TrainingJob) -> FullySharded:
+def wrap(model: Any, job: TrainingJob) -> FSDP1Model:
     """`model` with each decoder layer as a unit, and each adapter matrix if there are adapters (peft
     `fsdp_auto_wrap_policy`), or each module; the rest is the root unit."""
     chosen = conventions(job)
@@ -53,7 +53,7 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
     )
     if chosen.get("checkpoints_around_units"):
         _checkpoint_around_units(wrapped, decoder_layer_classes(model), job)
-    layout = FullySharded(wrapped)
+    layout = FSDP1Model(wrapped)
     layout.synchronizes = not chosen["accumulates_without_sync"]
     return layout
 

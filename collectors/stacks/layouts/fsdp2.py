@@ -10,14 +10,14 @@ from typing import Any
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 from peakcast.collectors.stacks.layouts import data_mesh, torchtitan_expert_parallel, torchtitan_experts
-from peakcast.collectors.stacks.layouts.alone import Alone
 from peakcast.collectors.stacks.layouts.fsdp1 import decoder_layer_classes, mixed_precision_dtypes
+from peakcast.collectors.stacks.layouts.wrapped_model import UnwrappedModel
 from peakcast.collectors.stacks.parts.compiled import outermost_layers
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
 
-class FullySharded(Alone):
+class FSDP2Model(UnwrappedModel):
     """An FSDP2 model."""
 
     synchronizes: bool
@@ -33,7 +33,7 @@ class FullySharded(Alone):
         self.model.set_requires_gradient_sync(True)
 
 
-class SharesExperts(FullySharded):
+class SharesExperts(FSDP2Model):
     """An FSDP2 model whose experts are sharded over other ranks than its other parameters."""
 
     def clip(self, parameters: list[Any], max_norm: float) -> None:
@@ -41,7 +41,7 @@ class SharesExperts(FullySharded):
         torchtitan_expert_parallel.clip(parameters, max_norm)
 
 
-def wrap(model: Any, job: TrainingJob) -> FullySharded:
+def wrap(model: Any, job: TrainingJob) -> FSDP2Model:
     """`model` with its parameters sharded along dimension 0."""
     chosen = conventions(job)
     common: dict[str, Any] = {
@@ -64,7 +64,7 @@ def wrap(model: Any, job: TrainingJob) -> FullySharded:
     fully_shard(model, **common)
     if divided:
         torchtitan_expert_parallel.prefetch(model)
-    layout = SharesExperts(model) if divided else FullySharded(model)
+    layout = SharesExperts(model) if divided else FSDP2Model(model)
     layout.synchronizes = not chosen["accumulates_without_sync"]
     return layout
 

@@ -16,7 +16,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 
-from peakcast.collectors.stacks.layouts.alone import Alone
+from peakcast.collectors.stacks.layouts.wrapped_model import UnwrappedModel
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 
@@ -24,7 +24,7 @@ MATRIX = "_proj"
 """How the names of a layer's matrices end."""
 
 
-class TrainersTensorParallel(Alone):
+class TrainersTensorParallel(UnwrappedModel):
     """A model with both DTensor parameters and plain ones, which torch's clipping does not accept together."""
 
     def clip(self, parameters: list[Any], max_norm: float) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 from peakcast import __version__
 from peakcast.collectors.machine import probes
 from peakcast.collectors.machine.nvml import Nvml
-from peakcast.collectors.stacks.steps.sampling import Seen, sampling
+from peakcast.collectors.stacks.steps.sampling import SampledMemory, sampling
 from peakcast.core.fields import FrozenMapping
 from peakcast.jobs.spec import TrainingJob
 from peakcast.measurements.records import Measurement
@@ -31,7 +31,7 @@ class Observation:
         self._snapshot = snapshot
         self._stack = contextlib.ExitStack()
         self._nvml = Nvml()
-        self._seen = Seen()
+        self._seen = SampledMemory()
         self._retries = 0
         self.peaks: dict[str, int] = {}
 

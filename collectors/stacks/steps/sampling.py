@@ -15,7 +15,7 @@ LISTED_EVERY = 20
 """Samples of memory for each list of processes, which takes longer to read."""
 
 
-class Seen:
+class SampledMemory:
     """What sampling saw. `peak`: the largest memory in use on the GPU, in bytes; `pageable_peak`: the largest host memory
     of this process (`probes.pageable_bytes`); `processes`: all that were ever on the GPU."""
 
@@ -38,9 +38,9 @@ class Seen:
 
 
 @contextlib.contextmanager
-def sampling(nvml: Nvml, interval_seconds: float = 0.005) -> Iterator[Seen]:
+def sampling(nvml: Nvml, interval_seconds: float = 0.005) -> Iterator[SampledMemory]:
     """A context in which a thread takes samples; one is also taken at its beginning and end."""
-    seen, stop = Seen(), threading.Event()
+    seen, stop = SampledMemory(), threading.Event()
     seen.add(nvml)
 
     def sample() -> None:

@@ -9,7 +9,7 @@ from peakcast.models.ledger.compiled.forward import LayerForward, modules_of, pr
 from peakcast.models.ledger.compiled.inductor_kernels import Op
 from peakcast.models.ledger.compiled.ops import NARROWED, Names, names, op
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import flash_backward_bytes
-from peakcast.models.ledger.tape.template import HANDED_IN
+from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 from peakcast.networks.families import family_of
 
 ROWS_SUMMED = 128
@@ -32,11 +32,11 @@ class LayerOps(LayerForward):
         return {"d_attention.temporary": sums if self.masked else flash_backward_bytes(self.context)}
 
     def backward(self, *, is_result: bool = True) -> list[Op]:
-        """The operations from HANDED_IN (and NARROWED, if products are narrower) to `d_input`. `is_result`: whether
+        """The operations from OUTPUT_GRADIENT (and NARROWED, if products are narrower) to `d_input`. `is_result`: whether
         `d_input` leaves the graph."""
-        incoming, narrow = (NARROWED, "d_middle.narrow") if self.casts else (HANDED_IN, "d_middle")
+        incoming, narrow = (NARROWED, "d_middle.narrow") if self.casts else (OUTPUT_GRADIENT, "d_middle")
         if "down" in self.adapted and self.widens:
-            incoming = f"{HANDED_IN}.copy"
+            incoming = f"{OUTPUT_GRADIENT}.copy"
         if "o" in self.adapted and self.widens:
             narrow = "d_middle.copy"
         if self.changes_sums:
@@ -44,10 +44,11 @@ class LayerOps(LayerForward):
         ops = [*self._after_sum(), *self._feed_forward_back(incoming)]
         of_products = tuple(f"d_norm_2_of_{name}" for name in self._inside)
         of_adapters = tuple(f"d_norm_2.wide_of_{name}" for name in ("gate", "up") if name in self.adapted)
-        replaced = (HANDED_IN, *of_products, *self.middle)
+        replaced = (OUTPUT_GRADIENT, *of_products, *self.middle)
         joined: Names = ("post_2.partial",) if self.normed_apart else ()
-        ops += self.through_norm("2", "d_middle", of_products + of_adapters, self.middle, (HANDED_IN,), replaced, joined)
-        added = ("d_middle", HANDED_IN) if self.normed_apart else ("d_middle",)
+        of_norm = of_products + of_adapters
+        ops += self.through_norm("2", "d_middle", of_norm, self.middle, (OUTPUT_GRADIENT,), replaced, joined)
+        added = ("d_middle", OUTPUT_GRADIENT) if self.normed_apart else ("d_middle",)
         if self.sandwiched:
             joined = ("norm_2.partial",) if self.normed_apart else ()
             ops += self._norm_weight("post_1", (*added, "o", "post_1.rstd"), joined)
@@ -119,15 +120,15 @@ class LayerOps(LayerForward):
     def _after_sum(self) -> list[Op]:
         """The gradient of the feed-forward's output, if that is normalised or dropped out."""
         if self.sandwiched:
-            reads, fuses = (HANDED_IN, "down", "post_2.rstd"), (HANDED_IN, "post_2.rstd")
+            reads, fuses = (OUTPUT_GRADIENT, "down", "post_2.rstd"), (OUTPUT_GRADIENT, "post_2.rstd")
             return [*self._norm_weight("post_2", reads), op("d_down", reads, self.hidden, fuses=fuses)]
-        return [op("d_down", (HANDED_IN, "down.dropped"), self.hidden, fuses=HANDED_IN)] if self.drops else []
+        return [op("d_down", (OUTPUT_GRADIENT, "down.dropped"), self.hidden, fuses=OUTPUT_GRADIENT)] if self.drops else []
 
     def _feed_forward_back(self, incoming: str) -> list[Op]:
         """From the gradient of the feed-forward's output to those of the products' inputs."""
         architecture, hidden, inner = self.context.architecture, self.hidden, self.inner
         through = [
-            *self._adapter_back("down", self._of_adapter(HANDED_IN), "product", "d_product.wide", inner),
+            *self._adapter_back("down", self._of_adapter(OUTPUT_GRADIENT), "product", "d_product.wide", inner),
             *self.back("down", ("product", incoming), "d_product", incoming, inner),
             *self._bias("down", incoming, architecture.mlp_bias),
         ]

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from peakcast.models.ledger.compiled.inductor_kernels import Kernel, Op, fused
-from peakcast.models.ledger.compiled.inductor_orders import Kernels, after_what_they_need
+from peakcast.models.ledger.compiled.inductor_orders import KernelGraph, after_what_they_need
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,7 @@ class InductorGraph:
         self._size = self.inputs | {name: size for kernel in self.kernels for name, size in kernel.makes.items()}
         self._number = {name: number for number, name in enumerate(self._size)}
         number = self._number
-        self._all = Kernels(
+        self._all = KernelGraph(
             allocates=[kernel.allocates for kernel in self.kernels],
             reads=[[number[name] for name in kernel.reads if name in number] for kernel in self.kernels],
             makes=[[number[name] for name in kernel.makes] for kernel in self.kernels],

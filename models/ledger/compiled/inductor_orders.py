@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 
 @dataclass(slots=True)
-class Kernels:
+class KernelGraph:
     """Which buffers each kernel reads and makes, and so which kernels wait for which. A buffer that no kernel makes is
     passed in."""
 
@@ -54,7 +54,7 @@ class Kernels:
         self.after = [sorted({reader for buffer in makes for reader in self.readers[buffer]}) for makes in self.makes]
 
     @property
-    def handed_in_bytes(self) -> int:
+    def output_gradient_bytes(self) -> int:
         """Bytes of the buffers that exist before the first kernel."""
         return sum(size for size, maker in zip(self.sizes, self.maker, strict=True) if maker < 0)
 
@@ -65,7 +65,7 @@ class Kernels:
         at[list(order)] = np.arange(len(order))
         at[-1] = 0  # for what is passed in
         change = np.zeros(len(order) + 2, dtype=np.int64)
-        change[0] = self.handed_in_bytes
+        change[0] = self.output_gradient_bytes
         np.add.at(change, at[:-1], np.array(self.allocates, dtype=np.int64))
         if len(self.starts):
             np.subtract.at(change, np.maximum.reduceat(at[self.users], self.starts) + 1, self.released_bytes)
@@ -87,7 +87,7 @@ class Kernels:
         for kernel, waiting in enumerate(waits):
             if not waiting:
                 ready.add(kernel)
-        live = self.handed_in_bytes
+        live = self.output_gradient_bytes
         most = max(live, sum(size for size, leaves in zip(sizes, self.leaves, strict=True) if leaves))
         order: list[int] = []
         while len(order) < len(waits):

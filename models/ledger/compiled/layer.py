@@ -23,7 +23,7 @@ from peakcast.models.ledger.compiled.template import Given, compiled_template
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import attention_kernel
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE
-from peakcast.models.ledger.tape.template import HANDED_IN, Template
+from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT, Template
 from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
 
@@ -42,10 +42,10 @@ def compiled_layer(context: HFContext, recomputes: bool) -> Template:
     """One layer, forward and backward: [micro_batch_size, sequence_length, hidden_size] in and out. `recomputes`:
     checkpointing is inside the compiled part, and `context.backward.cached_matmuls` says what it keeps. If it is around it,
     the context is `checkpointed`: the checkpoint holds the layer's input."""
-    return _template(context, *graphs(context, recomputes))
+    return _template(context, *layer_graphs(context, recomputes))
 
 
-def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, InductorGraph]:
+def layer_graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, InductorGraph]:
     """The layer's forward and backward graphs. An input without a gradient, as of the first layer with adapters, is not
     saved: the sum after attention is, and what leads to no adapter has no backward."""
     sums_again = context.layer.input_requires_grad and "o" not in adapted(context)
@@ -56,7 +56,7 @@ def graphs(context: HFContext, recomputes: bool) -> tuple[InductorGraph, Inducto
     if ops.drops:
         forward.insert(0, op(SEEDS, (), 2 * INT64))
     if ops.casts:
-        backward = [op(NARROWED, HANDED_IN, ops.hidden), *backward]
+        backward = [op(NARROWED, OUTPUT_GRADIENT, ops.hidden), *backward]
     kept = kept_of(context, forward, recomputes)
     return both_graphs(forward, recomputed(ops.forward(again=True), backward, kept), kept, {OUTPUT}, ops.parts_read)
 
@@ -77,6 +77,6 @@ def _template(context: HFContext, first: InductorGraph, second: InductorGraph) -
     hidden, owned = context.input_bytes, 0 if context.backward.checkpointed else context.input_bytes
     given = (
         Given(INPUT, Category.ACTIVATIONS, owned, False, read_again=context.layer.input_requires_grad),
-        Given(HANDED_IN, Category.TEMPORARIES, hidden, True),
+        Given(OUTPUT_GRADIENT, Category.TEMPORARIES, hidden, True),
     )
     return compiled_template(first, second, given, input_bytes=hidden)

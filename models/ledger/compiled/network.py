@@ -17,20 +17,20 @@ from peakcast.models.ledger.compiled.layer import kept_of
 from peakcast.models.ledger.compiled.ops import (
     INPUT,
     MASK,
-    OF_HANDED_IN,
+    OF_OUTPUT_GRADIENT,
     OUTPUT,
     SEEDS,
     Names,
-    named,
     names,
     op,
+    prefixed,
     recomputed,
     wanted,
 )
 from peakcast.models.ledger.compiled.template import Given, compiled_template
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE
-from peakcast.models.ledger.tape.template import HANDED_IN, Template
+from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT, Template
 from peakcast.networks.families import family_of
 from peakcast.networks.windows import attends_to_everything
 from peakcast.timelines.timeline import Category
@@ -63,7 +63,7 @@ def _trains_as_traced(context: HFContext) -> bool:
 def compiled_network(kinds: tuple[HFContext, ...], layers: tuple[int, ...], again: tuple[bool, ...]) -> Template:
     """A network whose layer i has the context `kinds[layers[i]]` and is checkpointed if `again[i]`: ids in, loss and logits
     out."""
-    first, second = graphs(tuple(kinds[kind] for kind in layers), again)
+    first, second = network_graphs(tuple(kinds[kind] for kind in layers), again)
     if family_of(kinds[0].architecture).ends.loss_apart:
         given = Given(HIDDEN_TANGENT, Category.TEMPORARIES, first.size_of("norm_final"), True, born=1)
     else:
@@ -79,7 +79,7 @@ def _module_of(name: str) -> tuple[str, str]:
     return ("embedding" if layer.startswith("embed") else "head"), name
 
 
-def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Graph, Graph]:
+def network_graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Graph, Graph]:
     """The forward and backward graphs of a network with these `layers`."""
     one, size = layers[0], layers[0].precision.compute_bytes
     embedded, reads = _embedded(one, len(layers))
@@ -104,16 +104,16 @@ def graphs(layers: tuple[HFContext, ...], again: tuple[bool, ...]) -> tuple[Grap
             made_masks = op(MASK, "sequences", writes=dict.fromkeys(masks, one.batch * one.sequence**2 * size))
             inside = [*inside[:at], made_masks, *inside[at:]]
         outer[MASK] = masks[index]
-        forward += named(inside, prefix, outer | {INPUT: given})
+        forward += prefixed(inside, prefix, outer | {INPUT: given})
         if again[index]:
-            repeated += named(ops.forward(again=True), prefix, outer | {INPUT: given})
+            repeated += prefixed(ops.forward(again=True), prefix, outer | {INPUT: given})
         kept |= {prefix + name for name in kept_of(layer, inside, again[index])}
         if again[index] and not last:
             kept.add(prefix + OUTPUT)
-        others = outer | {INPUT: given} | {name: name.replace(HANDED_IN, above) for name in OF_HANDED_IN}
+        others = outer | {INPUT: given} | {name: name.replace(OUTPUT_GRADIENT, above) for name in OF_OUTPUT_GRADIENT}
         if last and again[index]:
             back = _after_recomputation(layer, back)
-        backward[:0] = named(back, prefix, others)
+        backward[:0] = prefixed(back, prefix, others)
         summed = (given, f"{prefix}o", f"{prefix}down")
         given = prefix + OUTPUT
     head, head_back = _head(one, parts[-1][0], given, summed if again[-1] else (given,))

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from peakcast.models.ledger.compiled.inductor_kernels import Op
-from peakcast.models.ledger.tape.template import HANDED_IN
+from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 
 INPUT, OUTPUT = "hidden_states", "output"
-MASK, SEEDS, NARROWED = "attention_mask", "seeds", f"{HANDED_IN}.narrow"
-OF_HANDED_IN = (HANDED_IN, NARROWED, f"{HANDED_IN}.wide", f"{HANDED_IN}.copy")
+MASK, SEEDS, NARROWED = "attention_mask", "seeds", f"{OUTPUT_GRADIENT}.narrow"
+OF_OUTPUT_GRADIENT = (OUTPUT_GRADIENT, NARROWED, f"{OUTPUT_GRADIENT}.wide", f"{OUTPUT_GRADIENT}.copy")
 PRODUCTS = ("qkv", "q", "k", "v", "o", "gate_up", "gate", "up", "down")
 
 
@@ -51,7 +51,7 @@ def names(*of: str | Names) -> Names:
     return tuple([name for one in of for name in ((one,) if isinstance(one, str) else one)])
 
 
-class _Names(dict[str, str]):
+class _Prefixed(dict[str, str]):
     """name -> prefix + name, except for the names in `others`."""
 
     def __init__(self, prefix: str, others: Mapping[str, str]) -> None:
@@ -63,9 +63,9 @@ class _Names(dict[str, str]):
         return found
 
 
-def named(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]:
+def prefixed(ops: Iterable[Op], prefix: str, others: Mapping[str, str]) -> list[Op]:
     """`ops` with `prefix` before every name, except those in `others`, which are replaced as given there."""
-    found = _Names(prefix, others)
+    found = _Prefixed(prefix, others)
     return [
         Op(
             name=found[one.name],

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from peakcast.models.ledger.compiled.graphs_in_turn import Graph
-from peakcast.models.ledger.tape.template import GRADIENTS, TEMPORARIES, Row, Template, backward_row, columns_of
+from peakcast.models.ledger.tape.template import GRADIENTS, TEMPORARIES, Row, Template, backward_row, column_fields
 from peakcast.timelines.timeline import Category
 
 
@@ -63,7 +63,7 @@ def compiled_template(
             module, row.name = module_of(row.name)
             modules.append(module)
     return Template(
-        **columns_of(rows),
+        **column_fields(rows),
         modules=modules,
         num_forward=len(first.order),
         num_recomputed=len(first.order),
@@ -75,5 +75,5 @@ def compiled_template(
         asks_late_bytes=0,
         saved_bytes=[],
         loss_from=len(first.order),
-        added_to_handed_in=len(second.order),
+        output_gradient_used_until=len(second.order),
     )

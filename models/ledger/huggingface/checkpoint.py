@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.timelines.timeline import Category, Phase
 
 
 def recompute(
     timeline: Step,
-    first: Run,
+    first: BlockRun,
     job: TrainingJob,
     keeps_gradients: bool,
     narrowed: int = 0,
     *,
     input_held: bool = False,
     gradient_held: bool = False,
-) -> Run:
+) -> BlockRun:
     """Add the recomputation and the backward of a checkpointed layer; returns the recomputation's run.
 
     The checkpoint holds the layer's input from forward to the end of backward or, if activations are offloaded, only while
@@ -40,12 +40,12 @@ def recompute(
         timeline.hold("checkpoint", Category.ACTIVATIONS, hidden, begin, timeline.now, module)
     # non-reentrant: backward begins, and the first operation that reads a saved tensor starts the recomputation
     late = template.asks_late_bytes if run.stops_early else 0
-    begun = max(narrowed, late), template.beside_bytes  # these exist after the hooks of the layer's backward have run
-    for size, since in ((0 if gradient_held else hidden, start), *((one, run.forward_start) for one in begun)):
+    after_hooks = max(narrowed, late), template.second_output_bytes  # made once the hooks of the layer's backward have run
+    for size, since in ((0 if gradient_held else hidden, start), *((size, run.forward_start) for size in after_hooks)):
         timeline.hold("gradient", Category.TEMPORARIES, size, since, recomputed, module)
     if job.activation_checkpointing.use_reentrant:  # CheckpointFunction.backward refers to its recomputed outputs
         timeline.hold("recomputed_output", Category.ACTIVATIONS, hidden, recomputed, timeline.now, module)
         if not gradient_held:  # ... and to its arguments, so adding a second gradient makes a new tensor
-            summed = (run.backward_start or 0) + template.added_to_handed_in
+            summed = (run.backward_start or 0) + template.output_gradient_used_until
             timeline.hold("gradient", Category.TEMPORARIES, hidden, summed, timeline.now, module)
     return run

@@ -18,14 +18,14 @@ from peakcast.models.ledger.huggingface.blocks.context import (
     Attention,
     BackwardRules,
     Cache,
+    ElementBytes,
     Experts,
+    FusedKernels,
     HFContext,
-    Kernels,
     LayerRules,
     Linears,
     LossRules,
     Packing,
-    Precision,
 )
 from peakcast.models.ledger.huggingface.blocks.ring_attention import ring_of
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import tensor_parallel
@@ -101,10 +101,10 @@ def _compiles_adapters(job: TrainingJob) -> bool:
     return plain and alone and not (architecture.fused_qkv or architecture.fused_gate_up)
 
 
-def _precision(job: TrainingJob, convention: Mapping[str, Any]) -> Precision:
+def _precision(job: TrainingJob, convention: Mapping[str, Any]) -> ElementBytes:
     weight = int(DTYPE_BYTES[gathered_dtype(job)])
     autocast = bool(convention.get("autocast"))
-    return Precision(
+    return ElementBytes(
         weight_bytes=weight,
         compute_bytes=int(DTYPE_BYTES[job.precision.wide_compute]) if autocast else weight,
         end_weight_bytes=FP32 if convention.get("ends_in_float32") else weight,
@@ -165,9 +165,9 @@ def _loss(job: TrainingJob, convention: Mapping[str, Any]) -> LossRules:
     )
 
 
-def _kernels(convention: Mapping[str, Any]) -> Kernels:
+def _kernels(convention: Mapping[str, Any]) -> FusedKernels:
     """Which fused kernels the convention replaces modules by."""
-    return Kernels(
+    return FusedKernels(
         norm=convention.get("norm_kernel") == "fused",
         wide_norm=convention.get("norm_kernel") == "wide",
         rotary=convention.get("rotary_kernel") == "fused",

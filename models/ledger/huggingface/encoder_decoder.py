@@ -30,7 +30,7 @@ from peakcast.models.ledger.huggingface.contexts import found_again, target_cont
 from peakcast.models.ledger.huggingface.model import hold_cast_weights
 from peakcast.models.ledger.parameters.t5 import CROSS, SELF
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.step import FOREVER, Run, Step
+from peakcast.models.ledger.tape.step import FOREVER, BlockRun, Step
 from peakcast.timelines.timeline import Category
 
 
@@ -46,8 +46,8 @@ class _Stack:
 
     def __post_init__(self) -> None:
         self.checkpointed = self.job.activation_checkpointing.mode != "none"
-        self.forward: list[Run] = []
-        self.backward: dict[int, Run] = {}
+        self.forward: list[BlockRun] = []
+        self.backward: dict[int, BlockRun] = {}
         """The run whose backward was placed, by position in the stack."""
 
     def run_forward(self, keeps_gradients: bool) -> None:
@@ -85,25 +85,25 @@ class _Stack:
         if self.checkpointed:
             second = self.backward.get(1)
             return self._ended(second) if second is not None else 0
-        kept = self.forward[0].template.elsewhere[name].kept_until
+        kept = self.forward[0].template.borrowed[name].kept_until
         return 0 if kept is None else (self.backward[0].backward_start or 0) + kept
 
     def gradient_from(self, name: str) -> int | None:
         """The instant from which a gradient of the shared tensor `name` exists: in the last layer's backward, which runs
         first. None if it has no gradient."""
         run = self.backward[len(self.forward) - 1]
-        made = run.template.elsewhere[name].gradient_from
+        made = run.template.borrowed[name].gradient_from
         return None if made is None else (run.backward_start or 0) + made
 
     @staticmethod
-    def _ended(run: Run) -> int:
+    def _ended(run: BlockRun) -> int:
         """The instant after a run's backward."""
         return (run.backward_start or 0) + run.template.num_backward
 
 
 def encoder_decoder_micro_batch(
     timeline: Step, job: TrainingJob, context: HFContext, *, keeps_gradients: bool, last: bool
-) -> Run:
+) -> BlockRun:
     """Add forward, loss and backward of one micro-batch; returns the run of its head and loss."""
     architecture, target = job.architecture, target_context(context, job)
     encoder = _Stack(timeline, job, _contexts(context, job, architecture.num_hidden_layers), 0)
@@ -174,18 +174,18 @@ def _embedding_context(stack: _Stack) -> HFContext:
     return replace(context, backward=replace(context.backward, checkpointed=False))
 
 
-def _forward_ends(run: Run) -> int:
+def _forward_ends(run: BlockRun) -> int:
     """The instant after a run's forward."""
     return run.forward_start + run.template.num_forward
 
 
-def _decoder_returns(loss: Run) -> int:
+def _decoder_returns(loss: BlockRun) -> int:
     """The instant after the decoder's last norm and dropout."""
     marks = loss.template.forward_marks
     return loss.forward_start + marks.get(Mark.OUTPUT_SCALING, marks[Mark.LM_HEAD])[0]
 
 
-def _hold_embeddings(timeline: Step, context: HFContext, embedded: Run, returned: int, leaf: bool) -> None:
+def _hold_embeddings(timeline: Step, context: HFContext, embedded: BlockRun, returned: int, leaf: bool) -> None:
     """Hold the embeddings that a stack's variable refers to. Without dropout they are its first layer's input, and a leaf
     is kept anyway."""
     if context.architecture.embedding_dropout and not leaf:
@@ -213,7 +213,7 @@ def _hold_positions(timeline: Step, stack: _Stack, context: HFContext, returned:
     if stack.checkpointed:  # the first layer's recomputation makes another
         again = stack.backward[0]
         born = again.forward_start + again.template.forward_marks[Mark.RELATIVE_POSITIONS][0]
-        until = again.template.elsewhere[POSITION_BIAS].kept_until
+        until = again.template.borrowed[POSITION_BIAS].kept_until
         ends = again.forward_start + again.template.num_forward if until is None else (again.backward_start or 0) + until
         timeline.hold(POSITION_BIAS, Category.ACTIVATIONS, size, born, ends, module)
     gradient = stack.gradient_from(POSITION_BIAS)
@@ -242,7 +242,7 @@ def _hold_cross_positions(timeline: Step, decoder: _Stack, target: HFContext, re
     if decoder.checkpointed:
         again = decoder.backward[0]
         born = again.forward_start + again.template.in_forward[f"{CROSS}.v"] + 1
-        until = again.template.elsewhere[CROSS_POSITION_BIAS].kept_until
+        until = again.template.borrowed[CROSS_POSITION_BIAS].kept_until
         ends = again.forward_start + again.template.num_forward if until is None else (again.backward_start or 0) + until
         timeline.hold(CROSS_POSITION_BIAS, Category.ACTIVATIONS, size, born, ends, module)
         gradient = decoder.gradient_from(CROSS_POSITION_BIAS)

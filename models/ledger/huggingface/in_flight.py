@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from peakcast.models.ledger.tape.step import Run
+from peakcast.models.ledger.tape.step import BlockRun
 from peakcast.models.ledger.tape.template import Template, Waiting
 
 
@@ -16,11 +16,11 @@ class InFlight:
 
     start: int
     ended: int
-    runs: dict[int, Run]
-    again: dict[int, Run] = field(default_factory=dict)
+    runs: dict[int, BlockRun]
+    again: dict[int, BlockRun] = field(default_factory=dict)
     """For checkpointed layers: their recomputations for the inputs' backward."""
-    embedded: Run | None = None
-    loss: Run | None = None
+    embedded: BlockRun | None = None
+    loss: BlockRun | None = None
     body_ends: int = 0
     """The instant at which its layers, and the last norm if it has one, are done."""
     unwound: int = 0
@@ -32,11 +32,11 @@ class WeightsHalf:
     """The second half of a block's split backward: `run` is the block's forward, `inputs` the run whose backward computed
     the inputs' gradients, which is a recomputation if the block is checkpointed."""
 
-    run: Run
-    inputs: Run
+    run: BlockRun
+    inputs: BlockRun
     ended: list[int] = field(default_factory=list)
     """The instant after each weight's turn."""
-    recomputed: list[Run] = field(default_factory=list)
+    recomputed: list[BlockRun] = field(default_factory=list)
     """For a checkpointed block: the recomputation for each weight."""
     on_top: bool = False
     """Whether it is the last block of its chunk, whose graph no later block keeps alive."""
@@ -68,7 +68,7 @@ class NamedGradients(NamedTuple):
 
 
 @dataclass(slots=True)
-class Sent:
+class SentGradient:
     """A gradient that a chunk sends to the stage before it."""
 
     chunk: int

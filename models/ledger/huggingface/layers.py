@@ -12,7 +12,7 @@ from peakcast.models.ledger.huggingface.blocks.embedding import embedding
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.checkpoint import recompute
 from peakcast.models.ledger.huggingface.contexts import found_again, keeping_matmuls, layer_contexts
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 
 
@@ -74,10 +74,10 @@ class Blocks:
 
     def forward(
         self, step: Step, layers: Iterable[int], *, keeps_gradients: bool = True, input_held: bool = False
-    ) -> dict[int, Run]:
+    ) -> dict[int, BlockRun]:
         """Run `layers` forward and return their runs by index. `input_held`: something keeps the first one's input
         alive."""
-        runs: dict[int, Run] = {}
+        runs: dict[int, BlockRun] = {}
         for index in layers:
             template, module = self.layer(index, input_held=input_held and not runs), f"layers.{index}"
             if self.checkpointed[index]:
@@ -89,7 +89,7 @@ class Blocks:
     def backward(
         self,
         step: Step,
-        runs: Mapping[int, Run],
+        runs: Mapping[int, BlockRun],
         *,
         keeps_gradients: bool = True,
         input_held: bool = False,

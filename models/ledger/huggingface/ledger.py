@@ -27,9 +27,9 @@ from peakcast.models.ledger.layouts import layout_of
 from peakcast.models.ledger.layouts.base import Layout
 from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_optimizer_step
 from peakcast.models.ledger.optimizers.choice import optimizer_rule
-from peakcast.models.ledger.tape.columns import Recording
+from peakcast.models.ledger.tape.columns import RecordedColumns
 from peakcast.models.ledger.tape.step import Step
-from peakcast.models.ledger.tape.workspaces import kernels_of, training_workspaces
+from peakcast.models.ledger.tape.workspaces import multiprocessors_of, training_workspaces
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
 
@@ -44,7 +44,7 @@ def huggingface_ledger(
     one = job.gradient_accumulation_steps == 1 and not sums_in_float32(job)
     if alone and one and job.task != "inference":
         return _on_one_gpu(job, device, step).timeline()
-    context = block_context(job, kernels_of(device), rank or 0)
+    context = block_context(job, multiprocessors_of(device), rank or 0)
     returned = [logits_bytes_kept_by_outputs(target_context(context, job), widened=False)]
     if job.architecture.kind == "encoder_decoder":
         returned.append(context.input_bytes)  # the encoder's states
@@ -75,7 +75,7 @@ def huggingface_ledger(
 
 def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
     """A step of one micro-batch on one GPU, assembled from recorded parts that similar jobs share."""
-    before, context, start, loss_made = _one_micro_batch(_graph_job(job), kernels_of(device))
+    before, context, start, loss_made = _one_micro_batch(_graph_job(job), multiprocessors_of(device))
     timeline = before.fork(_resident(weights_job(job)), _workspaces(training_workspaces(device, job)))
     hold_outputs_of_before(timeline, job, context, start, loss_made, first=step == "first")
     _optimizer_on_one_gpu(timeline, job, step)
@@ -141,7 +141,7 @@ def _updated_job(job: TrainingJob) -> TrainingJob:
 
 
 @lru_cache(maxsize=256)
-def _resident(job: TrainingJob) -> Recording:
+def _resident(job: TrainingJob) -> RecordedColumns:
     """What exists on one GPU that holds the whole network before the step, as a recording."""
     step = Step()
     layout_of(job, stored_parameters(job)).hold_resident(step)
@@ -150,7 +150,7 @@ def _resident(job: TrainingJob) -> Recording:
 
 
 @lru_cache(maxsize=64)
-def _workspaces(workspaces: tuple[tuple[str, str, int], ...]) -> Recording:
+def _workspaces(workspaces: tuple[tuple[str, str, int], ...]) -> RecordedColumns:
     """The library workspaces that exist from the step's beginning on, (name, thread, bytes) each, as a recording."""
     step = Step()
     step.hold_all(workspaces, Category.WORKSPACES)
@@ -158,7 +158,7 @@ def _workspaces(workspaces: tuple[tuple[str, str, int], ...]) -> Recording:
 
 
 @lru_cache(maxsize=256)
-def _optimizer_stepped(job: TrainingJob, step: str) -> Recording:
+def _optimizer_stepped(job: TrainingJob, step: str) -> RecordedColumns:
     """The optimizer step on one GPU that holds the whole network, as a recording."""
     recorded = Step()
     recorded.moment("before", Phase.BACKWARD)

@@ -33,13 +33,13 @@ from peakcast.models.ledger.huggingface.model import (
 )
 from peakcast.models.ledger.huggingface.outputs import hold_outputs
 from peakcast.models.ledger.huggingface.preference import forward_beforehand, hold_whole_head, reference_forward
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
 
 
-def run_micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_gradients: bool, last: bool) -> Run:
+def run_micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, keeps_gradients: bool, last: bool) -> BlockRun:
     """Add one micro-batch and return the run of its head. `keeps_gradients`: its gradients are the first, to which those of
     later micro-batches are added; `last`: no other follows in this step."""
     if job.architecture.kind == "encoder_decoder":
@@ -59,7 +59,7 @@ def run_micro_batch(timeline: Step, job: TrainingJob, context: HFContext, *, kee
     return loss
 
 
-def _compiled_whole(timeline: Step, network: Template, keeps_gradients: bool) -> Run:
+def _compiled_whole(timeline: Step, network: Template, keeps_gradients: bool) -> BlockRun:
     """Add a network that is compiled as one block; returns its run."""
     run = timeline.run_forward(network, "network", keeps_gradients=keeps_gradients)
     timeline.run_backward(run)
@@ -68,7 +68,7 @@ def _compiled_whole(timeline: Step, network: Template, keeps_gradients: bool) ->
     return run
 
 
-def _add_gradients_at_end(timeline: Step, runs: Iterable[Run]) -> None:
+def _add_gradients_at_end(timeline: Step, runs: Iterable[BlockRun]) -> None:
     """The gradients of `runs` are outputs of one compiled graph, which are added to existing ones after it has ended."""
     for run in runs:
         run.gradients_die = timeline.now
@@ -85,15 +85,15 @@ class _BlockByBlock:
     keeps_gradients: bool
     start: int = 0
     """The instant at which the micro-batch begins."""
-    embedded: Run = field(init=False)
-    runs: dict[int, Run] = field(init=False)
+    embedded: BlockRun = field(init=False)
+    runs: dict[int, BlockRun] = field(init=False)
     """The forward of each layer."""
-    loss: Run = field(init=False)
+    loss: BlockRun = field(init=False)
     """The run of the head."""
-    checkpointed: dict[int, Run] = field(init=False)
+    checkpointed: dict[int, BlockRun] = field(init=False)
     """Those of `runs` that are recomputed before their backward."""
 
-    def run(self) -> Run:
+    def run(self) -> BlockRun:
         """Add everything, in the order in which the framework runs it; returns the run of the head."""
         self._forward()
         self._hold_while_forward_runs()

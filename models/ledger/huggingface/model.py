@@ -19,7 +19,7 @@ from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variab
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, kinds_of_masks
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.networks.families import family_of
 from peakcast.networks.rotary import rotated_width
 from peakcast.networks.windows import attends_to_everything
@@ -43,7 +43,7 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
 
 
 def hold_embeddings(
-    timeline: Step, layers: Sequence[HFContext], embedded: Run, checkpointed: bool, offloads: bool, dies: int
+    timeline: Step, layers: Sequence[HFContext], embedded: BlockRun, checkpointed: bool, offloads: bool, dies: int
 ) -> None:
     """Hold the embeddings that variables of the model's forward refer to, until its last norm is done. `checkpointed`:
     whether the first layer is checkpointed; `offloads`: whether that layer's input is offloaded to the host."""
@@ -65,7 +65,7 @@ def hold_embeddings(
         timeline.hold("inputs_embeds", Category.ACTIVATIONS, size, born, dies, "embedding")
 
 
-def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
+def hold_leaf(timeline: Step, first: HFContext, embedded: BlockRun) -> None:
     """Hold the embedding's output until now, the end of backward, if peft's `enable_input_require_grads` makes it a leaf.
     Its node keeps it although the checkpoint's copy is on the host."""
     if not first.trainable and hands_on_itself(first):
@@ -73,13 +73,13 @@ def hold_leaf(timeline: Step, first: HFContext, embedded: Run) -> None:
         timeline.hold("embedding.output", Category.ACTIVATIONS, first.input_bytes, born, timeline.now, "embedding")
 
 
-def model_ends(loss: Run) -> int:
+def model_ends(loss: BlockRun) -> int:
     """The instant of the lm_head, or of a loss that includes it. The model's last norm is done then, and the variables of
     its forward are freed."""
     return loss.forward_start + min(loss.template.forward_marks[Mark.LM_HEAD][0], loss.template.loss_from)
 
 
-def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
+def hold_tied_gradient(timeline: Step, loss: BlockRun, dies: int) -> None:
     """Hold the lm_head's gradient of a tied table until `dies`: it waits for the embedding's gradient, and their sum is
     added to the existing `.grad`."""
     template = loss.template
@@ -90,7 +90,7 @@ def hold_tied_gradient(timeline: Step, loss: Run, dies: int) -> None:
             timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, dies, "head")
 
 
-def hold_for_tied_product(timeline: Step, loss: Run, context: HFContext) -> None:
+def hold_for_tied_product(timeline: Step, loss: BlockRun, context: HFContext) -> None:
     """Hold the operands of the matrix product that ends backward: the final norm's output and the gradient of the
     logits."""
     token, architecture, ends = context.rows * context.precision.compute_bytes, context.architecture, timeline.now
@@ -100,7 +100,7 @@ def hold_for_tied_product(timeline: Step, loss: Run, context: HFContext) -> None
         timeline.hold("logits.gradient", Category.LOGITS, token * architecture.vocab_size, born, ends)
 
 
-def last_readers(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None = None) -> list[int]:
+def last_readers(layers: Sequence[HFContext], runs: Mapping[int, BlockRun], ended: int | None = None) -> list[int]:
     """For each kind of layer (ordered by the first layer of each), the instant after the last backward of its layers in
     `runs`; `ended` if `runs` has none of them."""
     kinds, dies = attends_to_everything(layers[0].architecture), []
@@ -151,7 +151,9 @@ def hold_masks(timeline: Step, layers: Sequence[HFContext], start: int, ended: i
         timeline.hold("attention_mask", Category.INPUTS, size, start, end)
 
 
-def hold_masks_from_host(timeline: Step, layers: Sequence[HFContext], checkpointed: Iterable[Run], reentrant: bool) -> None:
+def hold_masks_from_host(
+    timeline: Step, layers: Sequence[HFContext], checkpointed: Iterable[BlockRun], reentrant: bool
+) -> None:
     """Hold the copies of a mask that a checkpoint saved and offloaded: each recomputed layer gets its own copy. Under a
     reentrant checkpoint a variable refers to it until the end of the layer's backward."""
     sizes, taken = mask_bytes(layers)
@@ -185,14 +187,14 @@ def attention_weights_bytes(layer: HFContext) -> int:
     return layer.rows * layer.architecture.num_attention_heads * layer.keys * element
 
 
-def attends_without_graph(run: Run) -> bool:
+def attends_without_graph(run: BlockRun) -> bool:
     """Whether a layer's attention saves nothing for backward, because neither its input nor a projection trains."""
     kept = zip(run.template.names, run.template.dies_backward.tolist(), strict=True)
     return not any(keeps and name.startswith("self_attn.") for name, keeps in kept)
 
 
 def hold_attention_weights(
-    timeline: Step, layer: HFContext, first_runs: Mapping[int, Run], layers: Mapping[int, Run]
+    timeline: Step, layer: HFContext, first_runs: Mapping[int, BlockRun], layers: Mapping[int, BlockRun]
 ) -> None:
     """Hold the attention weights that a layer of `first_runs` returned, which no graph saves, while the next of `layers`
     runs."""
@@ -204,7 +206,7 @@ def hold_attention_weights(
             timeline.hold("attention_weights", Category.ACTIVATIONS, size, born, ends, run.module)
 
 
-def hold_cast_weights(timeline: Step, runs: Iterable[Run], *, owned: bool) -> None:
+def hold_cast_weights(timeline: Step, runs: Iterable[BlockRun], *, owned: bool) -> None:
     """Hold until now, the end of forward, the narrow copies of weights that autocast caches: those of blocks without a
     graph and, if graphs own what they save (`owned`), those that no graph saves (an adapter's whose input needs no
     gradient)."""
@@ -225,7 +227,7 @@ def _rotary_tables_of(job: TrainingJob, context: HFContext) -> list[tuple[str, s
     return rotary_tables(job.architecture, tokens, context.precision.weight_bytes)
 
 
-def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, Run], ended: int | None) -> list[int]:
+def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, BlockRun], ended: int | None) -> list[int]:
     """For each kind of layer, the instant from which nothing refers to its cosines and sines. `ended`: the end of the
     model's forward; None if layers are recomputed, which reads the tables again."""
     one, family = layers[0], family_of(layers[0].architecture)

@@ -13,12 +13,12 @@ from peakcast.models.ledger.huggingface.blocks.head import logits_bytes_kept_by_
 from peakcast.models.ledger.huggingface.contexts import target_context
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import arguments_of_layers
-from peakcast.models.ledger.tape.step import FOREVER, Run, Step
+from peakcast.models.ledger.tape.step import FOREVER, BlockRun, Step
 from peakcast.networks.families import family_of
 from peakcast.timelines.timeline import Category
 
 
-def hold_outputs(timeline: Step, job: TrainingJob, context: HFContext, loss: Run, last: bool) -> None:
+def hold_outputs(timeline: Step, job: TrainingJob, context: HFContext, loss: BlockRun, last: bool) -> None:
     """Hold a micro-batch's outputs from forward until now, the end of backward, or, for a plain loop's `last` micro-batch,
     for the rest of the step. `loss`: the run of its head."""
     if conventions(job).get("outputs_dropped"):

@@ -25,7 +25,7 @@ from peakcast.models.ledger.layouts import gathers_head_itself, layout_of
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.timelines.timeline import Category, Phase
 
 SWITCHED_OFF = ("none",)
@@ -140,7 +140,7 @@ def _gathered_whole(timeline: Step, job: TrainingJob) -> FSDP2 | None:
     return layout
 
 
-def _fetch(timeline: Step, job: TrainingJob, prefix: str, runs: list[tuple[str, Run]]) -> None:
+def _fetch(timeline: Step, job: TrainingJob, prefix: str, runs: list[tuple[str, BlockRun]]) -> None:
     """Gather the reference's weights. ZeRO-3's copy has an engine of its own (`prepare_deepspeed`), which gathers what each
     module needs. FSDP1's is read from `prepare_fsdp` and compared with no trace: its units are gathered block by block."""
     if prefix == NAME and job.parallelism.sharding == "fsdp1" and job.parallelism.num_replicas > 1:
@@ -160,7 +160,7 @@ def _fetch(timeline: Step, job: TrainingJob, prefix: str, runs: list[tuple[str, 
         policy.reference.run_forward_alone(timeline, runs)
 
 
-def hold_whole_head(timeline: Step, job: TrainingJob, head: Run) -> None:
+def hold_whole_head(timeline: Step, job: TrainingJob, head: BlockRun) -> None:
     """Hold the head's weight until now if FSDP2 has it as a group of its own: its module does not run, so TRL gathers it
     (`full_tensor` in trl 1.16.0 `trainer/utils.py`), again for each forward."""
     if not gathers_head_itself(job):
@@ -178,7 +178,7 @@ def hold_whole_head(timeline: Step, job: TrainingJob, head: Run) -> None:
             timeline.hold("lm_head.weight.part", Category.TEMPORARIES, num_bytes, now, now + 1, "head")
 
 
-def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list[Run], prefix: str) -> None:
+def _hold_casts(timeline: Step, job: TrainingJob, context: HFContext, runs: list[BlockRun], prefix: str) -> None:
     """Hold the narrow copies of weights that require gradients, which autocast caches until the forward ends. (Adapters
     that are switched off are not modules of the network that runs.)"""
     switched_off = job.finetuning.targets == SWITCHED_OFF

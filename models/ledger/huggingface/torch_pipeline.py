@@ -28,7 +28,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.head import head, logits_bytes_kept_by_outputs
 from peakcast.models.ledger.huggingface.contexts import block_context
-from peakcast.models.ledger.huggingface.in_flight import InFlight, NamedGradients, Sent, WeightsHalf, kept
+from peakcast.models.ledger.huggingface.in_flight import InFlight, NamedGradients, SentGradient, WeightsHalf, kept
 from peakcast.models.ledger.huggingface.inputs import hold_parts_of_inputs, hold_shared_inputs
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import (
@@ -50,10 +50,10 @@ from peakcast.models.ledger.layouts.pipeline import (
     stage_chunks,
     turns_of_rank,
 )
-from peakcast.models.ledger.layouts.stages import Stages
-from peakcast.models.ledger.tape.step import Run, Step
-from peakcast.models.ledger.tape.template import HANDED_IN, INPUTS_DONE, Waiting
-from peakcast.models.ledger.tape.workspaces import kernels_of, training_workspaces
+from peakcast.models.ledger.layouts.stages import StagedLayout
+from peakcast.models.ledger.tape.step import BlockRun, Step
+from peakcast.models.ledger.tape.template import INPUTS_DONE, OUTPUT_GRADIENT, Waiting
+from peakcast.models.ledger.tape.workspaces import multiprocessors_of, training_workspaces
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
 
@@ -73,7 +73,7 @@ def pipeline_ledger(
         timeline.hold(name, Category.INPUTS, sequences * job.sequence_length * INT64, 0)
     whole_step, start = job.replace(micro_batch_size=sequences), timeline.now
     hold_shared_inputs(timeline, whole_step)
-    _Turns(job, block_context(job, kernels_of(device), rank or 0), chunks, timeline, held).run(stage)
+    _Turns(job, block_context(job, multiprocessors_of(device), rank or 0), chunks, timeline, held).run(stage)
     hold_parts_of_inputs(timeline, whole_step, start)
     place_optimizer_step(timeline, job, held, step)
     return timeline.timeline()
@@ -93,7 +93,7 @@ def _layout(job: TrainingJob, chunks: tuple[Chunk, ...]) -> Layout:
     """The layout of a rank that has `chunks`."""
     stored, modules = stored_parameters(job), [set(_modules(chunk)) for chunk in chunks]
     parts = [layout_of(job, [tensor for tensor in stored if tensor.module in names]) for names in modules]
-    return Stages(parts, modules) if _takes_several(job) else parts[0]
+    return StagedLayout(parts, modules) if _takes_several(job) else parts[0]
 
 
 def _takes_several(job: TrainingJob) -> bool:
@@ -126,7 +126,7 @@ class _Turns:
         self.alive: dict[tuple[int, int], InFlight] = {}
         self.begun: set[int] = set()
         """Chunks whose gradients exist."""
-        self.sent: list[Sent] = []
+        self.sent: list[SentGradient] = []
         self.named: InFlight | None = None
         """The micro-batch whose logits the schedule's variable refers to."""
 
@@ -213,7 +213,7 @@ class _Turns:
             self._hold_logits(state.ended, step.now)
         self._release_sent(len(self.sent))
         if not chunk.is_first and not self.several:
-            self.sent.append(Sent(turn.chunk, ended))
+            self.sent.append(SentGradient(turn.chunk, ended))
         if not chunk.is_last:
             # the next stage, if it is on this rank, reads this output instead of a receive buffer
             step.hold("output", Category.ACTIVATIONS, 0 if chunk.to_here else size, state.ended, step.now, module)
@@ -243,7 +243,7 @@ class _Turns:
         if state.loss is not None:
             self._hold_logits(state.ended, step.now)
 
-    def _hold_recomputed(self, again: Run, dies: dict[Waiting, int]) -> None:
+    def _hold_recomputed(self, again: BlockRun, dies: dict[Waiting, int]) -> None:
         """Hold the saved tensors of a recomputed layer until their instants in `dies`. The recomputation stops once all
         saved tensors exist."""
         for one, end in dies.items():
@@ -313,7 +313,7 @@ class _Turns:
         gradient that came into the block has a buffer of its own."""
         run, ended = block.inputs, block.ended
         for one in block.waiting:
-            if (received and one.name == HANDED_IN) or (block.checkpointed and not one.born_backward):
+            if (received and one.name == OUTPUT_GRADIENT) or (block.checkpointed and not one.born_backward):
                 continue  # (a checkpointed block recomputes its saved tensors for each weight)
             until = block.until(one)
             dies = self.step.now if until is None or until >= len(ended) else ended[until]  # frozen weights have no turns
@@ -337,11 +337,11 @@ class _Turns:
             return
         last = state.runs[max(state.runs)]
         run = last.recomputation or last
-        added, begins = run.template.added_to_handed_in, run.backward_start or 0
+        added, begins = run.template.output_gradient_used_until, run.backward_start or 0
         self.step.hold("received.output.grad", buffers, size, 0, begins, module)
         self.step.hold("received.output.grad", buffers, size, begins + added, module=module)
 
-    def _name_logits(self, state: InFlight, loss: Run) -> None:
+    def _name_logits(self, state: InFlight, loss: BlockRun) -> None:
         """The schedule's variable refers to the logits of `state` from the moment they exist, and no longer to those
         before."""
         if self.named is not None and self.named.unwound:

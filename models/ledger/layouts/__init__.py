@@ -14,8 +14,8 @@ from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.layouts.ddp import DDP
 from peakcast.models.ledger.layouts.fsdp1 import FSDP1, FSDP1Settings
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2, FSDP2Settings
-from peakcast.models.ledger.layouts.module_tree import Block, block_of
-from peakcast.models.ledger.layouts.units import Ends, named_ends, units_by_layer, units_by_module
+from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
+from peakcast.models.ledger.layouts.units import OutsideLayers, named_ends, units_by_layer, units_by_module
 from peakcast.models.ledger.parameters.module_order import in_order_of_modules
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.networks.families import family_of
@@ -30,7 +30,7 @@ def layout_of(
     outputs: Sequence[int] = (),
     rank: int | None = None,
     modules: ModuleTurns | None = None,
-    ends: Ends | None = None,
+    ends: OutsideLayers | None = None,
 ) -> Layout:
     """The layout of `job` for the network's `tensors`, on rank 0; no rank holds more. `outputs`: bytes of the tensors that
     the model returns, its logits first, which DDP may copy. For a network whose modules do not follow from its family:
@@ -50,7 +50,7 @@ def layout_of(
     return _ddp(job, tensors, outputs)
 
 
-def _fsdp2(job: TrainingJob, tensors: Sequence[StoredTensor], ends: Ends | None) -> Layout:
+def _fsdp2(job: TrainingJob, tensors: Sequence[StoredTensor], ends: OutsideLayers | None) -> Layout:
     """The layout of an FSDP2 job, whose groups of ranks may hold replicas of each other (HSDP)."""
     chosen, parallelism = conventions(job), job.parallelism
     ranks = shards = parallelism.num_replicas
@@ -64,7 +64,7 @@ def _fsdp2(job: TrainingJob, tensors: Sequence[StoredTensor], ends: Ends | None)
         first_layer_without_gradient=_no_gradient_enters(job),
     )
     if chosen.get("fsdp2_last_layer_stays"):
-        for unit in [unit for unit in units if block_of(unit.modules[0]) is Block.LAYER][-1:]:
+        for unit in [unit for unit in units if block_of(unit.modules[0]) is BlockKind.LAYER][-1:]:
             unit.stays_after_forward = True
     if gathers_head_itself(job):
         units = [unit for unit in units if unit.name != "tail"]
@@ -81,7 +81,7 @@ def _fsdp2(job: TrainingJob, tensors: Sequence[StoredTensor], ends: Ends | None)
     return FSDP2(tensors, units, settings)
 
 
-def _fsdp1(job: TrainingJob, tensors: Sequence[StoredTensor], rank: int | None, ends: Ends | None) -> Layout:
+def _fsdp1(job: TrainingJob, tensors: Sequence[StoredTensor], rank: int | None, ends: OutsideLayers | None) -> Layout:
     """The layout of an FSDP1 job."""
     chosen, sharded = conventions(job), [tensor for tensor in tensors if tensor.sharded]
     reentrant = job.activation_checkpointing.mode != "none" and job.activation_checkpointing.use_reentrant
@@ -137,7 +137,7 @@ def _no_gradient_enters(job: TrainingJob) -> bool:
     return job.finetuning.method != "full" and job.activation_checkpointing.mode == "none"
 
 
-def _named_ends(job: TrainingJob, tensors: Sequence[StoredTensor]) -> Ends:
+def _named_ends(job: TrainingJob, tensors: Sequence[StoredTensor]) -> OutsideLayers:
     """What FSDP makes of the ends of a network that the ledger knows."""
     return named_ends(tensors, tied=job.architecture.tie_word_embeddings, norm_apart=not finds_final_norm(job))
 
@@ -152,7 +152,7 @@ def _run_again_by_reentrant_checkpoints(job: TrainingJob) -> frozenset[str]:
 
 
 def finds_final_norm(job: TrainingJob) -> bool:
-    """Whether accelerate finds the last norm and groups it with the lm_head (`networks/family.py` Modules.final_norm)."""
+    """Whether accelerate finds the last norm and groups it with the lm_head (`ModuleTraits.final_norm`)."""
     full, found = job.finetuning.method == "full", family_of(job.architecture).modules.final_norm
     if job.framework != "huggingface":
         return full

@@ -12,7 +12,7 @@ from peakcast.models.ledger.layouts.module_tree import (
     ENCODER,
     LM_HEAD,
     TOKEN_TABLE,
-    Block,
+    BlockKind,
     ModulePath,
     block_of,
     module_of,
@@ -21,7 +21,7 @@ from peakcast.models.ledger.layouts.pipeline import Turn
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.step import Hooks, Step
 from peakcast.models.ledger.tape.template import Template
-from peakcast.models.ledger.tape.update_in_backward import Alone, Parameter
+from peakcast.models.ledger.tape.update_in_backward import ParameterKey, ParameterOptimizer
 from peakcast.timelines.timeline import Category
 
 
@@ -70,7 +70,7 @@ class StoredTensor:
         return module_of(self.name)
 
     @property
-    def block(self) -> Block:
+    def block(self) -> BlockKind:
         """The kind of its block."""
         return block_of(self.module)
 
@@ -82,7 +82,7 @@ class StoredTensor:
     @property
     def is_token_table(self) -> bool:
         """Whether it is the weight of the token embedding."""
-        return self.path == TOKEN_TABLE and self.block is Block.EMBEDDING
+        return self.path == TOKEN_TABLE and self.block is BlockKind.EMBEDDING
 
     @property
     def is_lm_head(self) -> bool:
@@ -119,7 +119,7 @@ class Layout(Hooks):
 
     def __init__(self, tensors: Sequence[StoredTensor]) -> None:
         self.tensors = tensors
-        self.updates: Mapping[Parameter, Alone] = {}
+        self.updates: Mapping[ParameterKey, ParameterOptimizer] = {}
         """The optimizers of single parameters, if `updates_as_reduced` and the job has them."""
 
     def build(self, step: Step) -> None:

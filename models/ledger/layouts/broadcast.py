@@ -14,7 +14,7 @@ BROADCAST_BUCKET_BYTES = 250 * MIB
 """`PARAM_BROADCAST_BUCKET_SIZE` (torch 2.4-2.13 `distributed/fsdp/_init_utils.py`)."""
 
 
-def buckets(sizes: Sequence[int]) -> list[list[int]]:
+def size_buckets(sizes: Sequence[int]) -> list[list[int]]:
     """`sizes` grouped into buckets, as `compute_bucket_assignment_by_size` does."""
     made: list[list[int]] = [[]]
     for size in sizes:
@@ -33,13 +33,12 @@ part."""
 
 
 class Broadcasts:
-    """The buckets of one network, unit after unit, each joined to one tensor; a tensor that is a bucket by itself is not
-    copied. Two are sent at a time (`_broadcast_coalesced`).
+    """Sends the buckets of one network, unit after unit. The tensors of a bucket are joined to one tensor; a bucket of one
+    tensor is sent without a copy. Two buckets are sent at a time (`_broadcast_coalesced`).
 
-    `ahead`: this rank has nothing to copy from the host (its weights are on `meta`), so its CPU does not wait for rank 0,
-    which has: it goes on until the queue of launches is full. The tensors that it receives into are recorded on NCCL's
-    stream (`csrc/distributed/c10d/comm.cpp` BroadcastWork, whose `asyncOp` is set) and cannot be reused before they have
-    arrived.
+    `ahead`: this rank's weights are on `meta`, so it copies nothing from the host and its CPU does not wait for rank 0: it
+    launches broadcasts until the stream's queue is full. The tensors that it receives into are recorded on NCCL's stream
+    (`csrc/distributed/c10d/comm.cpp` BroadcastWork, whose `asyncOp` is set) and cannot be reused before they have arrived.
     """
 
     def __init__(self, *, ahead: bool) -> None:
@@ -50,7 +49,7 @@ class Broadcasts:
 
     def send(self, step: Step, unit: Unit, sizes: Sequence[int]) -> None:
         """Send the buckets of a unit whose tensors have `sizes` bytes."""
-        for bucket in buckets(sizes):
+        for bucket in size_buckets(sizes):
             self._free_arrived(step)
             joined = len(bucket) > 1
             copied = step.allocate("broadcast", Category.COMMUNICATION_BUFFERS, [sum(bucket)] * joined, unit.name)

@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from peakcast.core.units import MIB
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
-from peakcast.models.ledger.layouts.module_tree import Block, block_of
+from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
 from peakcast.models.ledger.layouts.pipeline import Turn
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.timelines.timeline import Category, Phase
 
 FIRST_BUCKET_BYTES = MIB
@@ -44,9 +44,9 @@ class DDP(Layout):
         self.outputs = tuple(outputs)
         """Bytes of the tensors that the model returns, its logits first, if they are cloned (`_DDPSink`, with
         `find_unused_parameters`)."""
-        self._waiting: dict[str, list[Run]] = {}
+        self._waiting: dict[str, list[BlockRun]] = {}
         """By module, backward runs whose gradients have not been reduced yet."""
-        self._late: list[Run] = []
+        self._late: list[BlockRun] = []
         """Backward runs whose gradients have not reached the parameters: parameters are turned into DTensors before the
         forward, so the backward of that runs after everything else (`_reconstruct_dtensor`)."""
         self._last = True
@@ -73,14 +73,15 @@ class DDP(Layout):
         self._last = not any(later.chunk == turns[0].chunk for later in turns[1:])
 
     def after_forward(self, step: Step, module: str) -> None:
-        if block_of(module) is Block.HEAD and self.outputs and step.phases[-1] == Phase.LOSS:  # not where an encoder ends
+        has_loss = step.phases[-1] == Phase.LOSS  # an encoder's last block has none
+        if block_of(module) is BlockKind.HEAD and has_loss and self.outputs:
             logits, *others = self.outputs
             cloned = step.allocate("outputs.logits", Category.LOGITS, [logits, logits], module)
             cloned += step.allocate("outputs", Category.ACTIVATIONS, others, module)
             step.moment("ddp_sink.clone", Phase.LOSS)
             step.free(cloned)
 
-    def after_backward(self, step: Step, run: Run) -> None:
+    def after_backward(self, step: Step, run: BlockRun) -> None:
         if self.split:
             self._late.append(run)
         elif self.views:
@@ -92,7 +93,7 @@ class DDP(Layout):
             return
         last = self._late[-1]
         begins = (last.backward_start or 0) + last.template.num_backward - 1  # this rank's rows of the table's gradient
-        table = block_of(last.module) is Block.EMBEDDING
+        table = block_of(last.module) is BlockKind.EMBEDDING
         arrive = begins if table else step.now - 1
         for run in self._late:
             if self.views:
@@ -101,7 +102,7 @@ class DDP(Layout):
                 run.gradients_die = arrive
         self._late.clear()
 
-    def _copy_into_bucket(self, run: Run, now: int) -> None:
+    def _copy_into_bucket(self, run: BlockRun, now: int) -> None:
         """With `views`: copy each gradient into its bucket when it is ready, unless this micro-batch does not reduce."""
         if self.waits and not self._last:
             if run.keeps_gradients:  # else added in place to the existing gradients
@@ -111,14 +112,14 @@ class DDP(Layout):
             earlier.gradients_die = now
         run.keeps_gradients = False
 
-    def _wait_for_other_end(self, step: Step, run: Run) -> None:
+    def _wait_for_other_end(self, step: Step, run: BlockRun) -> None:
         """Keep the lm_head's gradient of a tied table until the embedding's is ready."""
-        if block_of(run.module) is Block.HEAD and run.keeps_gradients and not (self.waits and not self._last):
+        if block_of(run.module) is BlockKind.HEAD and run.keeps_gradients and not (self.waits and not self._last):
             made = (i for i in run.template.weight_gradient.nonzero()[0] if run.template.names[i] == HEAD)
             born = [(run.backward_start or 0) + int(run.template.dies[index]) for index in made]  # then autograd keeps it
             size = [self._shared_bytes] * len(born)
             self._of_head = step.allocate(HEAD, Category.TEMPORARIES, size, "head", born=min(born, default=step.now))
-        elif block_of(run.module) is Block.EMBEDDING:
+        elif block_of(run.module) is BlockKind.EMBEDDING:
             step.free(self._of_head)
 
 

@@ -19,8 +19,8 @@ from peakcast.models.ledger.layouts.run_ahead import RunAhead
 from peakcast.models.ledger.layouts.sharded import ShardedLayout
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
-from peakcast.models.ledger.tape.step import Run, Step
-from peakcast.models.ledger.tape.template import HANDED_IN
+from peakcast.models.ledger.tape.step import BlockRun, Step
+from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 from peakcast.timelines.timeline import Category, Phase
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
@@ -245,7 +245,7 @@ class FSDP1(ShardedLayout):
         self._entered = module
         self._free_gathered(step, self._resharded_late)
 
-    def while_forward(self, step: Step, run: Run) -> None:
+    def while_forward(self, step: Step, run: BlockRun) -> None:
         """A matrix that is a unit is gathered only for its own product, also in a recomputation. Adapters that are switched
         off do not run."""
         ran = list(self._operations(run, run.template.in_forward, ""))
@@ -254,7 +254,7 @@ class FSDP1(ShardedLayout):
         if ran and self._ran_before.keys().isdisjoint(unit for _, unit in ran):
             self._note_order(run.module, [unit for _, unit in ran])
 
-    def _operations(self, run: Run, instants: Mapping[str, int], *suffixes: str) -> Iterator[tuple[int, Unit]]:
+    def _operations(self, run: BlockRun, instants: Mapping[str, int], *suffixes: str) -> Iterator[tuple[int, Unit]]:
         """The units of single operations of the run's block, with the instants of those operations (one of `suffixes` may
         follow their names) among `instants`, in their order."""
         named = ((f"{unit.operation}{end}", unit) for unit in self._of_operations.get(run.module, ()) for end in suffixes)
@@ -278,7 +278,7 @@ class FSDP1(ShardedLayout):
     def unit_before(self, unit: Unit) -> Unit | None:
         return self._ran_before[unit] if unit in self._ran_before else super().unit_before(unit)
 
-    def _while_backward(self, step: Step, run: Run) -> None:
+    def _while_backward(self, step: Step, run: BlockRun) -> None:
         """Gather and reduce each such matrix around its own backward. If the recomputation is part of the block's
         backward, not a run of its own, the matrices are gathered for that first."""
         begins, instants = run.backward_start or 0, run.template.in_backward
@@ -294,19 +294,19 @@ class FSDP1(ShardedLayout):
                 unit.runs.append(run)
                 self.finish(step, unit)
 
-    def after_backward(self, step: Step, run: Run) -> None:
+    def after_backward(self, step: Step, run: BlockRun) -> None:
         self._while_backward(step, run)
         super().after_backward(step, run)
         units = self._of_module.get(run.module, [])
         if self.settings.checkpoints_around_units and any(not (unit.trained or unit.stays_after_forward) for unit in units):
             self._keep_input(step, run)
 
-    def _keep_input(self, step: Step, run: Run) -> None:
+    def _keep_input(self, step: Step, run: BlockRun) -> None:
         """Keep a frozen layer's input, and the gradient of the input of the layer after it, until backward ends."""
         if self._inputs:  # the incoming gradient is the next layer's input's: its leaf keeps it when this layer has read it
-            handed_in = run.template.names.index(HANDED_IN)
-            used = (run.backward_start or 0) + int(run.template.dies[handed_in])
-            size = run.template.handed_in_bytes
+            output_gradient = run.template.names.index(OUTPUT_GRADIENT)
+            used = (run.backward_start or 0) + int(run.template.dies[output_gradient])
+            size = run.template.output_gradient_bytes
             self._inputs += step.allocate("checkpoint.grad", Category.TEMPORARIES, [size], run.module, born=used)
         self._inputs += step.allocate("checkpoint", Category.ACTIVATIONS, [run.template.input_bytes], run.module)
 

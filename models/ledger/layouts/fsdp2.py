@@ -13,12 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.module_tree import Block, block_of
+from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
 from peakcast.models.ledger.layouts.sharded import ShardedLayout
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
-from peakcast.models.ledger.tape.step import Run, Step
-from peakcast.models.ledger.tape.update_in_backward import Parameter
+from peakcast.models.ledger.tape.step import BlockRun, Step
+from peakcast.models.ledger.tape.update_in_backward import ParameterKey
 from peakcast.timelines.timeline import Category, Phase
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
@@ -205,15 +205,15 @@ class FSDP2(ShardedLayout):
             if unit is not self.units[-1]:
                 self.prefetch(step, self.units[self.units.index(unit) + 1], phase=Phase.FORWARD)
 
-    def while_forward(self, step: Step, run: Run) -> None:
+    def while_forward(self, step: Step, run: BlockRun) -> None:
         super().while_forward(step, run)
-        if self.settings.loss_outside and block_of(run.module) is Block.HEAD:
+        if self.settings.loss_outside and block_of(run.module) is BlockKind.HEAD:
             with step.within(run.forward_start + run.template.loss_from):
                 self.end_forward(step)
 
     def after_forward(self, step: Step, module: str) -> None:
         super().after_forward(step, module)
-        if block_of(module) is Block.HEAD:
+        if block_of(module) is BlockKind.HEAD:
             self.end_forward(step)
 
     def end_forward(self, step: Step) -> None:
@@ -274,7 +274,7 @@ class FSDP2(ShardedLayout):
         reduces. The gradients are views of one tensor, which is freed when all have been applied."""
         stream = ALL_REDUCE if self.settings.replicas > 1 else REDUCE_SCATTER
         for tensor in unit.trained if self.updates else ():
-            own = self.updates[Parameter(tensor.module, tensor.name)]
+            own = self.updates[ParameterKey(tensor.module, tensor.name)]
             for name, module, num_bytes in own.states:
                 step.hold(name, Category.OPTIMIZER_STATES, num_bytes, step.now, module=module, stream=stream)
             temporary = Category.OPTIMIZER_TEMPORARIES

@@ -17,7 +17,7 @@ CLONE = "clone"
 SUFFIXES = ("weight", "bias")
 
 
-class Block(Enum):
+class BlockKind(Enum):
     """What a block of the network is. Both stacks of an encoder-decoder have an embedding and a head, under one name each:
     what ends the encoder is a head too."""
 
@@ -28,21 +28,21 @@ class Block(Enum):
     """A block of another network, such as a reference model, or one that stands for all of this one."""
 
 
-_OF_NAME = {"embedding": Block.EMBEDDING, "head": Block.HEAD}
+_OF_NAME = {"embedding": BlockKind.EMBEDDING, "head": BlockKind.HEAD}
 
 
 @lru_cache(maxsize=4096)
-def block_of(module: str) -> Block:
+def block_of(module: str) -> BlockKind:
     """The kind of the block that runs under the name `module`."""
-    return _OF_NAME.get(module) or (Block.LAYER if module.startswith(f"{Block.LAYER.value}.") else Block.OTHER)
+    return _OF_NAME.get(module) or (BlockKind.LAYER if module.startswith(f"{BlockKind.LAYER.value}.") else BlockKind.OTHER)
 
 
 def layer_index(module: str) -> int:
     """The index of the layer that runs under the name `module`."""
-    return int(module.removeprefix(f"{Block.LAYER.value}."))
+    return int(module.removeprefix(f"{BlockKind.LAYER.value}."))
 
 
-class Stack(Enum):
+class TransformerStack(Enum):
     """One of an encoder-decoder's two stacks."""
 
     ENCODER = "encoder"
@@ -106,7 +106,7 @@ class ModulePath:
         return ".".join(self.names)
 
 
-ENCODER = ModulePath((Stack.ENCODER.value,))
+ENCODER = ModulePath((TransformerStack.ENCODER.value,))
 TOKEN_TABLE = ModulePath(("embed_tokens",))
 LM_HEAD = ModulePath(("lm_head",))
 

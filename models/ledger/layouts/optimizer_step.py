@@ -14,13 +14,13 @@ from peakcast.models.ledger.layouts.base import Layout
 from peakcast.models.ledger.optimizers.choice import adamw_rule, optimizer_options, optimizer_rule
 from peakcast.models.ledger.optimizers.rule import OptimizerRule, Options, TrainedTensor
 from peakcast.models.ledger.parameters.module_order import in_order_of_modules
-from peakcast.models.ledger.tape.columns import Recording
+from peakcast.models.ledger.tape.columns import RecordedColumns
 from peakcast.models.ledger.tape.local_variables import Locals
 from peakcast.models.ledger.tape.step import Step
-from peakcast.models.ledger.tape.update_in_backward import Alone, Parameter, UpdateInBackward
+from peakcast.models.ledger.tape.update_in_backward import ParameterKey, ParameterOptimizer, UpdateInBackward
 from peakcast.timelines.timeline import Category, Phase
 
-LM_HEAD, TOKEN_TABLE = Parameter("head", "lm_head.weight"), Parameter("embedding", "embed_tokens.weight")
+LM_HEAD, TOKEN_TABLE = ParameterKey("head", "lm_head.weight"), ParameterKey("embedding", "embed_tokens.weight")
 SCALAR_BYTES = FP32
 """One number, which the allocator rounds to 512 bytes. clip_grad_norm_ makes one per gradient and no larger tensor."""
 
@@ -73,7 +73,7 @@ def _updates(job: TrainingJob, rule: OptimizerRule, trained: Sequence[TrainedTen
         own.step(run, [tensor], options)
         makes = options.first_step and not own.built_with_optimizer
         states = tuple(_states(own, [tensor], options)) if makes else ()
-        alone.append(Alone(Parameter(tensor.module, tensor.name), run.most_bytes(), states))
+        alone.append(ParameterOptimizer(ParameterKey(tensor.module, tensor.name), run.most_bytes(), states))
     return UpdateInBackward(tied=tied, alone=tuple(alone))
 
 
@@ -117,7 +117,7 @@ def _groups(job: TrainingJob, layout: Layout, tensors: list[TrainedTensor]) -> I
 
 
 @lru_cache(maxsize=64)
-def _stepped(rule: OptimizerRule, group: tuple[TrainedTensor, ...], options: Options) -> Recording:
+def _stepped(rule: OptimizerRule, group: tuple[TrainedTensor, ...], options: Options) -> RecordedColumns:
     """The step of one parameter group, as a recording: its states, made in its first step if not before, and its
     temporaries, moment by moment."""
     run, step = Locals(), Step()

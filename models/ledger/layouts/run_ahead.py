@@ -1,10 +1,11 @@
 """How far the CPU is ahead of the GPU, and which freed blocks the allocator cannot reuse in the meantime.
 
-A block that a stream other than its own uses (`record_stream`) is not allocated any more once its tensor is freed, but it
-returns to the cache only when an event recorded then on that stream is done (c10/cuda/CUDACachingAllocator.cpp `free`,
-`insert_events`, `process_events`). Which events are done when the CPU requests the next block depends on how far ahead it
-is. The assumption here is as far as possible: the GPU has done what the CPU has waited for and nothing later, as in a run
-whose kernels take longer than their launches; and communication ends together with the computation that hides it.
+When a tensor is freed, its block no longer counts as allocated. If another stream than the block's own uses it
+(`record_stream`), the block returns to the cache only once an event, recorded on that stream at the free, is done
+(c10/cuda/CUDACachingAllocator.cpp `free`, `insert_events`, `process_events`). Which events are done when the CPU requests
+the next block depends on how far the CPU is ahead of the GPU. Assumed here: as far as it can be. The GPU has then done what
+the CPU has waited for and nothing later, as in a run whose kernels take longer than their launches, and communication ends
+together with the computation that hides it.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 
 MOST_IN_FLIGHT = 2
 """`_max_num_inflight_all_gathers` (torch 2.4-2.13 `distributed/fsdp/_limiter_utils.py`)."""
@@ -23,7 +24,7 @@ class _Waiting:
     """Freed blocks that can be reused only when one event of the computing stream is done."""
 
     handles: list[int] = field(default_factory=list)
-    gradients: list[tuple[Run, str]] = field(default_factory=list)
+    gradients: list[tuple[BlockRun, str]] = field(default_factory=list)
     """(run, operation) whose parameters' gradients wait; operation "": all of the run."""
 
     def end(self, step: Step) -> None:
@@ -34,8 +35,8 @@ class _Waiting:
 
 
 class RunAhead:
-    """The events that the CPU records and waits for. `limits`: before an all-gather it waits for the event before the last
-    one (FSDP1's `limit_all_gathers`); otherwise it waits for none until backward ends."""
+    """The events that the CPU records and waits for. `limits`: before an all-gather the CPU waits for the event before the
+    last (FSDP1's `limit_all_gathers`); otherwise it waits for no event until backward ends."""
 
     def __init__(self, *, limits: bool) -> None:
         self.limits = limits
@@ -46,7 +47,7 @@ class RunAhead:
         """Free tensors from the next instant on; their blocks can be reused after the next event. Empties the list."""
         self._since_last_event.handles += step.let_go(handles)
 
-    def let_gradients_go(self, runs: list[Run], operation: str) -> None:
+    def let_gradients_go(self, runs: list[BlockRun], operation: str) -> None:
         """As `let_go`, for parameter gradients of `runs`, of one operation or ("") all. They are freed at the instants that
         the runs have."""
         self._since_last_event.gradients += [(run, operation) for run in runs]

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
-from peakcast.models.ledger.layouts.module_tree import Block
+from peakcast.models.ledger.layouts.module_tree import BlockKind
 from peakcast.models.ledger.layouts.units import Unit
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Phase
 
@@ -47,7 +47,7 @@ class ShardedLayout(Layout):
     def by_module(self) -> list[Unit]:
         """The units in the order of their modules (`_state_ctx.all_states`): the one with the token table comes first."""
         *others, last = self.units
-        return [last, *others] if Block.EMBEDDING.value in last.modules else self.units
+        return [last, *others] if BlockKind.EMBEDDING.value in last.modules else self.units
 
     def begin_micro_batch(self, step: Step, *, first: bool, last: bool) -> None:
         self.last = last
@@ -66,7 +66,7 @@ class ShardedLayout(Layout):
 
     def before_backward(self, step: Step, module: str) -> None:
         for unit in self._of_module.get(module, []):
-            if not unit.gathered and not unit.fetched_in_vain:
+            if not unit.gathered and not unit.prefetched_unused:
                 self.gather(step, unit)
             if unit in self._fetched_for:
                 continue
@@ -79,7 +79,7 @@ class ShardedLayout(Layout):
                 self.prefetch(step, following)
                 self._fetched_for.add(unit)
 
-    def after_backward(self, step: Step, run: Run) -> None:
+    def after_backward(self, step: Step, run: BlockRun) -> None:
         added = self.has_gradient(run.module, run.template, begun=False)
         for unit in self._of_module.get(run.module, []):
             hook, following = unit.hook, self.unit_before(unit) if self.prefetches and unit.hook else None
@@ -100,7 +100,7 @@ class ShardedLayout(Layout):
         for unit in self.by_module():
             if unit.reduces_at_end:
                 self.finish(step, unit)
-            if unit.fetched_in_vain:
+            if unit.prefetched_unused:
                 step.free(unit.sent)
 
     def begin_turns(self) -> None:

@@ -13,7 +13,7 @@ from peakcast.models.ledger.layouts.base import Layout
 from peakcast.models.ledger.layouts.pipeline import Turn
 from peakcast.models.ledger.layouts.sharded import ShardedLayout
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Phase
 
@@ -21,7 +21,7 @@ MOST_ACTIVE = 3
 """`max_active_stages` of `_add_unshard_reshard`."""
 
 
-class Stages(Layout):
+class StagedLayout(Layout):
     """A layout for each of a rank's stages: `parts`, with the modules of each in `modules`."""
 
     def __init__(self, parts: Sequence[Layout], modules: Sequence[Collection[str]]) -> None:
@@ -68,7 +68,7 @@ class Stages(Layout):
     def before_forward(self, step: Step, module: str) -> None:
         self._of_module[module].before_forward(step, module)
 
-    def while_forward(self, step: Step, run: Run) -> None:
+    def while_forward(self, step: Step, run: BlockRun) -> None:
         self._of_module[run.module].while_forward(step, run)
 
     def after_forward(self, step: Step, module: str) -> None:
@@ -77,7 +77,7 @@ class Stages(Layout):
     def before_backward(self, step: Step, module: str) -> None:
         self._of_module[module].before_backward(step, module)
 
-    def after_backward(self, step: Step, run: Run) -> None:
+    def after_backward(self, step: Step, run: BlockRun) -> None:
         self._of_module[run.module].after_backward(step, run)
 
     def has_gradient(self, module: str, template: Template, *, begun: bool) -> bool:

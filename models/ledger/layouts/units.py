@@ -7,17 +7,17 @@ from dataclasses import dataclass, field
 from itertools import groupby
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.module_tree import Block, block_of
+from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.step import Run
+from peakcast.models.ledger.tape.step import BlockRun
 
-ENDS = (Block.EMBEDDING.value, Block.HEAD.value)
+ENDS = (BlockKind.EMBEDDING.value, BlockKind.HEAD.value)
 ADAPTER_MATRICES = ("lora_A", "lora_B")
 
 
 @dataclass(slots=True, eq=False)
 class Unit:
-    """Tensors that are gathered and reduced together, and the state of this during the step. A unit equals only itself."""
+    """Tensors that are gathered and reduced together, and what exists of them at the moment. A unit equals only itself."""
 
     name: str
     modules: tuple[str, ...]
@@ -26,8 +26,8 @@ class Unit:
     """Whether it stays gathered after forward."""
     reduces_at_end: bool = False
     """Whether its gradients are reduced only at the end of backward, because none of its inputs has a gradient."""
-    fetched_in_vain: bool = False
-    """The unit after it prefetches it in backward, although its own backward never runs: its output has no gradient."""
+    prefetched_unused: bool = False
+    """Whether it is prefetched in backward and then not used: its output has no gradient, so its backward does not run."""
     operation: str = ""
     """The one operation of a block that reads its tensors, for which alone they are gathered; "": the whole block."""
     hook: Mark | None = None
@@ -38,10 +38,10 @@ class Unit:
     """Handles of the unsharded tensors."""
     gradient: list[int] = field(default_factory=list)
     """Handles of the reduced gradients that wait for the optimizer."""
-    runs: list[Run] = field(default_factory=list)
+    runs: list[BlockRun] = field(default_factory=list)
     """Backward runs whose full gradients still exist."""
     accumulated: list[int] = field(default_factory=list)
-    """Handles of full gradients of earlier micro-batches that have left the place where backward made them."""
+    """Handles of full gradients of earlier micro-batches that are no longer the tensors that backward made."""
     trained: list[StoredTensor] = field(init=False)
     """Those of its tensors that get a gradient."""
 
@@ -50,7 +50,7 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Ends:
+class OutsideLayers:
     """What FSDP makes of a network outside of its layers. `table`: the tensors of the token embedding; `tail`: those of
     final norm and lm_head, with the token embedding's if the two share a weight (accelerate 1.15
     `fsdp2_prepare_model`)."""
@@ -59,7 +59,7 @@ class Ends:
     tail: tuple[StoredTensor, ...]
     shares_table: bool
     """Whether the lm_head reads the token embedding's weight."""
-    tail_begins: str = Block.HEAD.value
+    tail_begins: str = BlockKind.HEAD.value
     """The block before which the first of the tail's modules runs, if that is not the token embedding."""
     root: tuple[str, ...] = ENDS
     """The blocks that have no unit of their own."""
@@ -67,22 +67,22 @@ class Ends:
     """(block, tensors) of modules outside of layers that FSDP finds by their class, as it finds layers."""
 
 
-def named_ends(tensors: Iterable[StoredTensor], *, tied: bool, norm_apart: bool) -> Ends:
-    """The ends of a network whose tensors have Llama's names. `tied`: the head uses the table, even if it has no tensor of
-    its own. `norm_apart`: the final norm belongs to the root."""
-    ends: dict[Block, list[StoredTensor]] = {Block.EMBEDDING: [], Block.HEAD: []}
+def named_ends(tensors: Iterable[StoredTensor], *, tied: bool, norm_apart: bool) -> OutsideLayers:
+    """The units outside the layers of a network whose tensors have Llama's names. `tied`: the lm_head reads the token
+    embedding's weight, even if the head has no tensor of its own. `norm_apart`: the final norm belongs to the root."""
+    ends: dict[BlockKind, list[StoredTensor]] = {BlockKind.EMBEDDING: [], BlockKind.HEAD: []}
     for tensor in tensors:
         ends.get(tensor.block, []).append(tensor)
-    table, head = [tensor for tensor in ends[Block.EMBEDDING] if tensor.is_token_table], ends[Block.HEAD]
+    table, head = [tensor for tensor in ends[BlockKind.EMBEDDING] if tensor.is_token_table], ends[BlockKind.HEAD]
     # a head without tensors: a pipeline stage that is not the last, or a final norm without weights (OLMo)
     tied = (tied or bool(head)) and not any(tensor.is_lm_head for tensor in head)
     tail = [tensor for tensor in head if tensor.of_lm_head or not norm_apart]
-    return Ends(tuple(table), (*table, *tail) if tied else tuple(tail), tied)
+    return OutsideLayers(tuple(table), (*table, *tail) if tied else tuple(tail), tied)
 
 
 def units_by_layer(
     tensors: Iterable[StoredTensor],
-    ends: Ends,
+    ends: OutsideLayers,
     *,
     ends_apart: bool = False,
     adapters_apart: bool = False,
@@ -101,7 +101,7 @@ def units_by_layer(
     left = [tensor for name, group in groups.items() if name in ends.root for tensor in group]
     units: list[Unit] = []
     for name, group in ends.classes:
-        units.append(Unit(f"{name}.class", (name,), group, reduces_at_end=block_of(name) is Block.EMBEDDING))
+        units.append(Unit(f"{name}.class", (name,), group, reduces_at_end=block_of(name) is BlockKind.EMBEDDING))
     layers = [name for name in groups if name not in ends.root]
     for index, name in enumerate(layers):
         apart = [tensor for tensor in groups[name] if adapters_apart and tensor.path.name in ADAPTER_MATRICES]
@@ -118,8 +118,8 @@ def units_by_layer(
 
 
 def units_by_module(tensors: Iterable[StoredTensor], *, compiled: bool = False) -> list[Unit]:
-    """A unit per matrix, with the norms listed before it, whose few KB are not worth a unit: what FSDP1 makes of an
-    auto_wrap_policy that wraps every module. `compiled`: layers' operations have the names of `compiled/forward.py`."""
+    """A unit per matrix: what FSDP1 makes of an auto_wrap_policy that wraps every module. Norms, which have a few KB, are
+    counted with the matrix that follows them. `compiled`: layers' operations have the names of `compiled/forward.py`."""
     units: list[Unit] = []
     waiting: list[StoredTensor] = []
     groups = {key: list(group) for key, group in groupby(tensors, lambda tensor: (tensor.module, str(tensor.path)))}
@@ -127,19 +127,19 @@ def units_by_module(tensors: Iterable[StoredTensor], *, compiled: bool = False) 
         waiting += group
         if any(len(tensor.shape) > 1 for tensor in group):
             name = path.rsplit(".", 1)[-1].removesuffix("_proj")
-            operation = name if compiled and block_of(module) is Block.LAYER else path
+            operation = name if compiled and block_of(module) is BlockKind.LAYER else path
             units.append(Unit(f"{module}.{path}", (module,), tuple(waiting), operation=operation))
             waiting = []
     return units
 
 
-def _with_ends(units: list[Unit], ends: Ends, first_layer_without_gradient: bool) -> list[Unit]:
+def _with_ends(units: list[Unit], ends: OutsideLayers, first_layer_without_gradient: bool) -> list[Unit]:
     """`units` and those of token table, final norm and lm_head."""
     if ends.shares_table:  # gathered for the embedding, whose input has no gradient
         return [*units, Unit("tail", ENDS, ends.tail, True, reduces_at_end=True, hook=Mark.LM_HEAD)]
-    in_vain = first_layer_without_gradient
-    first = Unit("embedding", ENDS[:1], ends.table, reduces_at_end=True, fetched_in_vain=in_vain)
-    modules = tuple(dict.fromkeys((ends.tail_begins, Block.HEAD.value)))
-    at_end = first_layer_without_gradient and block_of(ends.tail_begins) is Block.LAYER
+    unused = first_layer_without_gradient
+    first = Unit("embedding", ENDS[:1], ends.table, reduces_at_end=True, prefetched_unused=unused)
+    modules = tuple(dict.fromkeys((ends.tail_begins, BlockKind.HEAD.value)))
+    at_end = first_layer_without_gradient and block_of(ends.tail_begins) is BlockKind.LAYER
     tail = Unit("tail", modules, ends.tail, True, reduces_at_end=at_end, hook=Mark.LM_HEAD)
     return [*([first] if ends.table else []), *units, *([tail] if ends.tail else [])]  # a pipeline stage may lack either

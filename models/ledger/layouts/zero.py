@@ -15,7 +15,7 @@ import numpy as np
 from peakcast.core.units import round_up
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category, Phase
 
@@ -128,7 +128,7 @@ class Partitions(Layout):
             self._orders[id(template)] = self._order(template)
         return self._orders[id(template)]
 
-    def ended_bytes(self, run: Run, at: int) -> int:
+    def ended_bytes(self, run: BlockRun, at: int) -> int:
         """Bytes that the backward operation at instant `at` of its block frees when it is done, apart from weights'
         gradients."""
         template = run.template

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.gradients import tensors_of_gradients
-from peakcast.models.ledger.layouts.module_tree import LM_HEAD, Block, block_of
+from peakcast.models.ledger.layouts.module_tree import LM_HEAD, BlockKind, block_of
 from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Partitions, ZeroSettings, made_at
-from peakcast.models.ledger.layouts.zero12_bucket import Arrival, Bucket
+from peakcast.models.ledger.layouts.zero12_bucket import Arrival, Zero12Bucket
 from peakcast.models.ledger.layouts.zero12_division import Division
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category, Phase
 
@@ -46,9 +46,9 @@ class SharedTable:
         self._two_stacks = two_stacks
         self._between = False
 
-    def is_summed_by(self, run: Run) -> bool:
+    def is_summed_by(self, run: BlockRun) -> bool:
         """Whether the backward that has run adds the last part."""
-        if not self.half or block_of(run.module) is not Block.EMBEDDING:
+        if not self.half or block_of(run.module) is not BlockKind.EMBEDDING:
             return False
         self._between = self._two_stacks and not self._between
         return not self._between
@@ -72,12 +72,12 @@ class Zero12(Partitions):
         """The stream on which gradients are reduced."""
         sizes = ((group, self.partition(group)) for group in self.groups)
         self.division = Division(sizes, ranks=self.ranks, rank=rank, round_robin=round_robin)
-        self._bucket = Bucket(self.buckets.reduce, self.division)
+        self._bucket = Zero12Bucket(self.buckets.reduce, self.division)
         self._own = OwnGradients()
         self._until_reduced: list[int] = []
         """Handles of the bucket itself, and of gradients that are freed together with it."""
         self._table = SharedTable(two_stacks=any(tensor.of_encoder for tensor in tensors))
-        self._unreduced: dict[str, Run] = {}
+        self._unreduced: dict[str, BlockRun] = {}
         """Stage 1: by block, the first micro-batch's run, whose gradients those of later ones are added to."""
         self._last = True
         self._trained_of: dict[str, list[StoredTensor]] = {}
@@ -119,7 +119,7 @@ class Zero12(Partitions):
 
     # -- a gradient is ready ----------------------------------------------------------------------------------------------
 
-    def after_backward(self, step: Step, run: Run) -> None:
+    def after_backward(self, step: Step, run: BlockRun) -> None:
         self._set_up_bucket(step, run)
         if self._reduces_in_backward():
             run.keeps_gradients = False
@@ -132,7 +132,7 @@ class Zero12(Partitions):
         stage 1 with `overlap_comm`, in the last micro-batch."""
         return self.stage == 2 or (self._overlaps and self._last)
 
-    def _set_up_bucket(self, step: Step, run: Run) -> None:
+    def _set_up_bucket(self, step: Step, run: BlockRun) -> None:
         """`setup_buckets`: the bucket is made at the first gradient, after the operation's temporaries are freed."""
         weights = self.in_order(run.template)
         if not weights or self._until_reduced or not self.contiguous:
@@ -143,7 +143,7 @@ class Zero12(Partitions):
         step.hold("ipg_bucket", BUFFERS, sum(sizes) - self.ended_bytes(run, made), now, now + 1)
         self._until_reduced = step.allocate("ipg_bucket", BUFFERS, sizes, born=now + 1)
 
-    def _collect(self, step: Step, run: Run) -> None:
+    def _collect(self, step: Step, run: BlockRun) -> None:
         """Put the gradients of a block's backward into the bucket. If earlier micro-batches have left theirs, the new ones
         were added to them."""
         template, begin = run.template, run.backward_start or 0

@@ -21,7 +21,7 @@ class Arrival:
     born: int
 
 
-class Bucket:
+class Zero12Bucket:
     """Gradients that wait to be reduced. `size`: the elements that it has room for."""
 
     def __init__(self, size: int, division: Division) -> None:

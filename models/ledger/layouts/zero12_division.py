@@ -23,7 +23,7 @@ class Slices(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Share:
+class PartitionShare:
     """Where a tensor lies. `owners`: the ranks in whose partitions it lies. `mine`: how many of its elements are in the
     partition of the rank in question."""
 
@@ -41,14 +41,14 @@ class Division:
         self, groups: Iterable[tuple[Sequence[StoredTensor], int]], *, ranks: int, rank: int, round_robin: bool
     ) -> None:
         self.rank = rank
-        self._shares: dict[StoredTensor, Share] = {}
+        self._shares: dict[StoredTensor, PartitionShare] = {}
         for group, size in groups:
             offset = 0
             for tensor in _dealt_out(group, ranks) if round_robin else group:
                 self._shares[tensor] = _share(offset, tensor.numel, size, rank)
                 offset += tensor.numel
 
-    def of(self, tensor: StoredTensor) -> Share:
+    def of(self, tensor: StoredTensor) -> PartitionShare:
         """Where a tensor lies."""
         return self._shares[tensor]
 
@@ -70,7 +70,7 @@ def _dealt_out(group: Sequence[StoredTensor], ranks: int) -> list[StoredTensor]:
     return [tensor for rank in range(min(ranks, len(group))) for tensor in group[rank::ranks]]
 
 
-def _share(begins: int, numel: int, size: int, rank: int) -> Share:
+def _share(begins: int, numel: int, size: int, rank: int) -> PartitionShare:
     """Where a tensor lies that begins at element `begins` of a group whose partitions have `size` elements."""
     ends, first = begins + numel, begins // size
     last = (ends - 1) // size
@@ -79,4 +79,4 @@ def _share(begins: int, numel: int, size: int, rank: int) -> Share:
         head, tail = Slices(first, (first + 1) * size - begins, 1), Slices(last, ends - last * size, 1)
         slices = [head, Slices(first + 1, size, last - first - 1), tail]
     mine = max(0, min(ends, (rank + 1) * size) - max(begins, rank * size))
-    return Share(range(first, last + 1), tuple(slices), mine)
+    return PartitionShare(range(first, last + 1), tuple(slices), mine)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.module_tree import LM_HEAD, Block, block_of, path_of
+from peakcast.models.ledger.layouts.module_tree import LM_HEAD, BlockKind, block_of, path_of
 from peakcast.models.ledger.layouts.zero import (
     BUFFERS,
     GATHERING,
@@ -16,16 +16,16 @@ from peakcast.models.ledger.layouts.zero import (
     ZeroSettings,
     made_at,
 )
-from peakcast.models.ledger.layouts.zero3_bucket import Bucket, Gradient
+from peakcast.models.ledger.layouts.zero3_bucket import Gradient, Zero3Bucket
 from peakcast.models.ledger.layouts.zero3_fetching import Coordinator
+from peakcast.models.ledger.layouts.zero3_hooks import Direction, ModuleTurn, block_operations
+from peakcast.models.ledger.layouts.zero3_instants import Instants, Reduction
 from peakcast.models.ledger.layouts.zero3_modules import ModuleTurns
-from peakcast.models.ledger.layouts.zero3_passing import Instants, Reduction
-from peakcast.models.ledger.layouts.zero3_turns import within_first
-from peakcast.models.ledger.layouts.zero3_visits import Pass, Turn, passage
-from peakcast.models.ledger.layouts.zero3_weights import Engine
+from peakcast.models.ledger.layouts.zero3_turns import with_recomputation_inside
+from peakcast.models.ledger.layouts.zero3_weights import Zero3Engine
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.timelines.timeline import Category, Phase
 
 
@@ -34,7 +34,7 @@ class Zero3Settings(ZeroSettings):
     """The same, with what only stage 3 reads."""
 
     packs: bool
-    """Whether checkpoints are non-reentrant: as in `Engine` (`zero3_weights.py`)."""
+    """Whether checkpoints are non-reentrant: as in `Zero3Engine` (`zero3_weights.py`)."""
     overlaps: bool
     """Whether weights are gathered, and gradients reduced, on streams of their own."""
     offloads_parameters: bool
@@ -54,20 +54,20 @@ class Zero3(Partitions):
         self._gathers, self._reduces = (GATHERING, REDUCING) if settings.overlaps else (0, 0)
         self.offloads_parameters = settings.offloads_parameters
         self._modules = modules
-        matrices = (t for t in tensors if len(t.shape) > 1 and t.block is not Block.EMBEDDING and t.block is not Block.HEAD)
+        matrices = (t for t in tensors if len(t.shape) > 1 and t.block not in (BlockKind.EMBEDDING, BlockKind.HEAD))
         self._viewed = {t for t in matrices if settings.transposes and not t.of_adapter}
         self._coordinator: Coordinator | None = None
         self.reference: Zero3 | None = None
         """The layout of a second network (a reference model), which has an engine of its own."""
-        self._turns: list[Turn] = []
+        self._turns: list[ModuleTurn] = []
         self._reductions: dict[int, Reduction] = {}
-        self._ran_last: Run | None = None
+        self._ran_last: BlockRun | None = None
         """The run whose forward ended last."""
         self._began = 0
         """The instant at which the network last began to run forward."""
         self._last = True
         self._backward_began: int | None = None
-        self._bucket = Bucket(
+        self._bucket = Zero3Bucket(
             ranks=self.ranks,
             size=self.buckets.reduce,
             copies=self.contiguous,
@@ -131,7 +131,7 @@ class Zero3(Partitions):
     def _play(self, step: Step) -> Coordinator:
         """Play the turns of a micro-batch, or of a forward alone, on the coordinator, and return it."""
         if self._coordinator is None:
-            engine = Engine(
+            engine = Zero3Engine(
                 ranks=self.ranks,
                 sizes=self.buckets,
                 packs=self.packs,
@@ -149,20 +149,20 @@ class Zero3(Partitions):
     # -- modules that run -------------------------------------------------------------------------------------------------
 
     def before_forward(self, step: Step, module: str) -> None:
-        self._began = step.now if block_of(module) is Block.EMBEDDING else self._began
+        self._began = step.now if block_of(module) is BlockKind.EMBEDDING else self._began
 
-    def while_forward(self, step: Step, run: Run) -> None:
+    def while_forward(self, step: Step, run: BlockRun) -> None:
         self._ran_last = run
 
     def after_forward(self, step: Step, module: str) -> None:
         if module in self._modules.tensors and self._ran_last is not None:  # else it belongs to another network
-            self._turns += self._modules.turns(passage(self._ran_last, module, Pass.FORWARD))
+            self._turns += self._modules.turns(block_operations(self._ran_last, module, Direction.FORWARD))
 
     def before_backward(self, step: Step, module: str) -> None:
         self._backward_began = step.now if self._backward_began is None else self._backward_began
 
-    def after_backward(self, step: Step, run: Run) -> None:
-        turns = self._modules.turns(passage(run, run.module, Pass.BACKWARD))
+    def after_backward(self, step: Step, run: BlockRun) -> None:
+        turns = self._modules.turns(block_operations(run, run.module, Direction.BACKWARD))
         if self._backward_began is not None and run.forward_start >= self._backward_began:
             turns = self._with_recomputation(turns, run)
             self._hold_last_result(step, run)
@@ -172,10 +172,10 @@ class Zero3(Partitions):
         run.keeps_gradients = False  # each goes into the bucket as soon as it is ready
         self._collect_gradients(step, run)
 
-    def _with_recomputation(self, turns: list[Turn], run: Run) -> list[Turn]:
+    def _with_recomputation(self, turns: list[ModuleTurn], run: BlockRun) -> list[ModuleTurn]:
         """The turns of a backward together with those of its recomputation, which non-reentrant checkpoints run inside it:
         when the first operation that frees a saved tensor reads it."""
-        again = self._modules.turns(passage(run, run.module, Pass.RECOMPUTATION))
+        again = self._modules.turns(block_operations(run, run.module, Direction.RECOMPUTATION))
         if not self.packs:
             return [*again, *turns]
         template = run.template
@@ -184,16 +184,16 @@ class Zero3(Partitions):
         kept = template.dies[template.dies_backward & ~template.born_backward]
         if not len(kept):  # nothing asks for a saved tensor
             return [*again, *turns]
-        return within_first(turns, again, (run.backward_start or 0) + int(kept.min()) - 1)
+        return with_recomputation_inside(turns, again, (run.backward_start or 0) + int(kept.min()) - 1)
 
-    def _without_missing_releases(self, turns: list[Turn], ended: int) -> list[Turn]:
+    def _without_missing_releases(self, turns: list[ModuleTurn], ended: int) -> list[ModuleTurn]:
         """`turns` without the releases that never happen. Modules that ran forward once more without a graph, after
         `ended`, have lost the count of gradients they wait for (`ds_grads_remaining` in `_post_backward_module_hook`), so
         their weights stay until backward ends."""
         called = {turn.name for turn in self._turns if turn.begins >= ended}
         return [turn.never_ending() if turn.name in called else turn for turn in turns]
 
-    def _hold_last_result(self, step: Step, run: Run) -> None:
+    def _hold_last_result(self, step: Step, run: BlockRun) -> None:
         """If a recomputation stops early, hold the product of a Linear that it stops in: stage 3's own Linear, a Python
         function, has computed it before it saves a tensor (`zero/linear.py`)."""
         template, at = run.template, run.template.num_recomputed
@@ -205,14 +205,15 @@ class Zero3(Partitions):
             now = run.forward_start + at
             step.hold("recomputed.result", Category.ACTIVATIONS, size, now, now + 1, run.module)
 
-    def run_forward_alone(self, step: Step, runs: Iterable[tuple[str, Run]]) -> None:
+    def run_forward_alone(self, step: Step, runs: Iterable[tuple[str, BlockRun]]) -> None:
         """Gather for a network that has only run forward: `runs` are its (module, run)."""
-        self._turns = [turn for module, run in runs for turn in self._modules.turns(passage(run, module, Pass.FORWARD))]
+        ran = (block_operations(run, module, Direction.FORWARD) for module, run in runs)
+        self._turns = [turn for operations in ran for turn in self._modules.turns(operations)]
         self._play(step).weights.stay()
 
     # -- gradients --------------------------------------------------------------------------------------------------------
 
-    def _collect_gradients(self, step: Step, run: Run) -> None:
+    def _collect_gradients(self, step: Step, run: BlockRun) -> None:
         """Put the gradients of a block's backward into the bucket. That of a tied table waits until both parts exist:
         autograd adds them before any hook runs."""
         template, begins = run.template, run.backward_start or 0
@@ -223,13 +224,13 @@ class Zero3(Partitions):
                 run.gradients_die = step.now  # from then on `_half` holds it
             else:
                 self._arrive(step, run, at, Gradient(size // self.gradient_bytes, born))
-        if self._half and block_of(run.module) is Block.EMBEDDING and not self._modules.between_stacks:
+        if self._half and block_of(run.module) is BlockKind.EMBEDDING and not self._modules.between_stacks:
             step.free(self._half)
             (table,) = (t for t in self._modules.tensors[run.module] if t.is_token_table)
             summed = template.backward_marks[Mark.TIED_TABLE][0]
             self._arrive(step, run, summed, Gradient(table.numel, begins + summed))
 
-    def _arrive(self, step: Step, run: Run, at: int, gradient: Gradient) -> None:
+    def _arrive(self, step: Step, run: BlockRun, at: int, gradient: Gradient) -> None:
         """Put a gradient into the bucket at instant `at` of its block's backward. The bucket is reduced first if the
         gradient would overfill it."""
         now = (run.backward_start or 0) + at
@@ -240,7 +241,7 @@ class Zero3(Partitions):
             size = gradient.elements * self.gradient_bytes
             step.hold("gradient", Category.GRADIENTS, size, gradient.born + 1, now + 1, run.module)
 
-    def _arrivals(self, run: Run) -> list[tuple[int, int]]:
+    def _arrivals(self, run: BlockRun) -> list[tuple[int, int]]:
         """(instant of the block's backward, index of the gradient) at which each gradient of a block reaches the bucket.
         Gradients of a leaf module do so when all of it is done, in the optimizer's order (`reduce_leaf_module_grads`)."""
         template = run.template

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from peakcast.models.ledger.layouts.zero3_passing import Reduction
+from peakcast.models.ledger.layouts.zero3_instants import Reduction
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class Gradient:
     born: int
 
 
-class Bucket:
+class Zero3Bucket:
     """Gradients that wait to be reduced over `ranks` ranks. `size`: the elements that it has room for. `copies`: whether
     they are copied into it; otherwise, and if one is larger than the bucket, they wait where backward made them.
     `made_bytes`, `sent_bytes`: of an element as backward makes it, and as it is sent."""

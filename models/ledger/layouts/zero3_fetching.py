@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_claims import Claims
+from peakcast.models.ledger.layouts.zero3_hooks import Leaf, ModuleTurn, TurnPart
+from peakcast.models.ledger.layouts.zero3_instants import Instants
 from peakcast.models.ledger.layouts.zero3_order import Order
-from peakcast.models.ledger.layouts.zero3_passing import Instants
 from peakcast.models.ledger.layouts.zero3_prefetching import Prefetcher
-from peakcast.models.ledger.layouts.zero3_visits import Course, Leaf, Turn
-from peakcast.models.ledger.layouts.zero3_weights import Engine, Weights
+from peakcast.models.ledger.layouts.zero3_weight_users import WeightUsers
+from peakcast.models.ledger.layouts.zero3_weights import Weights, Zero3Engine
 from peakcast.models.ledger.tape.step import Step
 
-REHEARSALS = 3
+LEARNING_MICRO_BATCHES = 3
 """Number of equal micro-batches after which the coordinator's knowledge of their order no longer changes."""
 
 
@@ -25,14 +25,14 @@ class Coordinator:
     """Gathers and releases weights on a step, turn by turn. While DeepSpeed does not know the order of turns, it gathers
     nothing ahead, and releases a module's parameters, small ones too, as soon as the module is done.
 
-    `viewed`: as in `Claims`. `unread`: weights of modules that do not run. A module that reads one gathers it itself the
-    first time, and later when it begins.
+    `viewed`: as in `WeightUsers`. `unread`: weights of modules that do not run, which another module reads. That module
+    gathers such a weight when it reads it the first time, and in later steps when the module begins.
     """
 
     def __init__(
         self,
         step: Step,
-        engine: Engine,
+        engine: Zero3Engine,
         *,
         viewed: Collection[StoredTensor] = (),
         unread: Collection[StoredTensor] = (),
@@ -46,35 +46,35 @@ class Coordinator:
         """By (module, position of the turn): what it releases. `lru_cache` around `__params_to_release` keeps the first
         answer, even if the order has changed since."""
 
-    def learn(self, turns: Sequence[Turn]) -> None:
+    def learn(self, turns: Sequence[ModuleTurn]) -> None:
         """Bring the coordinator into the state it has after many micro-batches of these turns."""
         if sum(turn.starts for turn in turns) == 1:  # one forward per micro-batch: the recorded order is then always right
-            self._order.known = tuple(turn for turn in turns if turn.course is not Course.ENDS)
+            self._order.known = tuple(turn for turn in turns if turn.part is not TurnPart.ENDS)
         else:
             step, self.weights.step = self.weights.step, Step()
-            for _ in range(REHEARSALS):
+            for _ in range(LEARNING_MICRO_BATCHES):
                 self.play(turns, Instants())
                 self.weights.release_rest(0, small_too=True)
             self.weights.step = step
         self._unread.clear()
 
-    def play(self, turns: Sequence[Turn], instants: Instants) -> None:
+    def play(self, turns: Sequence[ModuleTurn], instants: Instants) -> None:
         """Play all turns of a micro-batch. `instants`: what else is allocated meanwhile."""
-        claims = Claims(turns, self.engine, self._viewed)
+        users = WeightUsers(turns, self.engine, self._viewed)
         for index, turn in enumerate(turns):
             self.weights.begin_instant(turn.begins, instants)
             mine = self._fetch(turn)
-            if mine or turn.course is Course.ENDS:
-                self._release(index, turn, mine, claims, instants)
+            if mine or turn.part is TurnPart.ENDS:
+                self._release(index, turn, mine, users, instants)
         self.weights.begin_instant(-1, instants)
 
-    def _fetch(self, turn: Turn) -> Sequence[StoredTensor]:
+    def _fetch(self, turn: ModuleTurn) -> Sequence[StoredTensor]:
         """`fetch_sub_module`: gather the module's tensors, and prefetch those of the modules after it. Returns the module's
         tensors."""
-        now, enters = turn.begins, turn.course is not Course.ENDS
+        now, enters = turn.begins, turn.part is not TurnPart.ENDS
         if turn.starts:
             self._begin_forward(now)
-        if enters and self._order.meet(turn):
+        if enters and self._order.deviates_at(turn):
             self.weights.drop_gathers(now)
         mine = self._read_by(turn)
         if mine:
@@ -95,25 +95,27 @@ class Coordinator:
         self._prefetcher.begin(self._order)
         self.weights.elements = 0
 
-    def _read_by(self, turn: Turn) -> Sequence[StoredTensor]:
+    def _read_by(self, turn: ModuleTurn) -> Sequence[StoredTensor]:
         """The tensors that a module has gathered when its turn begins."""
-        if turn.course is Course.ENDS:
+        if turn.part is TurnPart.ENDS:
             self._unread.difference_update(turn.module.tensors)
-        if turn.course is Course.BEGINS and self._unread:
+        if turn.part is TurnPart.BEGINS and self._unread:
             return [t for t in turn.module.tensors if t not in self._unread]
         return turn.module.tensors
 
-    def _release(self, index: int, turn: Turn, mine: Sequence[StoredTensor], claims: Claims, instants: Instants) -> None:
+    def _release(
+        self, index: int, turn: ModuleTurn, mine: Sequence[StoredTensor], users: WeightUsers, instants: Instants
+    ) -> None:
         """`release_sub_module`: release what the module need not leave for others."""
         asked = self._to_release(turn, mine)
-        claims.note(turn, mine)
-        for tensor in claims.free_of(asked) if turn.releases else ():
-            ends = claims.memory_ends(tensor, index, mine)
-            if claims.is_packed(tensor) and tensor in self.weights.available:
+        users.note(turn, mine)
+        for tensor in users.freed_after(asked) if turn.releases else ():
+            ends = users.memory_ends(tensor, index, mine)
+            if users.is_packed(tensor) and tensor in self.weights.available:
                 instants.free_before_reduction(ends - 1, self.engine.padded_bytes(tensor))
             self.weights.release(tensor, ends)
 
-    def _to_release(self, turn: Turn, mine: Sequence[StoredTensor]) -> Sequence[StoredTensor]:
+    def _to_release(self, turn: ModuleTurn, mine: Sequence[StoredTensor]) -> Sequence[StoredTensor]:
         """`__params_to_release`: a turn's tensors, except small ones, those further along in the queue, and those used
         again soon."""
         if self._order.known is None:
@@ -125,6 +127,6 @@ class Coordinator:
                 for t in mine
                 if not self.engine.persists(t)
                 and not self._prefetcher.is_queued_beyond(t, at)
-                and not self._order.comes_again(t, self.engine.sizes.reuse, leaf=leaf)
+                and not self._order.is_used_soon(t, self.engine.sizes.reuse, leaf=leaf)
             )
         return self._decided[turn.name, at]

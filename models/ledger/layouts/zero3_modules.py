@@ -10,12 +10,20 @@ from dataclasses import replace
 from typing import Protocol
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.module_tree import ENCODER, LM_HEAD, Block, Stack, block_of, path_of
-from peakcast.models.ledger.layouts.zero3_turns import turns_of
-from peakcast.models.ledger.layouts.zero3_visits import Container, Course, Module, OfBlock, Pass, Passage, Turn
+from peakcast.models.ledger.layouts.module_tree import ENCODER, LM_HEAD, BlockKind, TransformerStack, block_of, path_of
+from peakcast.models.ledger.layouts.zero3_hooks import (
+    BlockModule,
+    BlockOperations,
+    Container,
+    Direction,
+    Module,
+    ModuleTurn,
+    TurnPart,
+)
+from peakcast.models.ledger.layouts.zero3_turns import module_turns
 from peakcast.networks.families import counted_as
 
-ENDS = (Block.EMBEDDING, Block.HEAD)
+ENDS = (BlockKind.EMBEDDING, BlockKind.HEAD)
 ROOT = "root"
 ROOT_FROM_INSIDE = -2
 """Which of the modules around a block, the outermost first, is the network that reads weights itself: its base model is
@@ -43,11 +51,11 @@ class ModuleTurns(Protocol):
     def between_stacks(self) -> bool:
         """Whether one of an encoder-decoder's embeddings has run, forward or backward, and the other has not."""
 
-    def turns(self, passage: Passage) -> list[Turn]:
+    def turns(self, operations: BlockOperations) -> list[ModuleTurn]:
         """The turns of a block's modules while its operations run."""
 
 
-class Modules:
+class Zero3Modules:
     """The modules of a network. `head_of_root`: whether the loss reads the lm_head's weight without calling the lm_head, so
     that the network itself, the root module, gathers it. `leaf`: as in `ModuleTurns`. `family`: the `model_type`."""
 
@@ -62,7 +70,7 @@ class Modules:
         """The tensors of each block."""
         for tensor in tensors:
             self.tensors.setdefault(tensor.module, []).append(tensor)
-        embedding, head = Block.EMBEDDING.value, Block.HEAD.value
+        embedding, head = BlockKind.EMBEDDING.value, BlockKind.HEAD.value
         table = [t for t in self.tensors.get(embedding, []) if t.is_token_table]
         self.tied = not any(t.is_lm_head for t in tensors)
         self._table = table[0] if table else None
@@ -80,61 +88,64 @@ class Modules:
         """As `ModuleTurns.unread`."""
         self._embedded = 0
         """How often an embedding has run, forward or backward; an encoder-decoder's two run alternately."""
-        self._throughout: dict[tuple[str, Stack | None], tuple[StoredTensor, ...]] = {}
+        self._unnamed_in_forward: dict[tuple[str, TransformerStack | None], tuple[StoredTensor, ...]] = {}
         """By block, and by stack where both have it: the tensors that no operation of its forward is named after."""
 
-    def turns(self, passage: Passage) -> list[Turn]:
+    def turns(self, operations: BlockOperations) -> list[ModuleTurn]:
         """As `ModuleTurns.turns`."""
-        block, stack, backward = block_of(passage.block), self._stack(passage), passage.during is Pass.BACKWARD
-        turns = turns_of(
-            passage,
-            self._tensors_of(passage.block, stack),
+        block, stack = block_of(operations.block), self._stack(operations)
+        backward = operations.direction is Direction.BACKWARD
+        turns = module_turns(
+            operations,
+            self._tensors_of(operations.block, stack),
             around=self._num_entered_before(block, stack, backward=backward),
             leaf=self.leaf,
             family=self._family,
         )
         if block in ENDS:
             turns = [self._around_all(turn) for turn in turns]
-        turns = self._throughout_block(turns, (passage.block, stack), backward=backward)
-        if self.tied and not self.of_root and block is Block.HEAD and self._table is not None:
+        turns = self._without_operation_in_forward(turns, (operations.block, stack), backward=backward)
+        if self.tied and not self.of_root and block is BlockKind.HEAD and self._table is not None:
             turns = [self._reading_table(turn) for turn in turns]
-        if backward and block is Block.EMBEDDING:
+        if backward and block is BlockKind.EMBEDDING:
             turns = [turn.unreleased() for turn in turns]
         if self.of_root:
-            turns = self._with_root(turns, block, passage)
-        if passage.during is Pass.FORWARD and block is Block.EMBEDDING:
-            turns[0] = turns[0]._replace(starts=stack is not Stack.DECODER)
+            turns = self._with_root(turns, block, operations)
+        if operations.direction is Direction.FORWARD and block is BlockKind.EMBEDDING:
+            turns[0] = turns[0]._replace(starts=stack is not TransformerStack.DECODER)
             if counted_as(self._family).modules.rotary:
-                turns.append(Turn(Module("rotary_emb"), passage.ends - 1, passage.ends))
+                turns.append(ModuleTurn(Module("rotary_emb"), operations.ends - 1, operations.ends))
         return turns
 
-    def _tensors_of(self, block: str, stack: Stack | None) -> list[StoredTensor]:
+    def _tensors_of(self, block: str, stack: TransformerStack | None) -> list[StoredTensor]:
         """The tensors of a block; of the end of one stack, where both have one."""
         tensors = self.tensors.get(block, [])
-        if stack is None or block_of(block) is not Block.HEAD:
+        if stack is None or block_of(block) is not BlockKind.HEAD:
             return tensors
-        return [t for t in tensors if t.of_encoder == (stack is Stack.ENCODER)]
+        return [t for t in tensors if t.of_encoder == (stack is TransformerStack.ENCODER)]
 
-    def _around_all(self, turn: Turn) -> Turn:
+    def _around_all(self, turn: ModuleTurn) -> ModuleTurn:
         """The turn of a module around the whole network, if the module is around a block."""
         if not isinstance(turn.module, Container):
             return turn
         return turn._replace(module=replace(turn.module, inside=self._all))
 
-    def _throughout_block(self, turns: list[Turn], block: tuple[str, Stack | None], *, backward: bool) -> list[Turn]:
+    def _without_operation_in_forward(
+        self, turns: list[ModuleTurn], block: tuple[str, TransformerStack | None], *, backward: bool
+    ) -> list[ModuleTurn]:
         """`turns`, where a block's first turn in backward has only those tensors that no forward operation is named after
         either. A tensor with an operation in forward and none in backward gets no gradient, so backward does not gather
         it."""
-        first = turns[0] if turns and isinstance(turns[0].module, OfBlock) else None
+        first = turns[0] if turns and isinstance(turns[0].module, BlockModule) else None
         if not backward:
-            self._throughout[block] = first.tensors if first is not None else ()
+            self._unnamed_in_forward[block] = first.tensors if first is not None else ()
         elif first is not None:
-            kept = self._throughout.get(block, ())
+            kept = self._unnamed_in_forward.get(block, ())
             own = tuple(t for t in first.tensors if t in kept)
-            return [first._replace(module=OfBlock(first.name, own)), *turns[1:]]
+            return [first._replace(module=BlockModule(first.name, own)), *turns[1:]]
         return turns
 
-    def _reading_table(self, turn: Turn) -> Turn:
+    def _reading_table(self, turn: ModuleTurn) -> ModuleTurn:
         """The turn with the token table in the place of a tied lm_head's weight. (A pipeline's last stage has no embedding,
         so its lm_head has a weight of its own.)"""
         assert self._table is not None
@@ -143,40 +154,42 @@ class Modules:
         own = tuple(self._table if t.is_lm_head else t for t in turn.tensors)
         return turn._replace(module=replace(turn.module, tensors=own))
 
-    def _with_root(self, turns: list[Turn], block: Block, passage: Passage) -> list[Turn]:
+    def _with_root(self, turns: list[ModuleTurn], block: BlockKind, operations: BlockOperations) -> list[ModuleTurn]:
         """`turns` in which the network reads weights itself: when it begins, and where the head's forward reads them."""
-        backward = passage.during is Pass.BACKWARD
-        if block is (Block.HEAD if backward else Block.EMBEDDING):
+        backward = operations.direction is Direction.BACKWARD
+        if block is (BlockKind.HEAD if backward else BlockKind.EMBEDDING):
             at = [i for i, turn in enumerate(turns) if isinstance(turn.module, Container)][ROOT_FROM_INSIDE]
             root = replace(turns[at].module, name=ROOT, tensors=self.of_root)
-            turns[at] = turns[at]._replace(module=root, course=Course.BEGINS)
-        elif block is Block.HEAD and passage.during is Pass.FORWARD:
-            reads = next(i for i, label in enumerate(passage.labels) if path_of(label).outermost == LM_HEAD.name)
-            turns.append(Turn(Module(ROOT, self.of_root), passage.begins + reads, passage.ends, Course.ENDS))
+            turns[at] = turns[at]._replace(module=root, part=TurnPart.BEGINS)
+        elif block is BlockKind.HEAD and operations.direction is Direction.FORWARD:
+            reads = next(i for i, label in enumerate(operations.labels) if path_of(label).outermost == LM_HEAD.name)
+            turns.append(ModuleTurn(Module(ROOT, self.of_root), operations.begins + reads, operations.ends, TurnPart.ENDS))
         return turns
 
-    def _stack(self, passage: Passage) -> Stack | None:
+    def _stack(self, operations: BlockOperations) -> TransformerStack | None:
         """To which stack of an encoder-decoder a block belongs that both stacks have; None for other blocks."""
-        block = block_of(passage.block)
+        block = block_of(operations.block)
         if block not in ENDS or not self._two_stacks:
             return None
-        if block is Block.HEAD:
-            return Stack.ENCODER if path_of(passage.labels[0]).is_inside(ENCODER) else Stack.DECODER
+        if block is BlockKind.HEAD:
+            in_encoder = path_of(operations.labels[0]).is_inside(ENCODER)
+            return TransformerStack.ENCODER if in_encoder else TransformerStack.DECODER
         self._embedded += 1
-        backward = passage.during is Pass.BACKWARD
-        return Stack.ENCODER if backward == (self._embedded % 2 == 0) else Stack.DECODER
+        backward = operations.direction is Direction.BACKWARD
+        return TransformerStack.ENCODER if backward == (self._embedded % 2 == 0) else TransformerStack.DECODER
 
     @property
     def between_stacks(self) -> bool:
         """Whether one of an encoder-decoder's embeddings has run, forward or backward, and the other has not."""
         return self._two_stacks and self._embedded % 2 == 1
 
-    def _num_entered_before(self, block: Block, stack: Stack | None, *, backward: bool) -> int:
+    def _num_entered_before(self, block: BlockKind, stack: TransformerStack | None, *, backward: bool) -> int:
         """How many modules are entered when the block begins: its layer, the network and the two that peft puts around it,
         a stack."""
-        network = 1 if stack is (Stack.ENCODER if backward else Stack.DECODER) else self._num_around_layers
-        if block is Block.EMBEDDING:
+        first = TransformerStack.ENCODER if backward else TransformerStack.DECODER
+        network = 1 if stack is first else self._num_around_layers
+        if block is BlockKind.EMBEDDING:
             return 0 if backward else network
-        if block is Block.HEAD:
+        if block is BlockKind.HEAD:
             return network if backward else 0
         return 1

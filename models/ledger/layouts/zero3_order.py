@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_visits import Turn
+from peakcast.models.ledger.layouts.zero3_hooks import ModuleTurn
 
 
 @dataclass(slots=True)
@@ -19,12 +19,12 @@ class Order:
     """The turns since the network last began to run forward. A forward without a backward (of a reference model, or to
     prepare) is part of them."""
 
-    known: tuple[Turn, ...] | None = None
+    known: tuple[ModuleTurn, ...] | None = None
     """The turns of the last time, as long as this time's are the same; None: not known."""
-    recorded: list[Turn] | None = None
+    recorded: list[ModuleTurn] | None = None
     """The turns of this time, if they were not known when it began."""
     at: int = 0
-    _uses: tuple[tuple[Turn, ...], dict[bool, _Uses]] | None = None
+    _uses: tuple[tuple[ModuleTurn, ...], dict[bool, _Uses]] | None = None
     """For the known turns: where each tensor is used, as a leaf module counts it and as others do."""
 
     def begin(self) -> None:
@@ -33,7 +33,7 @@ class Order:
             self.known, self.recorded = (None, []) if self.recorded is None else (tuple(self.recorded), None)
         self.at = 0
 
-    def meet(self, turn: Turn) -> bool:
+    def deviates_at(self, turn: ModuleTurn) -> bool:
         """A module has its turn. Returns whether another one was expected, in which case nothing is known from here on."""
         if self.known is None:
             if self.recorded is not None:
@@ -44,7 +44,7 @@ class Order:
         self.known = None
         return True
 
-    def comes_again(self, tensor: StoredTensor, within: int, *, leaf: bool) -> bool:
+    def is_used_soon(self, tensor: StoredTensor, within: int, *, leaf: bool) -> bool:
         """Whether one of the next expected turns has `tensor`, before turns with `within` elements have passed. A `leaf`
         also counts tensors inside the modules that come; other modules do not (`recurse` in `__params_to_release`)."""
         if self.known is None:
@@ -54,7 +54,7 @@ class Order:
         of_known = self._uses[1]
         if leaf not in of_known:
             of_known[leaf] = _Uses([turn.module.counted(by_leaf=leaf) for turn in self.known])
-        return of_known[leaf].come_again(tensor, self.at, within)
+        return of_known[leaf].is_used_within(tensor, self.at, within)
 
 
 class _Uses:
@@ -68,7 +68,7 @@ class _Uses:
             for tensor in tensors:
                 self.turns.setdefault(tensor, []).append(index)
 
-    def come_again(self, tensor: StoredTensor, at: int, within: int) -> bool:
+    def is_used_within(self, tensor: StoredTensor, at: int, within: int) -> bool:
         """Whether `tensor` is used from turn `at` on, before `within` elements have passed."""
         turns = self.turns.get(tensor, ())
         following = bisect_left(turns, at)

@@ -13,16 +13,16 @@ from functools import lru_cache
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.module_tree import ModulePath, path_of
 from peakcast.models.ledger.layouts.parameter_modules import ParameterModules, RanIn
-from peakcast.models.ledger.layouts.zero3_visits import (
+from peakcast.models.ledger.layouts.zero3_hooks import (
+    BlockModule,
+    BlockOperations,
     Container,
-    Course,
+    Direction,
     Function,
     Leaf,
     Module,
-    OfBlock,
-    Pass,
-    Passage,
-    Turn,
+    ModuleTurn,
+    TurnPart,
 )
 from peakcast.networks.families import counted_as
 from peakcast.networks.family import Family
@@ -38,33 +38,36 @@ LORA_A = "lora_A"
 FEED_FORWARD = "mlp"
 
 
-def turns_of(
-    passage: Passage, tensors: Sequence[StoredTensor], *, around: int = 0, leaf: str = "", family: str = ""
-) -> list[Turn]:
-    """The turns of the modules in a passage of a block. Parameters that no operation names count as used by the
-    whole block, whose own turn is the first; adapters that no operation names are disabled. `around`: how many modules are
-    entered before. `leaf`: a module that counts the parameters of all modules inside it as its own. `family`: the
-    `model_type`."""
-    made = _from_0(passage._replace(begins=0, labels=tuple(passage.labels)), tuple(tensors), around, leaf, family)
-    return [turn.later(passage.begins) for turn in made]
+def module_turns(
+    operations: BlockOperations, tensors: Sequence[StoredTensor], *, around: int = 0, leaf: str = "", family: str = ""
+) -> list[ModuleTurn]:
+    """The turns of a block's modules while its operations run. Parameters that no operation is named after count as read by
+    the block itself, whose turn is the first; adapters that no operation is named after are disabled. `around`: how many
+    modules that contain the block begin with it. `leaf`: a module that DeepSpeed treats as one with all modules inside it.
+    `family`: the `model_type`."""
+    at_0 = operations._replace(begins=0, labels=tuple(operations.labels))
+    made = _turns_from_0(at_0, tuple(tensors), around, leaf, family)
+    return [turn.later(operations.begins) for turn in made]
 
 
 @lru_cache(maxsize=4096)
-def _from_0(passage: Passage, tensors: tuple[StoredTensor, ...], around: int, leaf: str, family: str) -> tuple[Turn, ...]:
-    """`turns_of`, with the first operation at 0."""
-    return _Visits(passage, ParameterModules(tensors, passage.labels, leaf), counted_as(family)).turns(around)
+def _turns_from_0(
+    operations: BlockOperations, tensors: tuple[StoredTensor, ...], around: int, leaf: str, family: str
+) -> tuple[ModuleTurn, ...]:
+    """`module_turns`, with the first operation at 0."""
+    return _TurnFinder(operations, ParameterModules(tensors, operations.labels, leaf), counted_as(family)).turns(around)
 
 
-class _Visits:
-    """Follows the operations of a passage from module to module, and notes a turn for each module that begins or ends."""
+class _TurnFinder:
+    """Follows the operations of a block from module to module, and notes a turn for each module that begins or ends."""
 
-    def __init__(self, passage: Passage, modules: ParameterModules, code: Family) -> None:
-        self.passage, self.modules, self.code = passage, modules, code
-        self.backward = passage.during is Pass.BACKWARD
+    def __init__(self, operations: BlockOperations, modules: ParameterModules, code: Family) -> None:
+        self.operations, self.modules, self.code = operations, modules, code
+        self.backward = operations.direction is Direction.BACKWARD
         self.read_by = {path_of(reader): modules.tensors(path_of(read)) for reader, read in code.modules.reads.items()}
         """By module: the weights of a module inside it that it reads."""
-        self.switched_off = not any(LORA_A in path_of(label).names for label in passage.labels)
-        self.found: list[Turn] = []
+        self.switched_off = not any(LORA_A in path_of(label).names for label in operations.labels)
+        self.found: list[ModuleTurn] = []
         self.entered: tuple[ModulePath, ...] = ()
         self.owner: ModulePath | None = None
         """The module with weights that ran last."""
@@ -72,24 +75,24 @@ class _Visits:
         """The module that the last operation ran in, if it is known."""
         self.ran = set[ModulePath | None]()
 
-    def turns(self, around: int) -> tuple[Turn, ...]:
+    def turns(self, around: int) -> tuple[ModuleTurn, ...]:
         """All turns: those of modules around the block, and of the block and what is in it."""
-        block, everything = self.passage.block, tuple(self.modules.everything)
+        block, everything = self.operations.block, tuple(self.modules.everything)
         self.found = [
             self._turn(0, module=Container(f"{block} within {depth}", inside=everything)) for depth in range(around)
         ]
-        for index, label in enumerate(self.passage.labels):
+        for index, label in enumerate(self.operations.labels):
             self._operation(index, label)
         if not self.backward:
-            self._functions(len(self.passage.labels) - 1, self._runs_after(self.inside))
+            self._functions(len(self.operations.labels) - 1, self._runs_after(self.inside))
         if rest := self.modules.without_operation(self.ran):
-            own = Turn(OfBlock(block, rest), 0, len(self.passage.labels), during=self.passage.during)
+            own = ModuleTurn(BlockModule(block, rest), 0, len(self.operations.labels), direction=self.operations.direction)
             self.found.insert(0, own)
         return tuple(self.found)
 
-    def _turn(self, index: int, module: Module, course: Course = Course.WHOLE) -> Turn:
+    def _turn(self, index: int, module: Module, part: TurnPart = TurnPart.WHOLE) -> ModuleTurn:
         """A turn in which the operation `index` runs."""
-        return Turn(module, index, index + 1, course, self.passage.during)
+        return ModuleTurn(module, index, index + 1, part, self.operations.direction)
 
     def _operation(self, index: int, label: str) -> None:
         """Note which modules end before the operation `label`, and which begin with it."""
@@ -97,8 +100,8 @@ class _Visits:
         path = tuple(self._path(ran_in))
         for module in self.entered:
             if module in self.read_by and module not in path:
-                self._add(index - 1, Module(self._name(module), self.read_by[module]), Course.ENDS)
-        self._pass_on(index, ran_in)
+                self._add(index - 1, Module(self._name(module), self.read_by[module]), TurnPart.ENDS)
+        self._note_functions_between(index, ran_in)
         for module in path:
             if module == ran_in.owner:
                 self._run_owner(index, module)
@@ -109,11 +112,11 @@ class _Visits:
         self.entered, self.owner = path, ran_in.owner or self.owner
         self.ran.add(ran_in.owner)
 
-    def _add(self, index: int, module: Module, course: Course = Course.WHOLE) -> None:
-        self.found.append(self._turn(index, module, course))
+    def _add(self, index: int, module: Module, part: TurnPart = TurnPart.WHOLE) -> None:
+        self.found.append(self._turn(index, module, part))
 
     def _name(self, module: ModulePath) -> str:
-        return f"{self.passage.block} {module}"
+        return f"{self.operations.block} {module}"
 
     def _functions(self, index: int, modules: Iterable[ModulePath]) -> None:
         """Note modules without weights."""
@@ -124,7 +127,7 @@ class _Visits:
         """The modules without weights that run after a module."""
         return [path_of(name) for name in self.code.modules.run_after.get(str(module), ())]
 
-    def _pass_on(self, index: int, ran_in: RanIn) -> None:
+    def _note_functions_between(self, index: int, ran_in: RanIn) -> None:
         """Note the modules without weights, such as dropout, that run between two modules with weights: in forward after
         the module that has ended, in backward before the module that begins."""
         linear = str(ran_in.linear) in self.code.modules.run_after
@@ -144,15 +147,15 @@ class _Visits:
             self._functions(index, [_linear(module).child(DROPOUT)])  # between a Linear and its adapter
         own = self.modules.tensors(module)
         made: Module = (Leaf if module == self.modules.leaf else Module)(self._name(module), own)
-        self._add(index, made, Course.UNRELEASED if own in self.read_by.values() else Course.WHOLE)
+        self._add(index, made, TurnPart.UNRELEASED if own in self.read_by.values() else TurnPart.WHOLE)
 
     def _enter(self, index: int, module: ModulePath) -> None:
         """Note the begin of a module without weights of its own. peft's adapted Linear is one, but its forward reads
         lora_A's dtype, so ZeRO gathers that weight for it and does not release it."""
         adapter = self.modules.tensors(module.parent.child(LORA_A)) if module.name == ADAPTED else ()
         holds = self.read_by.get(module, ())
-        course = Course.WHOLE if not adapter or self.switched_off else Course.UNRELEASED
-        self._add(index, Module(self._name(module), (*adapter, *holds)), Course.BEGINS if holds else course)
+        part = TurnPart.WHOLE if not adapter or self.switched_off else TurnPart.UNRELEASED
+        self._add(index, Module(self._name(module), (*adapter, *holds)), TurnPart.BEGINS if holds else part)
         self._functions(index, map(module.child, self.code.modules.run_after.get(str(module), ())))
 
     def _note_done(self, index: int, label: str) -> None:
@@ -188,12 +191,12 @@ def _linear(module: ModulePath) -> ModulePath:
     return module.parent if module.name == LORA_A else module
 
 
-def within_first(turns: Sequence[Turn], again: Sequence[Turn], asks: int) -> list[Turn]:
+def with_recomputation_inside(turns: Sequence[ModuleTurn], again: Sequence[ModuleTurn], asks: int) -> list[ModuleTurn]:
     """The turns of a backward in which a recomputation runs. It starts when an operation, at instant `asks`, first reads a
     saved tensor: an operation of the first module with weights, which is done when that operation is, or a dropout before
     it, which is done first. `again`: the turns of the recomputation."""
     begun = again[0].begins
-    blocks = [turn for turn in turns[:1] if isinstance(turn.module, OfBlock)]
+    blocks = [turn for turn in turns[:1] if isinstance(turn.module, BlockModule)]
     inside = turns[len(blocks) :]
     found = (index for index, turn in enumerate(inside) if turn.tensors and turn.releases)
     first = next(found, len(inside) - 1)
@@ -204,5 +207,5 @@ def within_first(turns: Sequence[Turn], again: Sequence[Turn], asks: int) -> lis
     if not asked_by_first:
         function = [turn for turn in inside[:first][-1:] if isinstance(turn.module, Function) and turn.begins == asks]
         return [*blocks, *before, *again, *(turn.ending() for turn in function), *inside[first:]]
-    holds = inside[first]._replace(begins=begun, ends=begun + 1, course=Course.BEGINS)
+    holds = inside[first]._replace(begins=begun, ends=begun + 1, part=TurnPart.BEGINS)
     return [*blocks, *before, holds, *again, inside[first].ending(), *inside[first + 1 :]]

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.zero import BUFFERS, Buckets
-from peakcast.models.ledger.layouts.zero3_passing import Fetched, Instants
+from peakcast.models.ledger.layouts.zero3_instants import GatheredBefore, Instants
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Engine:
+class Zero3Engine:
     """How an engine gathers and releases."""
 
     ranks: int
@@ -60,14 +60,14 @@ class Gather:
 class Weights:
     """Weights that are gathered or on their way, and what gathering allocates on a step."""
 
-    def __init__(self, step: Step, engine: Engine) -> None:
+    def __init__(self, step: Step, engine: Zero3Engine) -> None:
         self.step, self.engine = step, engine
         self.available: dict[StoredTensor, int] = {}
         """Tensor -> the instant from which it is gathered."""
         self.gathers: dict[StoredTensor, Gather] = {}
         self.elements = 0
         """Gathered elements, as DeepSpeed counts them: from 0 each time the network runs forward."""
-        self._passing = Fetched(-1)
+        self._passing = GatheredBefore(-1)
         """The bytes gathered in the instant at which the current turns begin."""
         self._for_good: set[StoredTensor] = set()
 
@@ -79,7 +79,7 @@ class Weights:
             return
         beyond = self._passing.more_than(instants.made_at(at)) if self._passing.any else 0
         self.step.hold("all_gather", BUFFERS, beyond, at, at + 1, stream=self.engine.stream)
-        self._passing = Fetched(now)
+        self._passing = GatheredBefore(now)
 
     def is_missing(self, tensor: StoredTensor) -> bool:
         """Whether a tensor is neither gathered nor on its way."""

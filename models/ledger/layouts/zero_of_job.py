@@ -15,7 +15,7 @@ from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.layouts.looped_experts import expert_by_expert
 from peakcast.models.ledger.layouts.zero import Buckets, ZeroSettings
 from peakcast.models.ledger.layouts.zero3 import Zero3, Zero3Settings
-from peakcast.models.ledger.layouts.zero3_modules import Modules, ModuleTurns
+from peakcast.models.ledger.layouts.zero3_modules import ModuleTurns, Zero3Modules
 from peakcast.models.ledger.layouts.zero12 import Zero12
 from peakcast.networks.families import family_of
 
@@ -71,7 +71,7 @@ def _zero3(
     family = family_of(job.architecture)
     if modules is None:
         scored = job.loss.kind in REFERRING and conventions(job).get("preference_logits") != "whole"
-        modules = Modules(
+        modules = Zero3Modules(
             [tensor for tensor in tensors if tensor.sharded],
             head_of_root=scored or fuses_loss(job),
             leaf="mlp" if family.libraries.deepspeed_leaf else "",

@@ -15,7 +15,7 @@ from peakcast.models.ledger.megatron.layer_wise_optimizer import packed, ping_po
 from peakcast.models.ledger.megatron.parameters import Parameter, chunk_parameters
 from peakcast.models.ledger.megatron.share import RankShare, activations_share
 from peakcast.models.ledger.megatron.states import main_parameters
-from peakcast.models.ledger.tape.columns import Recording
+from peakcast.models.ledger.tape.columns import RecordedColumns
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category
 
@@ -186,7 +186,7 @@ def own_tensors(share: RankShare, buffer: Buffer) -> list[tuple[str, str, int]]:
 
 
 @lru_cache(maxsize=512)
-def parameters_held(share: RankShare) -> Recording:
+def parameters_held(share: RankShare) -> RecordedColumns:
     """`hold_parameters`, recorded."""
     step = Step()
     hold_parameters(step, share)

@@ -20,7 +20,7 @@ from peakcast.models.ledger.megatron.distributed_optimizer import bucket_size
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import RankShare
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.step import Hooks, Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Hooks, Step
 from peakcast.timelines.timeline import Category
 
 ENDS = ("embedding", "head")
@@ -32,7 +32,7 @@ GATHERS = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Bucket:
+class FSDPParameterGroup:
     """Parameters that are gathered together and whose gradients are reduced together."""
 
     modules: frozenset[str]
@@ -57,7 +57,9 @@ def is_fully_sharded(share: RankShare) -> bool:
 
 
 @lru_cache(maxsize=64)
-def buckets(parameters: tuple[Parameter, ...], shards: int, expert_shards: int, largest: int | None) -> tuple[Bucket, ...]:
+def fsdp_parameter_groups(
+    parameters: tuple[Parameter, ...], shards: int, expert_shards: int, largest: int | None
+) -> tuple[FSDPParameterGroup, ...]:
     """The buckets of a model in the order of their numbers: first those outside layers, divided after `largest` elements,
     then the layers' own."""
     outside = [p for p in parameters if p.module in ENDS]
@@ -73,14 +75,14 @@ def buckets(parameters: tuple[Parameter, ...], shards: int, expert_shards: int, 
     return tuple(_bucket(part, expert_shards if part[0].expert else shards) for part in parts if part)
 
 
-def _bucket(parameters: Sequence[Parameter], shards: int) -> Bucket:
+def _bucket(parameters: Sequence[Parameter], shards: int) -> FSDPParameterGroup:
     """The bucket of these parameters."""
     row = math.prod(max((p.shape[1 + p.stacked :] for p in parameters), key=math.prod))
     total = sum(p.numel for p in parameters)
-    return Bucket(frozenset(p.module for p in parameters), round_up(total, shards * row), shards)
+    return FSDPParameterGroup(frozenset(p.module for p in parameters), round_up(total, shards * row), shards)
 
 
-def buckets_of(share: RankShare, parameters: Sequence[Parameter]) -> tuple[Bucket, ...]:
+def buckets_of(share: RankShare, parameters: Sequence[Parameter]) -> tuple[FSDPParameterGroup, ...]:
     """The buckets of this rank's model."""
     layout, convention = share.job.parallelism, share.convention
     shards = layout.data_parallel_size * layout.context_parallel_size
@@ -88,10 +90,10 @@ def buckets_of(share: RankShare, parameters: Sequence[Parameter]) -> tuple[Bucke
     expert_shards = shards if experts is None else max(1, shards * layout.tensor_parallel_size // experts.group_size)
     asked = int(convention.get("ddp_bucket_size", 0) or 0)
     largest = bucket_size(bool(convention.get("overlap_grad_reduce")), 0, shards, asked)
-    return buckets(tuple(parameters), shards, expert_shards, largest)
+    return fsdp_parameter_groups(tuple(parameters), shards, expert_shards, largest)
 
 
-def hold_shards(step: Step, share: RankShare, found: Sequence[Bucket]) -> None:
+def hold_shards(step: Step, share: RankShare, found: Sequence[FSDPParameterGroup]) -> None:
     """Hold this rank's parts of all parameters, in the model's dtype and in fp32, and of their gradients, which are one
     buffer."""
     precision = share.job.precision
@@ -109,7 +111,7 @@ def hold_shards(step: Step, share: RankShare, found: Sequence[Bucket]) -> None:
 class WholeBuckets(Hooks):
     """Gathers buckets before modules run, frees those of layers after, and holds gradients until they are reduced."""
 
-    buckets: tuple[Bucket, ...]
+    buckets: tuple[FSDPParameterGroup, ...]
     weight_bytes: int
     gradient_bytes: int
     fuses_gradients: bool
@@ -132,7 +134,7 @@ class WholeBuckets(Hooks):
             self._gather(step, module, ahead=-1)
             self._take_gradients(step, module, step.now)
 
-    def after_backward(self, step: Step, run: Run) -> None:
+    def after_backward(self, step: Step, run: BlockRun) -> None:
         if run.module in ENDS:  # a fused product writes into the bucket; other gradients are copied, the last norm's first
             at = (run.backward_start or 0) + run.template.backward_marks.get(Mark.LM_HEAD, (0,))[0]
             self._take_gradients(step, run.module, at if self.fuses_gradients else step.now)

@@ -13,13 +13,13 @@ from peakcast.models.ledger.megatron.layer_wise_optimizer import orthogonalized_
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import RankShare
 from peakcast.models.ledger.megatron.states import REMAINDER, main_parameters, offloaded_elements, state_widths
-from peakcast.models.ledger.tape.columns import Recording
+from peakcast.models.ledger.tape.columns import RecordedColumns
 from peakcast.models.ledger.tape.step import FOREVER, Step
 from peakcast.timelines.timeline import Category, Phase
 
 
 @lru_cache(maxsize=512)
-def optimizer_stepped(share: RankShare, first: bool) -> Recording:
+def optimizer_stepped(share: RankShare, first: bool) -> RecordedColumns:
     """`optimizer_step`, recorded."""
     step = Step()
     step.moment("before", Phase.BACKWARD)

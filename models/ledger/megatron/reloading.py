@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.timelines.timeline import Category
 
 
@@ -21,13 +21,13 @@ from peakcast.timelines.timeline import Category
 class ReloadsAhead:
     """Which tensors are back before their own layer's backward, and for how long."""
 
-    _before: dict[bool, Run] = field(default_factory=dict)
+    _before: dict[bool, BlockRun] = field(default_factory=dict)
     """The layer that ran backward last or, where halves of layers run, the last half with attention and the last
     without."""
     _lives: list[tuple[str, int, int, int]] = field(default_factory=list)
     """(module, bytes, born, dies) of each."""
 
-    def ran_backward(self, run: Run, forward_end: int) -> None:
+    def ran_backward(self, run: BlockRun, forward_end: int) -> None:
         """Layer `run` has been placed backward. `forward_end`: the instant at which the forward of its chunk had ended."""
         attends = Mark.ATTENTION_ADD in run.template.forward_marks
         before = self._before.get(attends)

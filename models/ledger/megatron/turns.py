@@ -22,7 +22,7 @@ from peakcast.models.ledger.megatron.received import Span
 from peakcast.models.ledger.megatron.reloading import ReloadsAhead
 from peakcast.models.ledger.megatron.share import RankShare
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.step import Run, Step
+from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.timelines.timeline import Category, Phase
 
 
@@ -42,7 +42,7 @@ class _MicroBatch:
     """A micro-batch of one chunk, between its forward turn and its backward turn."""
 
     start: int
-    runs: list[list[Run] | _Checkpoint]
+    runs: list[list[BlockRun] | _Checkpoint]
     """Consecutive runs of one template, and checkpointed groups."""
     end: int = 0
 
@@ -117,7 +117,7 @@ class Turns:
         yield False
         for layers, checkpointed in self.blocks.checkpointed(chunk.layers):
             if checkpointed:
-                begin, runs = step.now, list[Run]()
+                begin, runs = step.now, list[BlockRun]()
                 for layer in layers:
                     template = self.blocks.layer(layer, layer == layers[0], without_graph=True)
                     runs.append(step.run_without_graph(template, f"layers.{layer}"))
@@ -150,7 +150,7 @@ class Turns:
             step.moment("receive_forward", Phase.LOSS)
         self.alive[turn.micro_batch, turn.chunk] = state
 
-    def _dispatched_half(self, run: Run, state: _MicroBatch) -> None:
+    def _dispatched_half(self, run: BlockRun, state: _MicroBatch) -> None:
         """Where micro-batches overlap: if the half of a layer that has run has a dispatcher, that now refers to the graph
         of this micro-batch."""
         for at in run.template.forward_marks.get(Mark.DISPATCH, ())[:1]:
@@ -158,7 +158,7 @@ class Turns:
             self.dispatched[layer] = state
             self.leaves.released(range(layer, layer + 1), run.forward_start + at, state.start)
 
-    def _name_leaf(self, run: Run, state: _MicroBatch, chunk: Chunk) -> None:
+    def _name_leaf(self, run: BlockRun, state: _MicroBatch, chunk: Chunk) -> None:
         """Where micro-batches overlap: attention begins with a leaf, the layer's detached input (megatron-core 0.17.1
         `pipeline_parallel/utils.py`, `ScheduleNode`). If its backward has just run, only the layer's dispatcher refers to
         it, unless that has sent another micro-batch since."""
@@ -168,7 +168,7 @@ class Turns:
             if self.dispatched.get(layer) is state:
                 self.leaves.named(range(layer, layer + 1), self.step.now, received=receives(chunk, layer))
 
-    def _run_between_stacks(self) -> list[list[Run]]:
+    def _run_between_stacks(self) -> list[list[BlockRun]]:
         """Run what is between an encoder's last layer and its decoder's first."""
         blocks = self.blocks.between_stacks()
         return [[self.step.run_forward(template, module, keeps_gradients=False)] for template, module in blocks]
@@ -181,7 +181,7 @@ class Turns:
         born, size = layers[0].forward_start + layers[0].template.num_forward, self.share.context.stream_bytes
         self.step.hold("decoder_input", Category.ACTIVATIONS, size, born, state.end, "embedding")
 
-    def _hold_masks(self, group: Sequence[Run]) -> None:
+    def _hold_masks(self, group: Sequence[BlockRun]) -> None:
         """Hold the dropout masks of a checkpointed group's runs. Residuals are added under `enable_grad`
         (megatron-core 0.16.1 `transformer_layer.py`, `bias_dropout_add_exec_handler`), so the graph of a bias keeps masks
         to the end of the group."""
@@ -227,7 +227,7 @@ class Turns:
             step.moment("send_backward", Phase.BACKWARD)
 
     def _run_group_backward(
-        self, runs: list[Run] | _Checkpoint, state: _MicroBatch, chunk: Chunk, *, keeps_gradient: bool
+        self, runs: list[BlockRun] | _Checkpoint, state: _MicroBatch, chunk: Chunk, *, keeps_gradient: bool
     ) -> int:
         """Run consecutive runs of one template, or a checkpointed group, backward. `keeps_gradient`: as in `_recompute`.
         Returns the instant from which the sum with the incoming gradient exists."""
@@ -244,7 +244,7 @@ class Turns:
             self._name_leaf(runs[0], state, chunk)
         return self._summed(runs[-1])
 
-    def _run_backward(self, runs: Sequence[Run]) -> None:
+    def _run_backward(self, runs: Sequence[BlockRun]) -> None:
         """Run consecutive runs of one template backward, the last one first."""
         start = self.step.now
         self.step.run_backward_in_turn(runs)
@@ -255,7 +255,7 @@ class Turns:
         if self.is_first_backward:
             self.first.note_backward(instants, start)
 
-    def _note_recomputed_parts(self, run: Run, start: int) -> None:
+    def _note_recomputed_parts(self, run: BlockRun, start: int) -> None:
         """Note the recomputed parts of a layer whose backward began at `start`."""
         marks = run.template.backward_marks
         layer = layer_index(run.module)
@@ -268,7 +268,7 @@ class Turns:
             self.first.note_recomputed(layer, start + at)
 
     @staticmethod
-    def _summed(run: Run) -> int:
+    def _summed(run: BlockRun) -> int:
         """The instant at which a layer's backward adds the incoming gradient to that of its feed-forward."""
         template, start = run.template, run.backward_start or 0
         return start + template.backward_marks.get(Mark.ATTENTION_ADD, (template.num_backward,))[0]
@@ -289,14 +289,14 @@ class Turns:
         born = step.now - 1 if cached else started + self.blocks.head.backward_marks[Mark.LM_HEAD][0] + 1
         step.hold("tied_weight.grad", Category.GRADIENTS, size, born, step.now, "embedding")
 
-    def _hold_encoder_states(self, runs: list[Run]) -> None:
+    def _hold_encoder_states(self, runs: list[BlockRun]) -> None:
         """Hold what an encoder passes to its decoder: every decoder layer saves it and adds to its gradient. In float8 a
         layer saves a copy of its own, and nothing reads the states after the last layer's forward."""
         end = next((place for place, run in enumerate(runs) if run.module == "encoder"), None)
         if end is None:  # it is recomputed, or on another stage; both are out of scope
             return
         made, read = runs[end], runs[end + 2 : -1]  # the decoder's embedding is between them, the head comes after
-        first, last = (layer.template.elsewhere[ENCODER_STATES] for layer in (read[0], read[-1]))
+        first, last = (layer.template.borrowed[ENCODER_STATES] for layer in (read[0], read[-1]))
         assert last.gradient_from is not None
         assert made.backward_start is not None
         size, hold = self.share.context.stream_bytes, self.step.hold
@@ -349,7 +349,7 @@ class Turns:
         step.hold("recomputed_output", Category.ACTIVATIONS, size, recomputed, step.now, "checkpoint")
         return summed
 
-    def _dispatched(self, layers: range, run: Run, replaced: int | None = None) -> None:
+    def _dispatched(self, layers: range, run: BlockRun, replaced: int | None = None) -> None:
         """A layer of the checkpointed group `layers` has run. If it is the group's last routed layer, its dispatcher now
         refers to new probabilities, and nothing refers to the graph of the group's recomputation any more."""
         routed = [layer for layer in layers if self.share.is_routed(layer)]

@@ -15,7 +15,7 @@ from peakcast.core.units import FP32, INT64
 from peakcast.jobs.adapter_settings import settings_of
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import Finetuning
-from peakcast.models.ledger.parameters.adapter_parts import Kept, Made, Matrix
+from peakcast.models.ledger.parameters.adapter_parts import AdapterSaves, Made, Matrix
 
 OnNetwork = Callable[[Architecture, Mapping[str, Any], list[Matrix]], list[Made]]
 
@@ -24,7 +24,7 @@ class AdapterMethod(NamedTuple):
     """One method."""
 
     on_matrix: Callable[[Matrix], list[Made]] = lambda matrix: []
-    keeps: Callable[[Matrix, int], Kept] = lambda matrix, rows: Kept()
+    keeps: Callable[[Matrix, int], AdapterSaves] = lambda matrix, rows: AdapterSaves()
     """(matrix, rows = number of tokens) -> what autograd saves for this projection."""
     on_network: OnNetwork | None = None
     """Tensors that exist once for the network, given the settings and the adapted projections in the order of the
@@ -51,14 +51,14 @@ def _low_rank(a: str, b: str) -> Callable[[Matrix], list[Made]]:
     return lambda m: [Made(a, (m.rank, m.columns_in)), Made(b, (m.rows_out, m.rank))]
 
 
-def _chain(m: Matrix, rows: int) -> Kept:
+def _chain(m: Matrix, rows: int) -> AdapterSaves:
     """An input in the adapter's dtype, and its product with the first factor."""
-    return Kept((rows * m.columns_in, rows * m.rank))
+    return AdapterSaves((rows * m.columns_in, rows * m.rank))
 
 
-def _change(m: Matrix, rows: int) -> Kept:
+def _change(m: Matrix, rows: int) -> AdapterSaves:
     """The whole change of the weight, and an input in the adapter's dtype, which it multiplies."""
-    return Kept((m.rows_out * m.columns_in, rows * m.columns_in))
+    return AdapterSaves((m.rows_out * m.columns_in, rows * m.columns_in))
 
 
 # -- methods, by the alphabet -------------------------------------------------------------------------------------------
@@ -81,9 +81,9 @@ def _boft(m: Matrix) -> list[Made]:
     ]
 
 
-def _boft_keeps(m: Matrix, rows: int) -> Kept:
+def _boft_keeps(m: Matrix, rows: int) -> AdapterSaves:
     (_, blocks, size, _), square = _boft(m)[0].shape, m.columns_in**2
-    return Kept((blocks * size * size,) * 3, (square,) * 3, inputs=True, result=True)
+    return AdapterSaves((blocks * size * size,) * 3, (square,) * 3, inputs=True, result=True)
 
 
 def _bone(m: Matrix) -> list[Made]:
@@ -93,11 +93,11 @@ def _bone(m: Matrix) -> list[Made]:
     return [Made("miss_block", (m.rank, columns))]
 
 
-def _bone_keeps(m: Matrix, rows: int) -> Kept:
+def _bone_keeps(m: Matrix, rows: int) -> AdapterSaves:
     if m.settings["init_weights"] == "bat":
-        return Kept((m.rows_out * m.columns_in, m.rows_out * m.columns_in, rows * m.columns_in))
+        return AdapterSaves((m.rows_out * m.columns_in, m.rows_out * m.columns_in, rows * m.columns_in))
     expanded = (m.rank * m.rows_out,) if m.settings["init_weights"] == "mini" else ()
-    return Kept((*expanded, rows * m.rank))
+    return AdapterSaves((*expanded, rows * m.rank))
 
 
 def _c3a(m: Matrix) -> list[Made]:
@@ -133,9 +133,10 @@ def _ia3(m: Matrix) -> list[Made]:
     return [Made("ia3_l", (1, m.columns_in) if fed else (m.rows_out, 1))]
 
 
-def _ia3_keeps(m: Matrix, rows: int) -> Kept:
+def _ia3_keeps(m: Matrix, rows: int) -> AdapterSaves:
     (scales,) = _ia3(m)
-    return Kept((m.columns_in, rows * m.columns_in)) if scales.shape[0] == 1 else Kept((m.rows_out,), result=True)
+    one_row = scales.shape[0] == 1
+    return AdapterSaves((m.columns_in, rows * m.columns_in)) if one_row else AdapterSaves((m.rows_out,), result=True)
 
 
 def _lily(m: Matrix) -> list[Made]:
@@ -193,9 +194,9 @@ def _oft(m: Matrix) -> list[Made]:
     return [Made("oft_R.weight", (blocks, triangle)), *indices]
 
 
-def _oft_keeps(m: Matrix, rows: int) -> Kept:
+def _oft_keeps(m: Matrix, rows: int) -> AdapterSaves:
     size = m.settings["oft_block_size"] if not m.rank else m.columns_in // m.rank
-    return Kept((m.columns_in * size,) * 4 + (rows * m.columns_in,))
+    return AdapterSaves((m.columns_in * size,) * 4 + (rows * m.columns_in,))
 
 
 def _prompts(architecture: Architecture, settings: Mapping[str, Any], matrices: list[Matrix]) -> list[Made]:
@@ -229,9 +230,9 @@ def _randlora(m: Matrix) -> list[Made]:
     return [Made("randlora_lambda", (m.rank, bases)), Made("randlora_gamma", (bases, least))]
 
 
-def _randlora_keeps(m: Matrix, rows: int) -> Kept:
+def _randlora_keeps(m: Matrix, rows: int) -> AdapterSaves:
     least = min(m.rows_out, m.columns_in)
-    return Kept((least * least, rows * least))
+    return AdapterSaves((least * least, rows * least))
 
 
 def _randlora_network(architecture: Architecture, settings: Mapping[str, Any], matrices: list[Matrix]) -> list[Made]:
@@ -265,8 +266,8 @@ def _spectrum(name: str) -> Callable[[Matrix], list[Made]]:
     return made
 
 
-def _waveft_keeps(m: Matrix, rows: int) -> Kept:
-    return Kept((m.rows_out * m.columns_in, m.rows_out * m.columns_in, rows * m.columns_in))
+def _waveft_keeps(m: Matrix, rows: int) -> AdapterSaves:
+    return AdapterSaves((m.rows_out * m.columns_in, m.rows_out * m.columns_in, rows * m.columns_in))
 
 
 def _unilora(m: Matrix) -> list[Made]:
@@ -283,10 +284,10 @@ def _vblora(m: Matrix) -> list[Made]:
     return [Made("vblora_logits_A", a), Made("vblora_logits_B", b)]
 
 
-def _vblora_keeps(m: Matrix, rows: int) -> Kept:
+def _vblora_keeps(m: Matrix, rows: int) -> AdapterSaves:
     a, b = m.rank * m.columns_in, m.rank * m.rows_out
     chosen = m.settings["topk"]
-    return Kept((chosen * a, chosen * b, a, b, *_chain(m, rows).wide))
+    return AdapterSaves((chosen * a, chosen * b, a, b, *_chain(m, rows).wide))
 
 
 def _vera_network(architecture: Architecture, settings: Mapping[str, Any], matrices: list[Matrix]) -> list[Made]:
@@ -304,35 +305,37 @@ METHODS: Mapping[str, AdapterMethod] = {
     "qlora": _LORA,
     "lora_fa": AdapterMethod(
         lambda m: [Made("lora_A", (m.rank, m.columns_in), trains=False), Made("lora_B", (m.rows_out, m.rank))],
-        lambda m, rows: Kept((rows * m.rank,)),
+        lambda m, rows: AdapterSaves((rows * m.rank,)),
     ),
     "dora": AdapterMethod(
         lambda m: [*_LORA.on_matrix(m), Made("lora_magnitude_vector", (m.rows_out,))],
-        lambda m, rows: Kept((*_chain(m, rows).wide, rows * m.rows_out, m.rows_out, m.rows_out), result=True),
+        lambda m, rows: AdapterSaves((*_chain(m, rows).wide, rows * m.rows_out, m.rows_out, m.rows_out), result=True),
     ),
     "adalora": AdapterMethod(
         lambda m: [*_LORA.on_matrix(m), Made("lora_E", (m.rank, 1)), Made("ranknum", (1,), trains=False)],
-        lambda m, rows: Kept((m.columns_in * m.rank, *_chain(m, rows).wide, rows * m.rows_out)),
+        lambda m, rows: AdapterSaves((m.columns_in * m.rank, *_chain(m, rows).wide, rows * m.rows_out)),
     ),
     "adaption_prompt": AdapterMethod(on_network=_adaption_prompt),
     "beft": AdapterMethod(lambda m: [Made("beft_bias", (1, m.rows_out))]),
     "boft": AdapterMethod(_boft, _boft_keeps),
     "bone": AdapterMethod(_bone, _bone_keeps),
-    "c3a": AdapterMethod(_c3a, lambda m, rows: Kept((rows * m.columns_in,))),
-    "delora": AdapterMethod(_delora, lambda m, rows: Kept((*_chain(m, rows).wide, rows * m.rank))),
+    "c3a": AdapterMethod(_c3a, lambda m, rows: AdapterSaves((rows * m.columns_in,))),
+    "delora": AdapterMethod(_delora, lambda m, rows: AdapterSaves((*_chain(m, rows).wide, rows * m.rank))),
     "fourierft": AdapterMethod(_spectrum("fourierft_spectrum"), _change),
-    "glora": AdapterMethod(_glora, lambda m, rows: Kept(narrow=(m.rows_out * m.columns_in,), inputs=True)),
+    "glora": AdapterMethod(_glora, lambda m, rows: AdapterSaves(narrow=(m.rows_out * m.columns_in,), inputs=True)),
     "gralora": AdapterMethod(
-        _gralora, lambda m, rows: Kept((rows * m.columns_in, rows * m.rank * m.settings["gralora_k"]))
+        _gralora, lambda m, rows: AdapterSaves((rows * m.columns_in, rows * m.rank * m.settings["gralora_k"]))
     ),
     "hira": AdapterMethod(_low_rank("hira_A", "hira_B"), _change),
     "hra": AdapterMethod(
         lambda m: [Made("hra_u", (m.columns_in, m.rank))],
-        lambda m, rows: Kept((*(m.columns_in**2,) * (m.rank + 1), *(m.rows_out * m.columns_in,) * 2, rows * m.columns_in)),
+        lambda m, rows: AdapterSaves(
+            (*(m.columns_in**2,) * (m.rank + 1), *(m.rows_out * m.columns_in,) * 2, rows * m.columns_in)
+        ),
     ),
     "ia3": AdapterMethod(_ia3, _ia3_keeps),
     "lily": AdapterMethod(
-        _lily, lambda m, rows: Kept((*_chain(m, rows).wide, m.rank * m.rows_out)), on_network=_lily_network
+        _lily, lambda m, rows: AdapterSaves((*_chain(m, rows).wide, m.rank * m.rows_out)), on_network=_lily_network
     ),
     "ln_tuning": AdapterMethod(on_network=_ln_tuning),
     "loha": AdapterMethod(
@@ -349,8 +352,8 @@ METHODS: Mapping[str, AdapterMethod] = {
     "prefix_tuning": AdapterMethod(on_network=_prefix_tuning),
     "prompt_tuning": AdapterMethod(on_network=_prompts, virtual_tokens=True),
     "randlora": AdapterMethod(_randlora, _randlora_keeps, _randlora_network),
-    "road": AdapterMethod(_road, lambda m, rows: Kept((m.rows_out,) * 6 + (rows * m.rows_out,) * 2)),
-    "shira": AdapterMethod(_shira, lambda m, rows: Kept(narrow=(m.rows_out * m.columns_in,), inputs=True)),
+    "road": AdapterMethod(_road, lambda m, rows: AdapterSaves((m.rows_out,) * 6 + (rows * m.rows_out,) * 2)),
+    "shira": AdapterMethod(_shira, lambda m, rows: AdapterSaves(narrow=(m.rows_out * m.columns_in,), inputs=True)),
     "trainable_tokens": AdapterMethod(
         on_network=lambda architecture, settings, matrices: [
             Made("trainable_tokens_delta", (settings["num_tokens"], architecture.hidden_size))
@@ -358,7 +361,7 @@ METHODS: Mapping[str, AdapterMethod] = {
     ),
     "unilora": AdapterMethod(
         _unilora,
-        lambda m, rows: Kept((m.columns_in * m.rank, *_chain(m, rows).wide, m.rank * m.rows_out)),
+        lambda m, rows: AdapterSaves((m.columns_in * m.rank, *_chain(m, rows).wide, m.rank * m.rows_out)),
         lambda architecture, settings, matrices: [Made("unilora_theta_d", (settings["theta_d_length"],))],
     ),
     "vblora": AdapterMethod(
@@ -370,7 +373,7 @@ METHODS: Mapping[str, AdapterMethod] = {
     ),
     "vera": AdapterMethod(
         lambda m: [Made("vera_lambda_b", (m.rows_out,)), Made("vera_lambda_d", (m.rank,))],
-        lambda m, rows: Kept((rows * m.rank, rows * m.rows_out)),
+        lambda m, rows: AdapterSaves((rows * m.rank, rows * m.rows_out)),
         _vera_network,
     ),
     "waveft": AdapterMethod(_spectrum("waveft_spectrum"), _waveft_keeps),

@@ -33,7 +33,7 @@ class Matrix(NamedTuple):
     layer: int = 0
 
 
-class Kept(NamedTuple):
+class AdapterSaves(NamedTuple):
     """What autograd saves in a projection's forward because of the adapter."""
 
     wide: tuple[int, ...] = ()

@@ -17,16 +17,17 @@ from peakcast.models.ledger.layouts import layout_of
 from peakcast.models.ledger.layouts.base import Layout
 from peakcast.models.ledger.layouts.optimizer_step import hand_updates, place_optimizer_step
 from peakcast.models.ledger.recorded.ends import ends_of
-from peakcast.models.ledger.recorded.parameters import described, recorded_parameters
+from peakcast.models.ledger.recorded.parameters import recorded_parameters, with_recorded_network
 from peakcast.models.ledger.recorded.turns import RecordedModules
-from peakcast.models.ledger.tape.columns import WIDTH, Recording
+from peakcast.models.ledger.tape.columns import WIDTH, RecordedColumns
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.step import FOREVER, Run, Step
+from peakcast.models.ledger.tape.step import FOREVER, BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.models.ledger.tape.workspaces import training_workspaces
-from peakcast.models.recipes.depth import Deep, block_name, deepened, place_of
+from peakcast.models.recipes.depth import Deep, deepened, place_of
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.walk import BORN, BORN_STRETCH, DIES, DIES_STRETCH, HANDED_ON, PLACE, Ints, Visit
+from peakcast.timelines.places import block_name
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
 ADAPTERS = (".lora_A", ".lora_B")
@@ -38,7 +39,7 @@ def recipe_ledger(
     job: TrainingJob, recipe: Recipe, *, device: Device | None = None, rank: int | None = None, step: str = "steady"
 ) -> Timeline:
     """As `peakcast.models.baseline.ledger.ledger`, for the network that `recipe` was recorded from."""
-    job = described(job, recipe)
+    job = with_recorded_network(job, recipe)
     network, tensors = _Network(recipe, job), recorded_parameters(job, recipe)
     modules = RecordedModules(recipe.walk, network.deep, network.names, tensors)
     returned = network.num_bytes[list(recipe.walk.returned)].tolist()
@@ -75,7 +76,7 @@ class _Network:
         raw = recipe.sizes.at(job.micro_batch_size, job.sequence_length)
         self.num_bytes: Ints = -(-raw // MIN_BLOCK_BYTES) * MIN_BLOCK_BYTES
         self.names = [block_name(place, self.deep.num_places) for place in range(self.deep.num_places)]
-        self.runs: list[list[Run]] = []
+        self.runs: list[list[BlockRun]] = []
 
     def run(self, timeline: Step, layout: Layout, num_micro_batches: int) -> None:
         """Run the recorded micro-batch this many times."""
@@ -138,7 +139,7 @@ class _Network:
         columns[2], columns[3] = self.walk.categories[entries], self.num_bytes[entries]
         columns[4] = np.where(born_in < 0, born, starts[born_in] + lives[BORN, which])
         columns[5] = np.where(dies_in < 0, FOREVER, starts[dies_in] + lives[DIES, which])
-        timeline.run_again(Recording(columns[:, columns[3] > 0]))
+        timeline.run_again(RecordedColumns(columns[:, columns[3] > 0]))
 
     def _starts(self) -> list[Ints]:
         """For each micro-batch, the first instant of each stretch."""
@@ -192,7 +193,7 @@ class _Network:
             asks_late_bytes=0,
             saved_bytes=[],
             loss_from=len(phases) if loss < 0 else loss,
-            added_to_handed_in=len(walk.phases[backward]),
+            output_gradient_used_until=len(walk.phases[backward]),
             made=(self._allocated_bytes(forward), self._allocated_bytes(backward)),
         )
 

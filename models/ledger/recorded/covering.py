@@ -19,7 +19,7 @@ from peakcast.models.recipes.baseline_choice import chosen, stack_traces
 from peakcast.models.recipes.lent import lent
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.recordable import cannot_be_recorded
-from peakcast.models.recipes.shelf import installed, recipe_of, why_not
+from peakcast.models.recipes.shelf import installed_libraries, recipe_of, recipes_of, why_not
 from peakcast.models.recipes.shipped import nearest_shipped
 from peakcast.networks.config import left_out_of
 from peakcast.networks.families import family, model_types
@@ -40,7 +40,8 @@ def no_recipe(job: TrainingJob) -> str:
         return reason
     if (brought := lent()) is not None:
         return brought.why_not(job)
-    reason = why_not(job) or "no recipe of it has been recorded"
+    others = "; ".join(one.range_in_words() for one in recipes_of(job))
+    reason = why_not(job) or (f"its recipe is of {others}" if others else "no recipe of it has been recorded")
     near = nearest_shipped(job)
     return f"{reason}; the nearest that comes with peakcast is {near}" if near else reason
 
@@ -176,7 +177,8 @@ def recorded_with(job: TrainingJob) -> str:
     """A sentence that says from which recipe or trace of libraries an answer comes; "" if from none."""
     if stack_traces() is not None:
         libraries = ("torch",) if job.framework == "megatron" else ("torch", "transformers")
-        releases = " and ".join(f"{name} {installed()[name]}" for name in libraries if name in installed())
+        installed = installed_libraries()
+        releases = " and ".join(f"{name} {installed[name]}" for name in libraries if name in installed)
         return f"the tensors are those of this job's steps with {releases}, traced without a GPU."
     recipe = recipe_of(job)
     if recipe is None or no_recipe(job):

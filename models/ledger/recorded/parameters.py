@@ -9,11 +9,12 @@ from peakcast.jobs.conventions import adapter_dtype, mixes_precision
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.recipes.depth import block_name, deepened
+from peakcast.models.recipes.depth import deepened
 from peakcast.models.recipes.recipe import Recipe
+from peakcast.timelines.places import block_name
 
 
-def described(job: TrainingJob, recipe: Recipe) -> TrainingJob:
+def with_recorded_network(job: TrainingJob, recipe: Recipe) -> TrainingJob:
     """The job, with what the recipe knows of its network added."""
     if job.architecture.kind != "undescribed":
         return job

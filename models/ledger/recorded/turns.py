@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_visits import Course, Module, Pass, Passage, Turn
+from peakcast.models.ledger.layouts.zero3_hooks import BlockOperations, Direction, Module, ModuleTurn, TurnPart
 from peakcast.models.recipes.depth import Deep, deep_names
 from peakcast.models.recipes.walk import Visit, Walk
 
 
 class RecordedModules:
-    """Replaces `layouts.zero3_modules.Modules` for a recorded network. `names`: the name of each place of the deep
+    """Replaces `layouts.zero3_modules.Zero3Modules` for a recorded network. `names`: the name of each place of the deep
     network."""
 
     tied = False
@@ -34,18 +34,20 @@ class RecordedModules:
         for tensor in tensors:
             self.tensors[tensor.module].append(tensor)
 
-    def turns(self, passage: Passage) -> list[Turn]:
+    def turns(self, operations: BlockOperations) -> list[ModuleTurn]:
         """The turns of a block, forward or backward, including recomputations in between."""
-        place, backward = self._places[passage.block], passage.during is Pass.BACKWARD
+        place, backward = self._places[operations.block], operations.direction is Direction.BACKWARD
         source = self._sources[place]
         visits = self._walk.visits[2 * self._walk.num_places - 1 - source if backward else source]
-        turns = turns_of(f"layers.{place // 2}", visits, self._weights)
+        turns = recorded_turns(f"layers.{place // 2}", visits, self._weights)
         if turns and source == 0 and not backward:
             turns[0] = turns[0]._replace(starts=True)
-        return [turn.later(passage.begins) for turn in turns]
+        return [turn.later(operations.begins) for turn in turns]
 
 
-def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, str], StoredTensor]) -> list[Turn]:
+def recorded_turns(
+    block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, str], StoredTensor]
+) -> list[ModuleTurn]:
     """The turns of modules at the place of `block`, or before it. A module that has weights and contains other modules
     keeps its weights until it is left."""
     left: dict[int, int] = {}
@@ -56,7 +58,7 @@ def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, st
             open_ones.append(index)
         elif open_ones:
             left[open_ones.pop()] = index
-    around: dict[int, Turn] = {}
+    around: dict[int, ModuleTurn] = {}
     """Second turns of such modules, by the index of the visit that ends them."""
     found = []
     for index, visit in enumerate(visits):
@@ -66,14 +68,14 @@ def turns_of(block: str, visits: Sequence[Visit], weights: Mapping[tuple[str, st
         keys = ((of or block, name) for of, name in visit.weights)
         module = Module(f"{block} {visit.module}", tuple(weights[key] for key in keys if key in weights))
         begins, until = visit.instant, left.get(index)
-        during = Pass.RECOMPUTATION if visit.runs == "again" else Pass.FORWARD
-        course = Course.UNRELEASED if until is None else Course.WHOLE
-        turn = Turn(module, begins, begins + 1, course, during)
+        direction = Direction.RECOMPUTATION if visit.runs == "again" else Direction.FORWARD
+        part = TurnPart.UNRELEASED if until is None else TurnPart.WHOLE
+        turn = ModuleTurn(module, begins, begins + 1, part, direction)
         if until is not None and not any(one.enters for one in visits[index:until][1:]):
             turn = turn._replace(ends=max(visits[until].instant, begins + 1))
         elif until is not None and module.tensors:
-            turn = turn._replace(course=Course.BEGINS)
+            turn = turn._replace(part=TurnPart.BEGINS)
             ends = max(visits[until].instant, begins + 1)
-            around[until] = Turn(module, ends - 1, ends, Course.ENDS)
+            around[until] = ModuleTurn(module, ends - 1, ends, TurnPart.ENDS)
         found.append(turn)
     return found

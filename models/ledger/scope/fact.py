@@ -74,7 +74,7 @@ def trait(path: str, *values: object) -> Fact:
 
 
 def differs(where: str) -> Fact:
-    """Whether traces of the family are known to differ from the ledger there (`Traces.differ`)."""
+    """Whether traces of the family are known to differ from the ledger there (`TraceTraits.differ`)."""
     return Fact(lambda job: where in family_of(job.architecture).traces.differ, where)
 
 

@@ -72,7 +72,7 @@ _CHANGED_GRAPHS = (
 
 
 def _compared(change: str) -> Fact:
-    """Whether the family's graphs with that change, or "alone", were compared with a trace (`Traces.compiled`)."""
+    """Whether the family's graphs with that change, or "alone", were compared with a trace (`TraceTraits.compiled`)."""
     return Fact(lambda job: change in family_of(job.architecture).traces.compiled, change)
 
 

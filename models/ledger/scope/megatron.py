@@ -6,10 +6,10 @@ from __future__ import annotations
 from peakcast.models.ledger.scope import facts as job
 from peakcast.models.ledger.scope import megatron_facts as megatron
 from peakcast.models.ledger.scope.fact import above, option, setting
-from peakcast.models.ledger.scope.table import Limit, Section, fails, less, more, nearly_more, unknown
+from peakcast.models.ledger.scope.table import ScopeLimit, Section, fails, less, more, nearly_more, unknown
 
 
-def _unmodelled(name: str) -> Limit:
+def _unmodelled(name: str) -> ScopeLimit:
     """The row of a framework option that changes what is allocated."""
     return unknown(f"framework_options.{name}", option(name), f"framework_options.{name} is not modelled.")
 

@@ -19,7 +19,7 @@ from peakcast.models.ledger.recorded.covering import (
 from peakcast.models.ledger.scope.kernels import ATTENTION, COMPILED, FUSED_KERNELS
 from peakcast.models.ledger.scope.layouts import LAYOUTS, ZERO
 from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS, OWN_NETWORKS, TRACED_NETWORKS
-from peakcast.models.ledger.scope.table import Limit, Section
+from peakcast.models.ledger.scope.table import ScopeLimit, Section
 from peakcast.models.ledger.scope.training import (
     ADAM_MINI,
     ADAPTERS,
@@ -33,7 +33,7 @@ from peakcast.models.ledger.scope.training import (
 )
 from peakcast.models.recipes.baseline_choice import stack_traces, tracer
 from peakcast.models.recipes.lent import lent
-from peakcast.models.recipes.shelf import installed, wants_recipe
+from peakcast.models.recipes.shelf import installed_libraries, wants_recipe
 
 EVERY_STACK = (BATCHES, PREFERENCES, LENGTHS, FROZEN)
 PYTORCH = (
@@ -73,7 +73,7 @@ def traced_findings(job: TrainingJob) -> tuple[Finding, ...]:
     traces = stack_traces()
     if traces is None:
         return ()
-    own, release = TRACED_NETWORKS.finding(job), of_another_release(job, installed())
+    own, release = TRACED_NETWORKS.finding(job), of_another_release(job, installed_libraries())
     lacked = without_kernels(traces.replaced.items())
     return (*lacked, *with_other_kernels(job), *(finding for finding in (own, release) if finding))
 
@@ -83,7 +83,7 @@ def out_of_scope(job: TrainingJob) -> str:
     return " ".join(sentences(scope_findings(job)))
 
 
-def not_covered(job: TrainingJob) -> frozenset[Limit]:
+def not_covered(job: TrainingJob) -> frozenset[ScopeLimit]:
     """All rows of the table that hold of `job` and say that a library refuses it, or that nothing is known: also those that
     a finding of the same section stands before."""
     rows = chain.from_iterable(section.holding(job) for section in sections(job.framework))

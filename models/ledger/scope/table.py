@@ -1,8 +1,8 @@
 """The shape of the tables that say what the ledger does not cover: sections of limits, and how findings come from them.
 
-A `Limit` is a row: what happens, the parameter, when it holds, and the sentence that says so. A `Section` lists rows about
-one feature, the most telling first; a job gets one finding at most from each section of a table, that of the first row that
-holds. A section may stand in place of a row: it then shares its condition, and how its sentences start and end.
+A `ScopeLimit` is a row: what happens, the parameter, when it holds, and the sentence that says so. A `Section` lists rows
+about one feature, the most telling first. A job gets at most one finding from each section of a table: that of the first
+row that holds. A section may stand in place of a row: its rows share its condition, and how its sentences start and end.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ STATUS: Mapping[Effect, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
+class ScopeLimit:
     """A row: for jobs of which `when` holds, something is not covered.
 
     `sentence` says what, and what to do instead. What is in braces is of the job: a setting by its path
@@ -45,15 +45,15 @@ class Section:
     """The rows about `feature`, in the order in which they are asked; `when`: of which jobs any of them can hold."""
 
     feature: str
-    rows: tuple[Limit | Section, ...]
+    rows: tuple[ScopeLimit | Section, ...]
     when: Fact = always
     start: str = ""
     end: str = ""
 
     @cached_property
-    def parts(self) -> tuple[tuple[Fact, tuple[Limit, ...]], ...]:
+    def parts(self) -> tuple[tuple[Fact, tuple[ScopeLimit, ...]], ...]:
         """The rows in order, those together that share a condition, after that condition. Their sentences are whole."""
-        parts: list[tuple[Fact, tuple[Limit, ...]]] = []
+        parts: list[tuple[Fact, tuple[ScopeLimit, ...]]] = []
         for row in self.rows:
             if isinstance(row, Section):
                 parts += ((self.when & when, tuple(map(self._said, rows))) for when, rows in row.parts)
@@ -63,7 +63,7 @@ class Section:
                 parts.append((self.when, (self._said(row),)))
         return tuple(parts)
 
-    def holding(self, job: TrainingJob) -> Iterator[Limit]:
+    def holding(self, job: TrainingJob) -> Iterator[ScopeLimit]:
         """The rows that hold of `job`, in order."""
         for when, rows in self.parts:
             if when.holds(job):
@@ -71,7 +71,7 @@ class Section:
                     if row.when.holds(job):
                         yield row
 
-    def every(self) -> tuple[Limit, ...]:
+    def every(self) -> tuple[ScopeLimit, ...]:
         """All rows, in order."""
         return tuple(row for _, rows in self.parts for row in rows)
 
@@ -80,13 +80,13 @@ class Section:
         limit = next(self.holding(job), None)
         if limit is None:
             return None
-        return found(limit.sentence.format_map(_Values(job)), limit.parameter, effect=limit.effect)
+        return found(limit.sentence.format_map(_SentenceValues(job)), limit.parameter, effect=limit.effect)
 
-    def _said(self, row: Limit) -> Limit:
+    def _said(self, row: ScopeLimit) -> ScopeLimit:
         return replace(row, sentence=self.start + row.sentence + self.end, feature=row.feature or self.feature)
 
 
-class _Values(dict[str, Any]):
+class _SentenceValues(dict[str, Any]):
     """The values of the names in a sentence's braces: settings of a job, and `WORDS`."""
 
     def __init__(self, job: TrainingJob) -> None:
@@ -99,14 +99,14 @@ class _Values(dict[str, Any]):
 
 # -- rows by their status: parameter, condition, sentence ----------------------------------------------------------------
 
-fails = partial(Limit, FAILS)
+fails = partial(ScopeLimit, FAILS)
 """A library refuses such a job."""
-unknown = partial(Limit, UNKNOWN)
+unknown = partial(ScopeLimit, UNKNOWN)
 """Not counted, or compared with nothing; whether it needs more or less is not known."""
-more = partial(Limit, MORE)
+more = partial(ScopeLimit, MORE)
 """Memory that the job needs is not counted; `less`: memory that it saves is not counted."""
-less = partial(Limit, LESS)
-nearly = partial(Limit, NEARLY)
+less = partial(ScopeLimit, LESS)
+nearly = partial(ScopeLimit, NEARLY)
 """Its trace differs by the share that the sentence says; `nearly_more`, `nearly_less`: is above, below."""
-nearly_more = partial(Limit, NEARLY_MORE)
-nearly_less = partial(Limit, NEARLY_LESS)
+nearly_more = partial(ScopeLimit, NEARLY_MORE)
+nearly_less = partial(ScopeLimit, NEARLY_LESS)

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Mapping
 
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.operations import Operation, Tensor
-from peakcast.models.ledger.tape.storages import Block
-from peakcast.models.ledger.tape.template import GRADIENTS, HANDED_IN, TEMPORARIES, Row, Waiting, backward_row
+from peakcast.models.ledger.tape.storages import TapedBlock
+from peakcast.models.ledger.tape.template import GRADIENTS, OUTPUT_GRADIENT, TEMPORARIES, Row, Waiting, backward_row
 from peakcast.timelines.timeline import Category
 
 WORKSPACES = int(Category.WORKSPACES)
@@ -34,39 +34,39 @@ class _Gradient:
 
     __slots__ = ("allocated", "born", "holders", "name", "num_bytes", "stream", "through_view")
 
-    def __init__(self, num_bytes: int, born: int, name: str = HANDED_IN, holders: int = 0, stream: int = 0) -> None:
+    def __init__(self, num_bytes: int, born: int, name: str = OUTPUT_GRADIENT, holders: int = 0, stream: int = 0) -> None:
         self.num_bytes, self.born, self.name, self.holders, self.stream = num_bytes, born, name, holders, stream
         self.through_view = False
-        self.allocated = name != HANDED_IN
+        self.allocated = name != OUTPUT_GRADIENT
 
 
 class Backward:
     """One run of a block's operations backward; `rows` are the tensors that it makes.
 
-    A gradient of a tensor that another block owns is added at once to the gradient there, and `gradient_from` says from
-    which instant. If backward is split, weights get their gradients later, and `waiting` are the gradients that wait for
-    that. `output`: the tensor whose gradient comes from outside. `beside`: a second one, whose gradient comes from outside
-    too and lives to the end. `released`: by operation, the bytes of saved tensors that its backward frees.
+    The gradient of a tensor that another block owns is added to that block's at once; `gradient_from` has the instant of
+    the first addition. If backward is split, the gradients of weights are computed later, and `waiting` has what they still
+    need. `output`: the tensor whose gradient the next block gives. `second_output`: another such tensor, whose gradient
+    lives until the block's backward ends. `released`: by operation, the bytes of saved tensors that its backward frees.
     """
 
     def __init__(
-        self, block: Block, output: Tensor | None, beside: Tensor | None = None, *, released: Mapping[int, int]
+        self, block: TapedBlock, output: Tensor | None, second_output: Tensor | None = None, *, released: Mapping[int, int]
     ) -> None:
         self.rows: list[Row] = []
         self.gradient_from: dict[int, int] = {}
-        self.added_to_handed_in: int | None = None
-        """As `Template.added_to_handed_in`; None: this backward reads the gradient to its end."""
+        self.output_gradient_used_until: int | None = None
+        """As `Template.output_gradient_used_until`; None: this backward reads the gradient to its end."""
         self._turns, self._saves_on_cpu, self._released = block.turns, block.saves_on_cpu, released
         self._norms = frozenset(block.marks.get(Mark.NORM, ()))
-        self._shared = frozenset(map(id, block.elsewhere.values()))
+        self._shared = frozenset(map(id, block.borrowed.values()))
         self._held: dict[int, _Gradient] = {}
         self._hooked: dict[_Gradient, int] = {}
         end = len(block.order)
         if output is not None and output.requires_grad:
             self._held[id(output)] = _Gradient(output.num_bytes, 0, holders=1)
-        if beside is not None:
-            self._held[id(beside)] = _Gradient(beside.num_bytes, 0, f"{HANDED_IN}_beside", holders=2)
-            self.rows.append(backward_row(f"{HANDED_IN}_beside", beside.num_bytes, 0, end, allocated=False))
+        if second_output is not None:
+            self._held[id(second_output)] = _Gradient(second_output.num_bytes, 0, f"{OUTPUT_GRADIENT}_beside", holders=2)
+            self.rows.append(backward_row(f"{OUTPUT_GRADIENT}_beside", second_output.num_bytes, 0, end, allocated=False))
         for instant, index in enumerate(block.order):
             self._run(block.operations[index], index, instant)
         for gradient in dict.fromkeys(self._held.values()):  # the input's gradient, which goes to the block before
@@ -130,8 +130,8 @@ class Backward:
         """Free the gradients with no holders at the instant `after`."""
         for gradient in gradients:
             if gradient.holders <= 0:
-                if gradient.name == HANDED_IN and self.added_to_handed_in is None:
-                    self.added_to_handed_in = after
+                if gradient.name == OUTPUT_GRADIENT and self.output_gradient_used_until is None:
+                    self.output_gradient_used_until = after
                 self._free(gradient, after)
 
     def _hold(self, tensor: Tensor, gradient: _Gradient, instant: int) -> _Gradient | None:
@@ -149,6 +149,6 @@ class Backward:
             existing.holders -= 1
             self._held[key] = summed = _Gradient(tensor.num_bytes, after, holders=1)
             return summed
-        elif existing.name == HANDED_IN and self.added_to_handed_in is None:
-            self.added_to_handed_in = instant
+        elif existing.name == OUTPUT_GRADIENT and self.output_gradient_used_until is None:
+            self.output_gradient_used_until = instant
         return None

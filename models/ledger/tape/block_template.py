@@ -10,24 +10,33 @@ from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
 from peakcast.models.ledger.tape.autograd import weights_backward
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.operations import Operation
-from peakcast.models.ledger.tape.storages import Block
-from peakcast.models.ledger.tape.template import HANDED_IN, Elsewhere, Later, Reload, Row, Template, Waiting, columns_of
+from peakcast.models.ledger.tape.storages import TapedBlock
+from peakcast.models.ledger.tape.template import (
+    OUTPUT_GRADIENT,
+    BorrowedUse,
+    Later,
+    Reload,
+    Row,
+    Template,
+    Waiting,
+    column_fields,
+)
 
 
 def block_template(
-    block: Block,
+    block: TapedBlock,
     rows: Sequence[Row],
     *,
-    elsewhere: Mapping[str, Elsewhere],
-    added_to_handed_in: int | None,
-    beside_bytes: int = 0,
+    borrowed: Mapping[str, BorrowedUse],
+    output_gradient_used_until: int | None,
+    second_output_bytes: int = 0,
     reloads: tuple[Reload, ...] = (),
     later: Later | None = None,
 ) -> Template:
-    """The template of `rows`. `added_to_handed_in`: None if backward reads the gradient handed in to its end."""
+    """The template of `rows`. `output_gradient_used_until`: None if backward reads the gradient handed in to its end."""
     backward = [block.operations[index] for index in block.order]
     return Template(
-        **columns_of(rows),
+        **column_fields(rows),
         num_forward=len(block.operations),
         num_recomputed=_recomputed(block),
         num_backward=len(backward),
@@ -38,29 +47,29 @@ def block_template(
         asks_late_bytes=_asks_late_bytes(block, rows),
         saved_bytes=[size for operation in backward for size in operation.saved_bytes if size],
         loss_from=block.loss_from,
-        added_to_handed_in=len(backward) if added_to_handed_in is None else added_to_handed_in,
+        output_gradient_used_until=len(backward) if output_gradient_used_until is None else output_gradient_used_until,
         forward_marks={mark: sorted(marked) for mark, marked in block.marks.items()},
         backward_marks=_backward_marks(block),
-        beside_bytes=beside_bytes,
-        elsewhere=dict(elsewhere),
+        second_output_bytes=second_output_bytes,
+        borrowed=dict(borrowed),
         reloads=reloads,
         later=later,
     )
 
 
-def _input_bytes(block: Block) -> int:
+def _input_bytes(block: TapedBlock) -> int:
     """Bytes of the block's input."""
     return 0 if block.input is None else block.input.num_bytes
 
 
-def _recomputed(block: Block) -> int:
+def _recomputed(block: TapedBlock) -> int:
     """How many forward instants a recomputation runs, until the last saved tensor exists. Inputs are saved before an
     operation runs; its output, and what it makes beside that, after (torch tools/autograd/gen_variable_type.py)."""
     last = max((index for index in block.order if any(block.operations[index].saved_bytes)), default=-1)
     return last + (last >= 0 and block.operations[last].keeps_results)
 
 
-def _backward_marks(block: Block) -> dict[Mark, list[int]]:
+def _backward_marks(block: TapedBlock) -> dict[Mark, list[int]]:
     """The backward instants of marked operations."""
     instants = {index: instant for instant, index in enumerate(block.order)} if block.marks else {}
     marks = (
@@ -69,24 +78,24 @@ def _backward_marks(block: Block) -> dict[Mark, list[int]]:
     return {mark: found for mark, found in marks if found}
 
 
-def _asks_late_bytes(block: Block, rows: Sequence[Row]) -> int:
+def _asks_late_bytes(block: TapedBlock, rows: Sequence[Row]) -> int:
     """Bytes of the block's own gradients that exist when backward first reads a saved tensor."""
     asks = next((instant for instant, index in enumerate(block.order) if any(block.operations[index].saved_bytes)), 0)
-    own = (row for row in rows if row.born_backward and row.name != HANDED_IN)
+    own = (row for row in rows if row.born_backward and row.name != OUTPUT_GRADIENT)
     return sum(row.num_bytes for row in own if row.born < asks < row.dies)
 
 
-def second_half(block: Block, waiting: Sequence[Waiting]) -> Later:
+def second_half(block: TapedBlock, waiting: Sequence[Waiting]) -> Later:
     """The second half of a split backward: a template for each operation with weights, of an instant in which it makes
     their gradients; and the tensors that wait for it."""
     weights = tuple(_weights_template(block, block.operations[index]) for index in block.turns)
     return Later(weights, tuple(replace(one, num_bytes=round_up(one.num_bytes, MIN_BLOCK_BYTES)) for one in waiting))
 
 
-def _weights_template(block: Block, operation: Operation) -> Template:
+def _weights_template(block: TapedBlock, operation: Operation) -> Template:
     """The template of an instant in which `operation` makes the gradients of its weights, and nothing else."""
     return Template(
-        **columns_of(weights_backward(operation, 0, 0)),
+        **column_fields(weights_backward(operation, 0, 0)),
         num_forward=0,
         num_recomputed=0,
         num_backward=1,
@@ -97,5 +106,5 @@ def _weights_template(block: Block, operation: Operation) -> Template:
         asks_late_bytes=0,
         saved_bytes=[],
         loss_from=0,
-        added_to_handed_in=1,
+        output_gradient_used_until=1,
     )

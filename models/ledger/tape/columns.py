@@ -18,7 +18,7 @@ WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
-class Recording:
+class RecordedColumns:
     """A part of a step, to be run again on others (`Step.record`, `Step.run_again`). `columns`: [8, num_tensors]."""
 
     columns: npt.NDArray[np.int64]

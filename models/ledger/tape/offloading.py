@@ -12,18 +12,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from peakcast.models.ledger.tape.operations import HostCopy
-from peakcast.models.ledger.tape.storages import Block
+from peakcast.models.ledger.tape.storages import TapedBlock
 from peakcast.models.ledger.tape.template import Reload
 
 
 @dataclass(frozen=True, slots=True)
-class Offload:
+class OffloadPlan:
     """What is offloaded. `groups`: operation -> its group. Tensors smaller than `least_bytes` stay on the GPU."""
 
     groups: Mapping[str, str] = field(default_factory=dict)
     least_bytes: int = 0
 
-    def let_go(self, block: Block) -> tuple[Reload, ...]:
+    def let_go(self, block: TapedBlock) -> tuple[Reload, ...]:
         """Note the copies of each storage that operations of groups save; what only they save is freed in forward. Returns
         what each group brings back, in the order of backward."""
         if not self.groups:
@@ -52,4 +52,4 @@ class Offload:
         )
 
 
-NO_OFFLOAD = Offload()
+NO_OFFLOAD = OffloadPlan()

@@ -19,7 +19,7 @@ Ints = npt.NDArray[np.int64]
 
 
 @dataclass(slots=True)
-class Run:
+class BlockRun:
     """One run of a block. `forward_start`: the first instant of its forward. `backward_start`: that of its backward; None:
     not placed yet; -1: it ran under no_grad, so it has none."""
 
@@ -29,7 +29,7 @@ class Run:
     backward_start: int | None = None
     keeps_gradients: bool = True
     """Whether its parameter gradients become new `.grad` tensors; otherwise they are added to existing ones."""
-    recomputation: Run | None = None
+    recomputation: BlockRun | None = None
     """For a run under checkpointing: the run in backward that recomputes it and reuses its cached results."""
     uses_cached: bool = False
     """For such a recomputation: the cached results exist already."""
@@ -76,9 +76,9 @@ class Placed:
     """Indices of the entries that are a gradient as in `Template.through_view`."""
 
 
-def place(runs: Sequence[Run]) -> Placed:
+def place(runs: Sequence[BlockRun]) -> Placed:
     """The entries of `runs`; runs of the same template are placed together."""
-    groups: dict[int, list[Run]] = {}
+    groups: dict[int, list[BlockRun]] = {}
     for run in runs:
         groups.setdefault(id(run.template), []).append(run)
     columns = np.empty((WIDTH, sum(len(of) * of[0].template.num_entries for of in groups.values())), dtype=np.int64)
@@ -109,7 +109,7 @@ def place(runs: Sequence[Run]) -> Placed:
     return Placed(columns, waits, *map(np.concatenate, (kept, gradients, parameters, through_view)))
 
 
-def _place(template: Template, runs: Sequence[Run], born: Ints, dies: Ints) -> npt.NDArray[np.bool_]:
+def _place(template: Template, runs: Sequence[BlockRun], born: Ints, dies: Ints) -> npt.NDArray[np.bool_]:
     """Fill in `born` and `dies` of every entry of all runs of one template, both [num_runs, num_entries]. Returns which
     runs keep their parameter gradients, [num_runs]."""
     forward = np.array([run.forward_start for run in runs], dtype=np.int64)

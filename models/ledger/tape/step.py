@@ -29,16 +29,16 @@ from peakcast.models.ledger.tape.columns import (
     REUSABLE,
     STREAM,
     WIDTH,
-    Recording,
+    RecordedColumns,
     tensors_held,
 )
-from peakcast.models.ledger.tape.placing import FOREVER, Placed, Run, place
+from peakcast.models.ledger.tape.placing import FOREVER, BlockRun, Placed, place
 from peakcast.models.ledger.tape.template import Template
 from peakcast.models.ledger.tape.update_in_backward import Gradients, UpdateInBackward, updated_in_backward
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
 Columns = npt.NDArray[np.int64]
-__all__ = ["FOREVER", "Hooks", "Run", "Step"]
+__all__ = ["FOREVER", "BlockRun", "Hooks", "Step"]
 
 
 class Hooks:
@@ -47,7 +47,7 @@ class Hooks:
     def before_forward(self, step: Step, module: str) -> None:
         """Called before the block's first forward instant."""
 
-    def while_forward(self, step: Step, run: Run) -> None:
+    def while_forward(self, step: Step, run: BlockRun) -> None:
         """Called when the block's forward instants have been reserved, also those of a recomputation, to add what happens
         at some of them (`Step.within`)."""
 
@@ -57,7 +57,7 @@ class Hooks:
     def before_backward(self, step: Step, module: str) -> None:
         """Called before the block's backward, and before its recomputation if it has one."""
 
-    def after_backward(self, step: Step, run: Run) -> None:
+    def after_backward(self, step: Step, run: BlockRun) -> None:
         """Called after the block's backward; may set `run.gradients_die`, now or later."""
 
 
@@ -70,13 +70,13 @@ class Step:
 
     phases: bytearray = field(default_factory=bytearray)
     labels: list[str] = field(default_factory=list)
-    _runs: list[Run] = field(default_factory=list)
+    _runs: list[BlockRun] = field(default_factory=list)
     _placed: list[Placed] = field(default_factory=list)
     """Placed runs of the steps from which this one was forked."""
     _own: tuple[int, Placed] | None = None
     """(number of `_runs`, those runs placed), so that all forks share the placing."""
     _held: list[Columns] = field(default_factory=list)
-    """Columns of the tensors held, in the order in which they were held; layout as `Recording.columns`."""
+    """Columns of the tensors held, in the order in which they were held; layout as `RecordedColumns.columns`."""
     _single: array[int] = field(default_factory=lambda: array("q"))
     """Tensors that were held one by one since then: eight numbers each, in the order of `columns.py`."""
     gradients_die: int = FOREVER
@@ -124,14 +124,14 @@ class Step:
 
     def run_forward(
         self, template: Template, module: str, phase: Phase = Phase.FORWARD, *, keeps_gradients: bool = True
-    ) -> Run:
+    ) -> BlockRun:
         """Run a block forward with a graph; place its backward later with `run_backward`. Returns the run."""
         if self._watched:
             self._enter(template, module, phase)
         start = len(self.phases)
         self.phases += template.forward_phases[phase]
         self.labels += template.forward_labels
-        run = Run(template, module, start, None, keeps_gradients)
+        run = BlockRun(template, module, start, None, keeps_gradients)
         self._runs.append(run)
         if self._watched:
             self.hooks.while_forward(self, run)
@@ -141,23 +141,26 @@ class Step:
             self._note_block_end(ended)
         return run
 
-    def run_forward_in_turn(self, template: Template, modules: Sequence[str], *, keeps_gradients: bool = True) -> list[Run]:
+    def run_forward_in_turn(
+        self, template: Template, modules: Sequence[str], *, keeps_gradients: bool = True
+    ) -> list[BlockRun]:
         """Run a block forward once for each name in `modules`, one after the other. Returns the runs."""
         if self._watched:
             return [self.run_forward(template, module, keeps_gradients=keeps_gradients) for module in modules]
         start, length = len(self.phases), template.num_forward
         self.phases += template.forward_phases[Phase.FORWARD] * len(modules)
         self.labels += template.forward_labels * len(modules)
-        runs = [Run(template, module, start + i * length, None, keeps_gradients) for i, module in enumerate(modules)]
+        runs = [BlockRun(template, module, start + i * length, None, keeps_gradients) for i, module in enumerate(modules)]
         self._runs += runs
         return runs
 
-    def run_backward(self, run: Run, phase: Phase = Phase.BACKWARD) -> None:
+    def run_backward(self, run: BlockRun, phase: Phase = Phase.BACKWARD) -> None:
         """Run the backward of a run of `run_forward`."""
         if self._watched:
             since = self._take_block_end()
             self.hooks.before_backward(self, run.module)
-            self._hold_between_blocks("gradient", Category.TEMPORARIES, run.template.handed_in_bytes, since, run.module)
+            size = run.template.output_gradient_bytes
+            self._hold_between_blocks("gradient", Category.TEMPORARIES, size, since, run.module)
         run.backward_start = len(self.phases)
         self.phases += run.template.backward_phases[phase]
         self.labels += run.template.backward_labels
@@ -166,7 +169,7 @@ class Step:
             self.hooks.after_backward(self, run)
             self._note_block_end(ended)
 
-    def run_backward_in_turn(self, runs: Sequence[Run]) -> None:
+    def run_backward_in_turn(self, runs: Sequence[BlockRun]) -> None:
         """Run the backward of several runs of one template, the last run first."""
         if self._watched:
             for run in reversed(runs):
@@ -225,7 +228,7 @@ class Step:
             if run.keeps_gradients and run.backward_start is not None and run.gradients_die is None:
                 run.gradients_die = self.now
 
-    def run_without_graph(self, template: Template, module: str, phase: Phase = Phase.FORWARD) -> Run:
+    def run_without_graph(self, template: Template, module: str, phase: Phase = Phase.FORWARD) -> BlockRun:
         """Run a block forward under checkpointing and return the run. Only two things outlive it: its input, which the
         caller must `hold`, and the results that selective checkpointing keeps, until the run in `recomputation` has used
         them."""
@@ -264,13 +267,13 @@ class Step:
         """Add tensors, given as (name, module, bytes), that share a category and a lifetime, such as all parameters."""
         self._gather().append(tensors_held(tensors, int(category), born, dies))
 
-    def record(self) -> Recording:
+    def record(self) -> RecordedColumns:
         """What this step holds and runs, apart from blocks, to be repeated with `run_again`. Instant 0 stands for the
         beginning of any step; the further instants are added where it is repeated."""
         columns = np.concatenate([np.zeros((WIDTH, 0), np.int64), *self._gather()], axis=1)
-        return Recording(columns, phases=bytes(self.phases[1:]), labels=tuple(self.labels[1:]))
+        return RecordedColumns(columns, phases=bytes(self.phases[1:]), labels=tuple(self.labels[1:]))
 
-    def run_again(self, recorded: Recording) -> None:
+    def run_again(self, recorded: RecordedColumns) -> None:
         """Hold and run here what was recorded on another step."""
         columns = recorded.columns
         if recorded.phases:
@@ -325,7 +328,7 @@ class Step:
             name, category, num_bytes, since, module, stream, gone = self._freed_not_reusable.pop(handle)
             self.hold(name, category, num_bytes, since, gone, module, stream, self.now)
 
-    def fork(self, *first: Recording) -> Step:
+    def fork(self, *first: RecordedColumns) -> Step:
         """A copy of this step from which to go on; `first` comes before everything that is held here. This step stays
         unchanged. A block whose backward is still to come may be continued in only one of the two."""
         if self._own is None or self._own[0] != len(self._runs):

@@ -12,7 +12,7 @@ from peakcast.models.ledger.tape.template import TEMPORARIES, Row, Waiting, back
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class TapedBlock:
     """A block as its tape recorded it, and the order of its backward."""
 
     operations: Sequence[Operation]
@@ -24,7 +24,7 @@ class Block:
     turns: Mapping[int, int]
     """If backward is split in two: by operation, the position of its weights in the second half. Else empty."""
     input: Tensor | None
-    elsewhere: Mapping[str, Tensor]
+    borrowed: Mapping[str, Tensor]
     """Tensors that other blocks own."""
     loss_from: int
     """The first operation of the loss."""
@@ -63,11 +63,11 @@ class StorageLives:
     """The lives of a block's storages. `rows`: of those that the block frees itself; `waiting`: of those that the second
     half of a split backward still needs; `released`: by operation, the bytes of saved tensors that its backward frees."""
 
-    def __init__(self, block: Block, checkpoint: SelectiveCheckpoint, beside: Tensor | None) -> None:
+    def __init__(self, block: TapedBlock, checkpoint: SelectiveCheckpoint, second_output: Tensor | None) -> None:
         self.rows: list[Row] = []
         self.waiting: list[Waiting] = []
         self.released: dict[int, int] = {}
-        self._block, self._beside = block, beside
+        self._block, self._second_output = block, second_output
         self._ran = {operation: instant + 1 for instant, operation in enumerate(block.order)}
         """By operation, the instant after its backward."""
         self._cached = checkpoint.kept(block.storages)
@@ -124,8 +124,8 @@ class StorageLives:
         num_bytes, cached = storage.num_bytes, id(storage) in self._cached
         in_backward, dies = saved_until is not None, read_until if saved_until is None else saved_until
         not_read_again = cached and storage.born >= self._last_saver
-        is_beside = self._beside is not None and storage is self._beside.storage
-        if not_read_again or storage.of_graph or is_beside:
+        is_second_output = self._second_output is not None and storage is self._second_output.storage
+        if not_read_again or storage.of_graph or is_second_output:
             in_backward, dies = True, len(self._block.order)
         if dies == saved_until and storage.last_saver is not None:
             self.released[storage.last_saver] = self.released.get(storage.last_saver, 0) + num_bytes

@@ -21,7 +21,7 @@ from peakcast.catalog.kernel_workspaces import column_sum
 from peakcast.models.ledger.tape.autograd import Backward
 from peakcast.models.ledger.tape.block_template import block_template, second_half
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.offloading import NO_OFFLOAD, Offload
+from peakcast.models.ledger.tape.offloading import NO_OFFLOAD, OffloadPlan
 from peakcast.models.ledger.tape.operations import (
     NO_SIDE_STREAM,
     SIDE_STREAM,
@@ -36,8 +36,8 @@ from peakcast.models.ledger.tape.operations import (
     temporaries,
 )
 from peakcast.models.ledger.tape.split_backward import weight_turns
-from peakcast.models.ledger.tape.storages import Block, SelectiveCheckpoint, StorageLives, forward_temporaries
-from peakcast.models.ledger.tape.template import Elsewhere, Template
+from peakcast.models.ledger.tape.storages import SelectiveCheckpoint, StorageLives, TapedBlock, forward_temporaries
+from peakcast.models.ledger.tape.template import BorrowedUse, Template
 from peakcast.timelines.timeline import Category
 
 __all__ = ["Output", "Saved", "Tape", "Tensor", "WeightGradient"]
@@ -59,7 +59,7 @@ class Tape:
         saves_on_cpu: bool = False,
         splits_backward: bool = False,
         gpu: tuple[int, int] | None = None,
-        offload: Offload = NO_OFFLOAD,
+        offload: OffloadPlan = NO_OFFLOAD,
         modules: Mapping[str, str] | None = None,
     ) -> None:
         self._gpu, self._offload, self._modules = gpu, offload, modules or {}
@@ -67,7 +67,7 @@ class Tape:
         self._savers: dict[int, list[int]] = {}
         self._operations, self._storages = list[Operation](), list[Storage]()
         self._input: Tensor | None = None
-        self._elsewhere: dict[str, Tensor] = {}
+        self._borrowed: dict[str, Tensor] = {}
         self._loss_from: int | None = None
         self._marks: dict[Mark, list[int]] = {}
 
@@ -88,12 +88,12 @@ class Tape:
         self._input = Tensor(storage, num_bytes, requires_grad)
         return self._input
 
-    def elsewhere(self, num_bytes: int, name: str, *, requires_grad: bool = True) -> Tensor:
-        """A tensor that another block owns and several read. Its gradients are added to the owner's at once.
-        `Template.elsewhere` says until when this block saves it and from when its gradient exists."""
+    def borrowed(self, num_bytes: int, name: str, *, requires_grad: bool = True) -> Tensor:
+        """A borrowed tensor: another block owns it and several read it. Its gradients are added to the owner's at once.
+        `Template.borrowed` says until when this block saves it and from when its gradient exists."""
         storage = Storage(name, 0, Category.ACTIVATIONS, 0)
-        self._elsewhere[name] = Tensor(storage, num_bytes, requires_grad)
-        return self._elsewhere[name]
+        self._borrowed[name] = Tensor(storage, num_bytes, requires_grad)
+        return self._borrowed[name]
 
     def operation(
         self,
@@ -269,39 +269,39 @@ class Tape:
         *,
         cached_matmuls: int = 0,
         cached_kinds: frozenset[str] = frozenset({"attention"}),
-        beside: Tensor | None = None,
+        second_output: Tensor | None = None,
     ) -> Template:
         """The block's `Template`. `output` goes to the next block, which returns its gradient. `cached_matmuls`: n if
         selective checkpointing keeps the first of every n matrix products (0: it is not used) and every operation of
-        `cached_kinds`. `beside`: a second tensor that the block returns to a reentrant checkpoint
-        (`Template.beside_bytes`)."""
+        `cached_kinds`. `second_output`: a second tensor that the block returns to a reentrant checkpoint
+        (`Template.second_output_bytes`)."""
         if output is not None:
             output.storage.last_read = len(self._operations) - 1
         block = self._block()
         reloads = self._offload.let_go(block)
-        stored = StorageLives(block, SelectiveCheckpoint(cached_matmuls, cached_kinds), beside)
-        ran = Backward(block, output, beside, released=stored.released)
+        stored = StorageLives(block, SelectiveCheckpoint(cached_matmuls, cached_kinds), second_output)
+        ran = Backward(block, output, second_output, released=stored.released)
         return block_template(
             block,
             [*forward_temporaries(block.operations), *stored.rows, *ran.rows],
-            elsewhere={name: _use_of(tensor, block, ran) for name, tensor in block.elsewhere.items()},
-            added_to_handed_in=ran.added_to_handed_in,
-            beside_bytes=0 if beside is None else beside.num_bytes,
+            borrowed={name: _use_of(tensor, block, ran) for name, tensor in block.borrowed.items()},
+            output_gradient_used_until=ran.output_gradient_used_until,
+            second_output_bytes=0 if second_output is None else second_output.num_bytes,
             reloads=reloads,
             later=second_half(block, [*stored.waiting, *ran.waiting]) if block.splits_backward else None,
         )
 
-    def _block(self) -> Block:
+    def _block(self) -> TapedBlock:
         """What has been recorded."""
         numbered = range(len(self._operations))
-        return Block(
+        return TapedBlock(
             operations=self._operations,
             storages=self._storages,
             savers=self._savers,
             order=[index for index in reversed(numbered) if self._operations[index].has_backward],
             turns=weight_turns(self._operations) if self._splits_backward else {},
             input=self._input,
-            elsewhere=self._elsewhere,
+            borrowed=self._borrowed,
             loss_from=len(self._operations) if self._loss_from is None else self._loss_from,
             marks=self._marks,
             saves_on_cpu=self._saves_on_cpu,
@@ -309,8 +309,8 @@ class Tape:
         )
 
 
-def _use_of(tensor: Tensor, block: Block, ran: Backward) -> Elsewhere:
+def _use_of(tensor: Tensor, block: TapedBlock, ran: Backward) -> BorrowedUse:
     """How the block uses a tensor that another block owns."""
     saver = tensor.storage.last_saver
     kept_until = block.order.index(saver) + 1 if saver in block.order else None
-    return Elsewhere(kept_until, ran.gradient_from.get(id(tensor)))
+    return BorrowedUse(kept_until, ran.gradient_from.get(id(tensor)))

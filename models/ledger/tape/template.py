@@ -16,12 +16,12 @@ from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.timelines.timeline import Category, Phase
 
-HANDED_IN = "gradient"
+OUTPUT_GRADIENT = "gradient"
 """The name of the gradient that a block receives for its output from the block after it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Elsewhere:
+class BorrowedUse:
     """How a block uses a tensor that another block owns, in backward instants of this block. None: it does not."""
 
     kept_until: int | None
@@ -143,7 +143,7 @@ class Columns:
     norm makes: they pass through the backward of a view first."""
 
 
-def columns_of(rows: Sequence[Row]) -> dict[str, Any]:
+def column_fields(rows: Sequence[Row]) -> dict[str, Any]:
     """The fields of `Columns`, by name."""
     sizes = np.array([row.num_bytes for row in rows], dtype=np.int64)
     streams = [row.stream for row in rows]
@@ -185,11 +185,11 @@ class Template(Columns):
     """Sizes of the saved tensors, parameters too. A tensor that several operations save is listed once for each."""
     loss_from: int
     """Forward instants from this one on belong to the loss, not to the network's forward."""
-    added_to_handed_in: int
+    output_gradient_used_until: int
     """The backward instant at which a second gradient is first added in place to the gradient handed in, or at which this
     block reads that gradient for the last time. If something else also refers to it, autograd does not add in place but
     makes a new tensor (`InputBuffer::accumulate`); the entry then means that tensor."""
-    beside_bytes: int = 0
+    second_output_bytes: int = 0
     """Bytes of a second tensor that the block returns to a reentrant checkpoint. `CheckpointFunction.backward` keeps it,
     together with the gradient of zeros that autograd makes for it (torch `csrc/autograd/python_function.cpp`
     materialize_grads)."""
@@ -197,7 +197,7 @@ class Template(Columns):
     """The forward instants of marked operations, ascending."""
     backward_marks: Mapping[Mark, Sequence[int]] = field(default_factory=dict)
     """The backward instants of marked operations that have a backward, ascending."""
-    elsewhere: dict[str, Elsewhere] = field(default_factory=dict)
+    borrowed: dict[str, BorrowedUse] = field(default_factory=dict)
     """How the block uses tensors that other blocks own, by their names."""
     modules: list[str] = field(default_factory=list)
     """The module of each entry, if the block covers several modules; empty: all belong to the module under which the block
@@ -272,6 +272,6 @@ class Template(Columns):
         return sums
 
     @cached_property
-    def handed_in_bytes(self) -> int:
+    def output_gradient_bytes(self) -> int:
         """Bytes of the gradient that the block after this one hands in; 0 if there is none."""
-        return int(self.num_bytes[self.names.index(HANDED_IN)]) if HANDED_IN in self.names else 0
+        return int(self.num_bytes[self.names.index(OUTPUT_GRADIENT)]) if OUTPUT_GRADIENT in self.names else 0

@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from peakcast.core.units import round_up
 from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
-from peakcast.models.ledger.tape.template import HANDED_IN
+from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 Ints = npt.NDArray[np.int64]
 
 
-class Parameter(NamedTuple):
+class ParameterKey(NamedTuple):
     """A parameter, by its module and its name there as they are stored (`layouts.base.StoredTensor`)."""
 
     module: str
@@ -39,7 +39,7 @@ class Gradients:
 
     entries: Ints
     """Indices of the entries that are a parameter's gradient, [num_gradients]."""
-    parameters: Sequence[Parameter]
+    parameters: Sequence[ParameterKey]
     """Their parameters, [num_gradients]."""
     through_view: Ints
     """Indices of the entries that are a gradient as in `Template.through_view`."""
@@ -48,15 +48,15 @@ class Gradients:
     def of(cls, timeline: Timeline, entries: Ints, names: Sequence[str], through_view: Ints) -> Gradients:
         """Gradients of parameters of these names, in the modules that the entries belong to."""
         modules = (timeline.modules[index] for index in entries.tolist())
-        return cls(entries, [Parameter(*both) for both in zip(modules, names, strict=True)], through_view)
+        return cls(entries, [ParameterKey(*both) for both in zip(modules, names, strict=True)], through_view)
 
 
 @dataclass(frozen=True, slots=True)
-class Alone:
+class ParameterOptimizer:
     """The optimizer of one parameter. `num_bytes`: the most that its step allocates at once; `states`: (name, module,
     bytes) of the states that it makes."""
 
-    parameter: Parameter
+    parameter: ParameterKey
     num_bytes: int
     states: tuple[tuple[str, str, int], ...] = ()
 
@@ -67,9 +67,9 @@ class UpdateInBackward:
 
     bytes_per_gradient_byte: int = 0
     """Bytes of temporaries for each byte of a gradient, if each is applied when the next one is ready."""
-    tied: Mapping[Parameter, Parameter] = field(default_factory=dict)
+    tied: Mapping[ParameterKey, ParameterKey] = field(default_factory=dict)
     """Parameters that are another one: only the sum of both gradients reaches that, at the end of backward."""
-    alone: tuple[Alone, ...] = ()
+    alone: tuple[ParameterOptimizer, ...] = ()
     """The optimizers of single parameters, if each has one: a gradient is applied as soon as it is ready."""
 
 
@@ -98,8 +98,8 @@ def updated_in_backward(
         return instants + np.searchsorted(after, instants, side="left")
 
     # a gradient that a block hands to the next exists from the end of the operation that made it
-    handed_in = np.array([name == HANDED_IN for name in timeline.names], dtype=bool)
-    born = np.where(handed_in, shifted(timeline.born - 1) + 1, shifted(timeline.born))
+    output_gradient = np.array([name == OUTPUT_GRADIENT for name in timeline.names], dtype=bool)
+    born = np.where(output_gradient, shifted(timeline.born - 1) + 1, shifted(timeline.born))
     # a projection's input is a view, whose backward adds its gradient to another. If an update applies the gradient before,
     # that view's backward runs after it (traced: OLMoE's); if each gradient is applied at once, it has run already
     dies = shifted(timeline.dies - 1) + 1
@@ -132,12 +132,12 @@ def updated_in_backward(
 
 
 def _added_to_earlier(
-    parameters: Sequence[Parameter], comes: Ints, end_of: Ints, update: UpdateInBackward
+    parameters: Sequence[ParameterKey], comes: Ints, end_of: Ints, update: UpdateInBackward
 ) -> npt.NDArray[np.bool_]:
     """Which gradients are added to an earlier one of the same parameter and micro-batch: autograd runs a parameter's hook
     on their sum, so `comes` of the earlier one becomes that of the last. Only parameters with an optimizer each are
     considered; other names need not be unique."""
-    added, first = np.zeros(len(comes), dtype=bool), dict[tuple[Parameter, int], int]()
+    added, first = np.zeros(len(comes), dtype=bool), dict[tuple[ParameterKey, int], int]()
     alone = {one.parameter for one in update.alone}
     for index in np.argsort(comes, kind="stable").tolist():
         parameter = update.tied.get(parameters[index], parameters[index])

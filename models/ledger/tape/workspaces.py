@@ -46,7 +46,7 @@ def _adds_biases(architecture: Architecture) -> bool:
     )
 
 
-def kernels_of(device: Device | None) -> tuple[int, int] | None:
+def multiprocessors_of(device: Device | None) -> tuple[int, int] | None:
     """What a kernel's own memory depends on: the device's multiprocessors and the threads of each. None without a device.
     """
     return None if device is None else (device.num_sms, device.max_threads_per_sm)

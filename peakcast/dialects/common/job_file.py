@@ -204,7 +204,7 @@ def read_mapping(path: Path) -> dict[str, Any]:
     Raises: SpecError when the file is missing, too large, malformed, or not a mapping.
     """
     content = text.read_text(path)
-    kind = text.kind_of(content, path.suffix)
+    kind = text.format_of(content, path.suffix)
     value = text.parse(content, kind if kind in ("JSON", "TOML") else "YAML", str(path))
     if not isinstance(value, dict):
         raise SpecError(f"{path} must hold a mapping of keys to values, not {type(value).__name__}.")

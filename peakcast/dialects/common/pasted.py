@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from peakcast.core.bounded import is_file
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.asked_versions import NO_VERSIONS, AskedVersions
-from peakcast.dialects.common.text import kind_of, parse, read_text
+from peakcast.dialects.common.text import format_of, parse, read_text
 from peakcast.dialects.common.translation import Notes
 
 THE_TEXT = "the text"
@@ -122,7 +122,7 @@ def mapping_of_file(path: Path) -> Mapping[str, Any]:
 
 def mapping_of_text(text: str, where: str, ending: str = "") -> Mapping[str, Any]:
     """The mapping in the `text` of a YAML, JSON or TOML file, whose name in messages is `where`. Raises: SpecError."""
-    kind = kind_of(text, ending)
+    kind = format_of(text, ending)
     if kind not in ("JSON", "YAML", "TOML"):
         raise SpecError(f"{where} is no YAML, JSON or TOML file.")
     value = parse(text, kind, where)

@@ -82,7 +82,7 @@ def read_text(path: Path, *, named: bool = True) -> str:
     return text.replace("\r\n", "\n").replace("\r", "\n")
 
 
-def kind_of(text: str, ending: str = "") -> str:
+def format_of(text: str, ending: str = "") -> str:
     """The kind of `text`: JSON, YAML, TOML, shell or Python; the file's `ending` (".yml") decides if it is known."""
     if ending.lower() in ENDINGS:
         return ENDINGS[ending.lower()]

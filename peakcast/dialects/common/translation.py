@@ -40,7 +40,7 @@ NOT_MODELLED, UNKNOWN = "setting_not_modelled", "setting_unknown"
 """Codes of findings (`findings.KINDS`)."""
 
 
-class Reading(NamedTuple):
+class AlternativeReading(NamedTuple):
     """Another way to read a configuration, with another job as result."""
 
     name: str
@@ -61,7 +61,7 @@ class Translation:
     """Things that the configuration asks for and the job does not contain, unknown keys, and doubtful readings."""
     ignored: tuple[str, ...] = ()
     """Known keys that do not affect memory (or only refine something in `unsupported`)."""
-    others: tuple[Reading, ...] = ()
+    others: tuple[AlternativeReading, ...] = ()
     """Other jobs that the configuration may also mean, if nothing in it decides; answers show what they would need."""
 
     @property
@@ -112,7 +112,7 @@ class Notes:
     """What makes the allocator keep more than it does for the job of the answer."""
     ignored: list[str] = field(default_factory=list)
     unknown: list[str] = field(default_factory=list)
-    others: list[Reading] = field(default_factory=list)
+    others: list[AlternativeReading] = field(default_factory=list)
 
     def include(self, translation: Translation) -> TrainingJob:
         """Add the notes of `translation` to these, and return its job."""

@@ -39,7 +39,7 @@ def sequence_length(training: Settings, notes: Notes) -> int:
     return training.size(key)
 
 
-def batch_of(training: Settings, attention: str, versions: Mapping[str, object], notes: Notes) -> Batch:
+def batch_form(training: Settings, attention: str, versions: Mapping[str, object], notes: Notes) -> Batch:
     """The form of the batches. If no packing strategy is given and trl's version is not known, each sequence gets its own
     row: the number of tokens is the same and, with flash attention, the number of bytes is too."""
     packing, free = training.switch("packing"), training.switch("padding_free")

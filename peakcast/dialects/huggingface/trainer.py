@@ -13,7 +13,7 @@ from peakcast.core.errors import SpecError
 from peakcast.core.versions import release, resolved
 from peakcast.dialects.common.generation import READ, RLOO_BETA, SAMPLING, Generation, generation_of
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Reading, Settings, Translation
+from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import METHODS, NOT_MODELLED, with_method
@@ -140,7 +140,7 @@ def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Transla
     for name, asked, inner, theirs, way_out in likely:
         with contextlib.suppress(SpecError):
             if (job := _of_parts(asked, inner, theirs).job) != read.job:
-                others.append(Reading(name, job, way_out))
+                others.append(AlternativeReading(name, job, way_out))
     return replace(read, others=tuple(others))
 
 

@@ -37,7 +37,7 @@ class NotGiven(NamedTuple):
     source: str
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """One call: the dotted name of the function, its positional arguments, and its keyword arguments."""
 
     name: str
@@ -52,13 +52,13 @@ class Expressions:
     that call is `_of_`. `follow` is asked first, and returns a call's value or None."""
 
     keeps_calls: bool = False
-    follow: Callable[[Call], Any] | None = None
+    follow: Callable[[FunctionCall], Any] | None = None
     names: dict[str, Any] = field(default_factory=dict)
     fields: dict[str, Any] = field(default_factory=dict)
     """Name -> default, of command line arguments and of fields of dataclasses."""
     depth: int = 0
 
-    def call(self, node: ast.Call) -> Call:
+    def call(self, node: ast.Call) -> FunctionCall:
         keywords: dict[str, Any] = {}
         for keyword in node.keywords:
             value = self.value(keyword.value)
@@ -66,7 +66,7 @@ class Expressions:
                 keywords[keyword.arg] = value
             elif isinstance(value, dict):
                 keywords |= {str(key): each for key, each in value.items()}
-        return Call(call_name(node.func), tuple(self.value(each) for each in node.args), keywords)
+        return FunctionCall(call_name(node.func), tuple(self.value(each) for each in node.args), keywords)
 
     def value(self, node: ast.expr) -> Any:
         """The value of an expression; `NotGiven` if only running the program would give it."""
@@ -152,11 +152,11 @@ class Expressions:
         return _not_given(node)
 
 
-class _Reader(ast.NodeVisitor):
+class _ProgramReader(ast.NodeVisitor):
     """Visits the statements of a program in the order of its text."""
 
     def __init__(self) -> None:
-        self.calls: list[Call] = []
+        self.calls: list[FunctionCall] = []
         self.known = Expressions()
 
     def visit_If(self, node: ast.If) -> None:
@@ -205,14 +205,14 @@ def parsed(source: str, where: str) -> ast.Module:
         raise SpecError(f"{where} is not valid Python: {' '.join(str(error).split())}.") from error
 
 
-def calls_of(source: str, where: str) -> list[Call]:
+def calls_of(source: str, where: str) -> list[FunctionCall]:
     """The calls of a Python program, or of a notebook's cells without their shell lines, in the order of the text.
 
     Raises: SpecError if it is not valid Python.
     """
     lines = ("" if line.lstrip()[:1] in ("!", "%") else line for line in source.split("\n"))
     tree = parsed("\n".join(lines), where)
-    reader = _Reader()
+    reader = _ProgramReader()
     try:
         reader.visit(tree)
     except RecursionError as error:

@@ -16,7 +16,7 @@ MOST_CALLS = 20
 """Depth up to which calls between these functions are followed."""
 
 
-class Functions:
+class FunctionTable:
     """The functions of Python `sources`. `makes` matches the names of the classes whose objects are configurations."""
 
     def __init__(self, sources: Sequence[str], where: str, makes: re.Pattern[str]) -> None:

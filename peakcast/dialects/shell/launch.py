@@ -11,7 +11,7 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.foreign import foreign_program
 from peakcast.dialects.common.translation import words
-from peakcast.dialects.shell.script import Command, Script
+from peakcast.dialects.shell.script import Script, ShellCommand
 from peakcast.dialects.shell.slurm import sbatch_gpus
 from peakcast.dialects.shell.values import is_whole
 
@@ -121,7 +121,7 @@ def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     return words, env
 
 
-def _launch(command: Command) -> Launch | None:
+def _launch(command: ShellCommand) -> Launch | None:
     env, words = dict(command.env), list(command.words)
     launcher: dict[str, Any] = {}
     num_gpus: int | None = None

@@ -17,7 +17,7 @@ from peakcast.core.errors import SpecError
 from peakcast.dialects.shell.nested import script_to_run, text_to_run
 from peakcast.dialects.shell.shell_expansion import MAX_CHARACTERS as MAX_CHARACTERS
 from peakcast.dialects.shell.shell_expansion import MOST_NESTED, Variables
-from peakcast.dialects.shell.shell_tree import Node, command_nodes, descendants, joined, named, source_of, tree_of
+from peakcast.dialects.shell.shell_tree import Node, command_nodes, descendants, joined, named_children, source_of, tree_of
 from peakcast.dialects.shell.slurm import slurm_variables
 from peakcast.dialects.shell.values import calculated, is_whole, tested
 
@@ -47,7 +47,7 @@ _OF_A_PATH: dict[str, Callable[[str], str]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Command:
+class ShellCommand:
     """One command of a script: its words, and the exported variables that it sees."""
 
     words: tuple[str, ...]
@@ -58,7 +58,7 @@ class Command:
 class Script:
     """The commands of a script, in order, and sentences on what was not followed."""
 
-    commands: list[Command] = field(default_factory=list)
+    commands: list[ShellCommand] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     files: dict[str, str] = field(default_factory=dict)
     """Name of a file that the script writes from a here-document -> its text."""
@@ -77,7 +77,7 @@ def read_script(
     from the script's own folder, or None if the file is not available. Raises: SpecError."""
     if len(text) > MAX_CHARACTERS:
         raise SpecError(f"the script has {len(text):,} characters; a launch script is not that long.")
-    reader = _Reader(sourced)
+    reader = _ScriptReader(sourced)
     reader.variables.give(arguments)
     reader.variables.variables |= slurm_variables(text)
     reader.read(text, where)
@@ -93,7 +93,7 @@ class _LoopLeftError(Exception):
     """Raised by `break` and `continue`, to leave a turn of a loop."""
 
 
-class _Reader:
+class _ScriptReader:
     """Visits a script's tree, and keeps its variables and functions."""
 
     def __init__(self, sourced: Callable[[str], str | None]) -> None:
@@ -111,7 +111,7 @@ class _Reader:
             raise SpecError("the script runs text inside text too deeply to be a launch script.")
         before = self.variables.value("BASH_SOURCE")
         self.variables.variables["BASH_SOURCE"] = before if where is None else where
-        self._follow(named(tree_of(text)))
+        self._follow(named_children(tree_of(text)))
         self.variables.variables["BASH_SOURCE"] = before
         self._texts -= 1
 
@@ -134,7 +134,7 @@ class _Reader:
         self._blocks -= 1
 
     def _inside(self, node: Node) -> None:
-        self._follow(named(node))
+        self._follow(named_children(node))
 
     _pipeline = _subshell = _ERROR = _do_group = _else_clause = _inside
 
@@ -147,7 +147,7 @@ class _Reader:
 
     def _list(self, node: Node) -> None:
         """Follow `a && b` or `a || b`, assuming that every command succeeds."""
-        left, right = named(node)[0], named(node)[-1]
+        left, right = named_children(node)[0], named_children(node)[-1]
         if left.type in ("test_command", "negated_command"):
             holds = self._holds(left)
         else:
@@ -174,7 +174,7 @@ class _Reader:
         if node.children[0].type == "select":
             self._not_followed(node)
             return
-        name, *values = named(node)
+        name, *values = named_children(node)
         body = next((child for child in values if child.type in ("do_group", "compound_statement")), None)
         words = self._words([child for child in values if child is not body])
         if not any(child.type == "in" for child in node.children):
@@ -185,7 +185,7 @@ class _Reader:
                 break
 
     def _while_statement(self, node: Node) -> None:
-        condition, body = named(node)[0], named(node)[-1]
+        condition, body = named_children(node)[0], named_children(node)[-1]
         until = node.children[0].type == "until"
         if condition.type not in ("test_command", "negated_command", "list") and source_of(condition) not in ("true", ":"):
             self._not_followed(node)
@@ -205,7 +205,7 @@ class _Reader:
         return self._steps > before
 
     def _case_statement(self, node: Node) -> None:
-        value, *items = named(node)
+        value, *items = named_children(node)
         text = self._text(value)
         for item in items:
             ends = next(index for index, child in enumerate(item.children) if child.type == ")")
@@ -214,7 +214,7 @@ class _Reader:
                 return
 
     def _function_definition(self, node: Node) -> None:
-        name, *rest = named(node)
+        name, *rest = named_children(node)
         self.functions[source_of(name)] = rest[-1]
 
     # -- variables ----------------------------------------------------------------------------------------------------
@@ -228,11 +228,11 @@ class _Reader:
 
     def _assigned(self, node: Node) -> tuple[str, str | list[str]]:
         """(name of the variable in an assignment, its value afterwards)."""
-        name, *values = named(node)
+        name, *values = named_children(node)
         appends = any(child.type == "+=" for child in node.children)
         key = source_of(name)
         if values and values[0].type == "array":
-            items = self._words(named(values[0]))
+            items = self._words(named_children(values[0]))
             return key, [*(self.variables.items(key) if appends else []), *items]
         written = source_of(node).partition("=")[2]
         text = " ".join(self.variables.expand(written, split=False))
@@ -242,7 +242,7 @@ class _Reader:
 
     def _declaration_command(self, node: Node) -> None:
         exports = node.children[0].type == "export" or any(source_of(child) == "-x" for child in node.children)
-        for child in named(node):
+        for child in named_children(node):
             text = source_of(child)
             if child.type == "variable_assignment":
                 self._variable_assignment(child)
@@ -259,7 +259,7 @@ class _Reader:
     def _redirected_statement(self, node: Node) -> None:
         """Follow a command with redirections. The text of a here-document is written to a file by `cat`, or to a variable
         by `read`."""
-        body, *others = named(node)
+        body, *others = named_children(node)
         document = next((other for other in others if other.type == "heredoc_redirect"), None)
         text = None if document is None else self._document(document)
         words = self._words(command_nodes(body)) if text is not None and body.type == "command" else []
@@ -267,7 +267,7 @@ class _Reader:
             self.variables.variables[words[-1]] = text
         elif text is not None and words[:1] in (["cat"], ["tee"]):
             for target in descendants(node, "file_redirect"):
-                self.script.files[self._text(named(target)[-1])] = text
+                self.script.files[self._text(named_children(target)[-1])] = text
             for word in words[1:] if words[0] == "tee" else ():
                 self.script.files[word] = text
         elif body.type != "heredoc_redirect":
@@ -313,7 +313,7 @@ class _Reader:
 
     def _start(self, words: list[str], prefix: dict[str, str]) -> None:
         env = {name: self.variables.value(name) for name in sorted(self.exported)} | prefix
-        self.script.commands.append(Command(tuple(words), env))
+        self.script.commands.append(ShellCommand(tuple(words), env))
         text, script = text_to_run(words), script_to_run(words)
         if script and (written := self._sourced(script[0])) is not None:
             self._run_script(written, script, prefix)
@@ -376,7 +376,7 @@ class _Reader:
         a path apart; None for all others. The script's own folder is `.`, from which `source` searches."""
         if (folder := _FOLDER.fullmatch(text.strip())) is not None:
             return " ".join(self.variables.expand(folder[1], split=False)) or "."
-        nodes = named(tree_of(text))
+        nodes = named_children(tree_of(text))
         if len(nodes) != 1:
             return None
         name = text.split()[:1]

@@ -30,7 +30,7 @@ def source_of(node: Node) -> str:
     return bytes(node.text).decode(errors="replace")
 
 
-def named(node: Node) -> list[Node]:
+def named_children(node: Node) -> list[Node]:
     """The named children of a node, without comments."""
     return [child for child in node.named_children if child.type != "comment"]
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from peakcast.core.bounded import is_file
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.text import read_text
-from peakcast.dialects.python.functions import Functions, without_targets
+from peakcast.dialects.python.functions import FunctionTable, without_targets
 
 TRAINERS = re.compile(r"(\w*Trainer)\.Config")
 CHECKPOINTING = {"FullAC": "full", "SelectiveAC": "selective", "MemoryBudgetAC": "memory_budget"}
@@ -37,7 +37,7 @@ def registered(program: str, module: str, files: Sequence[str], folder: Path | N
     if not program.startswith(("torchtitan", "run_train")) or not names:
         return None
     module = module or _family(names[-1])
-    return _of(Functions([_registry(module, folder)], f"{module}/config_registry.py", TRAINERS), names[-1], module)
+    return _of(FunctionTable([_registry(module, folder)], f"{module}/config_registry.py", TRAINERS), names[-1], module)
 
 
 def only_one(source: str, where: str) -> Registered | None:
@@ -47,7 +47,7 @@ def only_one(source: str, where: str) -> Registered | None:
     """
     if "Trainer.Config(" not in source or "torchtitan" not in source:
         return None
-    functions = Functions([source], where, TRAINERS)
+    functions = FunctionTable([source], where, TRAINERS)
     names = functions.names()
     if len(names) != 1:
         some = ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")
@@ -88,7 +88,7 @@ def _registry(module: str, folder: Path | None) -> str:
     )
 
 
-def _of(functions: Functions, name: str, module: str) -> Registered:
+def _of(functions: FunctionTable, name: str, module: str) -> Registered:
     sections = _sections(functions.config(name), module)
     return Registered(sections, tuple(functions.notes))
 

@@ -19,7 +19,7 @@ from peakcast.models.ledger.layouts.broadcast import (
     LAUNCHES_AHEAD,
     LAUNCHES_OF_A_UNIT,
     Broadcasts,
-    buckets,
+    size_buckets,
 )
 from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.tape.step import Step
@@ -70,9 +70,9 @@ def test_a_unit_is_there_as_its_tensors_and_joined_while_its_part_is_copied():
 
 
 def test_buckets_end_with_the_tensor_that_fills_them():
-    assert buckets([100 * MIB] * 5) == [[100 * MIB] * 3, [100 * MIB] * 2]
-    assert buckets([BROADCAST_BUCKET_BYTES, 1]) == [[BROADCAST_BUCKET_BYTES], [1]]
-    assert buckets([1, 1]) == [[1, 1]]
+    assert size_buckets([100 * MIB] * 5) == [[100 * MIB] * 3, [100 * MIB] * 2]
+    assert size_buckets([BROADCAST_BUCKET_BYTES, 1]) == [[BROADCAST_BUCKET_BYTES], [1]]
+    assert size_buckets([1, 1]) == [[1, 1]]
 
 
 def test_a_replay_that_begins_with_it_never_reserves_less_than_it_did():

@@ -32,7 +32,7 @@ def graphs(kept, **changes):
     job = expand({"include": [{**regions, **changes}]})[0]
     context = Blocks(job, block_context(job, None)).contexts[0]
     recomputed = replace(context, backward=replace(context.backward, cached_matmuls=kept or 0))
-    return layer.graphs(recomputed, kept is not None)
+    return layer.layer_graphs(recomputed, kept is not None)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ CUT, TWO = {"num_hidden_layers": 3, "vocab_size": 4096}, {"micro_batch_size": 2}
 def test_the_orders_of_a_whole_networks_backward_have_the_peaks_that_inductor_logs(changes, estimates):
     job = expand({"include": [{"compile": True, "architecture": TINY, "sequence_length": 1024, **changes}]})[0]
     blocks = Blocks(job, block_context(job, None))
-    _, backward = network.graphs(tuple(blocks.contexts), tuple(blocks.recomputed))
+    _, backward = network.network_graphs(tuple(blocks.contexts), tuple(blocks.recomputed))
     assert tuple(backward.peaks()) == estimates
 
 
@@ -135,7 +135,7 @@ def test_a_loss_that_is_a_graph_of_its_own_hands_its_gradient_to_the_networks():
     """GPT-2's; the estimates are those that torch 2.13 logs of the network's backward."""
     cut = {"architecture": {**CUT, "name": "gpt2"}, "sequence_length": 1024, "micro_batch_size": 4}
     blocks = Blocks(job := expand({"include": [{"compile": True, **cut}]})[0], block_context(job, None))
-    forward, backward = network.graphs(tuple(blocks.contexts), tuple(blocks.recomputed))
+    forward, backward = network.network_graphs(tuple(blocks.contexts), tuple(blocks.recomputed))
     of_loss, of_network = backward.graphs
     assert of_network.peaks() == [380382256, 389820976, 396304432, 450797584]
     lives = {life.name: life for life in backward.lives()[0]}

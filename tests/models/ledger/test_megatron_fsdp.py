@@ -11,7 +11,13 @@ from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.ledger.megatron.buffers import owned_parameters
-from peakcast.models.ledger.megatron.fsdp import LEAST_IN_FLIGHT, Bucket, WholeBuckets, buckets, buckets_of
+from peakcast.models.ledger.megatron.fsdp import (
+    LEAST_IN_FLIGHT,
+    FSDPParameterGroup,
+    WholeBuckets,
+    buckets_of,
+    fsdp_parameter_groups,
+)
 from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import rank_share
@@ -51,13 +57,13 @@ def test_a_bucket_for_every_layer_and_one_for_the_rest():
 def test_experts_have_buckets_of_their_own_over_their_own_ranks():
     dense = Parameter("mlp.router.weight", "layers.0", (8, 64))
     experts = Parameter("mlp.experts.linear_fc1.weight", "layers.0", (4, 32, 64), expert=True, tensors=4, stacked=True)
-    found = buckets((dense, experts), 8, 2, None)
+    found = fsdp_parameter_groups((dense, experts), 8, 2, None)
     assert [(bucket.elements, bucket.shards) for bucket in found] == [(512, 8), (4 * 32 * 64, 2)]
 
 
 def test_what_lies_outside_of_layers_is_cut_by_size():
     table, norm = Parameter("a", "embedding", (8, 64)), Parameter("b", "head", (64,))
-    assert [bucket.elements for bucket in buckets((table, norm), 1, 1, 512)] == [512, 64]
+    assert [bucket.elements for bucket in fsdp_parameter_groups((table, norm), 1, 1, 512)] == [512, 64]
 
 
 def test_a_rank_keeps_its_part_of_everything():
@@ -91,7 +97,7 @@ def test_whole_gradients_wait_for_the_end_of_backward():
 
 def test_a_large_network_has_few_layers_at_once():
     """Layers of 400 million elements: two follow the one at hand, 500 million and more; gradients of three wait."""
-    layers = tuple(Bucket(frozenset({f"layers.{i}"}), 400_000_000, 8) for i in range(8))
+    layers = tuple(FSDPParameterGroup(frozenset({f"layers.{i}"}), 400_000_000, 8) for i in range(8))
     hooks, step = WholeBuckets(layers, 2, 4, True, LEAST_IN_FLIGHT), Step()
     hooks.before_forward(step, "layers.0")
     assert sorted(hooks._gathered) == [0, 1, 2]

@@ -7,7 +7,7 @@ import pytest
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.gradients import tensors_of_gradients
-from peakcast.models.ledger.layouts.module_tree import Block, ModulePath, block_of, module_of
+from peakcast.models.ledger.layouts.module_tree import BlockKind, ModulePath, block_of, module_of
 from peakcast.models.ledger.layouts.parameter_modules import ParameterModules
 
 
@@ -39,7 +39,7 @@ def test_the_module_of_a_tensor(tensor, module):
 
 def test_blocks_have_kinds():
     kinds = [block_of(name) for name in ("embedding", "layers.3", "head", "reference.head")]
-    assert kinds == [Block.EMBEDDING, Block.LAYER, Block.HEAD, Block.OTHER]
+    assert kinds == [BlockKind.EMBEDDING, BlockKind.LAYER, BlockKind.HEAD, BlockKind.OTHER]
 
 
 def test_an_operation_runs_in_the_innermost_module_with_parameters():

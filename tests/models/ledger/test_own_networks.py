@@ -21,7 +21,7 @@ from peakcast.models.recipes.baseline_choice import StackTraces, baseline_from, 
 from peakcast.models.recipes.recipe import recorded_alone
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.regime import regime
-from peakcast.models.recipes.shelf import installed, wants_recipe
+from peakcast.models.recipes.shelf import installed_libraries, wants_recipe
 from peakcast.timelines.timeline import Timeline
 from peakcast.timelines.traced import Traced
 from tests.models.recipes.walks import walk
@@ -134,7 +134,7 @@ def test_a_trace_says_which_kernels_its_environment_lacked(job):
 
 
 def test_a_trace_of_another_release_than_asked_says_so(job):
-    here = installed()["transformers"]
+    here = installed_libraries()["transformers"]
     with timelines_from("trace"):
         assert "is asked for" in out_of_scope(job(ranks=1, layout="ddp", versions=FrozenMapping({"transformers": "4.30"})))
         assert out_of_scope(job(ranks=1, layout="ddp", versions=FrozenMapping({"transformers": here}))) == ""

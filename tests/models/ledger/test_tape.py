@@ -64,14 +64,14 @@ def test_a_second_gradient_is_added_in_place_and_its_own_storage_is_freed_at_onc
     assert ("a.gradient", 2, 3) in gradients
 
 
-def test_a_template_says_when_the_gradient_that_was_handed_in_is_added_to():
+def test_a_template_says_until_when_the_gradient_of_its_output_is_used():
     """x + g(f(x)): the sum passes its gradient on, and f's is added to it. A chain adds nothing: it is read once."""
     tape = Tape()
     x = tape.input(KIB)
     y = tape.operation("g", [tape.operation("f", [x], KIB)], KIB)
     added = tape.finish(ops.add(tape, x, y, "add"))
-    assert added.backward_labels[added.added_to_handed_in] == "f"
-    assert _finished(["a", "b"]).added_to_handed_in == 1
+    assert added.backward_labels[added.output_gradient_used_until] == "f"
+    assert _finished(["a", "b"]).output_gradient_used_until == 1
 
 
 def test_a_recomputation_stops_before_what_keeps_its_inputs_and_after_what_keeps_its_result():

@@ -10,9 +10,9 @@ from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.layouts.fsdp2 import REDUCE_SCATTER
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.update_in_backward import (
-    Alone,
     Gradients,
-    Parameter,
+    ParameterKey,
+    ParameterOptimizer,
     UpdateInBackward,
     updated_in_backward,
 )
@@ -58,7 +58,7 @@ def test_of_a_weight_used_twice_the_sum_is_there_when_backward_ends():
     timeline = updated(
         ("lm_head.weight.grad", G, 100, 1, 5),
         ("first.weight.grad", G, 10, 1, 5),
-        tied={Parameter("", "lm_head.weight"): Parameter("", "embed_tokens.weight")},
+        tied={ParameterKey("", "lm_head.weight"): ParameterKey("", "embed_tokens.weight")},
     )
     assert timeline.totals.tolist() == [0, 110, 110, 100 + 4 * 10, 4 * 100, 0, 0]
 
@@ -84,7 +84,10 @@ def test_with_an_optimizer_for_each_parameter_a_gradient_is_applied_as_it_comes(
         ["", "second", "first", "ends", ""],
     )
     states = tuple((f"first.weight.{name}", "", 512) for name in ("exp_avg", "exp_avg_sq"))
-    alone = (Alone(Parameter("", "second.weight"), 0), Alone(Parameter("", "first.weight"), 300, states))
+    alone = (
+        ParameterOptimizer(ParameterKey("", "second.weight"), 0),
+        ParameterOptimizer(ParameterKey("", "first.weight"), 300, states),
+    )
     made = updated_in_backward(timeline, gradients_of(timeline, [0, 1]), ENDS, UpdateInBackward(alone=alone))
     assert made.labels == ["", "second", "update", "first", "update", "ends", ""]
     assert made.totals.tolist() == [0, 1024, 1024, 512, 512 + 512 + 1024, 1024, 1024]
@@ -96,7 +99,7 @@ def test_a_parameter_used_twice_is_updated_once_when_its_gradients_have_been_add
         [Entry("table.grad", G, 512, 1, 5), Entry("table.grad", G, 512, 2, 5)], PHASES, ["", "second", "first", "ends", ""]
     )
     states = (("table.exp_avg", "", 512),)
-    update = UpdateInBackward(alone=(Alone(Parameter("", "table"), 1024, states),))
+    update = UpdateInBackward(alone=(ParameterOptimizer(ParameterKey("", "table"), 1024, states),))
     made = updated_in_backward(timeline, gradients_of(timeline, [0, 1]), ENDS, update)
     assert made.labels == ["", "second", "first", "update", "ends", ""]
     assert made.totals.tolist() == [0, 512, 512 + 512, 512 + 512 + 1024, 512, 512]

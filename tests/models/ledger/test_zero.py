@@ -17,11 +17,11 @@ from peakcast.models.ledger.huggingface.stored_parameters import stored_paramete
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.zero import Buckets
 from peakcast.models.ledger.layouts.zero3_fetching import Coordinator
+from peakcast.models.ledger.layouts.zero3_hooks import Direction, Module, ModuleTurn
+from peakcast.models.ledger.layouts.zero3_instants import Instants
 from peakcast.models.ledger.layouts.zero3_order import Order
-from peakcast.models.ledger.layouts.zero3_passing import Instants
-from peakcast.models.ledger.layouts.zero3_visits import Module, Pass, Turn
-from peakcast.models.ledger.layouts.zero3_weights import Engine
-from peakcast.models.ledger.layouts.zero12_bucket import Bucket
+from peakcast.models.ledger.layouts.zero3_weights import Zero3Engine
+from peakcast.models.ledger.layouts.zero12_bucket import Zero12Bucket
 from peakcast.models.ledger.layouts.zero12_division import Division
 from peakcast.models.ledger.parameters.inventory import num_parameters
 from peakcast.models.ledger.scope.scope import out_of_scope
@@ -61,10 +61,10 @@ def test_zero3_fetches_one_matrix_at_a_time_until_it_knows_the_order_of_modules(
 def test_zero3_forgets_what_is_used_again_too_far_away():
     weights = [StoredTensor(f"{name}.weight", "layers.0", (100,), 2, 2, trains=True) for name in "abc"]
     modules = [Module("", (weight,)) for weight in weights]
-    turns = [Turn(modules[j], i + 1, i + 2, starts=i == 0) for i, j in enumerate((0, 1, 2, 2, 1, 0))]
+    turns = [ModuleTurn(modules[j], i + 1, i + 2, starts=i == 0) for i, j in enumerate((0, 1, 2, 2, 1, 0))]
     step = Step()
     sizes = Buckets(reduce=100, num_reduce=1, prefetch=100, persistence=0, reuse=300, live=1000, sub_group=1000)
-    coordinator = Coordinator(step, Engine(ranks=2, sizes=sizes, packs=True))
+    coordinator = Coordinator(step, Zero3Engine(ranks=2, sizes=sizes, packs=True))
     coordinator.learn(turns)
     coordinator.play(turns, Instants())
     coordinator.weights.release_rest(7, small_too=False)
@@ -80,7 +80,7 @@ def test_zero2_copies_parts_of_different_ranks_together_until_they_make_a_bucket
     tensor = StoredTensor("w.weight", "layers.0", (96,), 2, 2, trains=True)
     copied = []
     for bucket in (20, 24, 47, 60, 96):
-        waiting = Bucket(bucket, Division([([tensor], 24)], ranks=4, rank=0, round_robin=False))
+        waiting = Zero12Bucket(bucket, Division([([tensor], 24)], ranks=4, rank=0, round_robin=False))
         waiting.add(tensor, born=0)
         copied.append(waiting.copied_elements())
     assert copied == [0, 48, 48, 72, 96]
@@ -90,8 +90,8 @@ def test_zero2_copies_parts_of_different_ranks_together_until_they_make_a_bucket
 @pytest.mark.parametrize("name", ["granite-3.0-1b-a400m", "mixtral-8x7b", "mamba-130m"])
 def test_zero2_sends_the_gradient_of_every_tensor_through_its_bucket(job, monkeypatch, name, transformers):
     sent = []
-    add = Bucket.add
-    monkeypatch.setattr(Bucket, "add", lambda bucket, tensor, born: (sent.append(tensor), add(bucket, tensor, born)))
+    add = Zero12Bucket.add
+    monkeypatch.setattr(Zero12Bucket, "add", lambda bucket, tensor, born: (sent.append(tensor), add(bucket, tensor, born)))
     whole = catalog.architecture(name)
     architecture = replace(whole, num_hidden_layers=1, layer_types=whole.layer_types[:1])
     ledger(job("zero2", architecture=architecture, versions=FrozenMapping({"transformers": transformers})))
@@ -104,7 +104,7 @@ def test_zero3_knows_an_order_from_its_second_time_until_another_module_comes():
     for names in ("ab", "ab", "abc", "ab"):
         order.begin()
         for name in names:
-            wrong = order.meet(Turn(Module(name), 0, 1))
+            wrong = order.deviates_at(ModuleTurn(Module(name), 0, 1))
             seen.append("wrong" if wrong else "known" if order.known is not None else "new")
             order.at += 1
     assert seen == ["new"] * 2 + ["known"] * 2 + ["known"] * 2 + ["wrong"] + ["new"] * 2
@@ -119,10 +119,11 @@ def test_zero3_keeps_what_a_checkpoint_has_packed_and_gathers_it_again():
     for tensor, packs, expected in ((trained, True, [4, 4, 8]), (trained, False, [4, 0, 4]), (frozen, True, [4, 4, 4])):
         first = StoredTensor("v.weight", "layers.0", (1,), 2, 2, trains=True)
         module, other = Module("w", (tensor,)), Module("v", (first,))
-        turns = [Turn(module, 1, 2, during=Pass.RECOMPUTATION), Turn(other, 2, 3), Turn(module, 3, 4)]
+        again = ModuleTurn(module, 1, 2, direction=Direction.RECOMPUTATION)
+        turns = [again, ModuleTurn(other, 2, 3), ModuleTurn(module, 3, 4)]
         step = Step()
         sizes = Buckets(reduce=1, num_reduce=1, prefetch=0, persistence=0, reuse=0, live=0, sub_group=1)
-        coordinator = Coordinator(step, Engine(ranks=2, sizes=sizes, packs=packs))
+        coordinator = Coordinator(step, Zero3Engine(ranks=2, sizes=sizes, packs=packs))
         coordinator.play(turns, Instants())
         coordinator.weights.release_rest(4, small_too=False)
         for _ in range(5):

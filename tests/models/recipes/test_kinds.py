@@ -14,8 +14,8 @@ from peakcast.core.errors import CollectorError, RecordError
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes import shipped
-from peakcast.models.recipes.generalising import kind_of
-from peakcast.models.recipes.kinds import Kind, with_values
+from peakcast.models.recipes.generalising import network_kind
+from peakcast.models.recipes.kinds import NetworkKind, with_values
 from peakcast.models.recipes.recipe import Recipe, recorded
 from peakcast.models.recipes.walk import Walk
 from peakcast.networks.undescribed import for_tracing
@@ -61,15 +61,15 @@ def job(**changes: Any) -> TrainingJob:
 
 
 @pytest.fixture(scope="module")
-def known() -> tuple[Kind, Recipe]:
+def known() -> tuple[NetworkKind, Recipe]:
     library = Wide(8)
     recipe = recorded(library, (2, 512))
-    kind = kind_of(library, recipe, job(), {})
+    kind = network_kind(library, recipe, job(), {})
     assert kind is not None
     return kind, recipe
 
 
-def test_what_a_walk_shows_to_change_nothing_is_free_and_thresholds_are_not(known: tuple[Kind, Recipe]) -> None:
+def test_what_a_walk_shows_to_change_nothing_is_free_and_thresholds_are_not(known: tuple[NetworkKind, Recipe]) -> None:
     kind = known[0]
     assert set(kind.widths.keys) == {
         f"network.{name}" for name in ("hidden_size", "num_attention_heads", "num_key_value_heads")
@@ -94,14 +94,14 @@ class Positioned(Wide):
 def test_narrower_networks_have_as_many_positions_as_the_recorded_one() -> None:
     library, asked = Positioned(8), job(max_position_embeddings=768)
     recipe = recorded(library, (2, 512), 768)
-    kind = kind_of(library, recipe, asked, {})
+    kind = network_kind(library, recipe, asked, {})
     assert kind is not None
     assert "network.max_position_embeddings" in kind.widths.keys
     assert kind.values(job(max_position_embeddings=768, hidden_size=256, num_attention_heads=4)) is not None
     assert kind.values(job(max_position_embeddings=512, hidden_size=256, num_attention_heads=4)) is None
 
 
-def test_another_width_and_depth_has_the_sizes_of_its_own_walk(known: tuple[Kind, Recipe]) -> None:
+def test_another_width_and_depth_has_the_sizes_of_its_own_walk(known: tuple[NetworkKind, Recipe]) -> None:
     kind, recipe = known
     other = {"hidden_size": 1280, "num_attention_heads": 20, "num_key_value_heads": 4}
     values = kind.values(job(**other, num_hidden_layers=30, vocab_size=50257))
@@ -126,18 +126,18 @@ def test_another_width_and_depth_has_the_sizes_of_its_own_walk(known: tuple[Kind
         {"hidden_size": 513},
     ],
 )
-def test_networks_that_no_walk_confirms_are_left_alone(known: tuple[Kind, Recipe], other: dict[str, Any]) -> None:
+def test_networks_that_no_walk_confirms_are_left_alone(known: tuple[NetworkKind, Recipe], other: dict[str, Any]) -> None:
     assert known[0].values(job(**other)) is None
 
 
-def test_what_no_code_reads_may_be_anything(known: tuple[Kind, Recipe]) -> None:
+def test_what_no_code_reads_may_be_anything(known: tuple[NetworkKind, Recipe]) -> None:
     """Published configurations keep keys of the programs that made them, and how to generate."""
     kind = replace(known[0], read=frozenset(CONFIG))
     assert kind.values(job(logit_scale=0.5, num_beams=4, task_specific_params={"a": {"b": 1}})) is not None
     assert kind.values(job(hidden_act="gelu", num_beams=4)) is None
 
 
-def test_a_switch_that_is_off_is_as_good_as_absent(known: tuple[Kind, Recipe]) -> None:
+def test_a_switch_that_is_off_is_as_good_as_absent(known: tuple[NetworkKind, Recipe]) -> None:
     assert known[0].values(job(gradient_checkpointing=False)) is not None
     assert known[0].values(job(gradient_checkpointing=True)) is None
 
@@ -154,7 +154,11 @@ def test_a_switch_that_is_off_is_as_good_as_absent(known: tuple[Kind, Recipe]) -
     ],
 )
 def test_a_refusal_says_what_the_nearest_shipped_recipe_is_of(
-    known: tuple[Kind, Recipe], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], expected: str
+    known: tuple[NetworkKind, Recipe],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, Any],
+    expected: str,
 ) -> None:
     (tmp_path / shipped.file_name("unheard_of")).write_bytes(shipped.written([known]))
     monkeypatch.setattr(shipped, "_stacks", lambda _: (tmp_path,))
@@ -163,12 +167,12 @@ def test_a_refusal_says_what_the_nearest_shipped_recipe_is_of(
     assert shipped.nearest_shipped(asked) == expected
 
 
-def test_another_regime_is_another_kind(known: tuple[Kind, Recipe]) -> None:
+def test_another_regime_is_another_kind(known: tuple[NetworkKind, Recipe]) -> None:
     asked = job_from_mapping({"architecture": "gpt2", "activation_checkpointing": {"mode": "full"}})
     assert known[0].values(job().replace(activation_checkpointing=asked.activation_checkpointing)) is None
 
 
-def test_a_file_of_kinds_is_read_as_it_was_written(known: tuple[Kind, Recipe], tmp_path: Path) -> None:
+def test_a_file_of_kinds_is_read_as_it_was_written(known: tuple[NetworkKind, Recipe], tmp_path: Path) -> None:
     path = tmp_path / shipped.file_name("unheard_of")
     path.write_bytes(shipped.written([known, known]))
     (kind, recipe), _ = shipped.all_of(path)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_visits import Course, Pass, Passage
-from peakcast.models.ledger.recorded.turns import RecordedModules, turns_of
+from peakcast.models.ledger.layouts.zero3_hooks import BlockOperations, Direction, TurnPart
+from peakcast.models.ledger.recorded.turns import RecordedModules, recorded_turns
 from peakcast.models.recipes.depth import deepened, repeats
 from peakcast.models.recipes.walk import Visit
 from tests.models.recipes.walks import walk
@@ -20,15 +20,15 @@ def test_a_module_around_others_keeps_its_own_weights_until_it_is_left() -> None
         Visit("forward", False, "inner", 3, INNER),
         Visit("forward", False, "outer", 5, OUTER),
     )
-    begins, inner, ends = turns_of("layers.0", visits, WEIGHTS)
-    assert (begins.begins, begins.course) == (0, Course.BEGINS)
-    assert (inner.begins, inner.ends, inner.course) == (1, 3, Course.WHOLE)
+    begins, inner, ends = recorded_turns("layers.0", visits, WEIGHTS)
+    assert (begins.begins, begins.part) == (0, TurnPart.BEGINS)
+    assert (inner.begins, inner.ends, inner.part) == (1, 3, TurnPart.WHOLE)
     assert inner.tensors == (WEIGHTS["layers.0", "inner.w"],)
-    assert (ends.ends, ends.course, ends.tensors) == (5, Course.ENDS, begins.tensors)
+    assert (ends.ends, ends.part, ends.tensors) == (5, TurnPart.ENDS, begins.tensors)
 
 
 def test_a_module_that_is_never_left_releases_nothing() -> None:
-    (turn,) = turns_of("layers.0", (Visit("backward", True, "inner", 2, INNER),), WEIGHTS)
+    (turn,) = recorded_turns("layers.0", (Visit("backward", True, "inner", 2, INNER),), WEIGHTS)
     assert not turn.releases
 
 
@@ -38,11 +38,11 @@ def test_what_a_checkpoint_runs_again_is_a_turn_of_its_own() -> None:
         Visit("again", True, "inner", 0, INNER),
         Visit("backward", False, "inner", 4, INNER),
     )
-    asks, again, goes_on = turns_of("layers.0", visits, WEIGHTS)
-    assert asks.course is Course.BEGINS
-    assert again.during is Pass.RECOMPUTATION
-    assert again.course is Course.UNRELEASED  # the checkpoint stopped inside it
-    assert goes_on.course is Course.ENDS
+    asks, again, goes_on = recorded_turns("layers.0", visits, WEIGHTS)
+    assert asks.part is TurnPart.BEGINS
+    assert again.direction is Direction.RECOMPUTATION
+    assert again.part is TurnPart.UNRELEASED  # the checkpoint stopped inside it
+    assert goes_on.part is TurnPart.ENDS
 
 
 def test_layers_of_a_deep_network_have_turns_with_weights_of_their_own() -> None:
@@ -52,7 +52,7 @@ def test_layers_of_a_deep_network_have_turns_with_weights_of_their_own() -> None
     tensors = [StoredTensor("w", f"layers.{layer}", (16, 32), 2, 2, True) for layer in range(9)]
     modules = RecordedModules(short, deep, names, tensors)
     for layer in (0, 3, 8):
-        (turn,) = modules.turns(Passage(f"layers.{layer}", [], 100, Pass.BACKWARD))
+        (turn,) = modules.turns(BlockOperations(f"layers.{layer}", [], 100, Direction.BACKWARD))
         assert turn.tensors == (tensors[layer],)
         assert turn.begins == 100
-        assert modules.turns(Passage(f"layers.{layer}", [], 0))[0].name == turn.name
+        assert modules.turns(BlockOperations(f"layers.{layer}", [], 0))[0].name == turn.name

@@ -7,7 +7,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 
-from peakcast.models.recipes.widths import Sample, learned
+from peakcast.models.recipes.widths import WidthSample, learned
 
 KEYS = ("heads", "hidden", "intermediate", "key_heads")
 BASE = (32, 4096, 14336, 8)
@@ -30,8 +30,8 @@ def sizes(heads: int, hidden: int, intermediate: int, key_heads: int) -> np.ndar
     )
 
 
-def sample(*values: int) -> Sample:
-    return Sample(tuple(Fraction(now, before) for now, before in zip(values, BASE, strict=True)), sizes(*values))
+def sample(*values: int) -> WidthSample:
+    return WidthSample(tuple(Fraction(now, before) for now, before in zip(values, BASE, strict=True)), sizes(*values))
 
 
 ALONE = [sample(64, 4096, 14336, 8), sample(32, 8192, 14336, 8), sample(32, 4096, 28672, 8), sample(32, 4096, 14336, 16)]
@@ -47,7 +47,7 @@ def test_sizes_of_other_widths_follow_from_one_changed_number_at_a_time(values: 
 def test_a_size_that_is_no_sum_of_products_is_named() -> None:
     """As that of a table which is rounded up to a multiple of 10,000: 30,000 of 24,576."""
     samples = [*ALONE, sample(32, 16384, 14336, 8)]
-    rounded = [Sample(one.factors, np.array([-(-int(one.numbers[0]) // 10000) * 10000])) for one in samples]
+    rounded = [WidthSample(one.factors, np.array([-(-int(one.numbers[0]) // 10000) * 10000])) for one in samples]
     _, unexplained = learned(KEYS, BASE, np.array([30000]), rounded)
     assert unexplained.tolist() == [0]
 

@@ -16,7 +16,7 @@ from peakcast.models.ledger.huggingface.blocks.tensor_parallel import WHOLE, Ten
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Precision:
+class ElementBytes:
     """Bytes of one element of weights and results."""
 
     weight_bytes: int
@@ -125,7 +125,7 @@ class LossRules:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kernels:
+class FusedKernels:
     """Which fused kernels run, by the conventions `norm_kernel`, `rotary_kernel`, `gated_activation_kernel`, `loss_kernel`
     and `lora_kernel`. False or "eager": the family's own code."""
 
@@ -142,7 +142,7 @@ class Kernels:
         """Whether lm_head and loss are one operation that makes no whole logits."""
         return self.loss in ("fused_linear", "chunked")
 
-    def layer_compiled(self) -> Kernels:
+    def layer_compiled(self) -> FusedKernels:
         """These kernels in a compiled layer, which fuses norms, rotation and gated activation too."""
         return replace(self, norm=True, rotary=True, gated_activation=True)
 
@@ -226,18 +226,18 @@ class HFContext:
     batch: int
     sequence: int
     """Number of tokens of each sequence; if `ring` shares sequences, of this rank's part of each."""
-    precision: Precision
+    precision: ElementBytes
     attention: Attention
     finetuning: Finetuning
     adapters: Adapters
     linears: Linears = Linears()
     experts: Experts = Experts()
     loss: LossRules = LossRules()
-    kernels: Kernels = Kernels()
+    kernels: FusedKernels = FusedKernels()
     """Which fused kernels replace the family's own code."""
     compiled: frozenset[str] = frozenset()
     """What torch.compile compiles: names from COMPILED in `contexts.py`. Inductor fuses a layer's norms, rotation and
-    silu·up as Liger's kernels do, and saves the same (`Kernels.layer_compiled`)."""
+    silu·up as Liger's kernels do, and saves the same (`FusedKernels.layer_compiled`)."""
     compiles_adapters: bool = False
     """Whether the graph of a layer that is compiled by itself is known with its adapters."""
     backward: BackwardRules = BackwardRules()

@@ -15,14 +15,14 @@ from peakcast.timelines.timeline import Category
 def fused_loss(build: BlockBuilder, hidden: Tensor) -> None:
     """Append lm_head and loss by the job's kernel: Unsloth's, torchtitan's, or Liger's."""
     if build.context.kernels.loss == "chunked":
-        chunked_cross_entropy(build, hidden)
+        unsloth_cross_entropy(build, hidden)
     elif build.context.loss.fused_chunks:
         loss_in_chunks(build, hidden)
     else:
         fused_linear_cross_entropy(build, hidden)
 
 
-def chunked_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
+def unsloth_cross_entropy(build: BlockBuilder, hidden: Tensor) -> None:
     """Unsloth's: a compiled function makes the logits of one chunk of tokens, overwrites them with their gradient, and
     computes from that the gradient of the hidden states, which is copied into the saved one.
 

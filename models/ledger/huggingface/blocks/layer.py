@@ -48,9 +48,9 @@ def decoder_layer(context: HFContext) -> Template:
     for variable in (hidden, *build.variables):  # the model's loop variable refers to the layer's input until it returns
         tape.hold(variable)
     handed_on = backward.checkpointed and backward.reentrant and family_of(architecture).attention.returns_weights
-    beside = build.attention_weights if handed_on else None
+    second_output = build.attention_weights if handed_on else None
     return tape.finish(
-        output, cached_matmuls=backward.cached_matmuls, cached_kinds=backward.cached_kinds, beside=beside
+        output, cached_matmuls=backward.cached_matmuls, cached_kinds=backward.cached_kinds, second_output=second_output
     )
 
 

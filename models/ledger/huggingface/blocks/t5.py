@@ -2,7 +2,7 @@
 
 Three tensors belong to a whole stack and every layer reads them: the bias of relative positions, which the first layer
 makes; the zeros that cross-attention uses instead; and the encoder's output, which every decoder layer reads. Here they are
-`elsewhere`; `encoder_decoder.py` says how long each lives. Read from transformers 5.17 `models/t5/modeling_t5.py`,
+`borrowed`; `encoder_decoder.py` says how long each lives. Read from transformers 5.17 `models/t5/modeling_t5.py`,
 `integrations/sdpa_attention.py` (`create_position_bias_mask`).
 """
 
@@ -68,15 +68,15 @@ def t5_layer(layer: T5Layer) -> Template:
     owned = not context.backward.checkpointed
     hidden = tape.input(context.input_bytes, requires_grad=context.layer.input_requires_grad, owned=owned)
     size = position_bias_bytes(context)
-    bias = tape.elsewhere(size, POSITION_BIAS, requires_grad=context.trainable)
+    bias = tape.borrowed(size, POSITION_BIAS, requires_grad=context.trainable)
     named: list[Tensor] = []
     """Tensors to which the block's variable `_` refers: an attention's weights, until the next attention returns."""
     x = _attend(build, layer, hidden, SELF, None, bias, named)
     if layer.decodes:
         states = context.batch * layer.source_length * context.architecture.hidden_size * context.stream_bytes
-        source = tape.elsewhere(states, ENCODER_STATES)
+        source = tape.borrowed(states, ENCODER_STATES)
         size = cross_position_bias_bytes(context, layer.source_length)
-        zeros = tape.elsewhere(size, CROSS_POSITION_BIAS, requires_grad=context.backward.checkpointed)
+        zeros = tape.borrowed(size, CROSS_POSITION_BIAS, requires_grad=context.backward.checkpointed)
         x = _attend(build, layer, x, CROSS, source, zeros, named)
     output = _feed_forward(build, x)
     for variable in (hidden, *named[-1:], *build.variables):

@@ -25,7 +25,7 @@ from peakcast.models.ledger.megatron.blocks.primitives import (
 )
 from peakcast.models.ledger.megatron.blocks.recompute import checkpointed
 from peakcast.models.ledger.tape.marks import Mark
-from peakcast.models.ledger.tape.offloading import Offload
+from peakcast.models.ledger.tape.offloading import OffloadPlan
 from peakcast.models.ledger.tape.tape import Tape, Tensor
 from peakcast.models.ledger.tape.template import Template
 
@@ -60,9 +60,9 @@ def decoder_layer(context: MegatronContext) -> Template:
     return tape.finish(layer_operations(tape, hidden, context))
 
 
-def _offload(context: MegatronContext) -> Offload:
+def _offload(context: MegatronContext) -> OffloadPlan:
     groups = {name: module for module in context.offloading.modules for name in OFFLOADED[module]}
-    return Offload(groups, context.offloading.least_elements * context.element_bytes)
+    return OffloadPlan(groups, context.offloading.least_elements * context.element_bytes)
 
 
 def layer_operations(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
@@ -118,7 +118,7 @@ def _projected(tape: Tape, attended: Tensor, context: MegatronContext) -> Tensor
 def _cross_attention(tape: Tape, hidden: Tensor, context: MegatronContext) -> Tensor:
     """Attention from the decoder's tokens to the encoder's, whose output all decoder layers read."""
     source = replace(context, sequence=context.source_sequence)
-    states = tape.elsewhere(source.stream_bytes, ENCODER_STATES)
+    states = tape.borrowed(source.stream_bytes, ENCODER_STATES)
     normalized = norm(tape, hidden, context, context.stream_rows, context.hidden, "pre_cross_attn_layernorm")
     both = column_linear(
         tape, states, source, 2 * context.attention.key_value, "cross_attention.linear_kv", context.linear_bias

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.models.ledger.tape.tape import Tape, Tensor
-from peakcast.models.ledger.tape.template import HANDED_IN, Template
+from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT, Template
 
 Bytes = npt.NDArray[np.int64]
 
@@ -105,7 +105,7 @@ def _lives(template: Template) -> tuple[Bytes, Bytes]:
     first = template.num_forward
     born = np.where(template.born_backward, first, 0) + template.born
     dies = np.where(template.dies_backward, first, 0) + template.dies
-    own = np.array([name != HANDED_IN for name in template.names], dtype=bool)
+    own = np.array([name != OUTPUT_GRADIENT for name in template.names], dtype=bool)
     instants = np.arange(first + template.num_backward)[:, None]
     with_graph = ((born <= instants) & (instants < dies) & own) @ template.num_bytes
     no_graph = ~template.born_backward & (born <= instants[:first]) & (instants[:first] < template.dies_without_graph)

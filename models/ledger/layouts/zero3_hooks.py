@@ -1,4 +1,4 @@
-"""What ZeRO-3's hooks see of a module: when it begins and ends, which weights are its own, and what becomes of them.
+"""What ZeRO-3's hooks see of a module: when it begins and ends, which weights it reads, and whether they are released.
 
 Source: DeepSpeed 0.19.8 `runtime/zero/parameter_offload.py`, `_register_deepspeed_module`.
 """
@@ -11,10 +11,10 @@ from enum import Enum
 from typing import NamedTuple
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.tape.step import Run
+from peakcast.models.ledger.tape.step import BlockRun
 
 
-class Pass(Enum):
+class Direction(Enum):
     """In which direction a block's operations run."""
 
     FORWARD = "forward"
@@ -23,14 +23,14 @@ class Pass(Enum):
     BACKWARD = "backward"
 
 
-class Passage(NamedTuple):
-    """The operations of a block that run one after the other."""
+class BlockOperations(NamedTuple):
+    """The operations of a block that run one after the other, in one direction."""
 
     block: str
     labels: Sequence[str]
     begins: int
     """The instant of the first."""
-    during: Pass = Pass.FORWARD
+    direction: Direction = Direction.FORWARD
 
     @property
     def ends(self) -> int:
@@ -38,24 +38,24 @@ class Passage(NamedTuple):
         return self.begins + len(self.labels)
 
 
-def passage(run: Run, block: str, during: Pass) -> Passage:
+def block_operations(run: BlockRun, block: str, direction: Direction) -> BlockOperations:
     """The operations of a run, in one direction."""
-    if during is Pass.BACKWARD:
-        return Passage(block, run.template.backward_labels, run.backward_start or 0, during)
-    return Passage(block, run.template.forward_labels, run.forward_start, during)
+    if direction is Direction.BACKWARD:
+        return BlockOperations(block, run.template.backward_labels, run.backward_start or 0, direction)
+    return BlockOperations(block, run.template.forward_labels, run.forward_start, direction)
 
 
 @dataclass(frozen=True, slots=True)
 class Module:
-    """A module as DeepSpeed's hooks see it. `name`: what the recorded order of modules knows it by. `tensors`: its own
+    """A module as DeepSpeed's hooks see it. `name`: its name in DeepSpeed's recorded order of modules. `tensors`: its own
     parameters; a module that only contains other modules has none."""
 
     name: str
     tensors: tuple[StoredTensor, ...] = ()
 
     def counted(self, *, by_leaf: bool) -> Sequence[StoredTensor]:
-        """The tensors that a leaf module, or another one, counts when it looks for its own among the modules that come
-        (`recurse` in `__params_to_release`)."""
+        """The tensors that DeepSpeed counts for this module when another module is released and it looks for uses that
+        follow soon; `by_leaf`: when that other module is a leaf (`recurse` in `__params_to_release`)."""
         return self.tensors
 
 
@@ -70,14 +70,14 @@ class Container(Module):
 
 
 @dataclass(frozen=True, slots=True)
-class OfBlock(Module):
+class BlockModule(Module):
     """A block with parameters of its own, or with parameters that no operation is named after."""
 
 
 @dataclass(frozen=True, slots=True)
 class Leaf(Module):
-    """A module that DeepSpeed treats as one with all the modules inside it, whose tensors are its own. `done`: how many
-    instants after its begin the operations of each end."""
+    """A module that DeepSpeed treats as one with all the modules inside it: their tensors count as its own. `done`: by
+    tensor, how many instants after the module begins the tensor's operation ends."""
 
     done: Mapping[str, int] = field(default_factory=dict)
 
@@ -87,26 +87,26 @@ class Leaf(Module):
 
 @dataclass(frozen=True, slots=True)
 class Function(Module):
-    """A module without weights, which is done when its operation is, such as dropout."""
+    """A module without weights that ends with its one operation, such as dropout."""
 
 
-class Course(Enum):
-    """How far a module comes in a turn."""
+class TurnPart(Enum):
+    """Whether a module begins in a turn, whether it ends, and whether a hook then releases its tensors."""
 
     WHOLE = "it begins and ends, and its hook releases its tensors"
-    UNRELEASED = "it begins and ends, but no hook releases its tensors, since no gradient flows on or it stopped before"
-    BEGINS = "it begins, and holds its tensors, which no other module can release, until a turn in which it ends"
+    UNRELEASED = "it begins and ends, but its hook does not run: no gradient flows on, or the module stopped early"
+    BEGINS = "it begins; until the turn in which it ends, no other module's hook can release its tensors"
     ENDS = "it ends, having begun in an earlier turn, and its hook releases its tensors"
 
 
-class Turn(NamedTuple):
+class ModuleTurn(NamedTuple):
     """A module's turn, from instant `begins` until before `ends`."""
 
     module: Module
     begins: int
     ends: int
-    course: Course = Course.WHOLE
-    during: Pass = Pass.FORWARD
+    part: TurnPart = TurnPart.WHOLE
+    direction: Direction = Direction.FORWARD
     starts: bool = False
     """Whether the network's forward begins with it, whether or not a backward follows."""
 
@@ -123,26 +123,26 @@ class Turn(NamedTuple):
     @property
     def enters(self) -> bool:
         """Whether the module begins in this turn."""
-        return self.course is not Course.ENDS
+        return self.part is not TurnPart.ENDS
 
     @property
     def releases(self) -> bool:
         """Whether a hook releases the module's tensors after the turn."""
-        return self.course is Course.WHOLE or self.course is Course.ENDS
+        return self.part is TurnPart.WHOLE or self.part is TurnPart.ENDS
 
-    def ending(self) -> Turn:
+    def ending(self) -> ModuleTurn:
         """The same turn, of a module that has begun before."""
-        return self._replace(course=Course.ENDS)
+        return self._replace(part=TurnPart.ENDS)
 
-    def later(self, instants: int) -> Turn:
+    def later(self, instants: int) -> ModuleTurn:
         """The same turn, `instants` later."""
-        module, begins, ends, course, during, starts = self
-        return Turn(module, begins + instants, ends + instants, course, during, starts)
+        module, begins, ends, part, direction, starts = self
+        return ModuleTurn(module, begins + instants, ends + instants, part, direction, starts)
 
-    def unreleased(self) -> Turn:
+    def unreleased(self) -> ModuleTurn:
         """The same turn, after which no hook releases anything."""
-        return self._replace(course=Course.UNRELEASED) if self.course is Course.WHOLE else self
+        return self._replace(part=TurnPart.UNRELEASED) if self.part is TurnPart.WHOLE else self
 
-    def never_ending(self) -> Turn:
+    def never_ending(self) -> ModuleTurn:
         """The same turn, of a module that holds its tensors until backward ends."""
-        return self._replace(course=Course.BEGINS)
+        return self._replace(part=TurnPart.BEGINS)

@@ -6,7 +6,7 @@ import contextlib
 from typing import Any, Protocol
 
 
-class Layout(Protocol):
+class WrappedModel(Protocol):
     """A model wrapped for data parallelism, and how the training loop must treat it."""
 
     model: Any
@@ -23,7 +23,7 @@ class Layout(Protocol):
         """Clip gradients by their norm over all ranks."""
 
 
-class Alone:
+class UnwrappedModel:
     """One rank, whose model is not wrapped."""
 
     splits_loss = False

@@ -6,16 +6,16 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_visits import Course, Leaf, Pass, Turn
-from peakcast.models.ledger.layouts.zero3_weights import Engine
+from peakcast.models.ledger.layouts.zero3_hooks import Direction, Leaf, ModuleTurn, TurnPart
+from peakcast.models.ledger.layouts.zero3_weights import Zero3Engine
 
 
-class Claims:
-    """Which weights of one micro-batch are still needed when a module releases them. `viewed`: tensors, besides stacked
-    experts, of which autograd saves views, so that releasing them does not free their memory. (Checkpoints save no views.)
+class WeightUsers:
+    """Which weights of one micro-batch something still needs when a module releases them. `viewed`: tensors of which
+    autograd saves views (as of stacked experts), so that a release does not free their memory; checkpoints save no views.
     """
 
-    def __init__(self, turns: Sequence[Turn], engine: Engine, viewed: Collection[StoredTensor]) -> None:
+    def __init__(self, turns: Sequence[ModuleTurn], engine: Zero3Engine, viewed: Collection[StoredTensor]) -> None:
         self.turns, self.engine, self.viewed = turns, engine, viewed
         self._uses: dict[StoredTensor, list[int]] = {}
         """The turns that have each tensor."""
@@ -26,33 +26,33 @@ class Claims:
         """Weights whose memory a checkpoint keeps from their recomputation to their backward."""
         self._kept = set[StoredTensor]()
         """Weights of modules that have begun and not ended."""
-        self._lent = dict[StoredTensor, None]()
+        self._gathered_by_recomputation = dict[StoredTensor, None]()
         """Frozen weights that a recomputation has gathered and no module has released. DeepSpeed assigns them to the module
-        whose backward is running (`ds_recompute_parameters`): to one of the block, which ends soon, or, with use_reentrant,
-        to the whole network, which never ends."""
-        self._taken_back = dict[StoredTensor, None]()
-        """The lent weights that have been assigned to the module of the current turn."""
+        whose backward is running (`ds_recompute_parameters`): a module of the block, which ends soon, or, with
+        use_reentrant, the whole network, which never ends."""
+        self._reassigned = dict[StoredTensor, None]()
+        """Such weights that have been assigned to the module of the current turn, which releases them."""
 
-    def note(self, turn: Turn, mine: Sequence[StoredTensor]) -> None:
+    def note(self, turn: ModuleTurn, mine: Sequence[StoredTensor]) -> None:
         """Note that the module of a turn reads its tensors."""
-        self._taken_back = {}
-        if turn.course is Course.BEGINS:
+        self._reassigned = {}
+        if turn.part is TurnPart.BEGINS:
             self._kept.update(mine)
-        elif turn.course is Course.ENDS:
+        elif turn.part is TurnPart.ENDS:
             self._kept.difference_update(mine)
-        if turn.during is Pass.RECOMPUTATION:
+        if turn.direction is Direction.RECOMPUTATION:
             self._packed.update(t for t in mine if self.engine.packs and t.trains)
-            self._lent |= {t: None for t in mine if not t.trains}
-        elif mine or turn.course is Course.ENDS:
+            self._gathered_by_recomputation |= {t: None for t in mine if not t.trains}
+        elif mine or turn.part is TurnPart.ENDS:
             self._packed.difference_update(mine)
             if self.engine.packs:
-                self._taken_back, self._lent = self._lent, {}
+                self._reassigned, self._gathered_by_recomputation = self._gathered_by_recomputation, {}
 
-    def free_of(self, released: Iterable[StoredTensor]) -> list[StoredTensor]:
+    def freed_after(self, released: Iterable[StoredTensor]) -> list[StoredTensor]:
         """The tensors that are freed when the current turn ends: `released` by the module's hook, and the frozen ones that
         the last recomputation gathered. Those that another module or recomputation still needs stay."""
-        large = (t for t in self._taken_back if not self.engine.persists(t))
-        return [t for t in (*released, *large) if t not in self._lent and t not in self._kept]
+        large = (t for t in self._reassigned if not self.engine.persists(t))
+        return [t for t in (*released, *large) if t not in self._gathered_by_recomputation and t not in self._kept]
 
     def is_packed(self, tensor: StoredTensor) -> bool:
         """Whether a checkpoint keeps the tensor's memory."""
@@ -66,23 +66,23 @@ class Claims:
             ends = next((later.ends for later in self._later(tensor, index)), ends)
         if tensor in mine and self.engine.packs and tensor.quantized:
             ends = self._last(tensor).ends  # bitsandbytes' product keeps a quantised weight for its backward (`MatMul4Bit`)
-        if (tensor.exceeds_matrix or tensor in self.viewed) and (tensor in mine or tensor in self._taken_back):
+        if (tensor.exceeds_matrix or tensor in self.viewed) and (tensor in mine or tensor in self._reassigned):
             after = self._later(tensor, index)
-            if after and not any(later.during is Pass.RECOMPUTATION for later in after):
+            if after and not any(later.direction is Direction.RECOMPUTATION for later in after):
                 ends = max(ends, _done(after[-1], tensor))
         return ends
 
-    def _later(self, tensor: StoredTensor, index: int) -> list[Turn]:
+    def _later(self, tensor: StoredTensor, index: int) -> list[ModuleTurn]:
         """The turns after turn `index` that have the tensor."""
         uses = self._uses.get(tensor, [])
         return [self.turns[use] for use in uses[bisect_right(uses, index) :]]
 
-    def _last(self, tensor: StoredTensor) -> Turn:
+    def _last(self, tensor: StoredTensor) -> ModuleTurn:
         """The last turn that has the tensor."""
         return self.turns[self._uses[tensor][-1]]
 
 
-def _done(turn: Turn, tensor: StoredTensor) -> int:
+def _done(turn: ModuleTurn, tensor: StoredTensor) -> int:
     """The instant at which a module is done with one of its tensors: a leaf, when the tensor's own operation has ended."""
     if isinstance(turn.module, Leaf) and tensor.name in turn.module.done:
         return turn.begins + turn.module.done[tensor.name]

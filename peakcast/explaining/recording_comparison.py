@@ -71,7 +71,7 @@ class Moment:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Beside:
+class RecordingComparison:
     """A recording compared with a prediction: at the recorded peak, and in every recorded phase."""
 
     predicted_by: str
@@ -81,7 +81,9 @@ class Beside:
     predicted: Timeline
 
 
-def beside(recorded: Timeline, predicted: Timeline, allocated_bytes: list[int], predicted_by: str) -> Beside:
+def compare_recording(
+    recorded: Timeline, predicted: Timeline, allocated_bytes: list[int], predicted_by: str
+) -> RecordingComparison:
     """Compare `recorded` with `predicted`; `allocated_bytes` are the recording's at each instant, slack included."""
     allocated = np.array(allocated_bytes, dtype=np.int64)
     moments = {}
@@ -91,7 +93,7 @@ def beside(recorded: Timeline, predicted: Timeline, allocated_bytes: list[int], 
             at = int(inside[np.argmax(allocated[inside])])
             moments[phase] = _moment(recorded, predicted, phase, at, int(allocated[at]))
     fullest = max(moments.values(), key=lambda moment: moment.recorded_bytes)
-    return Beside(
+    return RecordingComparison(
         predicted_by=predicted_by,
         peak=fullest,
         phases=tuple(moments.values()),
@@ -156,7 +158,7 @@ def _nearest(predicted: Timeline, phase: Phase, have: Counter[int]) -> int:
     return int(np.argmin(difference))
 
 
-def shares(found: Beside, instants: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+def shares(found: RecordingComparison, instants: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Bytes of the recording at each of `instants`, [3, len(instants)]: as predicted; of tensors that were not predicted;
     of kernels and libraries. Of each size, as many are as predicted as the prediction ever has at once in that phase."""
     recorded, predicted = found.recorded, found.predicted

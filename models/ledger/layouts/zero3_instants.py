@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 
 @dataclass(slots=True)
-class Fetched:
+class GatheredBefore:
     """Bytes that modules gather, one after the other, before the operation at instant `at` runs."""
 
     at: int

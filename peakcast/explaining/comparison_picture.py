@@ -12,8 +12,8 @@ import numpy.typing as npt
 from peakcast.answers.labels import phase_title
 from peakcast.core.drawing import INK, STYLE
 from peakcast.core.units import GIB
-from peakcast.explaining.beside import UNKNOWN_PHASE, Beside, shares
 from peakcast.explaining.picture import DIM, RED, SHADES, check_picture_path
+from peakcast.explaining.recording_comparison import UNKNOWN_PHASE, RecordingComparison, shares
 from peakcast.explaining.stack import sampled, spans
 from peakcast.timelines.timeline import Phase, Timeline
 
@@ -21,7 +21,7 @@ COLUMNS = 500
 BANDS = (("as predicted", "#5b8db8"), ("nobody predicted", "#f2b134"), ("no tensor (kernels, libraries)", "#d9572b"))
 
 
-def write_beside(found: Beside, path: Path, title: str) -> None:
+def write_comparison(found: RecordingComparison, path: Path, title: str) -> None:
     """Draw the comparison to `path` (.png or .svg). Raises: SpecError for another ending."""
     import matplotlib
 
@@ -31,7 +31,7 @@ def write_beside(found: Beside, path: Path, title: str) -> None:
         draw(found, title).savefig(path, dpi=150, metadata=metadata)
 
 
-def draw(found: Beside, title: str) -> Any:
+def draw(found: RecordingComparison, title: str) -> Any:
     """The picture as a matplotlib figure."""
     from matplotlib.figure import Figure
 
