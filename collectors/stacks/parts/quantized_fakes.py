@@ -60,7 +60,7 @@ def dequantize_for_peft(integrations: Any) -> None:
 
     @functools.wraps(own)
     def dequantized(layer: Any) -> Any:
-        weight = getattr(layer, "weight", None)
+        weight: Any = getattr(layer, "weight", None)
         if (state := getattr(weight, "quant_state", None)) is None:
             return own(layer)
         functional = imported("bitsandbytes.functional", "bitsandbytes", parameter="finetuning.quantization", value="nf4")
