@@ -22,6 +22,8 @@ NAMES = {
     "B200": "NVIDIA B200",
 }
 """Prefix of a GPU type's name in the catalog -> CUDA's name, for types whose name scripts compare."""
+NCCL_VERSION = (2, 27, 5)
+"""Of the CUDA builds of torch 2.9; scripts compare it with the first that has bfloat16."""
 COMPILING = "torch._dynamo.variables."
 """The modules in which Dynamo calls functions whose answers become constants of compiled code."""
 SILENT = (
@@ -60,6 +62,7 @@ def install(device: Device, gpus_per_node: int, own: torch.device, peaks: Peaks)
     memory._set_allocator_settings = _always(None)
     torch.version.cuda = torch.version.cuda or "12.8"
     torch.Tensor.cuda = _to(own)  # type: ignore[method-assign,assignment]
+    torch.cuda.nccl.version = _always(NCCL_VERSION)
     peaks.install()
     _answer_for_accelerators(gpus_per_node, own)
     when_imported("torch.utils.cpp_extension", _build_nothing)

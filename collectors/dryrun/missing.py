@@ -107,5 +107,5 @@ def _of_files(lines: Sequence[str]) -> str:
     elif suffix:
         least = "a small one as it expects"
     else:
-        least = "a folder there with one small file as it expects"
+        least = "a folder with one small file as it expects"
     return f"{path} is not here; put there {least}: only shapes count."

@@ -45,6 +45,16 @@ class RunFindings:
             sentence = f"{place} reads {asked} from the GPU, which only a run knows; it was given {answer}."
             self.add("value_assumed", place.partition(":")[0], sentence)
 
+    def balanced(self) -> None:
+        """Note that the script read a number that follows from a choice of the largest of unknown numbers, as a router of
+        tokens makes it."""
+        place = where()
+        sentence = (
+            f"{place} reads how many tokens each choice gets (experts, for example), which only a run knows; all were "
+            "taken to get equally many."
+        )
+        self.add("value_assumed", place.partition(":")[0], sentence)
+
 
 def where() -> str:
     """File and line of the script that is running, "train.py:12"; if no frame is the script's own, those of the library

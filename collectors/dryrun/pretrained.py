@@ -49,6 +49,7 @@ class Stand:
         when_imported("transformers.models.auto.processing_auto", self._in_processors)
         when_imported("datasets", self._in_datasets)
         when_imported("bitsandbytes", lambda _: quantized_fakes.install())
+        when_imported("peft.utils.integrations", quantized_fakes.dequantize_for_peft)
 
     def _in_modeling(self, module: Any) -> None:
         def from_pretrained(cls: Any, /, name: Any, *arguments: Any, config: Any = None, **keywords: Any) -> Any:

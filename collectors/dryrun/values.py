@@ -7,6 +7,7 @@ replaced by a plausible one, with a note.
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import itertools
 import math
@@ -26,6 +27,7 @@ from torch.nested._internal.nested_int import NestedIntNode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from peakcast.collectors.dryrun import collective_values
 from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.collectors.dryrun.resizing import Resizing
 from peakcast.collectors.tracing.known_values import KnownValuesMode, label, value_of
@@ -62,7 +64,7 @@ class ScriptMode(KnownValuesMode):
                 return func.decompose(*args, **kwargs)
         if self.resizing is not None:
             args = self.resizing.arguments(func, args, kwargs)
-        if torch._guards.TracingContext.try_get() is None and self._is_real(func, args, kwargs):
+        if self._is_real(func, args, kwargs):
             return func(*args, **kwargs)
         if func is aten._to_copy.default and isinstance(args[0], FakeTensor) and kwargs.get("device") == CPU:
             return self._on_the_cpu(args[0], kwargs)
@@ -78,7 +80,8 @@ class ScriptMode(KnownValuesMode):
             return self._value(func, args)
         except DynamicOutputShapeException:
             return self._sample(func, args)
-        if func in (aten.sum.default, aten.count_nonzero.default) and _is_mask(args[0]):
+        collective_values.follow(func, args, kwargs, result)
+        if label(func) in ("aten.sum.default", "aten.count_nonzero.default") and _is_mask(args[0]):
             result.counted = args[0].numel()
         if self.resizing is not None:
             _check_rows(func, args)
@@ -88,6 +91,8 @@ class ScriptMode(KnownValuesMode):
     def _on_the_cpu(self, tensor: FakeTensor, kwargs: dict[str, Any]) -> torch.Tensor:
         """A fake tensor's copy on the CPU: real with its values, if they are known, else fake."""
         if (known := value_of(tensor)) is not None:
+            if getattr(known, "guessed", False):
+                self._reads_a_guess()
             with _disable_current_modes():
                 return aten._to_copy.default(known, **kwargs)
         with in_kernel_invocation_manager(self):
@@ -95,10 +100,14 @@ class ScriptMode(KnownValuesMode):
         return FakeTensor(self, meta, CPU)
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
-        compiling = torch._guards.TracingContext.try_get() is not None
+        if not super()._follows(func, args, kwargs):
+            return False
         # not for random tensors, as the script's own random numbers would change
         noise = "rand" in label(func) or kwargs.get("generator") is not None
-        return not compiling and not noise and super()._follows(func, args, kwargs)
+        return not noise and torch._guards.TracingContext.try_get() is None
+
+    def _reads_a_guess(self) -> None:
+        self.notes.balanced()
 
     def _keeps(self, result: torch.Tensor) -> bool:
         return not result.is_floating_point() and super()._keeps(result)
@@ -116,7 +125,10 @@ class ScriptMode(KnownValuesMode):
 
     def _is_real(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether `func` can really run: its tensors are all real and on the CPU, or it makes a small one there."""
-        if any(isinstance(one, FakeTensor) for one in args):  # nearly always true, and quick to check
+        for one in args:  # nearly always there is a fake one, and it is quick to check
+            if isinstance(one, FakeTensor):
+                return False
+        if torch._guards.TracingContext.try_get() is not None:
             return False
         device = kwargs.get("device")
         if device is not None and torch.device(device).type != "cpu":
@@ -250,9 +262,15 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
 
 
 def _copied(tensor: FakeTensor, memo: dict[int, Any]) -> Any:
-    """`copy.deepcopy` of a fake tensor, whose storage cannot be copied separately."""
+    """`copy.deepcopy` of a fake tensor, whose storage cannot be copied separately. A weight that bitsandbytes has packed
+    keeps its quantization state, as in its own class."""
     if id(tensor) not in memo:
-        memo[id(tensor)] = tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        made: Any = tensor.detach().clone()
+        is_parameter = isinstance(tensor, torch.nn.Parameter)
+        made = torch.nn.Parameter(made, tensor.requires_grad) if is_parameter else made.requires_grad_(tensor.requires_grad)
+        if (state := getattr(tensor, "quant_state", None)) is not None:
+            made.quant_state = copy.deepcopy(state, memo)
+        memo[id(tensor)] = made
     return memo[id(tensor)]
 
 
@@ -262,6 +280,8 @@ def _numbers(name: str, real: Any) -> Any:
     def read(tensor: Any, *arguments: Any, **keywords: Any) -> Any:
         known = value_of(tensor) if isinstance(tensor, FakeTensor) else tensor
         if known is not None:
+            if getattr(known, "guessed", False) and isinstance(tensor.fake_mode, ScriptMode):
+                tensor.fake_mode.notes.balanced()
             with _disable_current_modes() if known is not tensor else contextlib.nullcontext():
                 return real(known, *arguments, **keywords)
         if isinstance(tensor.fake_mode, ScriptMode):

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 
 from peakcast.collectors.tracing.kernels import RULES, KernelAllocation, flash_backward_allocations
+from peakcast.collectors.tracing.known_values import label
 from peakcast.core.units import round_up
 
 WIDTH = 8
@@ -73,7 +74,7 @@ def _define() -> None:
         torch.library.impl(f"flash_attention::{name}", "default", function)
         torch.library.register_fake(f"flash_attention::{name}", function)
     torch.library.register_autograd("flash_attention::forward", _go_back, setup_context=_keep)
-    RULES[torch.ops.flash_attention.backward.default] = _backward_takes
+    RULES[label(torch.ops.flash_attention.backward.default)] = _backward_takes
 
 
 _define()

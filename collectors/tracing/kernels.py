@@ -11,6 +11,7 @@ import torch
 
 from peakcast.catalog import Device, kernel_workspaces
 from peakcast.catalog.kernel_workspaces import CUBLASLT_BYTES, INDEXED_MAX_ACCUMULATOR_BYTES, SUM_ACCUMULATOR_BYTES, VECTOR
+from peakcast.collectors.tracing.known_values import label
 from peakcast.core.units import round_up
 
 aten = torch.ops.aten
@@ -28,7 +29,7 @@ class KernelAllocation:
 
 def kernel_allocations(operator: Any, arguments: Sequence[Any], result: Any, device: Device) -> list[KernelAllocation]:
     """What `operator` allocated on `device` to make `result`; empty for operators without a rule."""
-    rule = RULES.get(operator)
+    rule = RULES.get(label(operator))
     return rule(arguments, result, device) if rule is not None else []
 
 
@@ -124,7 +125,7 @@ def _efficient_backward(arguments: Sequence[Any], result: Any, device: Device) -
 
 
 _sum, _max = _reduces(SUM_ACCUMULATOR_BYTES), _reduces(INDEXED_MAX_ACCUMULATOR_BYTES)
-RULES: dict[Any, Callable[[Sequence[Any], Any, Device], list[KernelAllocation]]] = {
+_BY_OPERATOR: dict[Any, Callable[[Sequence[Any], Any, Device], list[KernelAllocation]]] = {
     aten.sum.dim_IntList: _sum,
     aten.sum.default: _sum,
     aten.mean.dim: _sum,
@@ -144,4 +145,5 @@ RULES: dict[Any, Callable[[Sequence[Any], Any, Device], list[KernelAllocation]]]
     aten._scaled_dot_product_flash_attention_backward.default: _flash_backward,
     aten._scaled_dot_product_efficient_attention_backward.default: _efficient_backward,
 }
+RULES = {label(operator): rule for operator, rule in _BY_OPERATOR.items()}
 """Operator -> rule for its workspace, from recordings (`datasets/published/histories`) or from its source."""

@@ -30,8 +30,17 @@ _WITHOUT_VALUES = (
 view of a storage."""
 
 
-label = functools.cache(str)
-"""The name of an operator, "aten.add.Tensor". Cached, because torch builds the text at each call."""
+_LABELS: dict[int, tuple[str, Any]] = {}
+"""Identity of an operator -> its name and itself, which keeps the identity its own. An operator's own hash is computed in
+Python, at each look-up."""
+
+
+def label(operator: Any) -> str:
+    """The name of an operator, "aten.add.Tensor". Kept, because torch builds the text at each call."""
+    found = _LABELS.get(id(operator))
+    if found is None:
+        found = _LABELS[id(operator)] = str(operator), operator
+    return found[0]
 
 
 def install() -> None:
@@ -72,10 +81,13 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
         kwargs = kwargs or {}
         known = self._follows(func, args, kwargs)
         values = _on_the_cpu(args, kwargs) if known else ((), {})  # now, because code inside may forget them
+        guessed = known and _are_guessed(values)
         try:
             result = super().dispatch(func, types, args, kwargs)
         except (DataDependentOutputException, DynamicOutputShapeException):
             if known:
+                if guessed:
+                    self._reads_a_guess()
                 return self._faked(_really(func, *values), args)
             if func is torch.ops.aten.index.Tensor and (positions := _positions(args[1])) is not None:
                 with self:
@@ -85,11 +97,17 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
             for fake, real in zip(tree_iter(result), tree_iter(_really(func, *values)), strict=True):
                 if isinstance(fake, FakeTensor):
                     fake.known_value = real
+                    real.guessed = guessed
         elif (largest := _largest(func, args, kwargs, result)) is not None and largest[0].numel() <= MOST_ELEMENTS:
             largest[0].known_value = _in_turn(*largest)
         else:
             _forget_written(func, args)
+            if (number := _ALL_OF.get(label(func))) is not None and isinstance(result, FakeTensor):
+                result.all_of = number, _version(result)
         return result
+
+    def _reads_a_guess(self) -> None:
+        """Called when a value is read that follows from indices of unknown numbers; for subclasses."""
 
     def _follows(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Whether the values of `func`'s result should be computed."""
@@ -112,10 +130,10 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
         return tree_map_only(torch.Tensor, fake, real)
 
 
-_LARGEST: dict[Any, tuple[int, int | None]] = {
-    torch.ops.aten.topk.default: (2, -1),
-    torch.ops.aten.max.dim: (1, None),
-    torch.ops.aten.argmax.default: (1, None),
+_LARGEST: dict[str, tuple[int, int | None]] = {
+    "aten.topk.default": (2, -1),
+    "aten.max.dim": (1, None),
+    "aten.argmax.default": (1, None),
 }
 """Operators that find the largest numbers along a dimension -> (position of the dimension among the arguments, its default;
 None: all dimensions)."""
@@ -123,9 +141,9 @@ None: all dimensions)."""
 
 def _largest(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[torch.Tensor, int] | None:
     """(indices that `func` has found along a dimension, size of that dimension); None for other operators."""
-    if func not in _LARGEST:
+    if (operator := label(func)) not in _LARGEST:
         return None
-    place, default = _LARGEST[func]
+    place, default = _LARGEST[operator]
     dim = kwargs.get("dim", args[place] if len(args) > place else default)
     if dim is None or not args[0].ndim:
         return None
@@ -136,13 +154,28 @@ def _in_turn(chosen: torch.Tensor, choices: int) -> torch.Tensor:
     """Indices of the largest of unknown numbers: every index equally often, as a balanced router would distribute
     tokens."""
     with _disable_current_modes():
-        return (torch.arange(chosen.numel()) % choices).reshape(chosen.shape)
+        taken = (torch.arange(chosen.numel()) % choices).reshape(chosen.shape)
+    taken.guessed = True  # type: ignore[attr-defined]
+    return taken
+
+
+_ALL_OF = {
+    **dict.fromkeys(("aten.zeros.default", "aten.zeros_like.default", "aten.new_zeros.default"), 0),
+    **dict.fromkeys(("aten.ones.default", "aten.ones_like.default", "aten.new_ones.default"), 1),
+}
+"""Operators that make a tensor of one number, whatever the values of their arguments. Such a tensor has only a note of it
+(`all_of`): most of them are large, and soon written."""
 
 
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of a tensor; None if they are not known."""
     if isinstance(tensor, FakeTensor):
-        return getattr(tensor, "known_value", None)
+        if (found := getattr(tensor, "known_value", None)) is not None:
+            return found
+        if not _is_known(tensor):
+            return None
+        with _disable_current_modes():
+            return torch.full(tensor.shape, tensor.all_of[0], dtype=tensor.dtype)  # type: ignore[attr-defined]
     return tensor if tensor.device.type == "cpu" and tensor.numel() <= MOST_ELEMENTS else None
 
 
@@ -155,9 +188,30 @@ def _plain(data: Any) -> Any:
 
 def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
     """Whether the values of the result follow from known ones."""
+    for one in args:  # nearly always an unknown one, and quick to check
+        if isinstance(one, FakeTensor) and not _is_known(one):
+            return False
     if not label(func).startswith("aten.") or label(func).startswith(_WITHOUT_VALUES):
         return False
-    return all(value_of(one) is not None for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor))
+    return all(_is_known(one) for one in tree_iter((args, kwargs)) if isinstance(one, torch.Tensor))
+
+
+def _is_known(tensor: torch.Tensor) -> bool:
+    if not isinstance(tensor, FakeTensor):
+        return value_of(tensor) is not None
+    if getattr(tensor, "known_value", None) is not None:
+        return True
+    noted = getattr(tensor, "all_of", None)
+    return noted is not None and noted[1] == _version(tensor) and tensor.numel() <= MOST_ELEMENTS
+
+
+def _version(tensor: torch.Tensor) -> int:
+    """How often the memory of a tensor was written, through whichever view of it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _are_guessed(values: Any) -> bool:
+    return any(getattr(one, "guessed", False) for one in tree_iter(values))
 
 
 def _on_the_cpu(args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -205,6 +259,19 @@ def _on(index: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 def _forget_written(func: Any, args: Any) -> None:
     """Forget the values of tensors that the operator overwrites."""
-    for argument, given in zip(func._schema.arguments, args, strict=False):
-        if argument.alias_info is not None and argument.alias_info.is_write and isinstance(given, FakeTensor):
-            given.known_value = None
+    for place in _written(func):
+        for one in tree_iter(args[place]) if place < len(args) else ():
+            if isinstance(one, FakeTensor):
+                one.known_value = one.all_of = None
+
+
+_WRITTEN: dict[str, tuple[int, ...]] = {}
+
+
+def _written(func: Any) -> tuple[int, ...]:
+    """The places of the arguments that the operator overwrites."""
+    operator = label(func)
+    if operator not in _WRITTEN:
+        aliases = [argument.alias_info for argument in func._schema.arguments]
+        _WRITTEN[operator] = tuple(place for place, one in enumerate(aliases) if one is not None and one.is_write)
+    return _WRITTEN[operator]

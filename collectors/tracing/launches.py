@@ -19,6 +19,8 @@ and copies between the two unless they are asked not to block (ATen `native/cuda
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
     """The tensors in nested arguments or results."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
     return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
 
 

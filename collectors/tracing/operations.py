@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from peakcast.collectors.tracing.known_values import label
+
 LENGTHS_ARE_VALUES = ("aten._flash_attention", "aten._efficient_attention")
 """Operators whose operations depend on the values of a tensor, which are not known."""
-COUNTS = {one: count for one, count in flop_registry.items() if not str(one).startswith(LENGTHS_ARE_VALUES)}
+COUNTS = {str(one): count for one, count in flop_registry.items() if not str(one).startswith(LENGTHS_ARE_VALUES)}
 
 
 class Operations:
@@ -25,7 +27,7 @@ class Operations:
 
     def ran(self, operator: Any, args: Any, kwargs: Any, result: Any, instant: int) -> None:
         """Count an operator that was launched at `instant`."""
-        count = COUNTS.get(getattr(operator, "_overloadpacket", operator))
+        count = COUNTS.get(label(getattr(operator, "_overloadpacket", operator)))
         if count is not None:
             self._instants.append(instant)
             sizes = [one for one in args if not isinstance(one, torch.dtype)]  # `addmm` with a dtype of its output

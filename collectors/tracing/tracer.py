@@ -37,6 +37,7 @@ from peakcast.core.units import round_up
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 ALLOCATION_UNIT_BYTES = 512
+FAKE = torch._C._TorchDispatchModeKey.FAKE
 OUTER = (DTensor, AsyncCollectiveTensor)
 """Tensors that wrap others: a DTensor around its shard, and the result of a collective that was not yet waited for."""
 LAST_RESULT_FIRST = frozenset({"aten.native_dropout.default"})
@@ -227,7 +228,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             kwargs = {name: value for name, value in kwargs.items() if name != "rng_state"}
         if func is torch.ops.aten.scatter.src and self._fills_new_zeros(args[0]):
             func = torch.ops.aten.scatter_.src
-        result = func(*args, **(kwargs or {}))
+        result = self._ran(func, types, args, kwargs or {})
         leaves = tensors_of(result)
         if self._fused is None:
             self._next_instant(func, args, kwargs or {}, leaves)
@@ -235,7 +236,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self._operations.ran(func, args, kwargs or {}, result, instant)
         for leaf in reversed(leaves) if label(func) in LAST_RESULT_FIRST else leaves:
             self._see(leaf, instant)
-        if func._schema.overload_name == "out" and isinstance(result, torch.Tensor):
+        if func._overloadname == "out" and isinstance(result, torch.Tensor):
             self._christen([result], self._labels[instant])
         if func is torch.ops.aten.new_zeros.default:
             self._zeros = instant, result.untyped_storage()._cdata
@@ -243,6 +244,19 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             for workspace in kernel_allocations(func, args, result, self.gpu):
                 self._take(workspace, instant)
         return result
+
+    def _ran(self, func: Any, types: Any, args: Any, kwargs: Any) -> Any:
+        """The result of an operator. Where only fake tensors are below this mode they are asked at once, as the dispatcher
+        would after it has packed and unpacked all arguments again."""
+        fakes = torch._C._get_dispatch_mode(FAKE)
+        if fakes is None or torch._C._len_torch_dispatch_stack() > 1 or not isinstance(func, torch._ops.OpOverload):
+            return func(*args, **kwargs)
+        torch._C._unset_dispatch_mode(FAKE)
+        try:
+            result = fakes.__torch_dispatch__(func, types, args, kwargs)
+        finally:
+            torch._C._set_dispatch_mode(fakes)
+        return func(*args, **kwargs) if result is NotImplemented else result
 
     def _instead(self, func: Any, args: Any, kwargs: Any) -> Any:
         """The result of an operator that is not run as its rule for fake tensors has it; NotImplemented for others."""

@@ -149,6 +149,56 @@ def test_what_another_rank_broadcasts_is_not_known():
     assert [finding.code for finding in found.answer.findings].count("value_assumed") == 1
 
 
+def test_experts_get_equally_many_tokens_on_every_rank():
+    """The counts that ranks tell each other follow from a router whose numbers are not known."""
+
+    def train():
+        import torch
+        import torch.distributed as dist
+
+        dist.init_process_group("nccl")
+        experts, top, tokens = 8, 2, 64
+        model = torch.nn.Linear(64, experts).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            logits = model(torch.ones(tokens, 64, device="cuda"))
+            chosen = logits.topk(top, dim=1).indices
+            counts = torch.zeros_like(logits).int().scatter(1, chosen, 1).bool().sum(0)
+            everywhere = torch.empty(4 * experts, dtype=counts.dtype, device="cuda")
+            dist.all_gather_into_tensor(everywhere, counts)
+            received = torch.empty_like(counts)
+            dist.all_to_all_single(received, counts)
+            assert everywhere.view(4, experts).sum(0).tolist() == [4 * tokens * top // experts] * experts
+            assert received.tolist() == [tokens * top // experts] * experts
+            logits.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = peakcast.dryrun(train, "A100-80GB", rank=1, world_size=4)
+    said = [one.sentence for one in found.answer.findings if one.code == "value_assumed"]
+    assert len(said) == 2  # each of the two lines that read them
+    assert all("test_values.py:" in sentence and "equally many" in sentence for sentence in said)
+
+
+def test_zeros_are_known_until_a_view_of_them_is_written():
+    def train():
+        import torch
+
+        model = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            made = model(torch.ones(8, 64, device="cuda"))
+            zeros = torch.zeros_like(made)
+            assert not zeros.any().item()
+            zeros[2:4].copy_(made[:2])
+            assert (zeros > 0).nonzero().shape == (8 * 64, 2)  # no longer known: all that a mask could choose
+            made.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert peakcast.dryrun(train, "A100-80GB").steps == 3
+
+
 def test_a_context_parallel_job_has_the_length_of_the_whole_sequence():
     def train():
         import torch

@@ -9,6 +9,7 @@ names begin with int8), `functional.py` (get_paged).
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -51,6 +52,21 @@ def install() -> None:
     layers.fix_4bit_weight_quant_state_from_module = _state_from_layer
     functional.get_paged = _paged
     functional.prefetch_tensor = functional.fill = lambda *_, **__: None
+
+
+def dequantize_for_peft(integrations: Any) -> None:
+    """Let peft dequantize weights of 4 bits, as DoRA asks its module `integrations` to; it knows them by their class."""
+    own = integrations.dequantize_module_weight
+
+    @functools.wraps(own)
+    def dequantized(layer: Any) -> Any:
+        weight: Any = getattr(layer, "weight", None)
+        if (state := getattr(weight, "quant_state", None)) is None:
+            return own(layer)
+        functional = imported("bitsandbytes.functional", "bitsandbytes", parameter="finetuning.quantization", value="nf4")
+        return functional.dequantize_4bit(weight.data, state)
+
+    integrations.dequantize_module_weight = dequantized
 
 
 def _state_from_layer(layer: Any) -> None:
