@@ -51,6 +51,7 @@ _PARAMETERS = {
     "fused_linear_cross_entropy": "loss.fused_linear_cross_entropy",
     "expandable_segments": "allocator.expandable_segments",
     "lengths": "batch.shortest_sequence",
+    "inputs": "images",
     "loss": "loss.kind",
 }
 """Trait → the job's parameter that decides it, if its name is different."""
@@ -218,6 +219,7 @@ def traits(job: TrainingJob) -> dict[str, str]:
         "expandable_segments": str(job.allocator.expandable_segments).lower(),
         # only if they differ from the default: older calibrations do not have these traits
         **({"lengths": "changing"} if lengths_change(job) else {}),
+        **({"inputs": "images"} if job.images.per_sequence else {}),
         **({"loss": job.loss.kind} if job.loss.kind != "cross_entropy" else {}),
     }
 

@@ -13,6 +13,7 @@ from peakcast.core.findings import CAUSES, FAILS, KINDS, LESS, MORE, NEARLY_LESS
 from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.architecture import MixtureOfExperts
+from peakcast.jobs.images import Images
 from peakcast.jobs.spec import ActivationCheckpointing, Batch, Finetuning, Loss, Offload, Parallelism, TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.calibration.calibration import UNCALIBRATED
@@ -225,10 +226,12 @@ def test_the_domain_knows_ranges_versions_and_kinds(fakes, calibration):
     far = domain.outside(fakes.job(), {**row, "log2_tokens": 40.0})
     assert [(reason.code, reason.parameter) for reason in far] == [("size_not_measured", "tokens")]
     assert "tokens" in far[0].sentence
+    sees = fakes.architecture(model_type="llava", configuration='{"vision_config":{}}')
     for unseen, said in (
         ({"compile": True}, "compile=true"),
         ({"loss": Loss(kind="dpo")}, "loss=dpo"),
         ({"batch": Batch(form="masked", shortest_sequence=8)}, "lengths=changing"),
+        ({"images": Images(per_sequence=1, height=448), "architecture": sees}, "inputs=images"),
     ):
         assert any(said in reason.sentence for reason in domain.outside(fakes.job(**unseen), row))
 
