@@ -18,7 +18,7 @@ from peakcast.models.baseline.measured_constants import rests_on_readings
 from peakcast.models.ledger.recorded.covering import recorded_with
 from peakcast.models.ledger.scope.assumptions import assumption_on_adapter_targets, assumption_on_liger_kernels
 from peakcast.models.prediction.verdict import ranks_of_a_node
-from peakcast.models.recipes.baseline_choice import seen_run
+from peakcast.models.recipes.baseline_choice import seen_run, tracer
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -46,7 +46,8 @@ def _of_rank_and_versions(job: TrainingJob, base: Baseline, rank: int | None) ->
         yield worst_rank(job, base.rank)
     yield from remarks(job.versions)
     recorded = recorded_with(job)
-    yield from (assumed_versions(job), recorded or assumed_network(job), fullest_expert(job))
+    unseen = seen_run() is None and tracer() is None  # else the tensors are those of the user's own network
+    yield from (assumed_versions(job), recorded or (assumed_network(job) if unseen else ""), fullest_expert(job))
 
 
 def _outside_the_allocator(job: TrainingJob, device: Device, base: Baseline) -> Iterator[str | None]:
