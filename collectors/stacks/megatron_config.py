@@ -24,8 +24,10 @@ RENAMED = {
     "te_rng_tracker": "use_te_rng_tracker",
 }
 """Flag -> field, for those whose names differ (Megatron-LM `core_transformer_config_from_args`)."""
-OWN_RULE = frozenset({"attention_backend", "gradient_accumulation_fusion", "overlap_p2p_communication"})
-"""Options that are set by code below, not copied."""
+OWN_RULE = frozenset({
+    "attention_backend", "cuda_graph_scope", "gradient_accumulation_fusion", "overlap_p2p_communication",
+})  # fmt: skip
+"""Options that are set by code below, not copied; no graphs are recorded."""
 ACTIVATIONS: dict[str, Callable[..., Any]] = {"gelu": F.gelu, "gelu_new": F.gelu, "silu": F.silu}
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 
@@ -35,6 +37,11 @@ _REFUSED: dict[str, tuple[Callable[[TrainingJob], bool], Callable[[TrainingJob],
     "finetuning.method": (lambda j: j.finetuning.method != "full", lambda j: j.finetuning.method, "full"),
     "optimizer.name": (lambda j: j.optimizer.name not in ("adam", "adamw"), lambda j: j.optimizer.name, "adamw"),
     "compile": (lambda j: j.compile, lambda j: j.compile, "false"),
+    "framework_options.cuda_graph_impl": (
+        lambda j: conventions(j).get("cuda_graph_impl", "none") != "none",
+        lambda j: conventions(j)["cuda_graph_impl"],
+        "none",
+    ),
     "offload": (lambda j: j.offload != Offload(), lambda j: j.offload, "nothing offloaded"),
     "precision.parameters": (
         lambda j: j.precision.parameters not in DTYPES,

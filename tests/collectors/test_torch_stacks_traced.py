@@ -30,8 +30,10 @@ CELLS = {
     "checkpoints around compiled layers": {
         "versions": {"torchtune": "0.6.1"}, "compile": True, "activation_checkpointing.mode": "full",
         "precision": dict.fromkeys(MIXED, "bfloat16"),
-        # the loop is torchtune's, and the network transformers'
-        "framework_options": {"sdpa_repeats_key_value": False, "logits_upcast": "loss", "norm_kernel": "eager"},
+        # the loop is torchtune's with a compiled loss, and the network transformers'
+        "framework_options": {
+            "sdpa_repeats_key_value": False, "logits_upcast": "loss", "norm_kernel": "eager", "compiles_loss": True,
+        },
     },
 }  # fmt: skip
 PHASES = ("FORWARD", "LOSS", "BACKWARD", "GRADIENT_CLIPPING", "OPTIMIZER_STEP")

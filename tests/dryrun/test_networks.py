@@ -32,7 +32,8 @@ def test_products_that_compiled_code_calls_take_a_workspace_as_others_do():
     import torch
 
     from peakcast.collectors.tracing.kernels import RULES
+    from peakcast.collectors.tracing.known_values import label
 
     for name in ("mm", "bmm", "baddbmm", "addmm"):
         operator = getattr(torch.ops.aten, name)
-        assert RULES[operator.out] is RULES[operator.default]
+        assert RULES[label(operator.out)] is RULES[label(operator.default)]

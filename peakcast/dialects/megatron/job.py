@@ -300,14 +300,15 @@ def _options(settings: Settings, env: Mapping[str, Any]) -> dict[str, Any]:
 def _graphs(settings: Settings) -> dict[str, Any]:
     """Which CUDA graphs are recorded, and of what; "" stands for whole layers. Source: Megatron-LM (core 0.17.1)
     `arguments.py`, where `enable-cuda-graph` and `external-cuda-graph` are the older names of two implementations, and
-    `full` that of whole layers; `megatron/rl/rl_utils.py`, which switches graphs off to train unless told otherwise."""
+    `full` that of whole layers (later releases say `cuda-graph-modules` for the scope); `megatron/rl/rl_utils.py`, which
+    switches graphs off to train unless told otherwise."""
     older = {"enable_cuda_graph": "local", "external_cuda_graph": "transformer_engine"}
     asked = [kind for flag, kind in older.items() if settings.switch(flag)]
     kinds = ("none", "local", "transformer_engine")
     kind = settings.one_of("cuda_graph_impl", asked[0] if asked else "none", kinds)
     if settings.switch("perform_rl_step") and not settings.switch("rl_training_cuda_graphs"):
         kind = "none"
-    scope = [word for word in settings.words("cuda_graph_scope") if word != "full"]
+    scope = [word for word in settings.words("cuda_graph_scope") + settings.words("cuda_graph_modules") if word != "full"]
     if unknown := next((word for word in scope if word not in flags.GRAPH_SCOPES), None):
         rule = f"must be of {', '.join(flags.GRAPH_SCOPES)}, or full; {unknown!r} is not"
         raise settings.refuse("cuda_graph_scope", rule)
