@@ -78,9 +78,11 @@ def test_bounds_are_part_of_what_a_calibration_was_made_of(fakes, rows):
 
 
 def test_what_a_row_outside_missed_is_charged_to_jobs_outside(fakes):
-    """One architecture alone ran tensor parallel: when it is held out nobody has shown that layout."""
+    """One source alone ran tensor parallel: when it is held out nobody has shown that layout. An architecture that is held
+    out leaves others of its source, and charges nothing."""
     rows = fakes.rows(num_architectures=6, rows_each=1)
-    alone = replace(rows[-1], job=rows[-1].job.replace(parallelism=Parallelism(tensor_parallel_size=2)), collectives="nccl")
+    tensor_parallel = rows[-1].job.replace(parallelism=Parallelism(tensor_parallel_size=2))
+    alone = replace(rows[-1], job=tensor_parallel, collectives="nccl", source="another/project")
     missed = replace(alone, peak_allocated_bytes=int(1.2 * (alone.peak_allocated_bytes or 0)))
 
     def spread(row):
@@ -88,6 +90,8 @@ def test_what_a_row_outside_missed_is_charged_to_jobs_outside(fakes):
         return fit_quantity(samples, "peak_allocated_bytes", make_candidates=lambda: [Zero()]).spread.coefficients_
 
     assert spread(missed)["outside"] > 1.5 * spread(alone)["outside"]
+    same_source = replace(missed, source=rows[0].source)
+    assert spread(same_source)["outside"] == pytest.approx(spread(replace(alone, source=rows[0].source))["outside"])
 
 
 def test_own_rows_are_trusted_more_than_those_of_others(fakes):
