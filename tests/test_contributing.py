@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import shutil
@@ -114,6 +115,17 @@ def test_an_example_does_what_the_guide_says(title: str, checkout: Path) -> None
 def test_the_guide_has_its_five_examples_each_with_commands() -> None:
     assert len(EXAMPLES) == 5
     assert all(commands(section) and list(changes(section)) for section in EXAMPLES.values())
+
+
+def test_what_the_guide_imports_is_there() -> None:
+    """The longest examples run only where `whole` is asked for; a name that has changed is seen here."""
+    added = {change.path for section in EXAMPLES.values() for change in changes(section)}
+    found = re.findall(r"^from (peakcast\.[\w.]+) import (.+)$", GUIDE, re.MULTILINE)
+    assert len(found) > 5
+    for module, names in found:
+        if module.removeprefix("peakcast.").replace(".", "/") + ".py" not in added:
+            there = vars(importlib.import_module(module))
+            assert [name for name in names.split(", ") if name not in there] == [], module
 
 
 def test_links_of_the_guide_lead_somewhere() -> None:
