@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_iter
 
 from peakcast.collectors.tracing.known_values import label
@@ -22,6 +24,16 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
     if isinstance(tree, torch.Tensor):
         return [tree]
     return [leaf for leaf in tree_iter(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """`tensor`, or the tensors of which a wrapper is made (a DTensor also lists its mesh)."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for attribute in tensor.__tensor_flatten__()[0]:
+        if isinstance(part := getattr(tensor, attribute), torch.Tensor):
+            yield from plain_tensors(part)
 
 
 def launches(func: Any, args: Any, results: list[torch.Tensor], device_type: str) -> bool:

@@ -31,7 +31,7 @@ from peakcast.collectors.tracing.blocks_in_use import BlocksInUse
 from peakcast.collectors.tracing.custom_operators import gpu_kernel
 from peakcast.collectors.tracing.kernels import KernelAllocation, kernel_allocations
 from peakcast.collectors.tracing.known_values import label
-from peakcast.collectors.tracing.launches import launches, tensors_of, waits
+from peakcast.collectors.tracing.launches import launches, plain_tensors, tensors_of, waits
 from peakcast.collectors.tracing.operations import Operations
 from peakcast.core.units import round_up
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
@@ -305,12 +305,9 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         self._named[number] = (Category.WORKSPACES, workspace.name)
 
     def _see(self, tensor: torch.Tensor, instant: int) -> None:
-        if is_traceable_wrapper_subclass(tensor):
-            for inner in _inner_tensors(tensor):
-                self._see(inner, instant)
-            return
-        if tensor.device.type == self.device_type:
-            self._begin(tensor.untyped_storage(), instant)
+        for plain in plain_tensors(tensor):
+            if plain.device.type == self.device_type:
+                self._begin(plain.untyped_storage(), instant)
 
     def _resized(self, storage: torch.UntypedStorage) -> None:
         """The storage's old memory is freed; its new memory, if any, is allocated now. Whether the storage is on the traced
@@ -357,7 +354,7 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
             while is_functorch_wrapped_tensor(tensor):  # torch.func.functional_call puts such in place of parameters
                 tensor = get_unwrapped(tensor)
             if is_traceable_wrapper_subclass(tensor):
-                self.name(((name, inner) for inner in _inner_tensors(tensor)), category)
+                self.name(((name, inner) for inner in plain_tensors(tensor)), category)
                 continue
             number = self._alive.get(tensor.untyped_storage()._cdata)
             if number is not None and number not in self._named:
@@ -400,9 +397,3 @@ class Tracer(TorchDispatchMode):  # type: ignore[misc]
         if phase in (Phase.FORWARD, Phase.LOSS) and last >= Phase.BACKWARD:
             return Category.ACTIVATIONS
         return Category.INPUTS if phase == Phase.INIT else Category.TEMPORARIES
-
-
-def _inner_tensors(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors of which a wrapper is made (a DTensor also lists its mesh)."""
-    parts = (getattr(tensor, attribute) for attribute in tensor.__tensor_flatten__()[0])
-    return [part for part in parts if isinstance(part, torch.Tensor)]
