@@ -12,7 +12,7 @@ from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.findings import Direction
 from peakcast.core.versions import check_versions, release, resolved
-from peakcast.dialects.common.job_file import note_network, resolve_architecture
+from peakcast.dialects.common.job_file import network_config, note_network, resolve_architecture
 from peakcast.dialects.common.mesh import of_training
 from peakcast.dialects.common.translation import (
     Notes,
@@ -58,6 +58,8 @@ class _Run:
     """What describes one run: the network, and the settings of each library that takes part in it (None: it does not)."""
 
     config: Mapping[str, Any] | str | Architecture
+    model: Mapping[str, Any]
+    """The keys of its config.json; {} for a network of the catalog."""
     architecture: Architecture
     training: Settings
     adapter: Settings | None
@@ -70,11 +72,6 @@ class _Run:
     notes: Notes
     widens_for_fsdp2: bool
     """Whether accelerate's `fsdp2_prepare_model` runs, which widens what it shards under mixed precision."""
-
-    @property
-    def model(self) -> Mapping[str, Any]:
-        """The keys of config.json, if these were given."""
-        return self.config if isinstance(self.config, Mapping) else {}
 
     @property
     def is_modern(self) -> bool:
@@ -117,7 +114,8 @@ def from_huggingface(
     adapter = _settings("peft", peft, notes, spell) if peft is not None else None
     engine, shards = _strategy(deepspeed, fsdp, training, notes)
     refuse_teacher(training, "teacher_model_name_or_path")
-    run = _Run(config, architecture, training, adapter, engine, shards, num_gpus, versions, notes, widens_for_fsdp2)
+    model, widens = network_config(config), widens_for_fsdp2
+    run = _Run(config, model, architecture, training, adapter, engine, shards, num_gpus, versions, notes, widens)
     options: dict[str, Any] = {}
     job = _job(run, options)
     if unsloths and not offloads(training, job.num_tokens, architecture.hidden_size):

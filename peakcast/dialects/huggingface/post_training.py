@@ -7,6 +7,7 @@ Sources: trl 1.16.0 trainer/dpo_trainer.py and reward_trainer.py, trl 0.13-0.24 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -50,6 +51,18 @@ NOT_MODELLED = {
     "async_grpo": "GRPO with its completions made meanwhile", "a2po": "A*PO", "xpo": "XPO", "nash_md": "Nash-MD",
     "prm": "PRM", "gspo": "GSPO", "gdpo": "GDPO", "ebft": "EBFT",
 }  # fmt: skip
+
+
+def method_of_program(program: str) -> str:
+    """The training method in the name of a program, such as `scripts/online_dpo.py`; "" if it has none."""
+    stem = re.sub(r"\W+", " ", program.lower().rsplit("/", 1)[-1]).replace("_", " ")
+    words = (name.replace("_", " ") for name in (*NOT_MODELLED, *METHODS))  # "online_dpo" before "dpo"
+    return next((word.replace(" ", "_") for word in words if re.search(rf"\b{word}\b", stem)), "")
+
+
+def sequences_per_sample(program: str) -> int:
+    """How many sequences pass through the network for each sample in the training method of `program`."""
+    return METHODS.get(method_of_program(program), METHODS["sft"]).sequences
 
 
 def with_method(

@@ -16,7 +16,7 @@ from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
-from peakcast.dialects.huggingface.post_training import METHODS, NOT_MODELLED, with_method
+from peakcast.dialects.huggingface.post_training import METHODS, method_of_program, with_method
 from peakcast.dialects.huggingface.whose_trainer import EXAMPLE_SCRIPT, OF_EXAMPLES, Whose, whose_trainer
 
 PARTS = ("training", "hf_config", "peft", "deepspeed", "accelerate")
@@ -360,10 +360,8 @@ def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Not
 
 def _method(program: str, training: Mapping[str, Any]) -> str:
     """The training method: by the name of the program, else by keys that only one trainer has, else sft."""
-    stem = re.sub(r"\W+", " ", program.lower().rsplit("/", 1)[-1]).replace("_", " ")
-    for name in (*NOT_MODELLED, *METHODS):  # "online_dpo" before "dpo"
-        if re.search(rf"\b{name.replace('_', ' ')}\b", stem):
-            return name
+    if named := method_of_program(program):
+        return named
     for name, keys in _OF_METHOD.items():
         if any(training.get(key) is not None for key in keys):
             return name
