@@ -39,8 +39,8 @@ def preflight(
     """Predict the run that is about to start, say in one line whether it fits, and refuse it when it surely does not.
 
     `job`: all that `peakcast.predict` takes. In a mapping of the form `{"huggingface": {...}}` the values may be objects of
-    the script itself: a config of transformers, TrainingArguments or a config of TRL's trainers, a config of peft; `num_gpus` is then WORLD_SIZE, unless
-    it is given. `gpu`: a GPU type (None: that of this machine). `refuse`: whether to raise an error; if it is None, the
+    the script itself: a config of transformers, TrainingArguments or a config of TRL's, a config of peft; `num_gpus` is then
+    WORLD_SIZE, unless it is given. `gpu`: a GPU type (None: that of this machine). `refuse`: whether to raise an error; if it is None, the
     environment variable PEAKCAST_PREFLIGHT decides: `refuse` (the default), `warn` or `off`. `say` is called with the line;
     without it the first rank prints the line. A run that may or may not fit is never refused.
 
@@ -107,9 +107,9 @@ def print_on_first_rank(line: str) -> None:
 
 
 def in_plain_values(job: object, program: str = "") -> object:
-    """`job` with all objects in its `huggingface` mapping replaced by their own mappings. For a run of TRL's trainers, which
-    differ in their step (DPO, KTO, GRPO, ...), it is the translation of that run: of the trainer that `program` names, or the
-    class of the arguments. Raises: SpecError."""
+    """`job` with all objects in its `huggingface` mapping replaced by their own mappings. For a run of TRL's trainers, whose
+    steps differ (DPO, KTO, GRPO, ...), it is the translation of that run: of the trainer that `program` names, or that the
+    class of the arguments is for. Raises: SpecError."""
     if not isinstance(job, Mapping) or not isinstance(job.get("huggingface"), Mapping):
         return job
     form = {key: _plain(value) for key, value in job["huggingface"].items()}
@@ -124,8 +124,8 @@ def in_plain_values(job: object, program: str = "") -> object:
 
 
 def trl_program(arguments: type) -> str:
-    """The name of the program that would run a TRL trainer with arguments of this class, such as `dpo.py` for DPOConfig or a
-    class derived from it; "" for other arguments."""
+    """The name of a program that runs a TRL trainer with arguments of this class, such as `dpo.py` for DPOConfig and classes
+    derived from it; "" for other arguments."""
     for kind in arguments.__mro__:
         if kind.__module__.partition(".")[0] == "trl" and (words := kind.__name__.removesuffix("Config")):
             return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", words).lower() + ".py"

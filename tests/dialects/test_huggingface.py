@@ -27,6 +27,7 @@ LLAMA = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
+EIGHT_BITS = {"load_in_8bit": True}
 
 
 def translate(num_gpus: int = 1, peft=None, deepspeed=None, fsdp=None, versions=None, **training):
@@ -380,7 +381,7 @@ def test_weights_without_a_dtype_are_loaded_as_they_are_stored(network, versions
     assert any(finding.parameter == "torch_dtype" for finding in found.findings) == warned
 
 
-@pytest.mark.parametrize("said", [{"dtype": "float32"}, {"dtype": "float16"}, {}, {"quantization_config": {"load_in_8bit": True}}])
+@pytest.mark.parametrize("said", [{"dtype": "float32"}, {"dtype": "float16"}, {}, {"quantization_config": EIGHT_BITS}])
 def test_a_config_is_read_alike_as_a_mapping_a_file_a_folder_and_from_the_hub(said, tmp_path, monkeypatch):
     config = {**{key: value for key, value in LLAMA.items() if key != "torch_dtype"}, **said}
     folder = tmp_path / "hub/models--me--mine/snapshots/1"
