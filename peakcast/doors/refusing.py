@@ -38,11 +38,11 @@ def preflight(
 ) -> Prediction | None:
     """Predict the run that is about to start, say in one line whether it fits, and refuse it when it surely does not.
 
-    `job`: all that `peakcast.predict` takes. In a mapping of the form `{"huggingface": {...}}` the values may be objects of
-    the script itself: a config of transformers, TrainingArguments or a config of TRL's, a config of peft; `num_gpus` is then
-    WORLD_SIZE, unless it is given. `gpu`: a GPU type (None: that of this machine). `refuse`: whether to raise an error; if it is None, the
-    environment variable PEAKCAST_PREFLIGHT decides: `refuse` (the default), `warn` or `off`. `say` is called with the line;
-    without it the first rank prints the line. A run that may or may not fit is never refused.
+    `job`: all that `peakcast.predict` takes. In a mapping of the form `{"huggingface": {...}}` the values may be objects
+    of the script itself: a config of transformers, TrainingArguments or a config of TRL's, a config of peft; `num_gpus` is
+    then WORLD_SIZE, unless it is given. `gpu`: a GPU type (None: that of this machine). `refuse`: whether to raise an error;
+    if it is None, the environment variable PEAKCAST_PREFLIGHT decides: `refuse` (the default), `warn` or `off`. `say` is
+    called with the line; without it the first rank prints the line. A run that may or may not fit is never refused.
 
     Returns: the prediction, or None if PEAKCAST_PREFLIGHT=off. Raises: DoesNotFitError, whose `prediction` says why;
     SpecError or CatalogError for a job that cannot be predicted.
@@ -124,7 +124,7 @@ def in_plain_values(job: object, program: str = "") -> object:
 
 
 def trl_program(arguments: type) -> str:
-    """The name of a program that runs a TRL trainer with arguments of this class, such as `dpo.py` for DPOConfig and classes
+    """The name of a program that runs a TRL trainer with arguments of this class, such as `dpo.py` for DPOConfig and those
     derived from it; "" for other arguments."""
     for kind in arguments.__mro__:
         if kind.__module__.partition(".")[0] == "trl" and (words := kind.__name__.removesuffix("Config")):
