@@ -40,9 +40,9 @@ def preflight(
 
     `job`: all that `peakcast.predict` takes. In a mapping of the form `{"huggingface": {...}}` the values may be objects
     of the script itself: a config of transformers, TrainingArguments or a config of TRL's, a config of peft; `num_gpus` is
-    then WORLD_SIZE, unless it is given. `gpu`: a GPU type (None: that of this machine). `refuse`: whether to raise an error;
-    if it is None, the environment variable PEAKCAST_PREFLIGHT decides: `refuse` (the default), `warn` or `off`. `say` is
-    called with the line; without it the first rank prints the line. A run that may or may not fit is never refused.
+    then WORLD_SIZE, unless it is given. `gpu`: a GPU type (None: that of this machine). `refuse`: whether to raise an
+    error; if it is None, the environment variable PEAKCAST_PREFLIGHT decides: `refuse` (the default), `warn` or `off`.
+    `say` is called with the line; without it the first rank prints it. A run that may or may not fit is never refused.
 
     Returns: the prediction, or None if PEAKCAST_PREFLIGHT=off. Raises: DoesNotFitError, whose `prediction` says why;
     SpecError or CatalogError for a job that cannot be predicted.
@@ -107,9 +107,9 @@ def print_on_first_rank(line: str) -> None:
 
 
 def in_plain_values(job: object, program: str = "") -> object:
-    """`job` with all objects in its `huggingface` mapping replaced by their own mappings. For a run of TRL's trainers, whose
-    steps differ (DPO, KTO, GRPO, ...), it is the translation of that run: of the trainer that `program` names, or that the
-    class of the arguments is for. Raises: SpecError."""
+    """`job` with all objects in its `huggingface` mapping replaced by their own mappings. For a run of TRL's trainers,
+    whose steps differ (DPO, KTO, GRPO, ...), it is the translation of that run: of the trainer that `program` names, or
+    that the class of the arguments is for. Raises: SpecError."""
     if not isinstance(job, Mapping) or not isinstance(job.get("huggingface"), Mapping):
         return job
     form = {key: _plain(value) for key, value in job["huggingface"].items()}

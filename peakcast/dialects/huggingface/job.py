@@ -28,6 +28,7 @@ from peakcast.dialects.huggingface.batch import batch_form, sequence_length
 from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
 from peakcast.dialects.huggingface.dtypes import finetuning_of, half_dtype, precision_of, weights_dtype, widened_adapters
 from peakcast.dialects.huggingface.parallelism import fsdp_settings, fsdp_version, layout_and_offload
+from peakcast.dialects.huggingface.post_training import SCORING, with_scores
 from peakcast.dialects.huggingface.quantization import quantization_of
 from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
 from peakcast.jobs.architecture import Architecture
@@ -121,6 +122,10 @@ def from_huggingface(
     if unsloths and not offloads(training, job.num_tokens, architecture.hidden_size):
         job = job.replace(offload=replace(job.offload, activations=False))
     job = _with_options(job, options, notes)
+    named = model.get("architectures")
+    model_class = training.text("model_class", str(named[0]) if isinstance(named, list) and named else "")
+    if SCORING.fullmatch(model_class):
+        job = with_scores(job, model_class, notes)
     mesh = training.raw("parallelism_config") or {}
     job = of_training(job, mesh, notes) if isinstance(mesh, Mapping) else job
     _account_for_the_rest(run)

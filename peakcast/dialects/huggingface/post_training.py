@@ -65,6 +65,27 @@ def sequences_per_sample(program: str) -> int:
     return METHODS.get(method_of_program(program), METHODS["sft"]).sequences
 
 
+SCORING = re.compile(r"AutoModel|\w+For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)")
+"""Classes of networks whose head has few outputs, or none, in the place of the vocabulary's."""
+
+
+def with_scores(job: TrainingJob, model_class: str, notes: Notes) -> TrainingJob:
+    """`job` with the head of `model_class`, which makes no logits of the vocabulary: for decoders that of a reward model,
+    with one output. The head of other networks stays as it is, with a note."""
+    network = job.architecture
+    told = f"{model_class} has no output for each word of the vocabulary; "
+    if network.kind != "decoder":
+        notes.unsupported.append(f"{told}the head that predicts words is counted.", "loss.kind", "less")
+        return job
+    drops = network.attention_dropout or network.hidden_dropout or network.embedding_dropout
+    notes.unsupported.append(
+        f"{told}the head of a reward model, which scores each sequence, is counted{', without dropout' if drops else ''}.",
+        "loss.kind",
+        "more" if drops else "either",
+    )
+    return job.replace(loss=replace(job.loss, kind="reward", fused_linear_cross_entropy=False))
+
+
 def with_method(
     job: TrainingJob,
     name: str,

@@ -55,8 +55,9 @@ NEWER = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 
 
 def with_gradient_dtype(fields: dict[str, Any]) -> dict[str, Any]:
-    """`fields` for a library in which gradients have the parameters' dtype if `accumulate_allreduce_grads_in_fp32` is false.
-    Megatron-LM's own launcher accumulates in fp32 under bf16 all the same, unless `grad_reduce_in_bf16` is given."""
+    """`fields` for a library in which gradients have the parameters' dtype if
+    `accumulate_allreduce_grads_in_fp32` is false. Megatron-LM's own launcher accumulates in fp32 under bf16 all
+    the same, unless `grad_reduce_in_bf16` is given."""
     narrow = str(fields.get("accumulate_allreduce_grads_in_fp32", True)).lower() in FALSE
     return {**fields, "grad_reduce_in_bf16": True} if narrow else fields
 
