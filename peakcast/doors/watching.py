@@ -52,7 +52,7 @@ class Watch:
         append_to: str | Path | None = None,
         snapshot: str | Path | None = None,
         refuse: bool | None = None,
-        say: Say = print_on_first_rank,
+        say: Say | None = None,
     ) -> None:
         from peakcast.collectors.stacks.steps.observing import Observation
 
@@ -64,7 +64,7 @@ class Watch:
         self._measures = self._observation.gpu_name() is not None
         self._append_to = Path(append_to) if append_to is not None else None
         self._refuses = mode_of(refuse, "warn") == "refuse"
-        self.say = say
+        self.say = say or print_on_first_rank
         self.question: Question | None = None
         self.prediction: Prediction | None = None
         self.measured: dict[str, int] = {}
@@ -185,7 +185,7 @@ def watch(
     append_to: str | Path | None = None,
     snapshot: str | Path | None = None,
     refuse: bool | None = None,
-    say: Say = print_on_first_rank,
+    say: Say | None = None,
 ) -> Watch:
     """A context manager around a training run of `job`: predicts the run, then compares with the measured peaks.
 
@@ -206,7 +206,7 @@ def trainer_callback(
     *,
     append_to: str | Path | None = None,
     refuse: bool | None = None,
-    say: Say = print_on_first_rank,
+    say: Say | None = None,
 ) -> Any:
     """A callback for transformers' Trainer that predicts when the first batch is seen, before its step, and compares at the
     end. It reads the model's config, the TrainingArguments and the adapter by itself; its own errors are printed and never
@@ -223,7 +223,7 @@ def lightning_callback(
     *,
     append_to: str | Path | None = None,
     refuse: bool | None = None,
-    say: Say = print_on_first_rank,
+    say: Say | None = None,
 ) -> Any:
     """A callback for Lightning's Trainer: it predicts `job` when a fit is set up, before `configure_model` makes weights,
     and compares at the end. Parameters, and what it raises, are those of `watch`."""

@@ -34,6 +34,7 @@ from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH, in_words_of_th
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import check_framework_options, conventions
 from peakcast.jobs.spec import (
+    DECAYING_GRADIENTS,
     ActivationCheckpointing,
     Finetuning,
     Framework,
@@ -249,7 +250,8 @@ def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str
     targets = training.raw("optim_target_modules")
     if choice.name == "galore" and targets not in (None, keys.LAYER_LINEARS, "all_linear"):
         notes.assumptions.append("optim_target_modules is treated as all-linear: every Linear is projected.")
-    return Optimizer(name=choice.name, implementation=choice.implementation)
+    decay = training.number("weight_decay", 0.0) or 0.0 if choice.name in DECAYING_GRADIENTS else 0.0
+    return Optimizer(name=choice.name, implementation=choice.implementation, weight_decay=decay)
 
 
 def _attention(
