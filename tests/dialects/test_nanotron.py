@@ -103,8 +103,8 @@ def test_what_it_asks_for_beyond_the_layers_is_said():
 def test_the_older_key_for_recomputation():
     modes = {"full": "full", "FULL": "full", "selective": "none", None: "none"}
     for asked, mode in modes.items():
-        found = read(parallelism={"recompute_granularity": asked})
+        found = read(is_llama_config=True, intermediate_size=512, parallelism={"recompute_granularity": asked})
         assert found.job.activation_checkpointing.mode == mode
         assert found.unknown == ()
     with pytest.raises(SpecError, match="must be selective, full or null"):
-        read(parallelism={"recompute_granularity": "some"})
+        read(is_llama_config=True, intermediate_size=512, parallelism={"recompute_granularity": "some"})
