@@ -67,7 +67,7 @@ UNSUPPORTED = {
     "pipeline_model_parallel_size": "Megatron's pipeline parallelism", "recompute_granularity": "Megatron's recomputation",
     "expert_model_parallel_size": "Megatron's expert parallelism", "context_parallel_size": "context parallelism",
     "use_distributed_optimizer": "Megatron's distributed optimizer",
-    "use_dft_loss": "the DFT loss", "use_eaft_loss": "EAFT's loss", "use_asft_loss": "the ASFT loss",
+    "use_dft_loss": "the DFT loss", "use_eaft_loss": "EAFT's loss", "use_asft_loss": "the ASFT loss, which keeps a second network,",
     "use_hyper_parallel": "HyperParallel",
 }  # fmt: skip
 PREFERENCES = ("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo")
