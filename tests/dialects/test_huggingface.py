@@ -266,7 +266,7 @@ def test_every_key_of_the_installed_training_arguments_is_known():
 _WITH_MEANING = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "deepspeed", "fsdp",
     "fsdp_config", "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile", "use_liger_kernel",
-    "auto_find_batch_size", "parallelism_config", "ddp_bucket_cap_mb",
+    "auto_find_batch_size", "parallelism_config", "ddp_bucket_cap_mb", "weight_decay",
 }  # fmt: skip
 
 
