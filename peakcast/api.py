@@ -267,11 +267,11 @@ def search(
     """Which layouts, batches, checkpointing, sharding and offloading let `job` fit on `num_gpus` of `gpu`, the best first.
 
     `find`: "plans", or an inverse question: the largest "micro_batch_size" or "sequence_length", the fewest "num_gpus", the
-    biggest "model" of the catalog. `job` as in `predict`; what it says of GPUs and batch stands where no argument does.
+    biggest "model" of the catalog. `job` as in `predict`; its own GPUs and batch apply where the arguments give none.
     Several GPU types ("A100-80GB,H100-80GB"), or `price`, what an hour of a GPU costs by type (a mapping, or the path of
     one; without `gpu` its types are asked about), answer which type to take: the cheapest on which it surely fits first.
-    `host_memory_gib`: that of a node, weighed as in `predict`. `recipe` as in `predict`: it answers for all candidates that
-    it covers, and others are left out.
+    `host_memory_gib`: that of a node, which the verdict includes as in `predict`. `recipe` as in `predict`: it answers for
+    all candidates that it covers, and others are left out.
     Raises: SpecError, RecordError or CatalogError naming the parameter, the value, the rule and the way out.
     """
     from dataclasses import replace

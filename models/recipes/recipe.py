@@ -89,7 +89,8 @@ class Recipe:
         tokens = f"{shortest:,} to {longest:,} tokens" + (f" in multiples of {EVEN}" if self.even else "")
         if self.targets is not None:
             tokens += f", and as many targets of {self.targets[0]:,} to {self.targets[1]:,}"
-        return f"micro-batches of {fewest:,} to {most:,} sequences of {tokens}"
+        sequences = f"{fewest:,} to {most:,} sequences" if most > fewest else f"{fewest:,} sequence{'s' * (fewest > 1)}"
+        return f"micro-batches of {sequences} of {tokens}"
 
     @property
     def tied(self) -> bool:

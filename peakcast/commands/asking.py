@@ -27,7 +27,7 @@ def predict(
         int | None, typer.Option(min=1, help="Processes that share a batch; default: all cores for a long file.")
     ] = None,
     timeout_seconds: Annotated[
-        float | None, typer.Option(help="Longest that one question of a batch may take; default: 60.")
+        float | None, typer.Option(help="Most time for one question of a batch; default: 60.")
     ] = None,
     all_ranks: Annotated[bool, typer.Option("--all-ranks", help="Add a line for every distinct rank.")] = False,
     host_memory_gib: HostMemory = None,
@@ -35,7 +35,7 @@ def predict(
     details: Details = False,
     baseline: Annotated[str, typer.Option(help="auto, ledger, recipe (of the library installed here) or trace.")] = "auto",
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
-    print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, ask nothing.")] = False,
+    print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, and stop.")] = False,
     json: Json = False,
 ) -> None:
     """Predict the peak memory of one rank of JOB, with error bars, and whether it fits.
@@ -81,7 +81,7 @@ def megatron(
     container: Annotated[str | None, VERSIONS["container"][1]] = None,
     here: Annotated[bool, VERSIONS["here"][1]] = False,
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
-    print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, ask nothing.")] = False,
+    print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, and stop.")] = False,
     json: Json = False,
 ) -> None:
     """Predict the peak memory of a Megatron-LM run: put `peakcast megatron` in the place of `pretrain_gpt.py`."""

@@ -108,7 +108,7 @@ class Recorded:
     sequence_lengths: tuple[int, int]
     """The shortest and the longest for which the recipe is valid."""
     holds_for: str
-    """Both in words, with the lengths between these for which it is not valid."""
+    """These ranges in words, with the lengths between these for which it is not valid."""
     versions: Mapping[str, str]
     seconds: float
     written: str = ""
@@ -120,9 +120,10 @@ class Recorded:
     def text(self) -> str:
         """The same in words."""
         releases = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        layers = f"{self.recorded_layers} of {self.layers} layers"
         lines = [
-            f"{self.architecture}: {self.num_tensors:,} tensors in {self.recorded_layers} layers stand for {self.layers}.",
-            f"Holds for {self.holds_for}.",
+            f"{self.architecture}: {self.num_tensors:,} tensors, recorded in {layers}.",
+            f"Valid for {self.holds_for}.",
             f"Recorded from {releases} in {self.seconds:.1f} s.",
         ]
         return "\n".join([*lines, f"Written to {self.written}."] if self.written else lines)
