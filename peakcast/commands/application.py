@@ -21,7 +21,7 @@ app = typer.Typer(
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 Gpu = Annotated[str | None, typer.Option(help="GPU type, such as H100-80GB.", autocompletion=complete_gpu)]
-HostMemory = Annotated[
+HostMemoryOption = Annotated[
     float | None, typer.Option("--host-memory-gib", min=0.0, help="Host memory of a node in GiB, which then counts too.")
 ]
 GpusPerNode = Annotated[int | None, typer.Option(min=1, help="GPUs of a node, which share its host memory; default: 8.")]

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from peakcast.commands.application import Details, Gpu, GpusPerNode, HostMemory, Json, app
+from peakcast.commands.application import Details, Gpu, GpusPerNode, HostMemoryOption, Json, app
 from peakcast.core.errors import SpecError
 from peakcast.doors.job_flags import VERSIONS, AskedJob, takes_job
 
@@ -30,7 +30,7 @@ def predict(
         float | None, typer.Option(help="Most time for one question of a batch; default: 60.")
     ] = None,
     all_ranks: Annotated[bool, typer.Option("--all-ranks", help="Add a line for every distinct rank.")] = False,
-    host_memory_gib: HostMemory = None,
+    host_memory_gib: HostMemoryOption = None,
     gpus_per_node: GpusPerNode = None,
     details: Details = False,
     baseline: Annotated[str, typer.Option(help="auto, ledger, recipe (of the library installed here) or trace.")] = "auto",
@@ -74,7 +74,7 @@ def megatron(
     gpu: Gpu = None,
     num_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the whole run; default: WORLD_SIZE.")] = None,
     rank: Annotated[str, typer.Option(help="worst, last, or a number.")] = "worst",
-    host_memory_gib: HostMemory = None,
+    host_memory_gib: HostMemoryOption = None,
     gpus_per_node: GpusPerNode = None,
     details: Details = False,
     versions: Annotated[list[str] | None, VERSIONS["versions"][1]] = None,
@@ -152,7 +152,7 @@ def search(
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 20,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that tensor parallelism may span.")] = 8,
-    host_memory_gib: HostMemory = None,
+    host_memory_gib: HostMemoryOption = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = 1,
     details: Details = False,
     json: Json = False,

@@ -72,7 +72,7 @@ class Options:
 
 
 States = Callable[[TrainedTensor, Options], list[Sized]]
-Step = Callable[[Locals, Sequence[TrainedTensor], Options], None]
+WriteStep = Callable[[Locals, Sequence[TrainedTensor], Options], None]
 
 
 def no_states(tensor: TrainedTensor, options: Options) -> list[Sized]:
@@ -97,7 +97,7 @@ class OptimizerRule:
     """The file and the version in which it was read."""
     states: States = no_states
     """(name, bytes) of the states on the GPU for one tensor."""
-    step: Step = no_temporaries
+    step: WriteStep = no_temporaries
     """Writes down the step over one parameter group."""
     shared: tuple[Sized, ...] = ()
     """States that all tensors share."""
