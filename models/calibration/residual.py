@@ -1,7 +1,7 @@
 """The learned residual: what measurements show beyond the analytical baseline, as log(measured / start). The start is the
 baseline; for allocated memory, that with the simulated allocator's slack (`Baseline.start`).
 
-Alternative of growing freedom (nothing, a hidden amount, a median per group, ridge, boosted trees) compete by predicting
+Candidates of growing freedom (nothing, a hidden amount, a median per group, ridge, boosted trees) compete by predicting
 architectures they were not fitted on and, if there are several sources (who measured), sources they were not fitted on. A
 candidate with a larger error than the baseline alone, in either split, is out. Of the others the simplest wins whose error
 is, in both splits, within one standard error of the best. The splits are judged separately because both hold out the same
@@ -46,7 +46,7 @@ LEAST_LOSS = 1e-9
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Units = npt.NDArray[np.int64]
-Alternative = TypeVar("Alternative")
+OneOf = TypeVar("OneOf")
 
 
 class HeldOut:
@@ -244,7 +244,7 @@ def per_unit_error(errors: Floats, units: npt.NDArray[np.int64], counts: Floats)
     return sums
 
 
-def simplest_in_every_split(errors: Mapping[Alternative, Sequence[Floats]]) -> Alternative:
+def simplest_in_every_split(errors: Mapping[OneOf, Sequence[Floats]]) -> OneOf:
     """Among the choices whose error exceeds the first choice's in no split, the first that is within one standard error of
     the best in every split; if there is none, the first that is so in the last split, the hardest. `errors`: choice → the
     errors of each split."""
@@ -259,7 +259,7 @@ def simplest_in_every_split(errors: Mapping[Alternative, Sequence[Floats]]) -> A
     return next((name for name in harmless if all(name in choices for choices in near)), near[-1][0])
 
 
-def within_one_standard_error(errors: Mapping[Alternative, Floats]) -> list[Alternative]:
+def within_one_standard_error(errors: Mapping[OneOf, Floats]) -> list[OneOf]:
     """The choices whose mean error exceeds the best one's by at most one standard error of their difference, in the order
     of `errors`. Differences are taken unit by unit, so that units which are hard for every candidate do not blur the
     comparison."""
