@@ -38,7 +38,7 @@ def launched() -> bool:
 
 
 def rank(stands_for: int = 0) -> int:
-    """This process's rank; for a process that stands for many ranks, the rank `stands_for`."""
+    """This process's rank; for one that represents many ranks, the rank `stands_for`."""
     return int(os.environ["RANK"]) if launched() else stands_for
 
 

@@ -261,7 +261,7 @@ def simplest_in_every_split(errors: Mapping[OneOf, Sequence[Floats]]) -> OneOf:
 
 def within_one_standard_error(errors: Mapping[OneOf, Floats]) -> list[OneOf]:
     """The choices whose mean error exceeds the best one's by at most one standard error of their difference, in the order
-    of `errors`. Differences are taken unit by unit, so that units which are hard for every candidate do not blur the
+    of `errors`. Differences are computed unit by unit, so that units which are hard for every candidate do not blur the
     comparison."""
     best = min(errors, key=lambda name: float(errors[name].mean()))
     found = []

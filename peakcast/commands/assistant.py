@@ -115,8 +115,8 @@ def search(
 
 
 def read(job: Job, num_gpus: NumGpus = None, files: Files = None) -> str:
-    """How a configuration is understood: the job with every default as YAML, and as comments what was taken for granted
-    and what was left out."""
+    """How a configuration is understood: the job with every default as YAML, and as comments what was assumed and what was
+    left out."""
     return render.job_text(_asked(job, num_gpus, files), as_json=False)
 
 

@@ -194,7 +194,7 @@ class Zero3(Partitions):
     def _without_missing_releases(self, turns: list[ModuleTurn], ended: int) -> list[ModuleTurn]:
         """`turns` without the releases that never happen. Modules that ran forward once more without a graph, after
         `ended`, have lost the count of gradients they wait for (`ds_grads_remaining` in `_post_backward_module_hook`), so
-        their weights stay until backward ends."""
+        their weights are released only when backward ends."""
         called = {turn.name for turn in self._turns if turn.begins >= ended}
         return [turn.never_ending() if turn.name in called else turn for turn in turns]
 
@@ -214,7 +214,7 @@ class Zero3(Partitions):
         """Gather the weights of a network that has only run forward. `runs`: (module, run) of its blocks."""
         ran = (block_operations(run, module, PassDirection.FORWARD) for module, run in runs)
         self._turns = [turn for operations in ran for turn in self._modules.turns(operations)]
-        self._play(step).weights.stay()
+        self._play(step).weights.keep_small_tensors()
 
     # -- gradients --------------------------------------------------------------------------------------------------------
 

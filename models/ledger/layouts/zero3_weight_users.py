@@ -50,7 +50,7 @@ class WeightUsers:
 
     def freed_after(self, released: Iterable[StoredTensor]) -> list[StoredTensor]:
         """The tensors that are freed when the current turn ends: `released` by the module's hook, and the frozen ones that
-        the last recomputation gathered. Those that another module or recomputation still needs stay."""
+        the last recomputation gathered. Those that another module or recomputation still needs are not."""
         large = (t for t in self._reassigned if not self.engine.persists(t))
         return [t for t in (*released, *large) if t not in self._gathered_by_recomputation and t not in self._kept]
 

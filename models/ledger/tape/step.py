@@ -225,7 +225,7 @@ class Step:
         self._backward_ends.append(self.moment("backward ends", Phase.BACKWARD))
 
     def free_gradients(self) -> None:
-        """Free every `.grad` that runs have made and nothing else takes, from the next instant on."""
+        """Free every `.grad` that runs have made, from the next instant on, unless its end is already set."""
         for run in self._runs:
             if run.keeps_gradients and run.backward_start is not None and run.gradients_die is None:
                 run.gradients_die = self.now
