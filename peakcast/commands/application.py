@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated
 
@@ -30,6 +31,11 @@ Datasets = Annotated[Path | None, typer.Option(help="Folder of measured tables; 
 Processes = Annotated[int | None, typer.Option(min=1, help="Cells at a time; default: one, or a trace for each core.")]
 TrackingUri = Annotated[str | None, typer.Option(help="MLflow store; default: mlruns/mlflow.db of the working folder.")]
 NoTracking = Annotated[bool, typer.Option("--no-tracking", help="Do not record this in MLflow.")]
+
+
+def say(message: str) -> None:
+    """Print to standard error what is being done, beside the answer."""
+    print(f"peakcast: {message}", file=sys.stderr, flush=True)
 
 
 @app.callback(invoke_without_command=True)

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from peakcast.commands.application import Details, Gpu, GpusPerNode, HostMemoryOption, Json, app
+from peakcast.commands.application import Details, Gpu, GpusPerNode, HostMemoryOption, Json, app, say
 from peakcast.core.errors import SpecError
 from peakcast.doors.job_flags import VERSIONS, AskedJob, takes_job
 
@@ -198,11 +198,11 @@ def web(
     from peakcast import api
     from peakcast.printing import answers as render
 
-    def say(address: str) -> None:
+    def tell(address: str) -> None:
         text = render.json_line({"address": address}) if json else f"peakcast: {address} (stop with Ctrl-C)"
         print(text, flush=True)
 
-    api.web(host, port, progress=say)
+    api.web(host, port, progress=tell)
 
 
 @app.command(epilog="Example: peakcast mcp")
@@ -238,7 +238,7 @@ def _answer(
 
     if gpu is None:
         raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")
-    prediction = api.predict(asked, gpu, rank=rank, calibration=calibration, **options)
+    prediction = api.predict(asked, gpu, rank=rank, calibration=calibration, progress=say, **options)
     text = render.json_text(prediction.to_mapping()) if json else prediction_text(prediction, details=details)
     print(text)
     raise typer.Exit(FITS_EXIT_CODES[prediction.fits])

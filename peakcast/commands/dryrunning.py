@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from peakcast.commands.application import Details, Gpu, Json, app
+from peakcast.commands.application import Details, Gpu, Json, app, say
 from peakcast.commands.asking import FITS_EXIT_CODES
 from peakcast.core.errors import ScriptError, SpecError
 
@@ -62,7 +62,7 @@ def dryrun(
             save_recipe=save_recipe,
             timeout_seconds=timeout_seconds,
             memory_gib=memory_gib,
-            progress=_say,
+            progress=say,
             output=_show if output else None,
         )
     except ScriptError as error:
@@ -73,7 +73,7 @@ def dryrun(
     if found.not_kept:
         raise SpecError(found.not_kept, parameter="save_recipe", value=str(save_recipe))
     if found.kept is not None:
-        _say(f"the recipe of {found.job.architecture.name} is in {save_recipe}. {found.kept.text()}")
+        say(f"the recipe of {found.job.architecture.name} is in {save_recipe}. {found.kept.text()}")
     raise typer.Exit(FITS_EXIT_CODES[found.fits])
 
 
@@ -88,10 +88,6 @@ def _range(text: str | None) -> tuple[int, int] | None:
             value=text,
         )
     return int(shortest), int(longest)
-
-
-def _say(message: str) -> None:
-    print(f"peakcast: {message}", file=sys.stderr, flush=True)
 
 
 def _show(text: str) -> None:

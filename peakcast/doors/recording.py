@@ -35,9 +35,9 @@ VARIABLE, NEVER = "PEAKCAST_RECORD", "never"
 """The environment variable that switches recording off in predictions, and its value."""
 
 
-def ensure_recipe(job: TrainingJob) -> None:
+def ensure_recipe(job: TrainingJob, progress: Callable[[str], None] | None = None) -> None:
     """Record the recipe that `job` needs, unless it exists, cannot be made, or `PEAKCAST_RECORD=never` is set. The reason
-    for a missing recipe is stored and appears in the answer."""
+    for a missing recipe is stored and appears in the answer. `progress` is told before the recording begins."""
     if os.environ.get(VARIABLE) == NEVER:
         return
     if lent() is not None or not _may_want(job) or _is_answered(job) or cannot_be_recorded(job) or shelf.why_not(job):
@@ -47,6 +47,8 @@ def ensure_recipe(job: TrainingJob) -> None:
         way = "'peakcast[collect]'" if library == TRANSFORMERS else library
         shelf.could_not_record(job, f"recording it needs {library}; install it with: pip install {way}")
         return
+    if progress:
+        progress(f"recording {job.architecture.name} without a GPU; this is done once and takes seconds to minutes")
     try:
         record_recipe(job)
     except CollectorError as error:
