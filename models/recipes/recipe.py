@@ -118,7 +118,7 @@ def recorded(
 ) -> Recipe:
     """The recipe of a network that covers `asked`; no sequence is longer than `most`, and each has `images` images. If the
     farthest point confirms nothing, the first point of `nearer` that does is the end of the range. `told`: what the
-    configuration says of each layer, so that layers that repeat are told the same.
+    configuration says about each layer, which is equal for layers that repeat.
 
     A walk of the whole network shows which layers repeat. The other walks are of a network with two of each, for a few
     small batches and lengths that run the same operations as the asked one. An uneven length and a far one confirm the

@@ -1,6 +1,6 @@
-"""What one Hugging Face model family (`model_type`) differs in: how its code is written, what other libraries do with its
-networks, and how its steps compare with traces. Values stand in `catalog/families/<model_type>.toml`, which has the same
-groups and names; `families.py` reads them."""
+"""The traits of a Hugging Face model family (`model_type`): how its code is written, what other libraries do with its
+networks, and how its steps compare with traces. `catalog/families/<model_type>.toml` has the values, under the same groups
+and names; `families.py` reads them."""
 
 from __future__ import annotations
 
