@@ -1,7 +1,7 @@
 """The page of what the ledger covers, `docs/capabilities.md`: feature × layout for each stack, then every row of the table.
 
-`python -P -m peakcast.reports.capabilities docs/capabilities.md` writes it. A cell has the finding of `scope_findings` about a
-small change to a plain job or, if there is none, whether a traced grid or published rows check such jobs.
+`python -P -m peakcast.reports.capabilities docs/capabilities.md` writes it. A cell is from the finding of `scope_findings`
+about a small change to a plain job or, without one, from whether a traced grid or published rows check such jobs.
 """
 
 from __future__ import annotations
