@@ -69,6 +69,9 @@ class Options:
     first_step: bool = False
     trainer: bool = True
     """Whether transformers' Trainer, or a framework that does the same, makes the optimizer."""
+    times_kernels_on_copies: bool = False
+    """Whether Inductor, which times a kernel's variants when it first runs, gives them copies of what they write, on the
+    GPU."""
 
 
 States = Callable[[TrainedTensor, Options], list[Sized]]

@@ -86,9 +86,6 @@ _FLOAT8 = Section("float8", when=job.float8, rows=(
             "Recomputing a mixture of experts, or parts of it but the shared one, is not modelled in float8."),
     unknown("framework", job.latent_attention & megatron.recomputes_more_in_float8,
             "Recomputing parts of latent attention other than its core is not modelled in float8."),
-    unknown("framework_options.fp8_param_gather", (job.experts | job.latent_attention) & option("fp8_param_gather"),
-            "FP8 parameters (fp8-param-gather) of experts and latent attention are not modelled; of dense layers they "
-            "are."),
     fails("framework_options.fp8_recipe",
           option("fp8_recipe", "blockwise") & job.sequence_parallel & megatron.ragged_latent_ranks,
           "Ranks of latent attention that are no multiples of 128 fail with fp8-recipe=blockwise and sequence-parallel: "
