@@ -32,8 +32,6 @@ NETWORKS = Section("networks", (
 OWN_NETWORKS = Section("networks of a training library's own", (
     fails("finetuning.quantization", job.litgpt & job.quantized & job.replicated,
           "LitGPT refuses quantized weights on several GPUs; use one."),
-    more("finetuning.quantization", job.litgpt & job.quantized,
-         "LitGPT's 4-bit weights are counted as transformers': peaks that it publishes are 1 to 27 % above such answers."),
     nearly_more("architecture", job.litgpt & ~setting("architecture.normalization", "rmsnorm"),
                 "LitGPT's own {architecture.name!r} is counted as the one of transformers: of three such networks that it "
                 "publishes, runs took up to 6 % more."),
