@@ -21,10 +21,10 @@ ASSUMPTIONS = (
     "that accumulated gradients are counted beside it.",
 )
 QUANTIZED = (
-    "bitsandbytes before 0.43.2 keeps the inputs of 4-bit matrices until the next forward has ended; how long the samples are "
-    "that follow the longest is not said"
+    "bitsandbytes before 0.43.2 keeps the inputs of 4-bit matrices until the next forward has ended; how long the samples "
+    "are that follow the longest is not said"
 )
-"""Counted as long as the longest, such runs are 9 to 13 % above the printed peaks; without what is kept, 3 to 0.5 % below."""
+"""Counted as long as the longest, such runs are 9 to 13 % above the printed peaks; without what is kept, 0 to 3 % below."""
 GENERATED = (ASSUMPTIONS[0], "generate/base.py's defaults: a prompt of 4 words, taken as 6 tokens, and 50 new tokens.")
 
 

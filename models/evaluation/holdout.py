@@ -66,6 +66,7 @@ class _Memory:
     def __call__(self, rows: Sequence[Sample], quantity: str, compared: Sequence[Sample]) -> QuantityCalibration:
         key = (quantity, tuple(id(sample) for sample in rows))
         if key not in self.known:
-            asked = {"make_candidates": self.make_candidates, "num_folds": NUM_FOLDS}
-            self.known[key] = fit_quantity(rows, quantity, compared, **asked)
+            self.known[key] = fit_quantity(
+                rows, quantity, compared, make_candidates=self.make_candidates, num_folds=NUM_FOLDS
+            )
         return self.known[key]
