@@ -130,7 +130,11 @@ def fit_quantity(
     most = max(sample.trust for sample in rows)
     architectures = [sample.architecture for sample in rows]
     own_features = [of_quantity(sample.features, sample.baseline, quantity) for sample in rows]
-    residual = Residual(make_candidates=make_candidates, num_folds=num_folds).fit(
+
+    def candidates() -> list[Regressor]:
+        return [one for one in make_candidates() if quantity not in one.not_of]
+
+    residual = Residual(make_candidates=candidates, num_folds=num_folds).fit(
         own_features,
         ratios,
         architectures,
