@@ -126,7 +126,7 @@ class HiddenBytes:
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> HiddenBytes:
         """Learn the amounts."""
         rows = np.array([group == layout_of_group(group) for group in groups], dtype=bool) & (x[:, self.axes] > 0)
-        amounts, names = np.expm1(y) / x[:, self.column], [groups[row] for row in np.flatnonzero(rows)]
+        amounts, names = np.expm1(y) / x[:, self.column], [groups[row] for row in np.flatnonzero(rows).tolist()]
         self.amounts_ = GroupMedian(overall=0.0).fit(x[rows], amounts[rows], weights[rows], names)
         return self
 
