@@ -30,8 +30,8 @@ KERNELS_BYTES = 50 * MIB
 """Kernels and handles that the steps of a job load into its process's context. Source: optimum-benchmark, which publishes
 what NVML says and what is reserved: 120 runs of torch 2.1.1 on A100-80GB, in float16 and GPTQ, with three kinds of
 attention, held 49 to 54 MiB more than reserved memory and the context above (rows of commits 450f5b8, 4dc5b95 and
-adbc1e9; on two other days 870 MiB more, and 31 less than the context). Of fms-acceleration's runs on one GPU, whose
-reserved memory is replayed, the least quarter held up to 39 to 56 MiB more."""
+adbc1e9; at another commit nine held 840 MiB more and nine 31 less). Of fms-acceleration's runs on one GPU, whose reserved
+memory is replayed, a quarter held no more than 39 to 56 MiB in five of eight tables."""
 AMPERE_COMMUNICATOR_BYTES = (544 * MIB, 688 * MIB)
 """Buffers of one NCCL communicator of 2 ranks and of more, up to compute capability 8.x. Source: 4 × A100, NVIDIA/nccl
 #964, which writes MB but means MiB: 256 MiB that sends and receives share (32 channels × 16 steps × 512 KiB, the formula in
