@@ -137,10 +137,10 @@ def test_adam_mini_keeps_one_second_moment_for_a_head_or_a_row():
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
-        ({"finetuning": {"method": "lora", "rank": 8}}, "finds no heads in adapters"),
-        ({"architecture": "gemma-2-2b"}, "no whole number of heads"),
+        ({"finetuning": {"method": "lora", "rank": 8}}, "cannot divide adapters"),
+        ({"architecture": "gemma-2-2b"}, "into a whole number of heads"),
         ({"architecture": "opt-125m"}, "called final_layer_norm"),
-        ({"architecture": "qwen3-30b-a3b"}, "no rule for experts"),
+        ({"architecture": "qwen3-30b-a3b"}, "fails with experts"),
         ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp2"}}, "on one GPU and under DDP only"),
         ({"parallelism": {"data_parallel_size": 2}}, ""),
     ],
