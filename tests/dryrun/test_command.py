@@ -228,3 +228,38 @@ def test_a_notebook_is_read_as_the_script_of_its_cells(tmp_path):
     assert command.script == str(notebook)
     exported = Path(exported_script(command.script, tmp_path))
     assert exported.read_text() == "pass\npass\nif True:\n    pass\nsteps = 7 % 4"
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        ("ImportError: cannot import name 'gone' from 'trl' (/v/lib/site-packages/trl/__init__.py)", "trl has no gone in trl"),
+        ("AttributeError: module 'torch.cuda' has no attribute 'gone'", "torch has no gone in torch.cuda"),
+        ("TypeError: SFTTrainer.__init__() got an unexpected keyword argument 'gone'", "takes no argument gone"),
+        ("train.py: error: unrecognized arguments: --gone no", "does not take --gone no: leave that out"),
+        ("NotADirectoryError: The checkpoint directory does not exist: EleutherAI/pythia", "EleutherAI/pythia is not here"),
+        ("NotADirectoryError: no tokenizer in /models/x", "/models/x is not here; put there a tokenizer's folder"),
+    ],
+)
+def test_another_release_or_folder_is_named(last, says):
+    assert says in hint(["Traceback (most recent call last):", last])
+
+
+def test_a_name_that_the_script_s_own_module_lacks_is_its_own_error():
+    assert hint(["ImportError: cannot import name 'gone' from 'utils' (/home/me/utils.py)"]) == ""
+
+
+def test_a_shell_script_sees_the_environment_and_counts_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("NODES", "2")
+    script = tmp_path / "train.sh"
+    lines = "export GPUS=$(nvidia-smi --list-gpus | wc -l)", f"torchrun --nnodes $NODES --nproc-per-node $GPUS {SCRIPT} $NAME"
+    script.write_text("\n".join(lines))
+    command = read_command(["NAME=a b", "bash", str(script)])
+    assert (command.world_size, command.ranks_per_node, command.arguments) == (16, 8, ("a", "b"))
+
+
+def test_a_shell_script_that_cannot_be_read_names_its_command(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(f"torchrun --nproc-per-node $(count_them) {SCRIPT}")
+    with pytest.raises(SpecError, match="torchrun --nproc-per-node"):
+        read_command(["bash", str(script)])
