@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from peakcast.collectors.dryrun.quantized import quantize, quantizer_of
 from peakcast.collectors.dryrun.rows import Rows
 from peakcast.collectors.stacks.parts import quantized_fakes
 
-DEFAULT_LENGTH = 4096
-"""Tokens of a synthetic row without `--length`; collators cut rows to their configured length."""
 FEWEST_WORDS = 256
 """A tokenizer of the hub with fewer words was not really downloaded."""
 SPLITS = ("train", "test", "validation")
@@ -35,10 +33,9 @@ _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 class Stand:
     """Replaces what cannot be downloaded, and reports it to `notes`."""
 
-    def __init__(self, notes: RunFindings, lengths: Sequence[int] | None) -> None:
+    def __init__(self, notes: RunFindings, lengths: tuple[int, int]) -> None:
         self.notes = notes
-        shortest, longest = lengths or (DEFAULT_LENGTH, DEFAULT_LENGTH)
-        self._rows = Rows(shortest, longest, self._say)
+        self._rows = Rows(*lengths, self._say)
 
     def install(self) -> None:
         """Change torch.hub, and the modules that the script will import."""
@@ -137,9 +134,10 @@ class Stand:
             try:
                 return fetch(path, *arguments, split=split, **keywords)
             except Exception:
-                if Path(path).exists() or keywords.get("data_files"):
+                files = _names(keywords.get("data_files"))
+                if Path(path).exists() or any(Path(file).exists() for file in files):
                     raise
-                self._say(f"the data of {path} is not here: {self._rows} stood in (--length).")
+                self._say(f"the data of {files[0] if files else path} is not here: {self._rows} stood in (--length).")
                 rows = self._rows.made(module)
                 if isinstance(split, (list, tuple)):
                     return [rows for _ in split]
@@ -150,6 +148,13 @@ class Stand:
 
     def _say(self, sentence: str) -> None:
         self.notes.add("script_part_skipped", "command", sentence)
+
+
+def _names(files: Any) -> list[str]:
+    """The names of files that `load_dataset` is given: one, several, or some of each split."""
+    if isinstance(files, dict):
+        return [name for part in files.values() for name in _names(part)]
+    return [os.fspath(files)] if isinstance(files, (str, os.PathLike)) else [os.fspath(one) for one in files or ()]
 
 
 def _no_weights_of_the_hub() -> None:

@@ -78,8 +78,9 @@ class Session:
         """Give the script files that this machine lacks: data, tokenizers, packages."""
         from peakcast.collectors.dryrun import absent_packages, byte_pieces, byte_tokenizers, token_files
         from peakcast.collectors.dryrun.downloads import Downloads
+        from peakcast.collectors.dryrun.lengths import of_rows
 
-        token_files.TokenFiles(self.overlay, self.notes).install()
+        token_files.TokenFiles(self.overlay, self.notes, of_rows(self.question["lengths"])).install()
         Downloads(self.notes).install()
         byte_tokenizers.install(self.notes)
         byte_pieces.install(self.notes)
@@ -105,6 +106,7 @@ class Session:
         from peakcast.collectors.dryrun import generation, graphs, lightning_launch, outside, pretrained
         from peakcast.collectors.dryrun.children import Children
         from peakcast.collectors.dryrun.kernel_packages import KernelPackages
+        from peakcast.collectors.dryrun.lengths import of_rows
 
         outside.install(self.notes)
         generation.install(self.notes)
@@ -112,7 +114,7 @@ class Session:
         Children(self.question).install()
         lightning_launch.install(self.question)
         KernelPackages(self.notes).install()
-        pretrained.Stand(self.notes, self.question["lengths"]).install()
+        pretrained.Stand(self.notes, of_rows(self.question["lengths"])).install()
 
     def _follower(self, tracer: Tracer) -> ScriptSteps:
         """The follower of the script's steps and of its evaluation, with the lengths of its data and a limit of time."""

@@ -2,9 +2,9 @@
 user.
 
 They have the format that the script expects. If the script contains the first number of llm.c's header, a file begins with
-this header of 256 numbers, as in llm.c and its descendants; else it has only tokens, as in nanoGPT, or a numpy array, or
-words, depending on the file's name. If the script lists a folder that does not exist, files for training, validation and
-tests are made in it.
+this header of 256 numbers, as in llm.c and its descendants; else it has only tokens, as in nanoGPT, or a numpy array,
+words, or lines of JSON, depending on the file's name. If the script lists a folder that does not exist, files for training,
+validation and tests are made in it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import io
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from peakcast.collectors.dryrun import json_rows
 from peakcast.collectors.dryrun.files import Overlay
 from peakcast.collectors.dryrun.noted import DIRECTLY, ITS_MEANS, RunFindings, asker
 
-SUFFIXES = (".bin", ".npy", ".txt")
+TEXTS = (".txt", ".jsonl")
+SUFFIXES = (".bin", ".npy", *TEXTS)
 LISTED = {".npy": (".npy", "np.load"), ".bin": (".bin", "memmap", "fromfile")}
 """Suffix of files in a folder that does not exist -> words in the text of scripts that read such files."""
 SPLITS = ("train", "val", "test")
@@ -46,11 +48,12 @@ NUM_BYTES = 256
 
 
 class TokenFiles:
-    """Makes the files that a script's own code opens."""
+    """Makes the files that a script's own code opens; rows of JSON have `lengths` (the shortest, the longest)."""
 
-    def __init__(self, overlay: Overlay, notes: RunFindings) -> None:
+    def __init__(self, overlay: Overlay, notes: RunFindings, lengths: Sequence[int]) -> None:
         self._overlay = overlay
         self._notes = notes
+        self._lengths = lengths
 
     def install(self) -> None:
         """Install it in this process."""
@@ -110,17 +113,25 @@ class TokenFiles:
 
     def _make_if_asked(self, path: Any) -> bool:
         """Make `path` if the script reads it as a token file. Returns whether the file was made."""
-        whose = asker(BY_ITSELF if str(path).endswith(".txt") else ITS_MEANS)
+        whose = asker(BY_ITSELF if str(path).endswith(TEXTS) else ITS_MEANS)
         if whose is None or not isinstance(path, (str, os.PathLike)) or not os.fspath(path).endswith(SUFFIXES):
             return False
         name = os.fspath(path)
         place = self._overlay.write(name, keeps=False)
-        _write(Path(place), _text(whose))
+        if name.endswith(".jsonl"):
+            Path(place).write_text(json_rows.lines(*self._lengths), encoding="utf-8")
+        else:
+            _write(Path(place), _text(whose))
         like = re.sub(r"\d+", "*", os.path.basename(name))
-        size = f"{NUM_WORDS:,} words" if name.endswith(".txt") else f"{NUM_TOKENS:,} tokens"
-        sentence = f"{like} is not here: files of {size} stood in for it and its like."
+        sentence = f"{like} is not here: files of {self._size(name)} stood in for it and its like."
         self._notes.add("script_part_skipped", "command", sentence)
         return True
+
+    def _size(self, name: str) -> str:
+        if name.endswith(".jsonl"):
+            lengths = " to ".join(f"{length:,}" for length in dict.fromkeys(self._lengths))
+            return f"{json_rows.NUM_LINES} lines of {lengths} words (--length), with the usual keys,"
+        return f"{NUM_WORDS:,} words" if name.endswith(".txt") else f"{NUM_TOKENS:,} tokens"
 
 
 _iglob, _path_glob = glob.iglob, pathlib.Path.glob
