@@ -35,4 +35,3 @@ def _row(length: int) -> dict[str, object]:
 
 def _words(count: int) -> str:
     return " ".join(["word"] * max(1, count))
-

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from peakcast.collectors.dryrun.imports import when_imported
@@ -21,6 +22,8 @@ from peakcast.collectors.tracing import inductor, triton_stub
 
 FLASH_ATTENTION = ("flash_attn", "flash_attn_interface")
 """Flash attention 2 and 3 (Hopper's)."""
+ASKS_VERSIONS = frozenset({"peakcast", "importlib"})
+"""Packages between a line of the script and a question for a version."""
 PACKAGES = (*FLASH_ATTENTION, "kernels", "triton")
 
 
@@ -53,6 +56,11 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             triton_stub.find_stubs("triton")
             return importlib.machinery.ModuleSpec(fullname, triton_stub.Finder(("triton",)), is_package=True)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        """Say to the script's own code that Triton is installed: it may ask for its version before it imports it."""
+        if getattr(context, "name", None) == "triton" and asker(ASKS_VERSIONS) is not None:
+            yield triton_stub.Installed()
 
     def create_module(self, spec: Any) -> types.ModuleType:
         """The stub."""

@@ -35,6 +35,8 @@ WRITERS = {".json": "to_json", ".parquet": "to_parquet", ".csv": "to_csv"}
 
 
 PACKAGE = re.compile(r".*No module named '(?P<name>[\w.]+)'")
+EXTENSION = re.compile(r"(_cuda|_cuda_lib|_C|_ext|_kernels?)$|^(amp_C|rotary_emb|dropout_layer_norm)$")
+"""Names of modules that are compiled for a GPU: selective_scan_cuda, causal_conv1d_cuda, xentropy_cuda_lib."""
 VARIABLE = re.compile(r"KeyError: '(?P<name>[A-Z][A-Z0-9_]*)'")
 PIP_NAMES = {
     "yaml": "pyyaml",
@@ -55,7 +57,9 @@ PIP_NAMES = {
 def hint(lines: Sequence[str]) -> str:
     """What is missing according to the last `lines` that a failed script printed, and the way out; "" if that is not
     known."""
-    said = _of_environment(lines) or _of_releases(lines) or _of_files(lines) or _of_network(lines)
+    said = next(
+        filter(None, (look(lines) for look in (_of_environment, _of_releases, _of_operators, _of_files, _of_network))), ""
+    )
     unsloth = UNSLOTH if any(IMPORTS_UNSLOTH.search(line) for line in lines) else ""
     return " ".join(filter(None, (said, unsloth)))
 
@@ -71,6 +75,11 @@ def _of_environment(lines: Sequence[str]) -> str:
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     if (found := PACKAGE.match(last)) is not None:
         name = found["name"].partition(".")[0]
+        if EXTENSION.search(name):
+            return (
+                f"{name} is a compiled extension of another package: build that where the script runs, or have the script "
+                "go the way that it has without it; a dry run replaces it only where torch.utils.cpp_extension builds it."
+            )
         package = PIP_NAMES.get(name, name.replace("_", "-"))
         return (
             f"The Python that runs it has no module {found['name']}: install it there (pip install {package}); a module of "
@@ -125,6 +134,30 @@ def _version_of(package: str, file: str) -> str:
 
 
 NO_NETWORK = re.compile(r"\S*(URLError|ConnectionError|ConnectTimeout|MaxRetryError|ProxyError|gaierror)\b")
+
+
+OPERATOR = re.compile(r"\S*(?P<kind>UnsupportedOperatorException|DynamicOutputShapeException): (?P<name>[\w.]+)")
+PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+def _of_operators(lines: Sequence[str]) -> str:
+    """An operator that cannot be followed on tensors without values."""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    found = OPERATOR.match(last)
+    if found is None:
+        return ""
+    place = next((match for line in reversed(lines) if (match := PLACE.search(line)) is not None), None)
+    where = f"{place['file']}:{place['line']} calls" if place is not None else "It calls"
+    namespace, _, rest = found["name"].partition(".")
+    operator = f"{namespace}::{rest.partition('.')[0]}"
+    if found["kind"] == "UnsupportedOperatorException":
+        why, way = (
+            "of which torch does not know what shapes it returns",
+            f"give it a rule (torch.library.register_fake({operator!r}))",
+        )
+    else:
+        why, way = "whose result is as large as only a run with values knows", "have the script take a fixed size there"
+    return f"{where} {operator}, {why}; {way}."
 
 
 def _of_network(lines: Sequence[str]) -> str:

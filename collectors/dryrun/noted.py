@@ -16,10 +16,14 @@ from peakcast.core.findings import Direction, Finding
 
 MOST_NOTES = 20
 """Most findings of one run; a loop over layers could repeat the same one at as many places."""
-_MACHINERY = tuple(
+_TORCH, *_OURS = (
     os.path.join(os.path.dirname(os.path.abspath(module.__file__ or "")), "") for module in (torch, peakcast, collectors)
 )
+_MACHINERY = (_TORCH, *_OURS)
 """Folders whose frames are never reported as the place."""
+_OF_TORCH = ("_subclasses", "utils/_stats", "utils/_python_dispatch", "_dynamo/eval_frame", "_compile.py", "_ops.py")
+OF_DRY_RUNS = (*_OURS, *(_TORCH + part for part in _OF_TORCH))
+"""What the names of files begin with that run operators on tensors without values."""
 _LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 """The folder of Python's own library."""
 

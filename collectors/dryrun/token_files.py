@@ -95,7 +95,7 @@ class TokenFiles:
         """The files that a pattern has found; if it is a pattern for token files and has found none, files that are made
         now."""
         name = os.fsdecode(pattern)
-        if not found and asker() is not None and name.endswith(SUFFIXES) and "*" in name:
+        if not found and asker() is not None and "*" in name and _kind(name.replace("*", "0")):
             found = [name.replace("*", f"{number:06d}") for number in range(NUM_FILES)]
             for one in found:
                 self._make_if_asked(one)
@@ -113,28 +113,35 @@ class TokenFiles:
 
     def _make_if_asked(self, path: Any) -> bool:
         """Make `path` if the script reads it as a token file. Returns whether the file was made."""
-        whose = asker(BY_ITSELF if str(path).endswith(TEXTS) else ITS_MEANS)
-        if whose is None or not isinstance(path, (str, os.PathLike)) or not os.fspath(path).endswith(SUFFIXES):
+        kind = _kind(os.fsdecode(path)) if isinstance(path, (str, os.PathLike)) else ""
+        whose = asker(BY_ITSELF if kind in TEXTS else ITS_MEANS) if kind else None
+        if whose is None:
             return False
         name = os.fspath(path)
         place = self._overlay.write(name, keeps=False)
-        if name.endswith(".jsonl"):
+        if kind == ".jsonl":
             Path(place).write_text(json_rows.lines(*self._lengths), encoding="utf-8")
         else:
-            _write(Path(place), _text(whose))
+            _write(Path(place), kind, _text(whose))
         like = re.sub(r"\d+", "*", os.path.basename(name))
-        sentence = f"{like} is not here: files of {self._size(name)} stood in for it and its like."
+        sentence = f"{like} is not here: files of {self._size(kind)} stood in for it and its like."
         self._notes.add("script_part_skipped", "command", sentence)
         return True
 
-    def _size(self, name: str) -> str:
-        if name.endswith(".jsonl"):
+    def _size(self, kind: str) -> str:
+        if kind == ".jsonl":
             lengths = " to ".join(f"{length:,}" for length in dict.fromkeys(self._lengths))
             return f"{json_rows.NUM_LINES} lines of {lengths} words (--length), with the usual keys,"
-        return f"{NUM_WORDS:,} words" if name.endswith(".txt") else f"{NUM_TOKENS:,} tokens"
+        return f"{NUM_WORDS:,} words" if kind == ".txt" else f"{NUM_TOKENS:,} tokens"
 
 
 _iglob, _path_glob = glob.iglob, pathlib.Path.glob
+
+
+def _kind(name: str) -> str:
+    """The suffix of a file of tokens or text, before the number of a part ("train.npy.0"); "" for other files."""
+    found = re.search(r"(\.\w+?)(\.\d+)?$", name)
+    return found[1] if found is not None and found[1] in SUFFIXES else ""
 
 
 def _text(file: str) -> str:
@@ -150,8 +157,8 @@ def words() -> str:
     return f"{alphabet}\n" + "word text " * (NUM_WORDS // 2)
 
 
-def _write(path: Path, script: str) -> None:
-    if path.suffix == ".txt":
+def _write(path: Path, kind: str, script: str) -> None:
+    if kind == ".txt":
         path.write_text(words(), encoding="utf-8")
         return
     tokens = np.arange(NUM_TOKENS, dtype=np.uint32) % DOCUMENT_LENGTH
@@ -159,8 +166,9 @@ def _write(path: Path, script: str) -> None:
         tokens[tokens == 0] = TEXT_END
     else:
         tokens %= NUM_BYTES
-    if path.suffix == ".npy":
-        np.save(path, tokens.astype(np.uint16))
+    if kind == ".npy":
+        with path.open("wb") as file:
+            np.save(file, tokens.astype(np.uint16))
         return
     first = next((number for number in HEADERS if str(number) in script), None)
     version, kind = HEADERS[first] if first is not None else (0, np.uint16)

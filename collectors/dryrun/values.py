@@ -37,6 +37,11 @@ REAL_FLOAT_BYTES = 2**16
 REAL_BYTES = 2**30
 """Other tensors, such as a file of tokens, are real up to this size."""
 aten = torch.ops.aten
+UNIQUE = (
+    *(aten._unique2.default, aten.unique_consecutive.default),
+    *(aten.unique_dim.default, aten.unique_dim_consecutive.default),
+)
+"""Operators that return the different elements, or rows, the number of each element's among them, and how often each is."""
 CPU = torch.device("cpu")
 
 
@@ -79,7 +84,7 @@ class ScriptMode(KnownValuesMode):
         except DataDependentOutputException:
             return self._value(func, args)
         except DynamicOutputShapeException:
-            return self._sample(func, args)
+            return self._sample(func, args, kwargs)
         collective_values.follow(func, args, kwargs, result)
         if label(func) in ("aten.sum.default", "aten.count_nonzero.default") and _is_mask(args[0]):
             result.counted = args[0].numel()
@@ -165,18 +170,24 @@ class ScriptMode(KnownValuesMode):
         self.notes.value("a truth value" if answer is False else f"a {str(dtype).removeprefix('torch.')}", answer)
         return answer
 
-    def _sample(self, func: Any, args: Any) -> Any:
-        """All elements that a mask could select."""
+    def _sample(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """All elements that a mask could select; all elements as different ones; as few bins as numbers can fill."""
         tensor = args[0]
+        if func is aten.bincount.default:
+            bins = max(1, args[2] if len(args) > 2 else kwargs.get("minlength", 0))
+            self.notes.value("how many bins numbers fill", bins)
+            return tensor.new_empty((bins,), dtype=torch.int64 if kwargs.get("weights") is None else torch.float64)
         self.notes.value("how many entries a mask chooses", f"all {tensor.numel():,}")
         with self:
             if func is aten.nonzero.default:
                 return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
             if func is aten.masked_select.default:
                 return tensor.new_empty((tensor.numel(),))
-            if func is aten._unique2.default:
-                numbers = tensor.new_empty(tensor.shape, dtype=torch.int64)
-                return tensor.new_empty((tensor.numel(),)), numbers, tensor.new_empty((tensor.numel(),), dtype=torch.int64)
+            if func in UNIQUE:
+                along = len(args) > 1 and func in (aten.unique_dim.default, aten.unique_dim_consecutive.default)
+                count, shape = (tensor.shape[args[1]], tensor.shape) if along else (tensor.numel(), (tensor.numel(),))
+                numbers = tensor.new_empty((count,) if along else tensor.shape, dtype=torch.int64)
+                return tensor.new_empty(shape), numbers, tensor.new_empty((count,), dtype=torch.int64)
             if func is aten.repeat_interleave.Tensor:
                 return tensor.new_empty((tensor.numel(),), dtype=torch.int64)
             if func is aten.index.Tensor and len([index for index in args[1] if index is not None]) == 1:

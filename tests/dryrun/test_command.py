@@ -233,7 +233,10 @@ def test_a_notebook_is_read_as_the_script_of_its_cells(tmp_path):
 @pytest.mark.parametrize(
     ("last", "says"),
     [
-        ("ImportError: cannot import name 'gone' from 'trl' (/v/lib/site-packages/trl/__init__.py)", "trl has no gone in trl"),
+        (
+            "ImportError: cannot import name 'gone' from 'trl' (/v/lib/site-packages/trl/__init__.py)",
+            "trl has no gone in trl",
+        ),
         ("AttributeError: module 'torch.cuda' has no attribute 'gone'", "torch has no gone in torch.cuda"),
         ("TypeError: SFTTrainer.__init__() got an unexpected keyword argument 'gone'", "takes no argument gone"),
         ("train.py: error: unrecognized arguments: --gone no", "does not take --gone no: leave that out"),
@@ -252,7 +255,10 @@ def test_a_name_that_the_script_s_own_module_lacks_is_its_own_error():
 def test_a_shell_script_sees_the_environment_and_counts_gpus(tmp_path, monkeypatch):
     monkeypatch.setenv("NODES", "2")
     script = tmp_path / "train.sh"
-    lines = "export GPUS=$(nvidia-smi --list-gpus | wc -l)", f"torchrun --nnodes $NODES --nproc-per-node $GPUS {SCRIPT} $NAME"
+    lines = (
+        "export GPUS=$(nvidia-smi --list-gpus | wc -l)",
+        f"torchrun --nnodes $NODES --nproc-per-node $GPUS {SCRIPT} $NAME",
+    )
     script.write_text("\n".join(lines))
     command = read_command(["NAME=a b", "bash", str(script)])
     assert (command.world_size, command.ranks_per_node, command.arguments) == (16, 8, ("a", "b"))
@@ -263,3 +269,15 @@ def test_a_shell_script_that_cannot_be_read_names_its_command(tmp_path):
     script.write_text(f"torchrun --nproc-per-node $(count_them) {SCRIPT}")
     with pytest.raises(SpecError, match="torchrun --nproc-per-node"):
         read_command(["bash", str(script)])
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        ("torch.x.UnsupportedOperatorException: mine.f.default", "train.py:7 calls mine::f, of which"),
+        ("torch.x.DynamicOutputShapeException: aten.g.default", "train.py:7 calls aten::g, whose result"),
+        ("ModuleNotFoundError: No module named 'selective_scan_cuda'", "is a compiled extension of another package"),
+    ],
+)
+def test_operators_and_extensions_that_cannot_be_followed_are_named(last, says):
+    assert says in hint(['  File "train.py", line 7, in <module>', "    f(x)", last])
