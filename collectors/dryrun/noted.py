@@ -21,9 +21,9 @@ _TORCH, *_OURS = (
 )
 _MACHINERY = (_TORCH, *_OURS)
 """Folders whose frames are never reported as the place."""
-_OF_TORCH = ("_subclasses", "utils/_stats", "utils/_python_dispatch", "_dynamo/eval_frame", "_compile.py", "_ops.py")
-OF_DRY_RUNS = (*_OURS, *(_TORCH + part for part in _OF_TORCH))
-"""What the names of files begin with that run operators on tensors without values."""
+OF_DRY_RUNS = (*_OURS, *(_TORCH + part for part in ("_", "utils/_", "nn/modules/module.py")))
+"""What the names of files begin with that run operators on tensors without values: those of peakcast, and torch's private
+ones."""
 _LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 """The folder of Python's own library."""
 

@@ -4,12 +4,12 @@ catalog's network, a tokenizer that splits at blanks, and synthetic rows of text
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import struct
 from pathlib import Path
 from typing import Any
 
+from peakcast.collectors.dryrun import checkpoints
+from peakcast.collectors.dryrun.checkpoints import header_of
 from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
@@ -26,7 +26,6 @@ HUB_KEYWORDS = {
 }
 """Arguments of `from_pretrained` about how a file is downloaded."""
 DTYPE_KEYWORDS = ("dtype", "torch_dtype")
-_HEADER_BYTES = 2**27
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -40,6 +39,7 @@ class Stand:
     def install(self) -> None:
         """Change torch.hub, and the modules that the script will import."""
         _no_weights_of_the_hub()
+        checkpoints.install()
         when_imported("transformers.modeling_utils", self._in_modeling)
         when_imported("transformers.models.auto.configuration_auto", self._in_configurations)
         when_imported("transformers.models.auto.tokenization_auto", self._in_tokenizers)
@@ -211,11 +211,8 @@ def _dtype_of(name: str) -> str | None:
     """The dtype of a local checkpoint's first weights, from the header of its first safetensors file."""
     for file in sorted(Path(name).glob("*.safetensors"))[:1] if Path(name).is_dir() else ():
         with file.open("rb") as content:
-            (size,) = struct.unpack("<Q", content.read(8))
-            if size <= _HEADER_BYTES:
-                header = json.loads(content.read(size))
-                kinds = (entry.get("dtype") for key, entry in header.items() if key != "__metadata__")
-                return next((_DTYPES[kind] for kind in kinds if kind in _DTYPES), None)
+            kinds = (entry.get("dtype") for key, entry in header_of(content).items() if key != "__metadata__")
+            return next((_DTYPES[kind] for kind in kinds if kind in _DTYPES), None)
     return None
 
 

@@ -226,7 +226,7 @@ def _why(code: int | None, command: TrainingCommand, limits: DryRunLimits, lines
             f"{script} ended before any optimizer had stepped (torch.optim.Optimizer.step); give the arguments with which "
             "it trains. Weights that a script updates by itself (torch.func) are not followed."
         )
-    if code == CRASHED and lines and lines[-1].startswith("MemoryError"):
+    if code == CRASHED and lines and lines[-1].partition(":")[0].endswith("MemoryError"):  # NumPy has one of its own
         return (
             f"{script} needs more host memory than the {format_gib(limits.memory_bytes)} that it may use; give it more "
             "(--memory-gib)."
