@@ -1,5 +1,5 @@
-"""Checkpoints in safetensors that a script or its library opens itself: large tensors are read as shapes, from the header of
-the file, so that a checkpoint of any size takes no memory.
+"""Checkpoints in safetensors that a script or its library opens itself: large tensors are read as shapes, from the header
+of the file, so that a checkpoint of any size takes no memory.
 
 Source of the format: https://github.com/huggingface/safetensors, README, "Format".
 """

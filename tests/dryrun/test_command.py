@@ -281,3 +281,12 @@ def test_a_shell_script_that_cannot_be_read_names_its_command(tmp_path):
 )
 def test_operators_and_extensions_that_cannot_be_followed_are_named(last, says):
     assert says in hint(['  File "train.py", line 7, in <module>', "    f(x)", last])
+
+
+def test_the_script_s_own_line_is_named_where_a_long_traceback_hides_it():
+    from peakcast.collectors.dryrun.process import MOST_LINES, _own_line
+
+    own, library = '  File "train.py", line 7, in <module>', '  File "/v/lib/python3.11/site-packages/a.py", line 1, in f'
+    assert _own_line([own, *[library] * MOST_LINES, "ValueError: x"]) == "Its own line there is train.py:7."
+    assert _own_line([own, library, "ValueError: x"]) == ""
+    assert _own_line([library] * 40) == ""
