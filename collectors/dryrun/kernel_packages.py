@@ -16,6 +16,8 @@ import types
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.noted import DIRECTLY, RunFindings, asker
 from peakcast.collectors.tracing import inductor, triton_stub
@@ -40,6 +42,7 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Install the finder, for later imports of the script."""
         sys.meta_path.append(self)
         when_imported("transformers.modeling_utils", self._in_modeling)
+        when_imported("torch.utils.cpp_extension", self._build_nothing)
         for name in ("jit", "autotuner", "driver"):
             when_imported(f"triton.runtime.{name}", _launch_nothing)
 
@@ -84,6 +87,21 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         functions = _flash_attention()
         return types.SimpleNamespace(**functions, flash_attn_interface=types.SimpleNamespace(**functions))
 
+    def _build_nothing(self, module: Any) -> None:
+        """Replace kernels that would be compiled now by functions that do nothing, in the extension and in `torch.ops`: a
+        change of a fake tensor's values cannot be seen."""
+
+        def load(name: str, sources: Any = (), *_: Any, **__: Any) -> _Kernels:
+            if asker(frozenset({"peakcast"})) is not None:
+                self._say(
+                    f"{name} is compiled as the script runs: its kernels did nothing; what they allocate is not seen."
+                )
+            setattr(torch.ops, name, _Kernels())
+            return _Kernels()
+
+        module.load = module.load_inline = load
+        module.CUDA_HOME = module.CUDA_HOME or "/usr/local/cuda"
+
     def _in_modeling(self, module: Any) -> None:
         """Give flash attention to networks of transformers that ask for it, whether from the package or from the hub's
         kernels."""
@@ -117,6 +135,13 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def _say(self, sentence: str) -> None:
         self._notes.add("script_part_skipped", "command", sentence)
+
+
+class _Kernels:
+    """A compiled extension."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
 
 
 def _launch_nothing(module: Any) -> None:

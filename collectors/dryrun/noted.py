@@ -75,6 +75,12 @@ def where() -> str:
     return first or "the script"
 
 
+def asking() -> FrameType | None:
+    """The frame of the script's or a library's code that asked torch for something."""
+    frames = (frame for frame in _frames() if not frame.f_code.co_filename.startswith(("<", *_MACHINERY)))
+    return next(frames, None)
+
+
 ITS_MEANS = frozenset({"peakcast", "numpy", "torch", *sys.stdlib_module_names} - {"__main__"})
 """Packages through which a script reads its files."""
 DIRECTLY = frozenset({"peakcast", "importlib", "os", "pathlib"})

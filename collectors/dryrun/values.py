@@ -27,8 +27,8 @@ from torch.nested._internal.nested_int import NestedIntNode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from peakcast.collectors.dryrun import collective_values
-from peakcast.collectors.dryrun.noted import RunFindings
+from peakcast.collectors.dryrun import checks, collective_values
+from peakcast.collectors.dryrun.noted import RunFindings, asking
 from peakcast.collectors.dryrun.resizing import Resizing
 from peakcast.collectors.tracing.known_values import KnownValuesMode, label, value_of
 
@@ -160,14 +160,17 @@ class ScriptMode(KnownValuesMode):
         )
 
     def _value(self, func: Any, args: Any) -> Any:
-        """A plausible value: 1 for a number, False for a boolean, the largest possible for a count."""
+        """A plausible value: 1 for a number, the largest possible for a count; for a boolean, that with which the script
+        raises no error, or else False."""
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
         dtype = tensor.dtype if tensor is not None else torch.bool
-        answer: Any = False
+        answer: Any
         if func is aten._local_scalar_dense.default and dtype is not torch.bool:
             count = getattr(tensor, "counted", None)
             answer = 1.0 if dtype.is_floating_point else 1 if count is None else count
-        self.notes.value("a truth value" if answer is False else f"a {str(dtype).removeprefix('torch.')}", answer)
+        else:
+            answer = bool(checks.expected(asking()))
+        self.notes.value("a truth value" if isinstance(answer, bool) else f"a {str(dtype).removeprefix('torch.')}", answer)
         return answer
 
     def _sample(self, func: Any, args: Any, kwargs: Any) -> Any:
