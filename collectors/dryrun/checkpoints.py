@@ -57,7 +57,7 @@ class OpenCheckpoint:
         with open(filename, "rb") as file:
             self._entries = dict(header_of(file))
             self._start = file.tell()
-        self._metadata = self._entries.pop("__metadata__", None)
+        self._metadata: dict[str, str] | None = self._entries.pop("__metadata__", None)
 
     def __enter__(self) -> OpenCheckpoint:
         return self
