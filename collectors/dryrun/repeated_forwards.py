@@ -1,8 +1,9 @@
 """Runs few of the many forwards of an evaluation. Those after the first ones are like them: batches of the same shape, or
 tokens that a loop of the script's own generates one by one.
 
-What the others return is made of what those that ran have returned, and of the sizes of their inputs: each size of an
-output was the same in every forward, or differed from one size of the inputs by the same number.
+What the others return is made of what those that ran have returned, and of the numbers in their inputs, which are sizes of
+tensors and whole numbers: each number in an output was the same in every forward, or differed from one in the inputs by
+the same amount.
 """
 
 from __future__ import annotations
@@ -17,8 +18,6 @@ from torch.utils import _pytree as pytree
 
 FEW = 8
 """Number of forwards from whose sizes those of others follow."""
-MOST = 64
-"""Most forwards whose sizes are kept."""
 GROWTH = 1.125
 """A forward runs if its inputs have so many times the elements of the largest that ran: a sequence that grows token by
 token is seen at lengths that are at most this far apart."""
@@ -28,11 +27,17 @@ PLAIN = (torch.dtype, torch.device, str, int, float, type(None))
 
 @dataclasses.dataclass(frozen=True)
 class _Made:
-    """A tensor of an output: `numbers` are the places of its sizes among all sizes of the output."""
+    """A tensor or a whole number of an output: `places` of its sizes, or of itself, among all numbers of the output."""
 
-    dtype: torch.dtype
-    device: torch.device
-    numbers: range
+    places: range
+    dtype: torch.dtype | None = None
+    device: torch.device | None = None
+
+    def from_numbers(self, numbers: Sequence[int]) -> Any:
+        """The tensor or number itself."""
+        if self.dtype is None:
+            return numbers[self.places.start]
+        return torch.empty([numbers[place] for place in self.places], dtype=self.dtype, device=self.device)
 
 
 class RepeatedForwards:
@@ -42,41 +47,65 @@ class RepeatedForwards:
         self._network, self._evaluates, self._note = network, evaluates, note
         self._own = network.__dict__.get("forward")
         self._forward: Callable[..., Any] = network.forward
-        self._inputs: list[list[int]] = []
-        self._outputs: list[list[int]] = []
-        self._largest = 0
         self._structure: Any = None
+        """An output, with `_Made` in the place of tensors and whole numbers."""
+        self._rules: list[dict[int | None, int]] = []
+        """For each number of the output: place of a number of the inputs -> by how much it was more in every forward, and
+        None -> what it was in every forward."""
+        self._num_inputs = self._num_seen = self._largest = 0
         network.forward = self
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if not self._evaluates():
             self._leave()
             return self._forward(*arguments, **keywords)
-        sizes, elements, plain = _sizes_of((arguments, keywords))
-        if plain and len(self._outputs) >= FEW and elements <= GROWTH * self._largest:
-            found = _following(sizes, self._inputs, self._outputs)
-            if found is not None:
+        given, elements, plain = _numbers_of((arguments, keywords))
+        if plain and self._num_seen >= FEW and elements <= GROWTH * self._largest:
+            numbers = self._following(given)
+            if numbers is not None:
                 self._note()
-                return _mapped(lambda one: _tensor(one, found), self._structure, _Made)
+                return _mapped(lambda one: one.from_numbers(numbers), self._structure, _Made)
         answer = self._forward(*arguments, **keywords)
-        if plain and len(self._outputs) < MOST:
-            self._saw(sizes, answer)
+        if plain:
+            self._saw(given, answer)
         self._largest = max(self._largest, elements)
         return answer
 
-    def _saw(self, inputs: list[int], answer: Any) -> None:
-        outputs: list[int] = []
+    def _saw(self, given: list[int], answer: Any) -> None:
+        """Keep the rules that hold in this forward too."""
+        numbers: list[int] = []
 
-        def shape(tensor: torch.Tensor) -> _Made:
-            start = len(outputs)
-            outputs.extend(tensor.shape)
-            return _Made(tensor.dtype, tensor.device, range(start, len(outputs)))
+        def made(one: Any) -> Any:
+            if isinstance(one, bool):
+                return one
+            sizes, start = [one] if isinstance(one, int) else one.shape, len(numbers)
+            numbers.extend(sizes)
+            places = range(start, len(numbers))
+            return _Made(places) if isinstance(one, int) else _Made(places, one.dtype, one.device)
 
-        structure = _mapped(shape, answer, torch.Tensor)
-        if structure != self._structure or len(inputs) != len(self._inputs[-1]):
-            self._inputs, self._outputs, self._structure = [], [], structure
-        self._inputs.append(inputs)
-        self._outputs.append(outputs)
+        structure = _mapped(made, answer, (torch.Tensor, int))
+        if structure != self._structure or len(given) != self._num_inputs:
+            self._structure, self._num_inputs, self._num_seen = structure, len(given), 0
+            self._rules = [
+                {None: number} | {place: number - other for place, other in enumerate(given)} for number in numbers
+            ]
+        for number, rules in zip(numbers, self._rules, strict=True):
+            for place in [place for place, more in rules.items() if number != _by_rule(place, more, given)]:
+                del rules[place]
+        self._num_seen += 1
+
+    def _following(self, given: list[int]) -> list[int] | None:
+        """The numbers of the output as they follow from those of the inputs; None if they do not, or if rules that always
+        held would give different ones now."""
+        if len(given) != self._num_inputs:
+            return None
+        found = []
+        for rules in self._rules:
+            possible = {_by_rule(place, more, given) for place, more in rules.items()}
+            if len(possible) != 1:
+                return None
+            found.append(possible.pop())
+        return found
 
     def _leave(self) -> None:
         """Give the network its own forward back, unless something else has taken its place."""
@@ -87,40 +116,28 @@ class RepeatedForwards:
                 self._network.forward = self._own
 
 
-def _following(sizes: Sequence[int], inputs: Sequence[list[int]], outputs: Sequence[list[int]]) -> list[int] | None:
-    """The sizes of the output for inputs of `sizes`, as they follow from the forwards that ran; None if they do not, or if
-    what was always so until now would give two different ones."""
-    if len(inputs[-1]) != len(sizes):
-        return None
-    found = []
-    for values in zip(*outputs, strict=True):
-        possible = {values[0]} if len(set(values)) == 1 else set()
-        for size, *seen in zip(sizes, *inputs, strict=True):
-            differences = {ours - given for ours, given in zip(values, seen, strict=True)}
-            if len(differences) == 1:
-                possible.add(size + differences.pop())
-        if len(possible) != 1:
-            return None
-        found.append(possible.pop())
-    return found
+def _by_rule(place: int | None, more: int, given: Sequence[int]) -> int:
+    return more if place is None else given[place] + more
 
 
-def _sizes_of(given: Any) -> tuple[list[int], int, bool]:
-    """All sizes of tensors in `given`, the number of their elements, and whether there is nothing beside them in it that a
-    forward could change, such as a cache."""
-    tensors: list[torch.Tensor] = []
-    others: list[Any] = []
-    _mapped(lambda one: (tensors if isinstance(one, torch.Tensor) else others).append(one), given, object)
-    plain = all(isinstance(one, PLAIN) for one in others) and not any(one.is_nested for one in tensors)
-    sizes = [size for one in tensors for size in one.shape] if plain else []
-    return sizes, sum(one.numel() for one in tensors) if plain else 0, plain
+def _numbers_of(given: Any) -> tuple[list[int], int, bool]:
+    """All sizes of tensors and whole numbers in `given`, the number of its elements, and whether there is nothing beside
+    them in it that a forward could change, such as a cache."""
+    leaves: list[Any] = []
+    _mapped(leaves.append, given, object)
+    tensors = [one for one in leaves if isinstance(one, torch.Tensor)]
+    if any(tensor.is_nested for tensor in tensors) or not all(isinstance(one, (torch.Tensor, *PLAIN)) for one in leaves):
+        return [], 0, False
+    numbers: list[int] = []
+    for one in leaves:
+        if isinstance(one, torch.Tensor):
+            numbers.extend(one.shape)
+        elif isinstance(one, int):
+            numbers.append(int(one))
+    return numbers, sum(tensor.numel() for tensor in tensors), True
 
 
-def _tensor(made: _Made, sizes: Sequence[int]) -> torch.Tensor:
-    return torch.empty([sizes[number] for number in made.numbers], dtype=made.dtype, device=made.device)
-
-
-def _mapped(function: Callable[[Any], Any], value: Any, kind: type) -> Any:
+def _mapped(function: Callable[[Any], Any], value: Any, kind: type | tuple[type, ...]) -> Any:
     """`value` with `function` applied to everything of `kind` in its containers and dataclasses."""
 
     def leaf(one: Any) -> Any:
