@@ -23,7 +23,7 @@ from typing import Any
 import numpy as np
 
 from peakcast.collectors.dryrun import json_rows
-from peakcast.collectors.dryrun.files import Overlay
+from peakcast.collectors.dryrun.file_overlay import Overlay
 from peakcast.collectors.dryrun.noted import DIRECTLY, ITS_MEANS, RunFindings, asker
 
 TEXTS = (".txt", ".jsonl")
