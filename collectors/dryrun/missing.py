@@ -174,13 +174,16 @@ def _of_files(lines: Sequence[str]) -> str:
     if found is None:
         return ""
     path = found["quoted"] or found["bare"].rstrip(".,;:")
-    suffix = PurePosixPath(path.rstrip("*")).suffix.lower()
+    near = lines[-4:]
+    suffix = PurePosixPath(path.rstrip("*")).suffix.lower() or (".json" if any("json.load(" in line for line in near) else "")
     if suffix in BY_SUFFIX:
         least = BY_SUFFIX[suffix].replace("WRITTEN", f"{TABLE}.{WRITERS.get(suffix)}({path!r})")
     elif suffix:
         least = "a small one as it expects"
-    elif any("tokenizer" in line.lower() for line in lines[-4:]):
+    elif any("tokenizer" in line.lower() for line in near):
         least = "a tokenizer's folder (tokenizer.json and tokenizer_config.json)"
+    elif any(" open(" in line for line in near):
+        least = "a small file as it expects"
     else:
         least = "a folder with one small file as it expects"
     return f"{path} is not here; put there {least}: only shapes count."

@@ -171,10 +171,10 @@ def _write(path: Path, kind: str, script: str) -> None:
             np.save(file, tokens.astype(np.uint16))
         return
     first = next((number for number in HEADERS if str(number) in script), None)
-    version, kind = HEADERS[first] if first is not None else (0, np.uint16)
+    version, dtype = HEADERS[first] if first is not None else (0, np.uint16)
     with path.open("wb") as file:
         if first is not None:
             header = np.zeros(HEADER_LENGTH, dtype=np.int32)
             header[:3] = first, version, NUM_TOKENS
             file.write(header.tobytes())
-        file.write(tokens.astype(kind).tobytes())
+        file.write(tokens.astype(dtype).tobytes())

@@ -241,6 +241,7 @@ def test_a_notebook_is_read_as_the_script_of_its_cells(tmp_path):
         ("TypeError: SFTTrainer.__init__() got an unexpected keyword argument 'gone'", "takes no argument gone"),
         ("train.py: error: unrecognized arguments: --gone no", "does not take --gone no: leave that out"),
         ("NotADirectoryError: The checkpoint directory does not exist: EleutherAI/pythia", "EleutherAI/pythia is not here"),
+        ("FileNotFoundError: no 'a/b' for json.load(f)", "a/b is not here; put there a list of"),
         ("NotADirectoryError: no tokenizer in /models/x", "/models/x is not here; put there a tokenizer's folder"),
     ],
 )
