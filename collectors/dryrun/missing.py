@@ -175,7 +175,9 @@ def _of_files(lines: Sequence[str]) -> str:
         return ""
     path = found["quoted"] or found["bare"].rstrip(".,;:")
     near = lines[-4:]
-    suffix = PurePosixPath(path.rstrip("*")).suffix.lower() or (".json" if any("json.load(" in line for line in near) else "")
+    suffix = PurePosixPath(path.rstrip("*")).suffix.lower()
+    if not suffix and any("json.load(" in line for line in near):
+        suffix = ".json"
     if suffix in BY_SUFFIX:
         least = BY_SUFFIX[suffix].replace("WRITTEN", f"{TABLE}.{WRITERS.get(suffix)}({path!r})")
     elif suffix:
