@@ -26,7 +26,7 @@ PLAIN = (torch.dtype, torch.device, str, int, float, type(None))
 
 
 @dataclasses.dataclass(frozen=True)
-class _Made:
+class _FromNumbers:
     """A tensor or a whole number of an output: `places` of its sizes, or of itself, among all numbers of the output."""
 
     places: range
@@ -48,7 +48,7 @@ class RepeatedForwards:
         self._own = network.__dict__.get("forward")
         self._forward: Callable[..., Any] = network.forward
         self._structure: Any = None
-        """An output, with `_Made` in the place of tensors and whole numbers."""
+        """An output, with `_FromNumbers` in the place of tensors and whole numbers."""
         self._rules: list[dict[int | None, int]] = []
         """For each number of the output: place of a number of the inputs -> by how much it was more in every forward, and
         None -> what it was in every forward."""
@@ -64,7 +64,7 @@ class RepeatedForwards:
             numbers = self._following(given)
             if numbers is not None:
                 self._note()
-                return _mapped(lambda one: one.from_numbers(numbers), self._structure, _Made)
+                return _mapped(lambda one: one.from_numbers(numbers), self._structure, _FromNumbers)
         answer = self._forward(*arguments, **keywords)
         if plain:
             self._saw(given, answer)
@@ -81,7 +81,7 @@ class RepeatedForwards:
             sizes, start = [one] if isinstance(one, int) else one.shape, len(numbers)
             numbers.extend(sizes)
             places = range(start, len(numbers))
-            return _Made(places) if isinstance(one, int) else _Made(places, one.dtype, one.device)
+            return _FromNumbers(places) if isinstance(one, int) else _FromNumbers(places, one.dtype, one.device)
 
         structure = _mapped(made, answer, (torch.Tensor, int))
         if structure != self._structure or len(given) != self._num_inputs:
@@ -141,7 +141,7 @@ def _mapped(function: Callable[[Any], Any], value: Any, kind: type | tuple[type,
     """`value` with `function` applied to everything of `kind` in its containers and dataclasses."""
 
     def leaf(one: Any) -> Any:
-        if dataclasses.is_dataclass(one) and not isinstance(one, (type, _Made)):
+        if dataclasses.is_dataclass(one) and not isinstance(one, (type, _FromNumbers)):
             made = copy.copy(one)
             for part in dataclasses.fields(one):
                 object.__setattr__(made, part.name, _mapped(function, getattr(one, part.name), kind))
