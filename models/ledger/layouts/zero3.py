@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.module_tree import LM_HEAD, BlockKind, block_of, path_of
@@ -22,7 +23,7 @@ from peakcast.models.ledger.layouts.zero3_hooks import Direction, ModuleTurn, bl
 from peakcast.models.ledger.layouts.zero3_instants import Instants, Reduction
 from peakcast.models.ledger.layouts.zero3_modules import ModuleTurns
 from peakcast.models.ledger.layouts.zero3_turns import with_recomputation_inside
-from peakcast.models.ledger.layouts.zero3_weights import Zero3Engine
+from peakcast.models.ledger.layouts.zero3_weights import Weights, Zero3Engine
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import BlockRun, Step
@@ -58,7 +59,8 @@ class Zero3(Partitions):
         matrices = (t for t in tensors if len(t.shape) > 1 and t.block not in (BlockKind.EMBEDDING, BlockKind.HEAD))
         self._viewed = {t for t in matrices if settings.transposes and not t.of_adapter}
         """The matrices that products read through a view."""
-        self._coordinator: Coordinator | None = None
+        self._coordinators: dict[bool, Coordinator] = {}
+        """By whether the step is the training's first."""
         self.reference: Zero3 | None = None
         """The layout of a second network (a reference model), which has an engine of its own."""
         self._turns: list[ModuleTurn] = []
@@ -132,24 +134,33 @@ class Zero3(Partitions):
         self._last = last
         self._turns, self._backward_began, self._began = [], None, step.now
 
-    def _play(self, step: Step) -> Coordinator:
+    def _played(self, step: Step) -> Iterator[tuple[Weights, dict[int, Reduction]]]:
         """Have the coordinator gather and release weights for the turns so far, those of a micro-batch or of a forward
-        alone; returns the coordinator."""
-        if self._coordinator is None:
-            engine = Zero3Engine(
-                ranks=self.ranks,
-                sizes=self.buckets,
-                packs=self.packs,
-                stream=self._gathers,
-                from_host=self.offloads_parameters,
-            )
-            self._coordinator = Coordinator(step, engine, viewed=self._viewed, unread=self._modules.unread)
-            if not self.first_step:
-                self._coordinator.learn(self._turns)
-                small = [t for t in self.tensors if self.persists(t)]
-                self._coordinator.weights.available = dict.fromkeys(small, 0)  # gathered again when the last step ended
-        self._coordinator.play(self._turns, Instants(step.made_bytes(), self._reductions))
-        return self._coordinator
+        alone; in a first step, in later ones, or in both apart. Yields the weights then, and the turns' reductions."""
+        made = step.made_bytes()
+        for first in (True, False) if self.first_step is None else (self.first_step,):
+            with step.only_in(first_step=first) if self.first_step is None else nullcontext():
+                if first not in self._coordinators:
+                    self._coordinators[first] = self._coordinator(step, first=first)
+                coordinator, instants = self._coordinators[first], Instants(made, _copied(self._reductions))
+                coordinator.play(self._turns, instants)
+                yield coordinator.weights, instants.reductions
+
+    def _coordinator(self, step: Step, *, first: bool) -> Coordinator:
+        """A coordinator at the beginning of a step."""
+        engine = Zero3Engine(
+            ranks=self.ranks,
+            sizes=self.buckets,
+            packs=self.packs,
+            stream=self._gathers,
+            from_host=self.offloads_parameters,
+        )
+        made = Coordinator(step, engine, viewed=self._viewed, unread=self._modules.unread)
+        if not first:
+            made.learn(self._turns)
+            small = [t for t in self.tensors if self.persists(t)]
+            made.weights.available = dict.fromkeys(small, 0)  # gathered again when the last step ended
+        return made
 
     # -- modules that run -------------------------------------------------------------------------------------------------
 
@@ -214,7 +225,8 @@ class Zero3(Partitions):
         """Gather the weights of a network that has only run forward. `runs`: (module, run) of its blocks."""
         ran = (block_operations(run, module, Direction.FORWARD) for module, run in runs)
         self._turns = [turn for operations in ran for turn in self._modules.turns(operations)]
-        self._play(step).weights.stay()
+        for weights, _ in self._played(step):
+            weights.stay()
 
     # -- gradients --------------------------------------------------------------------------------------------------------
 
@@ -285,19 +297,20 @@ class Zero3(Partitions):
     def end_backward(self, step: Step) -> None:
         if self._bucket.content:
             self._reduce(step, step.moment("reduce_gradients", Phase.BACKWARD))
-        self._play(step).weights.release_rest(step.now, small_too=False)
-        for now, reduction in self._reductions.items():
-            joined, then = reduction.num_bytes()
-            step.hold("reduce_scatter.input", BUFFERS, joined, now, now + 1, stream=self._reduces)
-            step.hold("partition_grads", Category.TEMPORARIES, then, now, now + 1, stream=self._reduces)
+        for weights, reductions in self._played(step):
+            weights.release_rest(step.now, small_too=False)
+            for now, reduction in reductions.items():
+                joined, then = reduction.num_bytes()
+                step.hold("reduce_scatter.input", BUFFERS, joined, now, now + 1, stream=self._reduces)
+                step.hold("partition_grads", Category.TEMPORARIES, then, now, now + 1, stream=self._reduces)
         self._reductions.clear()
 
     # -- optimizer --------------------------------------------------------------------------------------------------------
 
     def clip(self, step: Step) -> None:
         """The optimizer's `step` begins with `_partition_all_parameters`."""
-        if self._coordinator is not None:
-            self._coordinator.weights.release_rest(step.now, small_too=True)
+        if (coordinator := self._coordinators.get(bool(self.first_step))) is not None:
+            coordinator.weights.on(step).release_rest(step.now, small_too=True)
         super().clip(step)
 
     def release_gradients(self, step: Step) -> None:
@@ -310,3 +323,8 @@ class Zero3(Partitions):
             parts = ((t.name, t.module, self.part(t) * t.element_bytes) for t in self.tensors if self.persists(t))
             step.hold_all(parts, Category.PARAMETERS, step.now, step.now + 1)
             step.moment("gather small tensors", Phase.OPTIMIZER_STEP)
+
+
+def _copied(reductions: Mapping[int, Reduction]) -> dict[int, Reduction]:
+    """Copies, which playing the turns may change."""
+    return {instant: replace(reduction) for instant, reduction in reductions.items()}

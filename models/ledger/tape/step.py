@@ -79,8 +79,8 @@ class Step:
     """Columns of the tensors held, in the order in which they were held; layout as `RecordedColumns.columns`."""
     _single: array[int] = field(default_factory=lambda: array("q"))
     """Tensors that were held one by one since then: eight numbers each, in the order of `columns.py`."""
-    _later: set[int] = field(default_factory=set)
-    """Which of `_held` exist only in later steps than the first."""
+    _only: dict[int, bool] = field(default_factory=dict)
+    """Which of `_held` exist either in the training's first step alone (true) or in later ones alone (false)."""
     gradients_die: int = FOREVER
     """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
     update_in_backward: UpdateInBackward | None = None
@@ -331,11 +331,12 @@ class Step:
             self.hold(name, category, num_bytes, since, gone, module, stream, self.now)
 
     @contextmanager
-    def only_in_later_steps(self) -> Iterator[None]:
-        """What is held in this context exists in every step but the training's first: a fork for that one leaves it out."""
+    def only_in(self, *, first_step: bool) -> Iterator[None]:
+        """What is held in this context exists in the training's first step alone or, if not `first_step`, in later ones
+        alone: a fork for the others leaves it out."""
         begin = len(self._gather())
         yield
-        self._later.update(range(begin, len(self._gather())))
+        self._only |= dict.fromkeys(range(begin, len(self._gather())), first_step)
 
     def fork(self, *before: RecordedColumns, first_step: bool = False) -> Step:
         """A copy of this step from which to go on; `before` comes before everything that is held here. This step stays
@@ -346,9 +347,9 @@ class Step:
         forked = copy(self)
         forked.phases, forked.labels = bytearray(self.phases), self.labels.copy()
         forked._placed, forked._own, forked._runs = [*self._placed, self._own[1]], None, []
-        held = [part for number, part in enumerate(self._gather()) if not (first_step and number in self._later)]
+        held = [part for number, part in enumerate(self._gather()) if self._only.get(number, first_step) is first_step]
         forked._held, forked._single = [*(part.columns for part in before), *held], array("q")
-        forked._later = set()
+        forked._only = {}
         forked._backward_ends, forked._allocated = self._backward_ends.copy(), self._allocated.copy()
         forked._freed_not_reusable = self._freed_not_reusable.copy()
         return forked
