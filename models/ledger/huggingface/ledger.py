@@ -8,7 +8,7 @@ on the command line takes half a second, and most of that is imports.
 from __future__ import annotations
 
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from peakcast.catalog import Device
 from peakcast.core.units import FP32
@@ -109,7 +109,7 @@ def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
     """A step of one micro-batch on one GPU, assembled from recorded parts that similar jobs share."""
     before, context, start, loss_made = _one_micro_batch(_graph_job(job), multiprocessors_of(device))
     timeline = before.fork(_resident(weights_job(job)), _workspaces(training_workspaces(device, job)))
-    hold_outputs_of_before(timeline, job, context, start, loss_made, first=step == "first")
+    hold_outputs_of_before(timeline, step == "first", job=job, context=context, start=start, loss_made=loss_made)
     _optimizer_on_one_gpu(timeline, job, step)
     return timeline
 
@@ -137,10 +137,9 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
         loss = run_micro_batch(timeline, job, found, keeps_gradients=micro_batch == 0 or sums, last=last)
         loss_made = loss.forward_start + loss.template.num_forward
         if step is None and micro_batch == 0:
-            with timeline.only_in(first_step=False):
-                hold_outputs_of_before(timeline, job, context, start, loss_made, first=False)
+            timeline.differs(partial(hold_outputs_of_before, job=job, context=context, start=start, loss_made=loss_made))
         else:
-            hold_outputs_of_before(timeline, job, context, start, loss_made, first=first)
+            hold_outputs_of_before(timeline, first, job=job, context=context, start=start, loss_made=loss_made)
         ended = timeline.now
         layout.end_backward(timeline)
         if sums:

@@ -116,7 +116,7 @@ class Layout(Hooks):
     """How many micro-batches of a step differ: the first makes the gradients, the last adds to them and may reduce them."""
     first_step: bool | None = False
     """Whether this is the first step of the training, in which a library may not yet know the order of modules; None: it is
-    any step, and what differs between them is held `Step.only_in` one of them."""
+    any, and what differs between the first and later ones is held by `Step.differs`."""
 
     def __init__(self, tensors: Sequence[StoredTensor]) -> None:
         self.tensors = tensors

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from peakcast.models.ledger.layouts.base import StoredTensor
@@ -28,6 +27,9 @@ from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.timelines.timeline import Category, Phase
+
+Reductions = dict[int, Reduction]
+"""For each instant at which the bucket is reduced: the reduction that needs most memory there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +67,7 @@ class Zero3(Partitions):
         """The layout of a second network (a reference model), which has an engine of its own."""
         self._turns: list[ModuleTurn] = []
         """The module runs of this micro-batch so far, in order."""
-        self._reductions: dict[int, Reduction] = {}
-        """For each instant at which the bucket is reduced: the reduction that needs most memory there."""
+        self._reductions: Reductions = {}
         self._ran_last: BlockRun | None = None
         """The run whose forward ended last."""
         self._began = 0
@@ -134,19 +135,26 @@ class Zero3(Partitions):
         self._last = last
         self._turns, self._backward_began, self._began = [], None, step.now
 
-    def _played(self, step: Step) -> Iterator[tuple[Weights, dict[int, Reduction]]]:
+    def _play(self, step: Step, then: Callable[[Step, Weights, Reductions], None]) -> None:
         """Have the coordinator gather and release weights for the turns so far, those of a micro-batch or of a forward
-        alone; in a first step, in later ones, or in both apart. Yields the weights then, and the turns' reductions."""
-        made = step.made_bytes()
-        for first in (True, False) if self.first_step is None else (self.first_step,):
-            with step.only_in(first_step=first) if self.first_step is None else nullcontext():
-                if first not in self._coordinators:
-                    self._coordinators[first] = self._coordinator(step, first=first)
-                coordinator, instants = self._coordinators[first], Instants(made, _copied(self._reductions))
-                coordinator.play(self._turns, instants)
-                yield coordinator.weights, instants.reductions
+        alone, and `then` hold what follows from that, given the weights and the turns' reductions."""
+        turns, made, reductions = tuple(self._turns), step.made_bytes(), self._reductions
+        self._reductions = {}
 
-    def _coordinator(self, step: Step, *, first: bool) -> Coordinator:
+        def play(step: Step, first: bool) -> None:
+            if first not in self._coordinators:
+                self._coordinators[first] = self._coordinator(step, turns, first=first)
+            coordinator, instants = self._coordinators[first], Instants(made, _copied(reductions))
+            coordinator.weights.step = step
+            coordinator.play(turns, instants)
+            then(step, coordinator.weights, instants.reductions)
+
+        if self.first_step is None:
+            step.differs(play)
+        else:
+            play(step, self.first_step)
+
+    def _coordinator(self, step: Step, turns: Sequence[ModuleTurn], *, first: bool) -> Coordinator:
         """A coordinator at the beginning of a step."""
         engine = Zero3Engine(
             ranks=self.ranks,
@@ -157,7 +165,7 @@ class Zero3(Partitions):
         )
         made = Coordinator(step, engine, viewed=self._viewed, unread=self._modules.unread)
         if not first:
-            made.learn(self._turns)
+            made.learn(turns)
             small = [t for t in self.tensors if self.persists(t)]
             made.weights.available = dict.fromkeys(small, 0)  # gathered again when the last step ended
         return made
@@ -225,8 +233,7 @@ class Zero3(Partitions):
         """Gather the weights of a network that has only run forward. `runs`: (module, run) of its blocks."""
         ran = (block_operations(run, module, Direction.FORWARD) for module, run in runs)
         self._turns = [turn for operations in ran for turn in self._modules.turns(operations)]
-        for weights, _ in self._played(step):
-            weights.stay()
+        self._play(step, lambda _, weights, reductions: weights.stay())
 
     # -- gradients --------------------------------------------------------------------------------------------------------
 
@@ -297,13 +304,15 @@ class Zero3(Partitions):
     def end_backward(self, step: Step) -> None:
         if self._bucket.content:
             self._reduce(step, step.moment("reduce_gradients", Phase.BACKWARD))
-        for weights, reductions in self._played(step):
-            weights.release_rest(step.now, small_too=False)
-            for now, reduction in reductions.items():
-                joined, then = reduction.num_bytes()
-                step.hold("reduce_scatter.input", BUFFERS, joined, now, now + 1, stream=self._reduces)
-                step.hold("partition_grads", Category.TEMPORARIES, then, now, now + 1, stream=self._reduces)
-        self._reductions.clear()
+        self._play(step, self._end_micro_batch)
+
+    def _end_micro_batch(self, step: Step, weights: Weights, reductions: Reductions) -> None:
+        """Release what is still gathered, and hold what reducing gradients has allocated."""
+        weights.release_rest(step.now, small_too=False)
+        for now, reduction in reductions.items():
+            joined, then = reduction.num_bytes()
+            step.hold("reduce_scatter.input", BUFFERS, joined, now, now + 1, stream=self._reduces)
+            step.hold("partition_grads", Category.TEMPORARIES, then, now, now + 1, stream=self._reduces)
 
     # -- optimizer --------------------------------------------------------------------------------------------------------
 
@@ -325,6 +334,6 @@ class Zero3(Partitions):
             step.moment("gather small tensors", Phase.OPTIMIZER_STEP)
 
 
-def _copied(reductions: Mapping[int, Reduction]) -> dict[int, Reduction]:
+def _copied(reductions: Reductions) -> Reductions:
     """Copies, which playing the turns may change."""
     return {instant: replace(reduction) for instant, reduction in reductions.items()}
