@@ -14,7 +14,7 @@ from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
 from peakcast.collectors.dryrun.quantized import quantize, quantizer_of
-from peakcast.collectors.dryrun.rows import Rows
+from peakcast.collectors.dryrun.synthetic_rows import Rows
 from peakcast.collectors.stacks.parts import quantized_fakes
 
 DEFAULT_LENGTH = 4096

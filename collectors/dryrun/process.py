@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from peakcast.collectors.dryrun import functions, warm
+from peakcast.collectors.dryrun import sent_functions, warm
 from peakcast.collectors.dryrun.children import ASKED
 from peakcast.collectors.dryrun.command import TrainingCommand
 from peakcast.collectors.dryrun.missing import hint
@@ -141,7 +141,7 @@ def started(
 def _for_a_copy(function: Callable[[], object], folder: Path) -> dict[str, Any]:
     """What a copy of a warm process needs to run `function` as this process would."""
     packed = folder / "function.pickle"
-    functions.pack(function, packed)
+    sent_functions.pack(function, packed)
     return {
         "function": str(packed),
         "environment": {**os.environ, "TMPDIR": str(folder), "CUDA_VISIBLE_DEVICES": ""},

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
-from peakcast.collectors.dryrun.functions import unpack
+from peakcast.collectors.dryrun.sent_functions import unpack
 from peakcast.collectors.machine.packages import import_for_good
 
 LIBRARIES = ("torch", "torch.distributed.fsdp", "torch._dynamo")
@@ -20,7 +20,7 @@ LIBRARIES = ("torch", "torch.distributed.fsdp", "torch._dynamo")
 
 def main(question: Mapping[str, Any]) -> NoReturn:
     """Run the script that `question` names, with its own arguments, or its function."""
-    from peakcast.collectors.dryrun import files, outside, ranks
+    from peakcast.collectors.dryrun import file_overlay, outside, ranks
 
     _limit_memory(int(question["memory_bytes"]))
     outside.set_environment(Path(question["folder"]))
@@ -34,7 +34,7 @@ def main(question: Mapping[str, Any]) -> NoReturn:
     from peakcast.collectors.dryrun.session import Session
     from peakcast.collectors.dryrun.walked import WalkedSession
 
-    overlay = files.install(Path(question["folder"]))
+    overlay = file_overlay.install(Path(question["folder"]))
     session = WalkedSession if question.get("walks") else Session
     session(question, overlay).run(lambda: _run_function(question) if "function" in question else _run_script(question))
 

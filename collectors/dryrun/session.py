@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from peakcast import catalog
 from peakcast.catalog import Device
-from peakcast.collectors.dryrun.files import Overlay
+from peakcast.collectors.dryrun.file_overlay import Overlay
 from peakcast.timelines.files import timeline_to_mapping
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ class Session:
         """Run `program`, and end the process with its answer or its failure."""
         import torch
 
-        from peakcast.collectors.dryrun import lazy_modules, values
+        from peakcast.collectors.dryrun import dispatch_mode, lazy_modules
         from peakcast.collectors.dryrun.noted import RunFindings
         from peakcast.collectors.tracing import inductor
 
@@ -52,10 +52,10 @@ class Session:
         self._stand_in_for_files()
         self._stand_in_for_ranks(device, tracer)
         self._stand_in_for_programs()
-        mode = self.mode = values.ScriptMode(self.notes, own)
+        mode = self.mode = dispatch_mode.ScriptMode(self.notes, own)
         self.steps = self._follower(tracer)
         self.steps.follow()
-        values.install(mode)
+        dispatch_mode.install(mode)
         lazy_modules.install(mode)
         with inductor.when_asked(tracer), mode, tracer, torch.autograd.set_multithreading_enabled(False):
             code = self._run(program)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from peakcast.collectors.dryrun.files import Overlay
+from peakcast.collectors.dryrun.file_overlay import Overlay
 from peakcast.collectors.dryrun.noted import DIRECTLY, ITS_MEANS, RunFindings, asker
 
 SUFFIXES = (".bin", ".npy", ".txt")

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 import torch
 
 from peakcast.catalog import Device
-from peakcast.collectors.dryrun.files import Overlay
+from peakcast.collectors.dryrun.file_overlay import Overlay
 from peakcast.collectors.dryrun.resizing import BatchShape, Resizing, outside_of
 from peakcast.collectors.dryrun.session import ANSWERED, Session, end
 from peakcast.collectors.dryrun.steps import ScriptSteps

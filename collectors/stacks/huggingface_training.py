@@ -80,12 +80,12 @@ class HuggingFaceTraining:
         """Under context parallelism: make a new batch for each micro-batch and keep only this rank's part of it."""
         if self.job.parallelism.context_parallel_size == 1:
             return
-        from peakcast.collectors.stacks.layouts import context
+        from peakcast.collectors.stacks.layouts import context_parallel
 
         self.batch = {}
         with torch.device("cuda"):
-            self.batch = context.inputs(batch_of(self.job))
-        self._around.enter_context(context.sharing(self.batch, self.job))
+            self.batch = context_parallel.inputs(batch_of(self.job))
+        self._around.enter_context(context_parallel.sharing(self.batch, self.job))
 
     def _positions(self) -> dict[str, Any]:
         """Positions to pass to the model. Under sequence parallelism the model sees only a part of the sequence, and would

@@ -104,12 +104,12 @@ class PipelineTraining:
         """Under context parallelism: make a new batch for each step and keep only this rank's part of it."""
         if self.job.parallelism.context_parallel_size == 1:
             return contextlib.nullcontext()
-        from peakcast.collectors.stacks.layouts import context
+        from peakcast.collectors.stacks.layouts import context_parallel
 
         self.batch = {}
         ids = self._draw()
-        self.batch = context.inputs({"input_ids": ids, "labels": ids})
-        return context.sharing(self.batch, self.job)
+        self.batch = context_parallel.inputs({"input_ids": ids, "labels": ids})
+        return context_parallel.sharing(self.batch, self.job)
 
     def _compute_loss(self, logits: Any, labels: Any) -> Any:
         self._begin(Phase.LOSS)

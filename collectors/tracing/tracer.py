@@ -29,10 +29,10 @@ from peakcast.catalog import Device
 from peakcast.collectors.tracing import fake_streams
 from peakcast.collectors.tracing.blocks_in_use import BlocksInUse
 from peakcast.collectors.tracing.custom_operators import gpu_kernel
+from peakcast.collectors.tracing.flop_counts import Operations
 from peakcast.collectors.tracing.kernels import KernelAllocation, kernel_allocations
 from peakcast.collectors.tracing.known_values import label
 from peakcast.collectors.tracing.launches import launches, plain_tensors, tensors_of, waits
-from peakcast.collectors.tracing.operations import Operations
 from peakcast.core.units import round_up
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 

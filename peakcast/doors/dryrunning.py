@@ -137,7 +137,7 @@ def dryrun(
 def _asked(command: Sequence[str] | Callable[[], object], world_size: int | None, device: Device) -> TrainingCommand:
     """The command or function to run, as `world_size` ranks on nodes of `device` if its launcher does not say how many."""
     from peakcast.collectors.dryrun.command import TrainingCommand, read_command
-    from peakcast.collectors.dryrun.functions import name_of
+    from peakcast.collectors.dryrun.sent_functions import name_of
 
     asked = TrainingCommand(script=name_of(command)) if callable(command) else read_command([str(word) for word in command])
     if world_size is None:

@@ -22,7 +22,7 @@ from peakcast.answers.labels import category_name, phase_name, phase_title
 from peakcast.answers.remarks import assumptions_shown, warnings_shown
 from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.explaining.blocks import blocks
-from peakcast.printing.steps import flags_text, lowered, steps_text, value_text
+from peakcast.printing.what_to_try import flags_text, lowered, steps_text, value_text
 from peakcast.printing.wrapping import WIDTH, wrapped
 
 NUM_TENSORS = 12

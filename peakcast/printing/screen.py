@@ -19,7 +19,7 @@ from peakcast.answers.remarks import assumptions_shown, notable, preventing, ver
 from peakcast.core.findings import Finding
 from peakcast.core.units import GIB, format_gib
 from peakcast.jobs.spec import TrainingJob
-from peakcast.printing.steps import steps_text
+from peakcast.printing.what_to_try import steps_text
 from peakcast.printing.wrapping import wrapped
 
 NUM_WARNINGS = 3

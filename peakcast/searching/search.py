@@ -25,10 +25,10 @@ from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.lent import lent as brought
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.models.recipes.shelf import wants_recipe
+from peakcast.searching.cheapest_first import FittingJob, SearchInput, SearchWorkers, in_order, series, standing
 from peakcast.searching.costs import Cost, cost, order
 from peakcast.searching.found import Found, Plan
 from peakcast.searching.space import GPUS_PER_NODE, candidates, layouts_left_out
-from peakcast.searching.walk import FittingJob, SearchInput, SearchWorkers, in_order, series, standing
 
 Progress = Callable[[str], None]
 Record = Callable[[Iterable[TrainingJob]], None]

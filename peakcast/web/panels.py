@@ -24,7 +24,7 @@ from peakcast.core.findings import ordered, sentences
 from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.models.prediction.verdict import ranks_of_a_node
 from peakcast.printing.plans import candidate_sentences, columns_of, nothing_fits, plan_words, recommended_sentences
-from peakcast.printing.steps import flags_text
+from peakcast.printing.what_to_try import flags_text
 from peakcast.searching.found import Found
 from peakcast.web.asking import Answered
 

@@ -26,9 +26,9 @@ from peakcast.models.allocator.events import AllocatorEvents
 from peakcast.models.baseline.knobs import with_knobs
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.baseline.sweep import sweep
+from peakcast.searching.cheapest_first import fullest
 from peakcast.searching.search import search
 from peakcast.searching.space import candidates
-from peakcast.searching.walk import fullest
 
 pytestmark = pytest.mark.benchmarks
 DEVICE = gpu("H100-80GB")

@@ -90,7 +90,7 @@ def test_rows_for_trainers_that_generate_are_prompts(monkeypatch):
     pytest.importorskip("datasets.arrow_dataset")  # `datasets` alone may be the repository's folder
     import datasets
 
-    from peakcast.collectors.dryrun.rows import Rows
+    from peakcast.collectors.dryrun.synthetic_rows import Rows
 
     for name in [name for name in sys.modules if name.startswith("trl.trainer.")]:
         monkeypatch.delitem(sys.modules, name)

@@ -174,7 +174,7 @@ class Table:
     ],
 )
 def test_rows_that_a_filter_drops_are_cut_to_the_longest_that_it_keeps(keeps, length):
-    from peakcast.collectors.dryrun.rows import Rows
+    from peakcast.collectors.dryrun.synthetic_rows import Rows
 
     class Own(Table):
         """Changed by this test alone."""
@@ -195,7 +195,7 @@ def test_rows_say_of_which_kind_a_column_is_and_then_have_it():
     pytest.importorskip("datasets.arrow_dataset")
     import datasets
 
-    from peakcast.collectors.dryrun.rows import Rows
+    from peakcast.collectors.dryrun.synthetic_rows import Rows
 
     rows = Rows(4, 4, print).made(datasets)
     assert rows.features["label"].names == ["0", "1"]

@@ -20,10 +20,19 @@ from peakcast.models.ledger.scope.scope import not_covered
 from peakcast.models.prediction.predict import could_surely_fit
 from peakcast.printing.plans import plan_words
 from peakcast.searching import costs
+from peakcast.searching.cheapest_first import (
+    LEAST,
+    SearchInput,
+    SearchWorkers,
+    fullest,
+    least_of,
+    no_less,
+    series,
+    standing,
+)
 from peakcast.searching.inverse import fewest_gpus, largest
 from peakcast.searching.search import planned, search
 from peakcast.searching.space import candidates, layouts
-from peakcast.searching.walk import LEAST, SearchInput, SearchWorkers, fullest, least_of, no_less, series, standing
 
 H100, A100 = catalog.gpu("H100-80GB"), catalog.gpu("A100-80GB")
 MEGATRON = job_from_mapping({"architecture": "llama-3.2-1b", "framework": "megatron", "sequence_length": 4096})

@@ -60,9 +60,9 @@ def wrap(model: Any, job: TrainingJob) -> WrappedModel:
     tensor_parallel = layout.tensor_parallel_size > 1
     wrapped: WrappedModel = UnwrappedModel(model)
     if tensor_parallel and job.framework == "huggingface":
-        from peakcast.collectors.stacks.layouts import tensor
+        from peakcast.collectors.stacks.layouts import tensor_parallel
 
-        wrapped = tensor.TrainersTensorParallel(model)
+        wrapped = tensor_parallel.TrainersTensorParallel(model)
     if layout.num_replicas > 1:
         stack: Any = importlib.import_module(STACKS[layout.sharding])
         wrapped = stack.wrap(model, job)
@@ -73,17 +73,17 @@ def wrap(model: Any, job: TrainingJob) -> WrappedModel:
 def split(model: Any, job: TrainingJob) -> None:
     """Apply the job's tensor parallelism, if any, to a network without adapters; adapters are split like their matrices."""
     if job.parallelism.tensor_parallel_size > 1:
-        from peakcast.collectors.stacks.layouts import tensor
+        from peakcast.collectors.stacks.layouts import tensor_parallel
 
-        tensor.shard(model, job, mesh(job)["tp"])
+        tensor_parallel.shard(model, job, mesh(job)["tp"])
 
 
 def split_adapted(model: Any, job: TrainingJob) -> None:
     """Apply the job's tensor parallelism to a network that has adapters."""
     if job.parallelism.tensor_parallel_size > 1:
-        from peakcast.collectors.stacks.layouts import tensor
+        from peakcast.collectors.stacks.layouts import tensor_parallel
 
-        tensor.shard_adapted(model, job, mesh(job)["tp"])
+        tensor_parallel.shard_adapted(model, job, mesh(job)["tp"])
 
 
 def mesh(job: TrainingJob) -> Any:

@@ -23,7 +23,7 @@ from peakcast.models.ledger.huggingface.model import hold_masks, hold_rotary_tab
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
 from peakcast.models.ledger.layouts import gathers_head_itself, layout_of
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2
-from peakcast.models.ledger.layouts.units import Unit
+from peakcast.models.ledger.layouts.fsdp_units import Unit
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.timelines.timeline import Category, Phase

@@ -14,8 +14,8 @@ from peakcast.models.ledger.layouts.base import Layout, StoredTensor
 from peakcast.models.ledger.layouts.ddp import DDP
 from peakcast.models.ledger.layouts.fsdp1 import FSDP1, FSDP1Settings
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2, FSDP2Settings
+from peakcast.models.ledger.layouts.fsdp_units import OutsideLayers, named_ends, units_by_layer, units_by_module
 from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
-from peakcast.models.ledger.layouts.units import OutsideLayers, named_ends, units_by_layer, units_by_module
 from peakcast.models.ledger.parameters.module_order import in_order_of_modules
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.networks.families import family_of

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 
 from peakcast.core.units import MIB
-from peakcast.models.ledger.layouts.units import Unit
+from peakcast.models.ledger.layouts.fsdp_units import Unit
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category, Phase
 

@@ -15,9 +15,9 @@ from typing import Literal
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.broadcast import Broadcasts
 from peakcast.models.ledger.layouts.flat_parameter import FlatParameter
+from peakcast.models.ledger.layouts.fsdp_units import Unit
 from peakcast.models.ledger.layouts.run_ahead import RunAhead
 from peakcast.models.ledger.layouts.sharded import ShardedLayout
-from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT

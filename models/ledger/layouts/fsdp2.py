@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.fsdp_units import Unit
 from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
 from peakcast.models.ledger.layouts.sharded import ShardedLayout
-from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.update_in_backward import ParameterKey

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
+from peakcast.models.ledger.layouts.fsdp_units import Unit
 from peakcast.models.ledger.layouts.module_tree import BlockKind
-from peakcast.models.ledger.layouts.units import Unit
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Phase

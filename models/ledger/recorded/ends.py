@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
+from peakcast.models.ledger.layouts.fsdp_units import OutsideLayers
 from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
-from peakcast.models.ledger.layouts.units import OutsideLayers
 from peakcast.models.recipes.depth import Deep, deep_names
 from peakcast.models.recipes.walk import GatheredGroup, Walk
 

@@ -21,7 +21,7 @@ from peakcast.models.ledger.layouts.broadcast import (
     Broadcasts,
     size_buckets,
 )
-from peakcast.models.ledger.layouts.units import Unit
+from peakcast.models.ledger.layouts.fsdp_units import Unit
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category
 

@@ -16,7 +16,7 @@ from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.ddp import bucket_sizes
 from peakcast.models.ledger.layouts.fsdp1 import FSDP1, FSDP1Settings
 from peakcast.models.ledger.layouts.fsdp2 import FSDP2, FSDP2Settings
-from peakcast.models.ledger.layouts.units import Unit
+from peakcast.models.ledger.layouts.fsdp_units import Unit
 from peakcast.models.ledger.scope.scope import out_of_scope
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category, Phase
