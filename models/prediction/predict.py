@@ -13,7 +13,7 @@ from peakcast.core.findings import Finding, ordered
 from peakcast.core.units import GIB
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.baseline import Baseline, Ledger, baseline, usable_bytes
-from peakcast.models.baseline.device_memory import communicator_bytes, context_bytes, num_contexts
+from peakcast.models.baseline.device_memory import communicator_bytes, contexts_and_kernels_bytes
 from peakcast.models.baseline.measured_constants import outside
 from peakcast.models.baseline.reserved_findings import reserved_findings
 from peakcast.models.calibration.bars import bar_of
@@ -89,7 +89,7 @@ def reasons_outside(
     the same of each quantity.) `known`: what the ledger does not cover, and what reading the question found."""
     reasons = [*known, *calibration.domain.outside(job, row)]
     if calibration.gpu == "none":
-        sentence = "no measurements stand behind the bars; run `peakcast collect` and `peakcast fit` to have some."
+        sentence = "the bars rest on no measurement; run `peakcast collect` and `peakcast fit` to have some."
         reasons.append(Finding("not_calibrated", "gpu", "either", sentence))
     elif calibration.gpu != device.name:
         sentence = f"the bars come from measurements on {calibration.gpu}, not on {device.name}."
@@ -103,7 +103,7 @@ def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> 
     caches nothing, whose bar is the narrowest."""
     calibration = calibration_for(device)
     read = outside(job, device)
-    estimate = num_contexts(job, device) * context_bytes(device, job.versions) + communicator_bytes(job, device)
+    estimate = contexts_and_kernels_bytes(job, device) + communicator_bytes(job, device)
     least = allocated_bytes + (read.num_bytes if read is not None else estimate)
     row = {**sizes(job, allocated_bytes), **kinds(job), "gib_over_start": GIB / least, "log2_reserved_over_allocated": 0.0}
     learned = calibration.quantities.get("peak_device_bytes")
