@@ -268,7 +268,7 @@ def test_a_cold_predict_beside_importing_what_it_stands_on(benchmark, tmp_path):
     benchmark.pedantic(lambda: process(question), rounds=5)
     imports = fastest(lambda: process("import numpy, typer.main"), 5)
     benchmark.extra_info["times_its_imports"] = round(benchmark.stats.stats.min / imports, 2)
-    assert benchmark.stats.stats.min < 5 * imports
+    assert benchmark.stats.stats.min < 4.5 * imports
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
