@@ -79,6 +79,7 @@ def predict(
     gpus_per_node: int | None = None,
     baseline: str = "auto",
     recipe: str | Path | None = None,
+    progress: Progress | None = None,
 ) -> Answer:
     """The four peaks of one rank of `job` on `gpu`, in bytes, with error bars, and whether it fits.
 
@@ -91,13 +92,13 @@ def predict(
     share; if given, the verdict includes it. `baseline`: "ledger" (the hand-written blocks), "recipe" (recorded from the
     library installed here), "trace" (of the whole step, seconds for each rank), or "auto": the ledger, or a recipe for a
     network of a family that it does not know. `recipe`: the path of a recipe that `dryrun` saved or `record` wrote; `job`
-    is then a job with its network (None: the job that was run).
+    is then a job with its network (None: the job that was run). `progress` is told what takes long: a recording, a trace.
     Raises: SpecError, CatalogError or CalibrationError naming the parameter, the value, the rule and the way out.
     """
     nodes = {"host_memory_gib": host_memory_gib, "gpus_per_node": gpus_per_node}
     if recipe is None:
         asked = question(job, gpu, rank, **nodes)  # type: ignore[arg-type]
-        return full_answer(asked, calibration, all_ranks=all_ranks, baseline=baseline)
+        return full_answer(asked, calibration, all_ranks=all_ranks, baseline=baseline, progress=progress)
     from dataclasses import replace
 
     from peakcast.doors.kept import read_kept, recipe_from
@@ -267,11 +268,11 @@ def search(
     """Which layouts, batches, checkpointing, sharding and offloading let `job` fit on `num_gpus` of `gpu`, the best first.
 
     `find`: "plans", or an inverse question: the largest "micro_batch_size" or "sequence_length", the fewest "num_gpus", the
-    biggest "model" of the catalog. `job` as in `predict`; what it says of GPUs and batch stands where no argument does.
+    biggest "model" of the catalog. `job` as in `predict`; its own GPUs and batch apply where the arguments give none.
     Several GPU types ("A100-80GB,H100-80GB"), or `price`, what an hour of a GPU costs by type (a mapping, or the path of
     one; without `gpu` its types are asked about), answer which type to take: the cheapest on which it surely fits first.
-    `host_memory_gib`: that of a node, weighed as in `predict`. `recipe` as in `predict`: it answers for all candidates that
-    it covers, and others are left out.
+    `host_memory_gib`: that of a node, which the verdict includes as in `predict`. `recipe` as in `predict`: it answers for
+    all candidates that it covers, and others are left out.
     Raises: SpecError, RecordError or CatalogError naming the parameter, the value, the rule and the way out.
     """
     from dataclasses import replace

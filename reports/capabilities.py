@@ -1,7 +1,7 @@
 """The page of what the ledger covers, `docs/capabilities.md`: feature × layout for each stack, then every row of the table.
 
-`python -P -m peakcast.reports.capabilities docs/capabilities.md` writes it. A cell is what `scope_findings` says of a small
-change to a plain job; where it says nothing, the grids that are traced and the published rows tell how that is known.
+`python -P -m peakcast.reports.capabilities docs/capabilities.md` writes it. A cell is from the finding of `scope_findings`
+about a small change to a plain job or, without one, from whether a traced grid or published rows check such jobs.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _table(stack: StackColumns, seen: Mapping[str, list[TrainingJob]]) -> str:
 
 
 def _cell(stack: StackColumns, feature: CapabilityRow, layout: CapabilityRow, seen: Mapping[str, list[TrainingJob]]) -> str:
-    """What the table says of a plain job with that feature in that layout, or else how it is known."""
+    """The table's status of a plain job with that feature in that layout or, without one, how the job was checked."""
     experts = {"architecture": "qwen3-30b-a3b"} if "parallelism.expert_parallel_size" in layout.settings else {}
     try:
         asked = job_of({**experts, **stack.settings, **layout.settings, **feature.settings})

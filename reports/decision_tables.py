@@ -9,7 +9,7 @@ from peakcast.models.evaluation.decisions import OUTCOMES
 from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.reports.tables import QUANTITY_NAMES, percent
 
-Table = tuple[str, tuple[str, ...], list[list[str]]]
+TitledTable = tuple[str, tuple[str, ...], list[list[str]]]
 """(title, columns, lines)."""
 
 DECISION_COLUMNS = (
@@ -68,7 +68,7 @@ def learning_cells(evaluation: Evaluation, gpu: str | None = None) -> list[list[
     ]
 
 
-def extra_tables(evaluation: Evaluation, gpu: str | None = None) -> Iterator[Table]:
+def extra_tables(evaluation: Evaluation, gpu: str | None = None) -> Iterator[TitledTable]:
     """Those of the two tables for which `evaluation` has data; the second only for `gpu` if given."""
     if evaluation.decisions:
         yield "Does it fit? On architectures that were not fitted on", DECISION_COLUMNS, decision_cells(evaluation)

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from peakcast.core.units import GIB
 from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.models.evaluation.metrics import Scored
-from peakcast.reports.decision_tables import Table
+from peakcast.reports.decision_tables import TitledTable
 from peakcast.reports.metrics import cells_of
 
 COLUMNS = (
@@ -25,7 +25,7 @@ COLUMNS = (
 )
 
 
-def device_tables(evaluation: Evaluation, gpu: str) -> Iterator[Table]:
+def device_tables(evaluation: Evaluation, gpu: str) -> Iterator[TitledTable]:
     """A line for each source and layout with device memory measured on `gpu`: medians over its rows, in GiB. Empty without
     such rows. What is unexplained is measured minus counted, before any fit."""
     groups: dict[tuple[str, str], list[Scored]] = {}

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.models.evaluation.metrics import AccuracySummary, Scored, summarise
 from peakcast.reports.aims import Aim, goals
-from peakcast.reports.decision_tables import Table
+from peakcast.reports.decision_tables import TitledTable
 from peakcast.reports.known_causes import KnownCause, cause_of
 from peakcast.reports.metrics import headline
 from peakcast.reports.tables import QUANTITY_NAMES, percent, signed
@@ -106,7 +106,7 @@ def goal_lines(evaluation: Evaluation) -> list[list[str]]:
     return lines
 
 
-def goal_tables(evaluation: Evaluation) -> Iterator[Table]:
+def goal_tables(evaluation: Evaluation) -> Iterator[TitledTable]:
     """The goals over all GPU types, which of them are missed, and why."""
     lines = goal_lines(evaluation)
     if lines:
@@ -132,7 +132,7 @@ def _worst_named(cells: Iterable[Scored]) -> str:
     return ", ".join([*names[:MOST_NAMED], *more])
 
 
-def miss_tables(found: Sequence[Miss], named: Iterable[Scored] = ()) -> Iterator[Table]:
+def miss_tables(found: Sequence[Miss], named: Iterable[Scored] = ()) -> Iterator[TitledTable]:
     """The misses, and the causes of the errors of their rows and of `named`; no table if nothing is missed."""
     if found:
         yield "Targets that are missed, and why", MISS_COLUMNS, [miss.line for miss in found]

@@ -154,7 +154,7 @@ def test_processes_share_a_batch_and_answer_in_its_order(monkeypatch: pytest.Mon
         (b"\xff\xfe", None, "not valid JSON"),
         ('{"gpu": "H100-80GB", "job": {"architecture": "gpt2", "micro_batch_size": NaN}}', None, "NaN is not a number"),
         ('{"gpu": "H100-80GB", "job": {"architecture": "gpt2", "micro_batch_size": 1e999}}', None, "too large"),
-        ('{"gpu": "H100-80GB", "gpu": "H100-80GB", "job": {}}', None, "stands twice"),
+        ('{"gpu": "H100-80GB", "gpu": "H100-80GB", "job": {}}', None, "appears twice"),
         ("[" * 100_000, None, "nested too deeply"),
         ({"job": JOB}, "gpu", "must be the name of a GPU type"),
         ({"gpu": GPU}, "job", "exactly one of job, megatron, huggingface"),

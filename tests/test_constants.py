@@ -98,7 +98,7 @@ def test_a_damaged_file_is_a_sentence(content: bytes, capsys: pytest.CaptureFixt
 
 def test_a_place_that_cannot_be_written_is_a_sentence() -> None:
     constants_path("H100-80GB").parent.write_text("a file")
-    with pytest.raises(RecordError, match="a file stands where its folder should be"):
+    with pytest.raises(RecordError, match="a file is where its folder should be"):
         save_constants(constants())
 
 

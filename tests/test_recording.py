@@ -35,6 +35,17 @@ def test_cells_that_share_a_recipe_ask_for_it_in_their_order_and_known_families_
     assert told == [("recipe of minimax_m2", done, 3) for done in range(3)]
 
 
+def test_a_recording_is_announced_before_it_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, told = expand({"include": [{"architecture": UNKNOWN}]})[0], list[str]()
+    monkeypatch.delenv("PEAKCAST_RECORD")
+    monkeypatch.setattr(recording, "recipe_of", lambda job: None)  # it comes with peakcast
+    monkeypatch.setattr(recording, "record_recipe", lambda job: told.append("recorded"))
+    recording.ensure_recipe(job, told.append)
+    said, last = told
+    assert "recording minimax_m2" in said
+    assert last == "recorded"
+
+
 def test_where_nothing_wants_a_recipe_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(recording, "ensure_recipe", lambda job: pytest.fail(f"asked for {job.architecture.name}"))
     recording.ensure_recipes(expand({"include": [{"architecture": "gpt2"}]}), processes=1)

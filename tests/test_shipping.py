@@ -123,5 +123,5 @@ def test_a_family_that_is_not_recorded_is_refused_by_name(tmp_path: Path) -> Non
 
 def test_a_folder_that_cannot_be_made_is_a_sentence(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(RecordError, match="cannot be made: a file stands where its folder should be"):
+    with pytest.raises(RecordError, match="cannot be made: a file is where its folder should be"):
         api.record_all(tmp_path / "file")

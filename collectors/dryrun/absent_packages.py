@@ -100,7 +100,7 @@ class AbsentPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 class _StubModule(types.ModuleType):
-    """A module with anything in it; `used` is called when something is taken from it."""
+    """A module with anything in it; `used` is called when an attribute of it is read."""
 
     used: Callable[[], None] = staticmethod(lambda: None)
 

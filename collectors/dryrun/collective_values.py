@@ -1,4 +1,4 @@
-"""What collectives do to values that are known: every other rank is taken to have sent what this one has.
+"""What collectives do to values that are known: every other rank is assumed to have sent what this one has.
 
 The fake process group moves nothing. Numbers that decide shapes (how many tokens each expert of each rank gets) would
 otherwise be unknown behind the first collective.

@@ -9,13 +9,13 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
-Change = Callable[[Any], None]
+ModulePatch = Callable[[Any], None]
 """Gets the imported module."""
 
 
 class _Finder(importlib.abc.MetaPathFinder):
     def __init__(self) -> None:
-        self.changes: dict[str, list[Change]] = {}
+        self.changes: dict[str, list[ModulePatch]] = {}
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: Any = None) -> Any:
         if fullname not in self.changes:
@@ -31,7 +31,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 class _Loader(importlib.abc.Loader):
     """Loads as `loader` does, then makes the changes."""
 
-    def __init__(self, loader: Any, changes: list[Change]) -> None:
+    def __init__(self, loader: Any, changes: list[ModulePatch]) -> None:
         self._loader = loader
         self._changes = changes
 
@@ -51,7 +51,7 @@ class _Loader(importlib.abc.Loader):
 _FINDER = _Finder()
 
 
-def when_imported(name: str, change: Change) -> None:
+def when_imported(name: str, change: ModulePatch) -> None:
     """Make `change` to the module called `name`: now if it is imported already, else when it is."""
     if name in sys.modules:
         change(sys.modules[name])

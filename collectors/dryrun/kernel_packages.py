@@ -70,7 +70,7 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Replaces `kernels.get_kernel`, which loads kernels from the hub."""
         if not _is_flash(name):
             raise ImportError(
-                f"{name} is a kernel of the hub that cannot stand in on fake tensors; dry-run the script without it, or "
+                f"{name} is a kernel of the hub that cannot run on fake tensors; dry-run the script without it, or "
                 "install the package kernels and have it in the cache."
             )
         functions = _flash_attention()

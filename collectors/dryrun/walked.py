@@ -160,7 +160,7 @@ class WalkedSteps(ScriptSteps):
         if wrapped := [kind for kind in kinds if kind in WRAPPERS or kind.startswith("FSDP")]:
             raise CollectorError(f"its network is in {wrapped[0]}, on one GPU too")
         if (seen := self.tokens or self.inputs) not in ((asked.size, asked.length), (asked.size * asked.length,)):
-            raise CollectorError(f"its network was given {seen} in the place of {(asked.size, asked.length)}")
+            raise CollectorError(f"its network was given {seen} instead of {(asked.size, asked.length)}")
         start, stop = self.spans[-1]
         number = next(number for number, instant in enumerate(self._began) if instant >= start)
         own = [cut for cut in self.tracer.cuts if cut.micro_batch == number and cut.instant < stop]

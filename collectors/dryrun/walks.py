@@ -16,7 +16,7 @@ from peakcast.collectors.dryrun.command import TrainingCommand
 from peakcast.collectors.dryrun.process import LOG, DryRunLimits, Process, started
 from peakcast.core.errors import CollectorError
 
-Walk = Callable[[int | None, int, int], dict[str, Any]]
+WalkScript = Callable[[int | None, int, int], dict[str, Any]]
 """Function of (number of the network's layers or None for all, number of sequences, their length); returns the walk of such
 a step, in the form of `collectors/tracing/walks.py`."""
 POLL_SECONDS = 0.01
@@ -31,7 +31,7 @@ def script_walks(
     *,
     function: Callable[[], object] | None = None,
     lengths: tuple[int, int] | None = None,
-) -> Iterator[Walk]:
+) -> Iterator[WalkScript]:
     """A context that gives a function for walks of the script of `command`, or of `function`, as a single rank. `batch`:
     number and length of the sequences of its own micro-batch; `lengths` as in `process.run`.
 

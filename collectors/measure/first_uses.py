@@ -37,7 +37,7 @@ BUSY = (
     "when the GPU is idle."
 )
 
-Step = Callable[[str], Any]
+UseStep = Callable[[str], Any]
 
 
 def _matrix(device: str, *, grad: bool = False) -> torch.Tensor:
@@ -64,7 +64,7 @@ def _convolution(device: str) -> Any:
     return F.conv1d(_matrix(device)[None], torch.randn(WIDTH, 1, 4, dtype=torch.bfloat16, device=device), groups=WIDTH)
 
 
-def _attention(backend: SDPBackend) -> Step:
+def _attention(backend: SDPBackend) -> UseStep:
     def run(device: str) -> None:
         query = torch.randn(1, 8, 512, 64, dtype=torch.bfloat16, device=device, requires_grad=True)
         with sdpa_kernel(backend):
@@ -83,7 +83,7 @@ def _cross_entropy(device: str) -> None:
     F.cross_entropy(logits.float(), torch.randint(VOCABULARY, (TOKENS,), device=device)).backward()
 
 
-def _adamw(implementation: str) -> Step:
+def _adamw(implementation: str) -> UseStep:
     def run(device: str) -> None:
         weight = torch.nn.Parameter(_matrix(device))
         weight.grad = torch.ones_like(weight)
@@ -136,7 +136,7 @@ def _nccl(device: str) -> None:
         torch.cuda.synchronize()
 
 
-STEPS: dict[str, Step] = {
+STEPS: dict[str, UseStep] = {
     "elementwise": _elementwise,
     "cublas": _matmul,
     "cublas in backward": _matmul_backward,  # autograd's thread has a handle and a workspace of its own
@@ -162,7 +162,7 @@ STEPS: dict[str, Step] = {
 alone."""
 
 
-def first_uses(device: str, growth: Growth, steps: dict[str, Step] = STEPS) -> list[dict[str, Any]]:
+def first_uses(device: str, growth: Growth, steps: dict[str, UseStep] = STEPS) -> list[dict[str, Any]]:
     """The figures of each of `steps`, one mapping per step; a step that failed has none."""
     found: list[dict[str, Any]] = []
     for name, step in steps.items():

@@ -9,14 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-Reading = Callable[[], "int | None"]
+MemoryReading = Callable[[], "int | None"]
 
 
 class Growth:
     """Bytes added outside the allocator between one mark and the next. `used` reads the memory of the whole GPU, `reserved`
     the allocator's; `idle` was in use before the context was made. Without a driver all figures are None."""
 
-    def __init__(self, used: Reading, reserved: Callable[[], int], idle: int | None) -> None:
+    def __init__(self, used: MemoryReading, reserved: Callable[[], int], idle: int | None) -> None:
         self._used = used
         self._reserved = reserved
         self._before = idle

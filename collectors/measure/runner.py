@@ -20,7 +20,7 @@ from peakcast import __version__
 from peakcast.collectors.measure.grid import load_grid
 from peakcast.collectors.measure.settings import CollectSettings
 from peakcast.collectors.measure.sharing import SharedShard, cell_identity
-from peakcast.collectors.processes.engines import WORK, Answer, Question, find_engine
+from peakcast.collectors.processes.engines import WORK, CellAnswer, CellQuestion, find_engine
 from peakcast.core.durable import replace_file
 from peakcast.core.errors import NO_GPU, CollectorError
 from peakcast.dialects.common.job_file import job_from_mapping
@@ -32,7 +32,7 @@ from peakcast.measurements.rows import from_row
 from peakcast.timelines.files import MAX_PACKED_BYTES
 
 UNKNOWN_GPU = "unknown"
-Progress = Callable[[str, int, int], None]
+CellProgress = Callable[[str, int, int], None]
 Cell = tuple[TrainingJob, int, str]
 """Job, rank and case of one run."""
 
@@ -80,7 +80,7 @@ def collect(
     shard: Path,
     settings: CollectSettings,
     *,
-    progress: Progress | None = None,
+    progress: CellProgress | None = None,
     on_row: Callable[[Measurement], None] | None = None,
     work: str = WORK,
 ) -> CollectionSummary:
@@ -107,9 +107,11 @@ def collect(
 
 
 class _Cells:
-    """The cells of a collection: hands out those that are left, one at a time, and counts what becomes of them."""
+    """The cells of a collection: gives out those that are left, one at a time, and counts their results."""
 
-    def __init__(self, cells: Sequence[Cell], shard: Path, settings: CollectSettings, progress: Progress | None) -> None:
+    def __init__(
+        self, cells: Sequence[Cell], shard: Path, settings: CollectSettings, progress: CellProgress | None
+    ) -> None:
         self._settings, self._progress = settings, progress
         self._gpu = settings.gpu_type
         self._shared = SharedShard(shard, trace=settings.trace, gpu=self._gpu)
@@ -123,7 +125,7 @@ class _Cells:
         if self._left:
             self._shared.begin()
 
-    def questions(self) -> Iterator[Question]:
+    def questions(self) -> Iterator[CellQuestion]:
         """The questions of the cells that no other collector of the shard runs or has finished, until time is up. A cell
         that another was running is tried a second time after all others."""
         first_tries, asked = len(self._left), 0
@@ -149,22 +151,22 @@ class _Cells:
         budget = self._settings.budget_minutes
         return budget is not None and time.monotonic() - self._started > budget * 60
 
-    def _question(self, cell: Cell) -> Question:
+    def _question(self, cell: Cell) -> CellQuestion:
         (job, rank, case), asked = cell, self._settings
         ranks = "one" if asked.numbers_of_ranks() else asked.ranks
         question = {"job": job_to_mapping(job), "gpu": self._gpu, "trace": asked.trace, "rank": rank, "case": case}
         return {**question, "history": asked.history, "ranks": ranks}
 
-    def leave(self, question: Question) -> None:
-        """The cell of `question` has its rows."""
+    def leave(self, question: CellQuestion) -> None:
+        """Mark the cell of `question` as done, now that its rows are on disk."""
         self._shared.leave(cell_identity(job_from_mapping(question["job"]), question["rank"], question["case"]))
 
     def end(self) -> None:
-        """Nothing more is asked."""
+        """End the use of the shard: no further cell will run."""
         self._shared.end()
 
 
-def _answers(cells: _Cells, settings: CollectSettings, work: str) -> Iterator[tuple[Question, Answer]]:
+def _answers(cells: _Cells, settings: CollectSettings, work: str) -> Iterator[tuple[CellQuestion, CellAnswer]]:
     """The engine's answers to the questions of `cells`. Raises: CollectorError for options that it does not know."""
     options = settings.options_of_engine()
     try:
@@ -187,7 +189,7 @@ def _cells(jobs: Sequence[TrainingJob], settings: CollectSettings) -> list[Cell]
 
 
 def _take_in(
-    question: Question, answer: Answer, gpu: str | None, shard: Path, on_row: Callable[[Measurement], None] | None
+    question: CellQuestion, answer: CellAnswer, gpu: str | None, shard: Path, on_row: Callable[[Measurement], None] | None
 ) -> tuple[Measurement, str]:
     """Put the rows of an answer on disk; its first rank's row, and why it failed ("" when it did not)."""
     job = job_from_mapping(question["job"])
@@ -209,7 +211,7 @@ def timelines_folder(shard: Path) -> Path:
     return shard.with_suffix(".timelines")
 
 
-def _with_timelines(row: Measurement, answer: Answer, folder: Path) -> Measurement:
+def _with_timelines(row: Measurement, answer: CellAnswer, folder: Path) -> Measurement:
     """`row` after its timelines are written to disk; its readings name the file, or say why there is none."""
     said = f"larger than {MAX_PACKED_BYTES:,} bytes"
     if "history" in answer:
@@ -219,7 +221,7 @@ def _with_timelines(row: Measurement, answer: Answer, folder: Path) -> Measureme
     return replace(row, environment={**row.environment, "readings": readings})
 
 
-def _row(answer: Answer, job: TrainingJob, gpu: str | None, question: Question) -> tuple[Measurement, str]:
+def _row(answer: CellAnswer, job: TrainingJob, gpu: str | None, question: CellQuestion) -> tuple[Measurement, str]:
     """The row of an answer, and why the cell failed ("" when it did not)."""
     reason = str(answer.get("reason", ""))
     if not reason:

@@ -29,7 +29,7 @@ REFUSED = 2
 """Exit code of a rank whose job cannot be run. Its reason is reported rather than the other ranks' complaint that they lost
 it."""
 
-Made = tuple[Measurement, "bytes | None"]
+RowWithTimelines = tuple[Measurement, "bytes | None"]
 
 
 def launched() -> bool:
@@ -38,7 +38,7 @@ def launched() -> bool:
 
 
 def rank(stands_for: int = 0) -> int:
-    """This process's rank; for a process that stands for many ranks, the rank `stands_for`."""
+    """This process's rank; for one that represents many ranks, the rank `stands_for`."""
     return int(os.environ["RANK"]) if launched() else stands_for
 
 
@@ -47,7 +47,7 @@ def local_rank() -> int:
     return int(os.environ["LOCAL_RANK"]) if launched() else 0
 
 
-def run(question: Mapping[str, Any], num_ranks: int, work: str) -> list[Made]:
+def run(question: Mapping[str, Any], num_ranks: int, work: str) -> list[RowWithTimelines]:
     """The rows of all ranks with their timelines, in the order of ranks. If a rank ran out of memory, only the rows of such
     ranks: the others were ended while they waited for it. Raises: CollectorError naming the rank that was lost."""
     with tempfile.TemporaryDirectory(prefix="peakcast-ranks-") as folder:
@@ -65,7 +65,7 @@ def run(question: Mapping[str, Any], num_ranks: int, work: str) -> list[Made]:
         return _gathered(Path(folder), num_ranks, done.returncode, done.stderr)
 
 
-def _gathered(folder: Path, num_ranks: int, code: int, said: str) -> list[Made]:
+def _gathered(folder: Path, num_ranks: int, code: int, said: str) -> list[RowWithTimelines]:
     from peakcast.measurements.rows import from_row
 
     answers: dict[int, dict[str, Any]] = {}

@@ -36,7 +36,7 @@ ENDING_SECONDS = 5.0
 """How long to wait for a killed process. It is gone much sooner, unless its driver hangs."""
 AFRESH = "--cell"
 
-Made = Measurement | tuple[Measurement, bytes | None]
+ChildRow = Measurement | tuple[Measurement, bytes | None]
 Work = Callable[[Mapping[str, Any]], Any]
 """Makes a `Made` of a question, or a list of them."""
 
@@ -138,7 +138,7 @@ def _cell(name: str, question: Mapping[str, Any], writer: int) -> NoReturn:
     os._exit(code)
 
 
-def _answer(made: Made) -> dict[str, Any]:
+def _answer(made: ChildRow) -> dict[str, Any]:
     from peakcast.measurements.rows import to_row
 
     row, history = made if isinstance(made, tuple) else (made, None)

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 from peakcast.core.errors import RecordError
 
-Row = TypeVar("Row")
+RowType = TypeVar("RowType")
 
 
-def read_jsonl(path: Path, row: Callable[[Mapping[str, Any]], Row]) -> list[Row]:
+def read_jsonl(path: Path, row: Callable[[Mapping[str, Any]], RowType]) -> list[RowType]:
     """`row` of every line of `path`, in file order. Raises: RecordError naming file and line."""
     try:
         lines = path.read_text(encoding="utf-8").splitlines()

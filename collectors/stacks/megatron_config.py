@@ -19,6 +19,7 @@ from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import Offload, TrainingJob
 
 RENAMED = {
+    "fp8_param_gather": "fp8_param",
     "microbatch_group_size_per_virtual_pipeline_stage": "microbatch_group_size_per_vp_stage",
     "overlap_p2p_communication_warmup_flush": "overlap_p2p_comm_warmup_flush",
     "te_rng_tracker": "use_te_rng_tracker",

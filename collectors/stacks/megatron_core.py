@@ -188,6 +188,8 @@ def build(job: TrainingJob, device: str) -> MegatronTraining:
     virtual = job.parallelism.virtual_pipeline_stages
     networks = [_network(job, config, i if virtual > 1 else None, device) for i in range(virtual)]
     overlap = bool(convention["overlap_grad_reduce"])
+    gathers = bool(convention.get("fp8_param_gather"))
+    reuses_gradients = gathers and convention.get("fp8_recipe") == "mxfp8"  # the one way that the ledger has
     buckets = DistributedDataParallelConfig(
         grad_reduce_in_fp32=job.precision.gradients == "float32",
         overlap_grad_reduce=overlap,
@@ -197,6 +199,8 @@ def build(job: TrainingJob, device: str) -> MegatronTraining:
         bucket_size=int(convention["ddp_bucket_size"]) or None,
         pad_buckets_for_high_nccl_busbw=bool(convention["ddp_pad_buckets_for_high_nccl_busbw"]),
         average_in_collective=bool(convention["ddp_average_in_collective"]),
+        fp8_param_gather=gathers,
+        reuse_grad_buf_for_mxfp8_param_ag=reuses_gradients,
     )
     half = dtype is not torch.float32
     chunks = [
@@ -215,6 +219,8 @@ def build(job: TrainingJob, device: str) -> MegatronTraining:
             clip_grad=MAX_GRAD_NORM,
             use_distributed_optimizer=sharded,
             overlap_param_gather=bool(convention["overlap_param_gather"]),
+            fp8_recipe=convention.get("fp8_recipe") if gathers else None,
+            reuse_grad_buf_for_mxfp8_param_ag=reuses_gradients,
         ),
         chunks,
         use_gloo_process_groups=False,

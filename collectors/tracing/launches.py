@@ -27,8 +27,11 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def plain_tensors(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """`tensor`, or the tensors of which a wrapper is made (a DTensor also lists its mesh)."""
+    """`tensor`, or the tensors of which a wrapper is made (a DTensor also lists its mesh). None of a quantised tensor of
+    Transformer Engine, which does not list its parts; operators of their own have made them."""
     if not is_traceable_wrapper_subclass(tensor):
+        if "_quantizer" in vars(tensor):
+            return
         yield tensor
         return
     for attribute in tensor.__tensor_flatten__()[0]:
@@ -52,5 +55,6 @@ def waits(func: Any, args: Any, kwargs: Any, results: list[torch.Tensor], device
         return bool(args[0].device.type == device_type)
     if operator not in COPIES or kwargs.get("non_blocking") or any(one is True for one in args):
         return False
-    source = args[1] if operator == "aten.copy_.default" else args[0]
-    return bool(source.device.type != results[0].device.type)
+    if operator == "aten.copy_.default":  # one into a quantised tensor returns nothing
+        return bool(args[1].device.type != args[0].device.type)
+    return bool(args[0].device.type != results[0].device.type)

@@ -34,7 +34,9 @@ def _apply(self: torch.nn.Module, convert: Any, recurse: bool = True) -> torch.n
         if parameter is not None:
             with torch.no_grad():
                 converted = convert(parameter)
-            if converted is not parameter:
+            if "data" in vars(type(parameter)):  # a quantised tensor, which takes the other's data
+                parameter.data = converted
+            elif converted is not parameter:
                 made = self._parameters[name] = torch.nn.Parameter(converted, parameter.requires_grad)
                 for note, value in vars(parameter).items():
                     vars(made).setdefault(note, value)  # a fake tensor already has its own, such as its device

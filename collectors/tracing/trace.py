@@ -118,8 +118,8 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
 
 
 def reads_values(job: TrainingJob) -> bool:
-    """Whether the network reads values of small tensors as it is made or runs: where images stand in a row, or (torchtune
-    0.6.1 models/llama3_1/_position_embeddings.py `apply_scaling`) the frequencies of its rotary tables."""
+    """Whether the network reads values of small tensors while it is built or runs: the positions of images in a row, or
+    (torchtune 0.6.1 models/llama3_1/_position_embeddings.py `apply_scaling`) the frequencies of its rotary tables."""
     return bool(job.images.per_sequence) or own_network(job) is not None
 
 

@@ -258,7 +258,8 @@ def _in_place(*_: Any, **__: Any) -> None: ...
 
 
 for _name in ("multi_tensor_scale", "multi_tensor_adam", "multi_tensor_adam_fp8", "multi_tensor_sgd",
-              "multi_tensor_compute_scale_and_scale_inv"):  # fmt: skip
+              "multi_tensor_compute_scale_and_scale_inv", "fp8_block_scaling_compute_partial_amax",
+              "fp8_block_scaling_partial_cast"):  # fmt: skip
     KERNELS[_name] = _in_place
 
 

@@ -69,6 +69,10 @@ ENUMERATIONS = (
     "NVTE_Bias_Type", "NVTE_Fused_Attn_Backend", "NVTE_Mask_Type", "NVTE_QKV_Format", "NVTE_QKV_Layout",
     "NVTE_Softmax_Type",
 )  # fmt: skip
+QUANTIZED_TENSORS = {
+    "float8_tensor": "Float8Tensor", "float8_blockwise_tensor": "Float8BlockwiseQTensor", "mxfp8_tensor": "MXFP8Tensor",
+}  # fmt: skip
+"""The classes of FP8 parameters by their modules."""
 INDICES = {
     "FP8FwdTensors": [f"GEMM{i}_{part}" for i in (1, 2, 3) for part in ("INPUT", "WEIGHT", "OUTPUT")],
     "FP8BwdTensors": [f"GRAD_{part}{i}" for i in (1, 2, 3) for part in ("OUTPUT", "INPUT")],
@@ -104,6 +108,9 @@ def install() -> bool:
     choice.get_attention_backend = _of_tensors(choice.get_attention_backend)
     module: Any = base.TransformerEngineBaseModule
     module.__init__ = _with_gpu(module.__init__)
+    _run_operations_of_data()
+    for part, name in QUANTIZED_TENSORS.items():
+        _let_data_be_fake(getattr(importlib.import_module(f"transformer_engine.pytorch.tensor.{part}"), name))
     return True
 
 
@@ -125,6 +132,33 @@ def _of_tensors(choose: Callable[..., Any]) -> Callable[..., Any]:
         return choose(parameters)
 
     return chosen
+
+
+class _OfData(tuple[Any, ...]):
+    """The list of types that a quantised tensor gives its data's dispatch: the operation is on the data alone."""
+
+
+def _let_data_be_fake(kind: Any) -> None:
+    """Let the data of this class of quantised tensors be fake. An operation on such a tensor is done by the data's own
+    `__torch_dispatch__`, which fake tensors refuse beside types that they do not know."""
+    dispatch = kind.__torch_dispatch__.__func__
+
+    def dispatched(kind: Any, operation: Any, types: Any, arguments: Any, keywords: Any = None) -> Any:
+        return dispatch(kind, operation, _OfData(), arguments, keywords)
+
+    kind.__torch_dispatch__ = classmethod(dispatched)
+
+
+def _run_operations_of_data() -> None:
+    """Let fake tensors run what a quantised tensor asks of its data."""
+    dispatch = FakeTensor.__torch_dispatch__.__func__  # type: ignore[attr-defined]
+
+    def dispatched(kind: Any, operation: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        if isinstance(types, _OfData):
+            return operation(*arguments, **(keywords or {}))
+        return dispatch(kind, operation, types, arguments, keywords or {})
+
+    FakeTensor.__torch_dispatch__ = classmethod(dispatched)  # type: ignore[assignment]
 
 
 def _with_gpu(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -118,8 +118,8 @@ def baseline(job: TrainingJob, device: Device, rank: int | None = None, *, ledge
 def _of_the_ledger(
     job: TrainingJob, device: Device, rank: int | None, source: BaselineName, trace: Trace | None
 ) -> Baseline:
-    """The baseline from the ledger, cached also by the source of timelines and the tracer: an answer, and what it says of
-    other GPU types, use the same ones."""
+    """The baseline from the ledger. It is cached by the source of timelines and the tracer too, because parts of an answer
+    that are computed later, such as other GPU types, must use the same ones."""
     if source == "trace":  # a trace does not have the building of the network
         return _baseline(job, device, rank, _analytical_ledger())
     from peakcast.models.baseline.building import building
@@ -193,8 +193,8 @@ def _nearly_as_full(job: TrainingJob, chosen: int, steadies: Mapping[int, Timeli
 
 
 def _of_the_steps(steady: Timeline, first: Timeline, *graphed: Timeline) -> dict[str, Any]:
-    """What a rank's steady and first step, and those with CUDA graphs, say by themselves, by the names of `Baseline`'s
-    fields."""
+    """The fields of `Baseline`, by name, that follow from the timelines of a rank's steady and first step, and of those
+    with CUDA graphs, without a replay."""
     higher = max((steady, first, *graphed), key=lambda step: step.peak().num_bytes)
     peak = higher.peak()
     largest = higher.largest_at(peak.instant, NUM_LARGEST)

@@ -14,10 +14,10 @@ from peakcast.core.errors import SpecError
 from peakcast.jobs.spec import TrainingJob
 
 Ints = npt.NDArray[np.int64]
-Columns = Mapping[str, npt.NDArray[Any]]
+Arrays = Mapping[str, npt.NDArray[Any]]
 
 
-def num_combinations(job: TrainingJob, columns: Columns) -> int:
+def num_combinations(job: TrainingJob, columns: Arrays) -> int:
     """How many jobs `columns` describe. Raises: SpecError for knobs that are not keys of a job, or columns that differ in
     length."""
     for name, values in columns.items():
@@ -34,7 +34,7 @@ def num_combinations(job: TrainingJob, columns: Columns) -> int:
     return next(iter(lengths.values()), 1)
 
 
-def groups(columns: Columns, which: Ints) -> Iterator[tuple[dict[str, Any], Ints]]:
+def groups(columns: Arrays, which: Ints) -> Iterator[tuple[dict[str, Any], Ints]]:
     """Groups of the combinations `which` that have the same value in every column: those values, and the members'
     indices."""
     code, num_codes = np.zeros(len(which), dtype=np.int64), 1

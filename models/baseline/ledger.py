@@ -17,10 +17,12 @@ from peakcast.models.recipes.shelf import recipe_of, wants_recipe
 from peakcast.timelines.timeline import Timeline
 
 HOPPER = (9, 0)
-Step = Literal["first", "steady", "captured", "replayed"]
+StepName = Literal["first", "steady", "captured", "replayed"]
 
 
-def ledger(job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: Step = "steady") -> Timeline:
+def ledger(
+    job: TrainingJob, *, device: Device | None = None, rank: int | None = None, step: StepName = "steady"
+) -> Timeline:
     """Every tensor of one training step of `job` on `rank` (None: rank 0), in closed form or from the job's recipe. `step`:
     "first", "steady" for any later one, or one of those that CUDA graphs add (`megatron/cuda_graphs.py`). With a `device`,
     it includes library workspaces and what kernels allocate for themselves on that GPU type; without one, the timeline has
@@ -39,7 +41,7 @@ def ledger(job: TrainingJob, *, device: Device | None = None, rank: int | None =
         ) from error
 
 
-def _ledger(job: TrainingJob, device: Device | None, rank: int | None, step: Step) -> Timeline:
+def _ledger(job: TrainingJob, device: Device | None, rank: int | None, step: StepName) -> Timeline:
     """`ledger`, with whichever of trace, recipe or framework ledger the job needs."""
     if (trace := tracer()) is not None:
         return trace(job, rank or 0, device.name if device is not None else None)[step]

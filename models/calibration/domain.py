@@ -1,7 +1,8 @@
 """The calibrated domain: what the rows of a calibration have in common with a job, and how far outside a job is.
 
-What is trained how is a *kind* of job, which is measured only if one row has all of it: rows with adapters under one
-framework say nothing of adapters under another. Other traits are measured if any row has them.
+The *kind* of a job is its framework, its task, its kind of feed-forward layers and which weights train. It counts as
+measured only if one row has all of these: rows with adapters under one framework say nothing of adapters under another. Any
+other trait counts as measured if any row has it.
 """
 
 from __future__ import annotations
@@ -225,7 +226,7 @@ def traits(job: TrainingJob) -> dict[str, str]:
 
 
 def _kind(job: TrainingJob) -> tuple[str, ...]:
-    """What is trained how: framework, task, kind of feed-forward layers, and which weights have gradients, whatever the
+    """The kind of a job: framework, task, kind of feed-forward layers, and which weights have gradients, whatever the
     method's name."""
     trained = "all weights" if job.finetuning.method == "full" else "adapters"
     if job.finetuning.quantization and trained == "adapters":

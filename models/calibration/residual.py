@@ -46,7 +46,7 @@ LEAST_LOSS = 1e-9
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Units = npt.NDArray[np.int64]
-Choice = TypeVar("Choice")
+OneOf = TypeVar("OneOf")
 
 
 class HeldOut:
@@ -244,7 +244,7 @@ def per_unit_error(errors: Floats, units: npt.NDArray[np.int64], counts: Floats)
     return sums
 
 
-def simplest_in_every_split(errors: Mapping[Choice, Sequence[Floats]]) -> Choice:
+def simplest_in_every_split(errors: Mapping[OneOf, Sequence[Floats]]) -> OneOf:
     """Among the choices whose error exceeds the first choice's in no split, the first that is within one standard error of
     the best in every split; if there is none, the first that is so in the last split, the hardest. `errors`: choice → the
     errors of each split."""
@@ -259,9 +259,9 @@ def simplest_in_every_split(errors: Mapping[Choice, Sequence[Floats]]) -> Choice
     return next((name for name in harmless if all(name in choices for choices in near)), near[-1][0])
 
 
-def within_one_standard_error(errors: Mapping[Choice, Floats]) -> list[Choice]:
+def within_one_standard_error(errors: Mapping[OneOf, Floats]) -> list[OneOf]:
     """The choices whose mean error exceeds the best one's by at most one standard error of their difference, in the order
-    of `errors`. Differences are taken unit by unit, so that units which are hard for every candidate do not blur the
+    of `errors`. Differences are computed unit by unit, so that units which are hard for every candidate do not blur the
     comparison."""
     best = min(errors, key=lambda name: float(errors[name].mean()))
     found = []

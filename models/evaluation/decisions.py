@@ -28,7 +28,7 @@ class Decision:
     """Answers about one capacity; the counts are sums of weights."""
 
     capacity_bytes: int | None
-    """None if several capacities are taken together, or for the GPUs that the jobs ran on."""
+    """None if several capacities are counted together, or for the GPUs that the jobs ran on."""
     yes_fits: float = 0.0
     yes_too_big: float = 0.0
     """The costly mistake: the answer was that it fits, and it does not."""

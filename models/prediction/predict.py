@@ -89,7 +89,7 @@ def reasons_outside(
     the same of each quantity.) `known`: what the ledger does not cover, and what reading the question found."""
     reasons = [*known, *calibration.domain.outside(job, row)]
     if calibration.gpu == "none":
-        sentence = "no measurements stand behind the bars; run `peakcast collect` and `peakcast fit` to have some."
+        sentence = "the bars rest on no measurement; run `peakcast collect` and `peakcast fit` to have some."
         reasons.append(Finding("not_calibrated", "gpu", "either", sentence))
     elif calibration.gpu != device.name:
         sentence = f"the bars come from measurements on {calibration.gpu}, not on {device.name}."

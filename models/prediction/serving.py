@@ -59,7 +59,7 @@ def rows_of(table: Any) -> list[dict[str, Any]]:
         if name not in known:
             raise SpecError(f"{name} is no column of a job{near_misses(name, known) or _SUCH_AS}", parameter=name)
         if times > 1:
-            raise SpecError(f"the column {name} stands {times} times in the table; keep one.", parameter=name)
+            raise SpecError(f"the column {name} appears {times} times in the table; keep one.", parameter=name)
     if not 0 < len(frame) <= MAX_ROWS:
         raise SpecError(f"the table has {len(frame):,} rows; give from 1 to {MAX_ROWS:,}.", parameter=JOB)
     rows: Any = frame.astype(object).to_dict("records")

@@ -102,8 +102,8 @@ def _alike(some: Sequence[object], others: Sequence[object], last_differs: bool)
 
 
 def _kind(walk: Walk, layer: int) -> tuple[object, ...]:
-    """A key that is equal for layers with equal operations and tensors, the gap to the next layer included, where tensors
-    that a layer hands on are freed."""
+    """A key that is equal for layers with equal operations and tensors, the gap to the next layer included, in which
+    tensors that a layer returns are freed."""
     places = (2 * layer + 1, 2 * layer + 2) if layer < walk.num_layers - 1 else (2 * layer + 1,)
     stretches = [stretch for place in places for stretch in _stretches(walk, place)]
     own = np.flatnonzero(np.isin(walk.lives[PLACE], places))

@@ -17,7 +17,7 @@ from peakcast.models.recipes.conditions import Conditions, conditions, implied
 from peakcast.models.recipes.kinds import NetworkKind, numbers_of, with_values
 from peakcast.models.recipes.recipe import EVEN, Recipe
 from peakcast.models.recipes.walk import Ints, Walk
-from peakcast.models.recipes.walked import TARGETS, Point, Record
+from peakcast.models.recipes.walked import TARGETS, Record, WalkSizes
 from peakcast.models.recipes.widths import Widths, WidthSample, learned
 from peakcast.networks.layer_count import with_layers
 
@@ -38,7 +38,7 @@ SMALLEST = 2
 ROUNDS = 6
 """Most rounds in which numbers whose effect is no sum of products are pinned and the rest is walked again."""
 
-Change = Callable[[str, int, bool], int]
+Variation = Callable[[str, int, bool], int]
 
 
 def network_kind(
@@ -92,9 +92,9 @@ class _Explored:
         few, many = self.recipe.batches
         targets = self.recipe.targets is not None
         shorter = (shortest + 3 * length) // 4 // EVEN * EVEN if length > shortest else length
-        self.near: Point = (few, *(length,) * (1 + targets))
-        self.other: Point = (min(few + 1, many), shorter, *(length,) * targets)
-        self.far: Point = (few, *(longest,) * (1 + targets))
+        self.near: WalkSizes = (few, *(length,) * (1 + targets))
+        self.other: WalkSizes = (min(few + 1, many), shorter, *(length,) * targets)
+        self.far: WalkSizes = (few, *(longest,) * (1 + targets))
         self._before = numbers_of(self.recipe.walk, self.recipe.sizes.at(*self.near))
 
     # -- one number at a time ------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class _Explored:
         del self.singles[name]
         self.same_as = {member: leader for member, leader in self.same_as.items() if leader != name}
 
-    def _corner(self, widths: Widths, attempts: Iterable[Change], point: Point) -> tuple[list[int], Ints] | None:
+    def _corner(self, widths: Widths, attempts: Iterable[Variation], point: WalkSizes) -> tuple[list[int], Ints] | None:
         """The first change of all numbers with which the same operations run: (values, sizes); None if there is none."""
         keys, before = self._keys(), self._values()
         for change in attempts:
@@ -230,7 +230,7 @@ class _Explored:
         except ValueError:
             return None
 
-    def _walk(self, changes: Mapping[str, int | float], point: Point) -> Walk | None:
+    def _walk(self, changes: Mapping[str, int | float], point: WalkSizes) -> Walk | None:
         """A walk with changed values; None if other operations run, or if the library does not accept them."""
         batch, length, *targets = point
         changes = {
@@ -268,7 +268,7 @@ def _factors(values: Iterable[int], base: Iterable[int]) -> tuple[Fraction, ...]
 # -- changes of all numbers: a name, its value, and whether a larger one runs the same operations -> another value ------
 
 
-def _times(factor: int | Fraction) -> Change:
+def _times(factor: int | Fraction) -> Variation:
     """A change by a factor, for numbers that stay whole."""
 
     def changed(name: str, value: int, rises: bool) -> int:

@@ -9,7 +9,7 @@ from peakcast.core.fields import FrozenMapping
 from peakcast.models.recipes.depth import Deep, Repeats, deepened
 from peakcast.models.recipes.sizes import Sizes, through
 from peakcast.models.recipes.walk import Ints, Walk
-from peakcast.models.recipes.walked import Point, Record, Shown, Walked
+from peakcast.models.recipes.walked import Record, Shown, Walked, WalkSizes
 
 LENGTHS = (256, 512, 768)
 """Lengths for which most networks run the same operations: no sliding window ends between them."""
@@ -89,7 +89,8 @@ class Recipe:
         tokens = f"{shortest:,} to {longest:,} tokens" + (f" in multiples of {EVEN}" if self.even else "")
         if self.targets is not None:
             tokens += f", and as many targets of {self.targets[0]:,} to {self.targets[1]:,}"
-        return f"micro-batches of {fewest:,} to {most:,} sequences of {tokens}"
+        sequences = f"{fewest:,} to {most:,} sequences" if most > fewest else f"{fewest:,} sequence{'s' * (fewest > 1)}"
+        return f"micro-batches of {sequences} of {tokens}"
 
     @property
     def tied(self) -> bool:
@@ -109,15 +110,15 @@ class Recipe:
 
 def recorded(
     record: Record,
-    asked: Point,
+    asked: WalkSizes,
     most: int | None = None,
     images: int = 0,
-    nearer: Sequence[Point] = (),
+    nearer: Sequence[WalkSizes] = (),
     told: Sequence[object] = (),
 ) -> Recipe:
     """The recipe of a network that covers `asked`; no sequence is longer than `most`, and each has `images` images. If the
     farthest point confirms nothing, the first point of `nearer` that does is the end of the range. `told`: what the
-    configuration says of each layer, so that layers that repeat are told the same.
+    configuration says about each layer, which is equal for layers that repeat.
 
     A walk of the whole network shows which layers repeat. The other walks are of a network with two of each, for a few
     small batches and lengths that run the same operations as the asked one. An uneven length and a far one confirm the
@@ -154,7 +155,7 @@ def recorded(
     return _of_walks(walked, alone, [(number, number) for number in asked])
 
 
-def recorded_alone(record: Record, asked: Point) -> Recipe:
+def recorded_alone(record: Record, asked: WalkSizes) -> Recipe:
     """The recipe of a network that covers the `asked` point alone, from one walk of all its layers. For steps that run
     other operations at every other point. Raises: CollectorError if the network cannot be recorded."""
     walk = Shown().walk(record, asked)
@@ -170,7 +171,7 @@ def _of_walks(walked: Walked, sizes: Sizes, spans: Sequence[tuple[int, int]]) ->
     return Recipe(walked.walk, walked.how, walked.shown.copies, sizes, batches, lengths, targets[0] if targets else None)
 
 
-def _widened(recipe: Recipe, walked: Walked, most: int | None, nearer: Sequence[Point], short: int) -> Recipe:
+def _widened(recipe: Recipe, walked: Walked, most: int | None, nearer: Sequence[WalkSizes], short: int) -> Recipe:
     """The recipe with as wide a range as an uneven length, the length `short` and a far point confirm. Targets have a range
     as wide."""
     batch, alone = recipe.batches[0], recipe.batches[0] == recipe.batches[1]
@@ -182,7 +183,7 @@ def _widened(recipe: Recipe, walked: Walked, most: int | None, nearer: Sequence[
     both = (longest,) * len(spans)
     far, many = ((batch if alone else FAR[0] * max(1, FAR[1] // one[0]), *one) for one in (both, ends))
 
-    def told(point: Point) -> Sizes | None:
+    def told(point: WalkSizes) -> Sizes | None:
         """The sizes, if `point` and all that were walked before confirm them."""
         return recipe.sizes.confirmed(walked.sizes()) if walked.alike(point) else None
 
@@ -205,7 +206,7 @@ def _ranging(recipe: Recipe, spans: Sequence[tuple[int, int]]) -> Recipe:
     return replace(recipe, lengths=spans[0], targets=spans[1] if recipe.targets is not None else None)
 
 
-def _lengths(asked: Point, most: int | None, of_images: int) -> list[list[Triple]]:
+def _lengths(asked: WalkSizes, most: int | None, of_images: int) -> list[list[Triple]]:
     """Lengths through which polynomials may go, in the order in which they are tried: for what the network reads, and for
     targets if `asked` has those. `of_images`: tokens of images in each sequence."""
     room = -(-of_images // LENGTHS[0]) * LENGTHS[0]
@@ -219,7 +220,7 @@ def _lengths(asked: Point, most: int | None, of_images: int) -> list[list[Triple
     return [*found, [_near(length) for length in own]]
 
 
-def _points(batches: Sequence[int], lengths: Sequence[Triple]) -> list[Point]:
+def _points(batches: Sequence[int], lengths: Sequence[Triple]) -> list[WalkSizes]:
     """The points through which polynomials go."""
     own, *targets = lengths
     if not targets:

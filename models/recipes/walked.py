@@ -12,7 +12,7 @@ from peakcast.core.errors import CollectorError
 from peakcast.models.recipes.depth import Repeats, Run, deepened, repeats, short_depth, thinned
 from peakcast.models.recipes.walk import Ints, Walk
 
-Point = tuple[int, ...]
+WalkSizes = tuple[int, ...]
 """Micro-batch size and sequence length; for an encoder-decoder also the length of its targets, where that is of its own."""
 Record = Callable[..., Walk]
 """(layers (None: all), micro-batch size, sequence length, number of steps (default: 2), whose last is recorded; then, where
@@ -30,7 +30,7 @@ class Shown:
     runs: tuple[Run, ...] = ()
     copies: tuple[int, ...] = ()
 
-    def walk(self, record: Record, point: Point, steps: int = 2) -> Walk:
+    def walk(self, record: Record, point: WalkSizes, steps: int = 2) -> Walk:
         """The walk of these layers. Raises: CollectorError."""
         batch, length, *targets = point
         more: list[object] = [{TARGETS: targets[0]} if targets else {}, self.skipped]
@@ -56,7 +56,7 @@ def _sorted(columns: Ints) -> Ints:
 class Walked:
     """The walks of a network so far, by point. The operations of all are those of `walk`."""
 
-    def __init__(self, record: Record, shown: Shown, one: Walk, point: Point, most: int | None) -> None:
+    def __init__(self, record: Record, shown: Shown, one: Walk, point: WalkSizes, most: int | None) -> None:
         """`one`: the walk of a first step at `point`; `most`: no sequence is longer."""
         self._record, self.shown, self._most = record, shown, most
         self.walk = shown.walk(record, point)
@@ -67,7 +67,7 @@ class Walked:
         self._walks = {point: self.walk}
 
     @classmethod
-    def of(cls, record: Record, whole: Walk, told: Sequence[object], point: Point, most: int | None) -> Walked:
+    def of(cls, record: Record, whole: Walk, told: Sequence[object], point: WalkSizes, most: int | None) -> Walked:
         """The walk at `point`, of as few layers as show all that the network of the walk `whole` does."""
         for shown in _fewer_layers(whole, told):
             with suppress(CollectorError):  # the network has no fewer layers, or its code needs those that are skipped
@@ -76,11 +76,11 @@ class Walked:
                     return cls(record, shown, one, point, most)
         return cls(record, Shown(), whole, point, most)
 
-    def only_at(self, point: Point) -> Walked:
+    def only_at(self, point: WalkSizes) -> Walked:
         """The same layers at `point` alone. Raises: CollectorError."""
         return Walked(self._record, self.shown, self.shown.walk(self._record, point, 1), point, self._most)
 
-    def alike(self, point: Point) -> bool:
+    def alike(self, point: WalkSizes) -> bool:
         """Whether the same operations run at `point`, whose walk is then known."""
         if point not in self._walks and (self._most is None or max(point[1:]) <= self._most):
             with suppress(CollectorError):  # the library does not run it
@@ -91,14 +91,14 @@ class Walked:
                     self._walks[point] = other
         return point in self._walks
 
-    def all_alike(self, points: Iterable[Point]) -> bool:
+    def all_alike(self, points: Iterable[WalkSizes]) -> bool:
         """Whether the same operations run at all `points`."""
         return all(self.alike(point) for point in points)
 
-    def __getitem__(self, point: Point) -> Walk:
+    def __getitem__(self, point: WalkSizes) -> Walk:
         return self._walks[point]
 
-    def sizes(self) -> dict[Point, Ints]:
+    def sizes(self) -> dict[WalkSizes, Ints]:
         """The bytes of each tensor, by point."""
         return {point: walk.raw_bytes for point, walk in self._walks.items()}
 

@@ -19,9 +19,9 @@ from peakcast.models.recipes.walk import Ints
 POWERS = (0, 1, 2, -1, -2)
 """Powers of one number in one size, the usual ones first: `head_dim` is `hidden_size / num_attention_heads` in most
 families."""
-Product = tuple[int, ...]
+Factors = tuple[int, ...]
 """The power of each number."""
-Sum = tuple[tuple[Fraction, Product], ...]
+Sum = tuple[tuple[Fraction, Factors], ...]
 """(share, product): the share that each product has of a size in the recorded network."""
 
 
@@ -41,7 +41,7 @@ class Widths:
     keys: tuple[str, ...]
     base: tuple[int, ...]
     """The values in the recorded network."""
-    products: tuple[Product, ...]
+    products: tuple[Factors, ...]
     parts: Ints
     """[4, num_parts]: index of the number, index of the product, numerator and denominator of its share."""
 
@@ -73,7 +73,7 @@ def learned(keys: Sequence[str], base: Sequence[int], numbers: Ints, samples: Se
     from `samples`; and the indices of the numbers that no formula explains, which are treated as constant."""
     factors = [sample.factors for sample in samples]
     found: dict[tuple[Fraction, ...], Sum | None] = {}
-    products: dict[Product, int] = {}
+    products: dict[Factors, int] = {}
     parts, unexplained = [], []
     for index, ratios in enumerate(_ratios(numbers, samples)):
         if ratios not in found:
@@ -131,11 +131,11 @@ def _value(terms: Sum, factors: Sequence[Fraction]) -> Fraction:
     return total
 
 
-def _powers(shares: Sequence[Fraction], factor: Fraction, ratio: Fraction) -> list[Product]:
+def _powers(shares: Sequence[Fraction], factor: Fraction, ratio: Fraction) -> list[Factors]:
     """The powers that a number may have in products whose sum is multiplied by `ratio` when the number is multiplied by
     `factor`, the smallest first."""
 
-    def total(powers: Product) -> Fraction:
+    def total(powers: Factors) -> Fraction:
         return sum((share * factor**power for share, power in zip(shares, powers, strict=True)), Fraction(0))
 
     chosen = [powers for powers in itertools.product(POWERS, repeat=len(shares)) if total(powers) == ratio]

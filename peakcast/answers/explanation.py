@@ -81,7 +81,7 @@ class Group:
         return tuple(tuple(first + distance for distance in distances) for first in self.firsts)
 
 
-Function = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send/recv"]
+CollectiveName = Literal["all-reduce", "all-gather", "reduce-scatter", "all-to-all", "send/recv"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Collective:
     """One kind of communication of a job, from the view of one rank."""
 
     axis: str
-    function: Function
+    function: CollectiveName
     what: str
     where: str
     """The part of the step in which it happens."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from peakcast.commands.application import Details, Gpu, GpusPerNode, HostMemory, Json, app
+from peakcast.commands.application import Details, Gpu, GpusPerNode, HostMemoryOption, Json, app, say
 from peakcast.core.errors import SpecError
 from peakcast.doors.job_flags import VERSIONS, AskedJob, takes_job
 
@@ -27,15 +27,15 @@ def predict(
         int | None, typer.Option(min=1, help="Processes that share a batch; default: all cores for a long file.")
     ] = None,
     timeout_seconds: Annotated[
-        float | None, typer.Option(help="Longest that one question of a batch may take; default: 60.")
+        float | None, typer.Option(help="Most time for one question of a batch; default: 60.")
     ] = None,
     all_ranks: Annotated[bool, typer.Option("--all-ranks", help="Add a line for every distinct rank.")] = False,
-    host_memory_gib: HostMemory = None,
+    host_memory_gib: HostMemoryOption = None,
     gpus_per_node: GpusPerNode = None,
     details: Details = False,
     baseline: Annotated[str, typer.Option(help="auto, ledger, recipe (of the library installed here) or trace.")] = "auto",
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
-    print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, ask nothing.")] = False,
+    print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, and stop.")] = False,
     json: Json = False,
 ) -> None:
     """Predict the peak memory of one rank of JOB, with error bars, and whether it fits.
@@ -74,14 +74,14 @@ def megatron(
     gpu: Gpu = None,
     num_gpus: Annotated[int | None, typer.Option(min=1, help="GPUs of the whole run; default: WORLD_SIZE.")] = None,
     rank: Annotated[str, typer.Option(help="worst, last, or a number.")] = "worst",
-    host_memory_gib: HostMemory = None,
+    host_memory_gib: HostMemoryOption = None,
     gpus_per_node: GpusPerNode = None,
     details: Details = False,
     versions: Annotated[list[str] | None, VERSIONS["versions"][1]] = None,
     container: Annotated[str | None, VERSIONS["container"][1]] = None,
     here: Annotated[bool, VERSIONS["here"][1]] = False,
     calibration: Annotated[Path | None, typer.Option(help="A calibration file instead of the shipped one.")] = None,
-    print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, ask nothing.")] = False,
+    print_job: Annotated[bool, typer.Option("--print-job", help="Print the job with every default, and stop.")] = False,
     json: Json = False,
 ) -> None:
     """Predict the peak memory of a Megatron-LM run: put `peakcast megatron` in the place of `pretrain_gpt.py`."""
@@ -152,7 +152,7 @@ def search(
     ] = None,
     top: Annotated[int, typer.Option(min=1, help="Plans to show.")] = 20,
     gpus_per_node: Annotated[int, typer.Option(min=1, help="GPUs that tensor parallelism may span.")] = 8,
-    host_memory_gib: HostMemory = None,
+    host_memory_gib: HostMemoryOption = None,
     processes: Annotated[int, typer.Option(min=1, help="Processes that share the work.")] = 1,
     details: Details = False,
     json: Json = False,
@@ -198,11 +198,11 @@ def web(
     from peakcast import api
     from peakcast.printing import answers as render
 
-    def say(address: str) -> None:
+    def tell(address: str) -> None:
         text = render.json_line({"address": address}) if json else f"peakcast: {address} (stop with Ctrl-C)"
         print(text, flush=True)
 
-    api.web(host, port, progress=say)
+    api.web(host, port, progress=tell)
 
 
 @app.command(epilog="Example: peakcast mcp")
@@ -238,7 +238,7 @@ def _answer(
 
     if gpu is None:
         raise SpecError("--gpu is required and missing; give a GPU type such as --gpu H100-80GB.", parameter="gpu")
-    prediction = api.predict(asked, gpu, rank=rank, calibration=calibration, **options)
+    prediction = api.predict(asked, gpu, rank=rank, calibration=calibration, progress=say, **options)
     text = render.json_text(prediction.to_mapping()) if json else prediction_text(prediction, details=details)
     print(text)
     raise typer.Exit(FITS_EXIT_CODES[prediction.fits])

@@ -39,20 +39,20 @@ Job = Annotated[
         "{huggingface: {config: ..., training_arguments: {...}, peft: {...}, deepspeed: {...}, num_gpus: 8}}."
     ),
 ]
-Gpu = Annotated[str, Field(description="GPU type, such as H100-80GB; `gpus` lists them.")]
-Rank = Annotated[str, Field(description="worst, last, or a number.")]
+GpuArgument = Annotated[str, Field(description="GPU type, such as H100-80GB; `gpus` lists them.")]
+RankArgument = Annotated[str, Field(description="worst, last, or a number.")]
 NumGpus = Annotated[int | None, Field(description="GPUs of the whole run, where the configuration does not say it.", ge=1)]
 Files = Annotated[
     list[str] | None, Field(description="Paths of other files of the same run, such as the DeepSpeed file that it names.")
 ]
-HostMemory = Annotated[float | None, Field(description="Host memory of a node in GiB, where it is to be weighed.")]
+HostMemoryArgument = Annotated[float | None, Field(description="Host memory of a node in GiB, where it is to be weighed.")]
 
 
 def predict(
     job: Job,
-    gpu: Gpu,
-    rank: Rank = "worst",
-    host_memory_gib: HostMemory = None,
+    gpu: GpuArgument,
+    rank: RankArgument = "worst",
+    host_memory_gib: HostMemoryArgument = None,
     num_gpus: NumGpus = None,
     files: Files = None,
 ) -> dict[str, Any]:
@@ -63,10 +63,10 @@ def predict(
 
 def megatron(
     arguments: Annotated[list[str], Field(description="The flags after pretrain_gpt.py, one word each.")],
-    gpu: Gpu,
+    gpu: GpuArgument,
     num_gpus: Annotated[int, Field(description="GPUs of the whole run.", ge=1)],
     env: Annotated[dict[str, str] | None, Field(description="Environment variables of the run.")] = None,
-    rank: Rank = "worst",
+    rank: RankArgument = "worst",
 ) -> dict[str, Any]:
     """As `predict`, of a Megatron-LM command line."""
     return api.megatron(arguments, gpu, num_gpus, rank, env=env).to_mapping()
@@ -77,7 +77,7 @@ def explain(
     gpu: Annotated[
         str | None, Field(description="GPU type; without it kernels' and libraries' memory is left out.")
     ] = None,
-    rank: Rank = "worst",
+    rank: RankArgument = "worst",
     against: Annotated[str | dict[str, Any] | None, Field(description="Another job to compare with.")] = None,
     num_gpus: NumGpus = None,
     files: Files = None,
@@ -91,14 +91,14 @@ def explain(
 
 def search(
     job: Job,
-    gpu: Gpu,
+    gpu: GpuArgument,
     num_gpus: Annotated[int | None, Field(description="GPUs to spread it over; default: those of the job.", ge=1)] = None,
     global_batch_size: Annotated[int | None, Field(description="Sequences per optimizer step.", ge=1)] = None,
     find: Annotated[
         str, Field(description="plans; or the largest micro_batch_size, sequence_length or model; or the fewest num_gpus.")
     ] = "plans",
     top: Annotated[int, Field(description="Plans to give.", ge=1, le=100)] = 5,
-    host_memory_gib: HostMemory = None,
+    host_memory_gib: HostMemoryArgument = None,
     files: Files = None,
 ) -> dict[str, Any]:
     """Find layouts, micro-batches, checkpointing, sharding and offloading with which a job fits, ranked."""
@@ -115,8 +115,8 @@ def search(
 
 
 def read(job: Job, num_gpus: NumGpus = None, files: Files = None) -> str:
-    """How a configuration is understood: the job with every default as YAML, and as comments what was taken for granted
-    and what was left out."""
+    """How a configuration is understood: the job with every default as YAML, and as comments what was assumed and what was
+    left out."""
     return render.job_text(_asked(job, num_gpus, files), as_json=False)
 
 

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from peakcast.commands.application import Details, Gpu, Json, app
+from peakcast.commands.application import Details, Gpu, Json, app, say
 from peakcast.commands.asking import FITS_EXIT_CODES
 from peakcast.core.errors import ScriptError, SpecError
 
@@ -22,16 +22,16 @@ def dryrun(
     gpu: Gpu = None,
     rank: Annotated[int | None, typer.Option(help="Rank to run; default: 0.")] = None,
     world_size: Annotated[int | None, typer.Option(min=1, help="Ranks of the run; default: those of the launcher.")] = None,
-    length: Annotated[int | None, typer.Option(min=1, help="Tokens of rows that stand in for data not to be had.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, help="Tokens of the rows that replace missing data.")] = None,
     lengths: Annotated[
-        str | None, typer.Option(metavar="SHORTEST..LONGEST", help="The same, of lengths that change from step to step.")
+        str | None, typer.Option(metavar="SHORTEST..LONGEST", help="The same, for lengths that change from step to step.")
     ] = None,
     skip_evaluation: Annotated[bool, typer.Option("--skip-evaluation", help="Do not count its evaluation.")] = False,
     torch: Annotated[str | None, typer.Option(help="Release of torch of the run, if older: known differences.")] = None,
     save_recipe: Annotated[
         Path | None, typer.Option(help="Keep the network in this .json.gz file: predict --recipe FILE varies it.")
     ] = None,
-    timeout_seconds: Annotated[float, typer.Option(min=1.0, help="Longest that the script may take.")] = 600.0,
+    timeout_seconds: Annotated[float, typer.Option(min=1.0, help="Most time that the script may take.")] = 600.0,
     memory_gib: Annotated[float | None, typer.Option(help="Host memory for it; default: 80 % of what is free.")] = None,
     output: Annotated[bool, typer.Option("--show-output", help="Show what the script prints.")] = False,
     details: Details = False,
@@ -62,7 +62,7 @@ def dryrun(
             save_recipe=save_recipe,
             timeout_seconds=timeout_seconds,
             memory_gib=memory_gib,
-            progress=_say,
+            progress=say,
             output=_show if output else None,
         )
     except ScriptError as error:
@@ -73,7 +73,7 @@ def dryrun(
     if found.not_kept:
         raise SpecError(found.not_kept, parameter="save_recipe", value=str(save_recipe))
     if found.kept is not None:
-        _say(f"the recipe of {found.job.architecture.name} is in {save_recipe}. {found.kept.text()}")
+        say(f"the recipe of {found.job.architecture.name} is in {save_recipe}. {found.kept.text()}")
     raise typer.Exit(FITS_EXIT_CODES[found.fits])
 
 
@@ -88,10 +88,6 @@ def _range(text: str | None) -> tuple[int, int] | None:
             value=text,
         )
     return int(shortest), int(longest)
-
-
-def _say(message: str) -> None:
-    print(f"peakcast: {message}", file=sys.stderr, flush=True)
 
 
 def _show(text: str) -> None:

@@ -29,8 +29,8 @@ def collect(
     shard: Annotated[Path, typer.Option(help="JSON-lines file that rows are appended to.")] = Path("peakcast.shard.jsonl"),
     budget_minutes: Annotated[float | None, typer.Option(help="Start no cell after this long.")] = None,
     trace: Annotated[bool, typer.Option("--trace", help="Trace on fake tensors; needs no GPU.")] = False,
-    timeout_seconds: Annotated[float, typer.Option(help="Longest that one cell may take.")] = 600,
-    gpu: Annotated[str | None, typer.Option(help="GPU type to trace for, or that CUDA's name is not known as.")] = None,
+    timeout_seconds: Annotated[float, typer.Option(help="Most time that one cell may take.")] = 600,
+    gpu: Annotated[str | None, typer.Option(help="GPU type to trace for, or of this GPU, if its name is unknown.")] = None,
     processes: Processes = None,
     select: Annotated[str, typer.Option(help="Order of the cells: grid, or informative, which tells most first.")] = "grid",
     engine: Annotated[str, typer.Option(help="Where cells run: local, ray or slurm.")] = "local",
@@ -39,9 +39,9 @@ def collect(
     ] = None,
     history: Annotated[bool, typer.Option("--history", help="Keep the allocator's history of each run.")] = False,
     ranks: Annotated[
-        str, typer.Option(help="Of a job of several: auto (all where there are GPUs enough, else one), real, one, or 0,3.")
+        str, typer.Option(help="Ranks of a job to run: auto (all if there are GPUs enough, else one), real, one, or 0,3.")
     ] = "auto",
-    repeats: Annotated[int, typer.Option(min=1, help="Each cell so many times, for the noise between runs.")] = 1,
+    repeats: Annotated[int, typer.Option(min=1, help="Run each cell this often, to see the noise between runs.")] = 1,
     plot: Annotated[Path | None, typer.Option(help="Draw measured against predicted to this .png or .svg.")] = None,
     json: Json = False,
 ) -> None:

@@ -27,7 +27,7 @@ def record(
         str, typer.Option(help="With --all: transformers, or torchtune for the networks that it has of its own.")
     ] = "transformers",
     timeout_seconds: Annotated[
-        float, typer.Option(min=1.0, help="With --all: longest that one regime of a family may take.")
+        float, typer.Option(min=1.0, help="With --all: most time for one regime of a family.")
     ] = 1800.0,
     json: Json = False,
 ) -> None:

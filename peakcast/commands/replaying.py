@@ -18,7 +18,7 @@ def replay(
     file: Annotated[Path, typer.Argument(help="What torch.cuda.memory._dump_snapshot wrote, or a published history.")],
     against: Annotated[str | None, typer.Option(help="Compare with a prediction: a job file or a catalog name.")] = None,
     gpu: Gpu = None,
-    rank: Annotated[str, typer.Option(help="Of the prediction: worst, last, or a number.")] = "worst",
+    rank: Annotated[str, typer.Option(help="Rank to predict: worst, last, or a number.")] = "worst",
     trace: Annotated[bool, typer.Option("--trace", help="Compare it with a trace, not with the ledger.")] = False,
     module: Annotated[str | None, typer.Option(help="Compare it with a trace of FILE.py:FUNCTION, as in explain.")] = None,
     output: Annotated[Path | None, typer.Option(help="Also draw the two to this .png or .svg file.")] = None,

@@ -20,7 +20,7 @@ def watch(
     asked: AskedJob,
     snapshot: Annotated[Path, typer.Option(help="What torch.cuda.memory._dump_snapshot wrote in the run.")],
     gpu: Gpu = None,
-    rank: Annotated[str, typer.Option(help="That was recorded: worst, last, or a number.")] = "worst",
+    rank: Annotated[str, typer.Option(help="Rank that was recorded: worst, last, or a number.")] = "worst",
     append_to: Annotated[Path | None, typer.Option(help="JSON-lines file that the row is added to.")] = None,
     json: Json = False,
 ) -> None:

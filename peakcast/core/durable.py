@@ -53,7 +53,7 @@ def file_errors(path: Path, done: str) -> Iterator[None]:
         raise RecordError(f"{str(path)!r} cannot be the name of a file; name another.", parameter="path") from error
     except OSError as error:
         blocked = isinstance(error, (FileExistsError, NotADirectoryError))
-        reason = "a file stands where its folder should be" if blocked else error.strerror or str(error)
+        reason = "a file is where its folder should be" if blocked else error.strerror or str(error)
         raise RecordError(
             f"{path} cannot be {done}: {reason}; check the path and its permissions, or name another.",
             parameter="path",

@@ -60,7 +60,7 @@ KINDS = {
     "versions_not_given": Kind("no version is given, and with earlier releases the job needs another amount", routine=True),
     "version_not_modelled": Kind("no convention of this package's releases is known", 1),
     "gpu_not_measured": Kind("the bars come from measurements on another GPU type", 1, routine=True),
-    "not_calibrated": Kind("no measurements stand behind the bars", routine=True),
+    "not_calibrated": Kind("the bars rest on no measurement", routine=True),
     "cache_beyond_capacity": Kind("the tensors may fit, the allocator's cache does not"),
     "host_memory_not_given": Kind("the host memory that is needed is more than a usual node has"),
     "reserved_beyond_replay": Kind("published runs of such jobs hold more than the simulated allocator reserves"),

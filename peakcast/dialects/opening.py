@@ -75,7 +75,7 @@ def _program(text: str, where: str, folder: Path | None) -> Pasted:
     if not values:
         raise SpecError(
             f"{where} is a Python program, which is not run here, and it makes no training arguments that can be read "
-            "(TrainingArguments, SFTConfig and their kin). Give the launch command or its settings as a YAML, TOML or JSON "
+            "(TrainingArguments, SFTConfig and the like). Give the launch command or its settings as a YAML, TOML or JSON "
             f"mapping, or run its step on fake tensors: peakcast dryrun -- python {where}.",
             parameter="job",
         )

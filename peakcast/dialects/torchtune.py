@@ -182,6 +182,8 @@ def _options(settings: Settings, *, sharded: bool, method: str) -> dict[str, Any
         options["fsdp_reshard_after_forward"] = False
     if settings.switch("optimizer_in_bwd"):
         options["optimizer_in_backward"] = True
+    if re.fullmatch(r"torchao\..*\.AdamW8bit", settings.text("optimizer._component_")):
+        options["adamw_8bit_library"] = "torchao"
     return options
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from contextvars import copy_context
 from dataclasses import replace
@@ -48,12 +49,15 @@ def full_answer(
     *,
     all_ranks: bool = False,
     baseline: str = "auto",
+    progress: Callable[[str], None] | None = None,
 ) -> Answer:
     """`answer` with further answers: which GPU types would fit and what to try first (both computed when they are read),
-    what is not modelled, and every rank. `baseline`: the source of timelines, as in `api.predict`."""
+    what is not modelled, and every rank. `baseline` and `progress` as in `api.predict`."""
     with timelines_from(baseline):
-        ensure_recipe(asked.job)
+        ensure_recipe(asked.job, progress)
         traces = baseline == "auto" and only_a_trace_has(asked.job)
+    if traces and progress:
+        progress(f"tracing {asked.job.architecture.name} without a GPU, of which no recipe can be made; this takes minutes")
     if traces:  # else, or where that fails, the nearest guess and the reason why there is no recipe
         with suppress(CollectorError), timelines_from("trace", LONGEST_TRACE_SECONDS):
             return _full_answer(asked, calibration, all_ranks=all_ranks, advises=False)

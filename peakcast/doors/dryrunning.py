@@ -225,7 +225,7 @@ def _not_the_run(differs: float | None) -> tuple[Finding, ...]:
 def _said(seen: RankReport) -> tuple[str, ...]:
     release = seen.job.get("versions", {}).get("torch", "")
     under = f" under torch {release}, the release here" if release else ""
-    said = (*seen.assumptions, f"tensors are those of the script{under}; no value on the GPU was known.")
+    said = (*seen.assumptions, f"tensors are those of the script{under}; the values of tensors on the GPU were not known.")
     lengths = seen.job.get("batch", {}).get("shortest_sequence")
     if lengths is None:
         return said

@@ -61,21 +61,21 @@ FLAGS = (
     JobFlag("micro_batch_size", ("micro_batch_size",), int, "Sequences per rank and forward."),
     JobFlag("sequence_length", ("sequence_length",), int, "Tokens per sequence."),
     JobFlag("images_per_sequence", ("images.per_sequence",), int, "Images of each sequence; their tokens are part of it."),
-    JobFlag("image_height", ("images.height",), int, "Pixels of an image, before its processor."),
-    JobFlag("image_width", ("images.width",), int, "The same, where images are not square."),
+    JobFlag("image_height", ("images.height",), int, "Height of an image in pixels, as it is before its processor."),
+    JobFlag("image_width", ("images.width",), int, "Width of an image in pixels, where it is not square."),
     JobFlag("gradient_accumulation_steps", ("gradient_accumulation_steps",), int, "Micro-batches per optimizer step."),
     JobFlag(
         "precision",
         tuple(f"precision.{part}" for part in ("parameters", "compute", "gradients", "optimizer_states")),
         str,
-        "Of everything: bfloat16, float16 or float32.",
+        "Dtype of everything: bfloat16, float16 or float32.",
     ),
     JobFlag("method", ("finetuning.method",), str, "full, lora, qlora or another of peft's methods."),
     JobFlag("lora_rank", ("finetuning.rank",), int, "Rank of the adapters."),
-    JobFlag("quantization", ("finetuning.quantization",), str, "Of frozen weights: nf4, gptq or int8."),
+    JobFlag("quantization", ("finetuning.quantization",), str, "How frozen weights are quantized: nf4, gptq or int8."),
     JobFlag("optimizer", ("optimizer.name",), str, "adamw, sgd, adafactor, lion, adamw_8bit, ..."),
     JobFlag("optimizer_implementation", ("optimizer.implementation",), str, "fused, foreach or loop."),
-    JobFlag("checkpointing", ("activation_checkpointing.mode",), str, "Of activations: none, full or selective."),
+    JobFlag("checkpointing", ("activation_checkpointing.mode",), str, "Activation checkpointing: none, full or selective."),
     JobFlag("attention", ("attention",), str, "eager, sdpa, flash_attention_2 or flex."),
     JobFlag("data_parallel_size", ("parallelism.data_parallel_size",), int, "Replicas of the data stream."),
     JobFlag("sharding", ("parallelism.sharding",), str, "none, fsdp1, fsdp2, hsdp or no_shard."),
@@ -93,17 +93,17 @@ SET_HELP = "Any other field: --set loss.fused_linear_cross_entropy=true"
 VERSIONS = {
     "versions": (
         list[str],
-        typer.Option(help="Of packages: torch=2.9,transformers=4.45.2; repeatable.", rich_help_panel="Versions"),
+        typer.Option(help="Versions of packages: torch=2.9,transformers=4.45.2; repeatable.", rich_help_panel="Versions"),
     ),
     "container": (str, typer.Option(help="Tag of NVIDIA's PyTorch image: 26.04", rich_help_panel="Versions")),
-    "here": (bool, typer.Option("--here", help="Those of the packages installed here.", rich_help_panel="Versions")),
+    "here": (bool, typer.Option("--here", help="Use the versions that are installed here.", rich_help_panel="Versions")),
 }
 """Name -> type and option, for the options that give the versions of packages."""
 BESIDE = {
     "with_": (list[Path], typer.Option("--with", help="Another file that JOB needs, such as ds_config.json; repeatable.")),
-    "recipe": (Path, typer.Option(help="One that dryrun --save-recipe or record --output wrote, in the place of JOB.")),
+    "recipe": (Path, typer.Option(help="A recipe that dryrun --save-recipe or record --output wrote, instead of JOB.")),
     "num_gpus": (int, typer.Option(min=1, help="GPUs of the whole run, where JOB does not say.")),
-    "dialect": (str, typer.Option(help="What JOB is written in, where its keys do not tell.")),
+    "dialect": (str, typer.Option(help="Whose configuration JOB is, where its keys do not tell.")),
     **VERSIONS,
 }
 """Name -> type and option, for options that accompany JOB. A command with a parameter of that name keeps its own."""

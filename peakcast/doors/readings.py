@@ -26,7 +26,7 @@ def with_others(
         if other.peak_allocated_bytes.point == point:
             continue
         sentence = (
-            f"this may be {reading.name} as well, and nothing in it tells: then "
+            f"this may also be {reading.name}, and nothing in it says which: then "
             f"{format_gib(other.peak_allocated_bytes.point)} would be allocated and not {format_gib(point)}, and "
             f"{VERDICT[other.fits]}. {reading.way_out}"
         )

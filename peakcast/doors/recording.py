@@ -35,9 +35,9 @@ VARIABLE, NEVER = "PEAKCAST_RECORD", "never"
 """The environment variable that switches recording off in predictions, and its value."""
 
 
-def ensure_recipe(job: TrainingJob) -> None:
+def ensure_recipe(job: TrainingJob, progress: Callable[[str], None] | None = None) -> None:
     """Record the recipe that `job` needs, unless it exists, cannot be made, or `PEAKCAST_RECORD=never` is set. The reason
-    for a missing recipe is stored and appears in the answer."""
+    for a missing recipe is stored and appears in the answer. `progress` is told before the recording begins."""
     if os.environ.get(VARIABLE) == NEVER:
         return
     if lent() is not None or not _may_want(job) or _is_answered(job) or cannot_be_recorded(job) or shelf.why_not(job):
@@ -47,6 +47,8 @@ def ensure_recipe(job: TrainingJob) -> None:
         way = "'peakcast[collect]'" if library == TRANSFORMERS else library
         shelf.could_not_record(job, f"recording it needs {library}; install it with: pip install {way}")
         return
+    if progress:
+        progress(f"recording {job.architecture.name} without a GPU; this is done once and takes seconds to minutes")
     try:
         record_recipe(job)
     except CollectorError as error:
@@ -108,7 +110,7 @@ class Recorded:
     sequence_lengths: tuple[int, int]
     """The shortest and the longest for which the recipe is valid."""
     holds_for: str
-    """Both in words, with the lengths between these for which it is not valid."""
+    """These ranges in words, with the lengths between these for which it is not valid."""
     versions: Mapping[str, str]
     seconds: float
     written: str = ""
@@ -120,9 +122,10 @@ class Recorded:
     def text(self) -> str:
         """The same in words."""
         releases = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        layers = f"{self.recorded_layers} of {self.layers} layers"
         lines = [
-            f"{self.architecture}: {self.num_tensors:,} tensors in {self.recorded_layers} layers stand for {self.layers}.",
-            f"Holds for {self.holds_for}.",
+            f"{self.architecture}: {self.num_tensors:,} tensors, recorded in {layers}.",
+            f"Valid for {self.holds_for}.",
             f"Recorded from {releases} in {self.seconds:.1f} s.",
         ]
         return "\n".join([*lines, f"Written to {self.written}."] if self.written else lines)

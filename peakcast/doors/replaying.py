@@ -84,7 +84,7 @@ def replayed(
             from peakcast.core.errors import SpecError
 
             name = "output" if output is not None else "trace"
-            raise SpecError(f"{name} is of a comparison: give against, or module, too.", parameter=name)
+            raise SpecError(f"{name} applies to a comparison only: give against, or module, too.", parameter=name)
         return found
     return _beside(found, histories[found.fullest], against, gpu, rank, trace=trace, module=module, output=output)
 

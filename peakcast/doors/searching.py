@@ -29,7 +29,7 @@ def ask(
     _refuse_unheard(find, num_gpus, global_batch_size)
     if find not in ASKED:
         hint = near_misses(find, ASKED) or "."
-        raise SpecError(f"find={find!r} is no question{hint} Known: {', '.join(ASKED)}.", parameter="find", value=find)
+        raise SpecError(f"find={find!r} is not known{hint} Known: {', '.join(ASKED)}.", parameter="find", value=find)
     if job.task != "train" and find not in (*MOST, "model"):
         raise SpecError(
             "task='inference' has no layouts to search; ask for the largest batch or prompt that fits, with find "

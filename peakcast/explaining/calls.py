@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from peakcast.answers.explanation import Function
+from peakcast.answers.explanation import CollectiveName
 from peakcast.core.units import DTYPE_BYTES
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
@@ -18,7 +18,7 @@ class CollectiveCall:
     """`count` calls per micro-batch, or per iteration if `once` is set."""
 
     axis: str
-    function: Function
+    function: CollectiveName
     what: str
     where: str
     group_size: int

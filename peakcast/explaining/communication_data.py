@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from peakcast.answers.explanation import Function, ParameterRow
+from peakcast.answers.explanation import CollectiveName, ParameterRow
 from peakcast.core.units import DTYPE_BYTES, MIB
 from peakcast.explaining.calls import CollectiveCall, StageOfJob
 from peakcast.explaining.groups import DATA, EXPERT_DATA, GRADIENT
@@ -57,7 +57,7 @@ def _megatron(share: StageOfJob) -> Iterator[CollectiveCall]:
             continue
         gradients = elements * int(DTYPE_BYTES[share.job.precision.gradients]) // count
         weights = elements * int(DTYPE_BYTES[share.job.precision.parameters]) // count
-        reduce: Function = "reduce-scatter" if sharded else "all-reduce"
+        reduce: CollectiveName = "reduce-scatter" if sharded else "all-reduce"
         kind = "experts' gradients" if name == EXPERT_DATA else "gradients"
         where = "backward of the last micro-batch"
         yield CollectiveCall(
@@ -160,7 +160,9 @@ def _fully_sharded(share: StageOfJob) -> Iterator[CollectiveCall]:
     layers = [size for module, size in sizes.items() if module.startswith("layers.")]
     root = sum(sizes.values()) - sum(layers)
 
-    def call(function: Function, what: str, where: str, message: int, count: int, once: bool = False) -> CollectiveCall:
+    def call(
+        function: CollectiveName, what: str, where: str, message: int, count: int, once: bool = False
+    ) -> CollectiveCall:
         return CollectiveCall(
             axis=axis, function=function, what=what, where=where, group_size=n, message_bytes=message, count=count,
             source=source, once=once,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from math import prod
 
-from peakcast.answers.explanation import Function
+from peakcast.answers.explanation import CollectiveName
 from peakcast.core.units import DTYPE_BYTES, FP32
 from peakcast.explaining.calls import CollectiveCall, StageOfJob
 from peakcast.explaining.groups import CONTEXT, EMBEDDING, EXPERT, PIPELINE, TENSOR
@@ -41,7 +41,7 @@ def tensor_parallel(share: StageOfJob) -> Iterator[CollectiveCall]:
     again = 2 * share.recomputed_layers() if architecture.moe is None else share.recomputed_layers()
 
     def call(
-        function: Function, what: str, where: str, count: int, message: int = size, source: str = SHOEYBI
+        function: CollectiveName, what: str, where: str, count: int, message: int = size, source: str = SHOEYBI
     ) -> CollectiveCall:
         return CollectiveCall(
             axis=TENSOR, function=function, what=what, where=where, group_size=n, message_bytes=message, count=count,
@@ -117,7 +117,7 @@ def context_parallel(share: StageOfJob) -> Iterator[CollectiveCall]:
     key_value = 2 * width * max(1, job.architecture.num_key_value_heads // tp)
     kind = str(share.convention.get("cp_comm_type", "p2p"))
 
-    def call(function: Function, what: str, where: str, count: int, message: int, source: str) -> CollectiveCall:
+    def call(function: CollectiveName, what: str, where: str, count: int, message: int, source: str) -> CollectiveCall:
         return CollectiveCall(
             axis=CONTEXT, function=function, what=what, where=where, group_size=n, message_bytes=message, count=count,
             source=source,
@@ -158,7 +158,7 @@ def expert_parallel(share: StageOfJob) -> Iterator[CollectiveCall]:
         ("backward, routed layers", routed),
     )
 
-    def call(function: Function, what: str, where: str, count: int, message: int, size: int) -> CollectiveCall:
+    def call(function: CollectiveName, what: str, where: str, count: int, message: int, size: int) -> CollectiveCall:
         return CollectiveCall(
             axis=EXPERT, function=function, what=what, where=where, group_size=size, message_bytes=message, count=count,
             source=DISPATCHER,
@@ -185,7 +185,7 @@ def pipeline_parallel(share: StageOfJob) -> Iterator[CollectiveCall]:
     message = share.hidden_bytes // (layout.tensor_parallel_size if layout.sequence_parallel else 1)
 
     def call(
-        function: Function, axis: str, what: str, where: str, count: int, message: int, size: int, once: bool
+        function: CollectiveName, axis: str, what: str, where: str, count: int, message: int, size: int, once: bool
     ) -> CollectiveCall:
         source = FINALIZE if once else SCHEDULES
         return CollectiveCall(

@@ -293,7 +293,7 @@ def _rows(path: Path, text: str, restore: str) -> Iterator[Measurement]:
             except CellError as error:
                 raise RecordError(f"{where}: {error}; {restore}.", parameter=error.column, value=error.value) from error
             if row.key in seen:
-                again = f"key={row.key!r} stands on line {seen[row.key]} too"
+                again = f"key={row.key!r} is on line {seen[row.key]} too"
                 raise RecordError(f"{where}: {again}; keep one row, or {restore}.", parameter="key", value=row.key)
             seen[row.key] = reader.line_num
             yield row

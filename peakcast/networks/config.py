@@ -12,7 +12,7 @@ from peakcast.core.fields import flat
 from peakcast.jobs.architecture import MOST_ELEMENTS, MOST_LAYERS, Architecture, MixtureOfExperts, MultiLatentAttention
 from peakcast.networks.families import counted_as, family, other_kinds
 from peakcast.networks.rotary import read_rotary
-from peakcast.networks.rules import REQUIRED, Choice, ConfigRules, Key, Product, Row, Rules
+from peakcast.networks.rules import REQUIRED, Choice, ConfigRules, Key, Product, Rules, TomlTable
 from peakcast.networks.undescribed import is_traced, kept_configuration, undescribed
 from peakcast.networks.unread import TrackedMapping, Unread, unread
 from peakcast.networks.windows import read_windows
@@ -165,7 +165,7 @@ def _check_demands(reads: ConfigRules, config: Mapping[str, Any]) -> None:
 # -- rules to values --------------------------------------------------------------------------------------------------
 
 
-def _read(rules: Rules, config: Mapping[str, Any]) -> Row:
+def _read(rules: Rules, config: Mapping[str, Any]) -> TomlTable:
     """The value of every field that `rules` names."""
     return {field: _value(field, rule, config) for field, rule in rules.items()}
 
@@ -256,7 +256,7 @@ def _whole_number(field: str, key: str, value: Any) -> int:
 # -- fields that follow from others -------------------------------------------------------------------------------------
 
 
-def _complete(values: Row, config: Mapping[str, Any]) -> None:
+def _complete(values: TomlTable, config: Mapping[str, Any]) -> None:
     """Fill in values that the configuration leaves to defaults: head width, key-value heads, a feed-forward of
     4·hidden_size."""
     hidden, heads = values["hidden_size"], values["num_attention_heads"]
@@ -283,7 +283,7 @@ def _reads_head_dim(config: Mapping[str, Any]) -> bool:
     return isinstance(counted_as(str(config.get("model_type"))).config.rules.get("head_dim"), Key)
 
 
-def _experts(values: Row) -> MixtureOfExperts | None:
+def _experts(values: TomlTable) -> MixtureOfExperts | None:
     """The routed feed-forward; None if the configuration has no experts (dense DeepSeek)."""
     if values["num_experts"] is None:
         return None
@@ -295,7 +295,7 @@ def _experts(values: Row) -> MixtureOfExperts | None:
     return MixtureOfExperts(**values)
 
 
-def _latent_attention(mla: Row, values: Row) -> Row:
+def _latent_attention(mla: TomlTable, values: TomlTable) -> TomlTable:
     """MLA's fields: a query head is as wide as its two parts together, and every query head has its own key and value."""
     return {
         "mla": MultiLatentAttention(**mla),

@@ -1,7 +1,7 @@
-"""Reads what is known of each Hugging Face model family from `catalog/families/<model_type>.toml`, when it is first asked.
+"""Reads what is known of each Hugging Face model family from `catalog/families/<model_type>.toml`, when it is first needed.
 
-A file says `as = "<another family>"` and states what differs; Llama's states everything. Groups of `NOT_ALIKE` stand in
-every file in full, because nobody has them from another: they are about the family's name or its own traces.
+A file says `as = "<another family>"` and states what differs; Llama's states everything. Every file states the groups of
+`NOT_ALIKE` in full, because no family shares them with another: they are about its name or its own traces.
 """
 
 from __future__ import annotations

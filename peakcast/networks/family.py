@@ -1,6 +1,6 @@
-"""What one Hugging Face model family (`model_type`) differs in: how its code is written, what other libraries do with its
-networks, and how its steps compare with traces. Values stand in `catalog/families/<model_type>.toml`, which has the same
-groups and names; `families.py` reads them."""
+"""The traits of a Hugging Face model family (`model_type`): how its code is written, what other libraries do with its
+networks, and how its steps compare with traces. `catalog/families/<model_type>.toml` has the values, under the same groups
+and names; `families.py` reads them."""
 
 from __future__ import annotations
 
@@ -150,13 +150,13 @@ class LayerTraits:
     keeps_inputs: bool
     """There is a separate variable for each sub-layer's input, which is not reassigned."""
     adds_in_place: bool
-    """A parallel block adds attention's output to the feed-forward's where that stands."""
+    """A parallel block adds attention's output to the feed-forward's in place."""
     scales_outputs: bool
     """Each sub-layer's output is scaled before it is added."""
     inline_feed_forward: bool
     """The layer runs the feed-forward itself, which is no module, and reassigns one variable."""
     four_hidden: bool
-    """The feed-forward is 4 * hidden_size wide, whatever the configuration asks for."""
+    """The feed-forward is 4 * hidden_size wide, whatever the configuration says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.jobs.architecture import Architecture
 from peakcast.networks.families import counted_as, family_of
-from peakcast.networks.rules import Row
+from peakcast.networks.rules import TomlTable
 
 
-def read_rotary(config: Mapping[str, Any], values: Row) -> None:
+def read_rotary(config: Mapping[str, Any], values: TomlTable) -> None:
     """Set `rotary_fraction` if `config` has another value than its family's default.
 
     Source: transformers 5.17 modeling_rope_utils.py `standardize_rope_params`: `rope_parameters` has priority.
@@ -39,7 +39,7 @@ def _said(config: Mapping[str, Any]) -> tuple[str, Any]:
     return key, config.get(key)
 
 
-def rotary_key(architecture: Architecture) -> Row:
+def rotary_key(architecture: Architecture) -> TomlTable:
     """The key of config.json from which `read_rotary` reads the fraction, with its value."""
     if architecture.rotary_fraction is None:
         return {}

@@ -50,7 +50,7 @@ class Product:
     right: Key
 
 
-Row = dict[str, Any]
+TomlTable = dict[str, Any]
 Rules = Mapping[str, Any]
 
 
@@ -64,8 +64,8 @@ class ConfigRules:
     mla: Rules | None = None
     demands: Mapping[str, Any] = field(default_factory=lambda: MappingProxyType({}))
     """Key -> the only value that is modelled, which is also assumed if the key is absent."""
-    adjust: Callable[[Mapping[str, Any], Row], None] | None = None
-    restore: Callable[[Architecture], Row] | None = None
+    adjust: Callable[[Mapping[str, Any], TomlTable], None] | None = None
+    restore: Callable[[Architecture], TomlTable] | None = None
     """Computes the keys of the configuration that `adjust` reads, from the architecture."""
 
 
@@ -118,7 +118,7 @@ def _plain(value: Any) -> Any:
     return None if value == "null" else value
 
 
-def _function(rules: Row, name: str) -> Any:
+def _function(rules: TomlTable, name: str) -> Any:
     """The function that `rules` name, as "module:function" of this folder; None if they name none."""
     named = rules.pop(name, None)
     if named is None:

@@ -7,21 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from peakcast.jobs.architecture import Architecture
-from peakcast.networks.rules import Row
+from peakcast.networks.rules import TomlTable
 
 
-def alibi_without_positions(config: Mapping[str, Any], values: Row) -> None:
+def alibi_without_positions(config: Mapping[str, Any], values: TomlTable) -> None:
     """The 13B models have no `max_position_embeddings`, because they use ALiBi."""
     if config.get("max_position_embeddings") is None:
         values["position_embedding"] = "alibi"
 
 
-def both_halves_of_feed_forward(config: Mapping[str, Any], values: Row) -> None:
+def both_halves_of_feed_forward(config: Mapping[str, Any], values: TomlTable) -> None:
     """Qwen-1 counts both halves of the gated feed-forward in `intermediate_size`."""
     values["intermediate_size"] //= 2
 
 
-def falcon(config: Mapping[str, Any], values: Row) -> None:
+def falcon(config: Mapping[str, Any], values: TomlTable) -> None:
     """Falcon's three layouts: rw (serial, ALiBi), 7B (multi-query, parallel), 40B and later (grouped, parallel)."""
     heads, norms = values["num_attention_heads"], values["norms_per_parallel_block"]
     if values.pop("grouped"):
@@ -34,7 +34,7 @@ def falcon(config: Mapping[str, Any], values: Row) -> None:
         values["norms_per_parallel_block"] = 1
 
 
-def falcon_keys(architecture: Architecture) -> Row:
+def falcon_keys(architecture: Architecture) -> TomlTable:
     heads = architecture.num_key_value_heads
     return {
         "new_decoder_architecture": heads not in (1, architecture.num_attention_heads),
@@ -42,14 +42,14 @@ def falcon_keys(architecture: Architecture) -> Row:
     }
 
 
-def gpt_neo_keys(architecture: Architecture) -> Row:
+def gpt_neo_keys(architecture: Architecture) -> TomlTable:
     """Layer types in which every second layer has a window of 256 tokens, as in the published networks; it does not change
     memory."""
     half, rest = divmod(architecture.num_hidden_layers, 2)
     return {"attention_types": [[["global", "local"], half]] * bool(half) + [[["global"], 1]] * rest}
 
 
-def dense_first_layers(config: Mapping[str, Any], values: Row) -> None:
+def dense_first_layers(config: Mapping[str, Any], values: TomlTable) -> None:
     """Read `mlp_only_layers` as a number of dense layers at the start; any other pattern is refused later."""
     dense = config.get("mlp_only_layers") or []
     if isinstance(dense, (list, tuple)) and list(dense) == list(range(len(dense))):
@@ -58,14 +58,14 @@ def dense_first_layers(config: Mapping[str, Any], values: Row) -> None:
         values["refusal"] = ("mlp_only_layers", dense, "a list of the first layers (0, 1, ...)")
 
 
-def dbrx_keys(architecture: Architecture) -> Row:
+def dbrx_keys(architecture: Architecture) -> TomlTable:
     """The keys of DBRX's attention that must be given (transformers 5.17 modeling_dbrx.py), with the published networks'
     values."""
     dropout, heads = architecture.attention_dropout, architecture.num_key_value_heads
     return {"attn_config": {"attn_pdrop": dropout, "kv_n_heads": heads, "clip_qkv": 8, "rope_theta": 500000}}
 
 
-def t5(config: Mapping[str, Any], values: Row) -> None:
+def t5(config: Mapping[str, Any], values: TomlTable) -> None:
     """`feed_forward_proj` is the activation, with "gated-" before it if there is a gate; "gated-gelu" means gelu_new
     (transformers `configuration_t5.py`). By default the decoder is as deep as the encoder."""
     *gate, activation = values["hidden_act"].split("-")
@@ -76,7 +76,7 @@ def t5(config: Mapping[str, Any], values: Row) -> None:
     values["num_decoder_layers"] = values["num_decoder_layers"] or values["num_hidden_layers"]
 
 
-def t5_keys(architecture: Architecture) -> Row:
+def t5_keys(architecture: Architecture) -> TomlTable:
     """The keys that `t5` reads, and the token at the beginning of shifted targets, which every published configuration
     has."""
     activation = architecture.hidden_act

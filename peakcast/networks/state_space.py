@@ -13,7 +13,7 @@ from typing import Any
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import int_like
 from peakcast.jobs.architecture import MOST_ELEMENTS, Architecture, StateSpace
-from peakcast.networks.rules import Row
+from peakcast.networks.rules import TomlTable
 
 _NAMES = {
     "mamba": "mamba", "linear_attention": "mamba", "M": "mamba",
@@ -45,7 +45,7 @@ def _flag(config: Mapping[str, Any], key: str, default: bool) -> bool:
 def _first_mamba(prefix: str) -> Any:
     """The rules for the mixer of the first Mamba; in Jamba, keys begin with `mamba_`."""
 
-    def read(config: Mapping[str, Any], values: Row) -> StateSpace:
+    def read(config: Mapping[str, Any], values: TomlTable) -> StateSpace:
         names = ("d_state", "d_conv", "dt_rank") if prefix else ("state_size", "conv_kernel", "time_step_rank")
         hidden = values["hidden_size"]
         return StateSpace(
@@ -62,12 +62,12 @@ def _first_mamba(prefix: str) -> Any:
     return read
 
 
-def mamba(config: Mapping[str, Any], values: Row) -> None:
+def mamba(config: Mapping[str, Any], values: TomlTable) -> None:
     values["ssm"] = _first_mamba("")(config, values)
     _without_attention(values)
 
 
-def mamba2(config: Mapping[str, Any], values: Row) -> None:
+def mamba2(config: Mapping[str, Any], values: TomlTable) -> None:
     values["ssm"] = StateSpace(
         version=2,
         inner_size=_number(config, "expand", 2) * values["hidden_size"],
@@ -82,7 +82,7 @@ def mamba2(config: Mapping[str, Any], values: Row) -> None:
     _without_attention(values)
 
 
-def _without_attention(values: Row) -> None:
+def _without_attention(values: TomlTable) -> None:
     """Set the shapes of parts that no layer has."""
     values |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
     values["intermediate_size"] = values["ssm"].inner_size
@@ -103,7 +103,7 @@ def _bamba_mixer(config: Mapping[str, Any], inner: int, norm: Any, bias: bool) -
     )
 
 
-def bamba(config: Mapping[str, Any], values: Row) -> None:
+def bamba(config: Mapping[str, Any], values: TomlTable) -> None:
     inner = _number(config, "mamba_expand", 2) * values["hidden_size"]
     values["ssm"] = _bamba_mixer(config, inner, "gated", _flag(config, "mamba_proj_bias", False))
     attends = config.get("attn_layer_indices") or ()
@@ -118,7 +118,7 @@ def bamba(config: Mapping[str, Any], values: Row) -> None:
     )
 
 
-def falcon_h1(config: Mapping[str, Any], values: Row) -> None:
+def falcon_h1(config: Mapping[str, Any], values: TomlTable) -> None:
     wide = _number(config, "mamba_expand", 2) * values["hidden_size"]
     inner = wide if "mamba_d_ssm" in config and config["mamba_d_ssm"] is None else _number(config, "mamba_d_ssm", 1024)
     norm = "gated" if _flag(config, "mamba_rms_norm", False) else "none"
@@ -128,7 +128,7 @@ def falcon_h1(config: Mapping[str, Any], values: Row) -> None:
         values["refusal"] = ("projectors_bias", config.get("projectors_bias"), "as mamba_proj_bias")
 
 
-def jamba(config: Mapping[str, Any], values: Row) -> None:
+def jamba(config: Mapping[str, Any], values: TomlTable) -> None:
     values["ssm"] = _first_mamba("mamba_")(config, values)
     period, offset = _number(config, "attn_layer_period", 8), _number(config, "attn_layer_offset", 4, 0)
     every, first = _number(config, "expert_layer_period", 2), _number(config, "expert_layer_offset", 1, 0)
@@ -139,7 +139,7 @@ def jamba(config: Mapping[str, Any], values: Row) -> None:
     )
 
 
-def nemotron_h(config: Mapping[str, Any], values: Row) -> None:
+def nemotron_h(config: Mapping[str, Any], values: TomlTable) -> None:
     layers: Any = config.get("hybrid_override_pattern") or config.get("layers_block_type") or ()
     if not isinstance(layers, (str, list, tuple)) or not layers or any(str(layer) not in _NAMES for layer in layers):
         rule = f"a list of {', '.join(name for name in _NAMES if len(name) > 1)}, or their letters"
@@ -166,10 +166,10 @@ def nemotron_h(config: Mapping[str, Any], values: Row) -> None:
 # -- and back -----------------------------------------------------------------------------------------------------------
 
 
-def mamba_keys(architecture: Architecture) -> Row:
+def mamba_keys(architecture: Architecture) -> TomlTable:
     ssm = architecture.ssm
     assert ssm is not None
-    keys: Row = {
+    keys: TomlTable = {
         "expand": ssm.inner_size // architecture.hidden_size,
         "state_size": ssm.state_size,
         "conv_kernel": ssm.conv_kernel,
@@ -181,10 +181,10 @@ def mamba_keys(architecture: Architecture) -> Row:
     return keys | {"num_heads": ssm.num_heads, "n_groups": ssm.num_groups, "head_dim": ssm.inner_size // ssm.num_heads}
 
 
-def bamba_keys(architecture: Architecture) -> Row:
+def bamba_keys(architecture: Architecture) -> TomlTable:
     ssm = architecture.ssm
     assert ssm is not None
-    keys: Row = {
+    keys: TomlTable = {
         "mamba_expand": ssm.inner_size // architecture.hidden_size,
         "mamba_d_state": ssm.state_size,
         "mamba_d_conv": ssm.conv_kernel,
@@ -194,7 +194,7 @@ def bamba_keys(architecture: Architecture) -> Row:
     types = architecture.layer_types
     attends = [layer for layer, parts in enumerate(types) if "attention" in parts]
     if ssm.version == 1:
-        rest: Row = {"mamba_dt_rank": ssm.time_step_rank}
+        rest: TomlTable = {"mamba_dt_rank": ssm.time_step_rank}
         for key, part in (("attn_layer", "attention"), ("expert_layer", "moe")):
             places = [layer for layer, parts in enumerate(types) if part in parts] or [len(types)]
             rest |= {f"{key}_offset": places[0], f"{key}_period": [*places, places[0] + len(types)][1] - places[0]}
@@ -209,7 +209,7 @@ def bamba_keys(architecture: Architecture) -> Row:
     return keys | {"attn_layer_indices": attends}
 
 
-def nemotron_h_keys(architecture: Architecture) -> Row:
+def nemotron_h_keys(architecture: Architecture) -> TomlTable:
     ssm = architecture.ssm
     assert ssm is not None
     return {

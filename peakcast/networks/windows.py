@@ -11,12 +11,12 @@ from peakcast.core.errors import SpecError
 from peakcast.jobs.architecture import Architecture
 from peakcast.networks.families import counted_as, family_of
 from peakcast.networks.family import WindowTraits
-from peakcast.networks.rules import Row
+from peakcast.networks.rules import TomlTable
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-def read_windows(config: Mapping[str, Any], values: Row) -> None:
+def read_windows(config: Mapping[str, Any], values: TomlTable) -> None:
     """Set `full_attention_layers` if `config` has another pattern than its family's default."""
     windows, num_layers = counted_as(str(config.get("model_type"))).windows, values["num_hidden_layers"]
     if windows.layers == "alike" or values.get("sliding_window") is None:
@@ -87,7 +87,7 @@ def _usual(windows: WindowTraits, num_layers: int) -> tuple[int, ...]:
     return tuple(range(every - 1, num_layers, every)) if every else ()
 
 
-def window_keys(architecture: Architecture) -> Row:
+def window_keys(architecture: Architecture) -> TomlTable:
     """The keys of config.json from which `read_windows` reads the layers, with their values."""
     windows, windowed = family_of(architecture).windows, architecture.sliding_window is not None
     if windows.always_lists and not windowed:

@@ -15,7 +15,7 @@ from peakcast.models.ledger.parameters.inventory import num_parameters
 from peakcast.models.recipes.lent import Lent, lending
 from peakcast.models.recipes.recordable import cannot_be_recorded
 from peakcast.searching.found import Found, Largest, Plan
-from peakcast.searching.search import Record, planned, search
+from peakcast.searching.search import RecordRecipes, planned, search
 
 MOST = {"micro_batch_size": 65_536, "sequence_length": 2**24}
 STEP = {"micro_batch_size": 1, "sequence_length": 128}
@@ -30,7 +30,7 @@ def largest(
     device: Device,
     name: str,
     findings: tuple[Finding, ...] = (),
-    record: Record = lambda jobs: None,
+    record: RecordRecipes = lambda jobs: None,
     lent: Lent | None = None,
 ) -> Largest:
     """The largest `name` ("micro_batch_size" or "sequence_length") with which `job` surely fits. Memory grows with both, so

@@ -31,7 +31,7 @@ from peakcast.searching.found import Found, Plan
 from peakcast.searching.space import GPUS_PER_NODE, candidates, layouts_left_out
 
 Progress = Callable[[str], None]
-Record = Callable[[Iterable[TrainingJob]], None]
+RecordRecipes = Callable[[Iterable[TrainingJob]], None]
 """Records the recipes that jobs need."""
 TRIED = 6
 """Limit of the number of predictions, as a multiple of the number of plans asked for."""
@@ -48,7 +48,7 @@ def search(
     processes: int = 1,
     progress: Progress | None = None,
     findings: tuple[Finding, ...] = (),
-    record: Record = lambda jobs: None,
+    record: RecordRecipes = lambda jobs: None,
     lent: Lent | None = None,
 ) -> Found:
     """The `top` plans for `job` on `num_gpus` of `device`: first those that surely fit, then those that may fit, each group
@@ -115,7 +115,7 @@ def _listed(job: TrainingJob, num_gpus: int, batch: int, gpus_per_node: int) -> 
     )
 
 
-def _recorded(every: list[TrainingJob], record: Record) -> tuple[list[TrainingJob], Mapping[str, int]]:
+def _recorded(every: list[TrainingJob], record: RecordRecipes) -> tuple[list[TrainingJob], Mapping[str, int]]:
     """(the jobs of `every` that the network's recipes cover, after missing recipes were recorded; reason -> number of jobs
     that are not covered). If there is no recipe, all jobs are kept and predicted by the nearest guess, as in `predict`.
     Raises: SpecError when there is no guess either."""

@@ -64,9 +64,9 @@ def candidates(
 
 
 def layouts(job: TrainingJob, num_gpus: int, gpus_per_node: int = GPUS_PER_NODE) -> list[Parallelism]:
-    """Every layout of `job` on exactly `num_gpus` ranks that its framework supports and the ledger covers: its table says
-    nothing unknown or failing of it (`not_covered`) that it does not say of `job` as asked. If there is none, all of them;
-    their predictions say what is not covered."""
+    """Every layout of `job` on exactly `num_gpus` ranks that its framework supports and the ledger covers: no limit that is
+    unknown or fails (`not_covered`) holds of it and not of `job` as asked. If no layout is covered, all of them are
+    returned; their predictions say what is not covered."""
     return list(_spread_over(job, num_gpus, gpus_per_node))
 
 

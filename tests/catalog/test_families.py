@@ -125,7 +125,7 @@ def test_a_family_without_a_file_is_unknown_and_counted_as_one_like_llama() -> N
 
 
 def test_the_answer_says_that_a_family_is_unknown() -> None:
-    said = "model_type='no_such' is not known to the ledger, which takes it for Llama by its keys"
+    said = "model_type='no_such' is not known to the ledger, and is counted as a Llama, whose keys it has"
     assert said in out_of_scope(TrainingJob(architecture=_named("no_such")))
     assert out_of_scope(TrainingJob(architecture=_named("llama"))) == ""
 

@@ -70,6 +70,19 @@ def test_paged_states_are_paged():
     assert (found.job.optimizer.name, found.unsupported) == ("paged_adamw_8bit", ())
 
 
+@pytest.mark.parametrize(
+    ("component", "library"),
+    [
+        ("torchao.optim.AdamW8bit", "torchao"),
+        ("torchao.prototype.low_bit_optim.AdamW8bit", "torchao"),
+        ("bitsandbytes.optim.AdamW8bit", "bitsandbytes"),
+    ],
+)
+def test_eight_bit_adamw_is_that_of_the_named_library(component: str, library: str):
+    found = read(num_gpus=1, optimizer={"_component_": component})
+    assert conventions(found.job)["adamw_8bit_library"] == library
+
+
 def test_a_teacher_beside_the_student_is_refused():
     with pytest.raises(SpecError, match=r"teacher_model._component_.* is a teacher"):
         read(teacher_model={"_component_": "torchtune.models.llama3_1.llama3_1_8b"})

@@ -336,7 +336,7 @@ def test_the_biggest_model_fits_and_nothing_bigger_was_found_to():
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"find": "layouts"}, "find='layouts' is no question"),
+        ({"find": "layouts"}, "find='layouts' is not known"),
         ({"num_gpus": 3, "global_batch_size": 4}, "no layout on num_gpus=3 makes global_batch_size=4"),
         ({"top": 0}, "top=0 must be from 1 to"),
     ],

@@ -56,7 +56,7 @@ def test_a_folder_that_cannot_be_written_is_one_clear_sentence(tmp_path, row):
     (tmp_path / "file").write_text("")
     for write in (store.append, lambda path, measurement: store.write_csv(path, [measurement])):
         with pytest.raises(
-            RecordError, match=r"a\.csv cannot be written: a file stands where its folder should be; check"
+            RecordError, match=r"a\.csv cannot be written: a file is where its folder should be; check"
         ) as error:
             write(tmp_path / "file" / "a.csv", row())
         assert error.value.parameter == "path"

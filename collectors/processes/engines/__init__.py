@@ -23,16 +23,16 @@ ENGINES = {
 }
 """Name -> module with a function `run`, and the package that it needs."""
 
-Question = Mapping[str, Any]
-Answer = dict[str, Any]
+CellQuestion = Mapping[str, Any]
+CellAnswer = dict[str, Any]
 
 
 class Engine(Protocol):
     """Runs cells somewhere."""
 
     def __call__(
-        self, questions: Iterable[Question], timeout_seconds: float, *, work: str = WORK, **options: Any
-    ) -> Iterator[tuple[Question, Answer]]:
+        self, questions: Iterable[CellQuestion], timeout_seconds: float, *, work: str = WORK, **options: Any
+    ) -> Iterator[tuple[CellQuestion, CellAnswer]]:
         """Yields each question with its answer, as answers come."""
 
 

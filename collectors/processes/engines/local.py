@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from peakcast.collectors.processes.engines import WORK, Answer, Question
+from peakcast.collectors.processes.engines import WORK, CellAnswer, CellQuestion
 from peakcast.collectors.processes.nursery import end_session
 
 GRACE_SECONDS = 60
@@ -20,8 +20,8 @@ itself."""
 
 
 def run(
-    questions: Iterable[Question], timeout_seconds: float, *, work: str = WORK, processes: int = 1, gpus: str = ""
-) -> Iterator[tuple[Question, Answer]]:
+    questions: Iterable[CellQuestion], timeout_seconds: float, *, work: str = WORK, processes: int = 1, gpus: str = ""
+) -> Iterator[tuple[CellQuestion, CellAnswer]]:
     """Run cells on this machine, `processes` at a time; or, with `gpus` ("0,1,5"), one at a time on each of those GPUs."""
     waiting = iter(questions)
     places = [{"CUDA_VISIBLE_DEVICES": gpu} for gpu in gpus.split(",")] if gpus else [{}] * int(processes)
@@ -50,7 +50,7 @@ def run(
 _kept: dict[str, _Parent] = {}
 
 
-def one(question: Question, timeout_seconds: float, work: str = WORK) -> Answer:
+def one(question: CellQuestion, timeout_seconds: float, work: str = WORK) -> CellAnswer:
     """The answer to one question, from a warm parent that is kept for the next one. Workers of other engines call this."""
     parent = _kept.setdefault(work, _Parent({}, work))
     parent.send(question, timeout_seconds)
@@ -68,7 +68,7 @@ class _Parent:
         self._environment = {**os.environ, **place, "PYTHONSAFEPATH": "1"}
         self._command = [sys.executable, "-P", "-m", "peakcast.collectors.processes.nursery", work]
         self._process: subprocess.Popen[str] | None = None
-        self.question: Question = {}
+        self.question: CellQuestion = {}
 
     @property
     def output(self) -> Any:
@@ -76,7 +76,7 @@ class _Parent:
         assert self._process is not None
         return self._process.stdout
 
-    def send(self, question: Question, timeout_seconds: float) -> None:
+    def send(self, question: CellQuestion, timeout_seconds: float) -> None:
         self.question = question
         if self._process is None or self._process.poll() is not None:
             self.end()
@@ -94,7 +94,7 @@ class _Parent:
         with contextlib.suppress(BrokenPipeError):  # it has died; the missing answer tells
             print(request, file=self._process.stdin, flush=True)
 
-    def receive(self, *, hung: bool) -> Answer:
+    def receive(self, *, hung: bool) -> CellAnswer:
         if hung:
             self.end()
             return {"reason": "the process that starts the cells did not answer; it was killed."}
@@ -104,7 +104,7 @@ class _Parent:
             code = self._process.wait()
             self.end()
             return {"reason": f"the process that starts the cells ended with exit code {code}."}
-        answer: Answer = json.loads(line)
+        answer: CellAnswer = json.loads(line)
         return answer
 
     def end(self) -> None:

@@ -13,7 +13,7 @@ if "RAY_ADDRESS" not in os.environ:
 
 import ray
 
-from peakcast.collectors.processes.engines import WORK, Answer, Question, local
+from peakcast.collectors.processes.engines import WORK, CellAnswer, CellQuestion, local
 from peakcast.core.errors import NO_GPU, CollectorError
 
 RETRIES = 3
@@ -22,14 +22,14 @@ again."""
 
 
 def run(
-    questions: Iterable[Question],
+    questions: Iterable[CellQuestion],
     timeout_seconds: float,
     *,
     work: str = WORK,
     address: str | None = None,
     num_gpus: float = 1,
     num_cpus: float = 1,
-) -> Iterator[tuple[Question, Answer]]:
+) -> Iterator[tuple[CellQuestion, CellAnswer]]:
     """Cells as Ray tasks that need `num_gpus` GPUs and `num_cpus` cores each, on the cluster at `address` (None: the one
     that RAY_ADDRESS names, else one started on this machine)."""
     started = not ray.is_initialized()
@@ -66,9 +66,9 @@ def _places(num_gpus: float, num_cpus: float) -> int:
 
 
 def _answers(
-    cell: Any, waiting: Iterator[Question], timeout_seconds: float, work: str, places: int
-) -> Iterator[tuple[Question, Answer]]:
-    running: dict[Any, Question] = {}
+    cell: Any, waiting: Iterator[CellQuestion], timeout_seconds: float, work: str, places: int
+) -> Iterator[tuple[CellQuestion, CellAnswer]]:
+    running: dict[Any, CellQuestion] = {}
     while True:
         while len(running) < places and (question := next(waiting, None)) is not None:
             running[cell.remote(question, timeout_seconds, work)] = question

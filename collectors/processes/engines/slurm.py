@@ -11,7 +11,7 @@ from typing import Any
 
 import submitit
 
-from peakcast.collectors.processes.engines import WORK, Answer, Question, local
+from peakcast.collectors.processes.engines import WORK, CellAnswer, CellQuestion, local
 
 RETRIES = 3
 POLL_SECONDS = 0.5
@@ -20,20 +20,20 @@ QUEUED_AT_ONCE = 64
 
 
 def run(
-    questions: Iterable[Question],
+    questions: Iterable[CellQuestion],
     timeout_seconds: float,
     *,
     work: str = WORK,
     folder: str = "peakcast-jobs",
     cluster: str | None = None,
     **parameters: Any,
-) -> Iterator[tuple[Question, Answer]]:
+) -> Iterator[tuple[CellQuestion, CellAnswer]]:
     """Run cells as jobs whose files go to `folder`. `cluster`: None uses SLURM if it is there and this machine otherwise;
     "local" always uses this machine. `parameters` are submitit's, such as slurm_partition and gpus_per_node."""
     executor = submitit.AutoExecutor(folder=folder, cluster=cluster)
     executor.update_parameters(timeout_min=max(1, -(-int(timeout_seconds) // 60) + 2), **parameters)
     waiting = iter(questions)
-    running: dict[Any, tuple[Question, int]] = {}
+    running: dict[Any, tuple[CellQuestion, int]] = {}
     while True:
         while len(running) < QUEUED_AT_ONCE and (question := next(waiting, None)) is not None:
             running[executor.submit(local.one, question, timeout_seconds, work)] = (question, 0)

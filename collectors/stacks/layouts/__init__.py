@@ -57,16 +57,16 @@ def wrap(model: Any, job: TrainingJob) -> WrappedModel:
             parameter="parallelism.zero_stage",
             value=layout.zero_stage,
         )
-    is_split = layout.tensor_parallel_size > 1
+    splits_tensors = layout.tensor_parallel_size > 1
     wrapped: WrappedModel = UnwrappedModel(model)
-    if is_split and job.framework == "huggingface":
+    if splits_tensors and job.framework == "huggingface":
         from peakcast.collectors.stacks.layouts import tensor_parallel
 
         wrapped = tensor_parallel.TrainersTensorParallel(model)
     if layout.num_replicas > 1:
         stack: Any = importlib.import_module(STACKS[layout.sharding])
         wrapped = stack.wrap(model, job)
-    wrapped.splits_loss = is_split and bool(conventions(job).get("loss_parallel"))
+    wrapped.splits_loss = splits_tensors and bool(conventions(job).get("loss_parallel"))
     return wrapped
 
 

@@ -1,6 +1,6 @@
-"""Skipped layers: each hands on what it is given, so that a deep network takes a step in the time of a shallow one.
+"""Skipped layers: each returns its input, so that a step of a deep network takes as long as one of a shallow network.
 
-The other layers keep their numbers, and with them whatever a network decides by a layer's number.
+The other layers keep their numbers, because a network may decide by a layer's number what the layer does.
 """
 
 from __future__ import annotations

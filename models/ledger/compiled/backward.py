@@ -204,8 +204,8 @@ class LayerOps(LayerForward):
         return ops
 
     def back(self, name: str, reads: Names, result: str, gradient: str, size: int, elements: int | None = None) -> list[Op]:
-        """The backward of a product: the gradients of its weight and of its input. `elements`: the weight's, if it is not a
-        layer's."""
+        """The backward of a product: the gradients of its weight and of its input. `elements`: how many the weight has, if
+        it is not a layer's."""
         if not self.trains:
             return [op(result, gradient, size)]
         elements = self._weight(name) if elements is None else elements

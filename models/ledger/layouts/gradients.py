@@ -37,7 +37,7 @@ def tensors_of_gradients(
 
 
 def _of_any(path: ModulePath) -> ModulePath:
-    """The path without numbers: the gradients of a block of the ledger do not say of which expert they are."""
+    """The path without numbers: a gradient in the ledger's block does not name the expert that it belongs to."""
     return ModulePath(tuple(name for name in path.names if not name.isdecimal()))
 
 

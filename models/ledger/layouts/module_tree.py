@@ -25,7 +25,7 @@ class BlockKind(Enum):
     LAYER = "layers"
     HEAD = "head"
     OTHER = ""
-    """A block of another network, such as a reference model, or one that stands for all of this one."""
+    """A block of another network, such as a reference model, or one that represents all of this one."""
 
 
 _OF_NAME = {"embedding": BlockKind.EMBEDDING, "head": BlockKind.HEAD}

@@ -18,7 +18,7 @@ from peakcast.models.ledger.layouts.zero import (
 )
 from peakcast.models.ledger.layouts.zero3_bucket import Gradient, Zero3Bucket
 from peakcast.models.ledger.layouts.zero3_fetching import Coordinator
-from peakcast.models.ledger.layouts.zero3_hooks import Direction, ModuleTurn, block_operations
+from peakcast.models.ledger.layouts.zero3_hooks import ModuleTurn, PassDirection, block_operations
 from peakcast.models.ledger.layouts.zero3_instants import Instants, Reduction
 from peakcast.models.ledger.layouts.zero3_modules import ModuleTurns
 from peakcast.models.ledger.layouts.zero3_turns import with_recomputation_inside
@@ -161,13 +161,13 @@ class Zero3(Partitions):
 
     def after_forward(self, step: Step, module: str) -> None:
         if module in self._modules.tensors and self._ran_last is not None:  # else it belongs to another network
-            self._turns += self._modules.turns(block_operations(self._ran_last, module, Direction.FORWARD))
+            self._turns += self._modules.turns(block_operations(self._ran_last, module, PassDirection.FORWARD))
 
     def before_backward(self, step: Step, module: str) -> None:
         self._backward_began = step.now if self._backward_began is None else self._backward_began
 
     def after_backward(self, step: Step, run: BlockRun) -> None:
-        turns = self._modules.turns(block_operations(run, run.module, Direction.BACKWARD))
+        turns = self._modules.turns(block_operations(run, run.module, PassDirection.BACKWARD))
         if self._backward_began is not None and run.forward_start >= self._backward_began:
             turns = self._with_recomputation(turns, run)
             self._hold_last_result(step, run)
@@ -180,7 +180,7 @@ class Zero3(Partitions):
     def _with_recomputation(self, turns: list[ModuleTurn], run: BlockRun) -> list[ModuleTurn]:
         """The turns of a backward together with those of its recomputation. A reentrant checkpoint recomputes before that
         backward; a non-reentrant one inside it, when an operation first asks for a saved tensor."""
-        again = self._modules.turns(block_operations(run, run.module, Direction.RECOMPUTATION))
+        again = self._modules.turns(block_operations(run, run.module, PassDirection.RECOMPUTATION))
         if not self.packs:
             return [*again, *turns]
         template = run.template
@@ -194,7 +194,7 @@ class Zero3(Partitions):
     def _without_missing_releases(self, turns: list[ModuleTurn], ended: int) -> list[ModuleTurn]:
         """`turns` without the releases that never happen. Modules that ran forward once more without a graph, after
         `ended`, have lost the count of gradients they wait for (`ds_grads_remaining` in `_post_backward_module_hook`), so
-        their weights stay until backward ends."""
+        their weights are released only when backward ends."""
         called = {turn.name for turn in self._turns if turn.begins >= ended}
         return [turn.never_ending() if turn.name in called else turn for turn in turns]
 
@@ -212,9 +212,9 @@ class Zero3(Partitions):
 
     def run_forward_alone(self, step: Step, runs: Iterable[tuple[str, BlockRun]]) -> None:
         """Gather the weights of a network that has only run forward. `runs`: (module, run) of its blocks."""
-        ran = (block_operations(run, module, Direction.FORWARD) for module, run in runs)
+        ran = (block_operations(run, module, PassDirection.FORWARD) for module, run in runs)
         self._turns = [turn for operations in ran for turn in self._modules.turns(operations)]
-        self._play(step).weights.stay()
+        self._play(step).weights.keep_small_tensors()
 
     # -- gradients --------------------------------------------------------------------------------------------------------
 

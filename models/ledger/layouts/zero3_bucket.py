@@ -62,9 +62,9 @@ class Zero3Bucket:
         return [-(-one.elements // self.ranks) for one in self.content]
 
     def reduction(self, now: int, parts_bytes: int, gone_bytes: int) -> Reduction:
-        """What reducing allocates after the operation at `now`: a joined copy of several gradients, which a single one of
-        the dtype that is sent does without if it needs no padding. `parts_bytes`: what is then made of this rank's part.
-        `gone_bytes`: what the operation has freed."""
+        """The bytes that reducing allocates after the operation at `now`: a joined copy of the gradients, unless there is
+        only one, of the dtype that is sent and without padding. `parts_bytes`: bytes of the tensors that are then made of
+        this rank's part. `gone_bytes`: bytes that the operation has freed."""
         sent = sum(self.parts()) * self.ranks
         alone = len(self.content) == 1 and self.made_bytes == self.sent_bytes and sent == self.content[0].elements
         joined = 0 if alone else sent * self.sent_bytes

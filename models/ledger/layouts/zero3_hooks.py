@@ -14,7 +14,7 @@ from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.tape.step import BlockRun
 
 
-class Direction(Enum):
+class PassDirection(Enum):
     """In which direction a block's operations run."""
 
     FORWARD = "forward"
@@ -30,7 +30,7 @@ class BlockOperations(NamedTuple):
     labels: Sequence[str]
     begins: int
     """The instant of the first."""
-    direction: Direction = Direction.FORWARD
+    direction: PassDirection = PassDirection.FORWARD
 
     @property
     def ends(self) -> int:
@@ -38,9 +38,9 @@ class BlockOperations(NamedTuple):
         return self.begins + len(self.labels)
 
 
-def block_operations(run: BlockRun, block: str, direction: Direction) -> BlockOperations:
+def block_operations(run: BlockRun, block: str, direction: PassDirection) -> BlockOperations:
     """The operations of a run, in one direction."""
-    if direction is Direction.BACKWARD:
+    if direction is PassDirection.BACKWARD:
         return BlockOperations(block, run.template.backward_labels, run.backward_start or 0, direction)
     return BlockOperations(block, run.template.forward_labels, run.forward_start, direction)
 
@@ -106,7 +106,7 @@ class ModuleTurn(NamedTuple):
     begins: int
     ends: int
     part: TurnPart = TurnPart.WHOLE
-    direction: Direction = Direction.FORWARD
+    direction: PassDirection = PassDirection.FORWARD
     starts: bool = False
     """Whether the network's forward begins with it, whether or not a backward follows."""
 

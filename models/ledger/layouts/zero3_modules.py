@@ -15,9 +15,9 @@ from peakcast.models.ledger.layouts.zero3_hooks import (
     BlockModule,
     BlockOperations,
     Container,
-    Direction,
     Module,
     ModuleTurn,
+    PassDirection,
     TurnPart,
 )
 from peakcast.models.ledger.layouts.zero3_turns import module_turns
@@ -94,7 +94,7 @@ class Zero3Modules:
     def turns(self, operations: BlockOperations) -> list[ModuleTurn]:
         """As `ModuleTurns.turns`."""
         block, stack = block_of(operations.block), self._stack(operations)
-        backward = operations.direction is Direction.BACKWARD
+        backward = operations.direction is PassDirection.BACKWARD
         turns = module_turns(
             operations,
             self._tensors_of(operations.block, stack),
@@ -111,7 +111,7 @@ class Zero3Modules:
             turns = [turn.unreleased() for turn in turns]
         if self.of_root:
             turns = self._with_root(turns, block, operations)
-        if operations.direction is Direction.FORWARD and block is BlockKind.EMBEDDING:
+        if operations.direction is PassDirection.FORWARD and block is BlockKind.EMBEDDING:
             turns[0] = turns[0]._replace(starts=stack is not TransformerStack.DECODER)
             if counted_as(self._family).modules.rotary:
                 turns.append(ModuleTurn(Module("rotary_emb"), operations.ends - 1, operations.ends))
@@ -156,12 +156,12 @@ class Zero3Modules:
 
     def _with_root(self, turns: list[ModuleTurn], block: BlockKind, operations: BlockOperations) -> list[ModuleTurn]:
         """`turns` in which the network reads weights itself: when it begins, and where the head's forward reads them."""
-        backward = operations.direction is Direction.BACKWARD
+        backward = operations.direction is PassDirection.BACKWARD
         if block is (BlockKind.HEAD if backward else BlockKind.EMBEDDING):
             at = [i for i, turn in enumerate(turns) if isinstance(turn.module, Container)][ROOT_FROM_INSIDE]
             root = replace(turns[at].module, name=ROOT, tensors=self.of_root)
             turns[at] = turns[at]._replace(module=root, part=TurnPart.BEGINS)
-        elif block is BlockKind.HEAD and operations.direction is Direction.FORWARD:
+        elif block is BlockKind.HEAD and operations.direction is PassDirection.FORWARD:
             reads = next(i for i, label in enumerate(operations.labels) if path_of(label).outermost == LM_HEAD.name)
             turns.append(ModuleTurn(Module(ROOT, self.of_root), operations.begins + reads, operations.ends, TurnPart.ENDS))
         return turns
@@ -175,7 +175,7 @@ class Zero3Modules:
             in_encoder = path_of(operations.labels[0]).is_inside(ENCODER)
             return TransformerStack.ENCODER if in_encoder else TransformerStack.DECODER
         self._embedded += 1
-        backward = operations.direction is Direction.BACKWARD
+        backward = operations.direction is PassDirection.BACKWARD
         return TransformerStack.ENCODER if backward == (self._embedded % 2 == 0) else TransformerStack.DECODER
 
     @property

@@ -17,11 +17,11 @@ from peakcast.models.ledger.layouts.zero3_hooks import (
     BlockModule,
     BlockOperations,
     Container,
-    Direction,
     Function,
     Leaf,
     Module,
     ModuleTurn,
+    PassDirection,
     TurnPart,
 )
 from peakcast.networks.families import counted_as
@@ -63,7 +63,7 @@ class _TurnFinder:
 
     def __init__(self, operations: BlockOperations, modules: ParameterModules, code: Family) -> None:
         self.operations, self.modules, self.code = operations, modules, code
-        self.backward = operations.direction is Direction.BACKWARD
+        self.backward = operations.direction is PassDirection.BACKWARD
         self.read_by = {path_of(reader): modules.tensors(path_of(read)) for reader, read in code.modules.reads.items()}
         """By module: the weights of a module inside it that it reads."""
         self.switched_off = not any(LORA_A in path_of(label).names for label in operations.labels)

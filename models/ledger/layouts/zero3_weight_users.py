@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Collection, Iterable, Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_hooks import Direction, Leaf, ModuleTurn, TurnPart
+from peakcast.models.ledger.layouts.zero3_hooks import Leaf, ModuleTurn, PassDirection, TurnPart
 from peakcast.models.ledger.layouts.zero3_weights import Zero3Engine
 
 
@@ -40,7 +40,7 @@ class WeightUsers:
             self._kept.update(mine)
         elif turn.part is TurnPart.ENDS:
             self._kept.difference_update(mine)
-        if turn.direction is Direction.RECOMPUTATION:
+        if turn.direction is PassDirection.RECOMPUTATION:
             self._packed.update(t for t in mine if self.engine.packs and t.trains)
             self._gathered_by_recomputation |= {t: None for t in mine if not t.trains}
         elif mine or turn.part is TurnPart.ENDS:
@@ -50,7 +50,7 @@ class WeightUsers:
 
     def freed_after(self, released: Iterable[StoredTensor]) -> list[StoredTensor]:
         """The tensors that are freed when the current turn ends: `released` by the module's hook, and the frozen ones that
-        the last recomputation gathered. Those that another module or recomputation still needs stay."""
+        the last recomputation gathered. Those that another module or recomputation still needs are not."""
         large = (t for t in self._reassigned if not self.engine.persists(t))
         return [t for t in (*released, *large) if t not in self._gathered_by_recomputation and t not in self._kept]
 
@@ -68,7 +68,7 @@ class WeightUsers:
             ends = self._last(tensor).ends  # bitsandbytes' product keeps a quantised weight for its backward (`MatMul4Bit`)
         if (tensor.exceeds_matrix or tensor in self.viewed) and (tensor in mine or tensor in self._reassigned):
             after = self._later(tensor, index)
-            if after and not any(later.direction is Direction.RECOMPUTATION for later in after):
+            if after and not any(later.direction is PassDirection.RECOMPUTATION for later in after):
                 ends = max(ends, _done(after[-1], tensor))
         return ends
 

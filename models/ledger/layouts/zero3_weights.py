@@ -143,13 +143,13 @@ class Weights:
         self.gathers.clear()
 
     def release_rest(self, now: int, *, small_too: bool) -> None:
-        """Release everything; small tensors, unless `small_too`, stay."""
+        """Release everything, small tensors only if `small_too`."""
         self.drop_gathers(now)
         for tensor in [t for t in self.available if small_too or not self.engine.persists(t)]:
             self.release(tensor, now)
         self.elements = 0
 
-    def stay(self) -> None:
+    def keep_small_tensors(self) -> None:
         """Keep the gathered small tensors for good: no optimizer step will partition them again."""
         for tensor in [t for t in self.available if t not in self._for_good]:
             self._for_good.add(tensor)

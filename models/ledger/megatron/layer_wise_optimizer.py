@@ -19,12 +19,12 @@ from peakcast.models.ledger.megatron.parameters import Parameter
 
 FULL_ENOUGH = 0.9
 """A bucket with one large matrix closes once this share of it is filled (`PADDING_FLOOR`)."""
-Pieces = list[tuple[Parameter, int]]
+ParameterPieces = list[tuple[Parameter, int]]
 """Parameters, and how many of their elements an optimizer owns."""
 
 
 @lru_cache(maxsize=64)
-def ping_pong(parameters: tuple[Parameter, ...], shards: int) -> list[Pieces]:
+def ping_pong(parameters: tuple[Parameter, ...], shards: int) -> list[ParameterPieces]:
     """What the optimizer of each of `shards` ranks owns: tensors sorted by size are dealt out to ranks 0 to n - 1, then
     back from n - 1 to 0, and so on."""
     turns = [*range(shards), *reversed(range(shards))]
@@ -35,7 +35,7 @@ def ping_pong(parameters: tuple[Parameter, ...], shards: int) -> list[Pieces]:
 
 
 @lru_cache(maxsize=64)
-def packed(parameters: tuple[Parameter, ...], rules: BufferRules) -> tuple[int, list[Pieces]]:
+def packed(parameters: tuple[Parameter, ...], rules: BufferRules) -> tuple[int, list[ParameterPieces]]:
     """The elements of the buffer of `parameters`, and what each rank owns of it. Each bucket has one part per rank, all as
     long as the fullest: its tensors go, the largest first, to the rank that has least so far."""
     elements, owned = 0, [Counter[int]() for _ in range(rules.shards)]
@@ -55,7 +55,7 @@ def _tensors(parameters: Iterable[tuple[int, Parameter]]) -> list[tuple[int, int
     return [(p.numel // p.tensors, i) for i, p in parameters for _ in range(p.tensors)]
 
 
-def _pieces(parameters: Sequence[Parameter], owned: Counter[int]) -> Pieces:
+def _pieces(parameters: Sequence[Parameter], owned: Counter[int]) -> ParameterPieces:
     """`owned`, elements by the index of a parameter, as `Pieces`."""
     return [(parameters[i], numel) for i, numel in sorted(owned.items())]
 

@@ -6,8 +6,8 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import lru_cache
 
-from peakcast.core.units import DTYPE_BYTES, FP32
-from peakcast.models.ledger.megatron.buffers import buffers, owned_parameters, tensors_of
+from peakcast.core.units import DTYPE_BYTES, FP8, FP32
+from peakcast.models.ledger.megatron.buffers import buffers, owned_parameters, shares_gradient_buffer, tensors_of
 from peakcast.models.ledger.megatron.fsdp import buckets_of, is_fully_sharded
 from peakcast.models.ledger.megatron.layer_wise_optimizer import orthogonalized_bytes
 from peakcast.models.ledger.megatron.parameters import Parameter
@@ -79,6 +79,31 @@ def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
         largest = max(groups.values())
         step.hold("exp_avg_sq_sqrt", Category.OPTIMIZER_TEMPORARIES, largest, now, now + 1, "optimizer")
         step.moment("optimizer.step returns", Phase.OPTIMIZER_STEP)
+    _cast_to_fp8(step, share)
+
+
+def _cast_to_fp8(step: Step, share: RankShare) -> None:
+    """Hold this rank's part of the FP8 parameters in the model's dtype: each optimizer, that of the experts last, casts all
+    of its own to that dtype and then one by one to FP8 (Transformer Engine 2.8 `pytorch/tensor/utils.py`,
+    `cast_master_weights_to_fp8`). MXFP8 ones are gathered in the gradient buffer as they are."""
+    width = int(DTYPE_BYTES[share.job.precision.parameters])
+    narrow = [] if shares_gradient_buffer(share) else [buffer for buffer in buffers(share) if buffer.width == FP8]
+    for expert in (False, True):
+        owned = sum(numel for buffer in narrow if buffer.parameters[0].expert == expert for _, numel in buffer.pieces)
+        if owned:
+            at = step.moment("cast to FP8", Phase.OPTIMIZER_STEP)
+            step.hold("cast_parameters", Category.OPTIMIZER_TEMPORARIES, owned * width, at, at + 1, "optimizer")
+    if narrow:
+        step.moment("optimizer.step returns", Phase.OPTIMIZER_STEP)
+
+
+def end_of_columns(share: RankShare, p: Parameter, now: int) -> int:
+    """The instant at which an optimizer step that begins at `now` frees the copy by columns of an FP8 parameter: with
+    scales of blocks, when the optimizer has cast all of its own, unless the release keeps it. FOREVER if it stays."""
+    if share.context.fp8_recipe != "blockwise" or share.convention["fp8_columns_outlive_step"]:
+        return FOREVER
+    after_dense = p.expert and any(buffer.width == FP8 and not buffer.parameters[0].expert for buffer in buffers(share))
+    return now + 2 + after_dense
 
 
 def _pieces(share: RankShare) -> Iterator[tuple[Parameter, int, bool]]:

@@ -10,9 +10,10 @@ from peakcast.catalog import Device
 from peakcast.core.units import FP32
 from peakcast.models.ledger.megatron.buffers import MXFP8_BLOCK, is_fp8_parameter, shares_gradient_buffer
 from peakcast.models.ledger.megatron.first_runs import FirstRuns
+from peakcast.models.ledger.megatron.optimizer import end_of_columns
 from peakcast.models.ledger.megatron.parameters import layer_parameters
 from peakcast.models.ledger.megatron.share import RankShare, weights_share
-from peakcast.models.ledger.tape.step import Step
+from peakcast.models.ledger.tape.step import FOREVER, Step
 from peakcast.models.ledger.tape.workspaces import cublas_workspace_bytes
 from peakcast.timelines.timeline import Category
 
@@ -102,8 +103,10 @@ def hold_fp8_weights(step: Step, share: RankShare, first: FirstRuns) -> None:
                     module = f"layers.{layer}"
                     again = 0 if p.name.endswith(at_once) else first.recomputed.get(layer, 0)
                     copies = (0,) if either else (0, again)  # by rows and by columns, or in a layout that serves both
-                    for born in copies[1:] if is_fp8_parameter(share, p) else copies:
-                        step.hold(f"{p.name}.fp8", Category.OTHER, p.numel, born, module=module)
+                    narrow = is_fp8_parameter(share, p)
+                    dies = end_of_columns(share, p, step.now) if narrow else FOREVER
+                    for born in copies[1:] if narrow else copies:
+                        step.hold(f"{p.name}.fp8", Category.OTHER, p.numel, born, dies, module)
                         if recipe == "mxfp8":
                             step.hold(f"{p.name}.scales", Category.OTHER, p.numel // MXFP8_BLOCK, born, module=module)
                     for _ in range(FP8_STATE_TENSORS if recipe == "delayed" else 0):

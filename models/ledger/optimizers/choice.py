@@ -6,7 +6,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from peakcast.core.errors import SpecError, near_misses
-from peakcast.jobs.conventions import conventions
+from peakcast.jobs.conventions import conventions, torch_release
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.optimizers import adam_mini, low_bit, others, pytorch
 from peakcast.models.ledger.optimizers.rule import OptimizerRule, Options
@@ -21,6 +21,11 @@ RULES: dict[tuple[str, str, str], OptimizerRule] = {
 }
 """(name, library, implementation) -> rule; implementation "" if a library has only one. If several libraries have the
 optimizer, the first is used unless the framework has a convention `<name>_library`."""
+
+
+COPIES_ON_THE_HOST = (2, 6)
+"""The first torch whose Inductor copies what a timed kernel writes to the host, where the copy would raise the peak
+(pytorch/pytorch pull request 136701, October 2024; 2.5 `_inductor/runtime/triton_heuristics.py` `clone_args`)."""
 
 
 def optimizer_rule(job: TrainingJob) -> OptimizerRule:
@@ -70,4 +75,5 @@ def optimizer_options(job: TrainingJob, step: str) -> Options:
         head_elements=job.architecture.hidden_size**2 // job.architecture.num_attention_heads,
         first_step=step == "first",
         trainer=bool(conventions(job).get("trainer")),
+        times_kernels_on_copies=torch_release(job.versions) < COPIES_ON_THE_HOST,
     )

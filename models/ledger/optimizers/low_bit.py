@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from peakcast.core.units import FP32
 from peakcast.models.ledger.optimizers.rule import OptimizerRule, Options, Sized, TrainedTensor
+from peakcast.models.ledger.tape.local_variables import Locals
 
 MIN_QUANTIZED_NUMEL = 4096
 """min_8bit_size of bitsandbytes; `_new_buffer` of torchao follows it."""
@@ -14,6 +17,8 @@ BLOCK = 256
 """Elements that share a scale: bitsandbytes since 0.44 (2048 before), torchao's 8-bit and fp8 states."""
 BLOCK_4BIT = 128
 QMAP_BYTES = 256 * FP32
+FLUSHED_BYTES = 256_000_000
+"""What `triton.testing.do_bench` writes before each run that it times, so that the GPU's cache is empty (Triton 3.1)."""
 
 _BNB = "bitsandbytes 0.50.2 optim/optimizer.py Optimizer1State, Optimizer2State init_state; the update is one fused kernel"
 MOMENTUM, ADAM, ADEMAMIX = (1,), (1, 1), (2, 1)
@@ -52,15 +57,29 @@ def bitsandbytes(sizes: tuple[int, ...], bits: int, *, paged: bool = False) -> O
     )
 
 
-def torchao(code_bits: int, block: int, qmap_entries: int) -> OptimizerRule:
+def torchao(code_bits: int, block: int, qmap_entries: int, *, between_kernels: int) -> OptimizerRule:
     """Two quantised states, each with codes, fp32 scales and a map. Tensors that are small, or no multiple of the block,
-    have states of the parameter's dtype. What the compiled update allocates is not known: at least nothing, at most 8 bytes
-    per element of the largest tensor (Inductor's CPU code for torch 2.13 keeps both normalised states in fp32)."""
+    have states of the parameter's dtype, and an update of one kernel. `between_kernels`: bytes per element that the
+    compiled update of a tensor has between its kernels, beside the new scales: for 8 bits both normalised states in fp32,
+    for 4 bits also their codes in 8 bytes (Inductor of torch 2.13, lowered for a GPU; the same for torchao 0.10 and 0.18).
+    """
+
+    def quantized(tensor: TrainedTensor) -> bool:
+        return tensor.numel >= MIN_QUANTIZED_NUMEL and tensor.numel % block == 0
+
+    def update(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
+        for tensor in filter(quantized, group):
+            run.let("scales", *[tensor.numel // block * FP32] * 2)
+            run.let("normalized", tensor.numel * between_kernels)
+            if options.first_step and options.times_kernels_on_copies:
+                run.let("written", tensor.num_bytes, *[tensor.numel * code_bits // 8] * 2, FLUSHED_BYTES)
+                run.free("written")
+            run.free("scales", "normalized")
 
     def states(tensor: TrainedTensor, options: Options) -> list[Sized]:
         kept: list[Sized] = []
         for name in ("exp_avg", "exp_avg_sq"):
-            if tensor.numel < MIN_QUANTIZED_NUMEL or tensor.numel % block:
+            if not quantized(tensor):
                 kept.append((name, tensor.num_bytes))
                 continue
             kept.append((f"{name}.codes", tensor.numel * code_bits // 8))
@@ -68,7 +87,7 @@ def torchao(code_bits: int, block: int, qmap_entries: int) -> OptimizerRule:
             kept.append((f"{name}.qmap", qmap_entries * FP32))
         return kept
 
-    return OptimizerRule(_AO, states)
+    return OptimizerRule(_AO, states, update)
 
 
 BITSANDBYTES: dict[tuple[str, str], OptimizerRule] = {
@@ -85,7 +104,7 @@ BITSANDBYTES: dict[tuple[str, str], OptimizerRule] = {
     ("paged_ademamix_8bit", ""): bitsandbytes(ADEMAMIX, 8, paged=True),
 }
 TORCHAO: dict[tuple[str, str], OptimizerRule] = {
-    ("adamw_8bit", ""): torchao(8, BLOCK, 256),
-    ("adamw_4bit", ""): torchao(4, BLOCK_4BIT, 16),
-    ("adamw_fp8", ""): torchao(8, BLOCK, 0),
+    ("adamw_8bit", ""): torchao(8, BLOCK, 256, between_kernels=8),
+    ("adamw_4bit", ""): torchao(4, BLOCK_4BIT, 16, between_kernels=24),
+    ("adamw_fp8", ""): torchao(8, BLOCK, 0, between_kernels=0),
 }

@@ -19,10 +19,14 @@ Sized = tuple[str, int]
 
 @dataclass(frozen=True, slots=True)
 class TrainedTensor:
-    """One tensor that the optimizer updates. `decays`: whether it is in the weight-decay group of Hugging Face's two
-    groups. `gradient_parts`: how many times larger its gradient is; each operation that reads the gradient copies this
-    rank's part out of it. `sums_gradient`: each such operation sums the ranks' partial gradients, which makes a copy
-    too."""
+    """One tensor that the optimizer updates.
+
+    `name`: as the family's transformers code names it, but without the path of its block, and for the parts that every
+    network has by Llama's words: `embed_tokens.weight`, `self_attn.q_proj.weight`, `mlp.c_fc.bias`, `lm_head.weight`.
+    `module`: its block, `embedding`, `layers.3` or `head`. `decays`: whether it is in the weight-decay group of Hugging
+    Face's two groups. `gradient_parts`: how many times larger its gradient is than the part that this rank updates; each
+    operation that reads the gradient copies that part out of it. `sums_gradient`: each such operation sums the ranks'
+    partial gradients, which makes a copy too."""
 
     name: str
     module: str
@@ -56,7 +60,7 @@ class TrainedTensor:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a rule may depend on besides the tensor."""
+    """What a rule may depend on besides the tensor; `optimizer_options` (`choice.py`) fills it in from the job."""
 
     momentum: float = 0.0
     rank: int = 128
@@ -65,10 +69,13 @@ class Options:
     first_step: bool = False
     trainer: bool = True
     """Whether transformers' Trainer, or a framework that does the same, makes the optimizer."""
+    times_kernels_on_copies: bool = False
+    """Whether Inductor, which times a kernel's variants when it first runs, gives them copies of what they write, on the
+    GPU."""
 
 
 States = Callable[[TrainedTensor, Options], list[Sized]]
-Step = Callable[[Locals, Sequence[TrainedTensor], Options], None]
+WriteStep = Callable[[Locals, Sequence[TrainedTensor], Options], None]
 
 
 def no_states(tensor: TrainedTensor, options: Options) -> list[Sized]:
@@ -93,7 +100,7 @@ class OptimizerRule:
     """The file and the version in which it was read."""
     states: States = no_states
     """(name, bytes) of the states on the GPU for one tensor."""
-    step: Step = no_temporaries
+    step: WriteStep = no_temporaries
     """Writes down the step over one parameter group."""
     shared: tuple[Sized, ...] = ()
     """States that all tensors share."""
@@ -106,7 +113,8 @@ class OptimizerRule:
     takes: Callable[[TrainedTensor], bool] = lambda tensor: True
     """Which tensors it updates; AdamW updates the others."""
     groups: Callable[[Sequence[TrainedTensor]], list[list[TrainedTensor]]] | None = None
-    """The optimizer's own parameter groups; None: the framework's."""
+    """The optimizer's own parameter groups; None: the framework's, which are two of the Trainer (with and without weight
+    decay) and one of a plain loop."""
     updates_in_backward: Literal["", "one_behind", "at_once"] = ""
     """Whether gradients are applied and freed during backward: each when the next one is ready, or at once."""
     update_fp32_copies: Callable[[int], int] = lambda element_bytes: 0

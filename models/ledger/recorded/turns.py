@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_hooks import BlockOperations, Direction, Module, ModuleTurn, TurnPart
+from peakcast.models.ledger.layouts.zero3_hooks import BlockOperations, Module, ModuleTurn, PassDirection, TurnPart
 from peakcast.models.recipes.depth import Deep, deep_names
 from peakcast.models.recipes.walk import Visit, Walk
 
@@ -36,7 +36,7 @@ class RecordedModules:
 
     def turns(self, operations: BlockOperations) -> list[ModuleTurn]:
         """The turns of a block, forward or backward, including recomputations in between."""
-        place, backward = self._places[operations.block], operations.direction is Direction.BACKWARD
+        place, backward = self._places[operations.block], operations.direction is PassDirection.BACKWARD
         source = self._sources[place]
         visits = self._walk.visits[2 * self._walk.num_places - 1 - source if backward else source]
         turns = recorded_turns(f"layers.{place // 2}", visits, self._weights)
@@ -68,7 +68,7 @@ def recorded_turns(
         keys = ((of or block, name) for of, name in visit.weights)
         module = Module(f"{block} {visit.module}", tuple(weights[key] for key in keys if key in weights))
         begins, until = visit.instant, left.get(index)
-        direction = Direction.RECOMPUTATION if visit.runs == "again" else Direction.FORWARD
+        direction = PassDirection.RECOMPUTATION if visit.runs == "again" else PassDirection.FORWARD
         part = TurnPart.UNRELEASED if until is None else TurnPart.WHOLE
         turn = ModuleTurn(module, begins, begins + 1, part, direction)
         if until is not None and not any(one.enters for one in visits[index:until][1:]):

@@ -1,7 +1,7 @@
-"""The facts of a job that the tables of this folder speak of, by name.
+"""The facts of a job that are conditions in the tables of this folder.
 
-A setting with one of some values needs no function (`setting`, `option`, `above`), nor what a family's code does or what a
-library knows of it (`trait`; `catalog/families/`).
+Whether a setting has one of some values needs no function (`setting`, `option`, `above`), nor does what a family's code
+does or what a library knows of it (`trait`; `catalog/families/`).
 """
 
 from __future__ import annotations

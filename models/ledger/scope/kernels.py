@@ -14,7 +14,7 @@ ATTENTION = Section("attention kernels", (
     fails("attention", job.flex & ~trait("attention.flex"),
           "model_type={architecture.model_type!r} has no flex_attention in transformers; use sdpa."),
     more("attention", job.flex & setting("architecture.attention_sinks") & job.autocast,
-         "attention sinks with flex_attention under autocast: what they widen is not all counted; use eager."),
+         "attention sinks with flex_attention under autocast: not all of their float32 tensors are counted; use eager."),
     fails("attention", job.flex & job.trains & above("architecture.attention_dropout", 0),
           "flex_attention has no dropout: transformers refuses attention_dropout={architecture.attention_dropout}."),
     fails("attention", job.flash & setting("precision.parameters", "float32") & ~(job.autocast | job.mixed_precision),
@@ -25,11 +25,11 @@ ATTENTION = Section("attention kernels", (
            & job.offloads_activations & (job.eager | job.autocast),
            "Falcon's offloaded activations with eager attention or under autocast are up to 1.2 % off their trace."),
     unknown("attention", job.flash & setting("batch.form", "padding_free") & ~trait("attention.passes_positions"),
-            "model_type={architecture.model_type!r} tells attention no positions, so that flash_attention_2 without "
-            "padding is not modelled there."),
+            "model_type={architecture.model_type!r} passes no positions to attention, so flash_attention_2 over "
+            "padding-free batches is not modelled for it."),
     nearly("attention", job.flash & trait("attention.makes_padding_mask"),
-           "OPT always makes a padding mask, with which flash_attention_2 takes tokens out of their rows: up to 1 % off "
-           "its trace."),
+           "OPT always makes a padding mask, so flash_attention_2 copies the tokens of each row without padding: up to 1 % "
+           "off its trace."),
 ))
 
 FUSED_KERNELS = Section("fused kernels", (
@@ -105,7 +105,7 @@ COMPILED = Section(
         unknown("compile", ~((_CAST & job.used_in("float32")) | (~_CAST & job.used_in("bfloat16"))),
                 "of other weights than bfloat16, or float32 under autocast,"),
         unknown("compile", job.float8,
-                "of products in float8, whose conversions fuse, is counted as that of products in bfloat16 and"),
+                "of products in float8, whose conversions fuse, is counted as if they were in bfloat16 and"),
         unknown("compile", ~job.computes_bfloat16, "of products in other than bfloat16"),
         unknown("compile", job.autocast & ~(job.huggingface | (_WHOLE & _CAST)),
                 "under autocast, in shards or layer by layer, without accelerate,"),

@@ -18,10 +18,10 @@ _DDP = Section("DDP", when=job.asks_ddp, rows=(
 _FSDP2 = Section("FSDP2", when=job.asks_fsdp2, rows=(
     more("versions.torch", job.early_fsdp2,
          "torchtitan's runs of mid-2024 (nightly torch 2.4 and 2.5, FSDP2 over 8 GPUs, no expandable segments) reserved 8 "
-         "to 10 GiB more than is replayed, for a reason that was not found; those of 2025 did not."),
+         "to 10 GiB more than the simulated allocator, for a reason that was not found; those of 2025 did not."),
     fails("loss.fused_linear_cross_entropy", job.adapts & job.ends_apart & ~job.ties_embeddings & job.fused_loss,
-          "a fused loss with adapters where fsdp2_units=ends fails: it never calls the lm_head, a group by itself "
-          "(accelerate finds no norm inside peft's wrapper), whose weight stays in parts; use fsdp2_units=root."),
+          "a fused loss with adapters fails where fsdp2_units=ends: the lm_head is a group by itself (accelerate finds no "
+          "norm inside peft's wrapper) and is never called, so its weight is not gathered; use fsdp2_units=root."),
 ))
 
 _FSDP1 = Section("FSDP1", when=job.asks_fsdp1, rows=(
@@ -44,8 +44,8 @@ _FSDP1 = Section("FSDP1", when=job.asks_fsdp1, rows=(
             "FSDP1 with every module as a unit is modelled for layers like Llama's without shared table, adapters and "
             "experts."),
     nearly_more("framework_options.fsdp1_units", option("fsdp1_units", "modules"),
-                "FSDP1 with every module as a unit is counted without the gradient that is joined beside its parts: where "
-                "so few tokens are in a step that the peak is there, one matrix more."),
+                "FSDP1 with every module as a unit is counted without the copy that joins a gradient's parts: in a step "
+                "of so few tokens that the peak is there, one matrix more is needed."),
     fails("offload.activations", job.checkpoints_around_units & job.offloads_activations,
           "activations cannot be offloaded where FSDP1's units are checkpointed from outside (checkpoints_around_units; "
           "transformers < 4.53): only layers that checkpoint themselves offload (gradient_checkpointing_enable)."),
@@ -153,8 +153,8 @@ _CONTEXT_PARALLEL = Section("context parallelism (ring attention)", when=job.con
           "{architecture.name!r} has a sliding window, which torch's context parallelism does not support; use one rank."),
     unknown(_RING, job.uneven_chunks,
             "sequence_length={sequence_length} is no multiple of 2 × "
-            "context_parallel_size={parallelism.context_parallel_size}: torch gives ranks unequal work then, which is not "
-            "modelled; use one."),
+            "context_parallel_size={parallelism.context_parallel_size}: ranks then have unequal work, which is not "
+            "modelled; use a multiple."),
     unknown("batch.form", ~job.full_rows, "batch.form={batch.form!r} under context parallelism is not modelled; use rows."),
     unknown(_RING, ~job.asks_fsdp2 & (job.huggingface | ~job.asks_ddp),
             "context parallelism with sharding={parallelism.sharding!r} is not modelled; with fsdp2 and hsdp it is, and "
@@ -197,7 +197,7 @@ _PIPELINES = Section("pipeline parallelism", when=job.pipeline_parallel, rows=(
             "zero_bubble under DDP is not modelled: torch computes the weights' gradients by torch.autograd.grad, which "
             "runs no hooks of DDP, so they would not be reduced; use fsdp2, or another schedule."),
     unknown(_STAGES, job.replicated & ~job.asks_ddp & ~job.ends_apart,
-            "pipeline stages whose ends are FSDP's root are not modelled; with fsdp2_units=ends, torchtitan's, they are."),
+            "pipeline stages with embedding and head in FSDP2's root unit are not modelled; use fsdp2_units=ends."),
     fails("gradient_accumulation_steps", job.uneven_rounds,
           "gradient_accumulation_steps={gradient_accumulation_steps} is not a multiple of the {rounds} rounds "
           "of torch's interleaved schedules, which refuse that."),

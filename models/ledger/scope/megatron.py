@@ -22,22 +22,23 @@ _NETWORKS = Section("networks", (
             "layers (kind={architecture.kind!r})."),
     unknown("architecture",
             job.hybrid & (job.context_parallel | job.full_checkpointing | job.float8 | ~megatron.transformer_engine),
-            "A hybrid (Mamba) model is modelled with Transformer Engine in 16 bits, without context parallelism and full "
-            "recomputation only."),
+            "A hybrid (Mamba) model is modelled only with Transformer Engine in 16 bits, and without context parallelism "
+            "and full recomputation."),
     unknown("architecture", job.encoder_decoder & (job.pipeline_parallel | job.context_parallel | job.checkpoints),
-            "A T5 is modelled without pipeline and context parallelism and without recomputation only."),
+            "A T5 is modelled only without pipeline parallelism, context parallelism and recomputation."),
     more("parallelism.tensor_parallel_size", ~job.latent_attention & megatron.more_ranks_than_key_heads,
          "tensor_parallel_size={parallelism.tensor_parallel_size} above the {architecture.num_key_value_heads} key and "
          "value heads is not modelled: megatron-core then gathers the whole projection."),
     unknown("architecture", setting("architecture.parallel_block"),
-            "Parallel attention and feed-forward blocks are not Megatron-LM's."),
+            "Megatron-LM has no layers whose attention and feed-forward read the same input."),
 ))
 
 # megatron-core 0.16.1 `optimizer/muon.py`; main's `optimizer/layer_wise_optimizer.py`
 _MUON = Section("Muon", when=megatron.muon, rows=(
-    fails("precision.parameters", setting("precision.parameters", "float16"), "Muon with fp16 is refused; bf16 is not."),
+    fails("precision.parameters", setting("precision.parameters", "float16"),
+          "Megatron-LM refuses Muon with fp16; use bf16."),
     fails("framework_options.num_distributed_optimizer_instances", job.zero & megatron.several_instances,
-          "Muon over several instances of the distributed optimizer is refused; use one."),
+          "Megatron-LM refuses Muon over several instances of the distributed optimizer; use one."),
     more("framework_options.overlap_param_gather",
          job.zero & option("overlap_param_gather") & ~option("use_layer_wise_param_layout"),
          "Muon's overlapped all-gather of tensors that are dealt out (overlap-param-gather before megatron-core 0.18 or "
@@ -84,10 +85,7 @@ _FLOAT8 = Section("float8", when=job.float8, rows=(
     unknown("framework", job.experts & (job.full_checkpointing | megatron.recomputes_more_in_float8),
             "Recomputing a mixture of experts, or parts of it but the shared one, is not modelled in float8."),
     unknown("framework", job.latent_attention & megatron.recomputes_more_in_float8,
-            "Recomputing parts of latent attention but its core is not modelled in float8."),
-    unknown("framework_options.fp8_param_gather", (job.experts | job.latent_attention) & option("fp8_param_gather"),
-            "FP8 parameters (fp8-param-gather) of experts and latent attention are not modelled; of dense layers they "
-            "are."),
+            "Recomputing parts of latent attention other than its core is not modelled in float8."),
     fails("framework_options.fp8_recipe",
           option("fp8_recipe", "blockwise") & job.sequence_parallel & megatron.ragged_latent_ranks,
           "Ranks of latent attention that are no multiples of 128 fail with fp8-recipe=blockwise and sequence-parallel: "
@@ -110,8 +108,8 @@ _ADAPTERS = Section("adapters", when=job.adapts, rows=(
     unknown("framework", megatron.asks_fsdp | job.float8 | ~job.decoder,
             "Adapters are modelled over a GPT's layers in 16 bits, without Megatron-FSDP."),
     unknown("finetuning.targets", job.experts & option("adapter_library", "megatron_bridge"),
-            "Megatron-Bridge's adapters of a mixture of experts, of which a rank's experts share one, are compared with no "
-            "trace; mcore-bridge's are."),
+            "Megatron-Bridge has one adapter for all experts of a rank, which was compared with no trace; mcore-bridge's "
+            "adapters were."),
 ))
 
 _TRAINING = Section("training", (

@@ -7,7 +7,7 @@ from typing import get_args
 from peakcast.core.units import format_gib
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
-from peakcast.models.ledger.megatron.blocks.context import Exchange
+from peakcast.models.ledger.megatron.blocks.context import ContextExchange
 from peakcast.models.ledger.megatron.context import ADAPTABLE, PARTS
 from peakcast.models.ledger.scope.fact import Fact, fact, option
 from peakcast.models.ledger.scope.facts import experts, optimizer
@@ -17,7 +17,7 @@ RECOMPUTABLE_MODULES = frozenset({"core_attn", "layernorm", "mla_up_proj", "mlp"
 RECOMPUTED_IN_FLOAT8 = frozenset({"core_attn", "shared_experts"})
 FP8_BLOCK = 128
 """Elements along a row that share a scale (Transformer Engine 2.8 `Float8BlockQuantizer`)."""
-EXCHANGES = frozenset(get_args(Exchange))
+EXCHANGES = frozenset(get_args(ContextExchange))
 
 transformer_engine = option("transformer_impl", "transformer_engine")
 own_modules = option("transformer_impl", "local")

@@ -84,7 +84,7 @@ def out_of_scope(job: TrainingJob) -> str:
 
 
 def not_covered(job: TrainingJob) -> frozenset[ScopeLimit]:
-    """All rows of the table that hold of `job` and say that a library refuses it, or that nothing is known: also those that
-    a finding of the same section stands before."""
+    """All rows of the table that hold of `job` and say that a library refuses it, or that nothing is known; also those
+    that do not become a finding because an earlier row of their section does."""
     rows = chain.from_iterable(section.holding(job) for section in sections(job.framework))
     return frozenset(row for row in rows if row.effect in (FAILS, UNKNOWN))

@@ -22,18 +22,19 @@ LENGTHS = Section("lengths that change", (
 
 FROZEN = Section("frozen parts of a network", (
     less("finetuning.frozen", setting("finetuning.frozen"),
-         "finetuning.frozen={frozen_parts} is counted from recipes and traces alone, and these weights are counted as if "
-         "they trained."),
+         "finetuning.frozen={frozen_parts}: these weights are counted as if they trained; only recipes and traces leave "
+         "out their gradients and optimizer states."),
 ))
 
 _KIND = "loss.kind"
 PREFERENCES = Section("preference losses (TRL)", when=job.preference, start="loss.kind={loss.kind!r} ", rows=(
-    fails("micro_batch_size", job.odd_pairs, "counts both of a pair: give an even micro_batch_size."),
-    unknown(_KIND, job.generates, "is a training's."),
+    fails("micro_batch_size", job.odd_pairs,
+          "counts the two completions of a pair as two sequences: give an even micro_batch_size."),
+    unknown(_KIND, job.generates, "is a loss of training; task={task!r} has none."),
     unknown(_KIND, ~setting("framework", "huggingface", "deepspeed"),
-            "is modelled as TRL's trainers have it, not with framework={framework!r}."),
+            "is modelled for TRL's trainers only, not with framework={framework!r}."),
     unknown(_KIND, job.whole_logits,
-            "is modelled as in trl since 1.15; whole logits are assumed to be as large as for cross entropy."),
+            "is modelled for trl 1.15 and later; whole logits, as before, are counted as for cross entropy."),
     Section("preference losses under ZeRO", when=job.zero, start="under ZeRO", rows=(
         unknown(_KIND, setting("parallelism.data_parallel_size", 1), " was compared with traces of several ranks only."),
         unknown(_KIND, setting("loss.kind", "reward") & job.zero3,
@@ -44,12 +45,14 @@ PREFERENCES = Section("preference losses (TRL)", when=job.preference, start="los
             "was compared with traces on one GPU, under DDP, FSDP2 and ZeRO only."),
     unknown(_KIND, job.fsdp2_alone & setting("loss.kind", "reward"),
             "under FSDP2 was compared with no trace: accelerate does not name a classifier's head as a group."),
-    unknown(_KIND, ~job.decoder, "is modelled for decoders."),
-    unknown(_KIND, job.experts, "is modelled without experts, whose balance is a loss too."),
-    unknown(_KIND, ~job.default_batch, "is modelled for full rows: TRL pads to the longest sequence of both halves."),
+    unknown(_KIND, ~job.decoder, "is modelled for decoders only."),
+    unknown(_KIND, job.experts, "is not modelled with experts, whose load-balancing loss is added to it."),
+    unknown(_KIND, ~job.default_batch,
+            "is modelled for sequences of equal length only: TRL pads to the longest of both halves."),
     unknown(_KIND, job.compiles, "is not modelled with torch.compile."),
     unknown(_KIND, job.offloads, "is not modelled with offload."),
-    unknown(_KIND, job.fused_loss, "has a head of its own: leave loss.fused_linear_cross_entropy out."),
+    unknown(_KIND, job.fused_loss,
+            "is not computed by cross entropy, so nothing fuses it: leave loss.fused_linear_cross_entropy out."),
     unknown(_KIND, job.quantized, "over quantised weights was compared with no trace."),
     unknown(_KIND, job.some_layers, "was compared with every layer checkpointed only."),
     unknown(_KIND, job.float8, "is not modelled in float8."),
@@ -58,7 +61,7 @@ PREFERENCES = Section("preference losses (TRL)", when=job.preference, start="los
 ))
 
 _METHOD = "finetuning.method"
-_NOT_ALL = "is not all counted: parameters, gradients and optimizer states are exact; "
+_NOT_ALL = "is counted in part: parameters, gradients and optimizer states are exact; "
 _METHODS = Section(
     "adapters other than LoRA", when=~setting("finetuning.method", "full", "lora", "qlora"),
     start="finetuning.method={finetuning.method!r} ", rows=(
@@ -68,16 +71,16 @@ _METHODS = Section(
     unknown(_METHOD, above("finetuning.dropout", 0), "is modelled without dropout only."),
     unknown(_METHOD, job.preference, "is not modelled with loss.kind={loss.kind!r}."),
     more("versions.peft", job.unconfirmed_method,
-         "is another of the peft release that versions name: published runs of it took up to 28 % more."),
+         "is implemented otherwise in the peft release that versions name: published runs with it took up to 28 % more."),
     more(_METHOD, setting("finetuning.method", "adalora", "boft", "c3a", "hira", "hra", "ia3", "vblora"),
-         _NOT_ALL + "what autograd keeps is counted by peft's source; no whole run has confirmed it."),
+         _NOT_ALL + "what autograd keeps is counted as peft's source has it, which no whole run has confirmed."),
     more(_METHOD, setting("finetuning.method", "adaption_prompt", "prefix_tuning"),
          _NOT_ALL
-         + "what attention keeps of prompts of its own in every layer is not counted, up to 11 % of published runs."),
+         + "what attention keeps for the prompts that every layer has is not counted, up to 11 % of published peaks."),
     more(_METHOD, setting("finetuning.method", "p_tuning", "prompt_tuning"),
          _NOT_ALL + "published runs reserved up to 3 % more."),
     more(_METHOD, setting("finetuning.method", "trainable_tokens"),
-         _NOT_ALL + "activations are those of a network of which nothing trains but the token table."),
+         _NOT_ALL + "activations are counted as if only the token table trained."),
 ))
 
 ADAPTERS = Section("adapters", when=job.adapts, rows=(
@@ -102,16 +105,16 @@ SETTINGS = Section("settings of one rank", (
                 "generation with model_type={architecture.model_type!r}, whose attention has tables of its own, is up to 5 "
                 "% below its trace."),
     nearly_more("task", job.generates & differs("generation in float32") & job.computes_float32,
-                "generation with BLOOM in float32: scores that its attention names until it has added its output are not "
-                "all counted; up to 0.7 % below its trace."),
+                "generation with BLOOM in float32: not all attention scores are counted that a variable of its code keeps "
+                "until the output is added; up to 0.7 % below its trace."),
     more("versions.torch", job.gradients_stay,
-         "before torch 2.0 zero_grad keeps gradients, filled with zeros (set_to_none=False): that they are there in "
-         "forward is not counted."),
+         "before torch 2.0 zero_grad fills gradients with zeros instead of freeing them (set_to_none=False): during "
+         "forward they are not counted."),
     more("framework_options.autocast", job.latent_attention & job.autocast,
-         "multi-latent attention under autocast is counted without what its concatenations widen."),
+         "multi-latent attention under autocast is counted without the float32 tensors that its concatenations make."),
     unknown("versions.transformers", job.generates & job.latent_attention & option("latent_cache", False),
             "generation with multi-latent attention before transformers 5.17, which cached expanded keys and values, is "
-            "counted by its source; no trace has confirmed it."),
+            "counted as its source has it; no trace has confirmed it."),
     unknown("optimizer.name", job.optimizer("galore") & trait("linear.conv1d"),
             "optimizer.name='galore' projects nn.Linear alone, and GPT-2 has Conv1D: it is not modelled there."),
     unknown("offload", (job.offloads_parameters | job.offloads_optimizer) & ~(job.offloads_by_fsdp | job.zero),
@@ -121,20 +124,22 @@ SETTINGS = Section("settings of one rank", (
     more("framework_options.autocast", job.experts & job.torchtitans_experts & job.autocast,
          "torchtitan's experts under autocast have not been traced: their activations are counted without it."),
     unknown("framework_options.loss_chunks", job.asks_loss_chunks & option("loss_kernel", "chunked"),
-            "Unsloth takes the number of chunks of its loss from the GPU's free memory; a number that is given is counted "
-            "by Unsloth's source, and no trace has confirmed it."),
+            "Unsloth computes the number of chunks of its loss from the GPU's free memory; with a number that is given, "
+            "the loss is counted as Unsloth's source has it, and no trace has confirmed it."),
     unknown("framework_options.loss_chunks", job.asks_loss_chunks,
-            "a loss in chunks of the sequence is counted as torchtitan 0.3's source has it; traces by hand alone agree."),
+            "a loss in chunks of the sequence is counted as torchtitan 0.3's source has it; only traces made by "
+            "hand confirm it."),
     Section("float8", when=job.float8, rows=(
         fails("precision.compute", job.ragged_tiles,
-              "precision.compute='float8' multiplies by tokens, of which torch._scaled_mm takes multiples of 16, and a "
-              "micro-batch has {tokens:,}; change micro_batch_size or sequence_length."),
+              "precision.compute='float8' needs a multiple of 16 tokens in a micro-batch (torch._scaled_mm), and it has "
+              "{tokens:,}; change micro_batch_size or sequence_length."),
         unknown("precision.compute", ~job.plain_float8,
                 "float8 compute is modelled for full training of bf16 nn.Linear layers with torchao's dynamic scales "
                 "alone."),
         nearly("precision.compute", job.selective,
-               "float8 compute with selective checkpointing is not modelled: traces multiply otherwise than "
-               "torch._scaled_mm, which no list of kept operations has, and are up to 1.6 % lower; use mode=full or none."),
+               "float8 compute with selective checkpointing is not modelled: no list of operations to keep has "
+               "torch._scaled_mm, in whose place traces run other products; they are up to 1.6 % lower; use mode=full "
+               "or none."),
     )),
 ))
 
@@ -142,7 +147,7 @@ MIXTURES = Section("mixtures that differ from their traces", when=job.trains, ro
     unknown("activation_checkpointing", job.offloads_activations & job.flex,
             "offloaded activations are compared with traces of sdpa, eager and flash attention, not of flex."),
     more("framework_options.autocast", job.autocast & differs("autocast"),
-         "model_type={architecture.model_type!r} under autocast: what its own attention widens is not all counted."),
+         "model_type={architecture.model_type!r} under autocast: not all float32 tensors of its attention are counted."),
     nearly_more("framework_options.autocast",
                 differs("autocast with adapters and checkpointing") & job.autocast & job.adapts & job.checkpoints,
                 "model_type={architecture.model_type!r} under autocast, with adapters and checkpointing: backward is up to "
@@ -155,18 +160,18 @@ MIXTURES = Section("mixtures that differ from their traces", when=job.trains, ro
     more("activation_checkpointing",
          differs("checkpointing or offloaded activations") & (job.checkpoints | job.offloads_activations),
          "model_type={architecture.model_type!r} with checkpointing or offloaded activations: position tables and rotated "
-         "parts that its attention names are not counted where no graph keeps them."),
+         "parts that only variables of its attention's code keep alive are not counted."),
 ))
 
 _OPTIMIZER = "optimizer.name"
 ADAM_MINI = Section(
     "Adam-mini", when=job.optimizer("adam_mini"), start="optimizer.name='adam_mini' ", rows=(
-    fails(_OPTIMIZER, job.adapts, "finds no heads in adapters of queries and keys; use adamw."),
+    fails(_OPTIMIZER, job.adapts, "cannot divide adapters of queries and keys into heads; use adamw."),
     fails(_OPTIMIZER, job.uneven_adam_mini_heads,
-          "finds no whole number of heads in the keys of {architecture.name!r}; use adamw."),
+          "cannot divide the keys of {architecture.name!r} into a whole number of heads; use adamw."),
     unknown(_OPTIMIZER, ~job.decoder | setting("architecture.normalization", "layernorm"),
-            "takes a norm called final_layer_norm, as OPT's and T5's, for a matrix and fails; use adamw there."),
-    fails(_OPTIMIZER, job.experts, "has no rule for experts that one parameter holds; use adamw."),
+            "treats a norm called final_layer_norm, as in OPT and T5, as a matrix and fails; use adamw there."),
+    fails(_OPTIMIZER, job.experts, "fails with experts that one parameter holds; use adamw."),
     unknown(_OPTIMIZER, ~job.asks_ddp | job.zero, "is modelled on one GPU and under DDP only."),
 ))
 
@@ -176,9 +181,9 @@ UPDATES_IN_BACKWARD = Section(
     fails("gradient_accumulation_steps", job.optimizer_in_backward & job.accumulates,
           "leaves no gradient to add to; use gradient_accumulation_steps=1, or set optimizer_in_backward=false."),
     unknown(_OPTIMIZER, job.optimizer_in_backward & (job.adapts | setting("precision.main_parameters")),
-            "is modelled with full fine-tuning and no second copy of the weights only."),
+            "is modelled only with full fine-tuning and without a second copy of the weights."),
     fails(_OPTIMIZER, job.optimizer_in_backward & job.optimizer("muon"),
-          "would make a Muon for every parameter, vectors included, but Muon takes matrices only."),
+          "would make a Muon for every parameter, vectors included, but Muon updates only matrices."),
     unknown(_OPTIMIZER, job.many_ranks & ~(job.optimizer_in_backward & job.asks_fsdp2 & ~job.pipeline_parallel & ~job.zero),
             "is modelled on one GPU only, or with an optimizer for each parameter under FSDP2."),
     unknown(_OPTIMIZER, job.optimizer_in_backward & job.offloads_parameters,
@@ -188,7 +193,7 @@ UPDATES_IN_BACKWARD = Section(
     unknown(_OPTIMIZER, job.autocast & job.computes_float16,
             "is not modelled under autocast in float16: the loss scaler would have to be asked for every gradient."),
     nearly_more(_OPTIMIZER, job.fused_loss & ~job.adapts & ~job.optimizer_in_backward,
-                "is not all counted with a fused loss: backward is up to 1.2 % below its trace."),
+                "is counted in part with a fused loss: backward is up to 1.2 % below its trace."),
     fails(_OPTIMIZER, job.optimizer("adalomo") & job.experts,
           "fails with experts held in one parameter: lomo-optim 0.1.1 factors matrices only; use lomo."),
 ))

@@ -45,8 +45,9 @@ class Backward:
 
     The gradient of a tensor that another block owns is added to that block's at once; `gradient_from` has the instant of
     the first addition. If backward is split, the gradients of weights are computed later, and `waiting` has what they still
-    need. `output`: the tensor whose gradient the next block gives. `second_output`: another such tensor, whose gradient
-    lives until the block's backward ends. `released`: by operation, the bytes of saved tensors that its backward frees.
+    need. `output`: the tensor whose gradient comes from the next block. `second_output`: another such tensor, whose
+    gradient lives until the block's backward ends. `released`: by operation, the bytes of saved tensors that its backward
+    frees.
     """
 
     def __init__(

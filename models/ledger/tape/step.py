@@ -37,7 +37,7 @@ from peakcast.models.ledger.tape.template import Template
 from peakcast.models.ledger.tape.update_in_backward import Gradients, UpdateInBackward, updated_in_backward
 from peakcast.timelines.timeline import Category, Phase, Timeline
 
-Columns = npt.NDArray[np.int64]
+IntTable = npt.NDArray[np.int64]
 __all__ = ["FOREVER", "BlockRun", "Hooks", "Step"]
 
 
@@ -75,7 +75,7 @@ class Step:
     """Placed runs of the steps from which this one was forked."""
     _own: tuple[int, Placed] | None = None
     """(number of `_runs`, those runs placed), so that all forks share the placing."""
-    _held: list[Columns] = field(default_factory=list)
+    _held: list[IntTable] = field(default_factory=list)
     """Columns of the tensors held, in the order in which they were held; layout as `RecordedColumns.columns`."""
     _single: array[int] = field(default_factory=lambda: array("q"))
     """Tensors that were held one by one since then: eight numbers each, in the order of `columns.py`."""
@@ -185,7 +185,7 @@ class Step:
         self.phases += template.backward_phases[Phase.BACKWARD] * len(runs)
         self.labels += template.backward_labels * len(runs)
 
-    def made_bytes(self) -> Columns:
+    def made_bytes(self) -> IntTable:
         """Bytes that a block's operation allocates at each instant so far, temporaries included. [now]"""
         made = np.zeros(self.now, dtype=np.int64)
         for run in self._runs:
@@ -225,7 +225,7 @@ class Step:
         self._backward_ends.append(self.moment("backward ends", Phase.BACKWARD))
 
     def free_gradients(self) -> None:
-        """Free every `.grad` that runs have made and nothing else takes, from the next instant on."""
+        """Free every `.grad` that runs have made, from the next instant on, unless its end is already set."""
         for run in self._runs:
             if run.keeps_gradients and run.backward_start is not None and run.gradients_die is None:
                 run.gradients_die = self.now
@@ -254,7 +254,7 @@ class Step:
         if num_bytes > 0 and born < dies:
             self._single.extend((number_of(name), number_of(module), category, num_bytes, born, dies, stream, reusable))
 
-    def _gather(self) -> list[Columns]:
+    def _gather(self) -> list[IntTable]:
         """The columns of everything held so far."""
         if self._single:
             columns = np.frombuffer(self._single, dtype=np.int64).reshape(-1, WIDTH).T

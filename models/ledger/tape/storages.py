@@ -118,9 +118,9 @@ class StorageLives:
         )
 
     def _free(self, storage: Storage, read_until: int, saved_until: int | None) -> None:
-        """Add its row: it dies after its last reader or, if saved, in backward. To the end of backward live attributes of
-        graph nodes, what a reentrant checkpoint's backward holds, and results that selective checkpointing keeps for an
-        operation before which the recomputation stops."""
+        """Add its row: it dies after its last reader or, if saved, in backward. These live to the end of backward:
+        attributes of graph nodes, what a reentrant checkpoint's backward holds, and results that selective checkpointing
+        keeps for an operation that the recomputation does not reach."""
         num_bytes, cached = storage.num_bytes, id(storage) in self._cached
         in_backward, dies = saved_until is not None, read_until if saved_until is None else saved_until
         not_read_again = cached and storage.born >= self._last_saver

@@ -82,7 +82,7 @@ class Tape:
         self, num_bytes: int, *, requires_grad: bool = True, owned: bool = True, name: str = "hidden_states"
     ) -> Tensor:
         """The block's input, which the block before made and this one owns. If not `owned`, something else keeps it alive
-        for at least as long, and it has no bytes here."""
+        for at least as long, and this block does not count its bytes."""
         storage = Storage(name, num_bytes if owned else 0, Category.ACTIVATIONS, 0)
         self._storages.append(storage)
         self._input = Tensor(storage, num_bytes, requires_grad)

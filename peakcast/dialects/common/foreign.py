@@ -21,7 +21,7 @@ JAX = "it runs on JAX, and peakcast counts PyTorch's allocator"
 FLAGS = "give model, layout and batch as Megatron-LM flags (peakcast megatron --num-layers ...), named as its fields are"
 NEMO = (
     "its recipes are Python functions around Megatron-LM, so give their fields as flags: peakcast megatron --num-layers "
-    "... (shapes of the model's config), --tensor-model-parallel-size and its kin (of MegatronStrategy), "
+    "... (shapes of the model's config), --tensor-model-parallel-size and the like (of MegatronStrategy), "
     "--micro-batch-size, --global-batch-size, --seq-length (of data), --bf16 --use-distributed-optimizer (of optim), and "
     "--num-gpus (num_nodes × devices)"
 )

@@ -57,8 +57,8 @@ _TRL_DEFAULTS = {"gradient_checkpointing": True, "bf16": True}
 """Defaults of trl's configurations that differ from TrainingArguments: trl 0.24.0 and 1.16.0, SFTConfig and DPOConfig."""
 _INIT = ("dtype", "torch_dtype", "attn_implementation")
 """Keys of model_init_kwargs that affect memory."""
-TRL = Whose(True, True, "taken as TRL's, as asked")
-TRANSFORMERS = Whose(False, True, "taken as transformers' own, as asked")
+TRL = Whose(True, True, "read as TRL's, as asked")
+TRANSFORMERS = Whose(False, True, "read as transformers' own, as asked")
 ASK_WHOSE = "Say which by --dialect trl or --dialect transformers."
 ASK_METHOD = "Say which by the launch script that names its program, such as dpo.py or orpo.py."
 _OF_METHOD = {
@@ -318,8 +318,9 @@ def _adapter(
         return None, quantization
     if asked[0] != "use_peft" and not {"r", "target_modules"} <= set(mapping):
         notes.unsupported.append(
-            f"The script trains adapters ({asked[0]}) whose rank and targets it may set itself; what is not given is taken "
-            "as in trl. Give its adapter_config.json by --with, or say it: --lora-rank, --set finetuning.targets=[q_proj].",
+            f"The script trains adapters ({asked[0]}) whose rank and targets it may set itself; those not given are "
+            "assumed to be trl's defaults. Give its adapter_config.json by --with, or say it: --lora-rank, "
+            "--set finetuning.targets=[q_proj].",
             asked[0],
         )
     for name, value in _ADAPTER_DEFAULTS.items():

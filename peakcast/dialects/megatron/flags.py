@@ -99,8 +99,8 @@ FP8_FORMATS = ("hybrid", "e4m3")
 """Values of `fp8_format`; both have one byte per element."""
 FP8_RECIPES = ("delayed", "tensorwise", "blockwise", "mxfp8")
 """Values of `fp8_recipe` that the ledger knows; Megatron's other one is "custom"."""
-FP8_GATHERED_RECIPES = ("delayed", "tensorwise")
-"""Recipes with one scale for a whole weight; only for these does the ledger know FP8 parameters."""
+FP8_GATHERED_RECIPES = ("delayed", "tensorwise", "blockwise")
+"""Recipes whose FP8 parameters lie in a buffer of their own by rows; the ledger follows traces of them."""
 GRAPH_SCOPES = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "full_iteration", "full_iteration_inference")
 """Words of `cuda_graph_scope` (megatron-core 0.17.1 `transformer/enums.py`)."""
 FP8_UNSUPPORTED: dict[str, str] = {

@@ -27,7 +27,7 @@ FLAVORS: dict[tuple[str, str], str] = {
 }  # fmt: skip
 """(torchtitan's model, flavor), in lower case -> the catalog's name."""
 DESCRIBED = "model_spec.model"
-Attention = Literal["eager", "sdpa", "flash_attention_2", "flex"]
+AttentionName = Literal["eager", "sdpa", "flash_attention_2", "flex"]
 
 
 def torchtitan_network(settings: Settings, pasted: Pasted) -> Architecture:
@@ -64,7 +64,7 @@ def described_model(pasted: Pasted) -> Mapping[str, Any]:
     return model if isinstance(model, Mapping) and isinstance(model.get("layers"), Sequence) and model["layers"] else {}
 
 
-def described_attention(pasted: Pasted) -> Attention | None:
+def described_attention(pasted: Pasted) -> AttentionName | None:
     """The kernel of the first layer's `inner_attention`, recognised by the keys of its configuration; None without it."""
     model = described_model(pasted)
     if not model:

@@ -11,7 +11,7 @@ from peakcast.dialects.megatron.job import from_megatron
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.scope.scope import out_of_scope
-from peakcast.timelines.timeline import Phase
+from peakcast.timelines.timeline import Phase, Timeline
 
 T, H, FFN, TOP = 512, 256, 128, 2
 SMALL: dict[str, Any] = {
@@ -80,7 +80,6 @@ def test_both_projections_down_keep_a_copy_of_one_input():
     [
         ({**EXPERTS, "recompute_granularity": "selective", "recompute_modules": ["moe_act"]}, "mixture of experts"),
         ({**LATENT, "recompute_granularity": "selective", "recompute_modules": ["mla_up_proj"]}, "latent attention"),
-        ({**EXPERTS, "fp8_param_gather": True, "use_distributed_optimizer": True}, "fp8-param-gather"),
         (
             {**LATENT, "kv_lora_rank": 64, "fp8_recipe": "blockwise", "tensor_model_parallel_size": 2,
              "sequence_parallel": True},
@@ -92,6 +91,47 @@ def test_what_is_not_covered_is_said(arguments: dict[str, Any], word: str):
     assert word in out_of_scope(job(2, **arguments))
 
 
-@pytest.mark.parametrize("arguments", [EXPERTS, LATENT, {**EXPERTS, **LATENT}])
+GATHERED = {"fp8_param_gather": True, "use_distributed_optimizer": True}
+EXPERTS_WEIGHTS = 4 * 3 * FFN * H
+LATENT_WEIGHTS = 128 * H + 128 * 4 * (64 + 32) + (128 + 32) * H + 128 * 4 * (64 + 64) + 4 * 64 * H
+"""Queries down and up, keys and values with their positions down and up, the output."""
+ATTENTION_WEIGHTS = (3 + 1) * H * H
+DENSE_WEIGHTS = 3 * 512 * H
+
+
+@pytest.mark.parametrize(
+    ("arguments", "weights"),
+    [(EXPERTS, ATTENTION_WEIGHTS + EXPERTS_WEIGHTS), (LATENT, LATENT_WEIGHTS + DENSE_WEIGHTS)],
+    ids=["experts", "latent"],
+)
+def test_fp8_parameters_are_a_byte_each_and_have_one_copy(arguments: dict[str, Any], weights: int):
+    """By rows they are the parameters, and on Hopper a copy by columns stays. While the optimizer casts, this rank's half
+    is there in bf16."""
+    timeline = megatron_ledger(job(2, fp8_recipe="tensorwise", **GATHERED, **arguments))
+    plain = megatron_ledger(job(2, fp8_recipe="tensorwise", use_distributed_optimizer=True, **arguments))
+    assert sized(plain, "parameter_buffer") - sized(timeline, "parameter_buffer") == pytest.approx(weights, abs=512)
+    assert (sized(plain, ".weight.fp8"), sized(timeline, ".weight.fp8")) == (2 * weights, weights)
+    assert sized(timeline, "cast_parameters") == pytest.approx(weights / 2 * 2, rel=0.03)
+
+
+def sized(timeline: Timeline, suffix: str) -> int:
+    """Bytes of all tensors whose names end with `suffix`."""
+    return sum(int(size) for name, size in zip(timeline.names, timeline.num_bytes, strict=True) if name.endswith(suffix))
+
+
+@pytest.mark.parametrize(("release", "outlive"), [("2.8.0", False), ("2.10.0", True)])
+def test_copies_by_columns_with_scales_of_blocks_go_with_the_step(release: str, outlive: bool):
+    """Before Transformer Engine 2.10 the cast removes them, first those of dense weights, then the experts'."""
+    arguments = {**SMALL, **EXPERTS, **GATHERED, "fp8_recipe": "blockwise", "expert_model_parallel_size": 2}
+    made = from_megatron({**arguments, "global_batch_size": 2}, 2, versions={"transformer_engine": release}).job
+    timeline = megatron_ledger(made)
+    last = len(timeline.phases) - 1
+    named = zip(timeline.names, timeline.dies, strict=True)
+    assert any(name.endswith(".weight.fp8") and dies > last for name, dies in named) is outlive
+
+
+@pytest.mark.parametrize(
+    "arguments", [EXPERTS, LATENT, {**EXPERTS, **LATENT}, {**EXPERTS, **GATHERED}, {**LATENT, **GATHERED}]
+)
 def test_what_is_covered(arguments: dict[str, Any]):
     assert out_of_scope(job(2, **arguments)) == ""

@@ -82,9 +82,9 @@ def test_rows_that_autocast_narrows_at_a_time(rows, vocabulary, forward, backwar
     [
         ({"micro_batch_size": 3}, "even micro_batch_size"),
         ({"parallelism": {"data_parallel_size": 2, "sharding": "fsdp1"}}, "under DDP, FSDP2 and ZeRO only"),
-        ({"framework": "torch"}, "as TRL's trainers have it"),
+        ({"framework": "torch"}, "for TRL's trainers only"),
         ({"finetuning": {**LORA, "method": "qlora", "quantization": "nf4"}}, "no trace"),
-        ({"architecture": {"name": "mixtral-8x7b", "num_hidden_layers": 2}}, "without experts"),
+        ({"architecture": {"name": "mixtral-8x7b", "num_hidden_layers": 2}}, "not modelled with experts"),
     ],
 )
 def test_what_was_not_traced_is_out_of_scope_and_still_answered(changes, says):

@@ -17,7 +17,7 @@ from peakcast.models.ledger.huggingface.stored_parameters import stored_paramete
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.zero import Buckets
 from peakcast.models.ledger.layouts.zero3_fetching import Coordinator
-from peakcast.models.ledger.layouts.zero3_hooks import Direction, Module, ModuleTurn
+from peakcast.models.ledger.layouts.zero3_hooks import Module, ModuleTurn, PassDirection
 from peakcast.models.ledger.layouts.zero3_instants import Instants
 from peakcast.models.ledger.layouts.zero3_order import Order
 from peakcast.models.ledger.layouts.zero3_weights import Zero3Engine
@@ -119,7 +119,7 @@ def test_zero3_keeps_what_a_checkpoint_has_packed_and_gathers_it_again():
     for tensor, packs, expected in ((trained, True, [4, 4, 8]), (trained, False, [4, 0, 4]), (frozen, True, [4, 4, 4])):
         first = StoredTensor("v.weight", "layers.0", (1,), 2, 2, trains=True)
         module, other = Module("w", (tensor,)), Module("v", (first,))
-        again = ModuleTurn(module, 1, 2, direction=Direction.RECOMPUTATION)
+        again = ModuleTurn(module, 1, 2, direction=PassDirection.RECOMPUTATION)
         turns = [again, ModuleTurn(other, 2, 3), ModuleTurn(module, 3, 4)]
         step = Step()
         sizes = Buckets(reduce=1, num_reduce=1, prefetch=0, persistence=0, reuse=0, live=0, sub_group=1)

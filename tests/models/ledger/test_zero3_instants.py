@@ -8,7 +8,14 @@ from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.zero import Buckets
 from peakcast.models.ledger.layouts.zero3_fetching import Coordinator
-from peakcast.models.ledger.layouts.zero3_hooks import BlockOperations, Direction, Function, Module, ModuleTurn, TurnPart
+from peakcast.models.ledger.layouts.zero3_hooks import (
+    BlockOperations,
+    Function,
+    Module,
+    ModuleTurn,
+    PassDirection,
+    TurnPart,
+)
 from peakcast.models.ledger.layouts.zero3_instants import GatheredBefore, Instants, Reduction
 from peakcast.models.ledger.layouts.zero3_turns import module_turns, with_recomputation_inside
 from peakcast.models.ledger.layouts.zero3_weights import Zero3Engine
@@ -58,7 +65,7 @@ def test_modules_without_weights_have_turns_where_they_are_modules():
     asked = {family: names(module_turns(forward, weights, family=family)) for family in ("gpt2", "starcoder2")}
     assert asked["starcoder2"] == ["self_attn", "self_attn.c_attn", "self_attn.c_proj"]
     assert asked["gpt2"] == [*asked["starcoder2"], "resid_dropout"]
-    backward = module_turns(BlockOperations("layers.0", labels[::-1], 0, Direction.BACKWARD), weights, family="gpt2")
+    backward = module_turns(BlockOperations("layers.0", labels[::-1], 0, PassDirection.BACKWARD), weights, family="gpt2")
     assert names(backward) == ["self_attn", "resid_dropout", "self_attn.c_proj", "self_attn.c_attn"]
 
 
@@ -73,7 +80,7 @@ def test_an_adapter_has_one_dropout_and_the_loss_is_no_module():
 
 def test_a_recomputation_begins_with_dropout_or_within_the_first_matrix():
     """Dropout asks for its mask before the matrix above it has had its turn."""
-    again = [ModuleTurn(Module("again"), 10, 11, direction=Direction.RECOMPUTATION)]
+    again = [ModuleTurn(Module("again"), 10, 11, direction=PassDirection.RECOMPUTATION)]
     turns = [ModuleTurn(Module("mlp"), 20, 21), ModuleTurn(Module("fc2", (matrix("fc2"),)), 21, 22)]
     assert [turn.name for turn in with_recomputation_inside(turns, again, asks=20)] == ["mlp", "again", "fc2"]
     first = with_recomputation_inside(turns, again, asks=21)

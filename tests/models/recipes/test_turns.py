@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.zero3_hooks import BlockOperations, Direction, TurnPart
+from peakcast.models.ledger.layouts.zero3_hooks import BlockOperations, PassDirection, TurnPart
 from peakcast.models.ledger.recorded.turns import RecordedModules, recorded_turns
 from peakcast.models.recipes.depth import Run, deepened, repeats
 from peakcast.models.recipes.walk import Visit
@@ -40,7 +40,7 @@ def test_what_a_checkpoint_runs_again_is_a_turn_of_its_own() -> None:
     )
     asks, again, goes_on = recorded_turns("layers.0", visits, WEIGHTS)
     assert asks.part is TurnPart.BEGINS
-    assert again.direction is Direction.RECOMPUTATION
+    assert again.direction is PassDirection.RECOMPUTATION
     assert again.part is TurnPart.UNRELEASED  # the checkpoint stopped inside it
     assert goes_on.part is TurnPart.ENDS
 
@@ -52,7 +52,7 @@ def test_layers_of_a_deep_network_have_turns_with_weights_of_their_own() -> None
     tensors = [StoredTensor("w", f"layers.{layer}", (16, 32), 2, 2, True) for layer in range(9)]
     modules = RecordedModules(short, deep, names, tensors)
     for layer in (0, 3, 8):
-        (turn,) = modules.turns(BlockOperations(f"layers.{layer}", [], 100, Direction.BACKWARD))
+        (turn,) = modules.turns(BlockOperations(f"layers.{layer}", [], 100, PassDirection.BACKWARD))
         assert turn.tensors == (tensors[layer],)
         assert turn.begins == 100
         assert modules.turns(BlockOperations(f"layers.{layer}", [], 0))[0].name == turn.name

@@ -21,7 +21,7 @@ from peakcast.models.ledger.tape import primitives as ops
 from peakcast.models.ledger.tape.tape import Output, Saved, Tensor, WeightGradient
 from peakcast.networks.families import family_of
 
-Kernel = Callable[[BlockBuilder, Tensor, Tensor, Tensor], Tensor]
+AttentionWriter = Callable[[BlockBuilder, Tensor, Tensor, Tensor], Tensor]
 
 
 def attention(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -304,7 +304,7 @@ def _efficient(build: BlockBuilder, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return output
 
 
-KERNELS: dict[str, Kernel] = {
+KERNELS: dict[str, AttentionWriter] = {
     "flash": _flash,
     "flash_attention_2": _flash,
     "flex": _flex,

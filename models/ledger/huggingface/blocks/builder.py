@@ -150,8 +150,8 @@ class BlockBuilder:
         return result
 
     def _other_adapter(self, x: Tensor, result: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
-        """An adapter that is not LoRA, as one operation. What it saves is exact; its temporaries are taken to be as large
-        as its input and output in the adapter's dtype."""
+        """An adapter that is not LoRA, as one operation. What it saves is exact; its temporaries are assumed to be as
+        large as its input and output in the adapter's dtype."""
         context, tuning, rows = self.context, self.context.finetuning, self.rows
         method, matrix = METHODS[tuning.method], matrix_of(tuning, name, (out_features, in_features))
         kept, wide, narrow = method.keeps(matrix, rows), context.adapters.weight_bytes, context.precision.compute_bytes

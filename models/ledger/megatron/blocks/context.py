@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 AttentionCore = Literal["unfused", "flash", "fused", "local"]
-Exchange = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
+ContextExchange = Literal["p2p", "a2a", "all_gather", "a2a+p2p"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -169,7 +169,7 @@ class ParallelGroups:
     context_parallel_size: int
     sequence_parallel: bool
     context_parallel_rank: int
-    exchange: Exchange
+    exchange: ContextExchange
     """What context parallelism exchanges (`cp-comm-type`): keys and values in a ring; heads; all keys and values; or heads
     within groups of ranks and then keys and values in a ring of groups."""
     ranks_exchanging_heads: int

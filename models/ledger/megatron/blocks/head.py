@@ -43,8 +43,8 @@ def parted_head(
     """`head` with one token predicted ahead as the three blocks in which it runs where micro-batches overlap: the final
     norm and the further layer up to its attention; its feed-forward; output layers and losses. The first block's norm is
     saved, so that the second has it in its output without keeping it. `attention`, `feed_forward`: the contexts of a layer
-    that consists of that part. `offloads`: whether the layer's saved tensors go to the host, as `context` says of other
-    layers."""
+    that consists of that part. `offloads`: whether the layer's saved tensors go to the host, as `context` says about
+    other layers."""
     offload = offload_of(context) if offloads else NO_OFFLOAD
     tape = Tape(offload=offload)
     final = _final_norm(tape, tape.input(context.stream_bytes), context)

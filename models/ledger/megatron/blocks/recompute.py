@@ -16,7 +16,7 @@ import numpy.typing as npt
 from peakcast.models.ledger.tape.tape import Tape, Tensor
 from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT, Template
 
-Bytes = npt.NDArray[np.int64]
+Ints = npt.NDArray[np.int64]
 
 
 def checkpointed(
@@ -100,7 +100,7 @@ def _passes(template: Template, output: Tensor) -> tuple[int, int]:
     return int(no_graph.max(initial=0)), int(with_graph.max(initial=0))
 
 
-def _lives(template: Template) -> tuple[Bytes, Bytes]:
+def _lives(template: Template) -> tuple[Ints, Ints]:
     """Bytes at every instant, without a graph and with one, leaving out the incoming gradient."""
     first = template.num_forward
     born = np.where(template.born_backward, first, 0) + template.born
