@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -74,7 +74,7 @@ def read_command(command: Sequence[str], ranks_of_job: int | None = None) -> Tra
     variables += [f"{name}={value}" for name, value in given.items()]
     words = _after_others(words)
     ranks = _started_at_once(before[: len(before) - len(words)], ranks_of_job)
-    found = _read(words)
+    found = _read(words, [variable for variable in variables if variable != "env"])
     if ranks is not None and not found.launched:
         found = replace(found, world_size=ranks, ranks_per_node=min(ranks, GPUS_PER_NODE), launched=True)
         variables += [f"{name}={ranks}" for name in ("SLURM_NTASKS", "OMPI_COMM_WORLD_SIZE")]
@@ -113,7 +113,7 @@ def _started_at_once(words: Sequence[str], ranks_of_job: int | None) -> int | No
     return total or (per_node * (sizes.get("nodes") or 1) if per_node else ranks_of_job)
 
 
-def _read(words: list[str]) -> TrainingCommand:
+def _read(words: list[str], variables: Sequence[str]) -> TrainingCommand:
     if not words:
         raise SpecError(
             "no command is given; put it after --, such as: peakcast dryrun --gpu H100-80GB -- python train.py.",
@@ -122,9 +122,9 @@ def _read(words: list[str]) -> TrainingCommand:
     python = sys.executable
     first = words[0]
     if _is_shell(first):
-        return _shell(words[1:] if os.path.basename(first) in SHELLS else words)
+        return _shell(words[1:] if os.path.basename(first) in SHELLS else words, variables)
     if os.path.basename(first) in SUBMITTERS:
-        return _shell(words[next((number for number, word in enumerate(words) if is_file(word)), 1) :])
+        return _shell(words[next((number for number, word in enumerate(words) if is_file(word)), 1) :], variables)
     if PYTHON.fullmatch(first):
         python, words = _interpreter(first), _after_options(words[1:])
         if words[:1] == ["-m"] and len(words) > 1:
@@ -146,8 +146,20 @@ def _is_shell(word: str) -> bool:
     return word.endswith(".sh") or (start.startswith(b"#!") and start.endswith(tuple(name.encode() for name in SHELLS)))
 
 
-def _shell(words: Sequence[str]) -> TrainingCommand:
-    """The last training command in a shell's script, which is read and not run."""
+COUNTED_GPUS = re.compile(r"(\$\(|`)\s*nvidia-smi\b[^|()`]*\|\s*wc\s+-l\s*(\)|`)")
+
+
+def _as_started(text: str, variables: Sequence[str]) -> str:
+    """The `text` of a shell's script as it is run here: with the environment variables that it names, of which `variables`
+    are given with the command, and the number of GPUs that it counts with nvidia-smi."""
+    given = os.environ | dict(variable.split("=", 1) for variable in variables)
+    named = {name: value for name, value in given.items() if re.search(rf"\$\{{?{re.escape(name)}\b", text)}
+    exported = "".join(f"export {name}={shlex.quote(value)}\n" for name, value in named.items())
+    return exported + COUNTED_GPUS.sub(str(GPUS_PER_NODE), text)
+
+
+def _shell(words: Sequence[str], variables: Sequence[str]) -> TrainingCommand:
+    """The last training command in a shell's script, which is read and not run; `variables` are given with the command."""
     words = list(words)
     while words and words[0].startswith("-") and words[0] not in ("-c", "-lc", "-xc", "-ec"):
         words = words[1:]
@@ -158,17 +170,21 @@ def _shell(words: Sequence[str]) -> TrainingCommand:
         text = file_bytes(Path(name), 4 * MAX_CHARACTERS).decode(errors="replace")
     else:
         raise SpecError(f"command: the shell script {words[:1]} is not there.", parameter="command", value=words[:1])
-    found = []
-    for command in read_script(text, arguments).commands:
-        variables = [f"{key}={value}" for key, value in command.env.items()]
-        with suppress(SpecError):
-            if command.words[:1] and os.path.basename(command.words[0]) not in SHELLS:
-                found.append(read_command([*variables, *command.words], sbatch_gpus(text)))
+    found, refused = [], ""
+    for command in read_script(_as_started(text, variables), arguments).commands:
+        exported = [f"{key}={value}" for key, value in command.env.items()]
+        if not command.words[:1] or os.path.basename(command.words[0]) in SHELLS:
+            continue
+        try:
+            found.append(read_command([*exported, *command.words], sbatch_gpus(text)))
+        except SpecError as error:
+            if _begins(command.words[0]):
+                refused = f" ({' '.join(command.words[:3])} ...: {str(error).rstrip('.')})"
     training = [command for command in found if command.launched] or [command for command in found if is_python(command)]
     if not training:
         raise SpecError(
-            f"command: {name} starts nothing that trains, as far as it can be read without running it; put peakcast dryrun "
-            "before the command in it that does.",
+            f"command: {name} starts nothing that trains, as far as it can be read without running it{refused}; put "
+            "peakcast dryrun before the command in it that does.",
             parameter="command",
             value=name,
         )

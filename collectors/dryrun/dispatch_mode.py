@@ -27,8 +27,8 @@ from torch.nested._internal.nested_int import NestedIntNode
 from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from peakcast.collectors.dryrun import collective_values
-from peakcast.collectors.dryrun.noted import RunFindings
+from peakcast.collectors.dryrun import checks, collective_values
+from peakcast.collectors.dryrun.noted import RunFindings, asking
 from peakcast.collectors.dryrun.resizing import Resizing
 from peakcast.collectors.tracing.known_values import KnownValuesMode, label, value_of
 
@@ -37,6 +37,11 @@ REAL_FLOAT_BYTES = 2**16
 REAL_BYTES = 2**30
 """Other tensors, such as a file of tokens, are real up to this size."""
 aten = torch.ops.aten
+UNIQUE = (
+    *(aten._unique2.default, aten.unique_consecutive.default),
+    *(aten.unique_dim.default, aten.unique_dim_consecutive.default),
+)
+"""Operators that return the different elements, or rows, the number of each element's among them, and how often each is."""
 CPU = torch.device("cpu")
 
 
@@ -79,7 +84,7 @@ class ScriptMode(KnownValuesMode):
         except DataDependentOutputException:
             return self._value(func, args)
         except DynamicOutputShapeException:
-            return self._sample(func, args)
+            return self._sample(func, args, kwargs)
         collective_values.follow(func, args, kwargs, result)
         if label(func) in ("aten.sum.default", "aten.count_nonzero.default") and _is_mask(args[0]):
             result.counted = args[0].numel()
@@ -155,28 +160,37 @@ class ScriptMode(KnownValuesMode):
         )
 
     def _value(self, func: Any, args: Any) -> Any:
-        """A plausible value: 1 for a number, False for a boolean, the largest possible for a count."""
+        """A plausible value: 1 for a number, the largest possible for a count; for a boolean, that with which the script
+        raises no error, or else False."""
         tensor = args[0] if args and isinstance(args[0], torch.Tensor) else None
         dtype = tensor.dtype if tensor is not None else torch.bool
-        answer: Any = False
+        answer: Any
         if func is aten._local_scalar_dense.default and dtype is not torch.bool:
             count = getattr(tensor, "counted", None)
             answer = 1.0 if dtype.is_floating_point else 1 if count is None else count
-        self.notes.value("a truth value" if answer is False else f"a {str(dtype).removeprefix('torch.')}", answer)
+        else:
+            answer = bool(checks.expected(asking()))
+        self.notes.value("a truth value" if isinstance(answer, bool) else f"a {str(dtype).removeprefix('torch.')}", answer)
         return answer
 
-    def _sample(self, func: Any, args: Any) -> Any:
-        """All elements that a mask could select."""
+    def _sample(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """All elements that a mask could select; all elements as different ones; as few bins as numbers can fill."""
         tensor = args[0]
+        if func is aten.bincount.default:
+            bins = max(1, args[2] if len(args) > 2 else kwargs.get("minlength", 0))
+            self.notes.value("how many bins numbers fill", bins)
+            return tensor.new_empty((bins,), dtype=torch.int64 if kwargs.get("weights") is None else torch.float64)
         self.notes.value("how many entries a mask chooses", f"all {tensor.numel():,}")
         with self:
             if func is aten.nonzero.default:
                 return tensor.new_empty((tensor.numel(), tensor.ndim), dtype=torch.int64)
             if func is aten.masked_select.default:
                 return tensor.new_empty((tensor.numel(),))
-            if func is aten._unique2.default:
-                numbers = tensor.new_empty(tensor.shape, dtype=torch.int64)
-                return tensor.new_empty((tensor.numel(),)), numbers, tensor.new_empty((tensor.numel(),), dtype=torch.int64)
+            if func in UNIQUE:
+                along = len(args) > 1 and func in (aten.unique_dim.default, aten.unique_dim_consecutive.default)
+                count, shape = (tensor.shape[args[1]], tensor.shape) if along else (tensor.numel(), (tensor.numel(),))
+                numbers = tensor.new_empty((count,) if along else tensor.shape, dtype=torch.int64)
+                return tensor.new_empty(shape), numbers, tensor.new_empty((count,), dtype=torch.int64)
             if func is aten.repeat_interleave.Tensor:
                 return tensor.new_empty((tensor.numel(),), dtype=torch.int64)
             if func is aten.index.Tensor and len([index for index in args[1] if index is not None]) == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import traceback
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ import torch
 
 from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.noted import RunFindings, where
+from peakcast.collectors.dryrun.repeated_forwards import RepeatedForwards
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.core.units import format_gib
 
@@ -50,12 +52,28 @@ class Evaluations:
     def forward_begins(self, network: torch.nn.Module) -> bool:
         """Note that an outermost forward begins. Returns whether training goes on after an evaluation with it."""
         running = self._seen[-1] if self._seen and self._seen[-1].stop is None else None
-        if _evaluates(network) and running is None:
-            self._seen.append(_Evaluation(network, where(), self._tracer.now))
+        if _evaluates(network):
+            if running is None:
+                self._seen.append(_Evaluation(network, where(), self._tracer.now))
+            self._run_few(network)
         if running is None or not torch.is_grad_enabled():
             return False
         running.stop = self._tracer.now
         return True
+
+    def _run_few(self, network: torch.nn.Module) -> None:
+        """Let only few of the network's forwards run in this evaluation, from the next one on."""
+        forward = network.forward
+        if not isinstance(forward, RepeatedForwards) and network._compiled_call_impl is None:
+            RepeatedForwards(network, functools.partial(_evaluates, network), functools.partial(self._note_few, where()))
+
+    def _note_few(self, place: str) -> None:
+        self._notes.add(
+            CODE,
+            PARAMETER,
+            f"of the forwards without gradients from {place} on, the first few and those of longer inputs ran; the others "
+            "were taken to be like them.",
+        )
 
     def awaited(self, network: torch.nn.Module, ended: int) -> bool:
         """Whether to go on with an outermost forward of `network` after enough steps: while an evaluation runs, and if no

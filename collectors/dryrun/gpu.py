@@ -11,7 +11,6 @@ import torch
 
 from peakcast.catalog import Device
 from peakcast.collectors.dryrun import generators
-from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.peaks import Peaks
 from peakcast.collectors.tracing import fake_cuda, fake_streams, inductor
 
@@ -65,7 +64,6 @@ def install(device: Device, gpus_per_node: int, own: torch.device, peaks: Peaks)
     torch.cuda.nccl.version = _always(NCCL_VERSION)
     peaks.install()
     _answer_for_accelerators(gpus_per_node, own)
-    when_imported("torch.utils.cpp_extension", _build_nothing)
 
 
 def _describe(device: Device) -> None:
@@ -116,20 +114,6 @@ def _answer(device: Device, gpus_per_node: int, own: torch.device) -> None:
         if hasattr(cuda.memory, question):
             setattr(cuda.memory, question, _always(answer))
     cuda.is_available = _is_available
-
-
-def _build_nothing(module: Any) -> None:
-    """Replace kernels that a library would compile by functions that do nothing: a change of a fake tensor's values cannot
-    be seen."""
-    module.load = module.load_inline = lambda *_, **__: _Kernels()
-    module.CUDA_HOME = module.CUDA_HOME or "/usr/local/cuda"
-
-
-class _Kernels:
-    """A compiled extension."""
-
-    def __getattr__(self, name: str) -> Any:
-        return _always(None)
 
 
 def name_of(device: Device) -> str:

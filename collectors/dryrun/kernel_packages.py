@@ -9,11 +9,14 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import sys
 import types
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
+
+import torch
 
 from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.noted import DIRECTLY, RunFindings, asker
@@ -21,6 +24,8 @@ from peakcast.collectors.tracing import inductor, triton_stub
 
 FLASH_ATTENTION = ("flash_attn", "flash_attn_interface")
 """Flash attention 2 and 3 (Hopper's)."""
+ASKS_VERSIONS = frozenset({"peakcast", "importlib"})
+"""Packages between a line of the script and a question for a version."""
 PACKAGES = (*FLASH_ATTENTION, "kernels", "triton")
 
 
@@ -37,6 +42,7 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
         """Install the finder, for later imports of the script."""
         sys.meta_path.append(self)
         when_imported("transformers.modeling_utils", self._in_modeling)
+        when_imported("torch.utils.cpp_extension", self._build_nothing)
         for name in ("jit", "autotuner", "driver"):
             when_imported(f"triton.runtime.{name}", _launch_nothing)
 
@@ -53,6 +59,11 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             triton_stub.find_stubs("triton")
             return importlib.machinery.ModuleSpec(fullname, triton_stub.Finder(("triton",)), is_package=True)
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
+
+    def find_distributions(self, context: Any = None) -> Iterator[importlib.metadata.Distribution]:
+        """Say to the script's own code that Triton is installed: it may ask for its version before it imports it."""
+        if getattr(context, "name", None) == "triton" and asker(ASKS_VERSIONS) is not None:
+            yield triton_stub.Installed()
 
     def create_module(self, spec: Any) -> types.ModuleType:
         """The stub."""
@@ -75,6 +86,21 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
             )
         functions = _flash_attention()
         return types.SimpleNamespace(**functions, flash_attn_interface=types.SimpleNamespace(**functions))
+
+    def _build_nothing(self, module: Any) -> None:
+        """Replace kernels that would be compiled now by functions that do nothing, in the extension and in `torch.ops`: a
+        change of a fake tensor's values cannot be seen."""
+
+        def load(name: str, sources: Any = (), *_: Any, **__: Any) -> _Kernels:
+            if asker(frozenset({"peakcast"})) is not None:
+                self._say(
+                    f"{name} is compiled as the script runs: its kernels did nothing; what they allocate is not seen."
+                )
+            setattr(torch.ops, name, _Kernels())
+            return _Kernels()
+
+        module.load = module.load_inline = load
+        module.CUDA_HOME = module.CUDA_HOME or "/usr/local/cuda"
 
     def _in_modeling(self, module: Any) -> None:
         """Give flash attention to networks of transformers that ask for it, whether from the package or from the hub's
@@ -109,6 +135,13 @@ class KernelPackages(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def _say(self, sentence: str) -> None:
         self._notes.add("script_part_skipped", "command", sentence)
+
+
+class _Kernels:
+    """A compiled extension."""
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_, **__: None
 
 
 def _launch_nothing(module: Any) -> None:

@@ -11,6 +11,14 @@ NUM_STEPS = 3
 """The first makes optimizer states; under torch.compile the second may still compile; the third is steady."""
 MOST_STEPS = 5 * CHANGING_STEPS
 """Most steps of a run whose lengths change and that has not yet had its longest sequence."""
+DEFAULT_LENGTH = 4096
+"""Tokens of a synthetic row without `--length`; collators cut rows to their configured length."""
+
+
+def of_rows(asked: Sequence[int] | None) -> tuple[int, int]:
+    """Tokens of the shortest and the longest synthetic row."""
+    shortest, longest = asked or (DEFAULT_LENGTH, DEFAULT_LENGTH)
+    return shortest, longest
 
 
 def drawn(shortest: int, longest: int, count: int) -> list[int]:

@@ -1,14 +1,15 @@
-"""What a script lacked when it failed, and the way out: a package, an environment variable, input, or a minimal file."""
+"""What a script lacked when it failed, and the way out: a package, another release of one, an environment variable, input,
+or a minimal file."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 
 ERROR = re.compile(
     r"\S*(?:FileNotFoundError|DataFilesNotFoundError|EmptyDatasetError|NotADirectoryError)\b.*?"
-    r"(?:(?P<quote>['\"])(?P<quoted>[^'\"]+)(?P=quote)|(?P<bare>/\S+))"
+    r"(?:(?P<quote>['\"])(?P<quoted>[^'\"]+)(?P=quote)|(?P<bare>(?<=\s)[^\s'\"/]*/[^\s'\"]+))"
 )
 ROWS = "64 rows as long as those that it trains on, with the columns that it reads"
 LINES = '64 lines as long as those that it trains on, such as {"text": "word word"}, with the keys that it reads'
@@ -34,6 +35,8 @@ WRITERS = {".json": "to_json", ".parquet": "to_parquet", ".csv": "to_csv"}
 
 
 PACKAGE = re.compile(r".*No module named '(?P<name>[\w.]+)'")
+EXTENSION = re.compile(r"(_cuda|_cuda_lib|_C|_ext|_kernels?)$|^(amp_C|rotary_emb|dropout_layer_norm)$")
+"""Names of modules that are compiled for a GPU: selective_scan_cuda, causal_conv1d_cuda, xentropy_cuda_lib."""
 VARIABLE = re.compile(r"KeyError: '(?P<name>[A-Z][A-Z0-9_]*)'")
 PIP_NAMES = {
     "yaml": "pyyaml",
@@ -54,7 +57,9 @@ PIP_NAMES = {
 def hint(lines: Sequence[str]) -> str:
     """What is missing according to the last `lines` that a failed script printed, and the way out; "" if that is not
     known."""
-    said = _of_environment(lines) or _of_files(lines) or _of_network(lines)
+    said = next(
+        filter(None, (look(lines) for look in (_of_environment, _of_releases, _of_operators, _of_files, _of_network))), ""
+    )
     unsloth = UNSLOTH if any(IMPORTS_UNSLOTH.search(line) for line in lines) else ""
     return " ".join(filter(None, (said, unsloth)))
 
@@ -70,6 +75,11 @@ def _of_environment(lines: Sequence[str]) -> str:
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     if (found := PACKAGE.match(last)) is not None:
         name = found["name"].partition(".")[0]
+        if EXTENSION.search(name):
+            return (
+                f"{name} is a compiled extension of another package: build that where the script runs, or have the script "
+                "go the way that it has without it; a dry run replaces it only where torch.utils.cpp_extension builds it."
+            )
         package = PIP_NAMES.get(name, name.replace("_", "-"))
         return (
             f"The Python that runs it has no module {found['name']}: install it there (pip install {package}); a module of "
@@ -84,7 +94,70 @@ def _of_environment(lines: Sequence[str]) -> str:
     return ""
 
 
+NAME_GONE = re.compile(r"ImportError: cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)' \((?P<file>/.*)\)")
+ATTRIBUTE_GONE = re.compile(r"AttributeError: module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
+ARGUMENT_GONE = re.compile(r"TypeError: (?P<module>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'")
+FLAGS_GONE = re.compile(r".*(?:unrecognized arguments: |not used by the HfArgumentParser: )(?P<flags>.+)")
+INSTALLED = ("site-packages", "dist-packages")
+ANOTHER_RELEASE = (
+    "install the release that the script was written for, or dry-run it with the Python of an environment that has it "
+    "(peakcast dryrun ... -- /path/to/python ...)."
+)
+
+
+def _of_releases(lines: Sequence[str]) -> str:
+    """What the release of a library that is installed does not have, but the script asks for."""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    if (found := FLAGS_GONE.match(last)) is not None:
+        return f"It does not take {found['flags']}: leave that out, or {ANOTHER_RELEASE}"
+    if (found := NAME_GONE.match(last) or ATTRIBUTE_GONE.match(last)) is not None:
+        if not _raised_in_library(found.groupdict().get("file") or "/site-packages/"):
+            return ""
+        package = found["module"].partition(".")[0]
+        version = _version_of(package, found.groupdict().get("file") or "")
+        return f"{package}{version} has no {found['name']} in {found['module']}: {ANOTHER_RELEASE}"
+    if (found := ARGUMENT_GONE.match(last)) is not None:
+        taker = found["module"].removesuffix(".__init__")
+        return f"{taker}, as it is installed, takes no argument {found['name']}: {ANOTHER_RELEASE}"
+    return ""
+
+
+def _raised_in_library(file: str) -> bool:
+    return any(folder in file for folder in INSTALLED)
+
+
+def _version_of(package: str, file: str) -> str:
+    """The version of the installed `package` that has `file`, after a space; "" if it is not known."""
+    folder = next((parent for parent in Path(file).parents if parent.name in INSTALLED), None)
+    found = sorted(folder.glob(f"{package}-*.dist-info")) if folder is not None else []
+    return f" {found[0].name.removesuffix('.dist-info').partition('-')[2]}" if found else ""
+
+
 NO_NETWORK = re.compile(r"\S*(URLError|ConnectionError|ConnectTimeout|MaxRetryError|ProxyError|gaierror)\b")
+
+
+OPERATOR = re.compile(r"\S*(?P<kind>UnsupportedOperatorException|DynamicOutputShapeException): (?P<name>[\w.]+)")
+PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
+
+
+def _of_operators(lines: Sequence[str]) -> str:
+    """An operator that cannot be followed on tensors without values."""
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    found = OPERATOR.match(last)
+    if found is None:
+        return ""
+    place = next((match for line in reversed(lines) if (match := PLACE.search(line)) is not None), None)
+    where = f"{place['file']}:{place['line']} calls" if place is not None else "It calls"
+    namespace, _, rest = found["name"].partition(".")
+    operator = f"{namespace}::{rest.partition('.')[0]}"
+    if found["kind"] == "UnsupportedOperatorException":
+        why, way = (
+            "of which torch does not know what shapes it returns",
+            f"give it a rule (torch.library.register_fake({operator!r}))",
+        )
+    else:
+        why, way = "whose result is as large as only a run with values knows", "have the script take a fixed size there"
+    return f"{where} {operator}, {why}; {way}."
 
 
 def _of_network(lines: Sequence[str]) -> str:
@@ -101,11 +174,18 @@ def _of_files(lines: Sequence[str]) -> str:
     if found is None:
         return ""
     path = found["quoted"] or found["bare"].rstrip(".,;:")
+    near = lines[-4:]
     suffix = PurePosixPath(path.rstrip("*")).suffix.lower()
+    if not suffix and any("json.load(" in line for line in near):
+        suffix = ".json"
     if suffix in BY_SUFFIX:
         least = BY_SUFFIX[suffix].replace("WRITTEN", f"{TABLE}.{WRITERS.get(suffix)}({path!r})")
     elif suffix:
         least = "a small one as it expects"
+    elif any("tokenizer" in line.lower() for line in near):
+        least = "a tokenizer's folder (tokenizer.json and tokenizer_config.json)"
+    elif any(" open(" in line for line in near):
+        least = "a small file as it expects"
     else:
         least = "a folder with one small file as it expects"
     return f"{path} is not here; put there {least}: only shapes count."

@@ -16,10 +16,14 @@ from peakcast.core.findings import Direction, Finding
 
 MOST_NOTES = 20
 """Most findings of one run; a loop over layers could repeat the same one at as many places."""
-_MACHINERY = tuple(
+_TORCH, *_OURS = (
     os.path.join(os.path.dirname(os.path.abspath(module.__file__ or "")), "") for module in (torch, peakcast, collectors)
 )
+_MACHINERY = (_TORCH, *_OURS)
 """Folders whose frames are never reported as the place."""
+OF_DRY_RUNS = (*_OURS, *(_TORCH + part for part in ("_", "utils/_", "nn/modules/module.py")))
+"""What the names of files begin with that run operators on tensors without values: those of peakcast, and torch's private
+ones."""
 _LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 """The folder of Python's own library."""
 
@@ -69,6 +73,12 @@ def where() -> str:
             return _short(file) + line
         first = first or ("" if file.startswith(_LIBRARY) else _within_package(file) + line)
     return first or "the script"
+
+
+def asking() -> FrameType | None:
+    """The frame of the script's or a library's code that asked torch for something."""
+    frames = (frame for frame in _frames() if not frame.f_code.co_filename.startswith(("<", *_MACHINERY)))
+    return next(frames, None)
 
 
 ITS_MEANS = frozenset({"peakcast", "numpy", "torch", *sys.stdlib_module_names} - {"__main__"})

@@ -4,12 +4,12 @@ catalog's network, a tokenizer that splits at blanks, and synthetic rows of text
 from __future__ import annotations
 
 import contextlib
-import json
-import struct
-from collections.abc import Sequence
+import os
 from pathlib import Path
 from typing import Any
 
+from peakcast.collectors.dryrun import checkpoints
+from peakcast.collectors.dryrun.checkpoints import header_of
 from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
@@ -17,8 +17,6 @@ from peakcast.collectors.dryrun.quantized import quantize, quantizer_of
 from peakcast.collectors.dryrun.synthetic_rows import Rows
 from peakcast.collectors.stacks.parts import quantized_fakes
 
-DEFAULT_LENGTH = 4096
-"""Tokens of a synthetic row without `--length`; collators cut rows to their configured length."""
 FEWEST_WORDS = 256
 """A tokenizer of the hub with fewer words was not really downloaded."""
 SPLITS = ("train", "test", "validation")
@@ -28,21 +26,20 @@ HUB_KEYWORDS = {
 }
 """Arguments of `from_pretrained` about how a file is downloaded."""
 DTYPE_KEYWORDS = ("dtype", "torch_dtype")
-_HEADER_BYTES = 2**27
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
 class Stand:
     """Replaces what cannot be downloaded, and reports it to `notes`."""
 
-    def __init__(self, notes: RunFindings, lengths: Sequence[int] | None) -> None:
+    def __init__(self, notes: RunFindings, lengths: tuple[int, int]) -> None:
         self.notes = notes
-        shortest, longest = lengths or (DEFAULT_LENGTH, DEFAULT_LENGTH)
-        self._rows = Rows(shortest, longest, self._say)
+        self._rows = Rows(*lengths, self._say)
 
     def install(self) -> None:
         """Change torch.hub, and the modules that the script will import."""
         _no_weights_of_the_hub()
+        checkpoints.install()
         when_imported("transformers.modeling_utils", self._in_modeling)
         when_imported("transformers.models.auto.configuration_auto", self._in_configurations)
         when_imported("transformers.models.auto.tokenization_auto", self._in_tokenizers)
@@ -137,9 +134,10 @@ class Stand:
             try:
                 return fetch(path, *arguments, split=split, **keywords)
             except Exception:
-                if Path(path).exists() or keywords.get("data_files"):
+                files = _names(keywords.get("data_files"))
+                if Path(path).exists() or any(Path(file).exists() for file in files):
                     raise
-                self._say(f"the data of {path} is not here: {self._rows} stood in (--length).")
+                self._say(f"the data of {files[0] if files else path} is not here: {self._rows} stood in (--length).")
                 rows = self._rows.made(module)
                 if isinstance(split, (list, tuple)):
                     return [rows for _ in split]
@@ -150,6 +148,13 @@ class Stand:
 
     def _say(self, sentence: str) -> None:
         self.notes.add("script_part_skipped", "command", sentence)
+
+
+def _names(files: Any) -> list[str]:
+    """The names of files that `load_dataset` is given: one, several, or some of each split."""
+    if isinstance(files, dict):
+        return [name for part in files.values() for name in _names(part)]
+    return [os.fspath(files)] if isinstance(files, (str, os.PathLike)) else [os.fspath(one) for one in files or ()]
 
 
 def _no_weights_of_the_hub() -> None:
@@ -206,11 +211,8 @@ def _dtype_of(name: str) -> str | None:
     """The dtype of a local checkpoint's first weights, from the header of its first safetensors file."""
     for file in sorted(Path(name).glob("*.safetensors"))[:1] if Path(name).is_dir() else ():
         with file.open("rb") as content:
-            (size,) = struct.unpack("<Q", content.read(8))
-            if size <= _HEADER_BYTES:
-                header = json.loads(content.read(size))
-                kinds = (entry.get("dtype") for key, entry in header.items() if key != "__metadata__")
-                return next((_DTYPES[kind] for kind in kinds if kind in _DTYPES), None)
+            kinds = (entry.get("dtype") for key, entry in header_of(content).items() if key != "__metadata__")
+            return next((_DTYPES[kind] for kind in kinds if kind in _DTYPES), None)
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -214,6 +215,19 @@ def _last_lines(log: Path) -> list[str]:
         return printed.read().decode(errors="replace").rstrip().splitlines()
 
 
+FRAME = re.compile(r'  File "(?P<file>[^"<]+)", line (?P<line>\d+), in ')
+LIBRARIES = ("site-packages", "dist-packages", os.path.join("lib", "python"))
+
+
+def _own_line(lines: list[str]) -> str:
+    """The script's line that failed, in a sentence, if it is in the traceback and not among the lines that are shown."""
+    frames = [(number, found) for number, line in enumerate(lines) if (found := FRAME.match(line)) is not None]
+    own = [(number, found) for number, found in frames if not any(part in found["file"] for part in LIBRARIES)]
+    if not own or own[-1][0] >= len(lines) - MOST_LINES:
+        return ""
+    return f"Its own line there is {own[-1][1]['file']}:{own[-1][1]['line']}."
+
+
 def _why(code: int | None, command: TrainingCommand, limits: DryRunLimits, lines: list[str]) -> str:
     script = command.script
     if code is None:
@@ -226,13 +240,13 @@ def _why(code: int | None, command: TrainingCommand, limits: DryRunLimits, lines
             f"{script} ended before any optimizer had stepped (torch.optim.Optimizer.step); give the arguments with which "
             "it trains. Weights that a script updates by itself (torch.func) are not followed."
         )
-    if code == CRASHED and lines and lines[-1].startswith("MemoryError"):
+    if code == CRASHED and lines and lines[-1].partition(":")[0].endswith("MemoryError"):  # NumPy has one of its own
         return (
             f"{script} needs more host memory than the {format_gib(limits.memory_bytes)} that it may use; give it more "
             "(--memory-gib)."
         )
     if code == CRASHED:
         why = f"{script} failed before its third optimizer step had ended; its last lines say why."
-        return f"{why} {hint(lines)}".rstrip()
+        return " ".join(filter(None, (why, _own_line(lines), hint(lines))))
     how = f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
     return f"{script} {how} before its third optimizer step had ended."

@@ -78,8 +78,9 @@ class Session:
         """Give the script files that this machine lacks: data, tokenizers, packages."""
         from peakcast.collectors.dryrun import absent_packages, byte_pieces, byte_tokenizers, token_files
         from peakcast.collectors.dryrun.downloads import Downloads
+        from peakcast.collectors.dryrun.lengths import of_rows
 
-        token_files.TokenFiles(self.overlay, self.notes).install()
+        token_files.TokenFiles(self.overlay, self.notes, of_rows(self.question["lengths"])).install()
         Downloads(self.notes).install()
         byte_tokenizers.install(self.notes)
         byte_pieces.install(self.notes)
@@ -102,17 +103,19 @@ class Session:
 
     def _stand_in_for_programs(self) -> None:
         """Replace what the script would start or load: other programs, its children, kernels, pretrained weights."""
-        from peakcast.collectors.dryrun import generation, graphs, lightning_launch, outside, pretrained
+        from peakcast.collectors.dryrun import generation, graphs, lightning_launch, outside, pretrained, rewards
         from peakcast.collectors.dryrun.children import Children
         from peakcast.collectors.dryrun.kernel_packages import KernelPackages
+        from peakcast.collectors.dryrun.lengths import of_rows
 
         outside.install(self.notes)
         generation.install(self.notes)
+        rewards.install(self.notes)
         graphs.install(self.notes)
         Children(self.question).install()
         lightning_launch.install(self.question)
         KernelPackages(self.notes).install()
-        pretrained.Stand(self.notes, self.question["lengths"]).install()
+        pretrained.Stand(self.notes, of_rows(self.question["lengths"])).install()
 
     def _follower(self, tracer: Tracer) -> ScriptSteps:
         """The follower of the script's steps and of its evaluation, with the lengths of its data and a limit of time."""
@@ -157,7 +160,15 @@ class Session:
 
     def failed(self, error: BaseException) -> None:
         """Report that the script has raised an error."""
-        traceback.print_exception(type(error), error, _from_the_script(error.__traceback__))
+        from peakcast.collectors.dryrun.noted import OF_DRY_RUNS
+
+        report = traceback.TracebackException(type(error), error, _from_the_script(error.__traceback__))
+        cause: traceback.TracebackException | None = report
+        while cause is not None:
+            shown = [frame for frame in cause.stack if not frame.filename.startswith(OF_DRY_RUNS)]
+            cause.stack = traceback.StackSummary.from_list(shown)
+            cause = cause.__cause__ or cause.__context__
+        print("".join(report.format()), file=sys.stderr, end="")
 
     def finish(self) -> NoReturn:
         """Write the answer and end the process, wherever the script is."""

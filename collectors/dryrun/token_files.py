@@ -2,9 +2,9 @@
 user.
 
 They have the format that the script expects. If the script contains the first number of llm.c's header, a file begins with
-this header of 256 numbers, as in llm.c and its descendants; else it has only tokens, as in nanoGPT, or a numpy array, or
-words, depending on the file's name. If the script lists a folder that does not exist, files for training, validation and
-tests are made in it.
+this header of 256 numbers, as in llm.c and its descendants; else it has only tokens, as in nanoGPT, or a numpy array,
+words, or lines of JSON, depending on the file's name. If the script lists a folder that does not exist, files for training,
+validation and tests are made in it.
 """
 
 from __future__ import annotations
@@ -16,16 +16,18 @@ import io
 import os
 import pathlib
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from peakcast.collectors.dryrun import json_rows
 from peakcast.collectors.dryrun.file_overlay import Overlay
 from peakcast.collectors.dryrun.noted import DIRECTLY, ITS_MEANS, RunFindings, asker
 
-SUFFIXES = (".bin", ".npy", ".txt")
+TEXTS = (".txt", ".jsonl")
+SUFFIXES = (".bin", ".npy", *TEXTS)
 LISTED = {".npy": (".npy", "np.load"), ".bin": (".bin", "memmap", "fromfile")}
 """Suffix of files in a folder that does not exist -> words in the text of scripts that read such files."""
 SPLITS = ("train", "val", "test")
@@ -46,11 +48,12 @@ NUM_BYTES = 256
 
 
 class TokenFiles:
-    """Makes the files that a script's own code opens."""
+    """Makes the files that a script's own code opens; rows of JSON have `lengths` (the shortest, the longest)."""
 
-    def __init__(self, overlay: Overlay, notes: RunFindings) -> None:
+    def __init__(self, overlay: Overlay, notes: RunFindings, lengths: Sequence[int]) -> None:
         self._overlay = overlay
         self._notes = notes
+        self._lengths = lengths
 
     def install(self) -> None:
         """Install it in this process."""
@@ -92,7 +95,7 @@ class TokenFiles:
         """The files that a pattern has found; if it is a pattern for token files and has found none, files that are made
         now."""
         name = os.fsdecode(pattern)
-        if not found and asker() is not None and name.endswith(SUFFIXES) and "*" in name:
+        if not found and asker() is not None and "*" in name and _kind(name.replace("*", "0")):
             found = [name.replace("*", f"{number:06d}") for number in range(NUM_FILES)]
             for one in found:
                 self._make_if_asked(one)
@@ -110,20 +113,35 @@ class TokenFiles:
 
     def _make_if_asked(self, path: Any) -> bool:
         """Make `path` if the script reads it as a token file. Returns whether the file was made."""
-        whose = asker(BY_ITSELF if str(path).endswith(".txt") else ITS_MEANS)
-        if whose is None or not isinstance(path, (str, os.PathLike)) or not os.fspath(path).endswith(SUFFIXES):
+        kind = _kind(os.fsdecode(path)) if isinstance(path, (str, os.PathLike)) else ""
+        whose = asker(BY_ITSELF if kind in TEXTS else ITS_MEANS) if kind else None
+        if whose is None:
             return False
         name = os.fspath(path)
         place = self._overlay.write(name, keeps=False)
-        _write(Path(place), _text(whose))
+        if kind == ".jsonl":
+            Path(place).write_text(json_rows.lines(*self._lengths), encoding="utf-8")
+        else:
+            _write(Path(place), kind, _text(whose))
         like = re.sub(r"\d+", "*", os.path.basename(name))
-        size = f"{NUM_WORDS:,} words" if name.endswith(".txt") else f"{NUM_TOKENS:,} tokens"
-        sentence = f"{like} is not here: files of {size} stood in for it and its like."
+        sentence = f"{like} is not here: files of {self._size(kind)} stood in for it and its like."
         self._notes.add("script_part_skipped", "command", sentence)
         return True
 
+    def _size(self, kind: str) -> str:
+        if kind == ".jsonl":
+            lengths = " to ".join(f"{length:,}" for length in dict.fromkeys(self._lengths))
+            return f"{json_rows.NUM_LINES} lines of {lengths} words (--length), with the usual keys,"
+        return f"{NUM_WORDS:,} words" if kind == ".txt" else f"{NUM_TOKENS:,} tokens"
+
 
 _iglob, _path_glob = glob.iglob, pathlib.Path.glob
+
+
+def _kind(name: str) -> str:
+    """The suffix of a file of tokens or text, before the number of a part ("train.npy.0"); "" for other files."""
+    found = re.search(r"(\.\w+?)(\.\d+)?$", name)
+    return found[1] if found is not None and found[1] in SUFFIXES else ""
 
 
 def _text(file: str) -> str:
@@ -139,8 +157,8 @@ def words() -> str:
     return f"{alphabet}\n" + "word text " * (NUM_WORDS // 2)
 
 
-def _write(path: Path, script: str) -> None:
-    if path.suffix == ".txt":
+def _write(path: Path, kind: str, script: str) -> None:
+    if kind == ".txt":
         path.write_text(words(), encoding="utf-8")
         return
     tokens = np.arange(NUM_TOKENS, dtype=np.uint32) % DOCUMENT_LENGTH
@@ -148,14 +166,15 @@ def _write(path: Path, script: str) -> None:
         tokens[tokens == 0] = TEXT_END
     else:
         tokens %= NUM_BYTES
-    if path.suffix == ".npy":
-        np.save(path, tokens.astype(np.uint16))
+    if kind == ".npy":
+        with path.open("wb") as file:
+            np.save(file, tokens.astype(np.uint16))
         return
     first = next((number for number in HEADERS if str(number) in script), None)
-    version, kind = HEADERS[first] if first is not None else (0, np.uint16)
+    version, dtype = HEADERS[first] if first is not None else (0, np.uint16)
     with path.open("wb") as file:
         if first is not None:
             header = np.zeros(HEADER_LENGTH, dtype=np.int32)
             header[:3] = first, version, NUM_TOKENS
             file.write(header.tobytes())
-        file.write(tokens.astype(kind).tobytes())
+        file.write(tokens.astype(dtype).tobytes())

@@ -10,6 +10,7 @@ import contextlib
 import importlib
 import importlib.abc
 import importlib.machinery
+import importlib.metadata
 import re
 import sys
 import types
@@ -23,6 +24,9 @@ from peakcast.collectors.tracing.fake_cuda import COMPUTE_CAPABILITY
 SHARED_MEMORY_BYTES = 163 * 1024
 """Shared memory of a multiprocessor of that compute capability, for one block of threads (CUDA C++ programming guide, table
 of capabilities)."""
+
+
+VERSION = "3.4.0"
 
 
 class _Anything:
@@ -81,6 +85,16 @@ def driver() -> Any:
     return types.SimpleNamespace(active=types.SimpleNamespace(**active))
 
 
+class Installed(importlib.metadata.Distribution):
+    """Says that the stub is installed, in the version that it has."""
+
+    def read_text(self, filename: str) -> str | None:
+        return f"Metadata-Version: 2.1\nName: triton\nVersion: {VERSION}\n" if filename == "METADATA" else None
+
+    def locate_file(self, path: Any) -> Any:
+        return path
+
+
 class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Makes stubs of `packages` and of all modules in them."""
 
@@ -95,7 +109,7 @@ class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def create_module(self, spec: Any) -> types.ModuleType:
         module = _Module(spec.name)
         if spec.name == "triton":
-            module.__version__ = "3.4.0"  # type: ignore[attr-defined]
+            module.__version__ = VERSION  # type: ignore[attr-defined]
             module.cdiv = lambda a, b: -(-a // b)  # type: ignore[attr-defined]
             module.next_power_of_2 = lambda n: 1 << (n - 1).bit_length()  # type: ignore[attr-defined]
             module.jit = lambda function=None, **keywords: _Anything()  # type: ignore[attr-defined]

@@ -19,7 +19,7 @@ from peakcast.jobs.spec import TrainingJob
 from peakcast.models.allocator.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.allocator.nearby_orders import nearby_orders
 from peakcast.models.allocator.replay import Replay, replay_run
-from peakcast.models.baseline.device_memory import communicator_bytes, context_bytes, num_contexts
+from peakcast.models.baseline.device_memory import communicator_bytes, contexts_and_kernels_bytes
 from peakcast.models.baseline.evenly_routed import evenly_routed
 from peakcast.models.baseline.host import host_bytes
 from peakcast.models.baseline.measured_constants import Outside, outside
@@ -142,7 +142,7 @@ def _baseline(
     steadies = {candidate: ledger(job, device=device, rank=candidate, step="steady") for candidate in candidates}
     chosen = max(candidates, key=lambda candidate: steadies[candidate].peak().num_bytes)
     steady, first = steadies[chosen], ledger(job, device=device, rank=chosen, step="first")
-    context = num_contexts(job, device) * context_bytes(device, job.versions)
+    context = contexts_and_kernels_bytes(job, device)
     communicators = communicator_bytes(job, device)
     read = outside(job, device)
     outside_bytes = read.num_bytes if read is not None else context + communicators

@@ -26,6 +26,12 @@ BASE_CONTEXT_BYTES = {12: 256 * MIB, 13: 213 * MIB}
 H200, a process of 520 MiB next to another one's (CTX-045 of datasets/published/constants/device_constants_h100.csv), less
 its arena of 264 MiB; CUDA 13.0 on RTX 6000 Ada, bare context 426 MiB (unslothai/unsloth-zoo #1053), less 213 MiB. Older
 releases of CUDA count as 12."""
+KERNELS_BYTES = 50 * MIB
+"""Kernels and handles that the steps of a job load into its process's context. Source: optimum-benchmark, which publishes
+what NVML says and what is reserved: 120 runs of torch 2.1.1 on A100-80GB, in float16 and GPTQ, with three kinds of
+attention, held 49 to 54 MiB more than reserved memory and the context above (rows of commits 450f5b8, 4dc5b95 and
+adbc1e9; at another commit nine held 840 MiB more and nine 31 less). Of fms-acceleration's runs on one GPU, whose reserved
+memory is replayed, a quarter held no more than 39 to 56 MiB in five of eight tables."""
 AMPERE_COMMUNICATOR_BYTES = (544 * MIB, 688 * MIB)
 """Buffers of one NCCL communicator of 2 ranks and of more, up to compute capability 8.x. Source: 4 × A100, NVIDIA/nccl
 #964, which writes MB but means MiB: 256 MiB that sends and receives share (32 channels × 16 steps × 512 KiB, the formula in
@@ -64,6 +70,11 @@ def num_contexts(job: TrainingJob, device: Device) -> int:
     touches every GPU (convention `contexts_on_every_gpu`)."""
     everywhere = conventions(job).get("contexts_on_every_gpu")
     return min(job.parallelism.world_size, device.gpus_per_node) if everywhere else 1
+
+
+def contexts_and_kernels_bytes(job: TrainingJob, device: Device) -> int:
+    """Estimate of the CUDA contexts on the GPU of a rank of `job`, and of what its own steps load into them."""
+    return num_contexts(job, device) * context_bytes(device, job.versions) + KERNELS_BYTES
 
 
 def communicator_bytes(job: TrainingJob, device: Device) -> int:

@@ -110,7 +110,8 @@ class Domain:
         return [*unseen, *self._sizes_outside(row), *self._versions_outside(job), *unmodelled_versions(job)]
 
     def with_kinds_of(self, samples: Iterable[Sample]) -> Domain:
-        """The domain, with the kinds of jobs of `samples`: which weights a framework trains is not a matter of the GPU."""
+        """The domain, with the kinds of jobs of `samples`: which weights a framework trains is a matter neither of the GPU
+        nor of which peak was read."""
         return replace(self, kinds=tuple(sorted({_kind(sample.row.job) for sample in samples})))
 
     def has_kind(self, job: TrainingJob) -> bool:

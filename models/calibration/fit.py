@@ -30,6 +30,11 @@ from peakcast.models.calibration.samples import (
 )
 from peakcast.models.calibration.spread import Spread, terms_of
 
+PARTS = {
+    "peak_reserved_bytes": ("peak_allocated_bytes",),
+    "peak_device_bytes": ("peak_allocated_bytes", "peak_reserved_bytes"),
+}
+"""Quantity → the quantities that are part of it. Rows of a part say whether a kind of job has the right tensors."""
 ENOUGH_ROWS = 60
 ENOUGH_ARCHITECTURES = 12
 """A GPU type with this many rows of this many architectures is fitted to its own rows; one with fewer shares the rows of
@@ -72,7 +77,7 @@ def fit_samples(
     gpu: str,
     *,
     created: str = "",
-    learn: Callable[[Sequence[Sample], str], QuantityCalibration] | None = None,
+    learn: Callable[[Sequence[Sample], str, Sequence[Sample]], QuantityCalibration] | None = None,
 ) -> Calibration:
     """As `fit`, for prepared samples, including those that went out of memory, as bounds. A quantity with too few
     architectures is left out. `learn`: replaces `fit_quantity`."""
@@ -83,9 +88,9 @@ def fit_samples(
         rows = rows_for(gpu, quantity, samples)
         if len({sample.architecture for sample in rows if not sample.censored}) < MIN_ARCHITECTURES:
             continue
-        learned = learn(rows, quantity)
-        everyone = [sample for sample in samples if sample.measured(quantity) is not None and not sample.censored]
-        quantities[quantity] = replace(learned, domain=learned.domain.with_kinds_of(everyone))
+        compared = [sample for sample in samples if not sample.censored and _compared(sample, quantity)]
+        learned = learn(rows, quantity, compared)
+        quantities[quantity] = replace(learned, domain=learned.domain.with_kinds_of(compared))
         used.update({id(sample): sample for sample in rows})
     return Calibration(
         gpu=gpu,
@@ -104,21 +109,32 @@ def rows_for(gpu: str, quantity: str, samples: Sequence[Sample]) -> list[Sample]
     return own if enough else have
 
 
+def _compared(sample: Sample, quantity: str) -> bool:
+    """Whether a sample's tensors were compared with a run, for a bar of `quantity`."""
+    return any(sample.measured(one) is not None for one in (quantity, *PARTS.get(quantity, ())))
+
+
 def fit_quantity(
     rows: Sequence[Sample],
     quantity: str,
+    compared: Sequence[Sample] = (),
     *,
     make_candidates: Callable[[], list[Regressor]] = candidate_regressors,
     num_folds: int = NUM_FOLDS,
 ) -> QuantityCalibration:
     """Residual, spread and bars of one quantity. Spread and bars are fitted to the residual's errors on architectures, and
-    on sources, that were held out. A bound counts among them only if the prediction was below it."""
+    on sources, that were held out. A bound counts among them only if the prediction was below it. `compared`: samples whose
+    kinds of jobs count as measured, beside those of `rows`."""
     ratios = [sample.log_ratio(quantity) for sample in rows]
     weights = repeat_weights(rows)
     most = max(sample.trust for sample in rows)
     architectures = [sample.architecture for sample in rows]
     own_features = [of_quantity(sample.features, sample.baseline, quantity) for sample in rows]
-    residual = Residual(make_candidates=make_candidates, num_folds=num_folds).fit(
+
+    def candidates() -> list[Regressor]:
+        return [one for one in make_candidates() if quantity not in one.not_of]
+
+    residual = Residual(make_candidates=candidates, num_folds=num_folds).fit(
         own_features,
         ratios,
         architectures,
@@ -130,7 +146,7 @@ def fit_quantity(
     held = [
         _Held(sample=rows[i], unit=f"{name} {units[i]}", missed=ratios[i] - guess, terms=terms[i], weight=weights[i])
         for name, units, split in zip(("architecture", "source"), _units(rows), residual.splits_, strict=False)
-        for terms in [_terms(rows, own_features, quantity, split.folds.tolist() if name == "source" else None)]
+        for terms in [_terms(rows, own_features, quantity, (*rows, *compared) if name == "source" else None)]
         for i, guess in enumerate(split.guesses.tolist())
         if not rows[i].censored or ratios[i] > guess
     ]
@@ -187,23 +203,28 @@ def mean_by_architecture(
 
 
 def _terms(
-    rows: Sequence[Sample], features: Sequence[Mapping[str, float]], quantity: str, folds: Sequence[int] | None
+    rows: Sequence[Sample], features: Sequence[Mapping[str, float]], quantity: str, compared: Sequence[Sample] | None
 ) -> list[dict[str, float]]:
-    """The terms of each row, as `bars.bar_of` has them: how far it was outside the rows that predicted it, those of the
-    other `folds`. None: they were predicted without their architecture, which is no reason to be outside. So rows of a
-    stack on which one architecture was run teach what to expect inside, not that being outside costs nothing."""
-    if folds is None:
+    """The terms of each row, as `bars.bar_of` has them: how far it was outside the rows of other sources, which predicted
+    it, and whether any of `compared` from other sources is of its kind. None: they were predicted without their
+    architecture, which is no reason to be outside. So rows of a stack on which one architecture was run teach what to
+    expect inside, not that being outside costs nothing."""
+    if compared is None:
         return [terms_of(own, quantity, 0) for own in features]
+
+    def without(source: str, samples: Sequence[Sample]) -> list[Sample]:
+        return [sample for sample in samples if sample.row.project != source and not sample.censored]
+
     domains = {
-        fold: Domain.of([row for row, its in zip(rows, folds, strict=True) if its != fold and not row.censored])
-        for fold in set(folds)
+        source: Domain.of(without(source, rows)).with_kinds_of(without(source, compared))
+        for source in {sample.row.project for sample in rows}
     }
     return [
         terms_of(
             own,
             quantity,
-            domains[fold].distance(row.row.job, row.features, row.row.gpu),
-            new_kind=not domains[fold].has_kind(row.row.job),
+            domains[row.row.project].distance(row.row.job, row.features, row.row.gpu),
+            new_kind=not domains[row.row.project].has_kind(row.row.job),
         )
-        for row, own, fold in zip(rows, features, folds, strict=True)
+        for row, own in zip(rows, features, strict=True)
     ]

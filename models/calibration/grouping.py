@@ -6,6 +6,8 @@ from __future__ import annotations
 from peakcast.core.units import GIB
 from peakcast.jobs.spec import Parallelism, TrainingJob
 
+EXPERTS = "/experts"
+"""The end of the name of a `residual_group` of networks with experts."""
 EVERYTHING = "all"
 """The group that every job belongs to."""
 SIZES_GIB = (5, 20)
@@ -45,7 +47,12 @@ def layout_name(parallelism: Parallelism) -> str:
 def residual_group(job: TrainingJob) -> str:
     """The group whose median the residual may learn: framework, layout, and whether there are experts, whose leftovers in
     the cache are of another order of magnitude."""
-    return f"{job.framework}/{layout_name(job.parallelism)}" + ("/experts" if job.architecture.moe else "")
+    return f"{job.framework}/{layout_name(job.parallelism)}" + (EXPERTS if job.architecture.moe else "")
+
+
+def layout_of_group(group: str) -> str:
+    """The `residual_group` of a dense network with the framework and layout of `group`."""
+    return group.removesuffix(EXPERTS)
 
 
 def row_kind(job: TrainingJob) -> str:

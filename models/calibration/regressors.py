@@ -17,6 +17,7 @@ import numpy.typing as npt
 
 from peakcast.core.errors import CalibrationError
 from peakcast.models.calibration.features import ENOUGH_FOR_FEATURES, FEATURES, MONOTONE
+from peakcast.models.calibration.grouping import layout_of_group
 from peakcast.models.calibration.strict import WAY_OUT, number, numbers, read
 from peakcast.models.calibration.trees import Trees
 
@@ -39,6 +40,8 @@ class Regressor(Protocol):
     """Whether it never predicts a negative log ratio."""
     least_architectures: ClassVar[int]
     """It is not tried with fewer architectures."""
+    not_of: ClassVar[tuple[str, ...]]
+    """Quantities for which it is not tried."""
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> Any:
         """Learn, forgetting any earlier fit; returns self."""
@@ -56,6 +59,7 @@ class Zero:
     name: ClassVar[str] = "zero"
     never_takes_away: ClassVar[bool] = True
     least_architectures: ClassVar[int] = 1
+    not_of: ClassVar[tuple[str, ...]] = ()
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> Zero:
         """Nothing to learn."""
@@ -77,6 +81,7 @@ class GroupMedian:
     name: ClassVar[str] = "group_median"
     never_takes_away: ClassVar[bool] = False
     least_architectures: ClassVar[int] = 1
+    not_of: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, prior_weight: float = 3.0, overall: float | None = None) -> None:
         self.prior_weight = prior_weight
@@ -103,24 +108,32 @@ class GroupMedian:
 
 
 class HiddenBytes:
-    """Memory that no tensor explains (a CUDA context, its kernels, workspaces, communicators), the same amount for every
-    job of a group: log(1 + amount / start). Learned: `amounts_`, the median of measured − start over a group's rows, in
-    GiB, pulled towards zero (`GroupMedian`). A group never seen has zero, since several ranks' hidden memory says nothing
-    about one GPU, and a router's nothing about a dense network. Never negative: hidden memory can only add."""
+    """Memory that no tensor explains and that several ranks have (communicators, their kernels, workspaces), the same
+    amount for every job of a layout: log(1 + amount / start). Learned: `amounts_`, the median of measured − start over the
+    rows of dense networks, in GiB, pulled towards zero (`GroupMedian`). Experts have what dense networks of their layout
+    have: what their router leaves in the cache is no fixed amount. A layout never seen has zero, and so has one GPU: what
+    a process holds there is counted from runs that print both numbers (`device_memory.KERNELS_BYTES`), and more is the
+    cache. Never negative: hidden memory can only add. What is reserved beyond the tensors are whole blocks of the network's
+    sizes, which a fixed amount does not describe."""
 
     name: ClassVar[str] = "hidden_bytes"
     never_takes_away: ClassVar[bool] = True
     least_architectures: ClassVar[int] = 1
+    not_of: ClassVar[tuple[str, ...]] = ("peak_reserved_bytes",)
     column = list(FEATURES).index("gib_over_start")
+    axes = list(FEATURES).index("num_parallel_axes")
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> HiddenBytes:
         """Learn the amounts."""
-        self.amounts_ = GroupMedian(overall=0.0).fit(x, np.expm1(y) / x[:, self.column], weights, groups)
+        rows = np.array([group == layout_of_group(group) for group in groups], dtype=bool) & (x[:, self.axes] > 0)
+        amounts, names = np.expm1(y) / x[:, self.column], [groups[row] for row in np.flatnonzero(rows).tolist()]
+        self.amounts_ = GroupMedian(overall=0.0).fit(x[rows], amounts[rows], weights[rows], names)
         return self
 
     def predict(self, x: Floats, groups: Sequence[str]) -> Floats:
-        """The group's amount as a share of what each row starts from."""
-        result: Floats = np.log1p(np.maximum(self.amounts_.predict(x, groups), 0.0) * x[:, self.column])
+        """The layout's amount as a share of what each row starts from."""
+        amounts = self.amounts_.predict(x, [layout_of_group(group) for group in groups]) * (x[:, self.axes] > 0)
+        result: Floats = np.log1p(np.maximum(amounts, 0.0) * x[:, self.column])
         return result
 
     def to_mapping(self) -> dict[str, Any]:
@@ -135,6 +148,7 @@ class GpuMedian:
     name: ClassVar[str] = "gpu_median"
     never_takes_away: ClassVar[bool] = False
     least_architectures: ClassVar[int] = 1
+    not_of: ClassVar[tuple[str, ...]] = ()
     columns = tuple(list(FEATURES).index(name) for name in ("compute_capability", "num_sms"))
 
     def fit(self, x: Floats, y: Floats, weights: Floats, groups: Sequence[str]) -> GpuMedian:
@@ -165,6 +179,7 @@ class Ridge:
     name: ClassVar[str] = "ridge"
     never_takes_away: ClassVar[bool] = False
     least_architectures: ClassVar[int] = ENOUGH_FOR_FEATURES
+    not_of: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, alpha: float = 0.3) -> None:
         self.alpha = alpha
@@ -213,6 +228,7 @@ class BoostedTrees:
     name: ClassVar[str] = "boosted_trees"
     never_takes_away: ClassVar[bool] = False
     least_architectures: ClassVar[int] = ENOUGH_FOR_TREES
+    not_of: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, *, max_iter: int = 40, learning_rate: float = 0.12, max_leaf_nodes: int = 8) -> None:
         self.max_iter = max_iter

@@ -63,8 +63,10 @@ class _Memory:
         self.make_candidates = make_candidates
         self.known: dict[tuple[str, tuple[int, ...]], QuantityCalibration] = {}
 
-    def __call__(self, rows: Sequence[Sample], quantity: str) -> QuantityCalibration:
+    def __call__(self, rows: Sequence[Sample], quantity: str, compared: Sequence[Sample]) -> QuantityCalibration:
         key = (quantity, tuple(id(sample) for sample in rows))
         if key not in self.known:
-            self.known[key] = fit_quantity(rows, quantity, make_candidates=self.make_candidates, num_folds=NUM_FOLDS)
+            self.known[key] = fit_quantity(
+                rows, quantity, compared, make_candidates=self.make_candidates, num_folds=NUM_FOLDS
+            )
         return self.known[key]

@@ -13,7 +13,7 @@ from peakcast.core.findings import Finding, ordered
 from peakcast.core.units import GIB
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.baseline import Baseline, Ledger, baseline, usable_bytes
-from peakcast.models.baseline.device_memory import communicator_bytes, context_bytes, num_contexts
+from peakcast.models.baseline.device_memory import communicator_bytes, contexts_and_kernels_bytes
 from peakcast.models.baseline.measured_constants import outside
 from peakcast.models.baseline.reserved_findings import reserved_findings
 from peakcast.models.calibration.bars import bar_of
@@ -103,7 +103,7 @@ def could_surely_fit(job: TrainingJob, device: Device, allocated_bytes: int) -> 
     caches nothing, whose bar is the narrowest."""
     calibration = calibration_for(device)
     read = outside(job, device)
-    estimate = num_contexts(job, device) * context_bytes(device, job.versions) + communicator_bytes(job, device)
+    estimate = contexts_and_kernels_bytes(job, device) + communicator_bytes(job, device)
     least = allocated_bytes + (read.num_bytes if read is not None else estimate)
     row = {**sizes(job, allocated_bytes), **kinds(job), "gib_over_start": GIB / least, "log2_reserved_over_allocated": 0.0}
     learned = calibration.quantities.get("peak_device_bytes")

@@ -14,7 +14,7 @@ from peakcast.jobs.conventions import conventions
 from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.baseline import Baseline, baseline, usable_bytes
-from peakcast.models.baseline.device_memory import communicator_bytes, context_bytes, num_contexts
+from peakcast.models.baseline.device_memory import communicator_bytes, contexts_and_kernels_bytes
 from peakcast.models.baseline.measured_constants import outside
 from peakcast.models.calibration.calibration import calibration_for
 from peakcast.models.calibration.features import features
@@ -54,7 +54,7 @@ def gpu_verdicts(
 
 
 def _moved(base: Baseline, job: TrainingJob, device: Device) -> Baseline:
-    context = num_contexts(job, device) * context_bytes(device, job.versions)
+    context = contexts_and_kernels_bytes(job, device)
     communicators = communicator_bytes(job, device)
     return replace(
         base,

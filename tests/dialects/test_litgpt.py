@@ -14,8 +14,12 @@ from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.translate import ReadOptions, translated
 from peakcast.doors.questions import translation_of
+from peakcast.jobs.spec import Precision
+from peakcast.measurements.store import datasets_folder, read_measurements
 from peakcast.models.baseline.ledger import ledger
+from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
 from peakcast.models.ledger.scope.scope import out_of_scope
+from peakcast.timelines.timeline import Phase
 
 TRAIN = {"global_batch_size": 32, "micro_batch_size": 2, "max_seq_length": 256}
 LLAMA = {
@@ -146,3 +150,74 @@ def test_one_matrix_makes_queries_keys_and_values_where_all_weights_train():
     assert full.architecture.fused_qkv
     assert not read(checkpoint_dir="checkpoints/meta-llama/Llama-2-7b", **LORA).job.architecture.fused_qkv
     assert full.framework_options["logits_chunks"] == 2 * 256 // 128
+
+
+QLORA = {"quantize": "bnb.nf4", "lora_r": 32, "checkpoint_dir": "checkpoints/meta-llama/Llama-2-7b"}
+
+
+def quantized(version, **changes):
+    versions = FrozenMapping({"litgpt": version, "torch": "2.3"})
+    return read(**QLORA).job.replace(**{"versions": versions, **changes})
+
+
+def test_quantized_weights_train_with_paged_states():
+    assert quantized("0.4.5").optimizer.name == "paged_adamw_32bit"
+    assert read(**{**QLORA, "quantize": None}).job.optimizer.name == "adamw"
+
+
+def test_lightning_quantizes_the_lm_head_too():
+    """32,000 x 4,096 weights, of 4 bits and a scale of 4 bytes for each 64."""
+    stored = {one.name: one.numel * one.element_bytes for one in stored_parameters(quantized("0.4.5"))}
+    assert stored["lm_head.weight.weight"] == 32000 * 4096 // 2
+    assert stored["lm_head.weight.absmax"] == 32000 * 4096 // 64 * 4
+    assert "lm_head.weight" in {one.name for one in stored_parameters(quantized("0.4.5", versions=FrozenMapping()))}
+
+
+@pytest.mark.parametrize(("compute", "copies"), [("bfloat16", 2), ("float16", 1)])
+def test_its_matrices_become_float16_before_they_are_bfloat16(compute, copies):
+    step = ledger(quantized("0.5.13", precision=Precision(parameters=compute, compute=compute)))
+    made = {size for name, size in zip(step.names, step.num_bytes.tolist(), strict=True) if name == "lm_head.temporary"}
+    assert made == {32000 * 4096 * 2 * copies}
+
+
+def test_bitsandbytes_inputs_stay_until_the_next_loss_exists():
+    """bitsandbytes 0.42 has them as attributes of the graph, to which the loop's `logits` and `loss` refer. Of each of 32
+    layers: what query-key-value, output, gate and up, and down read; and the lm_head's."""
+    job = quantized("0.4.5")
+    step = ledger(job)
+    rows, started = job.micro_batch_size * job.sequence_length, step.phases.tolist().index(Phase.FORWARD)
+    held = [
+        size
+        for name, size, born, dies in zip(step.names, step.num_bytes, step.born, step.dies, strict=True)
+        if name == "attribute of graph" and born <= started < dies
+    ]
+    assert sum(held) == rows * 2 * (32 * (3 * 4096 + 11008) + 4096)
+
+
+def test_the_table_that_releases_from_0_5_on_copy_stays_and_gets_a_gradient():
+    kept = {"embed_tokens.weight.before": 32000 * 4096 * 2, "embed_tokens.weight.grad": 32000 * 4096 * 2}
+    for version, extra in (("0.4.11", {}), ("0.5.3", kept)):
+        step = ledger(quantized(version))
+        every = zip(step.names, step.num_bytes.tolist(), step.dies.tolist(), strict=True)
+        assert {name: size for name, size, dies in every if name in kept and dies >= len(step.phases)} == extra
+
+
+PUBLISHED = [
+    row
+    for name in ("litgpt_finetune", "litgpt_resources")
+    for row in read_measurements(datasets_folder() / "published" / f"{name}.csv")
+    if row.job.finetuning.quantization and row.peak_allocated_bytes and not row.out_of_scope
+]
+
+
+@pytest.mark.parametrize("row", [row for row in PUBLISHED if row.job.task == "inference"], ids=lambda row: row.case[:7])
+def test_published_generations_in_four_bits(row):
+    found = ledger(row.job, device=catalog.gpu(row.gpu)).peak().num_bytes
+    assert found == pytest.approx(row.peak_allocated_bytes, rel=0.008)
+
+
+@pytest.mark.parametrize("name", ["llama-2-7b", "llama-3-8b", "mistral-7b", "stablelm-base-alpha-3b"])
+def test_published_training_in_four_bits(name):
+    row = next(row for row in PUBLISHED if f"{name}/qlora.yaml" in row.case)
+    found = ledger(row.job, device=catalog.gpu(row.gpu)).peak().num_bytes
+    assert found == pytest.approx(row.peak_allocated_bytes, rel=0.03)

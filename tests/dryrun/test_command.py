@@ -228,3 +228,66 @@ def test_a_notebook_is_read_as_the_script_of_its_cells(tmp_path):
     assert command.script == str(notebook)
     exported = Path(exported_script(command.script, tmp_path))
     assert exported.read_text() == "pass\npass\nif True:\n    pass\nsteps = 7 % 4"
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        (
+            "ImportError: cannot import name 'gone' from 'trl' (/v/lib/site-packages/trl/__init__.py)",
+            "trl has no gone in trl",
+        ),
+        ("AttributeError: module 'torch.cuda' has no attribute 'gone'", "torch has no gone in torch.cuda"),
+        ("TypeError: SFTTrainer.__init__() got an unexpected keyword argument 'gone'", "takes no argument gone"),
+        ("train.py: error: unrecognized arguments: --gone no", "does not take --gone no: leave that out"),
+        ("NotADirectoryError: The checkpoint directory does not exist: EleutherAI/pythia", "EleutherAI/pythia is not here"),
+        ("FileNotFoundError: no 'a/b' for json.load(f)", "a/b is not here; put there a list of"),
+        ("NotADirectoryError: no tokenizer in /models/x", "/models/x is not here; put there a tokenizer's folder"),
+    ],
+)
+def test_another_release_or_folder_is_named(last, says):
+    assert says in hint(["Traceback (most recent call last):", last])
+
+
+def test_a_name_that_the_script_s_own_module_lacks_is_its_own_error():
+    assert hint(["ImportError: cannot import name 'gone' from 'utils' (/home/me/utils.py)"]) == ""
+
+
+def test_a_shell_script_sees_the_environment_and_counts_gpus(tmp_path, monkeypatch):
+    monkeypatch.setenv("NODES", "2")
+    script = tmp_path / "train.sh"
+    lines = (
+        "export GPUS=$(nvidia-smi --list-gpus | wc -l)",
+        f"torchrun --nnodes $NODES --nproc-per-node $GPUS {SCRIPT} $NAME",
+    )
+    script.write_text("\n".join(lines))
+    command = read_command(["NAME=a b", "bash", str(script)])
+    assert (command.world_size, command.ranks_per_node, command.arguments) == (16, 8, ("a", "b"))
+
+
+def test_a_shell_script_that_cannot_be_read_names_its_command(tmp_path):
+    script = tmp_path / "train.sh"
+    script.write_text(f"torchrun --nproc-per-node $(count_them) {SCRIPT}")
+    with pytest.raises(SpecError, match="torchrun --nproc-per-node"):
+        read_command(["bash", str(script)])
+
+
+@pytest.mark.parametrize(
+    ("last", "says"),
+    [
+        ("torch.x.UnsupportedOperatorException: mine.f.default", "train.py:7 calls mine::f, of which"),
+        ("torch.x.DynamicOutputShapeException: aten.g.default", "train.py:7 calls aten::g, whose result"),
+        ("ModuleNotFoundError: No module named 'selective_scan_cuda'", "is a compiled extension of another package"),
+    ],
+)
+def test_operators_and_extensions_that_cannot_be_followed_are_named(last, says):
+    assert says in hint(['  File "train.py", line 7, in <module>', "    f(x)", last])
+
+
+def test_the_script_s_own_line_is_named_where_a_long_traceback_hides_it():
+    from peakcast.collectors.dryrun.process import MOST_LINES, _own_line
+
+    own, library = '  File "train.py", line 7, in <module>', '  File "/v/lib/python3.11/site-packages/a.py", line 1, in f'
+    assert _own_line([own, *[library] * MOST_LINES, "ValueError: x"]) == "Its own line there is train.py:7."
+    assert _own_line([own, library, "ValueError: x"]) == ""
+    assert _own_line([library] * 40) == ""

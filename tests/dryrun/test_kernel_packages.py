@@ -6,6 +6,7 @@ import importlib.util
 
 import pytest
 
+import peakcast
 from peakcast.collectors.tracing.flash_attention_stub import MORE_FUNCTIONS
 
 WIDTH, HEADS, TOKENS, SEQUENCES = 256, 4, 4096, 4
@@ -54,3 +55,24 @@ def test_only_the_scripts_own_imports_are_answered(tmp_path, monkeypatch):
     assert looks("__main__", str(tmp_path / "train.py")) is not None
     assert looks("model", str(tmp_path / "model.py")) is not None
     assert packages.find_spec("numpy", None) is None
+
+
+def test_kernels_that_a_script_compiles_do_nothing_as_functions_and_as_operators():
+    def train():
+        import torch
+        from torch.utils.cpp_extension import load
+
+        functions = load(name="own_functions", sources=["kernel.cu"])
+        load(name="own_operators", sources=["kernel.cu"], is_python_module=False)
+        model = torch.nn.Linear(64, 64).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            given = model(torch.randn(16, 64, device="cuda"))
+            out = torch.empty_like(given)
+            functions.forward(given, out)
+            torch.ops.own_operators.forward(given, out)
+            (given + out).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert peakcast.dryrun(train, "A100-80GB").steps == 3

@@ -53,6 +53,16 @@ def test_packed_weights_are_those_of_the_job_and_adapters_train_on_them(run_scri
 
 
 @pytest.mark.needs("bitsandbytes", "peft")
+def test_dora_has_a_magnitude_for_each_row_of_packed_weights(run_script, checkpoint):
+    """Its norms are those of the unpacked weights, which exist in the forward of a layer at a time."""
+    plain, dora = (composition(run_script("qlora.py", checkpoint, "4", str(LENGTH), *more)) for more in ((), ("--dora",)))
+    magnitudes = 2 * sum(rows for rows, _ in MATRICES)
+    assert dora[Category.OPTIMIZER_STATES] - plain[Category.OPTIMIZER_STATES] == pytest.approx(8 * magnitudes, rel=0.01)
+    held = [sum(found.get(kind, 0) for kind in (Category.PARAMETERS, Category.INPUTS)) for found in (plain, dora)]
+    assert held[1] - held[0] == pytest.approx(4 * magnitudes, rel=0.01)
+
+
+@pytest.mark.needs("bitsandbytes", "peft")
 def test_weights_of_eight_bits_have_a_byte_an_element(run_script, checkpoint):
     found = run_script("qlora.py", checkpoint, "8", str(LENGTH))
     assert found.job.finetuning.quantization == "int8"

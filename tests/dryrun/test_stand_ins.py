@@ -93,9 +93,43 @@ def test_tokens_are_those_of_gpt2_only_where_the_script_has_them(tmp_path):
     from peakcast.collectors.dryrun import token_files
 
     for script, last in (("vocab_size = 50257  # 20240520", 50256), ("vocab_size = 1024  # 20240520", 255)):
-        token_files._write(tmp_path / "train.bin", script)
+        token_files._write(tmp_path / "train.bin", ".bin", script)
         tokens = np.fromfile(tmp_path / "train.bin", dtype=np.uint16)[2 * token_files.HEADER_LENGTH :]
         assert (len(tokens), tokens.max()) == (token_files.NUM_TOKENS, last)
+
+
+def test_lines_of_json_have_the_keys_of_training_data():
+    import json
+
+    from peakcast.collectors.dryrun import json_rows
+
+    rows = [json.loads(line) for line in json_rows.lines(10, 40).splitlines()]
+    assert len(rows) == json_rows.NUM_LINES
+    assert {len(row["text"].split()) for row in rows} <= set(range(10, 41))
+    assert max(len(row["text"].split()) for row in rows) == 40
+    longest = max(rows, key=lambda row: len(row["text"]))
+    assert len((longest["prompt"] + " " + longest["completion"]).split()) == 40
+    assert [turn["role"] for turn in longest["messages"]] == ["user", "assistant"]
+    assert [turn["from"] for turn in longest["conversations"]] == ["human", "gpt"]
+
+
+def test_parts_of_token_files_are_found_by_their_number():
+    from peakcast.collectors.dryrun.token_files import _kind
+
+    names = ("train.bin", "a/train.npy.000", "x.jsonl", "y.txt", "model.bin.index.json", "weights.safetensors", "noend")
+    assert [_kind(name) for name in names] == [".bin", ".npy", ".jsonl", ".txt", "", "", ""]
+
+
+def test_a_reward_that_fails_on_made_up_texts_is_nothing():
+    from peakcast.collectors.dryrun.noted import RunFindings
+    from peakcast.collectors.dryrun.rewards import or_nothing
+
+    notes = RunFindings()
+    reads = or_nothing(lambda completions, **_: [float(one[0]["content"]) for one in completions], notes)
+    assert reads(completions=["word", "word"]) == [0.0, 0.0]
+    assert [finding.code for finding in notes.findings] == ["value_assumed"]
+    assert reads(completions=[[{"content": "3"}]]) == [3.0]
+    assert or_nothing("a/network", notes) == "a/network"
 
 
 ABSENT = ("wandb", "tiktoken", "evaluate", "tensorboard")

@@ -85,6 +85,32 @@ def test_what_is_counted_and_chosen_by_tokens_is_known():
     assert "reads a float32" in assumed
 
 
+def test_sizes_that_follow_from_unknown_values_are_plausible():
+    """As large as they can be, and of what is counted no more bins than are asked for."""
+
+    def train():
+        import torch
+
+        model = torch.nn.Linear(8, 8).cuda()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            values = model(torch.randn(64, 8, device="cuda"))
+            groups = (values[:, 0] > 0).long()
+            assert torch.bincount(groups, minlength=8).shape == (8,)
+            assert torch.histc(values, bins=10).shape == (10,)
+            assert torch.unique(groups).shape == (64,)
+            assert [one.shape for one in torch.unique_consecutive(groups, return_counts=True)] == [(64,), (64,)]
+            assert torch.unique(values, dim=0).shape == (64, 8)
+            assert values.nonzero().shape == (512, 2)
+            values.sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    found = peakcast.dryrun(train, "A100-80GB")
+    assumed = [finding.sentence for finding in found.answer.findings if finding.code == "value_assumed"]
+    assert any("how many bins numbers fill" in sentence for sentence in assumed)
+
+
 def test_inference_mode_moves_tokens_to_the_gpu_with_another_dtype():
     def train():
         import torch

@@ -14,7 +14,7 @@ from peakcast.models.calibration.bars import WIDEST, bar_of
 from peakcast.models.calibration.calibration import QuantityCalibration
 from peakcast.models.calibration.domain import MOST_SEVERE
 from peakcast.models.calibration.features import features, of_quantity
-from peakcast.models.calibration.fit import fit_quantity
+from peakcast.models.calibration.fit import fit, fit_quantity
 from peakcast.models.calibration.grouping import bar_groups
 from peakcast.models.calibration.regressors import Zero
 from peakcast.models.calibration.samples import prepare
@@ -62,6 +62,17 @@ def test_adapters_where_only_all_weights_were_trained_are_another_kind(ask, lear
     assert inside.half_width <= setting.half_width < adapters.half_width
     factor = learned.intervals.bar(("dense", "all"))[1].half_width
     assert adapters.half_width - inside.half_width > factor * learned.spread.coefficients_["kind"]
+
+
+def test_a_kind_whose_allocated_memory_was_measured_is_no_new_one(fakes) -> None:
+    """Adapters have rows of allocated memory only: they have the right tensors."""
+    rows = fakes.rows(num_architectures=6)
+    full = [replace(row, peak_reserved_bytes=row.peak_allocated_bytes) for row in rows]
+    adapters = [replace(row, job=row.job.replace(finetuning=Finetuning(method="lora", rank=8))) for row in rows]
+    for together, known in ((full, False), ((*full, *adapters), True)):
+        learned = fit(together, "H100-80GB", created="2026-11-28", **fakes.stand_ins)
+        assert learned.quantities["peak_reserved_bytes"].domain.has_kind(adapters[0].job) == known
+    assert learned.quantities["peak_reserved_bytes"].rows_by_gpu == {"H100-80GB": len(full)}
 
 
 def test_what_is_not_modelled_is_a_judgement_with_the_widest_bar(ask, learned) -> None:

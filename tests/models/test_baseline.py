@@ -6,7 +6,12 @@ from peakcast.core.units import MIB, power_of_two
 from peakcast.jobs.ranks import ranks_that_differ
 from peakcast.jobs.spec import Allocator, Offload, Parallelism
 from peakcast.models.baseline.baseline import baseline
-from peakcast.models.baseline.device_memory import BASE_CONTEXT_BYTES, communicator_bytes, context_bytes
+from peakcast.models.baseline.device_memory import (
+    BASE_CONTEXT_BYTES,
+    communicator_bytes,
+    context_bytes,
+    contexts_and_kernels_bytes,
+)
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
 W = 512 * MIB  # weights of the tiny architecture in the fake ledger
@@ -55,7 +60,8 @@ def test_a_nearly_full_gpu_gives_cached_segments_back_and_a_full_one_is_answered
     step = Timeline.from_entries(entries, [Phase.FORWARD, Phase.BACKWARD])
 
     def on_a_gpu_with(room):
-        device = fakes.device(cuda_memory_bytes=room + context_bytes(fakes.device(), {}))
+        outside_bytes = contexts_and_kernels_bytes(fakes.job(), fakes.device())
+        device = fakes.device(cuda_memory_bytes=room + outside_bytes)
         return baseline(fakes.job(), device, ledger=lambda job, **_: step)
 
     roomy, tight, too_small = on_a_gpu_with(200 * MIB), on_a_gpu_with(100 * MIB), on_a_gpu_with(80 * MIB)

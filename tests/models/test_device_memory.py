@@ -9,13 +9,14 @@ from peakcast.catalog import gpu
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import KIB, MIB
 from peakcast.jobs.spec import Parallelism
-from peakcast.measurements.store import datasets_folder
+from peakcast.measurements.store import datasets_folder, read_measurements
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.baseline.device_memory import (
     AMPERE_COMMUNICATOR_BYTES,
     AMPERE_NCCL_BYTES,
     communicator_bytes,
     context_bytes,
+    contexts_and_kernels_bytes,
     cuda_major,
     num_contexts,
     one_communicator_bytes,
@@ -36,6 +37,16 @@ def test_context_and_communicator_are_what_processes_of_eight_ranks_hold(reading
     versions = {"cuda": cuda}
     estimate = context_bytes(gpu("H100-80GB"), versions) + one_communicator_bytes(gpu("H100-80GB"), 8, versions)
     assert estimate == mib * MIB
+
+
+def test_context_and_kernels_are_what_lies_beside_reserved_memory():
+    """Of one process on A100, on all days but two, whose float16 rows and GPTQ rows differ in other ways."""
+    rows = read_measurements(datasets_folder() / "published" / "optimum_benchmark.csv")
+    alike = [row for row in rows if row.peak_reserved_bytes and not row.source_version.startswith(("9a0db86", "6a25a6d"))]
+    beside = [row.peak_device_bytes - row.peak_reserved_bytes for row in alike if not row.out_of_scope]
+    job = alike[0].job
+    assert len(beside) == 120
+    assert median(beside) == pytest.approx(contexts_and_kernels_bytes(job, gpu("A100-80GB")), abs=4 * MIB)
 
 
 def test_the_release_of_cuda_follows_from_what_a_job_says():

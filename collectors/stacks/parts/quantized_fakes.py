@@ -10,6 +10,7 @@ names begin with int8), `functional.py` (get_paged).
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -67,6 +68,9 @@ def dequantize_for_peft(integrations: Any) -> None:
         return functional.dequantize_4bit(weight.data, state)
 
     integrations.dequantize_module_weight = dequantized
+    for name, module in list(sys.modules.items()):  # those that were imported before have it by its name
+        if name.startswith("peft.") and vars(module).get("dequantize_module_weight") is own:
+            vars(module)["dequantize_module_weight"] = dequantized
 
 
 def _state_from_layer(layer: Any) -> None:

@@ -147,6 +147,8 @@ def _linears(job: TrainingJob, convention: Mapping[str, Any]) -> Linears:
         float8=job.precision.compute == "float8" and not job.compile,
         keep_input=job.parallelism.zero_stage == 3,
         quantized_keep_input=bool(convention.get("quantized_linears_keep_input")),
+        quantized_head=bool(convention.get("quantized_lm_head")),
+        quantized_from_float16=bool(convention.get("quantized_from_float16")),
         unpack_in_place=bool(convention.get("gptq_kernel")),
     )
 

@@ -155,6 +155,14 @@ class _BlockByBlock:
         if context.compiled.issuperset(("layers", "ends", "loss")) and not self.keeps_gradients:
             _add_gradients_at_end(timeline, [self.loss, *self.runs.values(), self.embedded])
         timeline.end_backward()
+        self._hold_attributes_of_graph()
+
+    def _hold_attributes_of_graph(self) -> None:
+        """Hold what nodes of the graph have as attributes from the end of their block's backward to that of the last."""
+        for run in (*(run for index, run in self.runs.items() if index not in self.checkpointed), self.loss):
+            ended = (run.backward_start or 0) + run.template.num_backward
+            for size in run.template.graph_bytes:
+                self.timeline.hold("attribute of graph", Category.ACTIVATIONS, size, ended, self.timeline.now, run.module)
 
     def _hold_arguments_of_layers(self) -> None:
         """Hold the masks and the rotary tables, which the model makes once and passes to every layer. Variables of its

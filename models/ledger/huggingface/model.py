@@ -28,7 +28,8 @@ from peakcast.timelines.timeline import Category
 
 def hold_buffers(timeline: Step, job: TrainingJob) -> None:
     """Hold the network's large buffers: older modelling code registers a causal mask for the longest sequence, or tables of
-    positions in every layer."""
+    positions in every layer. Where a program has replaced the token table after it made the optimizer, the table that was
+    replaced, and the gradient of the new one, which no optimizer sets to None."""
     family, longest = family_of(job.architecture), job.architecture.max_position_embeddings
     layers = [f"layers.{index}" for index in range(job.architecture.num_hidden_layers)]
     buffers = [("causal_mask", "", longest**2)] * family.masks.buffer
@@ -40,6 +41,10 @@ def hold_buffers(timeline: Step, job: TrainingJob) -> None:
         names = ("rotary_emb.cos_cached", "rotary_emb.sin_cached")
         buffers += [(name, layer, size) for layer in layers for name in names]
     timeline.hold_all(buffers, Category.PARAMETERS, 0)
+    if conventions(job).get("table_made_again") and job.task == "train":
+        table = job.architecture.vocab_size * job.architecture.hidden_size * int(DTYPE_BYTES[job.precision.parameters])
+        timeline.hold("embed_tokens.weight.before", Category.PARAMETERS, table, 0, module="embedding")
+        timeline.hold("embed_tokens.weight.grad", Category.GRADIENTS, table, 0, module="embedding")
 
 
 def hold_embeddings(

@@ -9,7 +9,7 @@ from __future__ import annotations
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
-from peakcast.models.ledger.huggingface.blocks.head import logits_bytes_kept_by_outputs
+from peakcast.models.ledger.huggingface.blocks.head import head, logits_bytes_kept_by_outputs
 from peakcast.models.ledger.huggingface.contexts import target_context
 from peakcast.models.ledger.huggingface.layers import Blocks
 from peakcast.models.ledger.huggingface.model import arguments_of_layers
@@ -60,15 +60,26 @@ def _logits_bytes(job: TrainingJob, target: HFContext) -> int:
 
 
 def _kept_by_graph(job: TrainingJob, context: HFContext) -> list[tuple[str, int]]:
-    """(name, bytes) of what the graph still keeps after backward, as long as `outputs` refers to it. peft's
-    enable_input_require_grads makes the embedding's output a leaf, which keeps its gradient; and nodes of reentrant
-    checkpoints keep their arguments."""
+    """(name, bytes) of what the graph still keeps after backward, as long as `outputs` refers to it: attributes of its
+    nodes. peft's enable_input_require_grads makes the embedding's output a leaf, which keeps its gradient; and nodes of
+    reentrant checkpoints keep their arguments."""
     checkpointing = job.activation_checkpointing
     kept: list[tuple[str, int]] = []
-    if checkpointing.mode == "none" or conventions(job).get("trainer"):
+    if conventions(job).get("trainer"):
         return kept
+    if checkpointing.mode == "none":
+        return _attributes(job, context)
     if job.finetuning.method != "full":
         kept += [("embedding.output", context.input_bytes), ("embedding.output.grad", context.input_bytes)]
     if checkpointing.use_reentrant and job.architecture.kind == "decoder":
         kept += arguments_of_layers(job, Blocks(job, context).contexts)
     return kept
+
+
+def _attributes(job: TrainingJob, context: HFContext) -> list[tuple[str, int]]:
+    """(name, bytes) of the tensors that nodes of the graph have as attributes, which backward does not free."""
+    if not context.linears.quantized_keep_input:
+        return []
+    blocks = Blocks(job, context)
+    templates = [*(blocks.layer(index) for index in range(job.architecture.num_hidden_layers)), head(context)]
+    return [("attribute of graph", size) for template in templates for size in template.graph_bytes]

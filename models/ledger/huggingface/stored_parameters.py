@@ -142,7 +142,8 @@ def quantised_roles(job: TrainingJob) -> tuple[str, ...]:
     if not method:
         return ()
     routed = method == "gptq" or bool(conventions(job).get("quantized_experts"))
-    return (*QUANTISED_ROLES, *(ROUTED_ROLES if routed else ()))
+    head = ("lm_head",) if conventions(job).get("quantized_lm_head") else ()
+    return (*QUANTISED_ROLES, *head, *(ROUTED_ROLES if routed else ()))
 
 
 def _layer(module: str) -> int:

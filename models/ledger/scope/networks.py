@@ -32,9 +32,6 @@ NETWORKS = Section("networks", (
 OWN_NETWORKS = Section("networks of a training library's own", (
     fails("finetuning.quantization", job.litgpt & job.quantized & job.replicated,
           "LitGPT refuses quantized weights on several GPUs; use one."),
-    more("finetuning.quantization", job.litgpt & job.quantized,
-         "LitGPT's 4-bit weights are counted as those of transformers: the peaks that LitGPT publishes are 1 to 27 % above "
-         "such answers."),
     nearly_more("architecture", job.litgpt & ~setting("architecture.normalization", "rmsnorm"),
                 "LitGPT's own {architecture.name!r} is counted as transformers' network of that name: published "
                 "runs of three such networks took up to 6 % more."),

@@ -46,6 +46,7 @@ def block_template(
         keeps_input=block.input is not None and block.input.storage.last_saver is not None,
         asks_late_bytes=_asks_late_bytes(block, rows),
         saved_bytes=[size for operation in backward for size in operation.saved_bytes if size],
+        graph_bytes=[storage.num_bytes for storage in block.storages if storage.of_graph],
         loss_from=block.loss_from,
         output_gradient_used_until=len(backward) if output_gradient_used_until is None else output_gradient_used_until,
         forward_marks={mark: sorted(marked) for mark, marked in block.marks.items()},

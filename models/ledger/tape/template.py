@@ -189,6 +189,8 @@ class Template(Columns):
     """The backward instant at which a second gradient is first added in place to the gradient handed in, or at which this
     block reads that gradient for the last time. If something else also refers to it, autograd does not add in place but
     makes a new tensor (`InputBuffer::accumulate`); the entry then means that tensor."""
+    graph_bytes: list[int] = field(default_factory=list)
+    """Sizes of the tensors that nodes of the graph have as attributes. They exist as long as the graph."""
     second_output_bytes: int = 0
     """Bytes of a second tensor that the block returns to a reentrant checkpoint. `CheckpointFunction.backward` keeps it,
     together with the gradient of zeros that autograd makes for it (torch `csrc/autograd/python_function.cpp`

@@ -89,7 +89,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
         sequence_length=length,
         gradient_accumulation_steps=steps,
         precision=precision,
-        optimizer=_optimizer(settings, fused=pretrains),
+        optimizer=_optimizer(settings, fused=pretrains, pages=finetuning.quantization is not None),
         finetuning=finetuning,
         activation_checkpointing=ActivationCheckpointing(mode="full") if checkpoints else ActivationCheckpointing(),
         compile=pretrains,
@@ -195,7 +195,9 @@ def _precision(settings: Settings) -> Precision:
     return Precision(parameters=weights, compute=names[first], gradients=weights, optimizer_states=weights)
 
 
-def _optimizer(settings: Settings, *, fused: bool) -> Optimizer:
+def _optimizer(settings: Settings, *, fused: bool, pages: bool) -> Optimizer:
+    """`pages`: quantised weights train with bitsandbytes' PagedAdamW in AdamW's place (litgpt 0.4.2, 0.5.13 utils.py
+    instantiate_bnb_optimizer; lit-gpt of October 2023 finetune/lora.py)."""
     given = settings.text("optimizer", "") or settings.text("optimizer.class_path", "AdamW")
     name = given.rpartition(".")[2].lower()
     if name not in OPTIMIZERS:
@@ -204,5 +206,6 @@ def _optimizer(settings: Settings, *, fused: bool) -> Optimizer:
         )
     fused = settings.switch("optimizer.init_args.fused", fused)
     kind = OPTIMIZERS.get(name, "adamw")
+    kind = "paged_adamw_32bit" if pages and kind == "adamw" else kind
     eight = kind in ("adamw_8bit", "paged_adamw_32bit")
     return Optimizer(name=kind, implementation="fused" if fused or eight else "foreach")

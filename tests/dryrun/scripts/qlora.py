@@ -13,7 +13,8 @@ packing = BitsAndBytesConfig(
 model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=packing, device_map="auto", dtype="bfloat16")
 if "--prepare" in sys.argv:
     model = prepare_model_for_kbit_training(model)
-model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+decomposed = "--dora" in sys.argv
+model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", use_dora=decomposed))
 model.train()
 trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
 if "--paged" in sys.argv:

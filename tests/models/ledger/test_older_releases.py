@@ -211,3 +211,13 @@ def test_checkpoints_are_reentrant_as_the_release_makes_them_unless_said(framewo
     assert job_from_mapping(said).activation_checkpointing.use_reentrant is not reentrant
     without = replace(job_from_mapping(mapping).activation_checkpointing, mode="none", use_reentrant=False)
     assert job_from_mapping({**mapping, "activation_checkpointing": {}}).activation_checkpointing == without
+
+
+@pytest.mark.parametrize(("release", "copies"), [("0.42", 2), ("0.43", 1)])
+def test_bitsandbytes_before_0_43_quantises_from_float16(job, release, copies):
+    """A matrix is float16 first where it is multiplied, and then bfloat16."""
+    tuning = Finetuning(method="qlora", rank=8, quantization="nf4")
+    asked = job(ranks=1, layout="ddp", finetuning=tuning, versions=FrozenMapping({"bitsandbytes": release}))
+    step, matrix = ledger(asked), asked.architecture.hidden_size * asked.architecture.intermediate_size * 2
+    made = zip(step.names, step.num_bytes.tolist(), strict=True)
+    assert {size for name, size in made if name == "mlp.up_proj.temporary"} == {matrix * copies}

@@ -90,7 +90,7 @@ class BlockBuilder:
         context, tuning = self.context, self.context.finetuning
         adapted = tuning.method != "full" and is_adapter_target(name, tuning, context.architecture)
         if tuning.quantization is not None:
-            result = self._quantized_linear(x, in_features, out_features, name)
+            result = self.quantized_linear(x, in_features, out_features, name)
             if adapted:  # "defensively clone" (peft lora/bnb.py)
                 result = self.tape.operation(f"{name}.clone", [result], result.num_bytes, gradients=[(result, None)])
         else:
@@ -170,7 +170,7 @@ class BlockBuilder:
             backward_temporary_bytes=rows * (in_features + out_features) * wide,
         )
 
-    def _quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
+    def quantized_linear(self, x: Tensor, in_features: int, out_features: int, name: str) -> Tensor:
         """bitsandbytes MatMul4Bit / GPTQ: the whole matrix is dequantised in forward and again in backward. Only old
         bitsandbytes keeps the input, and as it comes: its Linear4bit takes the dtype of its first input for the one to
         compute in, whatever `bnb_4bit_compute_dtype` says, and the narrow copy is autocast's, inside."""
@@ -179,7 +179,8 @@ class BlockBuilder:
         wide = x.num_bytes
         if wide > rows * in_features * compute:
             x = ops.cast(tape, x, rows * in_features * compute, f"{name}.to_compute_dtype")
-        matrix = 0 if context.linears.unpack_in_place else in_features * out_features * compute
+        copies = 2 if context.linears.quantized_from_float16 and not context.precision.float16 else 1
+        matrix = 0 if context.linears.unpack_in_place else copies * in_features * out_features * compute
         result = tape.operation(
             name,
             [x],

@@ -48,6 +48,10 @@ class Linears:
     `runtime/zero/linear.py`)."""
     quantized_keep_input: bool = False
     """Whether bitsandbytes keeps the input of a frozen 4-bit matrix, for a gradient that nothing needs (before 0.43.2)."""
+    quantized_head: bool = False
+    """Whether the lm_head is quantised like the layers' matrices."""
+    quantized_from_float16: bool = False
+    """Whether matrices were quantised from float16, which they become before they are cast to another dtype."""
     unpack_in_place: bool = False
     """Whether quantised matrices are unpacked into one buffer that always exists (exllama), instead of a new one for each
     call."""

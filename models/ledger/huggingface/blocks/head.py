@@ -137,7 +137,7 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
     with tape.marked(Mark.LM_HEAD):
         inputs = enter_columns(tape, gather_sequence(tape, final, group, "lm_head"), group, "lm_head")
         layer = LinearLayer(name="lm_head", in_features=width, out_features=part, element_bytes=size, bias=bias)
-        logits = build.linear(inputs, replace(layer, trains=trains, sums_weight_gradients=apart))
+        logits = _lm_head(build, inputs, replace(layer, trains=trains, sums_weight_gradients=apart))
         logits.storage.category = Category.LOGITS
         if group.ranks > 1 and not group.loss:
             whole = rows * architecture.vocab_size * context.precision.compute_bytes
@@ -150,6 +150,13 @@ def _logits(build: BlockBuilder, final: Tensor) -> Tensor:
         logits = ops.scale(tape, logits, "softcap.divide")
         logits = ops.scale(tape, ops.unary_of_result(tape, logits, "softcap.tanh"), "softcap.multiply")
     return logits
+
+
+def _lm_head(build: BlockBuilder, x: Tensor, layer: LinearLayer) -> Tensor:
+    """The product of the lm_head, whose matrix may be quantised."""
+    if build.context.finetuning.quantization and build.context.linears.quantized_head:
+        return build.quantized_linear(x, layer.in_features, layer.out_features, layer.name)
+    return build.linear(x, layer)
 
 
 def logits_bytes_kept_by_outputs(context: HFContext, *, widened: bool) -> int:
@@ -178,7 +185,7 @@ def next_token_head(context: HFContext, kept: str) -> Template:
     last.num_bytes = build.rows * width * context.stream_bytes
     bias, size = architecture.lm_head_bias, context.precision.weight_bytes
     layer = LinearLayer(name="lm_head", in_features=width, out_features=vocabulary, element_bytes=size, bias=bias)
-    logits = build.linear(last, replace(layer, trains=False))
+    logits = _lm_head(build, last, replace(layer, trains=False))
     logits.storage.category = Category.LOGITS
     if architecture.final_logit_softcapping is not None:
         for name in ("softcap.divide", "softcap.tanh", "softcap.multiply"):

@@ -1,0 +1,110 @@
+"""Checkpoints in safetensors that a script or its library opens itself: large tensors are read as shapes, from the header
+of the file, so that a checkpoint of any size takes no memory.
+
+Source of the format: https://github.com/huggingface/safetensors, README, "Format".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import struct
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Any
+
+import torch
+
+from peakcast.collectors.dryrun.imports import when_imported
+
+DTYPES = {
+    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{"F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "BOOL": torch.bool, "U8": torch.uint8},
+    **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
+}
+LARGEST_HEADER_BYTES = 2**27
+REAL_BYTES = 2**16
+"""Tensors up to this size are read with their values."""
+
+
+def header_of(file: Any) -> Mapping[str, Any]:
+    """The header of an open file: name of a tensor -> its dtype, shape and place; {} if it has none."""
+    (size,) = struct.unpack("<Q", file.read(8).ljust(8, b"\0"))
+    read: Mapping[str, Any] = json.loads(file.read(size)) if 0 < size <= LARGEST_HEADER_BYTES else {}
+    return read
+
+
+def install() -> None:
+    """Replace `safetensors.safe_open`, once it is imported."""
+    when_imported("safetensors", _replace)
+
+
+def _replace(module: Any) -> None:
+    own = module.safe_open
+
+    def safe_open(filename: Any, framework: str = "pt", device: Any = "cpu", **keywords: Any) -> Any:
+        readable = framework in ("pt", "torch", "pytorch") and not keywords
+        return OpenCheckpoint(filename, device) if readable else own(filename, framework, device, **keywords)
+
+    module.safe_open = safe_open
+
+
+class OpenCheckpoint:
+    """An open checkpoint with the interface of safetensors' `safe_open`."""
+
+    def __init__(self, filename: Any, device: Any) -> None:
+        self._name, self._device = os.fspath(filename), device
+        with open(filename, "rb") as file:
+            self._entries = dict(header_of(file))
+            self._start = file.tell()
+        self._metadata: dict[str, str] | None = self._entries.pop("__metadata__", None)
+
+    def __enter__(self) -> OpenCheckpoint:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, where: TracebackType | None) -> None:
+        """Nothing is held open."""
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def keys(self) -> list[str]:
+        """Names of its tensors."""
+        return sorted(self._entries)
+
+    def offset_keys(self) -> list[str]:
+        """Names of its tensors, in the order in which they lie in the file."""
+        return sorted(self._entries, key=lambda name: self._entries[name]["data_offsets"])
+
+    def metadata(self) -> dict[str, str] | None:
+        """What the file says about itself."""
+        return self._metadata
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """The tensor called `name`, with its values if it is small."""
+        entry = self._entries[name]
+        shape, dtype, (begin, end) = entry["shape"], DTYPES[entry["dtype"]], entry["data_offsets"]
+        if end - begin > REAL_BYTES or not end - begin:
+            return torch.empty(shape, dtype=dtype, device=self._device)
+        with open(self._name, "rb") as file:
+            file.seek(self._start + begin)
+            values = bytearray(file.read(end - begin))
+        return torch.frombuffer(values, dtype=torch.uint8).view(dtype).reshape(shape).to(self._device)
+
+    def get_slice(self, name: str) -> _Slice:
+        """The tensor called `name`, of which parts are read."""
+        return _Slice(self, name, self._entries[name])
+
+
+class _Slice:
+    def __init__(self, checkpoint: OpenCheckpoint, name: str, entry: Mapping[str, Any]) -> None:
+        self._checkpoint, self._name, self._entry = checkpoint, name, entry
+
+    def get_shape(self) -> list[int]:
+        return list(self._entry["shape"])
+
+    def get_dtype(self) -> str:
+        return str(self._entry["dtype"])
+
+    def __getitem__(self, part: Any) -> torch.Tensor:
+        return self._checkpoint.get_tensor(self._name)[part]

@@ -1,0 +1,51 @@
+"""A check of the script's on a value that only a run knows holds, whichever way it is written."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+
+from peakcast.collectors.dryrun.checks import expected
+
+
+class Asked:
+    """As a condition it takes the value with which nothing is raised, and else False."""
+
+    def __bool__(self):
+        self.answer = expected(sys._getframe(1))
+        return bool(self.answer)
+
+
+CHECKS = {
+    "if not asked: raise ValueError(f'{asked} is not finite')": True,
+    "if asked: raise ValueError('it is not a number')": False,
+    "assert asked, 'it must hold'": True,
+    "assert not asked": False,
+    "if asked or asked: raise ValueError": False,
+    "1 if asked else 2": None,
+    "asked.known = not asked": None,
+    "while asked: break": None,
+}
+"""Statement -> the value that lets it go on; None if it raises in no case."""
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_a_check_holds(check):
+    asked = Asked()
+    exec(f"def check(asked):\n    {check}\n", made := {})  # as a string, whose asserts pytest leaves alone
+    made["check"](asked)
+    assert asked.answer is CHECKS[check]
+
+
+def test_where_both_ways_raise_nothing_is_expected():
+    asked = Asked()
+    with pytest.raises(TypeError):
+        raises_either_way(asked)
+    assert asked.answer is None
+
+
+def raises_either_way(asked):
+    if asked:
+        raise ValueError
+    raise TypeError
