@@ -15,7 +15,7 @@ from peakcast import api
 from peakcast.collectors.machine import inventory
 from peakcast.collectors.stacks.steps import observing
 from peakcast.core.errors import SpecError
-from peakcast.doors.refusing import VARIABLE, in_plain_values
+from peakcast.doors.refusing import VARIABLE, in_plain_values, trl_program
 
 TOO_LARGE = {"architecture": "llama-3.1-70b", "sequence_length": 4096}
 SMALL = {"architecture": "llama-3.2-1b", "sequence_length": 1024}
@@ -98,6 +98,56 @@ def test_the_objects_of_a_script_are_read_as_their_mappings(tmp_path: Path, monk
     found = peakcast.preflight({"huggingface": objects}, "A100-80GB")
     assert found is not None
     assert found == peakcast.preflight(plain, "A100-80GB")
+
+
+def test_a_training_script_loads_its_weights_only_where_the_run_may_fit(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    transformers = pytest.importorskip("transformers")
+    shape = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    small = transformers.LlamaConfig(num_hidden_layers=2, hidden_size=32, intermediate_size=64, **shape)
+    large = transformers.LlamaConfig(num_hidden_layers=80, hidden_size=8192, intermediate_size=28672, **shape)
+    transformers.AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path / "small")
+    large.save_pretrained(tmp_path / "large")
+    happened: list[str] = []
+
+    def train(name: str) -> int:
+        config = transformers.AutoConfig.from_pretrained(tmp_path / name)
+        arguments = transformers.TrainingArguments(
+            str(tmp_path), max_steps=2, per_device_train_batch_size=1, report_to=[], use_cpu=True, disable_tqdm=True
+        )
+        run = {"config": config, "training_arguments": {**arguments.to_dict(), "max_length": 8}}
+        peakcast.preflight({"huggingface": run}, "A100-80GB", say=happened.append)
+        happened.append(f"weights of {name}")
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        rows = [{"input_ids": torch.arange(8), "labels": torch.arange(8)}] * 4
+        trainer = transformers.Trainer(model, arguments, train_dataset=rows)
+        trainer.train()
+        return int(trainer.state.global_step)
+
+    with pytest.raises(peakcast.DoesNotFitError, match=r"does not fit on A100-80GB: expect .* First to try"):
+        train("large")
+    assert train("small") == 2
+    assert [line for line in happened if "weights" in line] == ["weights of small"]
+
+
+def test_the_class_of_trls_arguments_says_how_a_step_runs() -> None:
+    base = type("SFTConfig", (), {"__module__": "trl.trainer.sft_config", "to_dict": lambda self: dict(self.values)})
+    preference = type("DPOConfig", (base,), {"__module__": "trl.trainer.dpo_config"})
+    mine = type("MyConfig", (preference,), {"__module__": "__main__"})  # a script's own class derived from it
+    values = {"per_device_train_batch_size": 3, "max_length": 512, "bf16": True, "gradient_checkpointing": True}
+    run = {"config": "llama-3.2-1b", "num_gpus": 2}
+
+    def job(kind: Any, **more: object) -> Any:
+        arguments = kind()
+        arguments.values = {**values, **more}
+        return api.read(in_plain_values({"huggingface": {**run, "training_arguments": arguments}})).job
+
+    supervised, compared = job(base), job(mine, beta=0.1, loss_type=["sigmoid"])
+    assert (supervised.loss.kind, supervised.micro_batch_size) == ("cross_entropy", 3)
+    assert (compared.loss.kind, compared.micro_batch_size, compared.reference) == ("dpo", 6, "model")
+    assert compared.parallelism.data_parallel_size == 2
+    assert trl_program(type("OnlineDPOConfig", (), {"__module__": "trl.experimental"})) == "online_dpo.py"
+    assert trl_program(dict) == ""
 
 
 def test_it_needs_neither_torch_nor_a_loaded_model() -> None:

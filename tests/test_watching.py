@@ -106,8 +106,21 @@ def test_a_real_trainer_is_predicted_before_its_first_step_from_what_it_was_give
 def test_a_fault_of_the_callback_is_said_and_never_stops_the_run():
     lines = []
     callback = peakcast.trainer_callback("H100-80GB", say=lines.append)
-    callback._listener.begins({"training_arguments": {"optim": 3}, "config": {"model_type": "none"}, "peft": None})
+    facts = {"training_arguments": {"optim": 3}, "config": {"model_type": "none"}, "peft": None, "arguments_class": dict}
+    callback._listener.begins(facts)
     callback._listener.sees(2, 16)
     callback._listener.ends(5)
     assert len(lines) == 1
     assert lines[0].startswith("peakcast: ")
+
+
+def test_a_batch_of_trls_is_two_sequences_for_each_sample_of_dpo():
+    lines = []
+    callback = peakcast.trainer_callback("H100-80GB", say=lines.append)
+    kind = type("DPOConfig", (), {"__module__": "trl.trainer.dpo_config"})
+    arguments = {"bf16": True, "gradient_checkpointing": True, "beta": 0.1}
+    facts = {"training_arguments": arguments, "config": "llama-3.2-1b", "num_gpus": 1, "arguments_class": kind}
+    callback._listener.begins(facts)
+    callback._listener.sees(4, 96)  # the forward of two samples, chosen and rejected together
+    job = callback._listener._watch.question.job
+    assert (job.loss.kind, job.micro_batch_size, job.sequence_length) == ("dpo", 4, 96)

@@ -14,7 +14,7 @@ class TrainerListener(Protocol):
 
     def begins(self, facts: dict[str, Any]) -> None:
         """Training begins, before the first step. `facts`: `training_arguments`, `config`, `peft` and `deepspeed` as
-        mappings (the last two or None), and `num_gpus`."""
+        mappings (the last two or None), `num_gpus`, and `arguments_class`, the class of the arguments."""
 
     def sees(self, batch: int, sequence: int) -> None:
         """The model is about to be called with a batch larger than any before."""
@@ -46,6 +46,7 @@ class TellingCallback(transformers.TrainerCallback):  # type: ignore[misc]
                 "peft": next(iter(peft.values())).to_dict() if peft else None,
                 "deepspeed": engine.config if engine is not None else None,
                 "num_gpus": int(args.world_size),
+                "arguments_class": type(args),
             }
         )
         self._hook = model.register_forward_pre_hook(self._called, with_kwargs=True)

@@ -10,7 +10,7 @@ import torch
 from peakcast.collectors.machine.packages import imported
 from peakcast.core.errors import CollectorError
 from peakcast.jobs.conventions import conventions
-from peakcast.jobs.spec import TrainingJob
+from peakcast.jobs.spec import DECAYING_GRADIENTS, TrainingJob
 
 LEARNING_RATE = 1e-5
 
@@ -102,7 +102,12 @@ def _pytorch(kind: str, *, has_fused: bool = True, **options: Any) -> Builder:
             if has_mixed_dtensor(parameter for group in groups for parameter in group):
                 implementation = "loop"  # as in `_get_adamw_torch`
         switches = {"foreach": implementation == "foreach", **({"fused": implementation == "fused"} if has_fused else {})}
-        return getattr(torch.optim, kind)(_as_groups(groups), lr=LEARNING_RATE, **switches, **options)
+        parts = _as_groups(groups)
+        if job.optimizer.name in DECAYING_GRADIENTS:
+            for part in parts:  # the Trainer's second group, of vectors, does not decay
+                decays = job.framework != "huggingface" or part["params"][0].ndim > 1
+                part["weight_decay"] = job.optimizer.weight_decay if decays else 0.0
+        return getattr(torch.optim, kind)(parts, lr=LEARNING_RATE, **switches, **options)
 
     return build
 

@@ -23,7 +23,6 @@ from peakcast.models.baseline.device_memory import communicator_bytes, contexts_
 from peakcast.models.baseline.evenly_routed import evenly_routed
 from peakcast.models.baseline.host import host_bytes
 from peakcast.models.baseline.measured_constants import Outside, outside
-from peakcast.models.ledger.megatron.cuda_graphs import graphed_steps
 from peakcast.models.ledger.scope.adapter_targets import require_adapters
 from peakcast.models.recipes.baseline_choice import BaselineName, Trace, chosen, seen_run, tracer
 from peakcast.timelines.timeline import Category, Timeline
@@ -225,7 +224,11 @@ def _replay_of(
 
 
 def _graphed(job: TrainingJob, device: Device, rank: int, ledger: Ledger) -> list[Timeline]:
-    """The steps that CUDA graphs add; none without."""
+    """The steps that CUDA graphs add; none without, nor with those of other frameworks than Megatron-LM."""
+    if job.framework != "megatron":
+        return []
+    from peakcast.models.ledger.megatron.cuda_graphs import graphed_steps
+
     return [ledger(evenly_routed(job), device=device, rank=rank, step=step) for step in graphed_steps(job)]
 
 

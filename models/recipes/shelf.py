@@ -7,7 +7,6 @@ then those shipped with peakcast. What was found once stays in memory.
 from __future__ import annotations
 
 import hashlib
-import importlib.metadata
 import os
 import re
 from dataclasses import replace
@@ -115,6 +114,8 @@ def shelf_name(job: TrainingJob) -> str:
 @cache
 def installed_libraries() -> dict[str, str]:
     """Releases of the installed libraries that recipes depend on."""
+    import importlib.metadata  # takes longer to import than a prediction
+
     found = {}
     for package in dict.fromkeys(name for names in LIBRARIES.values() for name in names):
         try:

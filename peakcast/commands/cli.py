@@ -28,7 +28,7 @@ __all__ = [
 QUICK = (["predict"], ["megatron"])
 """Commands that take half a second and multiply no large matrices. For them numpy's OpenBLAS is not allowed to start a
 thread for each core, and Python looks for unreachable cycles of objects less often: both would only take time."""
-OBJECTS_BETWEEN_COLLECTIONS = 50_000
+OBJECTS_BETWEEN_COLLECTIONS = 500_000
 """The threshold of `gc` for such commands, in objects made; Python's own is 700."""
 
 

@@ -8,6 +8,7 @@ components/_peft/lora.py PeftConfig (adapters in the dtype of their weight), com
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from math import prod
 from typing import Any
 
@@ -17,6 +18,7 @@ from peakcast.dialects.common.mesh import meshed
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, states_direction
 from peakcast.dialects.huggingface.job import from_huggingface
+from peakcast.jobs.spec import Dtype, TrainingJob
 
 PLACES = ("distributed.", "distributed_config.", "model.", "parallelizer.")
 """Sections that may say whether activations are checkpointed."""
@@ -30,14 +32,16 @@ UNSUPPORTED = {
     "fp8.enable_fsdp_float8_all_gather": "FP8 training", "freeze_config": "frozen weights",
     "distributed.enable_fsdp2_prefetch": "units gathered ahead", "moe_metrics.enabled": "metrics of experts",
     "peft.lora_A_init.dora": "another start of LoRA", "neftune": "NEFTune", "distributed.multimodal": "a vision tower",
+    "model.backend.te_fp8._target_": "FP8 training", "model.backend.te_fp8.recipe": "FP8 training",
 }  # fmt: skip
+MOMENTS = ("exp_avg", "exp_avg_sq")
 OPTIMIZERS = {"adamw": "adamw_torch", "adam": "adamw_torch", "sgd": "sgd", "fusedadam": "adamw_torch_fused"}
 IGNORED = re.compile(
     r"(step_scheduler|dist_env|rng|checkpoint|dataset|validation_dataset|dataloader|validation_dataloader|lr_scheduler|wandb"
     r"|mlflow|comet|slurm|benchmark|ci|logger|profiling|nvtx|packed_sequence|clip_grad_norm|tool_call_eval|launcher|skypilot"
     r"|kubernetes|trainer|collate_fn|tokenizer|autonvtx|comet_ml|nsys|sdpa_method)(\..*|$)|recipe|seed|_target_|.*\._target_"
     r"|model\.(trust_remote_code|force_hf|cache_dir|revision|use_cache|backend\..*|output_hidden_states|is_meta_device)"
-    r"|optimizer\.(betas|eps|lr|weight_decay|adam_w_mode|bias_correction|foreach|fused|min_lr|momentum|master_weights|store_.*)"
+    r"|optimizer\.(betas|eps|lr|weight_decay|adam_w_mode|bias_correction|foreach|fused|min_lr|momentum|capturable)"
     r"|compile\.(mode|fullgraph|dynamic|backend|dynamo_cache_size_limit)|loss_fn\..*"
     r"|peft\.(match_all_linear|use_triton|lora_A_init|dropout_position|use_memory_efficient_lora|moe_rank_scaling|alpha)"
     r"|distributed(_config)?\.(dp_size|sequence_parallel|backend|use_hf_tp_plan|tp_plan|patch_is_packed_sequence|timeout.*"
@@ -50,6 +54,7 @@ def from_automodel(pasted: Pasted) -> Translation:
     """The job of an AutoModel recipe. Raises: SpecError naming the key, its value, the rule and the way out."""
     notes = Notes()
     settings = Settings(flat(pasted.values), notes, "NeMo AutoModel")
+    _check_network(settings)
     named = settings.text(
         "model.pretrained_model_name_or_path", settings.text("model.config.pretrained_model_name_or_path")
     )
@@ -71,7 +76,7 @@ def from_automodel(pasted: Pasted) -> Translation:
         )
     versions = pasted.versions.of("huggingface")
     job = notes.include(from_huggingface(model, training, adapter, None, fsdp, num_gpus, versions=versions))
-    job = meshed(job, settings, MESH, fills="shard")
+    job = _with_optimizer(meshed(job, settings, MESH, fills="shard"), settings)
     notes.warnings.append(
         "NeMo AutoModel has layers of its own for some families (Llama, Qwen, DeepSeek, ...); those of transformers are "
         "taken.",
@@ -79,6 +84,47 @@ def from_automodel(pasted: Pasted) -> Translation:
     )
     settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _check_network(settings: Settings) -> None:
+    """Raises: SpecError for a network whose training step is not that of a language model."""
+    target = settings.text("model._target_")
+    kind = next((part for part in reversed(target.split(".")) if part.startswith("NeMoAuto")), "")
+    if kind in ("", "NeMoAutoModelForCausalLM", "NeMoAutoModelForImageTextToText", "NeMoAutoModelForMultimodalLM"):
+        return
+    raise settings.refuse(
+        "model._target_",
+        "trains no language model (it encodes queries with their passages, classifies, or makes other outputs), which is "
+        "not read here; ask about a job of the same network, with the sequences of one step as its batch: --model, "
+        "--micro-batch-size, --sequence-length, --framework torch",
+        kind,
+    )
+
+
+def _with_optimizer(job: TrainingJob, settings: Settings) -> TrainingJob:
+    """`job` with the optimizer's own dtypes and implementation. Transformer Engine's FusedAdam keeps its moments in float32
+    unless it is told otherwise, and with `master_weights` a float32 copy of what it updates (transformer_engine 2
+    pytorch/optimizers/fused_adam.py)."""
+    if settings.text("optimizer.foreach", "true").lower() == "false" and job.optimizer.implementation == "foreach":
+        job = job.replace(optimizer=replace(job.optimizer, implementation="loop"))
+    if settings.switch("optimizer.fused"):
+        job = job.replace(optimizer=replace(job.optimizer, implementation="fused"))
+    if "transformer_engine" not in settings.text("optimizer._target_"):
+        return job
+    moments = [settings.text(f"optimizer.{name}_dtype", "float32").removeprefix("torch.") for name in MOMENTS]
+    states: Dtype = "bfloat16" if moments == ["bfloat16"] * 2 else "float16" if moments == ["float16"] * 2 else "float32"
+    if set(moments) != {states}:
+        settings.notes.unsupported.append(
+            f"Moments in {' and '.join(moments)} are not modelled; {states} is assumed.", "optimizer.exp_avg_dtype", "less"
+        )
+    kept: Dtype | None = "float32" if settings.switch("optimizer.master_weights") else None
+    if settings.switch("optimizer.store_param_remainders") and kept:
+        settings.notes.unsupported.append(
+            "Main weights kept as the 16 bits that bfloat16 lacks (store_param_remainders) are counted as float32.",
+            "optimizer.store_param_remainders",
+            "less",
+        )
+    return job.replace(precision=replace(job.precision, optimizer_states=states, main_parameters=kept))
 
 
 def _ranks_of_a_sample(settings: Settings) -> int:
@@ -235,9 +281,11 @@ def _sharding(settings: Settings) -> dict[str, Any] | None:
     )
     for key in [key for key in settings.left() if "offload_policy" in key]:
         settings.given(key)
+    of_experts = settings.text("parallelizer.reshard_after_forward", "true")
+    reshards = settings.text("distributed.reshard_after_forward", of_experts)
     return {
         "fsdp_version": 2,
         "fsdp_sharding_strategy": "hybrid_shard" if replicas.isdecimal() and int(replicas) > 1 else "full_shard",
-        "fsdp_reshard_after_forward": settings.text("distributed.reshard_after_forward", "true").lower() != "false",
+        "fsdp_reshard_after_forward": reshards.lower() != "false",
         "fsdp_offload_params": offloads,
     }

@@ -21,7 +21,7 @@ from peakcast.dialects.common.text import read_text
 from peakcast.dialects.common.translation import Notes, Settings, Translation
 from peakcast.dialects.megatron.adapters import BRIDGE, with_adapters
 from peakcast.dialects.megatron.job import from_megatron
-from peakcast.dialects.megatron.launch import flags_of_yaml
+from peakcast.dialects.megatron.launch import flags_of_yaml, with_gradient_dtype
 from peakcast.dialects.python.functions import FunctionTable, without_targets
 from peakcast.dialects.torchtitan.registry import Registered
 from peakcast.jobs.spec import TrainingJob
@@ -42,15 +42,22 @@ OF_OPTIMIZER = (
     "optimizer",
     "optimizer_cpu_offload",
 )  # fmt: skip
-OF_PRECISION = ("bf16", "fp16", "fp8", "fp8_recipe", "fp8_param_gather")
+OF_PRECISION = (
+    "bf16", "fp16", "fp8", "fp8_recipe", "fp8_param_gather", "reuse_grad_buf_for_mxfp8_param_ag", "first_last_layers_bf16",
+)  # fmt: skip
 SHAPES = ("vocab_size", "hidden_dropout", "attention_dropout", "make_vocab_size_divisible_by")
 """Fields that the configuration of a network on the hub contains too."""
+_HYBRID, _GATHERED = {"fp8": "hybrid"}, {"fp8": "hybrid", "fp8_param_gather": True}
 RECIPES = (
-    ("mxfp8", {"fp8": "hybrid", "fp8_recipe": "mxfp8"}), ("subchannel", {"fp8": "hybrid", "fp8_recipe": "blockwise"}),
-    ("current_scaling", {"fp8": "hybrid", "fp8_recipe": "tensorwise"}), ("fp8", {"fp8": "hybrid", "fp8_recipe": "delayed"}),
-    ("nvfp4", {"fp8": "hybrid", "fp8_recipe": "nvfp4"}),
-)  # fmt: skip
-"""Words in the name of a mixed-precision recipe -> what they ask for in addition to bf16."""
+    ("mxfp8", {**_GATHERED, "fp8_recipe": "mxfp8", "reuse_grad_buf_for_mxfp8_param_ag": True}),
+    ("subchannel", {**_HYBRID, "fp8_recipe": "blockwise"}),
+    ("nanov2", {**_GATHERED, "fp8_recipe": "blockwise", "first_last_layers_bf16": True}),
+    ("current_scaling", {**_GATHERED, "fp8_recipe": "tensorwise", "first_last_layers_bf16": True}),
+    ("nvfp4", {**_HYBRID, "fp8_recipe": "nvfp4"}),
+    ("fp8", {**_GATHERED, "fp8_recipe": "delayed"}),
+)
+"""Words in the name of a mixed-precision recipe -> what they ask for in addition to 16 bits (Megatron-Bridge 0.6.2
+training/mixed_precision.py)."""
 NOT_FLAGS = re.compile(
     r"hf_model_id|_target_|.*(func|init|init_method|hook|stream|group|config|fn|timers|spec|provider|generation_config)$"
     r"|(bias_activation|masked_softmax|persist_layer|gradient_accumulation|bias_dropout)_fusion|tp_only_amax_red"
@@ -111,6 +118,12 @@ def from_megatron_bridge(pasted: Pasted) -> Translation:
         if not OTHER_SECTIONS.fullmatch(str(key)) and key != "peft":
             notes.unknown.append(str(key))
     job = notes.include(from_megatron(flags, num_gpus, pasted.env, pasted.versions.of("megatron"), network))
+    if pasted.values.get("peft") and Settings(model, notes, "Megatron-Bridge").switch("restore_modelopt_state"):
+        notes.unsupported.append(
+            "Frozen weights that ModelOpt has quantised (restore_modelopt_state) are counted in 16 bits.",
+            "model.restore_modelopt_state",
+            "less",
+        )
     return notes.finish(_adapted(job, pasted.values.get("peft"), notes))
 
 
@@ -175,7 +188,7 @@ def _flags(
         notes.ignored.append("ddp.grad_reduce_in_fp32")
     if left.get("use_distributed_optimizer") is None:
         left["use_distributed_optimizer"] = True
-    return flags_of_yaml(left, notes)
+    return flags_of_yaml(with_gradient_dtype(left), notes)
 
 
 def _shapes(model: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,7 +221,6 @@ def _precision(given: Any, notes: Notes) -> dict[str, Any]:
     word = str(given or "bf16_mixed")
     if given is None:
         notes.assumptions.append("mixed_precision is not given; bf16_mixed is assumed.")
-    if word.startswith("fp16"):
-        return {"fp16": True}
     more = next((fields for name, fields in RECIPES if name in word), {})
-    return {"bf16": True, **more}
+    narrow = word.startswith("fp16")  # the only one whose gradients are reduced in 16 bits
+    return {"fp16" if narrow else "bf16": True, "accumulate_allreduce_grads_in_fp32": not narrow, **more}

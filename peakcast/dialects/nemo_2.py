@@ -25,7 +25,7 @@ from peakcast.dialects.common.text import read_text
 from peakcast.dialects.common.translation import Notes, Settings, Translation
 from peakcast.dialects.megatron.adapters import BRIDGE, with_adapters
 from peakcast.dialects.megatron.job import from_megatron
-from peakcast.dialects.megatron.launch import flags_of_yaml
+from peakcast.dialects.megatron.launch import flags_of_yaml, with_gradient_dtype
 from peakcast.dialects.python.calls import Expressions, FunctionCall, NotGiven, parsed, plain_value
 from peakcast.dialects.python.functions import NOTHING, FunctionTable, attribute_path, set_at
 from peakcast.dialects.torchtitan.registry import Registered
@@ -60,11 +60,6 @@ STRATEGY = (
     "account_for_embedding_in_pipeline_split", "account_for_loss_in_pipeline_split",
     "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline_stage",
 )  # fmt: skip
-RENAMED = {
-    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
-    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
-}
-"""Fields -> their flags, if the names differ."""
 DDP = {
     "grad_reduce_in_fp32": "accumulate_allreduce_grads_in_fp32", "average_in_collective": "ddp_average_in_collective",
     "overlap_grad_reduce": "overlap_grad_reduce", "overlap_param_gather": "overlap_param_gather",
@@ -242,7 +237,7 @@ def from_nemo_2(pasted: Pasted) -> Translation:
         flags |= {name: settings.raw(key) for name, key in fields.items() if OF_THE_STEP.fullmatch(name)}
     if network.moe is None:
         flags = {key: value for key, value in flags.items() if not key.startswith(("moe_", "expert_"))}
-    flags = {RENAMED.get(key, key): value for key, value in flags.items() if value is not None}
+    flags = with_gradient_dtype({key: value for key, value in flags.items() if value is not None})
     adapts = any(key.startswith("peft.") for key in values)
     method = settings.text("peft._target_", "LoRA").rpartition(".")[2]
     if adapts and method.lower() != "lora":

@@ -37,7 +37,7 @@ TRAINERS = {
     "CPOTrainer": "cpo", "GRPOTrainer": "grpo", "RewardTrainer": "reward", "RLOOTrainer": "rloo", "TPOTrainer": "tpo",
     "BCOTrainer": "bco", "GMPOTrainer": "gmpo", "Trainer": "", "Seq2SeqTrainer": "",
 }  # fmt: skip
-LOADERS = re.compile(r"(Auto(Peft)?Model\w*|Fast\w*Model|\w+For(CausalLM|ConditionalGeneration))\.from_pretrained")
+LOADERS = re.compile(r"(Auto(Peft)?Model\w*|Fast\w*Model|\w+For[A-Z]\w+)\.from_pretrained")
 ADAPTERS = re.compile(r"LoraConfig|(Fast\w*Model\.)get_peft_model")
 VERSION = re.compile(r"\b(transformers|trl|peft|accelerate|torch|unsloth|bitsandbytes)\s*==\s*(\d+(?:\.\d+)+)")
 ROLE = "trainer_calls"
@@ -153,6 +153,7 @@ def _model(settings: Settings, training: dict[str, Any], about: Mapping[str, Any
     elif about.get("loader"):  # otherwise the trainer loads it
         old = release(str(_mapping(about.get("versions")).get("transformers", ""))) or (5,)
         training["torch_dtype"] = "float32" if old < (5,) and not unsloth else "auto"
+    training["model_class"] = str(about.get("loader", "")).rpartition(".")[0].rpartition(".")[2]
     if attention := settings.text("attn_implementation"):
         training["attn_implementation"] = attention
     eight = settings.switch("load_in_8bit")

@@ -15,6 +15,7 @@ from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, refuse_teacher, states_direction
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.jobs.spec import (
+    DECAYING_GRADIENTS,
     ActivationCheckpointing,
     Dtype,
     Finetuning,
@@ -241,7 +242,12 @@ def _optimizer(settings: Settings) -> Optimizer:
     kind = OPTIMIZERS.get(name, "adamw")
     fused = settings.switch("optimizer.fused") or not name.startswith("torch.")
     momentum = settings.number("optimizer.momentum", 0.0) or 0.0
-    return Optimizer(name=kind, implementation="fused" if fused else "foreach", momentum=momentum if kind == "sgd" else 0.0)
+    return Optimizer(
+        name=kind,
+        implementation="fused" if fused else "foreach",
+        momentum=momentum if kind == "sgd" else 0.0,
+        weight_decay=settings.number("optimizer.weight_decay", 0.0) or 0.0 if kind in DECAYING_GRADIENTS else 0.0,
+    )
 
 
 def _loss(settings: Settings) -> Loss:

@@ -16,7 +16,8 @@ from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Settings
 from peakcast.dialects.megatron.adapters import BRIDGE, with_adapters
 from peakcast.dialects.megatron.job import from_megatron
-from peakcast.dialects.megatron.launch import flags_of_yaml
+from peakcast.dialects.megatron.launch import flags_of_yaml, with_gradient_dtype
+from peakcast.dialects.megatron_bridge import DDP
 from peakcast.jobs.spec import TrainingJob
 
 SIZES = (
@@ -55,10 +56,16 @@ def megatron_job(
     for key in settings.left():
         part, _, name = key.removeprefix(section).partition(".")
         if key.startswith(section) and part in OVERRIDDEN and name:
-            flags[name] = settings.raw(key)
+            flags[DDP.get(name, name)] = settings.raw(key)
         elif key.startswith(section) and DETAILS.fullmatch(key.removeprefix(section)):
             settings.given(key)
             notes.ignored.append(key)
+    flags = with_gradient_dtype(flags)
+    if step["gradient_checkpointing"] and not flags.get("recompute_granularity"):
+        notes.assumptions.append(
+            "model.enable_gradient_checkpointing has no effect under Megatron, where "
+            "override_transformer_config.recompute_granularity=full recomputes every layer: nothing is recomputed."
+        )
     ranks = flags[SIZES[0]] * flags["context_parallel_size"]
     experts = flags["expert_model_parallel_size"] * (flags.get(SIZES[5]) or flags[SIZES[0]])
     least = flags[SIZES[1]] * math.lcm(ranks, experts if network.moe is not None else 1)

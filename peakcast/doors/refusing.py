@@ -8,6 +8,7 @@ seconds; one that runs out of memory costs the loading of its weights and the ti
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Literal
@@ -23,6 +24,7 @@ from peakcast.doors.questions import Question, question
 
 if TYPE_CHECKING:
     from peakcast.answers.prediction import Prediction
+    from peakcast.dialects.common.translation import Translation
 
 Say = Callable[[str], None]
 Mode = Literal["refuse", "warn", "off"]
@@ -36,11 +38,11 @@ def preflight(
 ) -> Prediction | None:
     """Predict the run that is about to start, say in one line whether it fits, and refuse it when it surely does not.
 
-    `job`: all that `peakcast.predict` takes. In a mapping of the form `{"huggingface": {...}}` the values may be objects of
-    the script itself: a config of transformers, TrainingArguments, a config of peft; `num_gpus` is then WORLD_SIZE, unless
-    it is given. `gpu`: a GPU type (None: that of this machine). `refuse`: whether to raise an error; if it is None, the
-    environment variable PEAKCAST_PREFLIGHT decides: `refuse` (the default), `warn` or `off`. `say` is called with the line;
-    without it the first rank prints the line. A run that may or may not fit is never refused.
+    `job`: all that `peakcast.predict` takes. In a mapping of the form `{"huggingface": {...}}` the values may be objects
+    of the script itself: a config of transformers, TrainingArguments or a config of TRL's, a config of peft; `num_gpus` is
+    then WORLD_SIZE, unless it is given. `gpu`: a GPU type (None: that of this machine). `refuse`: whether to raise an
+    error; if it is None, the environment variable PEAKCAST_PREFLIGHT decides: `refuse` (the default), `warn` or `off`.
+    `say` is called with the line; without it the first rank prints it. A run that may or may not fit is never refused.
 
     Returns: the prediction, or None if PEAKCAST_PREFLIGHT=off. Raises: DoesNotFitError, whose `prediction` says why;
     SpecError or CatalogError for a job that cannot be predicted.
@@ -104,17 +106,51 @@ def print_on_first_rank(line: str) -> None:
         print(line)
 
 
-def in_plain_values(job: object) -> object:
-    """`job` with all objects in its `huggingface` mapping replaced by their own mappings."""
+def in_plain_values(job: object, program: str = "") -> object:
+    """`job` with all objects in its `huggingface` mapping replaced by their own mappings. For a run of TRL's trainers,
+    whose steps differ (DPO, KTO, GRPO, ...), it is the translation of that run: of the trainer that `program` names, or
+    that the class of the arguments is for. Raises: SpecError."""
     if not isinstance(job, Mapping) or not isinstance(job.get("huggingface"), Mapping):
         return job
     form = {key: _plain(value) for key, value in job["huggingface"].items()}
-    engine = getattr(job["huggingface"].get("training_arguments"), "hf_deepspeed_config", None)
+    arguments = job["huggingface"].get("training_arguments")
+    engine = getattr(arguments, "hf_deepspeed_config", None)
     if engine is not None:  # the mapping has the path of a file, the object its content
         form.setdefault("deepspeed", dict(engine.config))
         form["training_arguments"].pop("deepspeed", None)
     form.setdefault("num_gpus", int(os.environ.get("WORLD_SIZE", "1")))
-    return {**job, "huggingface": form}
+    program = program or trl_program(type(arguments))
+    return _run_of_trl(form, program) if program and "config" in form else {**job, "huggingface": form}
+
+
+def trl_program(arguments: type) -> str:
+    """The name of a program that runs a TRL trainer with arguments of this class, such as `dpo.py` for DPOConfig and those
+    derived from it; "" for other arguments."""
+    for kind in arguments.__mro__:
+        if kind.__module__.partition(".")[0] == "trl" and (words := kind.__name__.removesuffix("Config")):
+            return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", words).lower() + ".py"
+    return ""
+
+
+def _run_of_trl(form: Mapping[str, Any], program: str) -> Translation:
+    """The run of `program` that the `huggingface` mapping `form` describes. Raises: SpecError."""
+    from peakcast.dialects.common.asked_versions import asked_versions
+    from peakcast.dialects.common.pasted import Pasted
+    from peakcast.dialects.huggingface.trainer import from_trl
+
+    network = form["config"]
+    parts = {"hf_config": network if isinstance(network, Mapping) else None}
+    parts |= {key: form.get(key) for key in ("peft", "deepspeed")}
+    pasted = Pasted(
+        values=form["training_arguments"],
+        where="the run",
+        companions={key: value for key, value in parts.items() if value is not None},
+        model=network if isinstance(network, str) else None,
+        num_gpus=form["num_gpus"],
+        program=program,
+        versions=asked_versions(form.get("versions")),
+    )
+    return from_trl(pasted)
 
 
 def _plain(value: Any) -> Any:

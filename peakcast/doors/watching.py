@@ -17,10 +17,19 @@ from typing import TYPE_CHECKING, Any
 from peakcast.answers.remarks import bar_text, compared_text, verdict_words
 from peakcast.catalog import Device
 from peakcast.core.errors import DoesNotFitError, PeakcastError
+from peakcast.dialects.huggingface.post_training import sequences_per_sample
 from peakcast.doors.answering import answer
 from peakcast.doors.proposing import check_snapshot_path
 from peakcast.doors.questions import Question, question
-from peakcast.doors.refusing import Say, device_at, in_plain_values, mode_of, refuse_what_does_not_fit
+from peakcast.doors.refusing import (
+    Say,
+    device_at,
+    in_plain_values,
+    mode_of,
+    print_on_first_rank,
+    refuse_what_does_not_fit,
+    trl_program,
+)
 
 if TYPE_CHECKING:
     from peakcast.answers.prediction import Interval, Prediction
@@ -43,7 +52,7 @@ class Watch:
         append_to: str | Path | None = None,
         snapshot: str | Path | None = None,
         refuse: bool | None = None,
-        say: Say = print,
+        say: Say | None = None,
     ) -> None:
         from peakcast.collectors.stacks.steps.observing import Observation
 
@@ -55,7 +64,7 @@ class Watch:
         self._measures = self._observation.gpu_name() is not None
         self._append_to = Path(append_to) if append_to is not None else None
         self._refuses = mode_of(refuse, "warn") == "refuse"
-        self.say = say
+        self.say = say or print_on_first_rank
         self.question: Question | None = None
         self.prediction: Prediction | None = None
         self.measured: dict[str, int] = {}
@@ -63,13 +72,14 @@ class Watch:
         if job is not None:
             self.ask(job)
 
-    def ask(self, job: object) -> None:
-        """Predict `job`, in any form that `peakcast.preflight` takes, and say so in one line.
+    def ask(self, job: object, program: str = "") -> None:
+        """Predict `job`, in any form that `peakcast.preflight` takes, as run by the TRL `program`, if it is one of TRL's
+        runs, and say so in one line.
 
         Raises: SpecError or CatalogError, also if no GPU is named and this machine has none; DoesNotFitError if runs that
         surely do not fit are to be refused.
         """
-        self.question = question(in_plain_values(job), device_at(self._gpu))
+        self.question = question(in_plain_values(job, program), device_at(self._gpu))
         self.prediction = answer(self.question)
         bar = self.prediction.peak_allocated_bytes
         verdict = f"{verdict_words(self.prediction)} on {self.question.device.name}"
@@ -112,19 +122,25 @@ class _Listener:
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._facts: dict[str, Any] = {}
+        self._program = ""
+        """The TRL program that would run this trainer; "" for another trainer."""
+        self._sequences = 1
+        """How many sequences of a batch belong to one sample."""
         self._entered = False
 
     def begins(self, facts: dict[str, Any]) -> None:
-        self._facts = facts
+        self._program = trl_program(facts["arguments_class"])
+        self._facts = {key: value for key, value in facts.items() if key != "arguments_class"}
+        self._sequences = sequences_per_sample(self._program)
 
     def sees(self, batch: int, sequence: int) -> None:
         arguments = {
             **self._facts["training_arguments"],
-            "per_device_train_batch_size": batch,
+            "per_device_train_batch_size": max(batch // self._sequences, 1),
             "max_length": sequence,
         }
         try:
-            self._watch.ask({"huggingface": {**self._facts, "training_arguments": arguments}})
+            self._watch.ask({"huggingface": {**self._facts, "training_arguments": arguments}}, self._program)
             if not self._entered:
                 self._watch.__enter__()
                 self._entered = True
@@ -169,7 +185,7 @@ def watch(
     append_to: str | Path | None = None,
     snapshot: str | Path | None = None,
     refuse: bool | None = None,
-    say: Say = print,
+    say: Say | None = None,
 ) -> Watch:
     """A context manager around a training run of `job`: predicts the run, then compares with the measured peaks.
 
@@ -177,7 +193,8 @@ def watch(
     `peakcast fit` and `peakcast evaluate --against`. `snapshot`: a file to which the allocator's history of the run is
     written, for `peakcast watch` and `peakcast replay`; recording it slows the run down. `refuse`: whether a run that
     surely does not fit is stopped with a DoesNotFitError; if it is None, the environment variable PEAKCAST_PREFLIGHT
-    decides, and without that variable the user is only told. `say` is called with each line.
+    decides, and without that variable the user is only told. `say` is called with each line; by default
+    the first rank prints it.
 
     Raises: DoesNotFitError; SpecError or CatalogError naming the parameter, the value, the rule and the way out.
     """
@@ -189,7 +206,7 @@ def trainer_callback(
     *,
     append_to: str | Path | None = None,
     refuse: bool | None = None,
-    say: Say = print,
+    say: Say | None = None,
 ) -> Any:
     """A callback for transformers' Trainer that predicts when the first batch is seen, before its step, and compares at the
     end. It reads the model's config, the TrainingArguments and the adapter by itself; its own errors are printed and never
@@ -206,7 +223,7 @@ def lightning_callback(
     *,
     append_to: str | Path | None = None,
     refuse: bool | None = None,
-    say: Say = print,
+    say: Say | None = None,
 ) -> Any:
     """A callback for Lightning's Trainer: it predicts `job` when a fit is set up, before `configure_model` makes weights,
     and compares at the end. Parameters, and what it raises, are those of `watch`."""

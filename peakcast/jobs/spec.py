@@ -77,6 +77,10 @@ class Precision:
         return "bfloat16" if self.compute == "float8" else self.compute
 
 
+DECAYING_GRADIENTS: tuple[OptimizerName, ...] = ("adam", "sgd", "rmsprop", "adagrad")
+"""Optimizers of torch whose weight decay is coupled: `grad.add(param, alpha=weight_decay)`."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Optimizer:
     """The optimizer and how it is implemented (which decides its temporaries)."""
@@ -85,9 +89,17 @@ class Optimizer:
     implementation: Literal["fused", "foreach", "loop"] = "foreach"
     momentum: float = 0.0
     """Only for SGD; above 0 it has one state per parameter."""
+    weight_decay: float = unsaid(0.0)
+    """Only for optimizers of torch that add it to copies of the gradients (`DECAYING_GRADIENTS`); AdamW's costs nothing."""
 
     def __post_init__(self) -> None:
         require_not_negative(self, "momentum", where="optimizer.")
+        require_not_negative(self, "weight_decay", where="optimizer.")
+
+    @property
+    def decays_gradients(self) -> bool:
+        """Whether weight decay is added to copies of the gradients; a fused step adds it inside its kernel."""
+        return self.name in DECAYING_GRADIENTS and self.weight_decay > 0 and self.implementation != "fused"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

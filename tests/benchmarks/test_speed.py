@@ -268,7 +268,7 @@ def test_a_cold_predict_beside_importing_what_it_stands_on(benchmark, tmp_path):
     benchmark.pedantic(lambda: process(question), rounds=5)
     imports = fastest(lambda: process("import numpy, typer.main"), 5)
     benchmark.extra_info["times_its_imports"] = round(benchmark.stats.stats.min / imports, 2)
-    assert benchmark.stats.stats.min < 4 * imports
+    assert benchmark.stats.stats.min < 4.5 * imports
 
 
 @pytest.mark.parametrize("method", ["full", "lora"])
@@ -288,3 +288,29 @@ def test_a_prediction_in_python_beside_its_ledgers(benchmark, method):
     benchmark.extra_info["times_faster_than_with_advice"] = round(advised / benchmark.stats.stats.min, 1)
     assert benchmark.stats.stats.min < 4 * ledgers
     assert benchmark.stats.stats.min < advised / 3
+
+
+SHARED = {
+    "FSDP2": ("torch", Parallelism(data_parallel_size=8, sharding="fsdp2")),
+    "ZeRO-2": ("deepspeed", Parallelism(data_parallel_size=8, zero_stage=2)),
+    "ZeRO-3": ("deepspeed", Parallelism(data_parallel_size=8, zero_stage=3)),
+}
+
+
+@pytest.mark.parametrize("layout", SHARED)
+def test_both_steps_of_a_run_beside_a_later_one(benchmark, layout):
+    """The first step and later ones share forward and backward, so that both take little longer than one."""
+    framework, parallelism = SHARED[layout]
+    job = TrainingJob(architecture=architecture("llama-3.1-8b"), framework=framework, parallelism=parallelism)
+    lengths = itertools.count(1)
+
+    def steps(*kinds: str) -> None:
+        asked = job.replace(sequence_length=8192 - 8 * next(lengths))
+        for kind in kinds:
+            ledger(asked, device=DEVICE, step=kind)
+
+    steps("steady")
+    benchmark(lambda: steps("first", "steady"))
+    alone = fastest(lambda: steps("steady"), 20)
+    benchmark.extra_info["times_one_step"] = round(benchmark.stats.stats.min / alone, 2)
+    assert benchmark.stats.stats.min < 1.6 * alone

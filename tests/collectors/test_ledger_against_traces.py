@@ -28,6 +28,11 @@ LONG = {"task": "inference", "inference": {"prompt_length": 16, "new_tokens": 40
 CELLS = {
     "sgd": {"optimizer": {"name": "sgd", "momentum": 0.9}},
     "adam_loop": {"optimizer": {"name": "adam", "implementation": "loop"}, "framework": "torch"},
+    "adam_loop_decaying": {"optimizer": {"name": "adam", "implementation": "loop", "weight_decay": 0.1}},
+    "adam_decaying": {"optimizer": {"name": "adam", "weight_decay": 0.1}, "framework": "torch"},
+    "sgd_decaying": {"optimizer": {"name": "sgd", "momentum": 0.9, "weight_decay": 0.1}},
+    "rmsprop_loop_decaying": {"optimizer": {"name": "rmsprop", "implementation": "loop", "weight_decay": 0.1}},
+    "adagrad_decaying": {"optimizer": {"name": "adagrad", "weight_decay": 0.1}},
     "adagrad": {"optimizer": {"name": "adagrad"}},
     "rmsprop_loop": {"optimizer": {"name": "rmsprop", "implementation": "loop"}, "framework": "torch"},
     "adafactor_foreach": {"optimizer": {"name": "adafactor"}, "framework": "torch"},

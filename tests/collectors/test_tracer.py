@@ -1,5 +1,7 @@
 """The tracer on real CPU tensors: shards, storages emptied in place, module names, and PyTorch's own tracker."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from peakcast.timelines.timeline import Category, Phase
@@ -89,6 +91,27 @@ def test_of_a_sharded_tensor_the_shard_counts(mesh):
     found = timeline(tracer)
     assert sorted(found.num_bytes.tolist()) == [4096, 4096]  # 16 × 64 fp32, not 64 × 64
     assert "y" in found.names
+
+
+def test_strided_shards_are_asked_for_once_for_all_tensors_of_an_operation():
+    from torch.distributed.tensor.placement_types import Shard, _StridedShard
+
+    class Schema:
+        def __init__(self, *placements):
+            self.asked, self._placements = 0, placements
+
+        @property
+        def args_spec(self):
+            self.asked += 1
+            return [SimpleNamespace(placements=(placement,)) for placement in self._placements]
+
+    propagated = []
+    propagate = dtensors._only_if_strided(lambda strategy, schema: propagated.append(strategy))
+    plain, strided = Schema(Shard(0), Shard(1)), Schema(Shard(0), _StridedShard(0, split_factor=2))
+    for schema, strategy in ((plain, 1), (plain, 2), (strided, 3), (strided, 4), (plain, 5)):
+        propagate(strategy, schema)
+    assert propagated == [3, 4]
+    assert (plain.asked, strided.asked) == (2, 1)
 
 
 def test_modules_are_named_also_after_a_recomputation_that_stops_early():

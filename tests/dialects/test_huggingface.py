@@ -1,6 +1,8 @@
 """Hugging Face settings to jobs: the Trainer's defaults, peft, FSDP, and no key left unexplained."""
 
+import json
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -25,6 +27,7 @@ LLAMA = {
     "hidden_act": "silu",
     "torch_dtype": "bfloat16",
 }
+EIGHT_BITS = {"load_in_8bit": True}
 
 
 def translate(num_gpus: int = 1, peft=None, deepspeed=None, fsdp=None, versions=None, **training):
@@ -263,7 +266,7 @@ def test_every_key_of_the_installed_training_arguments_is_known():
 _WITH_MEANING = {
     "per_device_train_batch_size", "gradient_accumulation_steps", "optim", "bf16", "fp16", "deepspeed", "fsdp",
     "fsdp_config", "gradient_checkpointing", "gradient_checkpointing_kwargs", "torch_compile", "use_liger_kernel",
-    "auto_find_batch_size", "parallelism_config", "ddp_bucket_cap_mb",
+    "auto_find_batch_size", "parallelism_config", "ddp_bucket_cap_mb", "weight_decay",
 }  # fmt: skip
 
 
@@ -376,6 +379,21 @@ def test_weights_without_a_dtype_are_loaded_as_they_are_stored(network, versions
     found = from_huggingface(network, {"per_device_train_batch_size": 1, "max_length": 128}, versions=versions)
     assert found.job.precision.parameters == dtype
     assert any(finding.parameter == "torch_dtype" for finding in found.findings) == warned
+
+
+@pytest.mark.parametrize("said", [{"dtype": "float32"}, {"dtype": "float16"}, {}, {"quantization_config": EIGHT_BITS}])
+def test_a_config_is_read_alike_as_a_mapping_a_file_a_folder_and_from_the_hub(said, tmp_path, monkeypatch):
+    config = {**{key: value for key, value in LLAMA.items() if key != "torch_dtype"}, **said}
+    folder = tmp_path / "hub/models--me--mine/snapshots/1"
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    monkeypatch.setenv("HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    forms = (config, str(folder / "config.json"), str(folder), "me/mine")
+    found = [from_huggingface(form, {"per_device_train_batch_size": 1}, {"r": 8}) for form in forms]
+    assert {replace(one.job.architecture, name="") for one in found} == {replace(found[0].job.architecture, name="")}
+    assert len({(one.job.precision, one.job.finetuning, one.warnings, one.assumptions) for one in found}) == 1
+    assert found[0].job.precision.parameters == said.get("dtype", "bfloat16")
 
 
 @pytest.mark.parametrize(("accelerate", "version", "waits"), [("1.10.1", 2, False), ("1.11", 2, True), ("1.10.1", 1, True)])

@@ -152,6 +152,16 @@ def test_one_matrix_makes_queries_keys_and_values_where_all_weights_train():
     assert full.framework_options["logits_chunks"] == 2 * 256 // 128
 
 
+def test_what_sgd_keeps_and_copies():
+    train = {"micro_batch_size": 1, "max_seq_length": 64}
+    recipe = {"checkpoint_dir": "checkpoints/meta-llama/Llama-3.2-1B", "train": train}
+    given = {"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}}
+    optimizer = translation_of({**recipe, "optimizer": given}).job.optimizer
+    assert (optimizer.name, optimizer.momentum, optimizer.weight_decay) == ("sgd", 0.9, 0.1)
+    given = {"class_path": "torch.optim.AdamW", "init_args": {"lr": 0.1, "weight_decay": 0.1}}
+    assert not translation_of({**recipe, "optimizer": given}).job.optimizer.weight_decay  # costs nothing
+
+
 QLORA = {"quantize": "bnb.nf4", "lora_r": 32, "checkpoint_dir": "checkpoints/meta-llama/Llama-2-7b"}
 
 

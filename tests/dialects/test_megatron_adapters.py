@@ -13,6 +13,8 @@ RECORDED = Path(__file__).parent / "recorded"
 SWIFT = "megatron sft --model Qwen/Qwen2.5-7B-Instruct --micro_batch_size 1 --max_length 2048 --torch_dtype bfloat16"
 VERL = (RECORDED / "verl" / "grpo_megatron.sh").read_text()
 
+BRIDGE = yaml.safe_load((RECORDED / "bridge" / "run_config.yaml").read_text())
+
 
 def adapters(question: object) -> tuple[object, ...]:
     job = translation_of(question).job
@@ -29,7 +31,7 @@ def test_ms_swifts_tuner():
 
 
 def bridge(**peft: object) -> dict[str, object]:
-    return {**yaml.safe_load((RECORDED / "bridge" / "run_config.yaml").read_text()), "peft": peft}
+    return {**BRIDGE, "peft": peft}
 
 
 def test_bridges_section():
@@ -37,8 +39,14 @@ def test_bridges_section():
     assert adapters(bridge(_target_=target)) == ("lora", 32, (), 0.0, "megatron_bridge")
     given = bridge(_target_=target, dim=8, alpha=16, dropout=0.1, target_modules=["linear_qkv"])
     assert adapters(given) == ("lora", 8, ("linear_qkv",), 0.1, "megatron_bridge")
-    other = translation_of(bridge(_target_="megatron.bridge.peft.dora.DoRA", dim=8))
-    assert any("peft=DoRA is not modelled" in sentence for sentence in other.unsupported)
+    for kind, told in (("dora.DoRA", "peft=DoRA is not"), ("qlora.QLoRA", "peft=QLoRA is not")):
+        other = translation_of(bridge(_target_=f"megatron.bridge.peft.{kind}", dim=8))
+        assert any(told in sentence for sentence in other.unsupported)
+    for detail in ({"exclude_modules": ["linear_fc1"]}, {"lora_dtype": "float32"}):
+        (finding,) = translation_of(bridge(_target_=target, **detail)).findings
+        assert finding.parameter == f"peft.{next(iter(detail))}"
+    quantised = {**bridge(_target_=target), "model": {**BRIDGE["model"], "restore_modelopt_state": True}}
+    assert [finding.direction for finding in translation_of(quantised).findings] == ["less"]
 
 
 def test_verls_section():
@@ -56,3 +64,44 @@ def test_llamafactorys_default_is_lora(target, expected):
     found = translation_of(values if target is None else {**values, "lora_target": target})
     assert (found.job.framework, found.job.finetuning.rank, found.job.finetuning.targets) == ("megatron", 16, expected)
     assert (found.unknown, found.unsupported) == ((), ())
+
+
+@pytest.mark.parametrize(
+    ("precision", "gradients", "compute", "recipe"),
+    [
+        ({"bf16": True, "grad_reduce_in_fp32": False}, "bfloat16", "bfloat16", None),
+        ({"bf16": True, "grad_reduce_in_fp32": True}, "float32", "bfloat16", None),
+        ("bf16_mixed", "float32", "bfloat16", None),
+        ("fp16_mixed", "float16", "float16", None),
+        ("fp16_with_fp8_delayed_scaling_mixed", "float16", "float8", "delayed"),
+        ("bf16_with_fp8_subchannel_scaling_mixed", "float32", "float8", "blockwise"),
+        ("bf16_with_mxfp8_mixed", "float32", "float8", "mxfp8"),
+    ],
+)
+def test_bridges_mixed_precision(precision, gradients, compute, recipe):
+    job = translation_of({**BRIDGE, "mixed_precision": precision}).job
+    assert (job.precision.gradients, job.precision.compute) == (gradients, compute)
+    assert recipe in (None, job.framework_options.get("fp8_recipe", "delayed"))
+    gathers = recipe in ("delayed", "mxfp8")  # Megatron-Bridge 0.6.2 training/mixed_precision.py
+    assert bool(job.framework_options.get("fp8_param_gather")) == gathers
+
+
+def test_verls_stages_and_gradients():
+    """As in verl's run_qwen3-236b_megatron.sh: 94 layers on 8 stages, of which the first and the last hold five."""
+    override = "+actor_rollout_ref.actor.megatron.override_"
+    given = (
+        "python3 -m verl.trainer.main_ppo --config-name='ppo_megatron_trainer.yaml' algorithm.adv_estimator=grpo "
+        "data.max_prompt_length=2048 data.max_response_length=4096 data.train_batch_size=256 "
+        "actor_rollout_ref.actor.ppo_mini_batch_size=16 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 "
+        "actor_rollout_ref.model.path=Qwen3-235B-A22B actor_rollout_ref.model.enable_gradient_checkpointing=True "
+        "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size=8 actor_rollout_ref.rollout.n=4 "
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=4 trainer.n_gpus_per_node=8 trainer.nnodes=32 "
+        f"actor_rollout_ref.actor.megatron.expert_model_parallel_size=4 {override}ddp_config.grad_reduce_in_fp32=False "
+        f"{override}transformer_config.num_layers_in_first_pipeline_stage=5 "
+        f"{override}transformer_config.num_layers_in_last_pipeline_stage=5\n"
+    )
+    found = translation_of(given)
+    assert found.job.parallelism.pipeline_layers == (5, *[14] * 6, 5)
+    assert (found.job.precision.gradients, found.job.activation_checkpointing.mode) == ("bfloat16", "none")
+    assert any("enable_gradient_checkpointing has no effect" in sentence for sentence in found.assumptions)
+    assert found.unknown == ()

@@ -98,3 +98,13 @@ def test_a_key_of_the_network_that_nobody_knows_is_listed():
 def test_what_it_asks_for_beyond_the_layers_is_said():
     found = read(is_llama_config=True, z_loss_enabled=True)
     assert any("z-loss" in sentence for sentence in found.unsupported)
+
+
+def test_the_older_key_for_recomputation():
+    modes = {"full": "full", "FULL": "full", "selective": "none", None: "none"}
+    for asked, mode in modes.items():
+        found = read(is_llama_config=True, intermediate_size=512, parallelism={"recompute_granularity": asked})
+        assert found.job.activation_checkpointing.mode == mode
+        assert found.unknown == ()
+    with pytest.raises(SpecError, match="must be selective, full or null"):
+        read(is_llama_config=True, intermediate_size=512, parallelism={"recompute_granularity": "some"})

@@ -187,6 +187,8 @@ LAUNCHES = [
     ("torchrun --nproc-per-node=4 --nnodes=1:2 pretrain_gpt.py --bf16", "pretrain_gpt.py", 8),
     ("python -u -m torch.distributed.launch --nproc_per_node 8 --use_env pretrain_gpt.py --bf16", "pretrain_gpt.py", 8),
     ("accelerate launch --num_processes 4 --mixed_precision bf16 sft.py --bf16", "sft.py", 4),
+    ("oumi distributed torchrun --nproc-per-node 4 sft.py --bf16", "sft.py", 4),
+    ("oumi distributed torchrun -m trl.sft --bf16", "trl.sft", None),
     ("python -m accelerate.commands.launch --num_processes 4 sft.py --bf16", "sft.py", 4),
     ("deepspeed --num_gpus 8 --num_nodes 2 train.py --deepspeed ds.json", "train.py", 16),
     (

@@ -8,7 +8,7 @@ on the command line takes half a second, and most of that is imports.
 from __future__ import annotations
 
 from copy import copy
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from peakcast.catalog import Device
 from peakcast.core.units import FP32
@@ -56,6 +56,7 @@ def huggingface_ledger(
     else:
         before, layout = _before_any_update(job, device, rank)
         timeline, layout = before.fork(first_step=step == "first"), copy(layout)
+        layout.first_step = step == "first"
     if alone:
         _optimizer_on_one_gpu(timeline, job, step)
     else:
@@ -73,10 +74,9 @@ def _laid_out(job: TrainingJob, device: Device | None, rank: int | None) -> tupl
 
 
 def _first_step_differs(job: TrainingJob) -> bool:
-    """Whether more of a first step than the optimizer's part differs from later ones, apart from the outputs of a step
-    before: layouts that learn the network's order or make their buffers then, updates in backward, compiled graphs."""
-    learns = job.parallelism.zero_stage == 3 or job.parallelism.sharding == "fsdp1"
-    return learns or job.compile or bool(optimizer_rule(job).updates_in_backward)
+    """Whether a first step runs other operations than later ones before the optimizer's part: FSDP1 makes its buffers then;
+    updates in backward; compiled graphs."""
+    return job.parallelism.sharding == "fsdp1" or job.compile or bool(optimizer_rule(job).updates_in_backward)
 
 
 @lru_cache(maxsize=4)
@@ -89,7 +89,7 @@ def _before_update(job: TrainingJob, device: Device | None, rank: int | None, st
     """A step up to the optimizer's part of it, and the layout then. `step`: None if the first and later ones share it; what
     only later ones have is then marked as such."""
     context, layout = _laid_out(job, device, rank)
-    layout.first_step = step == "first"
+    layout.first_step = None if step is None else step == "first"
     if step is not None:
         hand_updates(job, layout, step)
     timeline = Step(hooks=layout)
@@ -109,7 +109,7 @@ def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
     """A step of one micro-batch on one GPU, assembled from recorded parts that similar jobs share."""
     before, context, start, loss_made = _one_micro_batch(_graph_job(job), multiprocessors_of(device))
     timeline = before.fork(_resident(weights_job(job)), _workspaces(training_workspaces(device, job)))
-    hold_outputs_of_before(timeline, job, context, start, loss_made, first=step == "first")
+    hold_outputs_of_before(timeline, step == "first", job=job, context=context, start=start, loss_made=loss_made)
     _optimizer_on_one_gpu(timeline, job, step)
     return timeline
 
@@ -137,10 +137,9 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
         loss = run_micro_batch(timeline, job, found, keeps_gradients=micro_batch == 0 or sums, last=last)
         loss_made = loss.forward_start + loss.template.num_forward
         if step is None and micro_batch == 0:
-            with timeline.only_in_later_steps():
-                hold_outputs_of_before(timeline, job, context, start, loss_made, first=False)
+            timeline.differs(partial(hold_outputs_of_before, job=job, context=context, start=start, loss_made=loss_made))
         else:
-            hold_outputs_of_before(timeline, job, context, start, loss_made, first=first)
+            hold_outputs_of_before(timeline, first, job=job, context=context, start=start, loss_made=loss_made)
         ended = timeline.now
         layout.end_backward(timeline)
         if sums:

@@ -34,7 +34,7 @@ def hold_outputs(timeline: Step, job: TrainingJob, context: HFContext, loss: Blo
 
 
 def hold_outputs_of_before(
-    timeline: Step, job: TrainingJob, context: HFContext, start: int, loss_made: int, *, first: bool
+    timeline: Step, first: bool, *, job: TrainingJob, context: HFContext, start: int, loss_made: int
 ) -> None:
     """Hold what earlier forwards have left behind while a micro-batch, which began at `start`, runs forward. `loss_made`:
     the instant at which its own outputs exist; `first`: it is the training's first forward."""

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.module_tree import LM_HEAD, BlockKind, block_of, path_of
@@ -22,11 +22,14 @@ from peakcast.models.ledger.layouts.zero3_hooks import ModuleTurn, PassDirection
 from peakcast.models.ledger.layouts.zero3_instants import Instants, Reduction
 from peakcast.models.ledger.layouts.zero3_modules import ModuleTurns
 from peakcast.models.ledger.layouts.zero3_turns import with_recomputation_inside
-from peakcast.models.ledger.layouts.zero3_weights import Zero3Engine
+from peakcast.models.ledger.layouts.zero3_weights import Weights, Zero3Engine
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.timelines.timeline import Category, Phase
+
+Reductions = dict[int, Reduction]
+"""For each instant at which the bucket is reduced: the reduction that needs most memory there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,13 +61,13 @@ class Zero3(Partitions):
         matrices = (t for t in tensors if len(t.shape) > 1 and t.block not in (BlockKind.EMBEDDING, BlockKind.HEAD))
         self._viewed = {t for t in matrices if settings.transposes and not t.of_adapter}
         """The matrices that products read through a view."""
-        self._coordinator: Coordinator | None = None
+        self._coordinators: dict[bool, Coordinator] = {}
+        """By whether the step is the training's first."""
         self.reference: Zero3 | None = None
         """The layout of a second network (a reference model), which has an engine of its own."""
         self._turns: list[ModuleTurn] = []
         """The module runs of this micro-batch so far, in order."""
-        self._reductions: dict[int, Reduction] = {}
-        """For each instant at which the bucket is reduced: the reduction that needs most memory there."""
+        self._reductions: Reductions = {}
         self._ran_last: BlockRun | None = None
         """The run whose forward ended last."""
         self._began = 0
@@ -132,24 +135,40 @@ class Zero3(Partitions):
         self._last = last
         self._turns, self._backward_began, self._began = [], None, step.now
 
-    def _play(self, step: Step) -> Coordinator:
+    def _play(self, step: Step, then: Callable[[Step, Weights, Reductions], None]) -> None:
         """Have the coordinator gather and release weights for the turns so far, those of a micro-batch or of a forward
-        alone; returns the coordinator."""
-        if self._coordinator is None:
-            engine = Zero3Engine(
-                ranks=self.ranks,
-                sizes=self.buckets,
-                packs=self.packs,
-                stream=self._gathers,
-                from_host=self.offloads_parameters,
-            )
-            self._coordinator = Coordinator(step, engine, viewed=self._viewed, unread=self._modules.unread)
-            if not self.first_step:
-                self._coordinator.learn(self._turns)
-                small = [t for t in self.tensors if self.persists(t)]
-                self._coordinator.weights.available = dict.fromkeys(small, 0)  # gathered again when the last step ended
-        self._coordinator.play(self._turns, Instants(step.made_bytes(), self._reductions))
-        return self._coordinator
+        alone, and `then` hold what follows from that, given the weights and the turns' reductions."""
+        turns, made, reductions = tuple(self._turns), step.made_bytes(), self._reductions
+        self._reductions = {}
+
+        def play(step: Step, first: bool) -> None:
+            if first not in self._coordinators:
+                self._coordinators[first] = self._coordinator(step, turns, first=first)
+            coordinator, instants = self._coordinators[first], Instants(made, _copied(reductions))
+            coordinator.weights.step = step
+            coordinator.play(turns, instants)
+            then(step, coordinator.weights, instants.reductions)
+
+        if self.first_step is None:
+            step.differs(play)
+        else:
+            play(step, self.first_step)
+
+    def _coordinator(self, step: Step, turns: Sequence[ModuleTurn], *, first: bool) -> Coordinator:
+        """A coordinator at the beginning of a step."""
+        engine = Zero3Engine(
+            ranks=self.ranks,
+            sizes=self.buckets,
+            packs=self.packs,
+            stream=self._gathers,
+            from_host=self.offloads_parameters,
+        )
+        made = Coordinator(step, engine, viewed=self._viewed, unread=self._modules.unread)
+        if not first:
+            made.learn(turns)
+            small = [t for t in self.tensors if self.persists(t)]
+            made.weights.available = dict.fromkeys(small, 0)  # gathered again when the last step ended
+        return made
 
     # -- modules that run -------------------------------------------------------------------------------------------------
 
@@ -214,7 +233,7 @@ class Zero3(Partitions):
         """Gather the weights of a network that has only run forward. `runs`: (module, run) of its blocks."""
         ran = (block_operations(run, module, PassDirection.FORWARD) for module, run in runs)
         self._turns = [turn for operations in ran for turn in self._modules.turns(operations)]
-        self._play(step).weights.keep_small_tensors()
+        self._play(step, lambda _, weights, reductions: weights.keep_small_tensors())
 
     # -- gradients --------------------------------------------------------------------------------------------------------
 
@@ -285,19 +304,22 @@ class Zero3(Partitions):
     def end_backward(self, step: Step) -> None:
         if self._bucket.content:
             self._reduce(step, step.moment("reduce_gradients", Phase.BACKWARD))
-        self._play(step).weights.release_rest(step.now, small_too=False)
-        for now, reduction in self._reductions.items():
+        self._play(step, self._end_micro_batch)
+
+    def _end_micro_batch(self, step: Step, weights: Weights, reductions: Reductions) -> None:
+        """Release what is still gathered, and hold what reducing gradients has allocated."""
+        weights.release_rest(step.now, small_too=False)
+        for now, reduction in reductions.items():
             joined, then = reduction.num_bytes()
             step.hold("reduce_scatter.input", BUFFERS, joined, now, now + 1, stream=self._reduces)
             step.hold("partition_grads", Category.TEMPORARIES, then, now, now + 1, stream=self._reduces)
-        self._reductions.clear()
 
     # -- optimizer --------------------------------------------------------------------------------------------------------
 
     def clip(self, step: Step) -> None:
         """The optimizer's `step` begins with `_partition_all_parameters`."""
-        if self._coordinator is not None:
-            self._coordinator.weights.release_rest(step.now, small_too=True)
+        if (coordinator := self._coordinators.get(bool(self.first_step))) is not None:
+            coordinator.weights.on(step).release_rest(step.now, small_too=True)
         super().clip(step)
 
     def release_gradients(self, step: Step) -> None:
@@ -310,3 +332,8 @@ class Zero3(Partitions):
             parts = ((t.name, t.module, self.part(t) * t.element_bytes) for t in self.tensors if self.persists(t))
             step.hold_all(parts, Category.PARAMETERS, step.now, step.now + 1)
             step.moment("gather small tensors", Phase.OPTIMIZER_STEP)
+
+
+def _copied(reductions: Reductions) -> Reductions:
+    """Copies, which playing the turns may change."""
+    return {instant: replace(reduction) for instant, reduction in reductions.items()}

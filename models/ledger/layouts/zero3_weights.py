@@ -7,6 +7,7 @@ Source: DeepSpeed 0.19.8 `runtime/zero/partition_parameters.py` (`_all_gather_se
 from __future__ import annotations
 
 from collections.abc import Iterable
+from copy import copy
 from dataclasses import dataclass
 
 from peakcast.models.ledger.layouts.base import StoredTensor
@@ -70,6 +71,12 @@ class Weights:
         self._passing = GatheredBefore(-1)
         """The bytes gathered in the instant at which the current turns begin."""
         self._for_good: set[StoredTensor] = set()
+
+    def on(self, step: Step) -> Weights:
+        """A copy that goes on upon a fork of the step."""
+        forked = copy(self)
+        forked.step, forked.available, forked.gathers = step, self.available.copy(), self.gathers.copy()
+        return forked
 
     def begin_instant(self, now: int, instants: Instants) -> None:
         """The turns at instant `now` begin. At the instant of the turns before, hold the bytes by which gathering exceeded

@@ -46,9 +46,9 @@ Mask = npt.NDArray[np.bool_]
 
 
 def graphed_steps(job: TrainingJob) -> tuple[str, ...]:
-    """The kinds of step that `job` has because of graphs, in order; none without graphs, nor with those that are not
-    modelled."""
-    return ("captured", "replayed") if job.framework == "megatron" and _has_graphs(conventions(job)) else ()
+    """The kinds of step that a job of Megatron-LM has because of graphs, in order; none without graphs, nor with those that
+    are not modelled."""
+    return ("captured", "replayed") if _has_graphs(conventions(job)) else ()
 
 
 def graphs_whole_step(convention: Mapping[str, Any]) -> bool:

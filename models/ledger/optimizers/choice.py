@@ -71,6 +71,7 @@ def optimizer_options(job: TrainingJob, step: str) -> Options:
     """What the rules depend on besides tensors, in the "first" or a "steady" step."""
     return Options(
         momentum=job.optimizer.momentum,
+        decays_gradients=job.optimizer.decays_gradients,
         rank=int(conventions(job).get("galore_rank", Options().rank)),
         head_elements=job.architecture.hidden_size**2 // job.architecture.num_attention_heads,
         first_step=step == "first",

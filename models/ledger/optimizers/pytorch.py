@@ -28,9 +28,18 @@ def _take_gradients(run: Locals, group: Sequence[TrainedTensor], options: Option
         run.free("gradient.part")
 
 
+def _decay(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
+    """Coupled weight decay: grads = torch._foreach_add(grads, params, alpha=weight_decay), or grad = grad.add(...) for one
+    parameter after the other, whose variable keeps the copy until the next. Hugging Face's second group does not decay."""
+    if options.decays_gradients and (group[0].decays or not options.trainer):
+        run.let("grads", *(tensor.num_bytes for tensor in group))
+
+
 def _loop_adam(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
     """_single_tensor_adam: denom = (exp_avg_sq.sqrt() / bias_correction2_sqrt).add_(eps)."""
     for tensor in group:
+        run.free("grads")
+        _decay(run, [tensor], options)
         run.let("square_root", tensor.num_bytes)
         run.let("denominator", tensor.num_bytes)
         run.free("square_root")
@@ -44,25 +53,36 @@ def _loop_sgd(run: Locals, group: Sequence[TrainedTensor], options: Options) -> 
     """_single_tensor_sgd: tensor by tensor; the first step makes the buffers."""
     for tensor in group:
         run.make_states()
+        run.free("grads")
+        _decay(run, [tensor], options)
         run.let("gradient.part", *([tensor.num_bytes] if tensor.copies_gradient else []))
         run.free("gradient.part")
+
+
+def _foreach_sgd(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
+    """_multi_tensor_sgd: in place, but for coupled weight decay."""
+    _decay(run, group, options)
+    _take_gradients(run, group, options)
 
 
 def _foreach_root(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
     """_multi_tensor_adam: torch._foreach_addcmul_(exp_avg_sqs, grads, grads) reads gradients twice; exp_avg_sq_sqrt =
     torch._foreach_sqrt(exp_avg_sqs) is a copy of the group until the function returns."""
+    _decay(run, group, options)
     _take_gradients(run, [*group, *group], options)
+    run.free("grads")  # "del device_grads, scaled_device_grads"
     run.let("exp_avg_sq_sqrt", *(tensor.num_bytes for tensor in group))
 
 
 def _foreach_rmsprop(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
     """_multi_tensor_rmsprop: avg = torch._foreach_sqrt(square_avgs), which divides the gradients."""
+    _decay(run, group, options)
     run.let("avg", *(tensor.num_bytes for tensor in group))
     _take_gradients(run, group, options)
 
 
 def _foreach_adagrad(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
-    """_multi_tensor_adagrad: std, and the numerator, a multiple of the gradients."""
+    """_multi_tensor_adagrad: std, and the numerator, a multiple of the gradients (with coupled weight decay that copy)."""
     run.let("std", *(tensor.num_bytes for tensor in group))
     run.let("numerator", *(tensor.num_bytes * tensor.gradient_parts for tensor in group))
     _take_gradients(run, group, options)
@@ -71,6 +91,8 @@ def _foreach_adagrad(run: Locals, group: Sequence[TrainedTensor], options: Optio
 def _loop_root(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
     """_single_tensor_rmsprop, _single_tensor_adagrad: avg = square_avg.sqrt().add_(eps)."""
     for tensor in group:
+        run.free("grads")
+        _decay(run, [tensor], options)
         run.let("square_root", tensor.num_bytes)
         _take_gradients(run, [tensor], options)
 
@@ -142,7 +164,7 @@ _RMSPROP = "torch 2.13 optim/rmsprop.py"
 RULES: dict[tuple[str, str], OptimizerRule] = {
     **{(name, implementation): rule for name in ("adamw", "adam") for implementation, rule in _adam.items()},
     ("sgd", "fused"): _sgd,
-    ("sgd", "foreach"): _sgd,
+    ("sgd", "foreach"): OptimizerRule(SGD, _momentum, _foreach_sgd),
     ("sgd", "loop"): OptimizerRule(SGD, _momentum, _loop_sgd),
     ("adafactor", "foreach"): OptimizerRule(f"{_ADAFACTOR} _multi_tensor_adafactor", _factored, _foreach_adafactor),
     ("adafactor", "loop"): OptimizerRule(f"{_ADAFACTOR} _single_tensor_adafactor", _factored, _loop_adafactor),

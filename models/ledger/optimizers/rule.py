@@ -67,6 +67,8 @@ class Options:
     head_elements: int = 1
     """Elements of the weights of one attention head, hidden_size² / num_attention_heads."""
     first_step: bool = False
+    decays_gradients: bool = False
+    """Whether the first of the parameter groups has coupled weight decay (`Optimizer.decays_gradients`)."""
     trainer: bool = True
     """Whether transformers' Trainer, or a framework that does the same, makes the optimizer."""
     times_kernels_on_copies: bool = False

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from peakcast.core.findings import Direction, Finding
 from peakcast.core.units import format_gib
 from peakcast.jobs.conventions import adapter_dtype, conventions, default_of, sums_in_float32
-from peakcast.jobs.spec import Precision, TrainingJob
+from peakcast.jobs.spec import DECAYING_GRADIENTS, Precision, TrainingJob
 from peakcast.models.ledger.scope import facts
 from peakcast.models.ledger.scope.fact import Fact
 from peakcast.networks.families import family_of
@@ -47,6 +47,7 @@ IDLE: tuple[tuple[str, tuple[str, ...], Fact, str], ...] = (
      "activation_checkpointing.mode='none'"),
     ("inference", ("prompt_length", "new_tokens", "cache"), facts.trains, "task='train'"),
     ("optimizer", ("momentum",), ~facts.optimizer("sgd"), "sgd alone has a momentum"),
+    ("optimizer", ("weight_decay",), ~facts.optimizer(*DECAYING_GRADIENTS), "its weight decay costs no memory"),
     ("parallelism", ("sequence_parallel",), ~facts.tensor_parallel, "parallelism.tensor_parallel_size=1"),
     ("parallelism", ("sharding",), ~facts.replicated, "there is one replica, of which nothing is sharded"),
     ("offload", ("parameters",), facts.zero & ~facts.zero3 & ~facts.megatron,

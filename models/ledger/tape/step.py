@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field
@@ -79,8 +79,9 @@ class Step:
     """Columns of the tensors held, in the order in which they were held; layout as `RecordedColumns.columns`."""
     _single: array[int] = field(default_factory=lambda: array("q"))
     """Tensors that were held one by one since then: eight numbers each, in the order of `columns.py`."""
-    _later: set[int] = field(default_factory=set)
-    """Which of `_held` exist only in later steps than the first."""
+    _differing: dict[int, tuple[bytearray, Callable[[Step, bool], None]]] = field(default_factory=dict)
+    """Place in `_held` -> the phases until then, and what is held there as in `differs`."""
+    _differ: dict[tuple[int, bool], IntTable] = field(default_factory=dict)  # (that place, in the first step) -> columns
     gradients_die: int = FOREVER
     """The instant at which `zero_grad(set_to_none=True)` releases every `.grad`."""
     update_in_backward: UpdateInBackward | None = None
@@ -330,12 +331,21 @@ class Step:
             name, category, num_bytes, since, module, stream, gone = self._freed_not_reusable.pop(handle)
             self.hold(name, category, num_bytes, since, gone, module, stream, self.now)
 
-    @contextmanager
-    def only_in_later_steps(self) -> Iterator[None]:
-        """What is held in this context exists in every step but the training's first: a fork for that one leaves it out."""
-        begin = len(self._gather())
-        yield
-        self._later.update(range(begin, len(self._gather())))
+    def differs(self, held: Callable[[Step, bool], None]) -> None:
+        """`held(step, first_step)` holds on `step`, which has the instants so far, what differs between a training's first
+        step and later ones. It is called when a fork first needs it, in the order of these calls."""
+        self._differing[len(self._gather())] = self.phases.copy(), held
+        self._held.append(np.zeros((WIDTH, 0), dtype=np.int64))
+
+    def _held_in(self, *, first_step: bool) -> list[IntTable]:
+        """The columns of everything held so far, in the training's first step or in a later one."""
+        held = self._gather().copy()
+        for at, (phases, hold) in self._differing.items():
+            if (at, first_step) not in self._differ:
+                hold(apart := Step(phases), first_step)
+                self._differ[at, first_step] = np.concatenate([held[at], *apart._gather()], axis=1)
+            held[at] = self._differ[at, first_step]
+        return held
 
     def fork(self, *before: RecordedColumns, first_step: bool = False) -> Step:
         """A copy of this step from which to go on; `before` comes before everything that is held here. This step stays
@@ -346,9 +356,8 @@ class Step:
         forked = copy(self)
         forked.phases, forked.labels = bytearray(self.phases), self.labels.copy()
         forked._placed, forked._own, forked._runs = [*self._placed, self._own[1]], None, []
-        held = [part for number, part in enumerate(self._gather()) if not (first_step and number in self._later)]
-        forked._held, forked._single = [*(part.columns for part in before), *held], array("q")
-        forked._later = set()
+        forked._held = [*(part.columns for part in before), *self._held_in(first_step=first_step)]
+        forked._single, forked._differing, forked._differ = array("q"), {}, {}
         forked._backward_ends, forked._allocated = self._backward_ends.copy(), self._allocated.copy()
         forked._freed_not_reusable = self._freed_not_reusable.copy()
         return forked

@@ -138,11 +138,8 @@ def resolve_architecture(value: object) -> Architecture:
 
 def note_network(value: object, notes: Notes) -> None:
     """Note keys of the `config.json` that `value` is, or names, if no `Architecture` contains them. Raises: SpecError."""
-    path = _file_named(value) if isinstance(value, str) else None
-    config = read_mapping(path) if path is not None else value
-    if not isinstance(config, Mapping) or "norm_placement" in config:
-        return
-    if is_unknown(config):  # the answer says what was assumed for this network
+    config = network_config(value)
+    if not config or is_unknown(config):  # of an unknown network the answer says what was assumed
         return
     left = left_out_of(config)
     if left.keys:
@@ -177,25 +174,42 @@ def _file_named(name: str) -> Path | None:
     return path if path.suffix == ".json" or is_file(path) else None
 
 
-def _architecture_named(name: str) -> Architecture:
-    """The network in the file or folder `name`, else the one with that catalog name, else with that hub id."""
-    path = Path(name)
+def network_config(value: object) -> Mapping[str, Any]:
+    """The keys of the config.json that `value` is or leads to (as a path, a folder or a hub id); {} for a network of the
+    catalog or in peakcast's own form. Raises: SpecError or CatalogError."""
+    config = _config_named(value) if isinstance(value, str) else value
+    return config if isinstance(config, Mapping) and "norm_placement" not in config else {}
+
+
+def _config_named(name: str) -> dict[str, Any] | None:
+    """The config.json in the file or folder `name`, else that of the hub id `name`; None if the catalog has the network."""
     if (file := _file_named(name)) is not None:
-        called = file.absolute().parent.name if file.stem == "config" else ""
-        return architecture_from_hf_config(read_mapping(file), name=called or file.stem)
+        return read_mapping(file)
     try:
-        return catalog.architecture(name)
+        catalog.architecture(name)
+        return None
     except CatalogError:
         module = "." in name and "/" not in name  # such as nemo.collections.llm.recipes.llama3_8b
         if module and (sentence := foreign((), {}, name)):
             raise SpecError(f"{name} {sentence}", parameter="architecture", value=name) from None
-        if not hub.is_hub_id(name) or exists(path):
+        if not hub.is_hub_id(name) or exists(Path(name)):
             raise
     try:
-        return architecture_from_hf_config(hub.config_of(name), name=name)
+        return hub.config_of(name)
     except CatalogError as error:
         near = near_misses(name.rsplit("/", 1)[-1], catalog.architecture_names())
         raise CatalogError(error.message + near.replace("; did", " Did"), parameter="architecture", value=name) from error
+
+
+def _architecture_named(name: str) -> Architecture:
+    """The network in the file or folder `name`, else the one with that catalog name, else with that hub id."""
+    config = _config_named(name)
+    if config is None:
+        return catalog.architecture(name)
+    if (file := _file_named(name)) is None:
+        return architecture_from_hf_config(config, name=name)
+    called = file.absolute().parent.name if file.stem == "config" else ""
+    return architecture_from_hf_config(config, name=called or file.stem)
 
 
 def read_mapping(path: Path) -> dict[str, Any]:

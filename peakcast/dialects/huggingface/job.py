@@ -12,7 +12,7 @@ from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.findings import Direction
 from peakcast.core.versions import check_versions, release, resolved
-from peakcast.dialects.common.job_file import note_network, resolve_architecture
+from peakcast.dialects.common.job_file import network_config, note_network, resolve_architecture
 from peakcast.dialects.common.mesh import of_training
 from peakcast.dialects.common.translation import (
     Notes,
@@ -28,11 +28,13 @@ from peakcast.dialects.huggingface.batch import batch_form, sequence_length
 from peakcast.dialects.huggingface.deepspeed import check_agreement, engine_optimizer, note_engine_optimizer
 from peakcast.dialects.huggingface.dtypes import finetuning_of, half_dtype, precision_of, weights_dtype, widened_adapters
 from peakcast.dialects.huggingface.parallelism import fsdp_settings, fsdp_version, layout_and_offload
+from peakcast.dialects.huggingface.post_training import SCORING, with_scores
 from peakcast.dialects.huggingface.quantization import quantization_of
 from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import check_framework_options, conventions
 from peakcast.jobs.spec import (
+    DECAYING_GRADIENTS,
     ActivationCheckpointing,
     Finetuning,
     Framework,
@@ -58,6 +60,8 @@ class _Run:
     """What describes one run: the network, and the settings of each library that takes part in it (None: it does not)."""
 
     config: Mapping[str, Any] | str | Architecture
+    model: Mapping[str, Any]
+    """The keys of its config.json; {} for a network of the catalog."""
     architecture: Architecture
     training: Settings
     adapter: Settings | None
@@ -70,11 +74,6 @@ class _Run:
     notes: Notes
     widens_for_fsdp2: bool
     """Whether accelerate's `fsdp2_prepare_model` runs, which widens what it shards under mixed precision."""
-
-    @property
-    def model(self) -> Mapping[str, Any]:
-        """The keys of config.json, if these were given."""
-        return self.config if isinstance(self.config, Mapping) else {}
 
     @property
     def is_modern(self) -> bool:
@@ -117,12 +116,17 @@ def from_huggingface(
     adapter = _settings("peft", peft, notes, spell) if peft is not None else None
     engine, shards = _strategy(deepspeed, fsdp, training, notes)
     refuse_teacher(training, "teacher_model_name_or_path")
-    run = _Run(config, architecture, training, adapter, engine, shards, num_gpus, versions, notes, widens_for_fsdp2)
+    model, widens = network_config(config), widens_for_fsdp2
+    run = _Run(config, model, architecture, training, adapter, engine, shards, num_gpus, versions, notes, widens)
     options: dict[str, Any] = {}
     job = _job(run, options)
     if unsloths and not offloads(training, job.num_tokens, architecture.hidden_size):
         job = job.replace(offload=replace(job.offload, activations=False))
     job = _with_options(job, options, notes)
+    named = model.get("architectures")
+    model_class = training.text("model_class", str(named[0]) if isinstance(named, list) and named else "")
+    if SCORING.fullmatch(model_class):
+        job = with_scores(job, model_class, notes)
     mesh = training.raw("parallelism_config") or {}
     job = of_training(job, mesh, notes) if isinstance(mesh, Mapping) else job
     _account_for_the_rest(run)
@@ -246,7 +250,8 @@ def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str
     targets = training.raw("optim_target_modules")
     if choice.name == "galore" and targets not in (None, keys.LAYER_LINEARS, "all_linear"):
         notes.assumptions.append("optim_target_modules is treated as all-linear: every Linear is projected.")
-    return Optimizer(name=choice.name, implementation=choice.implementation)
+    decay = training.number("weight_decay", 0.0) or 0.0 if choice.name in DECAYING_GRADIENTS else 0.0
+    return Optimizer(name=choice.name, implementation=choice.implementation, weight_decay=decay)
 
 
 def _attention(

@@ -7,6 +7,7 @@ Sources: trl 1.16.0 trainer/dpo_trainer.py and reward_trainer.py, trl 0.13-0.24 
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -50,6 +51,39 @@ NOT_MODELLED = {
     "async_grpo": "GRPO with its completions made meanwhile", "a2po": "A*PO", "xpo": "XPO", "nash_md": "Nash-MD",
     "prm": "PRM", "gspo": "GSPO", "gdpo": "GDPO", "ebft": "EBFT",
 }  # fmt: skip
+
+
+def method_of_program(program: str) -> str:
+    """The training method in the name of a program, such as `scripts/online_dpo.py`; "" if it has none."""
+    stem = re.sub(r"\W+", " ", program.lower().rsplit("/", 1)[-1]).replace("_", " ")
+    words = (name.replace("_", " ") for name in (*NOT_MODELLED, *METHODS))  # "online_dpo" before "dpo"
+    return next((word.replace(" ", "_") for word in words if re.search(rf"\b{word}\b", stem)), "")
+
+
+def sequences_per_sample(program: str) -> int:
+    """How many sequences pass through the network for each sample in the training method of `program`."""
+    return METHODS.get(method_of_program(program), METHODS["sft"]).sequences
+
+
+SCORING = re.compile(r"AutoModel|\w+For(SequenceClassification|TokenClassification|QuestionAnswering|MultipleChoice)")
+"""Classes of networks whose head has few outputs, or none, in the place of the vocabulary's."""
+
+
+def with_scores(job: TrainingJob, model_class: str, notes: Notes) -> TrainingJob:
+    """`job` with the head of `model_class`, which makes no logits of the vocabulary: for decoders that of a reward model,
+    with one output. The head of other networks stays as it is, with a note."""
+    network = job.architecture
+    told = f"{model_class} has no output for each word of the vocabulary; "
+    if network.kind != "decoder":
+        notes.unsupported.append(f"{told}the head that predicts words is counted.", "loss.kind", "less")
+        return job
+    drops = network.attention_dropout or network.hidden_dropout or network.embedding_dropout
+    notes.unsupported.append(
+        f"{told}the head of a reward model, which scores each sequence, is counted{', without dropout' if drops else ''}.",
+        "loss.kind",
+        "more" if drops else "either",
+    )
+    return job.replace(loss=replace(job.loss, kind="reward", fused_linear_cross_entropy=False))
 
 
 def with_method(

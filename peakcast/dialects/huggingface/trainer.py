@@ -16,8 +16,8 @@ from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import AlternativeReading, Notes, Settings, Translation
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
-from peakcast.dialects.huggingface.post_training import METHODS, NOT_MODELLED, with_method
-from peakcast.dialects.huggingface.whose_trainer import EXAMPLE_SCRIPT, OF_EXAMPLES, Whose, whose_trainer
+from peakcast.dialects.huggingface.post_training import METHODS, method_of_program, with_method
+from peakcast.dialects.huggingface.whose_trainer import EXAMPLE_SCRIPT, OF_EXAMPLES, SCORING_SCRIPTS, Whose, whose_trainer
 
 PARTS = ("training", "hf_config", "peft", "deepspeed", "accelerate")
 """The dialects that are parts of one run."""
@@ -203,6 +203,8 @@ def _leave_dtype_to_network(training: dict[str, Any]) -> None:
 
 def _note_loss(training: dict[str, Any], method: str | None, notes: Notes) -> None:
     """Remove the settings of TRL's losses other than the kind, and note those that are not modelled."""
+    if method != "sft":  # the trainer of another method makes the head that it needs
+        training.pop("model_class", None)
     if Settings({"use_liger_loss": training.pop("use_liger_loss", False)}, notes, "trl").switch("use_liger_loss"):
         notes.unsupported.append("Liger's preference loss (use_liger_loss) is not modelled.", "use_liger_loss", "less")
     loss = training.pop("loss_type", None)
@@ -347,9 +349,14 @@ def _take_trl_defaults(training: dict[str, Any], notes: Notes) -> None:
 
 def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Notes) -> None:
     """Fill in the defaults of transformers' example scripts, with a note."""
-    if not EXAMPLE_SCRIPT.fullmatch(pasted.program.rsplit("/", 1)[-1]):
+    program = pasted.program.rsplit("/", 1)[-1]
+    if not EXAMPLE_SCRIPT.fullmatch(program):
         return
-    if not {"block_size", "max_seq_length", "max_length"} & set(training):
+    name = program.removeprefix("run_").removesuffix(".py").removesuffix("_no_trainer")
+    training["model_class"], length = SCORING_SCRIPTS.get(name, ("", 1024))
+    if length != 1024 and length:
+        training.setdefault("max_seq_length", length)
+    elif not {"block_size", "max_seq_length", "max_length"} & set(training):
         training["block_size"] = 1024  # run_clm.py: min(1024, tokenizer.model_max_length)
         notes.assumptions.append("block_size is not given; run_clm.py takes 1024, or fewer where the tokenizer has fewer.")
     given = {"dtype", "torch_dtype"} & set(training) or "hf_config" in pasted.companions
@@ -361,10 +368,8 @@ def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Not
 
 def _method(program: str, training: Mapping[str, Any]) -> str:
     """The training method: by the name of the program, else by keys that only one trainer has, else sft."""
-    stem = re.sub(r"\W+", " ", program.lower().rsplit("/", 1)[-1]).replace("_", " ")
-    for name in (*NOT_MODELLED, *METHODS):  # "online_dpo" before "dpo"
-        if re.search(rf"\b{name.replace('_', ' ')}\b", stem):
-            return name
+    if named := method_of_program(program):
+        return named
     for name, keys in _OF_METHOD.items():
         if any(training.get(key) is not None for key in keys):
             return name

@@ -19,13 +19,21 @@ OF_TRL = re.compile(
 OF_EXAMPLES = re.compile(
     r"block_size|do_train|dataset_config_name|train_file|validation_(file|split_percentage)|max_(train|eval)_samples"
     r"|config_(name|overrides)|tokenizer_name|use_fast_tokenizer|keep_linebreaks|preprocessing_num_workers|mlm_probability"
-    r"|line_by_line|pad_to_max_length|low_cpu_mem_usage|overwrite_cache"
+    r"|line_by_line|pad_to_max_length|low_cpu_mem_usage|overwrite_cache|task_name|(text|label)_column_names?|label_all_tokens"
+    r"|doc_stride|version_2_with_negative|n_best_size|max_answer_length|null_score_diff_threshold|return_entity_level_metrics"
 )
 """Keys of transformers' example scripts that TRL does not have. `do_train` is in TrainingArguments, but TRL's scripts train
 whether it is given or not."""
 OF_EITHER = re.compile(r"dataset_(name|config)|max_seq_length|lora_(r|alpha|dropout|target_modules)")
 """Keys of TRL that scripts with transformers' Trainer often have too."""
 EXAMPLE_SCRIPT = re.compile(r"run_\w+\.py")
+SCORING_SCRIPTS = {
+    "glue": ("AutoModelForSequenceClassification", 128), "xnli": ("AutoModelForSequenceClassification", 128),
+    "classification": ("AutoModelForSequenceClassification", 128), "qa": ("AutoModelForQuestionAnswering", 384),
+    "ner": ("AutoModelForTokenClassification", None), "swag": ("AutoModelForMultipleChoice", None),
+}  # fmt: skip
+"""Of transformers 5's example scripts `run_<name>.py` whose networks make no logits of the vocabulary: the network's class,
+and the default of max_seq_length (None: as long as the longest sample)."""
 TRL_SCRIPT = re.compile(
     r"trl( .*)?|((run_)?(sft|dpo|kto|bco|grpo|orpo|cpo|tpo|rloo|gmpo|reward)|reward_modeling|sft_vlm|sft_video_llm)\.py"
 )

@@ -16,6 +16,7 @@ from peakcast.dialects.common.translation import Notes, Settings, Translation, s
 from peakcast.dialects.litgpt.network import litgpt_network
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.spec import (
+    DECAYING_GRADIENTS,
     ActivationCheckpointing,
     Dtype,
     Finetuning,
@@ -208,4 +209,10 @@ def _optimizer(settings: Settings, *, fused: bool, pages: bool) -> Optimizer:
     kind = OPTIMIZERS.get(name, "adamw")
     kind = "paged_adamw_32bit" if pages and kind == "adamw" else kind
     eight = kind in ("adamw_8bit", "paged_adamw_32bit")
-    return Optimizer(name=kind, implementation="fused" if fused or eight else "foreach")
+    numbers = {key: settings.number(f"optimizer.init_args.{key}", 0.0) or 0.0 for key in ("momentum", "weight_decay")}
+    return Optimizer(
+        name=kind,
+        implementation="fused" if fused or eight else "foreach",
+        momentum=numbers["momentum"] if kind == "sgd" else 0.0,
+        weight_decay=numbers["weight_decay"] if kind in DECAYING_GRADIENTS else 0.0,
+    )

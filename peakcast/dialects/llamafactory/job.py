@@ -67,8 +67,8 @@ UNSUPPORTED = {
     "pipeline_model_parallel_size": "Megatron's pipeline parallelism", "recompute_granularity": "Megatron's recomputation",
     "expert_model_parallel_size": "Megatron's expert parallelism", "context_parallel_size": "context parallelism",
     "use_distributed_optimizer": "Megatron's distributed optimizer",
-    "use_dft_loss": "the DFT loss", "use_eaft_loss": "EAFT's loss", "use_asft_loss": "the ASFT loss",
-    "use_hyper_parallel": "HyperParallel",
+    "use_dft_loss": "the DFT loss", "use_eaft_loss": "EAFT's loss", "use_hyper_parallel": "HyperParallel",
+    "use_asft_loss": "the ASFT loss, which keeps a second network,",
 }  # fmt: skip
 PREFERENCES = ("sigmoid", "hinge", "ipo", "kto_pair", "orpo", "simpo")
 """Values of `pref_loss` (hparams/finetuning_args.py)."""

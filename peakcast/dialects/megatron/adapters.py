@@ -44,7 +44,24 @@ def with_adapters(
         targets=("all-linear",) if {"all", "all-linear"} & set(targets) else targets,
         dropout=settings.number(keys.dropout, keys.default_dropout) or 0.0,
     )
+    _note_details(settings, keys.rank.rpartition(".")[0])
     options = {**job.framework_options, "adapter_library": library}
     if conventions(job)["adapter_library"] == library:
         del options["adapter_library"]
     return job.replace(finetuning=tuning, framework_options=FrozenMapping(options))
+
+
+def _note_details(settings: Settings, section: str) -> None:
+    """Note what the adapters' `section` says beyond their rank and targets and no job can express."""
+    place = f"{section}." if section else ""
+    if excluded := settings.words(f"{place}exclude_modules"):
+        settings.notes.unsupported.append(
+            f"Layers without adapters ({place}exclude_modules={', '.join(excluded)}) are counted as if they had them.",
+            f"{place}exclude_modules",
+            "less",
+        )
+    dtype = settings.text(f"{place}lora_dtype", settings.text(f"{place}dtype")).removeprefix("torch.")
+    if dtype not in ("", "none", "None", "null", "bfloat16", "bf16"):
+        settings.notes.unsupported.append(
+            f"Adapters in {dtype} are counted in the dtype of the weights.", f"{place}lora_dtype", "more"
+        )

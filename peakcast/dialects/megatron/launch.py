@@ -21,6 +21,8 @@ SECTIONS = ("language_model", "model_parallel")
 RENAMED = {
     "fp8": "fp8_format", "virtual_pipeline_model_parallel_size": "num_virtual_stages_per_pipeline_rank",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
+    "num_layers_in_first_pipeline_stage": "decoder_first_pipeline_num_layers",
+    "num_layers_in_last_pipeline_stage": "decoder_last_pipeline_num_layers",
 }  # fmt: skip
 """Fields of TransformerConfig in the YAML's sections -> their flags, if the names differ."""
 SWITCHED_OFF = {
@@ -50,6 +52,14 @@ GPU_VARIABLES = ("NCCL_", "NVTE_", "CUDA_", "CUBLAS_", "CUDNN_", "TORCH_", "PYTO
 
 NEWER = {"PYTORCH_ALLOC_CONF": "PYTORCH_CUDA_ALLOC_CONF"}
 """Newer name of an environment variable (PyTorch 2.9) -> the older one."""
+
+
+def with_gradient_dtype(fields: dict[str, Any]) -> dict[str, Any]:
+    """`fields` for a library in which gradients have the parameters' dtype if
+    `accumulate_allreduce_grads_in_fp32` is false. Megatron-LM's own launcher accumulates in fp32 under bf16 all
+    the same, unless `grad_reduce_in_bf16` is given."""
+    narrow = str(fields.get("accumulate_allreduce_grads_in_fp32", True)).lower() in FALSE
+    return {**fields, "grad_reduce_in_bf16": True} if narrow else fields
 
 
 def from_megatron_flags(pasted: Pasted) -> Translation:

@@ -54,7 +54,7 @@ def from_nanotron(pasted: Pasted) -> Translation:
     attention = ATTENTION[settings.one_of("model.model_config._attn_implementation", "flash_attention_2", ATTENTION)]
     if not settings.given("model.model_config._attn_implementation"):
         notes.assumptions.append("nanotron's attention is FlashAttention 2 where its configuration names no other.")
-    recompute = settings.switch("parallelism.recompute_layer")
+    recompute = settings.switch("parallelism.recompute_layer") or _granularity(settings) == "full"
     if settings.switch("parallelism.moe_layer_recompute"):
         notes.unsupported.append(
             "Recomputing experts alone (parallelism.moe_layer_recompute) is not modelled: what they keep is counted.",
@@ -76,6 +76,19 @@ def from_nanotron(pasted: Pasted) -> Translation:
     )
     settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _granularity(settings: Settings) -> str:
+    """What `recompute_granularity`, the key before `recompute_layer`, recomputes: "full" (layers), "selective" (attention),
+    or "none"."""
+    asked = settings.text("parallelism.recompute_granularity", "none").lower()
+    if asked not in ("none", "null", "selective", "full"):
+        raise settings.refuse("parallelism.recompute_granularity", "must be selective, full or null")
+    if asked == "selective":
+        settings.notes.assumptions.append(
+            "recompute_granularity=selective recomputes attention alone, as FlashAttention does: no layer is recomputed."
+        )
+    return asked
 
 
 def _layout(settings: Settings, pasted: Pasted) -> Parallelism:

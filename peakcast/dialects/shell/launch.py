@@ -113,6 +113,8 @@ def after_wrappers(command: Sequence[str]) -> tuple[list[str], dict[str, str]]:
     words, env = list(command), {}
     if words[:3] == ["ray", "job", "submit"] and "--" in words:
         words = words[words.index("--") + 1 :]
+    if words[:3] == ["oumi", "distributed", "torchrun"]:  # a process for each GPU that it finds, unless a flag says
+        words = ["torchrun", "--nproc_per_node=gpu", *words[3:]]
     while words and _BEFORE.fullmatch(words[0]):
         words = words[1:]
         while words and (words[0].startswith("-") or "=" in words[0] or words[0].isdigit()):

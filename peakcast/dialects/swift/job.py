@@ -72,6 +72,11 @@ OWN = re.compile(
     r"|ds3_gather_for_generation|adapter_(act|length)|rlhf_type|tuner_backend|quant_method|experts_\w+"
 )
 """Keys that do not affect a step's memory."""
+HEADLESS = {
+    "seq_cls": "AutoModelForSequenceClassification", "reranker": "AutoModelForSequenceClassification",
+    "embedding": "AutoModel",
+}  # fmt: skip
+"""`task_type` -> the class of its network, which makes no logits of the vocabulary."""
 COUNTED = {"rpo_alpha": "RPO's likelihood term", "router_aux_loss_coef": "The router's auxiliary loss"}
 """Settings that any number except 0 switches on -> the feature."""
 
@@ -97,8 +102,7 @@ def from_swift(pasted: Pasted) -> Translation:
     for key, what in COUNTED.items():
         if settings.number(key, 0):
             notes.unsupported.append(f"{what} ({key}) is not modelled.", key, "more")
-    if settings.text("task_type", "causal_lm") != "causal_lm":
-        notes.unsupported.append(f"task_type={settings.text('task_type')} is not modelled; causal_lm is.", "task_type")
+    _task(settings, training)
     _say_logits(settings, method)
     for key in settings.left():  # the Trainer's keys; its reader notes unknown ones
         if OWN.fullmatch(key):
@@ -328,8 +332,24 @@ def _generation(settings: Settings) -> dict[str, Any]:
     }
 
 
+def _task(settings: Settings, training: dict[str, Any]) -> None:
+    """Put into `training` the class of a network that makes no logits of the vocabulary, and the sequences of a sample."""
+    task = settings.text("task_type", "causal_lm")
+    if task in HEADLESS:
+        training["model_class"] = HEADLESS[task]
+    elif task != "causal_lm":
+        settings.notes.unsupported.append(f"task_type={task} is not modelled; causal_lm is.", "task_type", "less")
+    if task in ("embedding", "reranker", "generative_reranker") and not settings.switch("packing"):
+        training["per_device_train_batch_size"] = 2 * int(training["per_device_train_batch_size"])
+        settings.notes.assumptions.append(
+            f"a sample of task_type={task} is treated as two sequences, such as a query with a document: micro_batch_size "
+            f"is {training['per_device_train_batch_size']}; each further document is one more."
+        )
+
+
 def _say_logits(settings: Settings, method: str) -> None:
-    if method in ("sft", "pt") and settings.raw("use_logits_to_keep") is None:
+    makes_logits = settings.text("task_type", "causal_lm") not in HEADLESS
+    if makes_logits and method in ("sft", "pt") and settings.raw("use_logits_to_keep") is None:
         settings.notes.warnings.append(
             "ms-swift computes logits of the tokens with labels alone where it can (use_logits_to_keep); those of all "
             "tokens "

@@ -59,6 +59,7 @@ CASES: dict[str, tuple[dict[str, Any], Any]] = {
     "optimizer.name": (PLAIN, "sgd"),
     "optimizer.implementation": (PLAIN, "loop"),
     "optimizer.momentum": ({**PLAIN, "optimizer": {"name": "sgd"}}, 0.9),
+    "optimizer.weight_decay": ({**PLAIN, "optimizer": {"name": "sgd"}}, 0.1),
     "finetuning.method": ({**PLAIN, "finetuning": {"rank": 8}}, "lora"),
     "finetuning.rank": (LORA, 16),
     "finetuning.targets": (LORA, ["q_proj"]),

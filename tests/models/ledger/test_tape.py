@@ -175,3 +175,29 @@ def test_marked_operations_are_found_in_both_passes():
     template = tape.finish(x)
     assert template.forward_marks == {Mark.LM_HEAD: [1, 2, 3]}
     assert template.backward_marks == {Mark.LM_HEAD: [0, 1]}  # "index" has no backward
+
+
+def test_what_only_a_first_step_or_only_later_ones_hold_is_computed_once_when_a_fork_needs_it():
+    asked = []
+
+    def held(apart, first_step):
+        asked.append((apart.now, first_step))
+        apart.hold("learned" if first_step else "known", Category.OTHER, KIB, 0, apart.now)
+
+    step = Step()
+    step.moment("a", Phase.FORWARD)
+    step.hold("before", Category.OTHER, KIB, 0)
+    step.differs(held)
+    step.hold("after", Category.OTHER, KIB, 0)
+    step.moment("b", Phase.FORWARD)
+    assert not asked
+    later = [step.fork().timeline() for _ in range(2)]
+    assert asked == [(1, False)]  # with the instants of when it was said
+    first = step.fork(first_step=True).timeline()
+    assert asked == [(1, False), (1, True)]
+    assert [list(one.names) for one in (*later, first)] == [
+        ["before", "known", "after"],
+        ["before", "known", "after"],
+        ["before", "learned", "after"],
+    ]
+    assert later[0].totals.tolist() == [3 * KIB, 2 * KIB]

@@ -1,0 +1,68 @@
+"""Networks that make no logits of the vocabulary: classifiers, rerankers, embeddings."""
+
+import pytest
+
+from peakcast.doors.questions import translation_of
+
+PROGRAM = """
+from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+model = {loader}.from_pretrained("{name}", num_labels=5)
+trainer = Trainer(model=model, args=TrainingArguments("out", per_device_train_batch_size=8, bf16=True))
+"""
+SWIFT = "swift sft --model Qwen/Qwen3-8B --per_device_train_batch_size 4 --max_length 512 --torch_dtype bfloat16"
+
+
+def head(question):
+    """(the loss that the job is counted with, the directions of what is said of it)."""
+    found = translation_of(question)
+    return found.job.loss.kind, [finding.direction for finding in found.findings if finding.parameter == "loss.kind"]
+
+
+@pytest.mark.parametrize(
+    ("loader", "name", "expected"),
+    [
+        ("AutoModelForCausalLM", "meta-llama/Llama-3.2-1B", ("cross_entropy", [])),
+        ("AutoModelForSequenceClassification", "meta-llama/Llama-3.2-1B", ("reward", ["either"])),
+        ("LlamaForTokenClassification", "meta-llama/Llama-3.2-1B", ("reward", ["either"])),
+        ("AutoModelForSequenceClassification", "gpt2", ("reward", ["more"])),  # its dropout runs, a reward model's does not
+        ("AutoModelForSequenceClassification", "google-bert/bert-base-cased", ("cross_entropy", ["less"])),
+    ],
+)
+def test_the_class_that_a_program_loads(loader, name, expected):
+    assert head(PROGRAM.format(loader=loader, name=name)) == expected
+
+
+def test_example_scripts_and_their_lengths():
+    for script, length in (("run_glue.py", 128), ("run_qa_no_trainer.py", 384), ("run_clm.py", 1024)):
+        flags = "--model_name_or_path meta-llama/Llama-3.2-1B --do_train --per_device_train_batch_size 2 --output_dir o"
+        command = f"python {script} {flags}\n"
+        assert head(command)[0] == ("cross_entropy" if script == "run_clm.py" else "reward")
+        assert translation_of(command).job.sequence_length == length
+
+
+def test_the_architectures_of_a_config():
+    sizes = {"hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 512}
+    config = {"model_type": "llama", **sizes, "vocab_size": 99, "dtype": "bfloat16"}
+    config["architectures"] = ["LlamaForSequenceClassification"]
+    form = {"config": config, "training_arguments": {"per_device_train_batch_size": 2, "max_length": 64}}
+    assert head({"huggingface": form})[0] == "reward"
+    form["config"] = {**config, "architectures": ["LlamaForCausalLM"]}
+    assert head({"huggingface": form})[0] == "cross_entropy"
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "batch"),
+    [("causal_lm", "cross_entropy", 4), ("seq_cls", "reward", 4), ("reranker", "reward", 8), ("embedding", "reward", 8),
+     ("generative_reranker", "cross_entropy", 8)],
+)  # fmt: skip
+def test_ms_swifts_tasks(task, kind, batch):
+    job = translation_of(f"{SWIFT} --task_type {task}\n").job
+    assert (job.loss.kind, job.micro_batch_size) == (kind, batch)
+
+
+def test_a_trainer_with_a_method_of_its_own_makes_its_head():
+    program = PROGRAM.format(loader="AutoModelForSequenceClassification", name="meta-llama/Llama-3.2-1B")
+    program = program.replace("TrainingArguments(", "RewardConfig(").replace("= Trainer", "= RewardTrainer")
+    found = translation_of(program)
+    assert (found.job.loss.kind, found.job.micro_batch_size) == ("reward", 16)
+    assert not any(finding.parameter == "loss.kind" for finding in found.findings)
