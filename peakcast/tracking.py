@@ -367,5 +367,5 @@ def _mlflow() -> Any:
         import mlflow.types.schema
 
     # MLflow resets warning filters and then asks for type hints each time the model is loaded; the signature checks data
-    validation.color_warning = lambda *_, **__: None
+    validation.color_warning = lambda *_, **__: None  # type: ignore[attr-defined]
     return mlflow

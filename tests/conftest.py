@@ -7,6 +7,7 @@ import gc
 import importlib.util
 import logging
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
@@ -32,6 +33,9 @@ NEVER_FAST = frozenset(("attacks", "benchmarks", "gpu", "slow", "whole"))
 
 # the networks here are tiny and several tests run at once: threads would only wait for each other
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# hundreds of processes import peakcast: the first ones leave it compiled for the others
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 # what was read on this machine's GPU is no part of any expected answer
 os.environ["PEAKCAST_CONSTANTS"] = str(Path(__file__).parent / "no-such-folder")
 # a recording takes seconds: only the tests that are about it make one, outside the checkout

@@ -70,28 +70,33 @@ def _found_here_only() -> list[ModuleType]:
     """Modules that another process could not import by their names, such as a file that pytest has imported."""
     installed = tuple(os.path.join(prefix, "") for prefix in (sys.prefix, sys.base_prefix))
     found = {}  # by their own name: cloudpickle registers that, and some modules are in `sys.modules` by two
+    specs: dict[str, Any] = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if name != "__main__" and isinstance(file, str) and not file.startswith(installed) and _place(name) != file:
+        if name != "__main__" and isinstance(file, str) and not file.startswith(installed) and _place(name, specs) != file:
             found[module.__name__] = module
     return list(found.values())
 
 
-def _place(name: str) -> str | None:
+def _place(name: str, specs: dict[str, Any]) -> str | None:
     """The file that importing `name` would run in a new process."""
-    path: Any = None
-    spec = None
-    whole = ""
-    for part in name.split("."):
-        whole = f"{whole}.{part}" if whole else part
-        spec = _spec(whole, path)
-        if spec is None:
-            return None
-        path = spec.submodule_search_locations
+    spec = _spec(name, specs)
     return spec.origin if spec is not None else None
 
 
-def _spec(name: str, path: Any) -> Any:
+def _spec(name: str, specs: dict[str, Any]) -> Any:
+    """What the finders say of `name`. `specs` keeps it: every module of a package asks for the package's own."""
+    if name not in specs:
+        package, _, _ = name.rpartition(".")
+        around = _spec(package, specs) if package else None
+        if package and around is None:
+            specs[name] = None
+        else:
+            specs[name] = _found(name, around.submodule_search_locations if around is not None else None)
+    return specs[name]
+
+
+def _found(name: str, path: Any) -> Any:
     for finder in sys.meta_path:
         with suppress(Exception):  # of finders that do not know this kind of path
             if (spec := finder.find_spec(name, path)) is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import json
 import os
+import pkgutil
 import select
 import subprocess
 import sys
@@ -26,6 +27,10 @@ FAILED = 10
 """Exit code of a script that raised an error."""
 SHARED = ("transformers", "accelerate", "peft")
 """Packages whose modules are imported before copies are made, if the asking process has imported them."""
+
+MAIN = "peakcast.collectors.dryrun.__main__"
+TRACING = tuple(f"peakcast.collectors.tracing.{name}" for name in ("tracer", "patches", "inductor"))
+"""Modules that every session imports, beside those of its own package."""
 
 
 class Copy:
@@ -110,6 +115,7 @@ def shared_modules() -> list[str]:
 
 def main() -> None:
     """Answer questions until standard input ends."""
+    from peakcast.collectors import dryrun
     from peakcast.collectors.dryrun.script import LIBRARIES
     from peakcast.collectors.machine.packages import import_for_good
     from peakcast.collectors.processes.nursery import die_with_parent
@@ -117,7 +123,8 @@ def main() -> None:
     die_with_parent()
     answers = os.dup(1)
     os.dup2(2, 1)
-    import_for_good(LIBRARIES)
+    own = [module.name for module in pkgutil.iter_modules(dryrun.__path__, f"{dryrun.__name__}.") if module.name != MAIN]
+    import_for_good((*LIBRARIES, *own, *TRACING))
     for path in sys.stdin:
         question = json.loads(Path(path.rstrip("\n")).read_text(encoding="utf-8"))
         import_for_good(name for name in question["modules"] if name not in sys.modules)

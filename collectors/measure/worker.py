@@ -38,6 +38,13 @@ LIBRARIES = (
     "transformers.modeling_utils",
     "peft",
     "pynvml",
+    "peakcast.collectors.stacks.huggingface",
+    "peakcast.collectors.tracing.trace",
+    "peakcast.collectors.tracing.tracer",
+    "peakcast.collectors.tracing.deepspeed_fakes",
+    "peakcast.collectors.tracing.dtensors",
+    "peakcast.collectors.tracing.fake_cuda",
+    "peakcast.collectors.tracing.patches",
 )
 """Modules that cells import, so that a parent can import them first. A missing one is left to the cell, which says what to
 install."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -79,9 +79,9 @@ def _precision(job: TrainingJob) -> Any:
     from lightning.fabric.plugins import HalfPrecision, MixedPrecision, Precision
 
     weights, compute = job.precision.parameters, job.precision.compute
-    short = {"bfloat16": "bf16", "float16": "16"}
-    if weights in short and compute == weights:
-        return HalfPrecision(f"{short[weights]}-true")
+    halves: dict[str, Literal["bf16-true", "16-true"]] = {"bfloat16": "bf16-true", "float16": "16-true"}
+    if weights in halves and compute == weights:
+        return HalfPrecision(halves[weights])
     if weights == "float32" and compute == "bfloat16":
         return MixedPrecision("bf16-mixed", "cuda")
     if weights == compute == "float32":

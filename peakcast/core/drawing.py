@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 INK, MUTED = "#1f2933", "#8a94a0"
-STYLE: dict[str, Any] = {
+STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",
     "svg.hashsalt": "peakcast",
     "font.family": "sans-serif",
@@ -23,7 +23,7 @@ STYLE: dict[str, Any] = {
 """Arguments of `matplotlib.rc_context`, with which the same picture always has the same bytes."""
 
 
-def inline_svg(draw: Callable[[], Any], style: Mapping[str, Any] = STYLE) -> str:
+def inline_svg(draw: Callable[[], Any], style: Mapping[Any, Any] = STYLE) -> str:
     """The figure that `draw` gives as an `<svg>` element to put into a page, which decides its size."""
     import matplotlib
 

@@ -44,7 +44,7 @@ def table(cells: list[Scored], held_out: str = "architecture") -> Table:
     )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def evaluation() -> Evaluation:
     """Three rows on one GPU type (errors 0, +1 % and −20 %) and one, measured by us, on another."""
     cells = [

@@ -149,11 +149,14 @@ def test_shallower_networks_bound_deep_ones_from_below():
 
 @pytest.mark.parametrize("architecture", ["llama-3.2-1b", "mixtral-8x7b"])
 def test_what_lets_a_candidate_be_passed_over_is_below_its_peak(architecture):
-    """What stands on its ranks, the same shards with sequence parallelism and no interleaving, a smaller micro-batch."""
+    """What stands on its ranks, the same shards with sequence parallelism and no interleaving, a smaller micro-batch. Half
+    the network's layers have the same layouts, but for the deepest pipelines."""
     layout = {"pipeline_parallel_size": 2, "virtual_pipeline_stages": 2, "pipeline_schedule": "interleaved_1f1b"}
     job = job_from_mapping(
         {"architecture": architecture, "framework": "megatron", "sequence_length": 4096, "parallelism": layout}
     )
+    network = job.architecture
+    job = job.replace(architecture=replace(network, num_hidden_layers=network.num_hidden_layers // 2))
     every = list(candidates(job, 8, 32))
     assert {c.parallelism.virtual_pipeline_stages for c in every} >= {1, 2}
     found = series(every)
