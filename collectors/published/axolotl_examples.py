@@ -12,7 +12,7 @@ from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
     "peak_reserved_bytes is what axolotl logs as device_mem_reserved(gib), torch.cuda.max_memory_reserved() since the last "
-    "log; the page of gpt-oss says so, and the others are taken to mean the same.",
+    "log; the page of gpt-oss says so, and the others are assumed to mean the same.",
 )
 ROUNDED = "The page says what a run takes about, and not by which releases."
 

@@ -159,7 +159,7 @@ def _resized(config: dict[str, Any], rows_multiple_of: int, facts: list[str]) ->
     # A position table of 2048 rows cannot take 4096 tokens, and memory per sequence agrees with 2048.
     length: int = min(SEQUENCE_LENGTH, config.get("n_positions", SEQUENCE_LENGTH))
     if length != SEQUENCE_LENGTH:
-        facts.append(f"The packed length is taken as {length}, the size of the position table, not {SEQUENCE_LENGTH}.")
+        facts.append(f"The packed length is assumed to be {length}, the size of the position table, not {SEQUENCE_LENGTH}.")
     return length
 
 

@@ -62,9 +62,9 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
     versions, facts = recorded, list[str]()
     if not recorded:
         versions = UNRECORDED_VERSIONS[record["commit"]]
-        facts.append("The releases are not recorded; those of the next table that has them are taken.")
+        facts.append("The releases are not recorded; those of the next table that has them are assumed.")
         if versions is _JUNE_2024:
-            facts.append("accelerate is taken as 0.30.1 because the allocated peaks fit adapters that are not widened.")
+            facts.append("accelerate is assumed to be 0.30.1, as the allocated peaks fit adapters that are not widened.")
     if "peak_allocated_bytes" not in measured:
         facts.append(DEVICE_ALONE)
     case = case_of(
@@ -77,7 +77,7 @@ def _measurement(record: Mapping[str, Any]) -> Measurement:
     reasons = [case.out_of_scope] if case.out_of_scope else []
     sharded_foak = record["num_gpus"] > 1 and arguments["framework_config"] == "accelerated-peft-autogptq-foak"
     if record["commit"] == HOST_WEIGHTS and sharded_foak:
-        reasons.append("Adapted layers are taken to stay on the host, outside FSDP, which is not modelled.")
+        reasons.append("Adapted layers are assumed to stay on the host, outside FSDP, which is not modelled.")
     return Measurement(
         job=case.job,
         gpu=record["gpu"],

@@ -62,7 +62,7 @@ def _reading(record: Mapping[str, Any]) -> ImportedRow:
         ),
         assumptions=(
             *COMMON_ASSUMPTIONS,
-            "torch is not named: 2.5.0 is taken, as of September 2024.",
+            "torch is not named: 2.5.0, as of September 2024, is assumed.",
             *((COMPILED,) if record["compile"] else ()),
         ),
         out_of_scope=tuple(reasons),

@@ -17,8 +17,8 @@ ASSUMPTIONS = (
     "peak_allocated_bytes is torch.cuda.max_memory_allocated(), never reset, in GB of 10^9 bytes with two decimals "
     "(finetune/lora.py, generate/base.py).",
     "What the page does not name is the scripts' default: LoRA of rank 8 on queries and values.",
-    "The first micro-batch has the longest sample, to which its others are padded; later ones are taken to be as long, so "
-    "that accumulated gradients are counted beside it.",
+    "The first micro-batch has the longest sample, to which its others are padded; later ones are assumed to be as long, "
+    "so that accumulated gradients are counted beside it.",
 )
 QUANTIZED = (
     "bitsandbytes before 0.43.2 keeps the inputs of 4-bit matrices until the next forward has ended; how long the samples "

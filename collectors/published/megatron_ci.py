@@ -161,7 +161,7 @@ def _translate(record: Mapping[str, Any]) -> tuple[Translation, list[str]]:
     known = VOCABULARIES.get((str(arguments.get("tokenizer-type")), int(arguments.get("hidden-size") or 0)))
     if known and "vocab-size" not in arguments:
         arguments["vocab-size"] = known[0]
-        facts.append(f"vocab-size is taken as {known[0]}: {known[1]}.")
+        facts.append(f"vocab-size is assumed to be {known[0]}: {known[1]}.")
     recorded, fewest = _num_gpus(record), _fewest_gpus(arguments)
     if record["case"] in FROM_STATES:
         facts.append(NUM_GPUS_FROM["after-step bytes"])

@@ -18,7 +18,8 @@ from peakcast.measurements.records import Measurement
 COMMON_ASSUMPTIONS = (
     "peak_reserved_bytes is the largest memory_reserved() after a step less that before the model is loaded, the 2 MiB "
     "that a first nn.Linear(1, 1) leaves cached (method_comparison/MetaMathQA utils.py, init_accelerator).",
-    "Rows of a batch are taken as equally long: the source pads them, and says neither by how much nor which batch it was.",
+    "Rows of a batch are assumed to be equally long: the source pads them, and says neither by how much nor which "
+    "batch it was.",
 )
 UNPADDED = {"sdpa_repeats_key_value": False, "sdpa_copies": False}
 """Copies that older releases make for batches without padding, switched off: the job's unpadded batches only stand for the

@@ -15,7 +15,7 @@ from peakcast.measurements.records import Measurement
 ASSUMPTIONS = (
     "peak_reserved_bytes is torch.cuda.max_memory_reserved() of the whole run in GiB with two decimals "
     "(get_max_cuda_memory).",
-    "The samples of cls-fudan-news-zh, of 91 to 19,548 tokens, are taken as drawn uniformly from 91 to max_length.",
+    "The samples of cls-fudan-news-zh, of 91 to 19,548 tokens, are assumed to be drawn uniformly from 91 to max_length.",
     "Releases that the page does not name are those of January 2024.",
 )
 OWN_CODE = ("qwen", "baichuan")

@@ -10,7 +10,7 @@ from pathlib import Path
 from peakcast.collectors.published.configured_rows import read_configured_rows
 from peakcast.measurements.records import Measurement
 
-ASSUMPTIONS = ("peak_allocated_bytes is printed in GB with one decimal, which are taken as GiB, as torchtune logs them.",)
+ASSUMPTIONS = ("peak_allocated_bytes is printed in GB with one decimal; GiB are assumed, which torchtune logs.",)
 UNPACKED = "Samples are as long as the data has them, and the source does not say how long the longest of a batch is."
 
 

@@ -162,7 +162,7 @@ def _reading(record: Mapping[str, Any], unread: tuple[str, ...]) -> ImportedRow:
         job=row_job(_complete(record), **changes),
         assumptions=(
             *COMMON_ASSUMPTIONS,
-            f"A commit of torchtitan is no release; of this one torchtitan {day.release} is taken: {day.why}.",
+            f"A commit of torchtitan is no release; for this one torchtitan {day.release} is assumed: {day.why}.",
             *((ASSUMED[record["id"]],) if record["id"] in ASSUMED else ()),
         ),
         out_of_scope=(reason,) if reason else (),

@@ -13,11 +13,11 @@ from peakcast.collectors.published.configured_rows import read_configured_rows
 from peakcast.measurements.records import Measurement
 
 ASSUMPTIONS = (
-    "The source prints the peak of the allocator's active bytes, in GiB with one decimal. They are taken as allocated "
+    "The source prints the peak of the allocator's active bytes, in GiB with one decimal. They are read as allocated "
     "bytes where one stream runs: a block is active and not allocated only while another stream may still use it.",
     "torch.optim.AdamW is fused, as in torchtune's configurations of that month: foreach's temporary copy of the states "
     "alone would need more than what is printed.",
-    "Packed samples are attended by flex_attention under their mask, which is taken to need what sdpa does.",
+    "Packed samples are attended by flex_attention under their mask, which is assumed to need what sdpa does.",
 )
 UNPACKED = "Samples are as long as the data has them, and the source does not say how long the longest is."
 

@@ -61,7 +61,7 @@ def torchao(code_bits: int, block: int, qmap_entries: int, *, between_kernels: i
     """Two quantised states, each with codes, fp32 scales and a map. Tensors that are small, or no multiple of the block,
     have states of the parameter's dtype, and an update of one kernel. `between_kernels`: bytes per element that the
     compiled update of a tensor has between its kernels, beside the new scales: for 8 bits both normalised states in fp32,
-    for 4 bits also their codes in 8 bytes (Inductor of torch 2.13, lowered for a GPU: torchao 0.10 and 0.18, of 4 bits 0.18).
+    for 4 bits also their codes in 8 bytes (Inductor of torch 2.13, lowered for a GPU: torchao 0.10 and 0.18; 4 bits: 0.18).
     """
 
     def quantized(tensor: TrainedTensor) -> bool:
