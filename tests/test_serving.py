@@ -218,7 +218,7 @@ def test_columns_are_served_too(server):
             {"dataframe_records": [{"job": json.dumps(JOB), "micro_batch_size": 512}]},
             "micro_batch_size is given together with job",
         ),
-        ({"dataframe_split": {"columns": ["job", "job"], "data": [["{}", "{}"]]}}, "column job stands 2 times"),
+        ({"dataframe_split": {"columns": ["job", "job"], "data": [["{}", "{}"]]}}, "column job appears 2 times"),
         ({"dataframe_split": {"columns": [], "data": []}}, "0 rows"),
         ({"dataframe_records": [{}]}, "the row is empty"),
         ({"dataframe_records": [{"job": "{}"}]}, "architecture is required and missing"),

@@ -222,7 +222,7 @@ def test_an_answer_shows_both_readings_and_is_uncertain_where_they_differ() -> N
     assert (own.fits, trl.fits) == ("no", "yes")
     assert found.fits == "uncertain"
     assert found.peak_allocated_bytes == own.peak_allocated_bytes
-    (sentence,) = [warning for warning in found.warnings if "may be a run of TRL's trainers" in warning]
+    (sentence,) = [warning for warning in found.warnings if "may also be a run of TRL's trainers" in warning]
     assert f"{trl.peak_allocated_bytes.point / 2**30:,.2f} GiB would be allocated" in sentence
     assert "that fits" in sentence
 
@@ -231,7 +231,7 @@ def test_readings_that_agree_on_the_verdict_keep_it() -> None:
     small = {**EITHER, "model_name_or_path": "gpt2", "max_seq_length": 512, "per_device_train_batch_size": 1}
     found = api.predict(small, catalog.gpu(GPU))
     assert found.fits == "yes"
-    assert any("may be a run of TRL's trainers" in warning for warning in found.warnings)
+    assert any("may also be a run of TRL's trainers" in warning for warning in found.warnings)
 
 
 def test_a_batch_shows_them_too() -> None:
