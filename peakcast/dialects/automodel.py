@@ -79,7 +79,7 @@ def from_automodel(pasted: Pasted) -> Translation:
     job = _with_optimizer(meshed(job, settings, MESH, fills="shard"), settings)
     notes.warnings.append(
         "NeMo AutoModel has layers of its own for some families (Llama, Qwen, DeepSeek, ...); those of transformers are "
-        "taken.",
+        "counted.",
         "model._target_",
     )
     settings.note_left(IGNORED)

@@ -88,7 +88,7 @@ class Variables:
         out += [current] if current or (current is not None and not nothing) else []
         self.words_made += len(out)
         if self.words_made > MOST_WORDS:
-            raise SpecError(f"the script stands for more than {MOST_WORDS:,} words; a launch script does not.")
+            raise SpecError(f"the script expands to more than {MOST_WORDS:,} words; a launch script does not.")
         return out
 
     def _expansion(self, word: str, start: int) -> tuple[list[str], bool, int]:
