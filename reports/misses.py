@@ -45,11 +45,12 @@ class Miss:
     def _why_wide(self, summary: AccuracySummary) -> str:
         """Why bars are wider than these rows need. Most rows are of architectures that are predicted exactly, so that any
         bar covers them; what a new architecture may expect is the share of each architecture's rows, averaged."""
-        rest = f"architectures: bars rest on {summary.num_architectures}"
+        count = summary.num_architectures
+        rest = f"bars are wider than these rows need: {count} architecture{'s have' if count > 1 else ' has'} rows"
         if self.aim.figure != "coverage":
             return rest
         mean = percent(coverage_by_architecture(self.cells), 0)
-        return f"{rest}; of an architecture's rows they cover {mean} in the mean"
+        return f"{rest}, and averaged over architectures {mean} of an architecture's rows are inside"
 
 
 def coverage_by_architecture(cells: Iterable[Scored]) -> float:

@@ -57,7 +57,10 @@ def test_bars_that_hold_too_often_lack_architectures_and_no_row(evaluation: Eval
     cells = cells_of(evaluation, "A100-80GB", "peak_allocated_bytes")[1:]
     assert summarise(cells).coverage == 1
     (miss,) = misses("these", (Aim("coverage", 0.92, 0.88),), cells)
-    why = "architectures: bars rest on 2; of an architecture's rows they cover 100 % in the mean"
+    why = (
+        "bars are wider than these rows need: 2 architectures have rows, and averaged over architectures 100 % of an "
+        "architecture's rows are inside"
+    )
     assert miss.line == ["these", "coverage", "100 %", "88–92 %", "–", why]
 
 
