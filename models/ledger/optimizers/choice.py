@@ -27,6 +27,11 @@ COPIES_ON_THE_HOST = (2, 6)
 """The first torch whose Inductor copies what a timed kernel writes to the host, where the copy would raise the peak
 (pytorch/pytorch pull request 136701, October 2024; 2.5 `_inductor/runtime/triton_heuristics.py` `clone_args`)."""
 
+WIDE_CODES = (2, 5)
+"""The first torch whose compiled update of 4-bit states is counted with wide codes. torchao's own table (torch 2.4) leaves
+at most 11.6 bytes per element for its update; with codes in 8 bytes it is 24, which is what Inductor of torch 2.13 makes of
+it. No release between the two was looked at."""
+
 
 def optimizer_rule(job: TrainingJob) -> OptimizerRule:
     """The rule of the job's optimizer. Raises: SpecError if there is none, naming those that exist."""
@@ -77,4 +82,5 @@ def optimizer_options(job: TrainingJob, step: str) -> Options:
         first_step=step == "first",
         trainer=bool(conventions(job).get("trainer")),
         times_kernels_on_copies=torch_release(job.versions) < COPIES_ON_THE_HOST,
+        keeps_wide_codes=torch_release(job.versions) >= WIDE_CODES,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peakcast.core.units import FP32
+from peakcast.core.units import FP32, INT64
 from peakcast.models.ledger.optimizers.rule import OptimizerRule, Options, Sized, TrainedTensor
 from peakcast.models.ledger.tape.local_variables import Locals
 
@@ -57,20 +57,23 @@ def bitsandbytes(sizes: tuple[int, ...], bits: int, *, paged: bool = False) -> O
     )
 
 
-def torchao(code_bits: int, block: int, qmap_entries: int, *, between_kernels: int) -> OptimizerRule:
+def torchao(code_bits: int, block: int, qmap_entries: int, *, normalized_bytes: int) -> OptimizerRule:
     """Two quantised states, each with codes, fp32 scales and a map. Tensors that are small, or no multiple of the block,
-    have states of the parameter's dtype, and an update of one kernel. `between_kernels`: bytes per element that the
-    compiled update of a tensor has between its kernels, beside the new scales: for 8 bits both normalised states in fp32,
-    for 4 bits also their codes in 8 bytes (Inductor of torch 2.13, lowered for a GPU: torchao 0.10 and 0.18; 4 bits: 0.18).
+    have states of the parameter's dtype, and an update of one kernel. `normalized_bytes`: what both normalised states take
+    per element between the kernels of a tensor's compiled update. Codes of 4 bits may be there too, in 8 bytes for each
+    state (Inductor of torch 2.13, lowered for a GPU: torchao 0.10 and 0.18; 4 bits: 0.18).
     """
 
     def quantized(tensor: TrainedTensor) -> bool:
         return tensor.numel >= MIN_QUANTIZED_NUMEL and tensor.numel % block == 0
 
+    def codes_bytes(options: Options) -> int:
+        return 2 * INT64 if code_bits < 8 and options.keeps_wide_codes else 0
+
     def update(run: Locals, group: Sequence[TrainedTensor], options: Options) -> None:
         for tensor in filter(quantized, group):
             run.let("scales", *[tensor.numel // block * FP32] * 2)
-            run.let("normalized", tensor.numel * between_kernels)
+            run.let("normalized", tensor.numel * (normalized_bytes + codes_bytes(options)))
             if options.first_step and options.times_kernels_on_copies:
                 run.let("written", tensor.num_bytes, *[tensor.numel * code_bits // 8] * 2, FLUSHED_BYTES)
                 run.free("written")
@@ -104,7 +107,7 @@ BITSANDBYTES: dict[tuple[str, str], OptimizerRule] = {
     ("paged_ademamix_8bit", ""): bitsandbytes(ADEMAMIX, 8, paged=True),
 }
 TORCHAO: dict[tuple[str, str], OptimizerRule] = {
-    ("adamw_8bit", ""): torchao(8, BLOCK, 256, between_kernels=8),
-    ("adamw_4bit", ""): torchao(4, BLOCK_4BIT, 16, between_kernels=24),
-    ("adamw_fp8", ""): torchao(8, BLOCK, 0, between_kernels=0),
+    ("adamw_8bit", ""): torchao(8, BLOCK, 256, normalized_bytes=2 * FP32),
+    ("adamw_4bit", ""): torchao(4, BLOCK_4BIT, 16, normalized_bytes=2 * FP32),
+    ("adamw_fp8", ""): torchao(8, BLOCK, 0, normalized_bytes=0),
 }

@@ -74,6 +74,8 @@ class Options:
     times_kernels_on_copies: bool = False
     """Whether Inductor, which times a kernel's variants when it first runs, gives them copies of what they write, on the
     GPU."""
+    keeps_wide_codes: bool = True
+    """Whether codes of 4 bits are 8 bytes wide between the kernels of torchao's compiled update."""
 
 
 States = Callable[[TrainedTensor, Options], list[Sized]]

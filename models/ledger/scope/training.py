@@ -115,6 +115,9 @@ SETTINGS = Section("settings of one rank", (
     unknown("versions.transformers", job.generates & job.latent_attention & option("latent_cache", False),
             "generation with multi-latent attention before transformers 5.17, which cached expanded keys and values, is "
             "counted as its source has it; no trace has confirmed it."),
+    unknown("optimizer.name", job.optimizer("adamw_4bit"),
+            "between the kernels of torchao's 4-bit update, codes of 8 bytes are counted from torch 2.5 on: Inductor of "
+            "2.13 makes them, a published run of torch 2.4 has no room for them, and no release between was looked at."),
     unknown("optimizer.name", job.optimizer("galore") & trait("linear.conv1d"),
             "optimizer.name='galore' projects nn.Linear alone, and GPT-2 has Conv1D: it is not modelled there."),
     unknown("offload", (job.offloads_parameters | job.offloads_optimizer) & ~(job.offloads_by_fsdp | job.zero),

@@ -110,6 +110,13 @@ def test_torchaos_compiled_update_keeps_normalized_states_between_its_kernels(na
     assert temporaries(old, step="first") == steady + largest * 2 + 2 * largest * codes + 256_000_000
 
 
+def test_four_bit_codes_are_not_wide_in_the_update_of_torch_2_4():
+    """torchao's table of it leaves at most 11.6 bytes per element."""
+    largest = V * H
+    old = job("adamw_4bit", versions=FrozenMapping({"torch": "2.4.1"}))
+    assert temporaries(old) == largest * 8 + 2 * largest // 128 * 4
+
+
 def test_eight_bit_states_of_embeddings_are_wide_with_the_trainer_alone():
     absmax = EMBEDDING // 256 * 4
     assert states(job("adamw_8bit")) - states(job("adamw_8bit", framework="torch")) == 2 * (EMBEDDING * 3 - absmax)
