@@ -71,8 +71,13 @@ UNSLOTH = (
 )
 
 
+def _last(lines: Sequence[str]) -> str:
+    """The last line that is not blank, such as the error's own; "" if there is none."""
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+
+
 def _of_environment(lines: Sequence[str]) -> str:
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    last = _last(lines)
     if (found := PACKAGE.match(last)) is not None:
         name = found["name"].partition(".")[0]
         if EXTENSION.search(name):
@@ -107,7 +112,7 @@ ANOTHER_RELEASE = (
 
 def _of_releases(lines: Sequence[str]) -> str:
     """What the release of a library that is installed does not have, but the script asks for."""
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    last = _last(lines)
     if (found := FLAGS_GONE.match(last)) is not None:
         return f"It does not take {found['flags']}: leave that out, or {ANOTHER_RELEASE}"
     if (found := NAME_GONE.match(last) or ATTRIBUTE_GONE.match(last)) is not None:
@@ -142,7 +147,7 @@ PLACE = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+)')
 
 def _of_operators(lines: Sequence[str]) -> str:
     """An operator that cannot be followed on tensors without values."""
-    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    last = _last(lines)
     found = OPERATOR.match(last)
     if found is None:
         return ""

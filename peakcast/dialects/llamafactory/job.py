@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 from peakcast.dialects.common.foreign import SERVED
+from peakcast.dialects.common.frozen_parts import frozen_parts, with_frozen_parts
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import (
     Notes,
@@ -24,7 +25,6 @@ from peakcast.dialects.common.translation import (
 from peakcast.dialects.huggingface.accelerate import launcher_beside, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
-from peakcast.jobs.images import sees_images
 from peakcast.jobs.spec import Optimizer, TrainingJob
 
 TRAINING = {
@@ -146,7 +146,8 @@ def from_llamafactory(pasted: Pasted) -> Translation:
         versions=pasted.versions.of("huggingface"),
         spell=speller(TRAINING, ADAPTER),
     )
-    translation = _freezing(settings, translation)
+    frozen = frozen_parts(settings, FREEZING)
+    translation = replace(translation, job=with_frozen_parts(translation.job, frozen, settings, FREEZING))
     for key, optimizer in OWN_OPTIMIZERS.items():
         if settings.switch(key):
             translation = translation.changed(partial(TrainingJob.replace, optimizer=optimizer))
@@ -192,6 +193,14 @@ def _finetuning_type(settings: Settings) -> str:
     return kind
 
 
+FREEZING = {
+    "vision": "freeze_vision_tower",
+    "projector": "freeze_multi_modal_projector",
+    "language": "freeze_language_model",
+}
+"""Part of a vision-language model -> the key that freezes it (hparams/finetuning_args.py)."""
+
+
 def _stage(settings: Settings) -> str:
     """What kind of training it is. ORPO and SimPO are losses of the stage dpo."""
     stage = settings.text("stage", "sft")
@@ -199,24 +208,6 @@ def _stage(settings: Settings) -> str:
     if stage == "dpo" and preference in ("orpo", "simpo"):
         stage = preference
     return stage
-
-
-def _freezing(settings: Settings, translation: Translation) -> Translation:
-    """Which parts of a vision-language model train and get adapters (hparams/finetuning_args.py)."""
-    keys = {
-        "vision": "freeze_vision_tower",
-        "projector": "freeze_multi_modal_projector",
-        "language": "freeze_language_model",
-    }
-    frozen = tuple(part for part, key in keys.items() if settings.switch(key, part != "language"))
-    job = translation.job
-    if not sees_images(job.architecture):
-        return translation
-    if not any(map(settings.given, keys.values())):
-        settings.notes.assumptions.append(
-            "LLaMA-Factory freezes the vision tower and the projector unless it is told not to."
-        )
-    return replace(translation, job=job.replace(finetuning=replace(job.finetuning, frozen=frozen)))
 
 
 def _sharded(deepspeed: Any) -> bool:

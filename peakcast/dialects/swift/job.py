@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from peakcast.dialects.common.frozen_parts import frozen_parts, with_frozen_parts
 from peakcast.dialects.common.generation import generation_of
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, refuse_teacher
@@ -59,7 +60,7 @@ OWN = re.compile(
     r"|dataset\S*|interleave_prob|stopping_strategy|download_mode|columns|strict|system|truncation_strategy|max_pixels"
     r"|use_chat_template|padding_side|loss_scale|response_prefix|temperature|top_\w+|repetition_penalty|num_beams"
     r"|stop_words|logprobs|hqq_axis|bnb_4bit_compute_dtype|bnb_4bit_quant_storage|vit_(lr|gradient_checkpointing)|aligner_lr"
-    r"|max_epochs|resume_only_model|average_tokens\w*|freeze_(llm|vit|aligner)|trainable_parameters|add_version|check_model"
+    r"|max_epochs|resume_only_model|average_tokens\w*|trainable_parameters|add_version|check_model"
     r"|create_checkpoint_symlink|packing_num_proc|lazy_tokenize|loss_type|use_flash_ckpt|early_stop_interval|callbacks"
     r"|safe_serialization|max_shard_size|add_non_thinking_prefix|ref_(adapters|model_type|model_revision)|label_smoothing"
     r"|loss_weights|cpo_alpha|simpo_gamma|desirable_weight|undesirable_weight|center_rewards_coefficient|ld_alpha|discopop_tau"
@@ -79,6 +80,8 @@ HEADLESS = {
 """`task_type` -> the class of its network, which makes no logits of the vocabulary."""
 COUNTED = {"rpo_alpha": "RPO's likelihood term", "router_aux_loss_coef": "The router's auxiliary loss"}
 """Settings that any number except 0 switches on -> the feature."""
+FREEZING = {"vision": "freeze_vit", "projector": "freeze_aligner", "language": "freeze_llm"}
+"""Part of a vision-language model -> the key that freezes it (ms-swift's tuner arguments)."""
 
 
 def from_swift(pasted: Pasted) -> Translation:
@@ -104,6 +107,7 @@ def from_swift(pasted: Pasted) -> Translation:
             notes.unsupported.append(f"{what} ({key}) is not modelled.", key, "more")
     _task(settings, training)
     _say_logits(settings, method)
+    frozen = frozen_parts(settings, FREEZING)
     for key in settings.left():  # the Trainer's keys; its reader notes unknown ones
         if OWN.fullmatch(key):
             notes.ignored.append(key)
@@ -118,7 +122,7 @@ def from_swift(pasted: Pasted) -> Translation:
         num_gpus,
         versions=pasted.versions.of("huggingface"),
     )
-    job = notes.include(translation)
+    job = with_frozen_parts(notes.include(translation), frozen, settings, FREEZING)
     who = "ms-swift (rlhf_trainers)" if method not in ("sft", "pt") else ""
     return notes.finish(with_method(job, method, "rlhf_type", notes, generation=generation, whole_logits=who))
 
