@@ -17,11 +17,11 @@ from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.megatron_arguments import from_arguments
 from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.answering import answer, full_answer
-from peakcast.doors.batch import predict_batch
+from peakcast.doors.batching import predict_batch
 from peakcast.doors.calibrating import Checked, Fitted, check, evaluate, fit, report, reproduce
+from peakcast.doors.destinations import tracker
 from peakcast.doors.dryrunning import dryrun
 from peakcast.doors.measuring import collect, collect_constants, import_published, verify
-from peakcast.doors.places import tracker
 from peakcast.doors.questions import Rank, on_node, question, translation_of
 
 if TYPE_CHECKING:

@@ -139,7 +139,7 @@ def test_a_batch_answers_in_order_what_predict_answers() -> None:
 
 
 def test_processes_share_a_batch_and_answer_in_its_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("peakcast.doors.batch.NEIGHBOURS", 4)
+    monkeypatch.setattr("peakcast.doors.batching.NEIGHBOURS", 4)
     sizes = [4, 1, 3, 2, 4, 6, 5, 1]
     lines = [json.dumps({"id": i, "gpu": GPU, "job": {**JOB, "micro_batch_size": size}}) for i, size in enumerate(sizes)]
     lines[2:2] = ["{", lines[0]]
@@ -200,9 +200,9 @@ def test_a_fault_of_ours_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(answers, "answer", broken)
     (answer,) = ask({"id": 1, "gpu": GPU, "job": {**JOB, "sequence_length": 640}})
     assert answer["error"]["message"] == "this is a bug in peakcast: ZeroDivisionError: oops"
-    from peakcast.doors import batch
+    from peakcast.doors import batching
 
-    batch._remembered.cache_clear()
+    batching._remembered.cache_clear()
 
 
 def test_processes_change_nothing() -> None:

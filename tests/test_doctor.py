@@ -8,8 +8,8 @@ import pytest
 
 from peakcast import api
 from peakcast.catalog.constants import Constants, save_constants
-from peakcast.collectors.machine import inventory
-from peakcast.doors.places import calibration_folder
+from peakcast.collectors.machine import installed
+from peakcast.doors.destinations import calibration_folder
 from peakcast.printing.answers import installation_text
 
 H100 = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85_520_809_984, "used_bytes": 3 * 2**20}
@@ -18,11 +18,11 @@ UNKNOWN = {"name": "NVIDIA Quantum 9000", "memory_bytes": 2**40, "used_bytes": 0
 
 
 def with_gpus(monkeypatch: pytest.MonkeyPatch, *gpus: dict[str, object]) -> None:
-    monkeypatch.setattr(inventory, "nvml_gpus", lambda: ("580.65.06", list(gpus)))
+    monkeypatch.setattr(installed, "nvml_gpus", lambda: ("580.65.06", list(gpus)))
 
 
 def test_without_a_gpu_it_says_what_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(inventory, "nvml_gpus", lambda: ("NVML cannot be read: NVML Shared Library Not Found", []))
+    monkeypatch.setattr(installed, "nvml_gpus", lambda: ("NVML cannot be read: NVML Shared Library Not Found", []))
     found = api.doctor()
     assert found.gpus == ()
     assert any("no NVIDIA GPU is seen" in sentence for sentence in found.findings)

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from peakcast.core.errors import SpecError
-from peakcast.doors.batch import MAX_LINE_CHARACTERS, predict_batch
+from peakcast.doors.batching import MAX_LINE_CHARACTERS, predict_batch
 
 GOOD = {"gpu": "H100-80GB", "job": {"architecture": "gpt2", "sequence_length": 128}}
 ENDLESS = {"gpu": "H100-80GB", "job": {"architecture": "gpt2", "sequence_length": 131}}
@@ -24,9 +24,9 @@ DEADLY = {"gpu": "H100-80GB", "job": {"architecture": "gpt2", "sequence_length":
 @pytest.fixture
 def stricken(monkeypatch):
     """One line's prediction never ends, another's ends its process: no job that is let in is known to do either."""
-    from peakcast.doors import batch
+    from peakcast.doors import batching
 
-    predict = batch._predict
+    predict = batching._predict
 
     def stricken(question):
         if question.job.sequence_length == 131:
@@ -36,10 +36,10 @@ def stricken(monkeypatch):
             os.kill(os.getpid(), signal.SIGKILL)
         return predict(question)
 
-    monkeypatch.setattr(batch, "_predict", stricken)
-    batch._remembered.cache_clear()
+    monkeypatch.setattr(batching, "_predict", stricken)
+    batching._remembered.cache_clear()
     yield
-    batch._remembered.cache_clear()
+    batching._remembered.cache_clear()
 
 
 def lengths(*sizes):

@@ -12,7 +12,7 @@ import pytest
 
 import peakcast
 from peakcast import api
-from peakcast.collectors.machine import inventory
+from peakcast.collectors.machine import installed
 from peakcast.collectors.stacks.steps import observing
 from peakcast.core.errors import SpecError
 from peakcast.doors.refusing import VARIABLE, in_plain_values, trl_program
@@ -71,7 +71,7 @@ def test_only_the_first_rank_prints(monkeypatch: pytest.MonkeyPatch, capsys: pyt
 def test_without_a_name_the_gpu_is_the_one_that_the_driver_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(observing.Observation, "gpu_name", staticmethod(lambda: None))
     reading = {"name": "NVIDIA H100 80GB HBM3", "memory_bytes": 85_520_809_984, "used_bytes": 0}
-    monkeypatch.setattr(inventory, "nvml_gpus", lambda: ("580.65.06", [reading]))
+    monkeypatch.setattr(installed, "nvml_gpus", lambda: ("580.65.06", [reading]))
     found = peakcast.preflight(SMALL)
     assert found is not None
     assert found.gpu == "H100-80GB"

@@ -33,7 +33,7 @@ from peakcast.core.versions import (
 from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.dialects.megatron_arguments import from_arguments
-from peakcast.doors.batch import predict_batch
+from peakcast.doors.batching import predict_batch
 from peakcast.doors.questions import translation_of
 from peakcast.jobs.conventions import assumed_versions, conventions, unmodelled_versions
 from peakcast.models.baseline.baseline import baseline

@@ -23,7 +23,7 @@ from peakcast.timelines.files import pack
 from peakcast.timelines.timeline import Category, Phase
 
 if TYPE_CHECKING:
-    from peakcast.collectors.tracing.recording import Recording
+    from peakcast.collectors.tracing.recorded_run import Recording
 
 GENERATION = ("prefill", "decode")
 """Parts of a generation's forward, by the number of the forward call; calls after the second belong to the second part."""
@@ -74,7 +74,7 @@ class Recorder:
 
     def begin_history(self) -> None:
         """Also record the allocator's actions. The row says so, because recording runs between operators."""
-        from peakcast.collectors.tracing.recording import Recording
+        from peakcast.collectors.tracing.recorded_run import Recording
 
         self.recording = Recording()
         self.environment["history"] = True

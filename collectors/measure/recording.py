@@ -75,7 +75,7 @@ class WalkRecorder:
 
     def families(self) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
         """The families of networks that the library there has, as `model_type` -> a configuration; and the releases."""
-        command = [self._python, "-P", "-m", "peakcast.collectors.tracing.families"]
+        command = [self._python, "-P", "-m", "peakcast.collectors.tracing.installed_families"]
         done = subprocess.run(command, env=self._environment, capture_output=True, text=True, check=False)
         if done.returncode:
             raise CollectorError((done.stderr.strip().splitlines() or ["the families could not be listed."])[-1])

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from peakcast.collectors.machine.packages import imported
-from peakcast.collectors.stacks import frozen, images, layouts, scope, spreading
+from peakcast.collectors.stacks import frozen, images, layouts, spreading, unsupported
 from peakcast.collectors.stacks.batches import batch_of, random_tokens
 from peakcast.collectors.stacks.checkpointing import checkpoint_arguments, every_n_layers
 from peakcast.collectors.stacks.huggingface_model import in_float8, model_of, with_adapters
@@ -29,7 +29,7 @@ _BEFORE_LIGER: dict[str, dict[str, Any]] = {}
 def build(job: TrainingJob, device: str, making: contextlib.AbstractContextManager[Any] | None = None) -> Any:
     """A run of `job`: model on `device` in `precision.parameters`, optimizer, and one batch of random tokens. `making`: a
     context in which the network, but not its adapters, is made."""
-    scope.check(job)
+    unsupported.check(job)
     if (loop := conventions(job).get("loop", "calls")) != "calls" or job.loss.kind != "cross_entropy":
         images.refuse(job)
     if loop != "calls":

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import transformers
 
-from peakcast.collectors.stacks import layouts, scope
+from peakcast.collectors.stacks import layouts, unsupported
 from peakcast.collectors.stacks.batches import random_tokens
 from peakcast.collectors.stacks.huggingface_model import model_of
 from peakcast.collectors.stacks.huggingface_training import causal_model
@@ -76,7 +76,7 @@ def build_inference(job: TrainingJob, device: str) -> HuggingFaceInference:
                 value=value,
             )
     longest = (job.inference.prompt_length or job.sequence_length) + (job.inference.new_tokens or 1) - 1
-    scope.check(job.replace(task="train", sequence_length=longest))
+    unsupported.check(job.replace(task="train", sequence_length=longest))
     with torch.device(device):
         model = model_of(job)
         ids = random_tokens(job, job.inference.prompt_length or job.sequence_length)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import transformers
 
-from peakcast.collectors.stacks import scope
+from peakcast.collectors.stacks import unsupported
 from peakcast.collectors.stacks.checkpointing import checkpoint_arguments
 from peakcast.collectors.stacks.huggingface_model import model_of, with_adapters
 from peakcast.collectors.stacks.huggingface_training import (
@@ -150,7 +150,7 @@ class TrainerTraining:
 
 def build(job: TrainingJob, device: str) -> TrainerTraining:
     """The Trainer of `job`, its model on `device`. Raises: CollectorError for jobs that it does not run here."""
-    scope.check(job)
+    unsupported.check(job)
     check(job)
     with torch.device(device):
         model = model_of(job)

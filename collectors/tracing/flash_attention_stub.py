@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from peakcast.collectors.tracing.kernels import RULES, KernelAllocation, flash_backward_allocations
+from peakcast.collectors.tracing.kernel_allocations import RULES, KernelAllocation, flash_backward_allocations
 from peakcast.collectors.tracing.known_values import label
 from peakcast.core.units import round_up
 

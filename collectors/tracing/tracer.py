@@ -2,8 +2,8 @@
 
 A dispatch mode sees each operation. A storage is born at the operation that first returns it, and dies when Python and
 autograd have released it (a finalizer). Sizes are rounded as by the CUDA allocator. What a kernel allocates for itself is
-not visible; if a GPU is given, it is computed (`kernels.py`). For a tensor made of others (such as a DTensor, made of its
-shard), the inner ones count: the outer one's own storage is nominal and has the full size.
+not visible; if a GPU is given, `kernel_allocations.py` computes it. Of a tensor made of others (such as a DTensor, made of
+its shard), the inner ones count: the outer one's own storage is nominal and has the full size.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from peakcast.collectors.tracing import fake_streams
 from peakcast.collectors.tracing.blocks_in_use import BlocksInUse
 from peakcast.collectors.tracing.custom_operators import gpu_kernel
 from peakcast.collectors.tracing.flop_counts import Operations
-from peakcast.collectors.tracing.kernels import KernelAllocation, kernel_allocations
+from peakcast.collectors.tracing.kernel_allocations import KernelAllocation, kernel_allocations
 from peakcast.collectors.tracing.known_values import label
 from peakcast.collectors.tracing.launches import launches, plain_tensors, tensors_of, waits
 from peakcast.core.units import round_up

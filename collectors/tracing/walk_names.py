@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from typing import Any
 
+from peakcast.collectors.tracing.fsdp_wrapping import ModuleGroup
 from peakcast.collectors.tracing.stretches import StretchTracer
-from peakcast.collectors.tracing.wrapping import ModuleGroup
 from peakcast.timelines.places import block_name
 
 PEFT = "base_model.model."

@@ -22,13 +22,13 @@ from peakcast.collectors.stacks.parts.skipped_layers import Results, numbered_ki
 from peakcast.collectors.stacks.parts.skipped_layers import observed as observed_results
 from peakcast.collectors.stacks.steps.stepping import name_gradients
 from peakcast.collectors.tracing import kernel_packages, known_values, zero3_linear
-from peakcast.collectors.tracing.families import defaults_of, read_of
+from peakcast.collectors.tracing.fsdp_wrapping import ModuleGroup, groups_of, wraps_blocks
+from peakcast.collectors.tracing.installed_families import defaults_of, read_of
 from peakcast.collectors.tracing.stretches import Cut, StretchTracer, blocks_of
 from peakcast.collectors.tracing.trace import fake_mode, num_nonzero, one_thread, prepare, reads_values
 from peakcast.collectors.tracing.traceable import check_traceable
 from peakcast.collectors.tracing.visits import FORWARD
 from peakcast.collectors.tracing.walk_names import PEFT, WalkNames
-from peakcast.collectors.tracing.wrapping import ModuleGroup, groups_of, wraps_blocks
 from peakcast.core.errors import CollectorError, PeakcastError
 from peakcast.dialects.common.network_values import NETWORK, with_values
 from peakcast.dialects.common.own_networks import own_network

@@ -11,7 +11,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-enum { SMALL = 2048, SMALL_SEGMENT = 4096, MIN_LARGE = 20480, LARGE_ROUND = 4096 }; /* sizes.py, in units */
+enum { SMALL = 2048, SMALL_SEGMENT = 4096, MIN_LARGE = 20480, LARGE_ROUND = 4096 }; /* rounding.py, in units */
 
 typedef struct {
     int64_t size, address;

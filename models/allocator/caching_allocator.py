@@ -21,14 +21,14 @@ from collections.abc import Callable, Iterable
 
 from peakcast.core.units import MIB
 from peakcast.jobs.allocator_settings import Allocator
-from peakcast.models.allocator.segments import ADDRESS_SPACE_BYTES, Block, ExpandableSegments, Pool, Segments
-from peakcast.models.allocator.sizes import (
+from peakcast.models.allocator.rounding import (
     LARGE_SEGMENT_BYTES,
     MIN_BLOCK_BYTES,
     SMALL_BYTES,
     SMALL_SEGMENT_BYTES,
     round_request,
 )
+from peakcast.models.allocator.segments import ADDRESS_SPACE_BYTES, Block, ExpandableSegments, Pool, Segments
 
 __all__ = ["Block", "CachingAllocator", "SimulatedOutOfMemoryError"]
 

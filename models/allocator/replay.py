@@ -14,7 +14,7 @@ from peakcast.core.units import MIB
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.models.allocator.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
 from peakcast.models.allocator.events import AllocatorEvents, Ints
-from peakcast.models.allocator.sizes import LARGE_SEGMENT_BYTES, MIN_BLOCK_BYTES, SMALL_BYTES, round_request
+from peakcast.models.allocator.rounding import LARGE_SEGMENT_BYTES, MIN_BLOCK_BYTES, SMALL_BYTES, round_request
 from peakcast.timelines.timeline import Timeline
 
 compiled: Any = None

@@ -7,7 +7,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable
 
 from peakcast.core.units import round_up
-from peakcast.models.allocator.sizes import segment_bytes
+from peakcast.models.allocator.rounding import segment_bytes
 
 ADDRESS_SPACE_BYTES = 1 << 50
 """Size of an expandable segment's address space if the GPU's memory is not known."""

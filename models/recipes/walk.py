@@ -30,7 +30,7 @@ class Visit:
 
 @dataclass(frozen=True, slots=True)
 class GatheredGroup:
-    """Modules outside of the blocks that FSDP gathers together (`collectors/tracing/wrapping.py`). `role`: "class",
+    """Modules outside of the blocks that FSDP gathers together (`collectors/tracing/fsdp_wrapping.py`). `role`: "class",
     "table", "tail" or "elsewhere"; `begins`: the block in which the first of them runs; `weights`: as (module, name)."""
 
     role: str

@@ -50,7 +50,7 @@ def predict(
             raise SpecError("--batch asks the questions of its file; give no JOB and no job flags with it.")
         if baseline != "auto":
             raise SpecError("--baseline is of a single question; leave it out with --batch.", parameter="baseline")
-        from peakcast.doors.batch import LINE_SECONDS, lines_and_processes
+        from peakcast.doors.batching import LINE_SECONDS, lines_and_processes
 
         lines, processes = lines_and_processes(batch, processes)
         for answer in api.predict_batch(lines, processes, timeout_seconds=timeout_seconds or LINE_SECONDS):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from peakcast.core.errors import CalibrationError, CatalogError, RecordError, near_misses
 from peakcast.core.extras import need
-from peakcast.doors.places import calibration_folder, checkout_folder, output_errors
+from peakcast.doors.destinations import calibration_folder, checkout_folder, output_errors
 
 if TYPE_CHECKING:
     from peakcast.measurements.records import Measurement

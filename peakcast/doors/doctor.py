@@ -11,11 +11,11 @@ from typing import Any
 from peakcast import __version__, catalog
 from peakcast.answers.installation import FoundCalibration, Installation, InstalledGpu
 from peakcast.catalog.constants import own_constants
-from peakcast.collectors.machine import inventory
+from peakcast.collectors.machine import installed
 from peakcast.core.errors import CatalogError, RecordError
 from peakcast.core.extras import USES, command, missing_extras
 from peakcast.core.units import GIB
-from peakcast.doors.places import calibration_folder
+from peakcast.doors.destinations import calibration_folder
 from peakcast.models.allocator import events as allocator_events
 from peakcast.models.allocator import replay as allocator
 from peakcast.models.calibration.calibration import calibration_for, calibrations
@@ -30,8 +30,8 @@ COMPILED = {
 
 def doctor() -> Installation:
     """What was found. It raises no error for what is missing, but reports it as a finding."""
-    versions = inventory.package_versions()
-    nvml, readings = inventory.nvml_gpus()
+    versions = installed.package_versions()
+    nvml, readings = installed.nvml_gpus()
     gpus = tuple(_gpu(index, reading) for index, reading in enumerate(readings))
     found = tuple(_calibration(name) for name in sorted(calibrations()))
     installation = Installation(
@@ -40,7 +40,7 @@ def doctor() -> Installation:
         system=platform.platform(),
         folder=str(Path(__file__).resolve().parents[1]),
         versions=versions,
-        variables=inventory.allocator_variables(),
+        variables=installed.allocator_variables(),
         nvml=nvml,
         gpus=gpus,
         calibrations=found,
@@ -99,7 +99,7 @@ def _findings(found: Installation) -> list[str]:
         if gpu.calibration != gpu.catalog_name
     ]
     sentences += map(_constants, sorted({gpu.catalog_name for gpu in gpus if gpu.catalog_name}))
-    if inventory.has_shim():
+    if installed.has_shim():
         sentences.append("the package pynvml is a deprecated shim: pip uninstall pynvml; nvidia-ml-py has the module.")
     if not found.calibrations:
         sentences.append("no calibration is found: bars are default ones until `peakcast reproduce` has run in a checkout.")

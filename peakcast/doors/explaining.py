@@ -13,14 +13,14 @@ from peakcast.answers.explanation import Explanation
 from peakcast.catalog import Device
 from peakcast.core.errors import SpecError
 from peakcast.core.findings import Finding, ordered
+from peakcast.doors.destinations import output_errors
 from peakcast.doors.kept import read_kept, recipe_from
-from peakcast.doors.places import output_errors
 from peakcast.doors.questions import Rank, on_node, rank_number, translation_of
 from peakcast.doors.recording import ensure_recipe
 from peakcast.explaining.explain import explain, of_module
 from peakcast.explaining.picture import check_picture_path, write_picture
 from peakcast.explaining.snapshot import write_snapshot
-from peakcast.explaining.traced import by_layer
+from peakcast.explaining.traced_layers import by_layer
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.covering import no_recipe
 from peakcast.models.recipes.shelf import wants_recipe

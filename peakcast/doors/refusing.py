@@ -90,12 +90,12 @@ def device_at(gpu: str | Device | None) -> Device:
     """The named GPU type, or that of this machine's first GPU. Raises: SpecError or CatalogError."""
     if gpu is not None:
         return gpu if isinstance(gpu, Device) else catalog.gpu(gpu)
-    from peakcast.collectors.machine import inventory
+    from peakcast.collectors.machine import installed
     from peakcast.collectors.stacks.steps.observing import Observation
 
     if (name := Observation.gpu_name()) is not None:
         return catalog.gpu(name)
-    for reading in inventory.nvml_gpus()[1]:
+    for reading in installed.nvml_gpus()[1]:
         return known_gpu(reading["name"], reading["memory_bytes"]) or catalog.gpu(reading["name"])
     raise SpecError("gpu is required where there is no GPU; name its type, such as gpu='H100-80GB'.", parameter="gpu")
 

@@ -109,8 +109,8 @@ def _beside(
 ) -> Replayed:
     from dataclasses import replace
 
+    from peakcast.doors.destinations import output_errors
     from peakcast.doors.explaining import explanation
-    from peakcast.doors.places import output_errors
     from peakcast.explaining.comparison_picture import write_comparison
     from peakcast.explaining.picture import check_picture_path
     from peakcast.explaining.recording_comparison import compare_recording

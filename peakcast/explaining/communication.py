@@ -13,7 +13,7 @@ from functools import cache
 
 from peakcast.answers.explanation import Collective
 from peakcast.explaining import communication_data, communication_model
-from peakcast.explaining.calls import CollectiveCall, StageOfJob
+from peakcast.explaining.collectives import CollectiveCall, StageOfJob
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.layouts.pipeline import pipeline_rank

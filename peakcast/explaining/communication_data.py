@@ -11,9 +11,9 @@ from math import prod
 
 from peakcast.answers.explanation import CollectiveName, ParameterRow
 from peakcast.core.units import DTYPE_BYTES, MIB
-from peakcast.explaining.calls import CollectiveCall, StageOfJob
+from peakcast.explaining.collectives import CollectiveCall, StageOfJob
 from peakcast.explaining.groups import DATA, EXPERT_DATA, GRADIENT
-from peakcast.explaining.inventory import parameter_rows, parameter_shards
+from peakcast.explaining.rank_parameters import parameter_rows, parameter_shards
 from peakcast.jobs.conventions import adapter_dtype
 from peakcast.models.ledger.parameters.inventory import embedding_parameters, head_parameters, layer_parameters
 

@@ -12,9 +12,9 @@ from math import prod
 
 from peakcast.answers.explanation import CollectiveName
 from peakcast.core.units import DTYPE_BYTES, FP32
-from peakcast.explaining.calls import CollectiveCall, StageOfJob
+from peakcast.explaining.collectives import CollectiveCall, StageOfJob
 from peakcast.explaining.groups import CONTEXT, EMBEDDING, EXPERT, PIPELINE, TENSOR
-from peakcast.explaining.inventory import parameter_rows
+from peakcast.explaining.rank_parameters import parameter_rows
 
 SHOEYBI = "Shoeybi et al. 2019, arXiv:1909.08053, section 3; megatron-core 0.13.1 tensor_parallel/layers.py"
 KORTHIKANTI = "Korthikanti et al. 2022, arXiv:2205.05198, section 4.2; megatron-core 0.13.1 tensor_parallel/layers.py"

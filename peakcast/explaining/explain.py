@@ -12,8 +12,8 @@ from peakcast.explaining import advice as advising
 from peakcast.explaining.communication import communication, notes
 from peakcast.explaining.compare import compare
 from peakcast.explaining.groups import communication_groups
-from peakcast.explaining.inventory import parameter_rows, unsharded
-from peakcast.explaining.layers import module_rows
+from peakcast.explaining.layer_table import module_rows
+from peakcast.explaining.rank_parameters import parameter_rows, unsharded
 from peakcast.explaining.reason import peak_reason
 from peakcast.jobs.ranks import worst_rank
 from peakcast.jobs.spec import TrainingJob

@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from peakcast.catalog import Device
 from peakcast.catalog.speeds import Speed, speed
-from peakcast.explaining.calls import CollectiveCall
+from peakcast.explaining.collectives import CollectiveCall
 from peakcast.explaining.communication import sent_by_call
 from peakcast.explaining.groups import CONTEXT, DATA, EXPERT, EXPERT_DATA, GRADIENT, PIPELINE
 from peakcast.jobs.architecture import Architecture

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from peakcast.core.errors import SpecError
-from peakcast.doors.places import checkout_folder
+from peakcast.doors.destinations import checkout_folder
 from peakcast.web.guard import Guard
 from peakcast.web.page import page
 

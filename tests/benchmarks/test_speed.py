@@ -17,7 +17,7 @@ import pytest
 
 from peakcast.api import predict
 from peakcast.catalog import architecture, gpu
-from peakcast.doors.batch import predict_batch
+from peakcast.doors.batching import predict_batch
 from peakcast.doors.questions import translation_of
 from peakcast.jobs.spec import ActivationCheckpointing, Parallelism, Precision, TrainingJob
 from peakcast.models.allocator import replay as allocator
@@ -244,7 +244,7 @@ def test_a_batch_beside_the_same_without_the_compiled_replay(benchmark, monkeypa
     list(predict_batch(lines[:1]))
     answers = benchmark.pedantic(lambda: list(predict_batch(lines)), rounds=1)
     benchmark.extra_info["jobs_per_second"] = round(len(lines) / benchmark.stats.stats.min)
-    from peakcast.doors.batch import _remembered
+    from peakcast.doors.batching import _remembered
 
     _remembered.cache_clear()
     monkeypatch.setattr(allocator, "compiled", None)

@@ -200,7 +200,7 @@ def test_real_operators_stamp_the_history_and_their_tensors_are_told_from_the_re
     """A history as an allocator would have kept it for these operators, one workspace added; addresses are the tensors'."""
     import torch
 
-    from peakcast.collectors.tracing.recording import Recording
+    from peakcast.collectors.tracing.recorded_run import Recording
 
     recording = Recording("cpu")
     with recording:

@@ -7,7 +7,7 @@ import pytest
 pytest.importorskip("transformers")
 
 from peakcast.collectors.stacks.huggingface_model import model_of
-from peakcast.collectors.tracing.families import defaults_of, read_of
+from peakcast.collectors.tracing.installed_families import defaults_of, read_of
 from peakcast.collectors.tracing.walks import refusal
 from peakcast.core.errors import CollectorError
 from peakcast.dialects.common.job_file import job_from_mapping

@@ -14,7 +14,7 @@ from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.huggingface.whose_trainer import whose_trainer
 from peakcast.dialects.recognise import DIALECTS, PROGRAMS, recognised
 from peakcast.dialects.translate import ReadOptions, translated
-from peakcast.doors.batch import predict_batch
+from peakcast.doors.batching import predict_batch
 from peakcast.doors.questions import translation_of
 
 PLAIN = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 8, "block_size": None}

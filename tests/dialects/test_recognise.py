@@ -14,7 +14,7 @@ from peakcast.dialects.megatron_arguments import from_arguments
 from peakcast.dialects.opening import opened
 from peakcast.dialects.recognise import dialect_of
 from peakcast.dialects.translate import ReadOptions
-from peakcast.doors.batch import predict_batch
+from peakcast.doors.batching import predict_batch
 from peakcast.doors.questions import translation_of
 
 RECORDED = Path(__file__).parent / "recorded"

@@ -31,7 +31,7 @@ def test_products_that_compiled_code_calls_take_a_workspace_as_others_do():
     pytest.importorskip("torch")
     import torch
 
-    from peakcast.collectors.tracing.kernels import RULES
+    from peakcast.collectors.tracing.kernel_allocations import RULES
     from peakcast.collectors.tracing.known_values import label
 
     for name in ("mm", "bmm", "baddbmm", "addmm"):

@@ -27,7 +27,7 @@ from peakcast.core.fields import flat
 from peakcast.dialects.common.pasted import nested
 from peakcast.dialects.opening import opened
 from peakcast.doors.answering import answer
-from peakcast.doors.batch import predict_batch
+from peakcast.doors.batching import predict_batch
 from peakcast.doors.questions import question, translation_of
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob, job_to_mapping

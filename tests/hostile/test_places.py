@@ -20,7 +20,7 @@ from peakcast.core.errors import MAX_CHARACTERS, PeakcastError
 from peakcast.dialects.common.job_file import job_from_mapping, load_job
 from peakcast.dialects.common.pasted import mapping_of_file
 from peakcast.dialects.opening import opened
-from peakcast.doors.batch import lines_and_processes
+from peakcast.doors.batching import lines_and_processes
 from peakcast.histories.files import read_histories
 from peakcast.measurements import store
 from peakcast.models.calibration.calibration import load_calibration

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from peakcast.core.units import MIB
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.models.allocator.caching_allocator import Block, CachingAllocator, SimulatedOutOfMemoryError
-from peakcast.models.allocator.sizes import round_request, segment_bytes
+from peakcast.models.allocator.rounding import round_request, segment_bytes
 
 KIB = 1024
 

@@ -18,7 +18,7 @@ JOBS = [
 ]
 SAY = """
 import json, sys
-from peakcast.doors.batch import predict_batch
+from peakcast.doors.batching import predict_batch
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.models.baseline.ledger import ledger
 for job in json.load(sys.stdin):

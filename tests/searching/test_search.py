@@ -11,7 +11,7 @@ from peakcast.catalog.speeds import UTILISATION, speed
 from peakcast.core.errors import SpecError
 from peakcast.core.workers import LostError
 from peakcast.dialects.common.job_file import job_from_mapping
-from peakcast.explaining.calls import CollectiveCall
+from peakcast.explaining.collectives import CollectiveCall
 from peakcast.explaining.groups import DATA
 from peakcast.jobs.spec import Parallelism
 from peakcast.models.baseline.device_memory import context_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from peakcast.core.units import round_up
-from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
+from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.module_tree import SUFFIXES, ModulePath, module_of
 from peakcast.models.ledger.tape.template import Template

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.core.texts import Texts
-from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
+from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
 
 NAME, MODULE, CATEGORY, NUM_BYTES, BORN, DIES, STREAM, REUSABLE = range(8)
 """The rows of an array of tensors, [8, num_tensors]; names and modules are the numbers of `Texts`; REUSABLE is 0 where a

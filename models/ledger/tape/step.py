@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.core.texts import Texts, number_of
-from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
+from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
 from peakcast.models.ledger.tape.columns import (
     BORN,
     CATEGORY,

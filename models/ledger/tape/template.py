@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.core.texts import Texts
-from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
+from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.timelines.timeline import Category, Phase
 

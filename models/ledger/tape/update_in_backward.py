@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from peakcast.core.units import round_up
-from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
+from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
 from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 

@@ -8,7 +8,7 @@ import pytest
 from peakcast.catalog import architecture
 from peakcast.core.units import round_up
 from peakcast.jobs.spec import Parallelism, Precision, TrainingJob
-from peakcast.models.allocator.sizes import MIN_BLOCK_BYTES
+from peakcast.models.allocator.rounding import MIN_BLOCK_BYTES
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
 from peakcast.models.ledger.scope.ignored import ignored_findings

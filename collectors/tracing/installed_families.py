@@ -1,6 +1,6 @@
 """The families of networks that the installed transformers can train, and its defaults for their configurations.
 
-`python -P -m peakcast.collectors.tracing.families` prints them as JSON, with the releases of the libraries.
+`python -P -m peakcast.collectors.tracing.installed_families` prints them as JSON, with the releases of the libraries.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peakcast.models.ledger.layouts.base import StoredTensor
 from peakcast.models.ledger.layouts.zero3_hooks import BlockOperations, PassDirection, TurnPart
-from peakcast.models.ledger.recorded.turns import RecordedModules, recorded_turns
+from peakcast.models.ledger.recorded.zero3_modules import RecordedModules, recorded_turns
 from peakcast.models.recipes.depth import Run, deepened, repeats
 from peakcast.models.recipes.walk import Visit
 from tests.models.recipes.walks import walk

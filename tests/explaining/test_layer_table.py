@@ -8,8 +8,8 @@ import pytest
 
 from peakcast.answers.explanation import COLUMNS, ModuleRow
 from peakcast.doors.questions import translation_of
-from peakcast.explaining.inventory import parameter_rows
-from peakcast.explaining.layers import module_rows
+from peakcast.explaining.layer_table import module_rows
+from peakcast.explaining.rank_parameters import parameter_rows
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.parameters.inventory import num_parameters

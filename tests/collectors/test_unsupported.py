@@ -3,7 +3,7 @@
 import pytest
 
 from peakcast.collectors.measure.grid import expand, load_grid
-from peakcast.collectors.stacks import deepspeed, scope
+from peakcast.collectors.stacks import deepspeed, unsupported
 from peakcast.core.errors import CollectorError
 
 CAMPAIGN = [f"campaign-{part}" for part in ("anchors", "breadth", "layouts", "variants", "limits")]
@@ -75,30 +75,30 @@ def job(**changes):
 )
 def test_a_layout_that_would_be_traced_as_another_is_refused(layout):
     with pytest.raises(CollectorError, match="parallelism="):
-        scope.check(job(architecture="llama-3.2-1b", parallelism=layout))
+        unsupported.check(job(architecture="llama-3.2-1b", parallelism=layout))
 
 
 @pytest.mark.parametrize(
     "layout", [{"tensor_parallel_size": 2}, {"tensor_parallel_size": 2, "data_parallel_size": 2, "sharding": "fsdp2"}]
 )
 def test_tensor_parallelism_is_let_through_alone_and_with_fsdp2(layout):
-    scope.check(job(architecture="llama-3.2-1b", parallelism=layout))
+    unsupported.check(job(architecture="llama-3.2-1b", parallelism=layout))
 
 
 def test_every_rule_has_a_case_here():
-    assert set(REFUSED) == set(scope.SINGLE_GPU)
+    assert set(REFUSED) == set(unsupported.SINGLE_GPU)
 
 
 def test_every_rule_of_stages_has_a_case_here():
-    assert set(REFUSED_IN_STAGES) == set(scope.PIPELINE)
+    assert set(REFUSED_IN_STAGES) == set(unsupported.PIPELINE)
 
 
 @pytest.mark.parametrize("parameter", REFUSED_IN_STAGES)
 def test_what_a_pipeline_stage_does_not_do_is_refused_by_name(parameter):
-    scope.check(job(**STAGES))
+    unsupported.check(job(**STAGES))
     asked = job(**STAGES | REFUSED_IN_STAGES[parameter])
     with pytest.raises(CollectorError, match=r"has no collector yet with framework=.*; measure ") as caught:
-        scope.check(asked)
+        unsupported.check(asked)
     assert caught.value.parameter == parameter
 
 
@@ -139,13 +139,13 @@ def test_what_a_generation_does_not_do_is_refused_by_name(parameter, changes):
 @pytest.mark.parametrize("degree", ["tensor_parallel_size", "pipeline_parallel_size"])
 def test_compilation_of_a_split_network_is_refused(degree):
     with pytest.raises(CollectorError, match="without tensor and pipeline parallelism"):
-        scope.check(job(framework="torch", compile=True, parallelism={degree: 2}))
+        unsupported.check(job(framework="torch", compile=True, parallelism={degree: 2}))
 
 
 @pytest.mark.parametrize("parameter", REFUSED)
 def test_what_the_stack_does_not_do_is_refused_by_name(parameter):
     with pytest.raises(CollectorError, match="has no collector yet") as caught:
-        scope.check(job(**REFUSED[parameter]))
+        unsupported.check(job(**REFUSED[parameter]))
     assert caught.value.parameter == parameter
 
 
@@ -162,7 +162,7 @@ def test_what_the_stack_does_not_do_is_refused_by_name(parameter):
     ],
 )
 def test_what_it_does_is_let_through(changes):
-    scope.check(job(**changes))
+    unsupported.check(job(**changes))
 
 
 @pytest.mark.parametrize("grid", ["quick", "standard", *CAMPAIGN])
@@ -174,7 +174,7 @@ def test_every_cell_of_a_shipped_grid_is_something_that_is_done(grid):
         if cell.framework == "deepspeed":
             deepspeed.check(cell)
         else:
-            scope.check(cell.replace(task="train"))
+            unsupported.check(cell.replace(task="train"))
         assert cell.architecture.model_type in transformers.CONFIG_MAPPING, cell.architecture.name
 
 
@@ -194,5 +194,5 @@ def test_every_cell_of_the_grid_of_stacks_is_something_that_is_done():
         if cell.framework == "deepspeed":
             deepspeed.check(cell)
         else:
-            scope.check(cell.replace(task="train"))
+            unsupported.check(cell.replace(task="train"))
             assert any(name == cell.optimizer.name for name, _ in optimizers.BUILDERS)
