@@ -101,9 +101,9 @@ def predict(
         return full_answer(asked, calibration, all_ranks=all_ranks, baseline=baseline, progress=progress)
     from dataclasses import replace
 
-    from peakcast.doors.kept import read_kept, recipe_from
+    from peakcast.doors.recipe_files import read_recipe_file, recipe_from
 
-    kept = read_kept(path := Path(recipe))
+    kept = read_recipe_file(path := Path(recipe))
     asked = question(kept.job if job is None else job, gpu, rank, **nodes)  # type: ignore[arg-type]
     with recipe_from(kept, path, asked.job) as said:
         found = full_answer(asked, calibration, all_ranks=all_ranks, baseline="recipe")
@@ -278,7 +278,7 @@ def search(
     from dataclasses import replace
 
     from peakcast import catalog
-    from peakcast.doors.kept import read_kept
+    from peakcast.doors.recipe_files import read_recipe_file
     from peakcast.doors.searching import ask
     from peakcast.searching.gpu_types import read_prices
 
@@ -286,7 +286,7 @@ def search(
     types = gpu.split(",") if isinstance(gpu, str) else [gpu] if isinstance(gpu, Device) else list(gpu or prices)
     named = [catalog.gpu(name.strip()) if isinstance(name, str) else name for name in types]
     devices = [on_node(device, host_memory_gib, gpus_per_node) for device in dict.fromkeys(named)]
-    kept = read_kept(Path(recipe)) if recipe is not None else None
+    kept = read_recipe_file(Path(recipe)) if recipe is not None else None
     read = translation_of(kept.job if kept is not None and job is None else job)
     options: dict[str, Any] = {"top": top, "gpus_per_node": gpus_per_node, "processes": processes, "progress": progress}
     options |= {"findings": read.findings, "record": partial(_record, progress)}

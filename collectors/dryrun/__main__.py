@@ -8,7 +8,7 @@ from pathlib import Path
 
 if __name__ == "__main__":
     from peakcast.collectors.dryrun.script import main
-    from peakcast.collectors.processes.nursery import die_with_parent
+    from peakcast.collectors.processes.warm_parent import die_with_parent
 
     die_with_parent()
     main(json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")))

@@ -118,7 +118,7 @@ def main() -> None:
     from peakcast.collectors import dryrun
     from peakcast.collectors.dryrun.script import LIBRARIES
     from peakcast.collectors.machine.packages import import_for_good
-    from peakcast.collectors.processes.nursery import die_with_parent
+    from peakcast.collectors.processes.warm_parent import die_with_parent
 
     die_with_parent()
     answers = os.dup(1)
@@ -153,7 +153,7 @@ def _answer(question: Mapping[str, Any]) -> NoReturn:
 
 def _become(question: Mapping[str, Any]) -> None:
     """Take over the environment of the asking process, read nothing from standard input, and print into a file."""
-    from peakcast.collectors.processes.nursery import die_with_parent
+    from peakcast.collectors.processes.warm_parent import die_with_parent
 
     die_with_parent()
     written = os.open(question["output"], os.O_WRONLY)

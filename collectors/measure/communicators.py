@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     import torch
     import torch.distributed as dist
 
-    from peakcast.collectors.processes.nursery import die_with_parent
+    from peakcast.collectors.processes.warm_parent import die_with_parent
     from peakcast.core.durable import replace_file
 
     die_with_parent()

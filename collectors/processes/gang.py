@@ -93,7 +93,7 @@ def _timelines(folder: Path, number: int) -> bytes | None:
 
 def main(arguments: list[str]) -> int:
     """Run one rank's process. Its answer is completely on disk before it ends."""
-    from peakcast.collectors.processes.nursery import die_with_parent, load
+    from peakcast.collectors.processes.warm_parent import die_with_parent, load
     from peakcast.measurements.rows import to_row
 
     die_with_parent()

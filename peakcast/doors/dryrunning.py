@@ -31,8 +31,8 @@ if TYPE_CHECKING:
     from peakcast.answers.prediction import Answer
     from peakcast.collectors.dryrun.command import TrainingCommand
     from peakcast.collectors.dryrun.process import RankReport
-    from peakcast.doors.keeping import Walks
-    from peakcast.doors.kept import RecipeFile
+    from peakcast.doors.recipe_files import RecipeFile
+    from peakcast.doors.saved_recipes import Walks
     from peakcast.models.calibration.calibration import Calibration
 
 TIMEOUT_SECONDS = 600.0
@@ -154,10 +154,12 @@ def _with_recipe(
     walks: Callable[[], AbstractContextManager[Walks]],
     progress: Callable[[str], None] | None,
 ) -> Dryrun:
-    from peakcast.doors.keeping import keep
+    from peakcast.doors.saved_recipes import SeenRun, save_recipes
 
     try:
-        kept = keep(path, found.job, found.timelines, device, rank, shlex.join(found.command), walks, progress)
+        command, steady = shlex.join(found.command), found.timelines["steady"]
+        seen = SeenRun(command=command, job=found.job, steady=steady, device=device, rank=rank)
+        kept = save_recipes(path, seen, walks, progress)
     except PeakcastError as error:
         return replace(found, not_kept=error.message)
     return replace(found, kept=kept)
@@ -186,7 +188,7 @@ def answered(
 
 def _differs(job: TrainingJob, device: Device, rank: int, seen: RankReport) -> float | None:
     """The ledger's peak of `job` divided by that of the script's steady step, minus one; None if the ledger has none."""
-    from peakcast.doors.keeping import UNDESCRIBED
+    from peakcast.doors.saved_recipes import UNDESCRIBED
     from peakcast.models.baseline.ledger import ledger
     from peakcast.models.ledger.scope.scope import out_of_scope
 

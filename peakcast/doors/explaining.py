@@ -14,8 +14,8 @@ from peakcast.catalog import Device
 from peakcast.core.errors import SpecError
 from peakcast.core.findings import Finding, ordered
 from peakcast.doors.destinations import output_errors
-from peakcast.doors.kept import read_kept, recipe_from
 from peakcast.doors.questions import Rank, on_node, rank_number, translation_of
+from peakcast.doors.recipe_files import read_recipe_file, recipe_from
 from peakcast.doors.recording import ensure_recipe
 from peakcast.explaining.explain import explain, of_module
 from peakcast.explaining.picture import check_picture_path, write_picture
@@ -82,7 +82,7 @@ def _by_recipe(
     """The explanation of `job` (None: the job that was saved with the recipe) from the recipe in the file at `path`."""
     if trace:
         raise SpecError("trace and recipe contradict each other; give one of them.", parameter="trace", value=trace)
-    kept = read_kept(path)
+    kept = read_recipe_file(path)
     translation = translation_of(kept.job if job is None else job)
     with recipe_from(kept, path, translation.job) as said:
         found = explanation(translation, gpu, rank, against=against)

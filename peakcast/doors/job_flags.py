@@ -142,7 +142,7 @@ class AskedJob:
         return job_from_flags(self.job, self.flags, self.settings, self.beside)
 
     def _changed_recipe(self, recipe: Path, settings: Sequence[str]) -> Mapping[str, Any]:
-        from peakcast.doors.kept import read_kept
+        from peakcast.doors.recipe_files import read_recipe_file
         from peakcast.jobs.spec import job_to_mapping
 
         if self.job is not None or self.beside:
@@ -150,7 +150,7 @@ class AskedJob:
                 f"--recipe {recipe} has its job with it; leave JOB out, and change its fields by flags.", parameter="recipe"
             )
         changes = {**self.flags, **dict(_setting(text) for text in settings)}
-        return _changed(job_to_mapping(read_kept(recipe).job), changes, str(recipe))
+        return _changed(job_to_mapping(read_recipe_file(recipe).job), changes, str(recipe))
 
 
 def takes_job(command: Callable[..., None]) -> Callable[..., None]:

@@ -17,7 +17,7 @@ from peakcast.core.extras import need
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.versions import NEWEST, release
 from peakcast.dialects.common.own_networks import CHUNK_BY_LENGTH, TRANSFORMERS, library_of, own_network
-from peakcast.doors.kept import RecipeFile, write
+from peakcast.doors.recipe_files import RecipeFile, write
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.covering import no_recipe
 from peakcast.models.recipes import shelf

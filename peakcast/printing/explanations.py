@@ -21,7 +21,7 @@ from peakcast.answers.explanation import (
 from peakcast.answers.labels import category_name, phase_name, phase_title
 from peakcast.answers.remarks import assumptions_shown, warnings_shown
 from peakcast.core.units import GIB, MIB, format_gib
-from peakcast.explaining.blocks import blocks
+from peakcast.explaining.text_picture import text_picture
 from peakcast.printing.what_to_try import flags_text, lowered, steps_text, value_text
 from peakcast.printing.wrapping import WIDTH, wrapped
 
@@ -38,7 +38,7 @@ def explanation_text(explanation: Explanation, *, layers: bool = False, whole: b
     where = f" on {e.gpu}" if e.gpu else ""
     title = f"{e.architecture}{where}, rank {e.rank}: one steady step, by the {e.source}"
     why = (wrapped(line, INSIDE) for line in e.peak.sentences)
-    sections = [title, _section("Why this is the peak", why), blocks(e.timeline)]
+    sections = [title, _section("Why this is the peak", why), text_picture(e.timeline)]
     sections.append(_modules("Layer by layer, GiB", e.modules, layers))
     if e.unsharded_modules:
         sections.append(_modules("Before sharding: the same on one rank, GiB", e.unsharded_modules, layers))

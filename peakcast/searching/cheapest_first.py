@@ -24,7 +24,7 @@ from peakcast.core.findings import Finding
 from peakcast.core.workers import LostError
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.ledger import ledger
-from peakcast.models.baseline.standing import bound_by_depth, standing_bytes
+from peakcast.models.baseline.lower_bounds import bound_by_depth, persistent_bytes
 from peakcast.models.baseline.sweep import fullest_stages
 from peakcast.models.ledger.layouts.pipeline import representative_micro_batches
 from peakcast.models.recipes.lent import Lent, lending
@@ -124,7 +124,7 @@ def series(every: Sequence[TrainingJob]) -> list[Series]:
 def standing(every: Sequence[TrainingJob], members: Series) -> int:
     """Bytes that the first or the last stage, whichever has more, holds throughout each step after the first."""
     job = every[members[0]]
-    return max(standing_bytes(job, stage) for stage in {0, job.parallelism.pipeline_parallel_size - 1})
+    return max(persistent_bytes(job, stage) for stage in {0, job.parallelism.pipeline_parallel_size - 1})
 
 
 def in_order(workers: SearchWorkers, left: Iterable[Series], say: Callable[[str], None]) -> Iterator[FittingJob]:

@@ -17,7 +17,7 @@ time.sleep(60)
 """
 CHILD = """
 import time
-from peakcast.collectors.processes.nursery import die_with_parent
+from peakcast.collectors.processes.warm_parent import die_with_parent
 die_with_parent()
 print("ready", flush=True)
 time.sleep(60)

@@ -12,7 +12,7 @@ import torch
 import peakcast
 from peakcast.collectors.dryrun.resizing import BatchShape
 from peakcast.core.errors import SpecError
-from peakcast.doors.kept import read_kept
+from peakcast.doors.recipe_files import read_recipe_file
 
 pytestmark = pytest.mark.usefixtures("recorded_elsewhere")
 SCRIPT = Path(__file__).parent / "scripts" / "own_gpt.py"
@@ -30,7 +30,7 @@ def kept(run_script, tmp_path_factory):
 
 @pytest.mark.parametrize(("batch", "length"), [(4, 256), (7, 100), (1, 256), (32, 256)])
 def test_the_recipe_of_a_network_of_ones_own_answers_as_a_dry_run_of_that_batch(kept, run_script, batch, length):
-    job = read_kept(kept).job.replace(micro_batch_size=batch, sequence_length=length)
+    job = read_recipe_file(kept).job.replace(micro_batch_size=batch, sequence_length=length)
     ours = peakcast.predict(job, "H100-80GB", rank=0, recipe=kept)
     theirs = run_script("own_gpt.py", str(batch), str(length)).answer
     assert ours.peak_phase == theirs.peak_phase
@@ -39,10 +39,10 @@ def test_the_recipe_of_a_network_of_ones_own_answers_as_a_dry_run_of_that_batch(
 
 
 def test_few_layers_stand_for_all_and_no_length_is_beyond_the_script_s_positions(kept):
-    for recipe in read_kept(kept).recipes:
+    for recipe in read_recipe_file(kept).recipes:
         assert recipe.walk.num_layers < recipe.layers == 6
         assert recipe.lengths[1] == 256
-    job = read_kept(kept).job
+    job = read_recipe_file(kept).job
     with pytest.raises(SpecError, match=r"does not hold for micro_batch_size=4 and sequence_length=512"):
         peakcast.predict(job.replace(sequence_length=512), "H100-80GB", recipe=kept)
 
@@ -54,7 +54,7 @@ def test_several_ranks_are_placed_on_the_walk_of_one(kept, tmp_path):
     launched = ["torchrun", "--nproc-per-node", "4", str(SCRIPT), "4", "256"]
     done = subprocess.run([*words, *launched], capture_output=True, text=True, check=True)
     assert "the recipe of DistributedDataParallel is in" in done.stderr or "the recipe of GPT is in" in done.stderr
-    job = read_kept(path).job
+    job = read_recipe_file(path).job
     assert job.parallelism.data_parallel_size == 4
     alone = peakcast.predict(None, "H100-80GB", recipe=kept)
     ours = peakcast.predict(job, "H100-80GB", recipe=path)
@@ -74,7 +74,7 @@ def test_evaluations_between_steps_are_left_out_and_a_sequence_has_layers_too(ke
     path = tmp_path / "kept.json.gz"
     options = {"skip_evaluation": True, "save_recipe": path}
     assert not run_script("own_gpt.py", "4", "256", "--evaluate", "--sequence", **options).not_kept
-    ours, theirs = read_kept(path).recipes[0], read_kept(kept).recipes[0]
+    ours, theirs = read_recipe_file(path).recipes[0], read_recipe_file(kept).recipes[0]
     assert ours.walk.num_layers == theirs.walk.num_layers
     assert sorted(ours.sizes.at(9, 200)) == sorted(theirs.sizes.at(9, 200))
 

@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peakcast.core.errors import SpecError
-from peakcast.explaining.blocks import HEIGHT, WIDTH, blocks
 from peakcast.explaining.picture import draw, write_picture
 from peakcast.explaining.stack import BANDS, LEAST_SHARE, sampled, spans, stacked
+from peakcast.explaining.text_picture import HEIGHT, WIDTH, text_picture
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.ledger import ledger
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
@@ -65,7 +65,7 @@ def test_the_terminal_picture_fits_a_terminal_and_shows_the_parts_in_proportion(
     jobs: dict[str, TrainingJob], name: str
 ) -> None:
     timeline = ledger(jobs[name])
-    lines = blocks(timeline).splitlines()
+    lines = text_picture(timeline).splitlines()
     assert max(map(len, lines)) <= WIDTH
     weights = timeline.composition(timeline.peak().instant)
     part = (weights[Category.PARAMETERS] + weights.get(Category.MAIN_PARAMETERS, 0)) / timeline.peak().num_bytes
@@ -80,7 +80,7 @@ def test_a_picture_of_two_tensors_by_hand() -> None:
         Entry("a", Category.ACTIVATIONS, 2**30, 1, 2),
     ]
     timeline = Timeline.from_entries(entries, [Phase.FORWARD, Phase.BACKWARD])
-    lines = blocks(timeline, width=20, height=4).splitlines()
+    lines = text_picture(timeline, width=20, height=4).splitlines()
     assert [line[9:] for line in lines[:4]] == ["     ░░░░░", "     ░░░░░", "██████████", "██████████"]
     assert lines[5][9:] == "FFFFFBBBBB"
 

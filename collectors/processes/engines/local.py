@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from peakcast.collectors.processes.engines import WORK, CellAnswer, CellQuestion
-from peakcast.collectors.processes.nursery import end_session
+from peakcast.collectors.processes.warm_parent import end_session
 
 GRACE_SECONDS = 60
 """How long after a cell's time limit its warm parent, which ends the cell, may stay silent before it counts as hung
@@ -66,7 +66,7 @@ class _Parent:
     def __init__(self, place: Mapping[str, str], work: str) -> None:
         # PYTHONSAFEPATH: the checkout's `datasets/` folder must not shadow Hugging Face's `datasets`
         self._environment = {**os.environ, **place, "PYTHONSAFEPATH": "1"}
-        self._command = [sys.executable, "-P", "-m", "peakcast.collectors.processes.nursery", work]
+        self._command = [sys.executable, "-P", "-m", "peakcast.collectors.processes.warm_parent", work]
         self._process: subprocess.Popen[str] | None = None
         self.question: CellQuestion = {}
 

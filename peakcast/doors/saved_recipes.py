@@ -5,9 +5,9 @@ A saved recipe is for the job that was seen, with micro-batches of one sequence 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from peakcast.catalog import Device
 from peakcast.core.errors import CollectorError, SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.own_networks import library_of
-from peakcast.doors.kept import CLOSE, RecipeFile, write
+from peakcast.doors.recipe_files import CLOSE, RecipeFile, write
 from peakcast.doors.recording import record_recipe
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.ledger import ledger
@@ -40,53 +40,62 @@ BATCHES = (1, 2)
 """Micro-batches whose recipes differ: of one sequence, and of several."""
 
 
-def keep(
+@dataclass(frozen=True, kw_only=True)
+class SeenRun:
+    """What a dry run of `command` has shown: the job, and the steady step of one rank on `device`."""
+
+    command: str
+    job: TrainingJob
+    steady: Timeline
+    device: Device
+    rank: int
+
+
+def save_recipes(
     path: Path,
-    job: TrainingJob,
-    timelines: Mapping[str, Timeline],
-    device: Device,
-    rank: int,
-    command: str,
+    seen: SeenRun,
     walks: Callable[[], AbstractContextManager[Walks]],
     progress: Callable[[str], None] | None = None,
 ) -> RecipeFile:
-    """Record the network of `job` and write its recipes to `path`, if they give the peak of the steady step that was seen.
+    """Record the network of a script and write its recipes to `path`, if they give the peak of the steady step that was
+    seen.
 
     A network of transformers is recorded as transformers trains it. If the script does something else, or its network is
     not from transformers, its own steps are recorded: `walks` runs them with batches of other sizes.
     Raises: SpecError or CollectorError with the reason when nothing is saved.
     """
+    job, command = seen.job, seen.command
     if reason := cannot_be_recorded(job):
-        raise _not_kept(reason)
+        raise _not_saved(reason)
     if progress is not None:
         progress(f"recording {job.architecture.name}, to be varied in batch, length and world size")
     for form in dict.fromkeys((job.batch.form, "masked")) if job.architecture.model_type != UNDESCRIBED else ():
         asked = job.replace(batch=replace(job.batch, form=form))
         with suppress(CollectorError):
             recipe = record_recipe(asked)
-            phases, reason = _proof(asked, recipe, timelines["steady"], device, rank)
+            phases, reason = _proof(seen, asked, recipe)
             if not reason:
                 other = record_recipe(asked.replace(micro_batch_size=_other_batch(asked)))
-                return _kept(path, RecipeFile(command=command, job=asked, recipes=(recipe, other), phases=phases))
+                return _written(path, RecipeFile(command=command, job=asked, recipes=(recipe, other), phases=phases))
     if progress is not None:
         progress("recording the script's own steps, with batches of other sizes")
     try:
         with walks() as walk:
             recipe = _own_steps(walk, job)
-            phases, reason = _proof(job, recipe, timelines["steady"], device, rank)
+            phases, reason = _proof(seen, job, recipe)
             if reason:
-                raise _not_kept(reason)
+                raise _not_saved(reason)
             recipes = [recipe]
             with suppress(CollectorError):  # the script may only accept one sequence, or only several
                 recipes.append(_own_steps(walk, job.replace(micro_batch_size=_other_batch(job))))
     except CollectorError as error:
-        raise _not_kept(str(error).rstrip(".")) from error
-    return _kept(path, RecipeFile(command=command, own_steps=True, job=job, recipes=tuple(recipes), phases=phases))
+        raise _not_saved(str(error).rstrip(".")) from error
+    return _written(path, RecipeFile(command=command, own_steps=True, job=job, recipes=tuple(recipes), phases=phases))
 
 
-def _kept(path: Path, kept: RecipeFile) -> RecipeFile:
-    write(path, kept)
-    return kept
+def _written(path: Path, saved: RecipeFile) -> RecipeFile:
+    write(path, saved)
+    return saved
 
 
 def _other_batch(job: TrainingJob) -> int:
@@ -113,16 +122,16 @@ def _own_steps(walk: Walks, job: TrainingJob) -> Recipe:
     return replace(recipe, versions=FrozenMapping(releases))
 
 
-def _not_kept(reason: str) -> SpecError:
+def _not_saved(reason: str) -> SpecError:
     return SpecError(f"no recipe is kept: {reason}.", parameter="save_recipe")
 
 
-def _proof(job: TrainingJob, recipe: Recipe, seen: Timeline, device: Device, rank: int) -> tuple[dict[str, float], str]:
-    """(for each phase, the recipe's peak divided by the peak of the step that was seen, minus one; what is wrong with the
-    whole, or "")."""
+def _proof(seen: SeenRun, job: TrainingJob, recipe: Recipe) -> tuple[dict[str, float], str]:
+    """(for each phase, the peak of `job` by `recipe` divided by that of the step that was seen, minus one; why the recipe
+    is not valid, or "")."""
     with lending(Lent(job, (recipe,))):
-        made = ledger(job, device=device, rank=rank, step="steady")
-    ours, theirs = _tensors(made), _tensors(seen)
+        made = ledger(job, device=seen.device, rank=seen.rank, step="steady")
+    ours, theirs = _tensors(made), _tensors(seen.steady)
     phases = {
         phase.name.lower().replace("_", " "): ours.phase_peaks()[phase] / size - 1
         for phase, size in theirs.phase_peaks().items()

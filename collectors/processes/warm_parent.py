@@ -1,6 +1,6 @@
 """The warm parent of cells: imports the libraries once, then forks a process for every question.
 
-`python -P -m peakcast.collectors.processes.nursery MODULE:FUNCTION` reads one JSON request a line, `{"question": {...},
+`python -P -m peakcast.collectors.processes.warm_parent MODULE:FUNCTION` reads one JSON request a line, `{"question": {...},
 "timeout_seconds": 600}`, and answers one JSON object a line: `{"row": {...}}` or `{"reason": "..."}`. In the forked
 process, `FUNCTION` makes a `Measurement` of a question, or a measurement and a file's bytes (base64 under "history"), or a
 list of these, one for each rank ("others" has all but the first). The parent imports `LIBRARIES` of its module. Each

@@ -13,7 +13,7 @@ import pytest
 import peakcast
 from peakcast import api
 from peakcast.core.errors import RecordError, SpecError
-from peakcast.doors.kept import read_kept
+from peakcast.doors.recipe_files import read_recipe_file
 
 pytestmark = pytest.mark.usefixtures("recorded_elsewhere")
 LAYERS = ("plain_loop.py", "--layers", "3", "--hidden", "256")
@@ -36,7 +36,7 @@ def kept(run_script, tmp_path_factory):
 
 @pytest.mark.parametrize(("batch", "length"), [(2, 256), (4, 320), (1, 512)])
 def test_a_kept_recipe_answers_as_a_dry_run_of_that_batch(kept, run_script, batch, length):
-    job = read_kept(kept).job.replace(micro_batch_size=batch, sequence_length=length)
+    job = read_recipe_file(kept).job.replace(micro_batch_size=batch, sequence_length=length)
     ours = peakcast.predict(job, "H100-80GB", rank=0, recipe=kept)
     theirs = run_script(*at(batch, length)).answer
     assert ours.peak_allocated_bytes.baseline == pytest.approx(theirs.peak_allocated_bytes.baseline, rel=1e-3)
@@ -48,7 +48,7 @@ def test_the_command_line_varies_it_with_the_flags_of_a_job(kept):
     command = [sys.executable, "-P", "-m", "peakcast", "predict", "--recipe", str(kept), "--gpu", "H100-80GB", "--json"]
     flags = ["--micro-batch-size", "4", "--data-parallel-size", "8", "--sharding", "fsdp2"]
     done = subprocess.run([*command, *flags], capture_output=True, text=True, check=True)
-    job = read_kept(kept).job
+    job = read_recipe_file(kept).job
     whole = peakcast.predict(job.replace(micro_batch_size=4), "H100-80GB", recipe=kept)
     sharded = json.loads(done.stdout)
     states = whole.composition["optimizer_states"]
@@ -78,7 +78,7 @@ def test_the_largest_batch_and_length_are_searched_as_far_as_it_goes(kept, name,
 
 
 def test_searches_that_it_answers_nothing_of_are_refused(kept):
-    job = read_kept(kept).job
+    job = read_recipe_file(kept).job
     with pytest.raises(SpecError, match=r"covers none of .* the recipe is of other batches or lengths"):
         peakcast.search(job.replace(sequence_length=100_000), "H100-80GB", recipe=kept)
     with pytest.raises(SpecError, match=r"find='model' asks about other networks"):
@@ -101,7 +101,7 @@ def test_an_explanation_is_of_it_and_of_what_is_changed(kept):
 
 @pytest.mark.whole
 def test_what_record_writes_is_asked_in_the_same_way(kept, tmp_path):
-    path, job = tmp_path / "recorded.json.gz", read_kept(kept).job
+    path, job = tmp_path / "recorded.json.gz", read_recipe_file(kept).job
     api.record(job, output=path)
     ours, theirs = (peakcast.predict(None, "H100-80GB", recipe=one) for one in (path, kept))
     assert ours.peak_allocated_bytes == theirs.peak_allocated_bytes
@@ -115,7 +115,7 @@ def peakcast_command(*words):
 
 
 def test_what_it_does_not_hold_for_is_refused(kept):
-    job = read_kept(kept).job
+    job = read_recipe_file(kept).job
     with pytest.raises(SpecError, match=r"does not hold for micro_batch_size=2 and sequence_length=100000\. It holds for"):
         peakcast.predict(job.replace(sequence_length=100_000), "H100-80GB", recipe=kept)
     with pytest.raises(SpecError, match=r"is of another precision\.compute"):

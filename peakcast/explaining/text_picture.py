@@ -29,7 +29,7 @@ PHASE_WORDS = {
 }
 
 
-def blocks(timeline: Timeline, *, width: int = WIDTH, height: int = HEIGHT) -> str:
+def text_picture(timeline: Timeline, *, width: int = WIDTH, height: int = HEIGHT) -> str:
     """The picture, at most `width` characters wide: GiB on the vertical axis, operations on the horizontal one, and the
     phase of each column below it."""
     instants = sampled(timeline, width - MARGIN - 1)

@@ -27,7 +27,7 @@ CLOSE = 0.001
 
 @dataclass(frozen=True, kw_only=True)
 class RecipeFile:
-    """The content of a file."""
+    """The content of a file of recipes: the job, its recipes, and the dry run that they come from."""
 
     job: TrainingJob
     recipes: tuple[Recipe, ...]
@@ -49,20 +49,20 @@ class RecipeFile:
         return Lent(self.job, self.recipes)
 
 
-def write(path: Path, kept: RecipeFile) -> None:
-    """Write `kept` to `path`. Raises: RecordError."""
+def write(path: Path, file: RecipeFile) -> None:
+    """Write `file` to `path`. Raises: RecordError."""
     content = {
         "schema_version": files.SCHEMA,
-        "command": kept.command,
-        "own_steps": kept.own_steps,
-        "job": job_to_mapping(kept.job),
-        "recipes": [files.to_mapping(recipe) for recipe in kept.recipes],
+        "command": file.command,
+        "own_steps": file.own_steps,
+        "job": job_to_mapping(file.job),
+        "recipes": [files.to_mapping(recipe) for recipe in file.recipes],
     }
     replace_file(path, gzip.compress(json.dumps(content, separators=(",", ":")).encode(), mtime=0))
 
 
-def read_kept(path: Path) -> RecipeFile:
-    """The content of the file at `path`. Raises: RecordError when it is no such file."""
+def read_recipe_file(path: Path) -> RecipeFile:
+    """The content of the file at `path`. Raises: RecordError when it is not a file of recipes."""
 
     def parse(content: dict[str, Any]) -> RecipeFile:
         recipes = tuple(files.from_mapping(one) for one in content["recipes"])
@@ -82,30 +82,30 @@ def read_kept(path: Path) -> RecipeFile:
 
 
 @contextmanager
-def recipe_from(kept: RecipeFile, path: Path, job: TrainingJob) -> Iterator[str]:
+def recipe_from(file: RecipeFile, path: Path, job: TrainingJob) -> Iterator[str]:
     """A context in which answers about `job` use the recipes in the file at `path`; its value is a sentence about them.
 
     Raises: SpecError if they are not valid for `job`.
     """
-    found = kept.lent()
+    found = file.lent()
     if others := found.other_fields(job):
-        way = "dry-run the script with that" if kept.command else "record it with that"
+        way = "dry-run the script with that" if file.command else "record it with that"
         raise _refused(path, f"is of another {', '.join(others)}; {way}", others[0])
     if reason := cannot_be_recorded(job):
         raise _refused(path, f"does not hold: {reason}", "job")
     if found.why_not(job):
         asked = f"micro_batch_size={job.micro_batch_size} and sequence_length={job.sequence_length}"
-        raise _refused(path, f"does not hold for {asked}. {kept.text()}".rstrip("."), "sequence_length")
+        raise _refused(path, f"does not hold for {asked}. {file.text()}".rstrip("."), "sequence_length")
     with lending(found):
-        yield _said(kept, path)
+        yield _sentence(file, path)
 
 
-def _said(kept: RecipeFile, path: Path) -> str:
-    if not kept.command:
+def _sentence(file: RecipeFile, path: Path) -> str:
+    if not file.command:
         return f"tensors are those of {path.name}, which peakcast record has written."
-    stays = "; what it makes of its own numbers, such as tables of positions, is as it was then" if kept.own_steps else ""
+    stays = "; what it makes of its own numbers, such as tables of positions, is as it was then" if file.own_steps else ""
     return (
-        f"tensors are those of {path.name}, kept by a dry run of {kept.command}, whose peak it met to {CLOSE:.1%}{stays}."
+        f"tensors are those of {path.name}, kept by a dry run of {file.command}, whose peak it met to {CLOSE:.1%}{stays}."
     )
 
 

@@ -15,12 +15,12 @@ from peakcast.models.recipes.shelf import wants_recipe
 from peakcast.timelines.timeline import Phase
 
 
-def standing_bytes(job: TrainingJob, stage: int) -> int:
+def persistent_bytes(job: TrainingJob, stage: int) -> int:
     """Bytes of the weights, gradient buffers, main parameters and optimizer states that the first rank of pipeline stage
-    `stage` holds from the beginning to the end of a steady step. (Only Megatron-LM has gradient buffers that last;
-    elsewhere gradients come and go.)"""
+    `stage` holds from the beginning to the end of a steady step. (Only Megatron-LM keeps gradient buffers between steps;
+    other frameworks free gradients.)"""
     layout = job.parallelism
-    # for weights and states, context-parallel ranks are replicas; sequence parallelism splits activations alone
+    # for weights and states, context-parallel ranks are replicas; sequence parallelism splits only activations
     replicas = layout.data_parallel_size * layout.context_parallel_size
     shards = replace(layout, data_parallel_size=replicas, context_parallel_size=1, sequence_parallel=False)
     alike = job.replace(
@@ -34,19 +34,19 @@ def standing_bytes(job: TrainingJob, stage: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _megatron(job: TrainingJob, stage: int) -> int:
-    """`standing_bytes` of a Megatron-LM job."""
+    """`persistent_bytes` of a Megatron-LM job."""
     from peakcast.models.ledger.megatron.buffers import parameters_held
     from peakcast.models.ledger.megatron.optimizer import optimizer_stepped
     from peakcast.models.ledger.megatron.share import rank_share, weights_share
 
     ranks_per_stage = job.parallelism.world_size // job.parallelism.pipeline_parallel_size
     share = weights_share(rank_share(job, None, stage * ranks_per_stage))
-    return _all_along(parameters_held(share)) + _all_along(optimizer_stepped(share, False))
+    return _bytes_of_whole_step(parameters_held(share)) + _bytes_of_whole_step(optimizer_stepped(share, False))
 
 
 @lru_cache(maxsize=4096)
 def _torch(job: TrainingJob, stage: int) -> int:
-    """`standing_bytes` of any other job."""
+    """`persistent_bytes` of any other job."""
     from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters
     from peakcast.models.ledger.huggingface.torch_pipeline import stage_layout
     from peakcast.models.ledger.layouts import layout_of
@@ -57,7 +57,7 @@ def _torch(job: TrainingJob, stage: int) -> int:
     held.hold_resident(step)
     step.moment("before", Phase.BACKWARD)
     place_optimizer_step(step, job, held, "steady")
-    return _all_along(step.record())
+    return _bytes_of_whole_step(step.record())
 
 
 SHALLOW = (4, 6)
@@ -91,7 +91,7 @@ def _alike(job: TrainingJob) -> bool:
     return a.kind == "decoder" and routed and kinds_of_layers(a) == 1 and job.activation_checkpointing.every_n_layers == 1
 
 
-def _all_along(recorded: RecordedColumns) -> int:
-    """Bytes of what the recording holds from its beginning to its end."""
+def _bytes_of_whole_step(recorded: RecordedColumns) -> int:
+    """Bytes of the tensors that exist from the beginning of the recording to its end."""
     sizes, born, dies = recorded.columns[NUM_BYTES], recorded.columns[BORN], recorded.columns[DIES]
     return int(sizes[(born == 0) & (dies == FOREVER)].sum())
