@@ -1,4 +1,4 @@
-"""CONTRIBUTING.md is true: each of its examples, applied to a copy of the checkout, does there what it says."""
+"""The guide of contributors is true: each example, applied to a copy of the checkout, does there what it says."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ from typing import NamedTuple
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+PAGES = sorted((ROOT / "docs" / "contributing").glob("*.md"))
+EXAMPLES = {path.stem: path.read_text(encoding="utf-8").partition("\n")[2] for path in PAGES}
 GUIDE = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
-EXAMPLES = dict(re.findall(r"^## (Add .*?)\n(.*?)(?=^## |\Z)", GUIDE, re.MULTILINE | re.DOTALL))
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 PLACE = re.compile(r"(New file|At the end of|In) `([^`]+)`(?:, after the line (`+)(.+)\3)?:")
 COMMANDS = {"peakcast": "-P -m peakcast", "pytest": "-P -m pytest -q -p no:cacheprovider", "python": ""}
@@ -86,15 +87,15 @@ def checkout(tmp_path: Path) -> Path:
     return root
 
 
-LONGEST = ("Add a model family", "Add an optimizer", "Add a published source", "Add a config dialect")
+LONGEST = ("family", "optimizer", "source", "dialect")
 """The first two record and trace networks, the third imports every table, the last asks all dialects of every file."""
-TITLES = [pytest.param(title, marks=[pytest.mark.whole] * (title in LONGEST)) for title in EXAMPLES]
+NAMES = [pytest.param(name, marks=[pytest.mark.whole] * (name in LONGEST)) for name in EXAMPLES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("title", TITLES)
-def test_an_example_does_what_the_guide_says(title: str, checkout: Path) -> None:
-    section = EXAMPLES[title]
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_does_what_the_guide_says(name: str, checkout: Path) -> None:
+    section = EXAMPLES[name]
     written = list(changes(section))
     for change in written:
         change.apply(checkout)
@@ -114,13 +115,14 @@ def test_an_example_does_what_the_guide_says(title: str, checkout: Path) -> None
 
 def test_the_guide_has_its_five_examples_each_with_commands() -> None:
     assert len(EXAMPLES) == 5
+    assert all(f"docs/contributing/{name}.md" in GUIDE for name in EXAMPLES)
     assert all(commands(section) and list(changes(section)) for section in EXAMPLES.values())
 
 
 def test_what_the_guide_imports_is_there() -> None:
     """The longest examples run only where `whole` is asked for; a name that has changed is seen here."""
     added = {change.path for section in EXAMPLES.values() for change in changes(section)}
-    found = re.findall(r"^from (peakcast\.[\w.]+) import (.+)$", GUIDE, re.MULTILINE)
+    found = re.findall(r"^from (peakcast\.[\w.]+) import (.+)$", "\n".join(EXAMPLES.values()), re.MULTILINE)
     assert len(found) > 5
     for module, names in found:
         if module.removeprefix("peakcast.").replace(".", "/") + ".py" not in added:
@@ -128,6 +130,7 @@ def test_what_the_guide_imports_is_there() -> None:
             assert [name for name in names.split(", ") if name not in there] == [], module
 
 
-def test_links_of_the_guide_lead_somewhere() -> None:
-    for target in re.findall(r"\]\(([^)#:]+)\)", BLOCK.sub("", GUIDE)):
-        assert (ROOT / target).exists(), target
+@pytest.mark.parametrize("path", [ROOT / "CONTRIBUTING.md", *PAGES], ids=lambda path: path.stem)
+def test_links_of_the_guide_lead_somewhere(path: Path) -> None:
+    for target in re.findall(r"\]\(([^)#:]+)\)", BLOCK.sub("", path.read_text(encoding="utf-8"))):
+        assert (path.parent / target).exists(), target

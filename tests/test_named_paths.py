@@ -13,6 +13,7 @@ PAGES = [
     *(ROOT / name for name in ("README.md", "CONTRIBUTING.md")),
     *(ROOT / folder / "README.md" for folder in ("collectors", "datasets", "models")),
     *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "contributing").glob("*.md")),
 ]
 EXAMPLE = re.compile(r"^```(?!mermaid)\w+\n.*?^```$|^New file `[^`]+`", re.MULTILINE | re.DOTALL)
 """Files that do not exist yet, and what commands write."""
