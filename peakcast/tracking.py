@@ -293,7 +293,7 @@ def served_model() -> Any:
 
 
 def answers(table: Any, calibration: Calibration) -> list[dict[str, Any]]:
-    """`serving.answer_rows` of the rows of a table. If it is no table of jobs, the error is MLflow's own, for which its
+    """`serving.answer_rows` of the rows of a table. If it is not a table of jobs, the error is MLflow's own, for which its
     server answers HTTP 400 with the reason; a bug here gives 500."""
     from peakcast.models.prediction.serving import answer_rows, rows_of
 

@@ -2,7 +2,7 @@
 
 `python -P -m peakcast.reports.public_scripts [FOLDER [NAME ...]]` dry-runs the scripts in FOLDER, or those of the runs that
 are named, and keeps the answers in `reports/dryrun/answers.csv`; then it writes the page, `reports/dryrun/README.md`. The
-scripts are no part of this repository: the table of the runs says from where each is fetched to which path below FOLDER.
+scripts are not part of this repository: the table of the runs says from where each is fetched to which path below FOLDER.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def described(steps: ScriptSteps, question: Mapping[str, Any]) -> Described:
 
 
 class FunctionalModule(torch.nn.Module):  # type: ignore[misc]
-    """The trained tensors of a network that is no module: its forward is functions of them."""
+    """The trained tensors of a network that is not a module: its forward is functions of them."""
 
     def __init__(self, optimizers: Sequence[Any]) -> None:
         super().__init__()

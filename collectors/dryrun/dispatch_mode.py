@@ -151,7 +151,7 @@ class ScriptMode(KnownValuesMode):
         try:
             with self._sizes:
                 made = func(*args, **kwargs)
-        except Exception:  # it is no factory: it runs and reports errors itself
+        except Exception:  # it is not a factory: it runs and reports errors itself
             return True
         return all(
             tensor.numel() * tensor.element_size() <= (REAL_FLOAT_BYTES if tensor.is_floating_point() else REAL_BYTES)

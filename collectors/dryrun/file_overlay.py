@@ -31,7 +31,6 @@ class Overlay:
     def __init__(self, folder: Path) -> None:
         self.folder = str(folder.resolve())
         self._written = os.path.join(self.folder, "written")
-        self._exists = os.path.lexists
         self._stat = os.stat
 
     def is_inside(self, path: str) -> bool:
@@ -39,7 +38,7 @@ class Overlay:
         return path == self.folder or path.startswith((self.folder + os.sep, *DEVICES))
 
     def shadow(self, path: Any) -> str | None:
-        """The path to which writes to `path` go; None if that is `path` itself, or if `path` is no path."""
+        """The path to which writes to `path` go; None if they go to `path` itself, or if `path` is not a path."""
         if isinstance(path, int) or path is None:
             return None
         name = os.path.abspath(os.fsdecode(path))
@@ -48,7 +47,7 @@ class Overlay:
     def read(self, path: Any) -> Any:
         """The path from which `path` is read: the written copy, if there is one."""
         shadow = self.shadow(path)
-        return shadow if shadow is not None and self._there(shadow) else path
+        return shadow if shadow is not None and self._is_there(shadow) else path
 
     def write(self, path: Any, *, keeps: bool) -> Any:
         """The path to which `path` is written; `keeps`: its present content is copied there first."""
@@ -56,13 +55,13 @@ class Overlay:
         if shadow is None:
             return path
         _make_folders(os.path.dirname(shadow))
-        if keeps and not self._there(shadow):
+        if keeps and not self._is_there(shadow):
             name = os.path.abspath(os.fsdecode(path))
             if os.path.isfile(name) and os.path.getsize(name) <= LARGEST_COPY_BYTES:
                 shutil.copyfile(name, shadow)
         return shadow
 
-    def _there(self, path: str) -> bool:
+    def _is_there(self, path: str) -> bool:
         try:
             self._stat(path)
         except (OSError, ValueError):
@@ -80,7 +79,7 @@ def _make_folders(path: str) -> None:
 
 
 def install(folder: Path) -> Overlay:
-    """Install it in this process."""
+    """Redirect the file functions of this process to an overlay in `folder`; returns the overlay."""
     overlay = Overlay(folder)
     open_file, open_descriptor = builtins.open, os.open
 
@@ -104,11 +103,11 @@ def install(folder: Path) -> Overlay:
 
 
 def _install_reading(overlay: Overlay) -> None:
-    def led(function: Callable[..., Any]) -> Callable[..., Any]:
+    def redirected(function: Callable[..., Any]) -> Callable[..., Any]:
         return lambda path=".", *arguments, **keywords: function(overlay.read(path), *arguments, **keywords)
 
     for name in ("stat", "lstat", "scandir", "access", "statvfs"):
-        setattr(os, name, led(getattr(os, name)))
+        setattr(os, name, redirected(getattr(os, name)))
     listed = os.listdir
 
     def list_both(path: Any = ".") -> list[Any]:
@@ -125,7 +124,7 @@ def _install_reading(overlay: Overlay) -> None:
 
 
 def _install_changes(overlay: Overlay) -> None:
-    """Lead what makes, removes and moves files to the overlay."""
+    """Redirect the functions that make, remove and move files to the overlay."""
     _install_making(overlay)
     _install_removing(overlay)
     _install_moving(overlay)
@@ -145,9 +144,9 @@ def _install_making(overlay: Overlay) -> None:
 
 
 def _install_removing(overlay: Overlay) -> None:
-    """Files that were there before stay."""
+    """Files that were there before the dry run are not removed."""
 
-    def gone(function: Callable[..., Any]) -> Callable[..., None]:
+    def removing(function: Callable[..., Any]) -> Callable[..., None]:
         def remove(path: Any, *arguments: Any, **keywords: Any) -> None:
             if keywords.get("dir_fd") is not None:  # shutil.rmtree, within folders that it may remove
                 if overlay.is_inside(os.path.join(os.readlink(f"/proc/self/fd/{keywords['dir_fd']}"), os.fsdecode(path))):
@@ -167,12 +166,12 @@ def _install_removing(overlay: Overlay) -> None:
             removed(place, *arguments, **keywords)
 
     for name in ("remove", "unlink", "rmdir", "chmod", "utime", "chown"):
-        setattr(os, name, gone(getattr(os, name)))
+        setattr(os, name, removing(getattr(os, name)))
     shutil.rmtree = remove_tree  # type: ignore[assignment]
 
 
 def _install_moving(overlay: Overlay) -> None:
-    def moved(function: Callable[..., Any]) -> Callable[..., None]:
+    def moving(function: Callable[..., Any]) -> Callable[..., None]:
         def move(source: Any, target: Any, *arguments: Any, **keywords: Any) -> None:
             if overlay.shadow(source) is None or overlay.read(source) != source:
                 function(overlay.read(source), overlay.write(target, keeps=False), *arguments, **keywords)
@@ -180,7 +179,7 @@ def _install_moving(overlay: Overlay) -> None:
         return move
 
     for name in ("rename", "replace", "link", "symlink"):
-        setattr(os, name, moved(getattr(os, name)))
+        setattr(os, name, moving(getattr(os, name)))
 
 
 class _Guard:

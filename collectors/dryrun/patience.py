@@ -1,4 +1,4 @@
-"""How many more steps are followed once enough have ended.
+"""How many more steps a dry run follows after the usual number of steps.
 
 A script that compiles often warms up first: it runs each of its batch sizes and attention windows for a few steps, undoes
 them, evaluates and only then trains. Three steps would show the smallest batch, and no evaluation.
@@ -16,11 +16,11 @@ from peakcast.collectors.dryrun.lengths import NUM_STEPS
 QUIET_STEPS = 4
 """After this many steps in which nothing was compiled, no further graph is expected."""
 QUICK, MOST_SECONDS = 10, 60.0
-"""Steps towards an evaluation are followed for at most MOST_SECONDS, no longer than the first ones took, and only while
-each takes less than 1/QUICK of their time, in which compiling took place. All by the time of this process: the machine may
-be busy."""
+"""If an evaluation is to come, further steps are followed while each takes less than 1/QUICK of the time of the first
+steps, which includes compiling; altogether for at most MOST_SECONDS, and no longer than the first steps took. These are
+seconds of processor time, because the machine may be busy."""
 MOST_STEPS, SHARE = 48, 0.6
-"""In any case at most MOST_STEPS more steps are followed, and until this share of the time limit has passed."""
+"""The limits that always hold: MOST_STEPS more steps, and this share of the run's time limit."""
 
 
 class Patience:
@@ -33,7 +33,7 @@ class Patience:
         self._ended = [time.process_time()]
         """Times of the process at which the script began and each step ended."""
         self._graphs = [_num_graphs()]
-        """Graphs compiled by then."""
+        """The number of graphs compiled by each of these times."""
 
     def end_step(self) -> None:
         """Note that a step has ended."""

@@ -1,7 +1,7 @@
 """Published readings of the memory that a process holds on a GPU before it has a model: `LoggedMemory`, and its table.
 
 Source: `device_constants_h100.jsonl`, nvidia-smi as the logs of KellerJordan/modded-nanogpt print it after NCCL's first
-collective of all ranks; the facts about it are in `datasets/README.md`. A reading has no job, so it is no `Measurement`.
+collective of all ranks; the facts about it are in `datasets/README.md`. A reading has no job, so it is not a `Measurement`.
 """
 
 from __future__ import annotations

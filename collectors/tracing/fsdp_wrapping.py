@@ -58,7 +58,7 @@ def _group(role: str, names: dict[int, str], *parts: Any) -> ModuleGroup:
 
 
 def _of_classes(model: Any) -> Iterator[Any]:
-    """The outermost modules of a class that is never split, which are no blocks and have none inside."""
+    """The outermost modules of a class that is never split, which are not blocks and have none inside."""
     named, blocks = _classes(model), [block for _, block in blocks_of(_network(model))]
     inside = {id(part) for block in blocks for part in block.modules()}
     blocks_by_id = {id(block) for block in blocks}

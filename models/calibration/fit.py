@@ -207,7 +207,7 @@ def _terms(
 ) -> list[dict[str, float]]:
     """The terms of each row, as `bars.bar_of` has them: how far it was outside the rows of other sources, which predicted
     it, and whether any of `compared` from other sources is of its kind. None: they were predicted without their
-    architecture, which is no reason to be outside. So rows of a stack on which one architecture was run teach what to
+    architecture, which is not a reason to be outside. So rows of a stack on which one architecture was run teach what to
     expect inside, not that being outside costs nothing."""
     if compared is None:
         return [terms_of(own, quantity, 0) for own in features]

@@ -77,7 +77,7 @@ PRIORS: dict[str, dict[str, float]] = {
   device memory two sources have rows, of different kinds, and each is covered to 96 % and more from the other without it.
 - `unmodelled`: the mean over the published rows that are out of scope (66 of allocated, 66 of reserved, 103 of device
   memory), each error counted up to `WORST_COUNTED`; half of them are off by less than 5, 11 and 17 %. For host memory there
-  is no row."""
+  is not a row."""
 PRIOR_ROWS = 4.0
 """A prior counts as this many rows of its own in a fit."""
 LEAST_SHARE = 0.25

@@ -36,7 +36,7 @@ RANK = "finetuning.rank"
 SMALLEST = 2
 """Smaller numbers, such as one group of heads, are special cases."""
 ROUNDS = 6
-"""Most rounds in which numbers whose effect is no sum of products are pinned and the rest is walked again."""
+"""Most rounds in which numbers whose effect is not a sum of products are pinned and the rest is walked again."""
 
 Variation = Callable[[str, int, bool], int]
 

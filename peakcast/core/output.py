@@ -17,7 +17,7 @@ READER_GONE = 141
 
 
 class OutputError(Exception):
-    """Standard output cannot be written. It is no OSError, because libraries would handle it as one of theirs."""
+    """Standard output cannot be written. It is not an OSError, because libraries would handle it as one of theirs."""
 
     def __init__(self, error: OSError) -> None:
         super().__init__(f"the answer cannot be written: {error.strerror}.")

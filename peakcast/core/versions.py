@@ -49,7 +49,7 @@ _RELEASE = re.compile(
 
 def release(version: object) -> tuple[int, ...]:
     """The numbers of the release that `version` means, at most three: `'2.11.0+cu130'` and `'2.11.0.dev20260101'` give (2,
-    11, 0). `NEWEST` for a moving head; () if it is no release, such as a commit."""
+    11, 0). `NEWEST` for a moving head; () if it is not a release, such as a commit."""
     text = str(version).strip().lower()
     if text in HEADS:
         return NEWEST
@@ -62,7 +62,7 @@ def release(version: object) -> tuple[int, ...]:
 
 def compare(version: object, clause: str) -> bool:
     """Whether `version` satisfies the clause of a convention: ">=2.4" and other comparisons of releases, "==a|b" for names,
-    "===2.5.0" for a text with this beginning, "*" for any version. A text that is no release satisfies no comparison of
+    "===2.5.0" for a text with this beginning, "*" for any version. A text that is not a release satisfies no comparison of
     releases. Raises: ValueError."""
     if clause.strip() == "*":
         return True
@@ -175,7 +175,7 @@ def remarks(versions: Mapping[str, Any]) -> list[str]:
 
 
 def not_compared(versions: Mapping[str, Any]) -> list[Finding]:
-    """A finding for each version that is no release, and for a container that is not in the table."""
+    """A finding for each version that is not a release, and for a container that is not in the table."""
     said, taken = {}, of_their_time(versions)
     for name, version in versions.items():
         if name in taken:

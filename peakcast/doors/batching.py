@@ -108,7 +108,7 @@ def _read(line: str | bytes | Mapping[str, Any]) -> Reading:
         return name, json.dumps(entry, sort_keys=True, allow_nan=False), None
     except PeakcastError as error:
         return name, "", _refusal(name, error.parameter, error.value, error.message)
-    except (ValueError, TypeError, RecursionError) as error:  # only for mappings that are no JSON
+    except (ValueError, TypeError, RecursionError) as error:  # only for mappings that are not JSON
         return None, "", _refusal(None, None, None, f"the question cannot be written as JSON: {error}.")
 
 

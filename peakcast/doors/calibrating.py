@@ -156,7 +156,7 @@ def check(against: Path, gpu: str | None = None, *, calibration: Calibration | s
     """Whether the calibrations still hold on the measurements in `against` (a table or a shard), of `gpu` if given.
 
     `calibration`: a calibration or its path, tested instead of the one that `predict` uses for each GPU type.
-    Raises: RecordError when the file is no table of measurements or has no row that counts.
+    Raises: RecordError when the file is not a table of measurements or has no row that counts.
     """
     from peakcast.answers.prediction import QUANTITIES
     from peakcast.measurements.store import read_measurements

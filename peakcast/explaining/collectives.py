@@ -1,4 +1,4 @@
-"""The collectives of one pipeline stage (`CollectiveCall`), and what the rules that yield them are given (`StageOfJob`)."""
+"""The collectives of one pipeline stage (`CollectiveCall`), and the argument of the rules that list them (`StageOfJob`)."""
 
 from __future__ import annotations
 

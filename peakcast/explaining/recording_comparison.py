@@ -31,7 +31,7 @@ class SizeRow:
     recorded: int
     predicted: int
     hidden: int
-    """How many of the recorded ones a kernel or a library allocated, so that they are no tensors."""
+    """How many of the recorded ones a kernel or a library allocated, so that they are not tensors."""
     recorded_as: tuple[str, ...]
     predicted_as: tuple[str, ...]
 

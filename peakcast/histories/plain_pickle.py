@@ -44,7 +44,7 @@ _REFUSED = {
 
 
 class RefusedPickleError(ValueError):
-    """The file is no pickle of plain values; the message says what was found instead."""
+    """The file is not a pickle of plain values; the message says what was found instead."""
 
 
 class _Bytes:

@@ -26,7 +26,7 @@ from peakcast.measurements.rows import COLUMNS, CellError, from_cells, from_row,
 T = TypeVar("T")
 
 SOURCES_FOLDER = "sources"
-"""Folders of this name contain raw files from which tables were imported; they are no tables of measurements."""
+"""Folders of this name contain raw files from which tables were imported; they are not tables of measurements."""
 CONSTANTS_FOLDER = "constants"
 """Folders of this name contain readings without a job (what a process holds before it has a model)."""
 

@@ -154,7 +154,7 @@ class LayerTraits:
     scales_outputs: bool
     """Each sub-layer's output is scaled before it is added."""
     inline_feed_forward: bool
-    """The layer runs the feed-forward itself, which is no module, and reassigns one variable."""
+    """The layer runs the feed-forward itself, which is not a module, and reassigns one variable."""
     four_hidden: bool
     """The feed-forward is 4 * hidden_size wide, whatever the configuration says."""
 

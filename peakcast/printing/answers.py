@@ -111,7 +111,7 @@ def fitted_text(fitted: Sequence[Fitted]) -> str:
 
 
 def print_evaluation(evaluation: Evaluation, gpu: str | None = None) -> None:
-    """Print the accuracy table; if the output is no terminal, as wide as the table needs."""
+    """Print the accuracy table; if the output is not a terminal, as wide as the table needs."""
     from rich.console import Console
     from rich.table import Table
 

@@ -63,7 +63,7 @@ class Found:
     num_ruled_out: int
     """Number of candidates whose weights, gradients and optimizer states alone are more than the GPU has."""
     left_out: Mapping[str, int]
-    """Reason why some layouts are no candidates -> how many: the network's recipes do not cover them; or, where nothing
+    """Reason why some layouts are not candidates -> how many: the network's recipes do not cover them; or, where nothing
     fits, the ledger does not."""
     plans: tuple[Plan, ...]
     num_beyond_host: int = 0

@@ -71,7 +71,7 @@ def layouts(job: TrainingJob, num_gpus: int, gpus_per_node: int = GPUS_PER_NODE)
 
 
 def layouts_left_out(job: TrainingJob, num_gpus: int, gpus_per_node: int = GPUS_PER_NODE) -> dict[str, int]:
-    """Why the ledger does not cover the layouts of `job` that are no candidates -> how many of them."""
+    """Why the ledger does not cover the layouts of `job` that are not candidates -> how many of them."""
     kept, asked = _spread_over(job, num_gpus, gpus_per_node), scope_findings(job)
     left = [one for layout, one in _every_spread(job, num_gpus, gpus_per_node).items() if layout not in kept]
     reasons = (next((found for found in scope_findings(one) if found not in asked), None) for one in left)

@@ -9,7 +9,7 @@ from peakcast.timelines.timeline import Category, Phase
 
 
 class Follower(Protocol):
-    """Is told what a run is about to do and which tensors it has made."""
+    """An observer of a run, which is told what the run is about to do and which tensors it has made."""
 
     def step_begins(self) -> None:
         """A step begins."""
@@ -42,7 +42,7 @@ def run_steps(training: Any, num_steps: int, follower: Follower) -> None:
 
 
 def run_step(training: Any, follower: Follower) -> None:
-    """Run one step, by calls of the stack."""
+    """Run one step by calling the methods of `training`."""
     if hasattr(training, "forward_backward"):  # the library's own schedule runs both
         training.forward_backward(follower.begin)
     else:
@@ -67,13 +67,13 @@ Name = Callable[[Any, Category], None]
 
 
 def name_gradients(training: Any, name: Name) -> None:
-    """Say which tensors are gradients."""
+    """Call `name` with the tensors that are gradients."""
     parameters = dict(training.model.named_parameters())
     name(((f"{each}.grad", p.grad) for each, p in parameters.items() if p.grad is not None), Category.GRADIENTS)
 
 
 def name_states(training: Any, name: Name) -> None:
-    """Say which tensors are optimizer states."""
+    """Call `name` with the tensors that are optimizer states."""
     import torch
 
     states = [

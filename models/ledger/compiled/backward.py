@@ -106,7 +106,7 @@ class LayerOps(LayerForward):
     @property
     def normed_apart(self) -> bool:
         """Whether `d_middle` is only what comes through the second norm, in fp32, so that each reader adds the incoming
-        gradient to it. That is so if the stream is no buffer, but a sum that each reader computes."""
+        gradient to it. That is so if the stream is not a buffer, but a sum that each reader computes."""
         return self.sandwiched and self.sums_again and not self.recomputes
 
     @property

@@ -32,8 +32,8 @@ def hold_shared_inputs(timeline: Step, job: TrainingJob) -> None:
 
 
 def hold_parts_of_inputs(timeline: Step, job: TrainingJob, start: int) -> None:
-    """Hold copies of this rank's parts of the inputs, two of the last one, while `context_parallel` (torch 2.13) is
-    entered."""
+    """Hold copies of this rank's parts of the inputs while `context_parallel` (torch 2.13) is entered; of the last input it
+    makes two copies."""
     ranks, kinds = job.parallelism.context_parallel_size, 4 + bool(conventions(job).get("trainer"))
     if ranks > 1:
         size = job.micro_batch_size * job.sequence_length // ranks * INT64

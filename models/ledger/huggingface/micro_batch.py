@@ -1,8 +1,8 @@
 """Forward, loss and backward of one micro-batch: its blocks placed on the step, and what else holds tensors meanwhile.
 
-Python variables, autocast's cache and checkpoints keep tensors alive beyond the block that made them. Order matters where
-one of them keeps a tensor up to a moment of the step: that tensor is held once the step has got there, with `timeline.now`
-as its end. All others begin and end at instants of runs, and could be held at any time once these are placed.
+Python variables, autocast's cache and checkpoints keep tensors alive beyond the block that made them. Some of these tensors
+live until a moment that no block marks. Their order matters: they are held when the step has reached that moment, with
+`timeline.now` as their end. The lives of all others follow from instants of blocks, so they can be held at any later time.
 """
 
 from __future__ import annotations

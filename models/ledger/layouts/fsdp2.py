@@ -62,7 +62,7 @@ class FSDP2Settings:
     stays_after_forward: bool = False
     """`reshard_after_forward=False`."""
     loss_outside: bool = False
-    """Whether the loss is no part of the network's forward, which then ends before it."""
+    """Whether the loss is not a part of the network's forward, which then ends before it."""
     forward_again: frozenset[str] = frozenset()
     """Modules whose recomputation counts as a forward for the hooks: reentrant checkpointing calls the module before its
     backward has begun (`FSDPState._pre_forward`; otherwise the state is already that of backward, and the hooks return at

@@ -17,14 +17,14 @@ CALLED = {
 }
 """Modules whose operations have a different name: module -> the module that operations name."""
 WITHIN = dict.fromkeys(("qkv_split", "relative_position", "relative_position_bucket"), "self_attn")
-"""The outermost modules of operations whose names do not tell it."""
+"""Operation -> its outermost module, where the name of the operation does not contain it."""
 
 
 @dataclass(frozen=True, slots=True)
 class RanIn:
-    """Where an operation runs. `path`: of its label. `owner`: the module with parameters that runs it; adding an adapter's
-    output belongs to neither part, nor does copying a quantised matrix's output for it. `linear`: the matrix whose adapter
-    it belongs to; otherwise the label's path."""
+    """Where an operation runs. `path`: the module path in its label. `owner`: the module with parameters that runs it; None
+    for the sum of a matrix's output and its adapter's, and for the copy of a quantised matrix's output before that sum.
+    `linear`: the matrix to whose adapter the operation belongs; otherwise `path`."""
 
     path: ModulePath
     owner: ModulePath | None

@@ -20,9 +20,9 @@ class Order:
     prepare) is part of them."""
 
     known: tuple[ModuleTurn, ...] | None = None
-    """The turns of the last time, as long as this time's are the same; None: not known."""
+    """The turns of the previous run, as long as this run repeats them; None if there are none or this run has deviated."""
     recorded: list[ModuleTurn] | None = None
-    """The turns of this time, if they were not known when it began."""
+    """The turns of this run, if none were known when it began."""
     at: int = 0
     _uses: tuple[tuple[ModuleTurn, ...], dict[bool, _Uses]] | None = None
     """For the known turns: where each tensor is used, as a leaf module counts it and as others do."""

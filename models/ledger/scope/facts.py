@@ -157,7 +157,7 @@ def half_precision(job: TrainingJob) -> bool:
 
 @fact
 def ragged_tiles(job: TrainingJob) -> bool:
-    """Whether the tokens of a micro-batch, padding included, are no multiple of 16, as torch._scaled_mm takes them."""
+    """Whether the tokens of a micro-batch, padding included, are not a multiple of 16, as torch._scaled_mm takes them."""
     return tokens(job) % 16 > 0
 
 

@@ -88,7 +88,7 @@ def offloads_a_part(job: TrainingJob) -> bool:
 
 @fact
 def ragged_latent_ranks(job: TrainingJob) -> bool:
-    """Whether the ranks of latent attention are no multiples of a float8 block."""
+    """Whether the ranks of latent attention are not multiples of a float8 block."""
     latent = job.architecture.mla
     return latent is not None and ((latent.q_lora_rank or 0) % FP8_BLOCK > 0 or latent.kv_lora_rank % FP8_BLOCK > 0)
 
