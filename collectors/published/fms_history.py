@@ -27,8 +27,8 @@ UNRECORDED_VERSIONS = {
 }
 """Releases for three commits that record none (June and November 2024). They are assumed to be those of the next commit
 that has them, except accelerate in June. This is inferred from the peaks: they fit adapters that are not cast to fp32, and
-accelerate 0.32.1 casts them; the first release that does was not looked up. These 93 rows are not an independent test of the
-adapters' dtype."""
+accelerate 0.32.1 casts them; the first release that does was not looked up. So these 93 rows do not test the
+adapters' dtype independently."""
 ROWS_MULTIPLE_OF = {"c3a069c842f2f62a70970b5515074f73530ca431": 8, "b6c1455bf12bf613250dc41d275232c0b7f1dca1": 8}
 """fms-hf-tuning rounded the rows of token table and lm_head up to this multiple in the two tables of July 2024: the default
 of `embedding_size_multiple_of` (tuning/config/configs.py) was 8 when it was added that month (fms-hf-tuning #227) and 1

@@ -119,7 +119,7 @@ def _flash_is_on() -> bool:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _efficient_is_on() -> bool:
-    """The same of memory-efficient attention."""
+    """Whether memory-efficient attention is enabled; a constant for torch.compile."""
     return bool(torch.backends.cuda.mem_efficient_sdp_enabled())
 
 

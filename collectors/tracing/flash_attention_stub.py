@@ -174,9 +174,9 @@ def install(*, packed: bool, padded: bool = True) -> None:
 
 
 def _install_in_old(utils: Any, packed: bool) -> None:
-    """The same for transformers before 4.54. It imports flash_attn's names, if they exist, when it is imported itself, and
-    reads positions in each layer, which fake tensors do not have. Rows of several sequences are not supported and fail
-    there."""
+    """Install the stub for transformers before 4.54. It imports flash_attn's names, if they exist, when it is imported
+    itself, and reads positions in each layer, which fake tensors do not have. Rows of several sequences are not supported
+    and fail there."""
     import transformers.utils as shared
     from transformers import PreTrainedModel
 

@@ -79,7 +79,7 @@ def _network(model: Any) -> Any:
 
 
 def _part(model: Any, asked: str) -> Any:
-    """What the network answers; None if it has no such part."""
+    """The part that the model's method `asked` returns; None if the model does not have it."""
     try:
         return getattr(model, asked)()
     except NotImplementedError:

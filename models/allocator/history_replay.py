@@ -40,7 +40,7 @@ class HistoryReplay:
     """Number of events after which the simulation with the recorded addresses has another sum of segments than was
     recorded."""
     reserved_differs_own_addresses: int
-    """The same number when the simulation chooses addresses itself: among equal free blocks it may then take another."""
+    """`reserved_differs` if the simulation chooses addresses itself: among equal free blocks it may choose another one."""
     first_difference: int | None
     """Index of the first event, from 0, at which it differs; None if it never does."""
 

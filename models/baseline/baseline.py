@@ -58,10 +58,10 @@ class Baseline:
     peak_allocated_bytes: int
     """Largest sum of the timeline's tensors, each rounded to 512 bytes."""
     replayed_allocated_bytes: int
-    """The same peak as the allocator counts it, including the unsplit rest of its blocks. The residual starts from it."""
+    """The peak as the allocator counts it, including the slack of its blocks. The residual starts from it."""
     peak_reserved_bytes: int
-    """What the simulated allocator of this GPU ends with; it gives cached segments back if they would not fit. If the job
-    does not fit at all, the value on a GPU with enough memory."""
+    """The bytes that the simulated allocator holds at the end; it releases cached segments if they would not fit on this
+    GPU. If the job does not fit at all, the value on a GPU with enough memory."""
     num_retries: int
     """How often it has to give segments back. Each time is slow, and only 0 is comfortable."""
     context_bytes: int
@@ -92,7 +92,7 @@ class Baseline:
     """Peaks (allocated, reserved) of an observed run without what NCCL keeps for a time that is not known; None if it keeps
     nothing."""
     outside: Outside | None = None
-    """What was read on this machine, in place of the estimates for context and communicators."""
+    """Readings of this machine that replace the estimates of context and communicators; None if there are none."""
 
     def start(self, quantity: str) -> int:
         """Bytes from which the residual of a quantity counts: its baseline; for allocated memory, that with the allocator's
@@ -314,7 +314,7 @@ def _generation_peaks(steady: Timeline) -> dict[str, int]:
 
 
 def _between_steps(steady: Timeline) -> int:
-    """What exists after a steady step, without its inputs."""
+    """Bytes of the tensors that exist after a steady step, without its inputs."""
     end = len(steady.phases)
     left = (steady.born < end) & (steady.dies >= end) & (steady.categories != Category.INPUTS)
     return int(steady.num_bytes[left].sum())

@@ -43,7 +43,7 @@ class Outside:
     communicator_bytes: int
     """NCCL's; an estimate if it was not read."""
     missing: tuple[str, ...]
-    """What the job has and nobody read, in words."""
+    """Parts of the job that no reading covers, in words."""
 
     @property
     def num_bytes(self) -> int:
@@ -52,7 +52,7 @@ class Outside:
 
 
 def outside(job: TrainingJob, device: Device) -> Outside | None:
-    """What `job` holds outside PyTorch's allocator by the readings of `device`; None if it has none that apply to the
+    """What `job` holds outside PyTorch's allocator by the readings of `device`; None if none of them applies to the
     job."""
     own = _own(device, job.versions)
     if own is None:

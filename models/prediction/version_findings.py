@@ -26,9 +26,9 @@ class Alternative:
 
     versions: Mapping[str, str]
     assumed: str
-    """What is assumed of a job that names none."""
+    """The releases that are assumed for a job that names none, in words."""
     named: str
-    """What `versions` are called."""
+    """`versions` in words."""
 
 
 _NEWEST = "the newest releases are assumed"

@@ -10,7 +10,7 @@ from peakcast.timelines.timeline import Category, Phase
 VERDICTS: dict[Fits, str] = {"yes": "fits", "no": "does not fit", "uncertain": "may or may not fit"}
 """`Prediction.fits` -> words about a job."""
 SHORT_VERDICTS: dict[Fits, str] = {"yes": "fits", "no": "too big", "uncertain": "may fit"}
-"""The same for tables."""
+"""`Prediction.fits` -> words short enough for a table."""
 WOULD_FAIL = "would fail"
 """Verdict about a job that a library refuses to run, however much memory there is."""
 RESTS_ON: dict[RestsOn, str] = {"measurements": "runs like it", "relatives": "related runs", "judgement": "judgement"}

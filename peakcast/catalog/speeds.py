@@ -35,8 +35,8 @@ def has_data_sheet(gpu: str) -> bool:
 
 
 def speed(gpu: str) -> Speed:
-    """That of the GPU type called `gpu` in the catalog. Without a data sheet (`has_data_sheet`), that of an H100, whose
-    operations and links have about the usual ratio: good for shares of a step, not for seconds."""
+    """The speed of the GPU type called `gpu` in the catalog. If there is no data sheet of it (`has_data_sheet`), the speed
+    of an H100: its operations and links have about the usual ratio, so shares of a step are right, seconds are not."""
     return _speeds().get(gpu) or _speeds()["H100-80GB"]
 
 

@@ -37,7 +37,7 @@ PACKAGES = {
 STACKS = ("unsloth", "torchtitan", "torchtune", "litgpt", "nanotron", "lightning_thunder")
 """Packages that run the training if a job mentions them. If one is only installed here, that means nothing."""
 OWN_NETWORKS = ("torchtitan", "torchtune", "litgpt", "nanotron")
-"""Those with networks of their own, whichever version of transformers is given."""
+"""The stacks whose networks are their own, so that the version of transformers does not matter."""
 _MONTH = re.compile(r"20\d\d-(?:0[1-9]|1[0-2])(?:-\d\d)?")
 _RELEASE = re.compile(
     r"v?(?:\d{1,4}|(\d{1,6}(?:\.\d{1,9}){1,5})(?:[._-]?(?:a|b|c|rc|alpha|beta|pre|preview)[._-]?\d*)?"

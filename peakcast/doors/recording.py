@@ -120,7 +120,7 @@ class Recorded:
         return {**vars(self), "versions": dict(self.versions)}
 
     def text(self) -> str:
-        """The same in words."""
+        """The recorded recipe in words: its network, its releases, and for which jobs it is valid."""
         releases = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         layers = f"{self.recorded_layers} of {self.layers} layers"
         lines = [

@@ -96,7 +96,7 @@ class Shipment:
         return {"kinds": self.kinds, "refused": self.refused}
 
     def text(self) -> str:
-        """The same in words."""
+        """How many kinds of networks were recorded, and which were refused, in words."""
         lines = [f"{sum(self.kinds.values())} kinds of networks of {len(self.kinds)} families."]
         return "\n".join([*lines, *(f"{family}: {reason}" for family, reason in sorted(self.refused.items()))])
 

@@ -36,7 +36,7 @@ class RotaryTraits:
     fraction: float
     """The fraction of head_dim that is rotated unless the configuration says otherwise."""
     width: int
-    """The same as a number of elements, in families with `rotary_dim`; 0 in others."""
+    """The number of elements of a head that are rotated, in families with `rotary_dim`; 0 in others."""
     products: Literal["narrow", "cast", "promoted"]
     """`cast`: q and k are converted to fp32 for the rotation; `promoted`: fp32 tables widen the products."""
     tables: int
@@ -261,7 +261,7 @@ class LigerTraits:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LibraryTraits:
-    """What other libraries know by the name of the family. No family has it from another."""
+    """What other libraries do by the name of the family. Every family's file states these traits itself."""
 
     peft_targets: tuple[str, ...]
     """The projections that get an adapter if a job names none; empty: peft demands names and raises an error (peft 0.21
@@ -310,10 +310,11 @@ Difference = Literal[
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceTraits:
-    """How traces of its real steps compare with the ledger. No family has it from another."""
+    """How traces of the family's real steps compare with the ledger. Every family's file states these traits itself."""
 
     unmodelled: str
-    """What of its networks the ledger counts as other families have it, or does not know, as the end of a sentence."""
+    """The parts of its networks that the ledger counts as in another family, or not at all: the end of a sentence; "":
+    none."""
     differ: tuple[Difference, ...]
     """The settings in which the ledger differs from traces, as findings say; `models/ledger/scope/` has the sizes."""
     tensor_parallel: bool

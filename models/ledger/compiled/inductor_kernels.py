@@ -26,7 +26,7 @@ class Op:
     is_result: bool = False
     """Whether what it writes leaves the graph."""
     wide: frozenset[str] = frozenset()
-    """Those of its results that have wider elements than most."""
+    """Names of its results whose elements are wider than those of most results."""
     parameter: str = ""
     """If it makes a parameter's gradient: the parameter's name in its module."""
 

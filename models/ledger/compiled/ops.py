@@ -102,7 +102,7 @@ def recomputed(forward: Sequence[Op], backward: Sequence[Op], kept: set[str]) ->
 
 
 def wanted(ops: Sequence[Op]) -> list[Op]:
-    """Those of `ops` from which a result is computed."""
+    """The operations of `ops` that a result depends on."""
     read: set[str] = set()
     found = []
     for one in reversed(ops):

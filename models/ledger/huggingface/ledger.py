@@ -177,7 +177,7 @@ def _updated_job(job: TrainingJob) -> TrainingJob:
 
 @lru_cache(maxsize=256)
 def _resident(job: TrainingJob) -> RecordedColumns:
-    """What exists on one GPU that holds the whole network before the step, as a recording."""
+    """The tensors that exist before the step on one GPU that holds the whole network, as a recording."""
     step = Step()
     layout_of(job, stored_parameters(job)).hold_resident(step)
     hold_reference(step, job)

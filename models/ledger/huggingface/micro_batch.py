@@ -91,7 +91,7 @@ class _BlockByBlock:
     loss: BlockRun = field(init=False)
     """The run of the head."""
     checkpointed: dict[int, BlockRun] = field(init=False)
-    """Those of `runs` that are recomputed before their backward."""
+    """The layers in `runs` that are recomputed before their backward."""
 
     def run(self) -> BlockRun:
         """Add everything, in the order in which the framework runs it; returns the run of the head."""

@@ -91,7 +91,7 @@ def with_other_kernels(job: TrainingJob) -> tuple[Finding, ...]:
 
 
 def _otherwise_placed(job: TrainingJob) -> tuple[Finding, ...]:
-    """What of the release or of the layout is not the recipe's."""
+    """Findings for what this job does otherwise than the recorded one: images, releases, layout."""
     if sees_images(job.architecture) and not job.images.per_sequence:
         sentence = (
             f"{job.architecture.name!r} also sees images, and none are counted: its vision tower's weights are there, "
@@ -128,7 +128,7 @@ def _is_sharded(job: TrainingJob) -> bool:
 
 
 def gathered_otherwise(job: TrainingJob, recipe: Recipe) -> tuple[Finding, ...]:
-    """What FSDP gathers together otherwise than it is counted."""
+    """Findings for tensors that FSDP gathers in other units than the ledger counts."""
     name, layout = job.architecture.name, job.parallelism
     ends_apart = layout.sharding != "fsdp1" and conventions(job).get("fsdp2_units") == "ends"
     if overlap(recipe.walk) and ends_apart:

@@ -16,7 +16,7 @@ from peakcast.networks.families import family_of
 
 
 class Fact:
-    """What holds of a job or does not. `name`: in words."""
+    """A statement about a job that is true or false. `name`: the statement in words."""
 
     __slots__ = ("holds", "name")
 

@@ -68,8 +68,8 @@ def scope_findings(job: TrainingJob) -> tuple[Finding, ...]:
 
 
 def traced_findings(job: TrainingJob) -> tuple[Finding, ...]:
-    """What a trace of the job's stack, as peakcast itself builds it, does not have of the job's own program; none where a
-    program of the user's is traced."""
+    """Findings for parts of the job's own program that peakcast's trace of the same stack does not have. Empty if the
+    user's program itself is traced."""
     traces = stack_traces()
     if traces is None:
         return ()

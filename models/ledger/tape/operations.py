@@ -90,15 +90,15 @@ class WeightGradient:
 
 
 class Output(NamedTuple):
-    """What an operation returns, if there is more to say of it than that it is a new activation of some bytes."""
+    """The output of an operation that is not simply a new activation of `num_bytes`."""
 
     num_bytes: int
     view_of: Tensor | None = None
     """A tensor whose storage it shares; None: it has one of its own."""
     category: Category = Category.ACTIVATIONS
-    """Also of the further tensors that the operation makes and saves."""
+    """The category of the output and of the other tensors that the operation makes and saves."""
     kind: str = ""
-    """"matmul" or one of `KINDS`, by which selective checkpointing decides; also of those further tensors."""
+    """"matmul" or one of `KINDS`, by which selective checkpointing decides, for the output and the other tensors alike."""
     name: str = ""
     """The name of its storage; "": the operation's."""
 
@@ -109,7 +109,7 @@ class Output(NamedTuple):
 
 
 class Saved(NamedTuple):
-    """What autograd saves for an operation's backward, if it is not just `inputs`."""
+    """The tensors that autograd saves for an operation's backward, if they are not just its inputs."""
 
     inputs: Sequence[Tensor] = ()
     output: bool = False

@@ -227,8 +227,8 @@ class Tape:
         self._keep(tensor.storage, len(self._operations) - 1)
 
     def keep_as_leaf(self, tensor: Tensor) -> None:
-        """As `keep`, as a leaf of a graph of its own: its AccumulateGrad node keeps the tensor on the GPU even if it is
-        offloaded (torch `csrc/autograd/saved_variable.cpp` save_metadata)."""
+        """Like `keep`, for a tensor that is a leaf of a graph of its own: its AccumulateGrad node keeps the tensor on the
+        GPU even if it is offloaded (torch `csrc/autograd/saved_variable.cpp` save_metadata)."""
         self.keep(tensor)
         tensor.storage.leaf_for = len(self._operations) - 1
 
@@ -292,7 +292,7 @@ class Tape:
         )
 
     def _block(self) -> TapedBlock:
-        """What has been recorded."""
+        """The recorded operations with their inputs and outputs, from which a template is made."""
         numbered = range(len(self._operations))
         return TapedBlock(
             operations=self._operations,

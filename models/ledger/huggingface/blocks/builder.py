@@ -60,7 +60,7 @@ class BlockBuilder:
         self.rows = self.rows or self.context.rows
 
     def for_rows(self, rows: int, num_matrices: int) -> BlockBuilder:
-        """The same builder for tensors with another number of rows, divided over `num_matrices` matrices."""
+        """This builder with another number of rows, divided over `num_matrices` matrices."""
         return BlockBuilder(self.tape, self.context, rows, num_matrices, self.variables)
 
     def columns(self, x: Tensor, in_features: int, out_features: int, name: str, bias: bool) -> Tensor:

@@ -97,7 +97,7 @@ def _projected(
 
 
 def _without_graph(x: Tensor) -> Tensor:
-    """The same tensor, without a gradient."""
+    """A tensor with the storage of `x` that gets no gradient."""
     return Tensor(x.storage, x.num_bytes, requires_grad=False)
 
 
