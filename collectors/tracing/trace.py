@@ -156,7 +156,7 @@ def _install_streams(job: TrainingJob) -> None:
     loops_itself = conventions(job).get("loop") == "trainer"  # the Trainer sets the device
     if loops_itself:
         patches.install_for_trainer()
-    waits = "8bit" in job.optimizer.name  # bitsandbytes' step waits for the GPU
+    waits = job.optimizer.in_8_bits  # bitsandbytes' step waits for the GPU
     if job.parallelism.world_size > 1 or job.framework in ("megatron", "deepspeed") or loops_itself or waits:
         fake_streams.install()
 

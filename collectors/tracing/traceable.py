@@ -22,7 +22,7 @@ def check_traceable(job: TrainingJob) -> None:
             job.finetuning.quantization != "nf4" and job.finetuning.quantization,
             "weights are quantised by their values",
         ),
-        ("optimizer.name", job.optimizer.name.startswith("paged") and job.optimizer.name, "managed memory needs a GPU"),
+        ("optimizer.name", job.optimizer.is_paged and job.optimizer.name, "managed memory needs a GPU"),
         (
             "optimizer.implementation",
             job.optimizer.name in ("sgd", "adagrad") and job.optimizer.implementation == "fused" and "fused",

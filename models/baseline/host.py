@@ -38,7 +38,7 @@ def host_bytes(job: TrainingJob, steady_step: Callable[[TrainingJob], Timeline])
         return zero_host_memory(job).num_bytes(pinned=bool(conventions(job).get("offload_pin_memory", True)))
     one_by_one = job.framework in ("huggingface", "torch") and job.offload.activations
     copies = sum(power_of_two(size) for size in pinned_activation_bytes(job)) if one_by_one else 0
-    if job.optimizer.name.startswith("paged_") and job.task == "train" and not megatron:
+    if job.optimizer.is_paged and job.task == "train" and not megatron:
         copies += paged_state_bytes(job)
     switches = [s for s in _OFFLOADED if getattr(job.offload, s) and not (one_by_one and s == "activations")]
     moved = [category for switch in switches for category in _OFFLOADED[switch]]

@@ -88,7 +88,7 @@ def first_uses_of(job: TrainingJob) -> tuple[tuple[str, ...], tuple[str, ...]]:
         "inductor": job.compile,
         "liger": liger,
         "bitsandbytes: nf4": job.finetuning.quantization == "nf4",
-        "bitsandbytes: adamw_8bit": optimizer.name.endswith(("_8bit", "_32bit")),
+        "bitsandbytes: adamw_8bit": optimizer.in_8_bits or optimizer.is_paged,
         "transformer engine": job.framework == "megatron" and chosen.get("transformer_impl", ENGINE) == ENGINE,
     }
     return tuple(pytorch), tuple(name for name, used in libraries.items() if used)

@@ -98,7 +98,7 @@ def _of_reserved_memory(job: TrainingJob, base: Baseline) -> Iterator[str]:
 
 
 def _of_host_memory(job: TrainingJob, device: Device, base: Baseline) -> Iterator[str]:
-    if job.optimizer.name.startswith("paged_"):
+    if job.optimizer.is_paged:
         yield "paged optimizer states count as host memory; the driver moves them to the GPU as they are used."
     if base.peak_host_bytes:
         yield "host memory is one pinned copy of what is offloaded, without processes and data loaders."

@@ -33,7 +33,7 @@ DRIVEN_BY = {"deepspeed": "huggingface"}
 ONLY_USED_BY: Mapping[str, Callable[[TrainingJob], bool]] = {
     "liger_kernel": lambda job: job.loss.fused_linear_cross_entropy,
     "trl": lambda job: job.loss.kind != "cross_entropy",
-    "bitsandbytes": lambda job: job.finetuning.quantization is not None or "8bit" in job.optimizer.name,
+    "bitsandbytes": lambda job: job.finetuning.quantization is not None or job.optimizer.in_8_bits,
     "peft": lambda job: job.finetuning.method != "full",
     "transformers": lambda job: not any(stack in job.versions for stack in OWN_NETWORKS),
     "flash_attn": lambda job: job.attention == "flash_attention_2",

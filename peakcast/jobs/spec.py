@@ -79,6 +79,10 @@ class Precision:
 
 DECAYING_GRADIENTS: tuple[OptimizerName, ...] = ("adam", "sgd", "rmsprop", "adagrad")
 """Optimizers of torch whose weight decay is coupled: `grad.add(param, alpha=weight_decay)`."""
+PAGED: tuple[OptimizerName, ...] = ("paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_32bit", "paged_lion_8bit")
+"""Optimizers of bitsandbytes with states in managed memory, which the driver moves between host and GPU."""
+IN_8_BITS: tuple[OptimizerName, ...] = ("adamw_8bit", "lion_8bit", "paged_adamw_8bit", "paged_lion_8bit")
+"""Optimizers with states of 8 bits, of bitsandbytes or torchao."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,6 +104,16 @@ class Optimizer:
     def decays_gradients(self) -> bool:
         """Whether weight decay is added to copies of the gradients; a fused step adds it inside its kernel."""
         return self.name in DECAYING_GRADIENTS and self.weight_decay > 0 and self.implementation != "fused"
+
+    @property
+    def is_paged(self) -> bool:
+        """Whether the states are in managed memory (`PAGED`)."""
+        return self.name in PAGED
+
+    @property
+    def in_8_bits(self) -> bool:
+        """Whether the states have 8 bits (`IN_8_BITS`)."""
+        return self.name in IN_8_BITS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from copy import copy
 from functools import lru_cache, partial
+from typing import NamedTuple
 
 from peakcast.catalog import Device
 from peakcast.core.units import FP32
@@ -107,9 +108,10 @@ def _before_update(job: TrainingJob, device: Device | None, rank: int | None, st
 
 def _on_one_gpu(job: TrainingJob, device: Device | None, step: str) -> Step:
     """A step of one micro-batch on one GPU, assembled from recorded parts that similar jobs share."""
-    before, context, start, loss_made = _one_micro_batch(_graph_job(job), multiprocessors_of(device))
-    timeline = before.fork(_resident(weights_job(job)), _workspaces(training_workspaces(device, job)))
-    hold_outputs_of_before(timeline, step == "first", job=job, context=context, start=start, loss_made=loss_made)
+    made = _one_micro_batch(_graph_job(job), multiprocessors_of(device))
+    timeline = made.step.fork(_resident(weights_job(job)), _workspaces(training_workspaces(device, job)))
+    first, context = step == "first", made.context
+    hold_outputs_of_before(timeline, first, job=job, context=context, start=made.start, loss_made=made.loss_made)
     _optimizer_on_one_gpu(timeline, job, step)
     return timeline
 
@@ -149,17 +151,27 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
             hold_tied_gradient(timeline, loss, ended)
 
 
-@lru_cache(maxsize=8)
-def _one_micro_batch(job: TrainingJob, gpu: tuple[int, int] | None) -> tuple[Step, HFContext, int, int]:
+class _OneMicroBatch(NamedTuple):
     """A step on one GPU with one micro-batch, up to the optimizer step: the part that the first and later steps share,
-    without what exists before the step. Returns the step, its context, the instant at which the micro-batch starts, and the
-    instant at which its loss exists."""
+    without what exists before the step."""
+
+    step: Step
+    context: HFContext
+    start: int
+    """The instant at which the micro-batch begins."""
+    loss_made: int
+    """The instant at which its loss exists."""
+
+
+@lru_cache(maxsize=8)
+def _one_micro_batch(job: TrainingJob, gpu: tuple[int, int] | None) -> _OneMicroBatch:
+    """The step of one micro-batch of `job`, shared by jobs whose forward and backward are the same."""
     context, timeline = block_context(job, gpu), Step()
     hold_inputs(timeline, job)
     hold_buffers(timeline, job)
     start = timeline.now
     loss = run_micro_batch(timeline, job, context, keeps_gradients=True, last=True)
-    return timeline, context, start, loss.forward_start + loss.template.num_forward
+    return _OneMicroBatch(timeline, context, start, loss.forward_start + loss.template.num_forward)
 
 
 @lru_cache(maxsize=1024)

@@ -20,7 +20,6 @@ from peakcast.models.ledger.layouts.run_ahead import RunAhead
 from peakcast.models.ledger.layouts.sharded import ShardedLayout
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.step import BlockRun, Step
-from peakcast.models.ledger.tape.template import OUTPUT_GRADIENT
 from peakcast.timelines.timeline import Category, Phase
 
 BUFFERS = Category.COMMUNICATION_BUFFERS
@@ -305,8 +304,8 @@ class FSDP1(ShardedLayout):
 
     def _keep_input(self, step: Step, run: BlockRun) -> None:
         """Keep a frozen layer's input, and the gradient of the input of the layer after it, until backward ends."""
-        if self._inputs:  # the incoming gradient is that of the next layer's input, a leaf, which keeps it from here on
-            output_gradient = run.template.names.index(OUTPUT_GRADIENT)
+        output_gradient = run.template.output_gradient
+        if self._inputs and output_gradient is not None:  # it is kept from here on by the next layer's input, a leaf
             used = (run.backward_start or 0) + int(run.template.dies[output_gradient])
             size = run.template.output_gradient_bytes
             self._inputs += step.allocate("checkpoint.grad", Category.TEMPORARIES, [size], run.module, born=used)

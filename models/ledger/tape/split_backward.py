@@ -17,14 +17,14 @@ PARTS = ("self_attn", "mlp")
 """The modules of a layer in the order of `parameters()`; the layer's own norms come after them."""
 
 
-def weight_turns(operations: Sequence[Operation]) -> dict[int, int]:
+def weight_turns(operations: Sequence[Operation], norms: Collection[int]) -> dict[int, int]:
     """The position of each operation that has a weight in the order of the second half, by its index in forward. Within a
-    module of `PARTS`, norms come last."""
+    module of `PARTS`, the operations of `norms` (indices) come last."""
     names = {index: one.name for index, one in enumerate(operations) if one.weight_gradients}
 
     def place(index: int) -> tuple[int, bool]:
-        part, _, rest = names[index].partition(".")
-        return (PARTS.index(part) if part in PARTS else len(PARTS)), part in PARTS and "norm" in rest
+        part = names[index].partition(".")[0]
+        return (PARTS.index(part) if part in PARTS else len(PARTS)), part in PARTS and index in norms
 
     return {index: turn for turn, index in enumerate(sorted(names, key=place))}
 

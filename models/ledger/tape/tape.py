@@ -299,7 +299,7 @@ class Tape:
             storages=self._storages,
             savers=self._savers,
             order=[index for index in reversed(numbered) if self._operations[index].has_backward],
-            turns=weight_turns(self._operations) if self._splits_backward else {},
+            turns=weight_turns(self._operations, self._marks.get(Mark.NORM, ())) if self._splits_backward else {},
             input=self._input,
             borrowed=self._borrowed,
             loss_from=len(self._operations) if self._loss_from is None else self._loss_from,

@@ -274,6 +274,11 @@ class Template(Columns):
         return sums
 
     @cached_property
+    def output_gradient(self) -> int | None:
+        """The index of the gradient that the next block computes for this block's output; None if there is none."""
+        return next((index for index, name in enumerate(self.names) if name == OUTPUT_GRADIENT), None)
+
+    @cached_property
     def output_gradient_bytes(self) -> int:
-        """Bytes of the gradient that the block after this one hands in; 0 if there is none."""
-        return int(self.num_bytes[self.names.index(OUTPUT_GRADIENT)]) if OUTPUT_GRADIENT in self.names else 0
+        """Bytes of the gradient that the next block computes for this block's output; 0 if there is none."""
+        return 0 if self.output_gradient is None else int(self.num_bytes[self.output_gradient])

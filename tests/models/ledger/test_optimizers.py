@@ -1,5 +1,7 @@
 """Optimizers: states and temporaries counted by hand from the libraries' sources."""
 
+from typing import get_args
+
 import pytest
 
 from peakcast import catalog
@@ -7,7 +9,7 @@ from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.architecture import Architecture
-from peakcast.jobs.spec import Optimizer, Precision, TrainingJob
+from peakcast.jobs.spec import IN_8_BITS, PAGED, Optimizer, OptimizerName, Precision, TrainingJob
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.host import paged_state_bytes
@@ -242,3 +244,9 @@ def test_every_rule_names_its_source():
 def test_an_implementation_that_does_not_exist_is_refused_with_what_does():
     with pytest.raises(SpecError, match=r"rmsprop.*fused.*did you mean"):
         ledger(job("rmsprop", implementation="fused"))
+
+
+def test_paged_optimizers_and_those_of_8_bits_are_the_ones_that_are_named_so() -> None:
+    names = get_args(OptimizerName)
+    assert set(PAGED) == {name for name in names if name.startswith("paged_")}
+    assert set(IN_8_BITS) == {name for name in names if name.endswith("_8bit")}
