@@ -79,9 +79,23 @@ class Precision:
 
 DECAYING_GRADIENTS: tuple[OptimizerName, ...] = ("adam", "sgd", "rmsprop", "adagrad")
 """Optimizers of torch whose weight decay is coupled: `grad.add(param, alpha=weight_decay)`."""
-PAGED: tuple[OptimizerName, ...] = ("paged_adamw_32bit", "paged_adamw_8bit", "paged_lion_32bit", "paged_lion_8bit")
+PAGED: tuple[OptimizerName, ...] = (
+    "paged_adamw_32bit",
+    "paged_adamw_8bit",
+    "paged_lion_32bit",
+    "paged_lion_8bit",
+    "paged_ademamix_32bit",
+    "paged_ademamix_8bit",
+)
 """Optimizers of bitsandbytes with states in managed memory, which the driver moves between host and GPU."""
-IN_8_BITS: tuple[OptimizerName, ...] = ("adamw_8bit", "lion_8bit", "paged_adamw_8bit", "paged_lion_8bit")
+IN_8_BITS: tuple[OptimizerName, ...] = (
+    "adamw_8bit",
+    "lion_8bit",
+    "ademamix_8bit",
+    "paged_adamw_8bit",
+    "paged_lion_8bit",
+    "paged_ademamix_8bit",
+)
 """Optimizers with states of 8 bits, of bitsandbytes or torchao."""
 
 
