@@ -38,12 +38,14 @@ UNSEEN = "the bars are wider, because no measured run is like this one in {}."
 
 
 KINDS = {
-    "not_modelled": Kind("the job has something that the ledger does not count or has never been compared for", 6, True),
+    "not_modelled": Kind(
+        "the job has something that the ledger does not count or has never been compared for", 6, uncounted=True
+    ),
     "nearly_modelled": Kind("the ledger differs from a trace of such jobs, by at most the share that is said", 6),
     "run_would_fail": Kind("a library refuses such a job; the answer is as if it ran", 6, prevents=True),
-    "setting_ignored": Kind("a setting of the job that no ledger looks at, and that may matter", 1, True),
+    "setting_ignored": Kind("a setting of the job that no ledger looks at, and that may matter", 1, uncounted=True),
     "setting_without_effect": Kind("a setting that does nothing with the rest of the job", routine=True),
-    "setting_not_modelled": Kind("a configuration asks for something that a job cannot say", 2, True),
+    "setting_not_modelled": Kind("a configuration asks for something that a job cannot say", 2, uncounted=True),
     "setting_unknown": Kind(
         "a key of a configuration that peakcast does not know; it is left out",
         1,

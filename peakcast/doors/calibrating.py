@@ -123,15 +123,16 @@ def evaluate(
     _gpu_types(rows, gpu)
     if progress:
         progress(f"evaluating {len(rows):,} rows, each predicted without its group")
-    return _evaluated(prepare(rows), tuple(splits or SPLITS), new_hardware, calibrations, tracker)
+    return _evaluated(prepare(rows), tuple(splits or SPLITS), calibrations, tracker, new_hardware=new_hardware)
 
 
 def _evaluated(
     prepared: Samples,
     splits: Sequence[str],
-    new_hardware: bool,
     calibrations: Sequence[Calibration],
     tracker: Tracker | None,
+    *,
+    new_hardware: bool,
 ) -> Evaluation:
     from peakcast.models.evaluation.evaluation import evaluate_prepared
 
@@ -229,7 +230,7 @@ def reproduce(
     fitted = _fitted(prepared, _gpu_types(rows, None), folder, tracker, progress)
     if progress:
         progress("evaluating, each row predicted without its group")
-    evaluation = _evaluated(prepared, tuple(SPLITS), True, [item.calibration for item in fitted], tracker)
+    evaluation = _evaluated(prepared, tuple(SPLITS), [item.calibration for item in fitted], tracker, new_hardware=True)
     reports = output / "reports" if output else None
     return fitted, evaluation, report(None, output=reports, evaluation=evaluation, progress=progress)
 

@@ -7,7 +7,7 @@ well as the job itself, and the changed job's peak is lower.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import KW_ONLY, dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -38,6 +38,7 @@ class Candidate:
     sentence: str
     price: str
     changes: Callable[[TrainingJob], Changes]
+    _: KW_ONLY
     same_training: bool = True
     """Whether training or generation gives the same result, up to rounding."""
     tasks: tuple[str, ...] = ("train",)
@@ -221,8 +222,17 @@ CANDIDATES = (
         lambda job: _when(job.inference.cache == "dynamic", {"inference.cache": "static"}),
         tasks=("inference",),
     ),
-    Candidate("8-bit-weights", "Load the weights in 8 bits", ROUNDED, _quantised("int8"), False, ("inference",)),
-    Candidate("4-bit-weights", "Load the weights in 4 bits", ROUNDED, _quantised("nf4"), False, ("inference",)),
+    Candidate(
+        "8-bit-weights",
+        "Load the weights in 8 bits",
+        ROUNDED,
+        _quantised("int8"),
+        same_training=False,
+        tasks=("inference",),
+    ),
+    Candidate(
+        "4-bit-weights", "Load the weights in 4 bits", ROUNDED, _quantised("nf4"), same_training=False, tasks=("inference",)
+    ),
     Candidate(
         "8-bit-optimizer",
         "Keep optimizer states in 8 bits",
@@ -230,10 +240,12 @@ CANDIDATES = (
         _optimizer("adamw_8bit"),
         same_training=False,
     ),
-    Candidate("adafactor", "Use Adafactor's factored states", TO_BE_TUNED, _optimizer("adafactor"), False),
-    Candidate("lion", "Use Lion's single state", TO_BE_TUNED, _optimizer("lion"), False),
-    Candidate("lora", f"Train adapters of rank {ADAPTER_RANK} (LoRA)", LEARNS_LESS, _lora, False),
-    Candidate("qlora", f"Train adapters of rank {ADAPTER_RANK} on 4-bit weights (QLoRA)", LEARNS_LESS, _qlora, False),
+    Candidate("adafactor", "Use Adafactor's factored states", TO_BE_TUNED, _optimizer("adafactor"), same_training=False),
+    Candidate("lion", "Use Lion's single state", TO_BE_TUNED, _optimizer("lion"), same_training=False),
+    Candidate("lora", f"Train adapters of rank {ADAPTER_RANK} (LoRA)", LEARNS_LESS, _lora, same_training=False),
+    Candidate(
+        "qlora", f"Train adapters of rank {ADAPTER_RANK} on 4-bit weights (QLoRA)", LEARNS_LESS, _qlora, same_training=False
+    ),
     Candidate(
         "quantised-base",
         "Quantise the frozen weights to 4 bits (QLoRA)",
@@ -241,9 +253,11 @@ CANDIDATES = (
         _quantised_base,
         same_training=False,
     ),
-    Candidate("bfloat16", "Keep everything in bfloat16", ROUNDED_AWAY, _narrow, False),
-    Candidate("narrow-gradients", "Sum gradients in 16 bits", "less exact sums", _narrow_gradients, False),
-    Candidate("no-main-weights", "Keep no float32 copy of the weights", ROUNDED_AWAY, _no_main_weights, False),
+    Candidate("bfloat16", "Keep everything in bfloat16", ROUNDED_AWAY, _narrow, same_training=False),
+    Candidate("narrow-gradients", "Sum gradients in 16 bits", "less exact sums", _narrow_gradients, same_training=False),
+    Candidate(
+        "no-main-weights", "Keep no float32 copy of the weights", ROUNDED_AWAY, _no_main_weights, same_training=False
+    ),
     Candidate("sequence-parallel", "Share activations among tensor-parallel ranks", FREE, _sequence_parallel),
     Candidate("distributed-optimizer", "Shard the optimizer over data-parallel ranks", FREE, _distributed_optimizer),
     Candidate("fsdp", "Shard everything over data-parallel ranks (FSDP2)", "half as much traffic again", _fsdp),
