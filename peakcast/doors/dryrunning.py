@@ -154,11 +154,11 @@ def _with_recipe(
     walks: Callable[[], AbstractContextManager[Walks]],
     progress: Callable[[str], None] | None,
 ) -> Dryrun:
-    from peakcast.doors.saved_recipes import SeenRun, save_recipes
+    from peakcast.doors.saved_recipes import DryrunStep, save_recipes
 
     try:
         command, steady = shlex.join(found.command), found.timelines["steady"]
-        seen = SeenRun(command=command, job=found.job, steady=steady, device=device, rank=rank)
+        seen = DryrunStep(command=command, job=found.job, steady=steady, device=device, rank=rank)
         kept = save_recipes(path, seen, walks, progress)
     except PeakcastError as error:
         return replace(found, not_kept=error.message)

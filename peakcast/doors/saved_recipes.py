@@ -41,7 +41,7 @@ BATCHES = (1, 2)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SeenRun:
+class DryrunStep:
     """What a dry run of `command` has shown: the job, and the steady step of one rank on `device`."""
 
     command: str
@@ -53,7 +53,7 @@ class SeenRun:
 
 def save_recipes(
     path: Path,
-    seen: SeenRun,
+    seen: DryrunStep,
     walks: Callable[[], AbstractContextManager[Walks]],
     progress: Callable[[str], None] | None = None,
 ) -> RecipeFile:
@@ -126,7 +126,7 @@ def _not_saved(reason: str) -> SpecError:
     return SpecError(f"no recipe is kept: {reason}.", parameter="save_recipe")
 
 
-def _proof(seen: SeenRun, job: TrainingJob, recipe: Recipe) -> tuple[dict[str, float], str]:
+def _proof(seen: DryrunStep, job: TrainingJob, recipe: Recipe) -> tuple[dict[str, float], str]:
     """(for each phase, the peak of `job` by `recipe` divided by that of the step that was seen, minus one; why the recipe
     is not valid, or "")."""
     with lending(Lent(job, (recipe,))):
