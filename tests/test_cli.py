@@ -212,6 +212,15 @@ def test_every_command_has_json_and_help_with_an_example(run: Run, command: str)
     assert f"Example: peakcast {command}" in done.out
 
 
+def test_only_the_command_that_is_asked_for_is_built_and_all_where_none_is() -> None:
+    for command in cli.app.registered_commands:
+        assert command.callback is not None
+        name = command.callback.__name__.replace("_", "-")
+        assert cli._application([name, "--json"]).registered_commands == [command]
+    for arguments in ([], ["--help"], ["predic"], ["--version", "predict"]):
+        assert cli._application(arguments) is cli.app
+
+
 def test_the_version_is_the_packages(run: Run) -> None:
     import peakcast
 

@@ -139,6 +139,8 @@ def _paired(ours: npt.NDArray[np.uint64], theirs: npt.NDArray[np.uint64]) -> tup
 def _unmatched(keys: npt.NDArray[np.uint64], matched: Ints) -> Ints:
     """The indices of `keys` without those in `matched`, last first; those of the key that comes last before others."""
     left = np.delete(np.arange(len(keys)), matched)
+    if len(left) < 2:
+        return left
     _, kinds = np.unique(keys, return_inverse=True)
     last = np.zeros(len(keys), dtype=np.int64)
     np.maximum.at(last, kinds, np.arange(len(keys)))

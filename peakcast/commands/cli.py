@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
+from copy import copy
 
 import typer
 
@@ -59,7 +60,7 @@ def _run(arguments: list[str]) -> int:
         os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
         gc.set_threshold(OBJECTS_BETWEEN_COLLECTIONS)
     try:
-        code = app(arguments or ["--help"], standalone_mode=False)
+        code = _application(arguments)(arguments or ["--help"], standalone_mode=False)
         sys.stdout.flush()
         return code if isinstance(code, int) else 0
     except PeakcastError as error:
@@ -78,6 +79,18 @@ def _run(arguments: list[str]) -> int:
             raise
         what = " ".join(f"{type(error).__name__}: {error}".split())
         return _say(f"this is a bug in peakcast: {what} (PEAKCAST_DEBUG=1 shows where)", 70)
+
+
+def _application(arguments: list[str]) -> typer.Typer:
+    """The application with only the command that the first argument names, if it names one: typer builds the options of
+    every command anew for each call, which takes longer than a short answer."""
+    one = copy(app)
+    one.registered_commands = [
+        command
+        for command in app.registered_commands
+        if command.callback and [command.name or command.callback.__name__.replace("_", "-")] == arguments[:1]
+    ]
+    return one if one.registered_commands else app
 
 
 def _say(message: str, code: int = 2) -> int:

@@ -300,19 +300,18 @@ class Step:
     ) -> list[int]:
         """Add tensors of the given bytes that live from `born` (default: the next instant) until they are freed, or to the
         end of the step. Returns their handles. `stream`: where they are allocated; 0 is the computing stream."""
-        handles = []
+        since, first = self.now if born is None else born, self._next_handle
         for num_bytes in sizes:
-            handle = self._next_handle
+            self._allocated[self._next_handle] = (name, category, num_bytes, since, module, stream)
             self._next_handle += 1
-            self._allocated[handle] = (name, category, num_bytes, self.now if born is None else born, module, stream)
-            handles.append(handle)
-        return handles
+        return list(range(first, self._next_handle))
 
     def free(self, handles: list[int]) -> None:
         """Free tensors of `allocate` from the next instant on; empties the list of handles."""
+        now = self.now
         for handle in handles:
             name, category, num_bytes, since, module, stream = self._allocated.pop(handle)
-            self.hold(name, category, num_bytes, since, self.now, module, stream)
+            self.hold(name, category, num_bytes, since, now, module, stream)
         handles.clear()
 
     def let_go(self, handles: list[int]) -> list[int]:
