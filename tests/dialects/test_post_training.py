@@ -160,3 +160,11 @@ def test_older_commands_of_openrlhf_have_eager_attention_unless_they_ask():
 def test_vllm_ends_completions_at_its_own_length(limit, length):
     assert translation_of({**GRPO, "use_vllm": True, **limit}).job.sequence_length == length
     assert translation_of({**GRPO, **limit}).job.sequence_length == 1024  # transformers generates
+
+
+@pytest.mark.parametrize("key", ["gamma_beta_ratio", "simpo_gamma", "cpo_alpha"])
+def test_keys_of_cpo_and_simpo_are_no_dpo(key):
+    """princeton-nlp/SimPO training_configs/llama-3-8b-instruct-simpo.yaml and trl's CPOConfig: no reference is kept."""
+    read = translation_of({**MODEL, "per_device_train_batch_size": 2, "beta": 2.5, key: 0.5, "max_length": 2048})
+    assert (read.job.loss.kind, read.job.reference, read.job.micro_batch_size) == ("cross_entropy", "none", 4)
+    assert read.unknown == ()
