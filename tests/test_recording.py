@@ -69,7 +69,7 @@ def test_explain_says_that_it_records_as_predict_does(monkeypatch: pytest.Monkey
 
 def test_the_page_does_not_wait_for_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("peakcast.doors.answering.ensure_recipe", lambda job, progress: progress("recording gpt2"))
-    with pytest.raises(SpecError, match="this needs recording gpt2, longer than a page should wait: run `peakcast predict`"):
+    with pytest.raises(SpecError, match="this needs recording gpt2, longer than a page should wait: run `peak"):
         answered(PageState(text="gpt2", gpu="H100-80GB"))
 
 
