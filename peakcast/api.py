@@ -6,7 +6,7 @@ Heavy libraries are imported inside the functions that need them, so that a pred
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -170,18 +170,21 @@ def explain(
     recipe: str | Path | None = None,
     picture: Path | None = None,
     snapshot: Path | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Explanation:
     """Why one rank of `job` needs its memory: the reason for the peak, the per-layer table, communication, and advice.
 
     `job`, `rank` and `gpu` as in `predict`; without `gpu`, memory that kernels and libraries allocate is left out.
     `against`: another job to compare with. `trace`: run the real library on fake tensors instead of using the ledger;
     `module`: instead of a job, trace "FILE.py:FUNCTION", whose function returns (model, step). `recipe` as in `predict`.
-    `picture` (.png, .svg) and `snapshot` (a pickle for PyTorch's memory viewer) are files to write.
+    `picture` (.png, .svg) and `snapshot` (a pickle for PyTorch's memory viewer) are files to write. `progress` as in
+    `predict`.
     Raises: SpecError, CatalogError, CollectorError or RecordError.
     """
     from peakcast.doors.explaining import explanation, write
 
-    found = explanation(job, gpu, rank, against=against, trace=trace, module=module, recipe=recipe)
+    options: dict[str, Any] = {"against": against, "trace": trace, "module": module, "recipe": recipe}
+    found = explanation(job, gpu, rank, **options, progress=progress)
     return write(found, picture, snapshot)
 
 

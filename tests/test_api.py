@@ -255,6 +255,15 @@ def test_advice_and_other_gpus_are_computed_when_they_are_read() -> None:
     assert next(gpu.fits for gpu in answer.gpus if gpu.gpu == "H100-80GB") == answer.fits
 
 
+def test_advice_begins_at_the_peak_that_is_printed() -> None:
+    """The residual adds 27 MiB of kernels' workspaces to what gpt2's tensors need."""
+    answer = api.predict("gpt2", "RTX4090")
+    printed, steps = answer.peak_allocated_bytes, answer.first_to_try
+    assert printed.point != printed.baseline
+    assert printed.point - sum(step.saved_bytes for step in steps) == steps[-1].peak_bytes
+    assert steps[0].peak_bytes + steps[0].saved_bytes == printed.point
+
+
 def test_what_is_read_later_rests_on_the_same_timelines() -> None:
     answer = api.predict({"architecture": "llama-3.2-1b", "sequence_length": 512}, "H100-80GB", baseline="ledger")
     again = api.predict({"architecture": "llama-3.2-1b", "sequence_length": 512}, "H100-80GB")

@@ -12,6 +12,7 @@ from peakcast.commands import cli
 from peakcast.core.errors import CollectorError, SpecError
 from peakcast.doors import recording
 from peakcast.jobs.spec import Offload, TrainingJob
+from peakcast.web.asking import PageState, answered
 
 AROUND_UNITS = {
     "finetuning": {"method": "lora", "rank": 8},
@@ -44,6 +45,32 @@ def test_a_recording_is_announced_before_it_begins(monkeypatch: pytest.MonkeyPat
     said, last = told
     assert "recording minimax_m2" in said
     assert last == "recorded"
+
+
+def test_a_network_that_transformers_does_not_have_is_not_recorded_and_not_traced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its code is on the hub; finding that out by building it twice takes a minute."""
+    network = {**UNKNOWN, "model_type": "of_my_own", "auto_map": {"AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}}
+    job, told = expand({"include": [{"architecture": network}]})[0], list[str]()
+    monkeypatch.delenv("PEAKCAST_RECORD")
+    monkeypatch.setattr(recording, "record_recipe", lambda job: pytest.fail("recorded"))
+    recording.ensure_recipe(job, told.append)
+    assert told == []
+    assert not recording.only_a_trace_has(job)
+    with pytest.raises(SpecError, match="has no model_type='of_my_own', and code from the hub is not run here"):
+        api.predict(job, "H100-80GB")
+
+
+def test_explain_says_that_it_records_as_predict_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peakcast.doors.explaining.ensure_recipe", lambda job, progress: progress("recording it"))
+    told = list[str]()
+    api.explain("gpt2", progress=told.append)
+    assert told == ["recording it"]
+
+
+def test_the_page_does_not_wait_for_a_recording(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("peakcast.doors.answering.ensure_recipe", lambda job, progress: progress("recording gpt2"))
+    with pytest.raises(SpecError, match="this needs recording gpt2, longer than a page should wait: run `peak"):
+        answered(PageState(text="gpt2", gpu="H100-80GB"))
 
 
 def test_where_nothing_wants_a_recipe_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

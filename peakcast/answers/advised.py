@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 
@@ -23,6 +23,17 @@ class Advice:
     peak_bytes: int
     """The peak of the quantity after the change."""
     quantity: str = "peak_allocated_bytes"
+
+
+def counted_from(steps: Sequence[Advice], peak_bytes: int) -> tuple[Advice, ...]:
+    """`steps`, each on top of those before it, in proportion to the peak that the answer prints: the timelines that they
+    are computed from leave out what the residual adds, and one peak should not have two sizes on one screen."""
+    if not steps:
+        return ()
+    scale = peak_bytes / (steps[0].peak_bytes + steps[0].saved_bytes)
+    peaks = [peak_bytes, *(round(item.peak_bytes * scale) for item in steps)]
+    pairs = zip(steps, peaks, peaks[1:], strict=False)
+    return tuple(replace(item, peak_bytes=after, saved_bytes=before - after) for item, before, after in pairs)
 
 
 def json_values(value: Any) -> Any:

@@ -129,6 +129,7 @@ def explain(
         recipe=asked.recipe,
         picture=picture,
         snapshot=snapshot,
+        progress=say,
     )
     print(render.json_text(found.to_mapping()) if json else explanation_text(found, layers=layers, whole=details))
 

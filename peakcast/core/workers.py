@@ -56,6 +56,8 @@ class QuestionLimits:
     seconds: float
     memory_bytes: int | None = None
     """Memory beyond what its process has when the question begins; None: no limit."""
+    way_out: str = "give it more time, or ask about a smaller job"
+    """What to do about an answer that took longer, in words."""
 
 
 class Workers:
@@ -141,7 +143,7 @@ class Workers:
         place.asked.popleft()
         if place.overdue(self._limits.seconds) and not place.connection.poll():
             place.end()
-            return LostError(f"no answer within {self._limits.seconds:g} s; give it more time, or ask about a smaller job.")
+            return LostError(f"no answer within {self._limits.seconds:g} s; {self._limits.way_out}.")
         try:
             answer = place.connection.recv()
         except (EOFError, OSError):

@@ -1,7 +1,8 @@
-"""LMFlow's launch commands for `examples/finetune.py`: transformers' Trainer with LMFlow's own arguments of the model.
+"""LMFlow's launch commands: `examples/finetune.py`, `reward_modeling.py` and `dpo_train.py`, which run transformers'
+Trainer and TRL's DPOTrainer with LMFlow's own arguments of the model.
 
-Source: OptimalScale/LMFlow at commit 003f9e8c: src/lmflow/args.py (ModelArguments, DatasetArguments, FinetunerArguments),
-models/hf_model_mixin.py, pipeline/finetuner.py.
+Source: OptimalScale/LMFlow at commit 003f9e8c: src/lmflow/args.py (ModelArguments, DatasetArguments, FinetunerArguments,
+DPOAlignerArguments), models/hf_model_mixin.py, pipeline/finetuner.py; pipeline/dpo_aligner.py at 34f33fcd.
 """
 
 from __future__ import annotations
@@ -14,7 +15,15 @@ from peakcast.dialects.common.translation import Notes, Settings, Translation, n
 from peakcast.dialects.huggingface.accelerate import launcher_beside, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.keys import IGNORED_TRAINING
+from peakcast.dialects.huggingface.post_training import with_method
 
+METHODS = {"finetune": "sft", "reward_modeling": "rm", "dpo_train": "dpo"}
+"""A program of LMFlow -> its training method."""
+DPO = {
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 4, "gradient_checkpointing": True,
+    "optim": "paged_adamw_32bit", "max_length": 1024, "bf16": True,
+}  # fmt: skip
+"""The step of `dpo_train.py` where nothing else is said (DPOAlignerArguments; bfloat16 is fixed in dpo_aligner.py)."""
 ADAPTER = {"lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "use_dora": "use_dora"}
 TRAINING = {
     key: key
@@ -23,7 +32,7 @@ TRAINING = {
         "gradient_checkpointing_kwargs", "bf16", "fp16", "torch_compile", "fsdp", "fsdp_config", "use_liger_kernel",
         "neftune_noise_alpha", "ddp_bucket_cap_mb", "auto_find_batch_size", "label_smoothing_factor",
     )
-} | {"block_size": "max_length"}  # fmt: skip
+}  # fmt: skip
 """LMFlow's key -> the key of transformers' training arguments."""
 UNSUPPORTED = {
     "use_customized_optim": "LMFlow's own optimizer",
@@ -35,7 +44,8 @@ IGNORED = re.compile(
     r"|overwrite_cache|preprocessing_num_workers|group_texts_batch_size|keep_linebreaks|test_file|is_custom_dataset"
     r"|customized_.*|save_aggregated_lora|lisa_.*|optim_\w*beta\d|optim_(momentum|weight_decay)|rope_.*|model_revision"
     r"|tokenizer_name|use_fast_tokenizer|cache_dir|truncat.*|padding_side|eos_padding|ignore_bias_buffers|trust_remote_code"
-    r"|use_ram_optimized_load|use_int8|load_in_4bit|finetune_part|save_language_projection|arch_type"
+    r"|use_ram_optimized_load|use_int8|load_in_4bit|finetune_part|save_language_projection|arch_type|sanity_check"
+    r"|max_prompt_length|beta|run_name|log_freq"
 )
 
 
@@ -47,10 +57,15 @@ def from_lmflow(pasted: Pasted) -> Translation:
     if not model:
         raise settings.missing("model_name_or_path", "the model's hub id, its folder, or its config.json")
     settings.given("model_name_or_path")
-    settings.one_of("arch_type", "decoder_only", ("decoder_only",))
+    method = _method(settings, pasted)
+    settings.one_of("arch_type", "decoder_only", ("decoder_only", "text_regression"))
     quantised = settings.switch("use_qlora")
     adapters = any([settings.switch("use_lora"), settings.switch("use_dora"), quantised])
-    training = _training(settings, quantised=quantised)
+    training = _training(settings, quantised=quantised, packs=method == "sft")
+    if method == "dpo":
+        _follow_dpo(settings, training)
+    else:
+        training["max_length"] = settings.size("block_size", 1024, assume=True)
     engine = settings.raw("deepspeed")
     deepspeed = pasted.file(engine, "deepspeed", "deepspeed") if engine else None
     launcher = launcher_beside(pasted, notes)
@@ -69,9 +84,11 @@ def from_lmflow(pasted: Pasted) -> Translation:
         launcher.fsdp,
         launcher.gpus(pasted, notes),
         versions=pasted.versions.of("huggingface"),
-        spell=speller(TRAINING, {"lora_r": "r", "lora_target_modules": "target_modules"}),
+        spell=speller(TRAINING | {"block_size": "max_length"}, {"lora_r": "r", "lora_target_modules": "target_modules"}),
     )
     job = notes.include(translation)
+    whole = "TRL before 1.15, with which LMFlow's DPOAligner runs," if method == "dpo" else ""
+    job = with_method(job, method, "the program", notes, whole_logits=whole)
     note_unsupported(settings, UNSUPPORTED)
     if settings.switch("use_lisa"):
         notes.unsupported.append(
@@ -85,6 +102,24 @@ def from_lmflow(pasted: Pasted) -> Translation:
     return notes.finish(job)
 
 
+def _method(settings: Settings, pasted: Pasted) -> str:
+    """The training method, by the program. Raises: SpecError for a program that does more than one kind of step."""
+    name = pasted.program.rsplit("/", 1)[-1].removesuffix(".py") or "finetune"
+    if name not in METHODS:
+        raise settings.refuse("program", f"of LMFlow is not read here; {', '.join(METHODS)} are", f"{name}.py")
+    return METHODS[name]
+
+
+def _follow_dpo(settings: Settings, training: dict[str, Any]) -> None:
+    """Put into `training` what `dpo_train.py` does by itself, whatever FinetunerArguments would be."""
+    for key, value in DPO.items():
+        given = settings.raw("optimizer_type" if key == "optim" else key)
+        training[key] = value if given is None else given
+    settings.notes.assumptions.append("what is not given is the default of LMFlow's DPOAligner: " + ", ".join(
+        f"{key} {value}" for key, value in DPO.items() if settings.raw(key) is None
+    ) + ".")  # fmt: skip
+
+
 def _adapter(settings: Settings) -> dict[str, Any]:
     """peft's LoraConfig (`__prepare_peft_config`); without targets, peft's own for the network."""
     adapter = renamed(settings, ADAPTER)
@@ -95,12 +130,10 @@ def _adapter(settings: Settings) -> dict[str, Any]:
     return adapter
 
 
-def _training(settings: Settings, *, quantised: bool) -> dict[str, Any]:
-    """The step in the words of transformers' training arguments."""
+def _training(settings: Settings, *, quantised: bool, packs: bool) -> dict[str, Any]:
+    """The step in the words of transformers' training arguments, without its length."""
     training = renamed(settings, TRAINING)
-    if "max_length" not in training:
-        training["max_length"] = settings.size("block_size", 1024, assume=True)
-    training["packing"] = not settings.switch("disable_group_texts", True)
+    training["packing"] = not settings.switch("disable_group_texts", True) and packs
     training["torch_dtype"] = settings.text("torch_dtype", "float16" if quantised else "float32")
     if not settings.given("torch_dtype"):
         settings.notes.assumptions.append(f"torch_dtype is not given; LMFlow loads weights in {training['torch_dtype']}.")

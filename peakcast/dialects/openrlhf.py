@@ -81,8 +81,16 @@ def from_openrlhf(pasted: Pasted) -> Translation:
         other = _with_reference(job_of(Notes(), shards=True), settings, Notes(), shards=True)
         way_out = "Say which by --zero_stage or by --backend fsdp2 in the command."
         notes.others.append(AlternativeReading("OpenRLHF's FSDP2, which its releases of 2026 train with", other, way_out))
+    if settings.given("bf16") and job.attention == "flash_attention_2" and not _asks_for_attention(settings):
+        other = job.replace(attention="eager")  # models/actor.py until `--flash_attn` became `--attn_implementation`
+        way_out = "Say which by --attn_implementation in the command."
+        notes.others.append(AlternativeReading("an older OpenRLHF, eager without --flash_attn", other, way_out))
     settings.note_left(IGNORED)
     return notes.finish(job)
+
+
+def _asks_for_attention(settings: Settings) -> bool:
+    return any([settings.raw("attn_implementation"), settings.switch("flash_attn"), settings.switch("packing_samples")])
 
 
 def _method(settings: Settings, program: str) -> str:

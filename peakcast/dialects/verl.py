@@ -3,7 +3,7 @@
 Source: volcengine/verl verl/trainer/config (sft_trainer.yaml 005a83db, sft_trainer_engine.yaml 0611191e,
 actor/dp_actor.yaml 0978b9dc, engine/fsdp.yaml and model/hf_model.yaml 17aa18cb), workers/fsdp_workers.py: float32 weights
 under FSDP's mixed precision, the reference's weights in host memory, log-probabilities of the reference and the old policy
-computed before the update.
+computed before the update; verl 0.9.1 workers/config/optimizer.py `build_optimizer`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from peakcast.core.errors import SpecError
 from peakcast.core.fields import flat
 from peakcast.dialects.common.generation import Generation
 from peakcast.dialects.common.pasted import Pasted
-from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported
+from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, states_direction
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 from peakcast.dialects.verl_megatron import megatron_job
@@ -36,6 +36,14 @@ IGNORED = re.compile(
 )
 NOT_SET = ("null", "None", "~")
 """How Hydra's command line writes that a setting has no value."""
+OPTIMIZERS = {
+    "torch.optim.AdamW": "adamw_torch", "torch.optim.Adam": "adamw_torch", "torch.optim.SGD": "sgd",
+    "torch.optim.Adagrad": "adagrad", "torch.optim.RMSprop": "rmsprop",
+    "bitsandbytes.optim.AdamW8bit": "adamw_bnb_8bit", "bitsandbytes.optim.PagedAdamW8bit": "paged_adamw_8bit",
+    "bitsandbytes.optim.PagedAdamW32bit": "paged_adamw_32bit", "torchao.optim.AdamW8bit": "adamw_torch_8bit",
+    "torchao.optim.AdamW4bit": "adamw_torch_4bit",
+}  # fmt: skip
+"""A class of an optimizer -> its name in transformers."""
 DTYPES = {"fp32": "float32", "float32": "float32", "bf16": "bfloat16", "bfloat16": "bfloat16", "fp16": "float16"}
 
 
@@ -60,6 +68,7 @@ def from_verl(pasted: Pasted) -> Translation:
     if section:
         job = _megatron_job(settings, section, name, pasted, num_gpus, training)
     else:
+        training["optim"] = _optimizer(settings, inside)
         fsdp = _fsdp(settings, inside, training)
         adapter = _adapter(settings, model)
         _sequence_parallelism(settings, inside)
@@ -140,8 +149,22 @@ def _training(settings: Settings, inside: str, model: str, num_gpus: int, genera
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
         "use_liger_kernel": settings.switch(f"{model}use_liger"),
         "activation_offloading": settings.switch(f"{model}enable_activation_offload"),
-        "optim": "adamw_torch",
     }
+
+
+def _optimizer(settings: Settings, inside: str) -> str:
+    """The optimizer of FSDP's ranks, by its class and the module that has it."""
+    named = settings.text(f"{inside}optim.optimizer", "AdamW")
+    name = f"{settings.text(f'{inside}optim.optimizer_impl', 'torch.optim')}.{named}"
+    override = f"{inside}optim.override_optimizer_config."
+    if name not in OPTIMIZERS:
+        settings.notes.unsupported.append(
+            f"The optimizer {name} is not modelled; torch.optim.AdamW is assumed instead.",
+            settings.spell(f"{inside}optim.optimizer"),
+            states_direction(named.lower()),
+        )
+    found = OPTIMIZERS.get(name, "adamw_torch")
+    return f"{found}_fused" if found == "adamw_torch" and settings.switch(f"{override}fused") else found
 
 
 def _batch(settings: Settings, inside: str, num_gpus: int, generation: Generation | None) -> dict[str, int | None]:

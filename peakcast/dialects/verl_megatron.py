@@ -2,7 +2,9 @@
 the hub.
 
 Source: volcengine/verl verl/trainer/config/engine/megatron.yaml (9b30d863), actor/megatron_actor.yaml (f471e0b9): bfloat16,
-the distributed optimizer, sequence parallelism, recomputation by `override_transformer_config`.
+the distributed optimizer, sequence parallelism, recomputation by `override_transformer_config`; verl 0.9.1
+utils/megatron/optimizer.py `init_megatron_optim_config`: the optimizer's settings in `optim`, which
+`override_optimizer_config` replaces.
 """
 
 from __future__ import annotations
@@ -27,6 +29,8 @@ SIZES = (
 )  # fmt: skip
 MOVED = ("param_offload", "optimizer_offload", "grad_offload")
 OVERRIDDEN = ("override_transformer_config", "override_ddp_config")
+NARROW_STATES = ("main_grads_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+"""Settings of `optim` that hold with `use_precision_aware_optimizer` alone."""
 DETAILS = re.compile(
     r"_target_|seed|use_mbridge|vanilla_mbridge|use_dist_checkpointing|dist_checkpointing_\w+|use_remove_padding|override_mcore_model\S*"
     r"|forward_only|dtype|load_weight|router_replay\S*|use_megatron_fsdp_off|default_model_config|extra|lora_.*"
@@ -60,6 +64,7 @@ def megatron_job(
         elif key.startswith(section) and DETAILS.fullmatch(key.removeprefix(section)):
             settings.given(key)
             notes.ignored.append(key)
+    flags |= _optimizer_flags(settings, section)
     flags = with_gradient_dtype(flags)
     if step["gradient_checkpointing"] and not flags.get("recompute_granularity"):
         notes.assumptions.append(
@@ -91,3 +96,18 @@ def megatron_job(
         job = with_adapters(job, settings, keys, "megatron_bridge")
         notes.ignored += filter(settings.given, [key for key in settings.left() if key.startswith(lora)])
     return job
+
+
+def _optimizer_flags(settings: Settings, section: str) -> dict[str, Any]:
+    """Megatron's flags of the optimizer, from the section `optim` beside `section`."""
+    optim = f"{section.removesuffix('megatron.').removesuffix('engine.')}optim."
+    flags: dict[str, Any] = {"optimizer": settings.text(f"{optim}optimizer", "adam").lower()}
+    narrow = settings.switch(f"{optim}use_precision_aware_optimizer")
+    for key in NARROW_STATES:
+        value = settings.raw(f"{optim}{key}")
+        if narrow and value is not None:
+            flags[key] = value
+    if narrow:
+        flags["use_precision_aware_optimizer"] = True
+    prefix = f"{optim}override_optimizer_config."
+    return flags | {key.removeprefix(prefix): settings.raw(key) for key in settings.left() if key.startswith(prefix)}

@@ -115,6 +115,8 @@ def _gpus(asked: Question, prediction: Prediction) -> tuple[GpuVerdict, ...]:
 
 
 def _advice(asked: Question, prediction: Prediction) -> tuple[Advice, ...]:
+    from peakcast.answers.advised import counted_from
     from peakcast.explaining.advice import first_to_try
 
-    return first_to_try(asked.job, asked.device, prediction.rank)
+    steps = first_to_try(asked.job, asked.device, prediction.rank)
+    return counted_from(steps, prediction.peak_allocated_bytes.point)

@@ -180,7 +180,7 @@ def answered(
     return replace(
         found,
         assumptions=(*_said(seen), *found.assumptions),
-        advise=partial(_advice, job, device, rank, differs),
+        advise=partial(_advice, job, device, rank, differs, found.peak_allocated_bytes.point),
         not_modelled=tuple(gap.removeprefix("evaluation, " if seen.evaluated else "") for gap in found.not_modelled),
         found=ordered((*found.found, *_few_steps(seen), *_not_the_run(differs))),
     )
@@ -201,15 +201,16 @@ def _differs(job: TrainingJob, device: Device, rank: int, seen: RankReport) -> f
     return None
 
 
-def _advice(job: TrainingJob, device: Device, rank: int, differs: float | None) -> tuple[Advice, ...]:
-    """The advice that `predict` gives for `job`, if its own peak equals the script's. Empty if the script does something
-    else, or trains a network that is not from transformers."""
+def _advice(job: TrainingJob, device: Device, rank: int, differs: float | None, peak_bytes: int) -> tuple[Advice, ...]:
+    """The advice that `predict` gives for `job`, if its own peak equals the script's, counted from the script's
+    `peak_bytes`. Empty if the script does something else, or trains a network that is not from transformers."""
+    from peakcast.answers.advised import counted_from
     from peakcast.explaining.advice import first_to_try
 
     if differs is None or abs(differs) > ADVISED:
         return ()
     with suppress(PeakcastError, NotImplementedError):
-        return first_to_try(job, device, rank)
+        return counted_from(first_to_try(job, device, rank), peak_bytes)
     return ()
 
 

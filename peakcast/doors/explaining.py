@@ -4,6 +4,7 @@ for."""
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,8 +38,10 @@ def explanation(
     trace: bool = False,
     module: str | None = None,
     recipe: str | Path | None = None,
+    progress: Callable[[str], None] | None = None,
 ) -> Explanation:
-    """The explanation asked for. Raises: SpecError, CatalogError, CollectorError or RecordError."""
+    """The explanation asked for. `progress` as in `api.predict`. Raises: SpecError, CatalogError, CollectorError or
+    RecordError."""
     if recipe is not None:
         return _by_recipe(Path(recipe), job, gpu, rank, against, trace=trace)
     device = catalog.gpu(gpu) if isinstance(gpu, str) else gpu
@@ -53,7 +56,7 @@ def explanation(
         translation = translation_of(job)
     if trace and translation.job.architecture.kind == "undescribed":
         return _undescribed(translation.job, device, against)
-    ensure_recipe(translation.job)
+    ensure_recipe(translation.job, progress)
     other = translation_of(against) if against is not None else None
     try:
         found = explain(

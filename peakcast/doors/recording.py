@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +49,37 @@ def ensure_recipe(job: TrainingJob, progress: Callable[[str], None] | None = Non
         way = "'peakcast[collect]'" if library == TRANSFORMERS else library
         shelf.could_not_record(job, f"recording it needs {library}; install it with: pip install {way}")
         return
+    if unknown := _unknown_to_its_library(job):
+        shelf.could_not_record(job, unknown)
+        return
     if progress:
         progress(f"recording {job.architecture.name} without a GPU; this is done once and takes seconds to minutes")
     try:
         record_recipe(job)
     except CollectorError as error:
         shelf.could_not_record(job, str(error).rstrip("."))
+
+
+def _unknown_to_its_library(job: TrainingJob) -> str:
+    """Why the installed transformers cannot build the network of `job`, whose code is on the hub; "" if it may. Read from
+    the list of its configurations, since importing them takes seconds."""
+    kind = job.architecture.model_type
+    if library_of(job) != TRANSFORMERS or not job.architecture.configuration:
+        return ""
+    if f'"{kind}"' in _configurations_of_transformers():
+        return ""
+    return (
+        f"transformers {installed_libraries()[TRANSFORMERS]} has no model_type={kind!r}, and code from the hub is not run "
+        "here; a newer transformers may have it, and a script of yours that trains it is what `peakcast dryrun` asks with"
+    )
+
+
+@cache
+def _configurations_of_transformers() -> str:
+    """The text of the modules that list transformers' configurations; a part of `auto` since transformers 5."""
+    found = find_spec(TRANSFORMERS)
+    folder = Path(str(found.origin)).parent / "models" / "auto" if found is not None else Path()
+    return "".join(path.read_text(encoding="utf-8") for path in folder.glob("*.py"))
 
 
 def _may_want(job: TrainingJob) -> bool:
@@ -173,7 +200,9 @@ def only_a_trace_has(job: TrainingJob) -> bool:
     installed and runs it."""
     if os.environ.get(VARIABLE) == NEVER or lent() is not None or job.framework not in FRAMEWORKS:
         return False
-    return wants_recipe(job) and bool(no_recipe(job)) and library_of(job) in installed_libraries()
+    if library_of(job) not in installed_libraries() or _unknown_to_its_library(job):
+        return False
+    return wants_recipe(job) and bool(no_recipe(job))
 
 
 def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:

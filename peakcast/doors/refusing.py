@@ -74,9 +74,11 @@ def refuse_what_does_not_fit(asked: Question, prediction: Prediction) -> None:
     """Raises: DoesNotFitError when the run surely does not fit."""
     if prediction.fits != "no":
         return
+    from peakcast.answers.advised import counted_from
     from peakcast.explaining.advice import first_to_try
 
-    advice = first_to_try(asked.job, asked.device, prediction.rank)
+    steps = first_to_try(asked.job, asked.device, prediction.rank)
+    advice = counted_from(steps, prediction.peak_allocated_bytes.point)
     steps = "; ".join(step.sentence.rstrip(".") for step in advice)
     first = f" First to try, together: {steps}: {format_gib(advice[-1].peak_bytes)} allocated then." if advice else ""
     raise DoesNotFitError(

@@ -16,7 +16,11 @@ from peakcast.web.links import to_query
 
 AT_ONCE = 2
 """Questions answered at the same time, so that a slow one does not block another."""
-LIMITS = QuestionLimits(seconds=30.0, memory_bytes=2 * GIB)
+LIMITS = QuestionLimits(
+    seconds=30.0,
+    memory_bytes=2 * GIB,
+    way_out="ask again if the machine is busy, or on the command line (`peakcast predict`), which waits longer",
+)
 """Limits of one question. One of a real project takes a second and 0.2 GiB, including its pictures."""
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NoReturn
 
 from peakcast.answers.explanation import Explanation
 from peakcast.answers.prediction import Answer
@@ -84,9 +84,18 @@ def answered(asked: PageState) -> Answered:
     from peakcast.doors.explaining import explanation
 
     about = _about(asked)
-    prediction = full_answer(about)
+    prediction = full_answer(about, progress=_refuse_to_wait)
     explained = explanation(about.job, about.device, prediction.rank)
     return Answered(asked=asked, job=about.job, device=about.device, prediction=prediction, explanation=explained)
+
+
+def _refuse_to_wait(what: str) -> NoReturn:
+    """Refuse `what`, which is about to begin and takes longer than the page waits. Raises: SpecError with the way out."""
+    raise SpecError(
+        f"this needs {what}, longer than a page should wait: run `peakcast predict` with it once, on the machine that "
+        "serves this page, and ask here again.",
+        parameter="architecture",
+    )
 
 
 def searched(question: Searched) -> Found:

@@ -105,3 +105,20 @@ def test_verls_stages_and_gradients():
     assert (found.job.precision.gradients, found.job.activation_checkpointing.mode) == ("bfloat16", "none")
     assert any("enable_gradient_checkpointing has no effect" in sentence for sentence in found.assumptions)
     assert found.unknown == ()
+
+
+def test_verls_optimizer_under_megatron():
+    """verl's `override_optimizer_config` are fields of Megatron's OptimizerConfig; `optim`'s dtypes hold with
+    `use_precision_aware_optimizer` alone."""
+    given = (
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=qwen3-8b actor_rollout_ref.actor.strategy=megatron "
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1 trainer.n_gpus_per_node=8 {}\n"
+    )
+    optim = "actor_rollout_ref.actor.optim."
+    hosts = translation_of(given.format(f"+{optim}override_optimizer_config.optimizer_cpu_offload=True")).job
+    assert hosts.offload.optimizer
+    dtypes = f"{optim}exp_avg_dtype=bf16 {optim}exp_avg_sq_dtype=bf16"
+    narrow = translation_of(given.format(f"{dtypes} {optim}use_precision_aware_optimizer=True")).job
+    assert narrow.framework_options["exp_avg_dtype"] == "bf16"
+    assert "exp_avg_dtype" not in translation_of(given.format(dtypes)).job.framework_options
+    assert translation_of(given.format(f"{optim}optimizer=muon")).job.optimizer.name == "muon"

@@ -124,3 +124,47 @@ def test_openrlhfs_distillation_is_refused_and_its_newer_flag_of_the_model_read(
     read = translation_of(f"torchrun --nproc-per-node 8 -m openrlhf.cli.train_sft {flags} --backend fsdp2")
     assert (read.job.architecture.name, read.job.parallelism.sharding) == ("llama-3.2-1b", "fsdp2")
     assert not any("zero_stage" in sentence for sentence in read.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "name", "directions"),
+    [
+        ("optimizer=AdamW8bit {0}optimizer_impl=bitsandbytes.optim", "adamw_8bit", []),
+        ("optimizer=SGD", "sgd", []),
+        ("optimizer=Lion {0}optimizer_impl=lion_pytorch", "adamw", ["less"]),
+    ],
+)
+def test_verls_optimizer_is_the_class_of_a_module(optimizer, name, directions):
+    optim = "actor_rollout_ref.actor.optim."
+    command = (
+        "python3 -m verl.trainer.main_ppo actor_rollout_ref.model.path=qwen3-8b trainer.n_gpus_per_node=8 "
+        f"actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=4 {optim}{optimizer.format(optim)}\n"
+    )
+    read = translation_of(command)
+    assert read.job.optimizer.name == name
+    assert [finding.direction for finding in read.findings if finding.parameter == f"{optim}optimizer"] == directions
+
+
+def test_older_commands_of_openrlhf_have_eager_attention_unless_they_ask():
+    command = (
+        "deepspeed --module openrlhf.cli.train_sft --pretrain llama-3-8b --micro_train_batch_size 1 --max_len 2048 "
+        "--zero_stage 3 {}\n"
+    )
+    asked = ("--bf16", "--bf16 --flash_attn", "--param_dtype bf16")
+    others = [translation_of(command.format(flags)).others for flags in asked]
+    assert [[other.job.attention for other in found] for found in others] == [["eager"], [], []]
+
+
+@pytest.mark.parametrize(("limit", "length"), [({}, 1024), ({"vllm_max_model_length": 900}, 900),
+                                               ({"vllm_max_model_len": 4096}, 1024)])  # fmt: skip
+def test_vllm_ends_completions_at_its_own_length(limit, length):
+    assert translation_of({**GRPO, "use_vllm": True, **limit}).job.sequence_length == length
+    assert translation_of({**GRPO, **limit}).job.sequence_length == 1024  # transformers generates
+
+
+@pytest.mark.parametrize("key", ["gamma_beta_ratio", "simpo_gamma", "cpo_alpha"])
+def test_keys_of_cpo_and_simpo_are_no_dpo(key):
+    """princeton-nlp/SimPO training_configs/llama-3-8b-instruct-simpo.yaml and trl's CPOConfig: no reference is kept."""
+    read = translation_of({**MODEL, "per_device_train_batch_size": 2, "beta": 2.5, key: 0.5, "max_length": 2048})
+    assert (read.job.loss.kind, read.job.reference, read.job.micro_batch_size) == ("cross_entropy", "none", 4)
+    assert read.unknown == ()

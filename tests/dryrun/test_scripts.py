@@ -39,7 +39,9 @@ def test_a_plain_loop_needs_what_the_trace_of_its_job_needs(run_script, traced, 
         assert ours.phase == theirs.phase
     assert replace(found.job, architecture=job.architecture, versions=job.versions) == job
     assert found.job.architecture.hidden_size == 256
-    assert found.answer.first_to_try == peakcast.predict(job, "A100-80GB", rank=0).first_to_try != ()
+    steps, predicted = found.answer.first_to_try, peakcast.predict(job, "A100-80GB", rank=0).first_to_try
+    assert [step.name for step in steps] == [step.name for step in predicted] != []
+    assert steps[0].peak_bytes + steps[0].saved_bytes == found.answer.peak_allocated_bytes.point
     steady = found.timelines["steady"]
     named = set(zip(steady.names, map(Category, steady.categories), strict=True))
     weight = "model.layers.0.self_attn.q_proj.weight"

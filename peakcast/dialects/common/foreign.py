@@ -94,6 +94,7 @@ FOREIGN: tuple[Foreign, ...] = (
         f"{JOB}; its backbone_dtype int4 and lora are --method qlora",
         ("llm_backbone problem_type|training",),
     ),
+    Foreign("a Firefly configuration", f"{JOB}; its QLoRA is --method qlora", ("template_name train_file|train_mode",)),
     Foreign("a torchtune recipe of PPO", POLICY, ("policy_model._component_",)),
     Foreign("an Oumi configuration", JOB, ("model.model_name training.trainer_type|training.use_peft",), ("oumi",)),
     Foreign("a Colossal-AI program", JOB, (), ("colossalai",)),

@@ -18,7 +18,8 @@ RLOO_BETA = 0.05
 """trl's default of `beta` in RLOOConfig; GRPO's is 0."""
 READ = (
     "num_generations", "max_prompt_length", "max_completion_length", "beta", "use_vllm", "vllm_mode", "vllm_device",
-    "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode",
+    "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size", "vllm_enable_sleep_mode", "vllm_max_model_length",
+    "vllm_max_model_len",
 )  # fmt: skip
 SAMPLING = re.compile(
     r"vllm_.*|num_generations.*|generation_.*|steps_per_generation|temperature|top_[pk]|min_p|repetition_penalty|epsilon.*"
@@ -50,9 +51,16 @@ def generation_of(settings: Settings, batch: str) -> Generation:
     lengths = [settings.integer(f"max_{part}_length") for part in ("prompt", "completion")]
     defaults = (PROMPT, COMPLETION)
     length = sum(given or default for given, default in zip(lengths, defaults, strict=True))
+    longest = _longest(settings)
     for part, given, default in zip(("prompt", "completion"), lengths, defaults, strict=True):
         if given is None:
             notes.assumptions.append(f"max_{part}_length is not given; {default} tokens are assumed.")
+    if longest is not None and longest < length:
+        notes.assumptions.append(
+            f"vLLM ends completions at {longest} tokens with their prompts (vllm_max_model_len), before the {length} of "
+            "both lengths together."
+        )
+        length = longest
     notes.assumptions.append(
         f"the sequences of GRPO's step are prompts with their completions, of {length} tokens; {batch} counts "
         f"completions, {settings.integer('num_generations', 8)} of which answer one prompt (num_generations)."
@@ -60,6 +68,13 @@ def generation_of(settings: Settings, batch: str) -> Generation:
     held, sentence = _beside_the_step(settings)
     notes.warnings.append(f"The number is that of GRPO's optimisation step; {sentence}.", "vllm", "more")
     return Generation(sequence_length=length, refers=bool(settings.number("beta", 0.0)), other_memory_fraction=held)
+
+
+def _longest(settings: Settings) -> int | None:
+    """The most tokens that vLLM makes of a prompt with its completion; None where nothing limits them. The key is
+    `vllm_max_model_len` in trl 0.16 to 0.18 and in ms-swift."""
+    named = [settings.integer(f"vllm_max_model_{word}") for word in ("length", "len")]
+    return next(filter(None, named), None) if settings.switch("use_vllm") else None
 
 
 def _beside_the_step(settings: Settings) -> tuple[float, str]:

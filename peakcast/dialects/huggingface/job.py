@@ -159,7 +159,7 @@ def _job(run: _Run, options: dict[str, Any]) -> TrainingJob:
             training, engine, "gradient_accumulation_steps", "gradient_accumulation_steps", 1
         ),
         precision=precision,
-        optimizer=engine_optimizer(engine, notes) or _optimizer(training, run.is_modern, notes, options),
+        optimizer=_engines_optimizer(engine, training, notes) or _optimizer(training, run.is_modern, notes, options),
         finetuning=finetuning,
         attention=attention,
         activation_checkpointing=_checkpointing(training, run.shards, run.is_modern),
@@ -227,6 +227,16 @@ def _batch(training: Settings, engine: Settings | None, key: str, engine_key: st
     if engine is not None and engine.given(engine_key) and not training.given(key):
         return engine.size(engine_key)
     return training.size(key, default, assume=key == "per_device_train_batch_size")
+
+
+def _engines_optimizer(engine: Settings | None, training: Settings, notes: Notes) -> Optimizer | None:
+    """The optimizer that the DeepSpeed configuration names, which the Trainer then takes and not its own `optim`
+    (transformers 5.17 `integrations/deepspeed.py` `deepspeed_optim_sched`)."""
+    optimizer = engine_optimizer(engine, notes)
+    if optimizer is not None and training.given("optim"):
+        name = training.raw("optim")
+        notes.assumptions.append(f"optim={name} has no effect: the DeepSpeed configuration has an optimizer.")
+    return optimizer
 
 
 def _optimizer(training: Settings, modern: bool, notes: Notes, options: dict[str, Any]) -> Optimizer:

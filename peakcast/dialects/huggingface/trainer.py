@@ -66,6 +66,8 @@ _OF_METHOD = {
     "kto": ("desirable_weight", "undesirable_weight"),
     "reward": ("center_rewards_coefficient",),
     "distillation": ("teacher_model_server_url", "lmbda", "distillation_mode", "teacher_server_urls"),
+    "simpo": ("gamma_beta_ratio", "simpo_gamma"),
+    "cpo": ("cpo_alpha",),
     "dpo": ("precompute_ref_log_probs", "beta", "rpo_alpha", "reference_free", "sync_ref_model"),
 }
 """Keys by which TRL's trainers other than SFTTrainer are recognised."""
@@ -262,7 +264,8 @@ def _model(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], training: dic
         return pasted.model
     if "hf_config" in parts:
         return parts["hf_config"]
-    base = named or parts.get("peft", {}).get("base_model_name_or_path")
+    unset = named is True  # a flag whose value is a variable that nothing sets
+    base = (named if not unset else None) or parts.get("peft", {}).get("base_model_name_or_path")
     if base:
         return str(base)
     given = " and ".join(SAYS[name] for name in PARTS if name in parts)
@@ -271,7 +274,7 @@ def _model(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], training: dic
         f"{pasted.where} is {given}, which does not say what is trained: {missing}the model {'are' if missing else 'is'} "
         f"missing; add the model's config.json {pasted.beside()}, or its name by --model"
         f"{f', and the arguments {pasted.beside()}' if missing else ''}.",
-        parameter="model",
+        parameter="model_name_or_path" if unset else "model",
     )
 
 

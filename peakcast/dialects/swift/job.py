@@ -324,7 +324,10 @@ def _refuse_bits(settings: Settings) -> None:
 def _generation(settings: Settings) -> dict[str, Any]:
     """GRPO's settings under trl's names. ms-swift's max_length is the length of the prompt, and its default of beta is
     0.04."""
-    names = ("max_completion_length", "num_generations", "use_vllm", "vllm_mode", "vllm_tensor_parallel_size")
+    names = (
+        "max_completion_length", "num_generations", "use_vllm", "vllm_mode", "vllm_tensor_parallel_size",
+        "vllm_max_model_len",
+    )  # fmt: skip
     given = {name: settings.raw(name) for name in names if settings.raw(name) is not None}
     share = settings.number("vllm_gpu_memory_utilization", settings.number("gpu_memory_utilization", 0.9))
     sleeps = bool(settings.integer("sleep_level", 0, least=0))
