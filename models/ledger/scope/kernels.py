@@ -78,7 +78,7 @@ def _compared(change: str) -> Fact:
 
 COMPILED = Section(
     "torch.compile", when=job.compiles, start="compile=true ",
-    end=" is not modelled; `peakcast explain --trace` compiles the step and shows it, on a machine with torch.", rows=(
+    end=" is not modelled; `peakcast explain --trace` shows it where it can compile the step (needs torch).", rows=(
     Section("torch.compile of the loss alone", when=option("compiled_regions", "loss"), rows=(
         unknown("compile", job.tensor_parallel | job.preference, "of a loss over logits in parts"),
     )),
