@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
 from peakcast.models.ledger.scope.fact import Fact, above, differs, option, setting, trait
-from peakcast.models.ledger.scope.table import Section, fails, less, more, nearly, unknown
+from peakcast.models.ledger.scope.table import Section, fails, less, more, nearly, nearly_more, unknown
 from peakcast.networks.families import family_of
 
 # fmt: off
@@ -48,6 +48,15 @@ FUSED_KERNELS = Section("fused kernels", (
     more("framework_options.lora_kernel",
          job.fused_lora & (job.divides_model | job.sharded_otherwise_than_fsdp1 | job.zero | job.compiles),
          "fused LoRA is modelled on one GPU and with FSDP1, without torch.compile."),
+))
+
+# torch 2.5 `_inductor/runtime/triton_heuristics.py` `clone_args`, Triton 3.1 `testing.py` `do_bench`
+TIMED_KERNELS = Section("kernels that are timed", when=job.times_kernels_on_copies, rows=(
+    nearly_more("versions.torch",
+                job.adapts | job.optimizer_in_backward | job.optimizer("adafactor", "adalomo", "lomo", "sgd"),
+                "Before torch 2.6, Inductor times the variants of a kernel in its first run, on copies of what the kernel "
+                "overwrites and beside 256 MB that it writes in between. A first step needs that much more than counted, "
+                "which can be the run's peak where optimizer states are small, as here; 2.6 copies to the host."),
 ))
 
 # -- torch.compile: what `peakcast verify agreement` has compiled --------------------------------------------------------

@@ -149,6 +149,10 @@ def test_what_is_not_covered_is_said(arguments: dict[str, Any], word: str):
             {**FP8, "recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
             (100_087_808, 133_680_128, 181_934_080, 49_917_440),
         ),
+        (
+            {**FP8, "tensor_model_parallel_size": 2, "sequence_parallel": True},
+            (102_838_784, 119_653_888, 124_477_440, 50_953_728),
+        ),
         (EXPERTS, (206_352_896, 239_945_216, 239_374_336, 67_538_432)),
         ({**EXPERTS, **FP8}, (180_924_928, 214_517_248, 217_291_776, 69_230_592)),
         ({**EXPERTS, **FP8, "fp8_recipe": "blockwise"}, (179_151_360, 212_743_680, 215_656_448, 82_043_904)),
