@@ -28,6 +28,7 @@ from peakcast.models.ledger.tape.step import BlockRun, Hooks, Step
 from peakcast.timelines.timeline import Category
 
 ENDS = ("embedding", "head")
+_EXPERTS = ".experts."
 LEAST_IN_FLIGHT = 10**9
 """In elements, unless two layers have more: `suggested_communication_unit_size`, which is called a cap there. Pull request
 7134 of Megatron-LM (September 2026) makes it one; no release with that was read."""
@@ -84,7 +85,7 @@ def fsdp_parameter_groups(
     for _, layer in groupby(inside, key=lambda p: p.module):
         alike: dict[tuple[bool, bool], list[Parameter]] = {}
         for p in layer:
-            alike.setdefault((".experts." in p.name, p.name in narrow), []).append(p)
+            alike.setdefault((_EXPERTS in p.name, p.name in narrow), []).append(p)
         parts += alike.values()
     return tuple(
         _bucket(part, expert_shards if part[0].expert else shards, narrow=part[0].name in narrow) for part in parts if part
@@ -99,7 +100,7 @@ def _bucket(parameters: Sequence[Parameter], shards: int, *, narrow: bool) -> FS
         fits = row == chunk or tensor < chunk or (chunk and chunk % row == 0 and tensor % chunk == 0)
         chunk = chunk if fits else math.lcm(chunk or row, row)
     total = sum(p.numel for p in parameters)
-    modules, expert = frozenset(p.module for p in parameters), parameters[0].expert
+    modules, expert = frozenset(p.module for p in parameters), _EXPERTS in parameters[0].name
     return FSDPParameterGroup(modules, round_up(total, shards * chunk), shards, narrow, expert)
 
 
