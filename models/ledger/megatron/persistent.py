@@ -104,7 +104,8 @@ def hold_fp8_weights(step: Step, share: RankShare, first: FirstRuns) -> None:
                 if ".linear_" in p.name and len(p.shape) > 1:
                     module = f"layers.{layer}"
                     again = 0 if p.name.endswith(at_once) else first.recomputed.get(layer, 0)
-                    copies = (0,) if either else (0, again)  # by rows and by columns, or in a layout that serves both
+                    # by rows and by columns, or in a layout that serves both
+                    copies: tuple[int, ...] = (0,) if either else (0, again)
                     narrow = is_fp8_parameter(share, p)
                     dies = end_of_columns(share, p, step.now) if narrow else FOREVER
                     if narrow:
