@@ -10,6 +10,7 @@ from functools import lru_cache
 from peakcast.core.units import DTYPE_BYTES, FP8
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.megatron.distributed_optimizer import BufferRules, bucket_size, buffer_elements, shard_pieces
+from peakcast.models.ledger.megatron.fp8_parameters import MXFP8_BLOCK, is_fp8_parameter
 from peakcast.models.ledger.megatron.fsdp import buckets_of, hold_shards, is_fully_sharded
 from peakcast.models.ledger.megatron.layer_wise_optimizer import packed, ping_pong
 from peakcast.models.ledger.megatron.parameters import Parameter, chunk_parameters
@@ -18,9 +19,6 @@ from peakcast.models.ledger.megatron.states import main_parameters
 from peakcast.models.ledger.tape.columns import RecordedColumns
 from peakcast.models.ledger.tape.step import Step
 from peakcast.timelines.timeline import Category
-
-MXFP8_BLOCK = 32
-"""Elements that share a one-byte scale."""
 
 
 def owned_parameters(share: RankShare) -> list[list[Parameter]]:
@@ -73,13 +71,6 @@ def _place_among_replicas(share: RankShare, *, expert: bool) -> int:
     if expert and experts is not None:
         return share.shard // experts.group_size
     return share.shard // share.job.parallelism.tensor_parallel_size
-
-
-def is_fp8_parameter(share: RankShare, parameter: Parameter) -> bool:
-    """Whether the parameter itself is FP8: the weight of one of Transformer Engine's projections, if the job asks for
-    it."""
-    asked = bool(share.context.fp8_recipe) and bool(share.convention.get("fp8_param_gather"))
-    return asked and ".linear_" in parameter.name and parameter.name.endswith("weight") and len(parameter.shape) > 1
 
 
 def owns_whole_tensors(job: TrainingJob) -> bool:

@@ -8,7 +8,7 @@ from functools import lru_cache
 
 from peakcast.core.units import DTYPE_BYTES, FP8, FP32
 from peakcast.models.ledger.megatron.buffers import buffers, owned_parameters, shares_gradient_buffer, tensors_of
-from peakcast.models.ledger.megatron.fsdp import buckets_of, is_fully_sharded
+from peakcast.models.ledger.megatron.fsdp import FSDPParameterGroup, buckets_of, is_fully_sharded
 from peakcast.models.ledger.megatron.layer_wise_optimizer import orthogonalized_bytes
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import RankShare
@@ -16,6 +16,9 @@ from peakcast.models.ledger.megatron.states import REMAINDER, main_parameters, o
 from peakcast.models.ledger.tape.columns import RecordedColumns
 from peakcast.models.ledger.tape.step import FOREVER, Step
 from peakcast.timelines.timeline import Category, Phase
+
+WHOLE_BUCKETS = 5 * 2**30
+"""Elements after which whole buckets are cast to FP8 (`BATCH_QUANT_MEMORY_LIMIT_BYTES`)."""
 
 
 @lru_cache(maxsize=512)
@@ -49,6 +52,7 @@ def optimizer_step(step: Step, share: RankShare, *, first: bool) -> None:
     born = now if first else 0
     if is_fully_sharded(share):
         _hold_sharded_states(step, share, born)
+        _cast_shards_to_fp8(step, share)
         return
     widened, main = widens_gradients(share), main_parameters(share)
     groups: Counter[bool] = Counter()
@@ -93,6 +97,32 @@ def _cast_to_fp8(step: Step, share: RankShare) -> None:
         if owned:
             at = step.moment("cast to FP8", Phase.OPTIMIZER_STEP)
             step.hold("cast_parameters", Category.OPTIMIZER_TEMPORARIES, owned * width, at, at + 1, "optimizer")
+    if narrow:
+        step.moment("optimizer.step returns", Phase.OPTIMIZER_STEP)
+
+
+def _cast_shards_to_fp8(step: Step, share: RankShare) -> None:
+    """Megatron-FSDP's cast of this rank's parts of the FP8 parameters: by way of the model's dtype, like other optimizers',
+    but for scales of blocks in whole buckets, which are as many at once as `WHOLE_BUCKETS` has room for (megatron-core
+    0.16.1 `param_and_grad_buffer.py` `copy_main_weights_to_model_weights`)."""
+    width = int(DTYPE_BYTES[share.job.precision.parameters])
+    narrow = [b for parameters in owned_parameters(share) for b in buckets_of(share, parameters) if b.narrow]
+    whole = share.context.fp8_recipe == "blockwise"
+    batches: list[list[FSDPParameterGroup]] = [[]]
+    for bucket in narrow:
+        if whole and sum(one.elements for one in batches[-1]) > WHOLE_BUCKETS:
+            batches.append([])
+        batches[-1].append(bucket)
+    for batch in filter(None, batches):
+        began = at = 0
+        for expert in sorted({bucket.expert for bucket in batch}):
+            at = step.moment("cast to FP8", Phase.OPTIMIZER_STEP)
+            began = began or at
+            owned = sum(bucket.shard_elements for bucket in batch if bucket.expert == expert)
+            step.hold("cast_parameters", Category.OPTIMIZER_TEMPORARIES, owned * width, at, at + 1, "optimizer")
+        if whole:
+            gathered = sum(bucket.elements for bucket in batch) * FP8
+            step.hold("whole_parameters", Category.PARAMETERS, gathered, began, at + 1, "optimizer")
     if narrow:
         step.moment("optimizer.step returns", Phase.OPTIMIZER_STEP)
 

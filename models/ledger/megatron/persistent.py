@@ -8,8 +8,10 @@ from functools import lru_cache
 
 from peakcast.catalog import Device
 from peakcast.core.units import FP32
-from peakcast.models.ledger.megatron.buffers import MXFP8_BLOCK, is_fp8_parameter, shares_gradient_buffer
+from peakcast.models.ledger.megatron.buffers import shares_gradient_buffer
 from peakcast.models.ledger.megatron.first_runs import FirstRuns
+from peakcast.models.ledger.megatron.fp8_parameters import MXFP8_BLOCK, is_fp8_parameter, reads_either_layout
+from peakcast.models.ledger.megatron.fsdp import is_fully_sharded
 from peakcast.models.ledger.megatron.optimizer import end_of_columns
 from peakcast.models.ledger.megatron.parameters import layer_parameters
 from peakcast.models.ledger.megatron.share import RankShare, weights_share
@@ -89,11 +91,11 @@ def hold_fp8_weights(step: Step, share: RankShare, first: FirstRuns) -> None:
     Source: Transformer Engine 2.8 `pytorch/module/base.py` `get_weight_workspace`, `pytorch/csrc/quantizer.cpp`
     `Float8Quantizer::create_tensor`, `pytorch/tensor/mxfp8_tensor.py` `make_empty`.
     """
-    recipe, device = share.context.fp8_recipe, share.device
+    recipe = share.context.fp8_recipe
     if not recipe:
         return
     at_once = _with_columns_at_once(share)
-    either = device is not None and device.compute_capability[0] >= 10 and recipe in ("delayed", "tensorwise")
+    either = reads_either_layout(share)
     for chunk in share.chunks:
         for layer in chunk.layers:
             for p in layer_parameters(share.layer_context(layer)):
@@ -102,10 +104,13 @@ def hold_fp8_weights(step: Step, share: RankShare, first: FirstRuns) -> None:
                 if ".linear_" in p.name and len(p.shape) > 1:
                     module = f"layers.{layer}"
                     again = 0 if p.name.endswith(at_once) else first.recomputed.get(layer, 0)
-                    copies = (0,) if either else (0, again)  # by rows and by columns, or in a layout that serves both
+                    # by rows and by columns, or in a layout that serves both
+                    copies: tuple[int, ...] = (0,) if either else (0, again)
                     narrow = is_fp8_parameter(share, p)
                     dies = end_of_columns(share, p, step.now) if narrow else FOREVER
-                    for born in copies[1:] if narrow else copies:
+                    if narrow:
+                        copies = () if is_fully_sharded(share) else copies[1:]
+                    for born in copies:
                         step.hold(f"{p.name}.fp8", Category.OTHER, p.numel, born, dies, module)
                         if recipe == "mxfp8":
                             step.hold(f"{p.name}.scales", Category.OTHER, p.numel // MXFP8_BLOCK, born, module=module)

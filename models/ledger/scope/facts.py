@@ -26,6 +26,7 @@ from peakcast.models.ledger.huggingface.blocks.builder import is_adapter_target
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, slides_anywhere
 from peakcast.models.ledger.layouts import expert_ranks, gathered_dtype
 from peakcast.models.ledger.layouts.pipeline import SPLIT_BACKWARD
+from peakcast.models.ledger.optimizers.choice import COPIES_ON_THE_HOST
 from peakcast.models.ledger.parameters.inventory import layer_parameters
 from peakcast.models.ledger.scope import adapter_targets
 from peakcast.models.ledger.scope.fact import Fact, above, fact, option, setting, trait
@@ -266,6 +267,12 @@ def zero_alone(job: TrainingJob) -> bool:
 def gradients_stay(job: TrainingJob) -> bool:
     """Whether torch is one whose `zero_grad` fills gradients with zeros by default, and so frees none."""
     return job.task == "train" and torch_release(job.versions) < (2, 0)
+
+
+@fact
+def times_kernels_on_copies(job: TrainingJob) -> bool:
+    """Whether Inductor copies on the GPU what a kernel overwrites, to time its variants in a first step."""
+    return job.compile and torch_release(job.versions) < COPIES_ON_THE_HOST
 
 
 @fact

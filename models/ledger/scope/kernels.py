@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
 from peakcast.models.ledger.scope.fact import Fact, above, differs, option, setting, trait
-from peakcast.models.ledger.scope.table import Section, fails, less, more, nearly, unknown
+from peakcast.models.ledger.scope.table import Section, fails, less, more, nearly, nearly_more, unknown
 from peakcast.networks.families import family_of
 
 # fmt: off
@@ -50,6 +50,15 @@ FUSED_KERNELS = Section("fused kernels", (
          "fused LoRA is modelled on one GPU and with FSDP1, without torch.compile."),
 ))
 
+# torch 2.5 `_inductor/runtime/triton_heuristics.py` `clone_args`, Triton 3.1 `testing.py` `do_bench`
+TIMED_KERNELS = Section("kernels that are timed", when=job.times_kernels_on_copies, rows=(
+    nearly_more("versions.torch",
+                job.adapts | job.optimizer_in_backward | job.optimizer("adafactor", "adalomo", "lomo", "sgd"),
+                "Before torch 2.6, Inductor times the variants of a kernel in its first run, on copies of what the kernel "
+                "overwrites and beside 256 MB that it writes in between. A first step needs that much more than counted, "
+                "which can be the run's peak where optimizer states are small, as here; 2.6 copies to the host."),
+))
+
 # -- torch.compile: what `peakcast verify agreement` has compiled --------------------------------------------------------
 
 _ONE = ~job.many_ranks
@@ -78,7 +87,7 @@ def _compared(change: str) -> Fact:
 
 COMPILED = Section(
     "torch.compile", when=job.compiles, start="compile=true ",
-    end=" is not modelled; `peakcast explain --trace` compiles the step and shows it, on a machine with torch.", rows=(
+    end=" is not modelled; `peakcast explain --trace` shows it where it can compile the step (needs torch).", rows=(
     Section("torch.compile of the loss alone", when=option("compiled_regions", "loss"), rows=(
         unknown("compile", job.tensor_parallel | job.preference, "of a loss over logits in parts"),
     )),

@@ -16,7 +16,7 @@ from peakcast.models.ledger.recorded.covering import (
     with_other_kernels,
     without_kernels,
 )
-from peakcast.models.ledger.scope.kernels import ATTENTION, COMPILED, FUSED_KERNELS
+from peakcast.models.ledger.scope.kernels import ATTENTION, COMPILED, FUSED_KERNELS, TIMED_KERNELS
 from peakcast.models.ledger.scope.layouts import LAYOUTS, ZERO
 from peakcast.models.ledger.scope.networks import ENCODER_DECODERS, NETWORKS, OWN_NETWORKS, TRACED_NETWORKS
 from peakcast.models.ledger.scope.table import ScopeLimit, Section
@@ -38,7 +38,7 @@ from peakcast.models.recipes.shelf import installed_libraries, wants_recipe
 EVERY_STACK = (BATCHES, PREFERENCES, LENGTHS, FROZEN)
 PYTORCH = (
     *(NETWORKS, OWN_NETWORKS, ENCODER_DECODERS, LAYOUTS, SETTINGS, MIXTURES, ADAPTERS, ATTENTION, FUSED_KERNELS),
-    *(ZERO, COMPILED, UPDATES_IN_BACKWARD, ADAM_MINI),
+    *(ZERO, COMPILED, TIMED_KERNELS, UPDATES_IN_BACKWARD, ADAM_MINI),
 )
 """The sections for Hugging Face, plain PyTorch and DeepSpeed."""
 

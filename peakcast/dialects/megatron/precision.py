@@ -52,7 +52,8 @@ def _fp8(settings: Settings) -> bool:
     if settings.switch("fp8_param_gather"):
         recipe = settings.text("fp8_recipe", flags.FP8_RECIPES[0])
         known = recipe in flags.FP8_GATHERED_RECIPES or (
-            recipe == "mxfp8" and settings.switch("reuse_grad_buf_for_mxfp8_param_ag")
+            recipe == "mxfp8"  # of Megatron-FSDP the table of scope tells
+            and (settings.switch("reuse_grad_buf_for_mxfp8_param_ag") or settings.switch("use_megatron_fsdp"))
         )
         if not known or not settings.switch("use_distributed_optimizer"):
             settings.notes.unsupported.append(

@@ -4,7 +4,7 @@ import pytest
 
 from peakcast.collectors.measure.grid import expand
 from peakcast.models.baseline.ledger import ledger
-from peakcast.models.ledger.scope.scope import out_of_scope
+from peakcast.models.ledger.scope.scope import out_of_scope, scope_findings
 from peakcast.timelines.timeline import Phase
 
 UNTIED = {"architecture": "llama-2-7b"}
@@ -170,3 +170,18 @@ def test_a_network_compiled_whole_has_its_loss_inside_and_keeps_less():
     assert Phase.LOSS not in whole.phase_peaks()
     peaks = [one.peak(Phase.BACKWARD).num_bytes for one in (whole, layers, eager)]
     assert peaks == sorted(set(peaks))
+
+
+@pytest.mark.parametrize(
+    ("changes", "torch", "said"),
+    [
+        ({"finetuning": {"method": "lora", "rank": 8}}, "2.5", True),
+        ({"optimizer": {"name": "adafactor"}}, "2.5", True),
+        ({"optimizer": {"name": "adafactor"}}, "2.6", False),
+        ({"optimizer": {"name": "adafactor"}, "compile": False}, "2.5", False),
+        ({}, "2.5", False),  # AdamW's states, which the first step lacks, are larger than any copy
+    ],
+)
+def test_copies_that_kernels_are_timed_on_are_said_where_they_can_be_the_peak(changes, torch, said):
+    findings = scope_findings(job(**changes, versions={"torch": torch}))
+    assert any("times the variants of a kernel" in finding.sentence for finding in findings) == said
