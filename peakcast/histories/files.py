@@ -26,7 +26,8 @@ def recordings_of(path: Path) -> list[Path]:
     """
     if not path.is_dir():
         return [path]
-    found = sorted({file for name in NAMES for ending in ("", ".gz") for file in path.glob(name + ending) if file.is_file()})
+    patterns = [name + ending for name in NAMES for ending in ("", ".gz")]
+    found = sorted(file for pattern in patterns for file in path.glob(pattern) if file.is_file())
     if not found:
         raise RecordError(
             f"{path} has no recording ({', '.join(NAMES)}, each also as .gz); name the file if it is called otherwise.",
