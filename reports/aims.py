@@ -140,10 +140,10 @@ def goals(evaluation: Evaluation) -> Iterator[Goal]:
 
 def _goal(name: str, cells: Sequence[Scored], aims: tuple[Aim, ...], everyones: Sequence[Scored] = ()) -> Iterator[Goal]:
     if cells:
-        yield Goal(name=name, cells=tuple(cells), aims=aims, alone=_kinds_of_one_source(cells, everyones))
+        yield Goal(name=name, cells=tuple(cells), aims=aims, alone=kinds_of_one_source(cells, everyones))
 
 
-def _kinds_of_one_source(cells: Sequence[Scored], everyones: Sequence[Scored]) -> tuple[str, ...]:
+def kinds_of_one_source(cells: Sequence[Scored], everyones: Sequence[Scored]) -> tuple[str, ...]:
     """The kinds of `cells` that none of `everyones` from another source has; none if the cells are of several sources."""
     sources = {cell.project for cell in cells}
     others = {cell.kind for cell in everyones if cell.project not in sources}
