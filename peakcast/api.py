@@ -6,7 +6,7 @@ Heavy libraries are imported inside the functions that need them, so that a pred
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from peakcast.dialects.common.translation import Translation
     from peakcast.doors.proposing import Proposed
     from peakcast.doors.recording import Recorded
-    from peakcast.doors.replaying import Replayed
+    from peakcast.doors.replaying import NotReplayed, Replayed
     from peakcast.doors.shipping import Shipment
     from peakcast.jobs.spec import TrainingJob
     from peakcast.models.calibration.calibration import Calibration
@@ -58,6 +58,7 @@ __all__ = [
     "read",
     "record",
     "replay",
+    "replay_all",
     "report",
     "reproduce",
     "search",
@@ -210,6 +211,17 @@ def replay(
     from peakcast.doors.replaying import replayed
 
     return replayed(Path(file), against, gpu, rank, trace=trace, module=module, output=output)
+
+
+def replay_all(files: Iterable[str | Path]) -> Iterator[Replayed | NotReplayed]:
+    """Replay each of `files` as `replay` does, one after the other; a folder stands for the recordings in it (*.pickle,
+    *.pkl, *.jsonl, each also as .gz). A file that cannot be read gives a `NotReplayed`, and the others are replayed.
+
+    Raises: RecordError if a folder has no recording.
+    """
+    from peakcast.doors.replaying import all_replayed
+
+    return all_replayed(Path(file) for file in files)
 
 
 def record(job: object, *, python: str = sys.executable, output: str | Path | None = None) -> Recorded:

@@ -117,6 +117,9 @@ class Goal:
     name: str
     cells: tuple[Scored, ...]
     aims: tuple[Aim, ...]
+    alone: tuple[str, ...] = ()
+    """Kinds of these rows, all of one source, that no other source has of this peak: without that source nothing measured
+    says how wide their bars should be."""
 
 
 def goals(evaluation: Evaluation) -> Iterator[Goal]:
@@ -127,14 +130,21 @@ def goals(evaluation: Evaluation) -> Iterator[Goal]:
         peak = quantity.removeprefix("peak_").removesuffix("_bytes")
         for name, quantities, holds, aims in PARTS:
             if quantity in quantities:
-                yield from _goal(f"{name}: {peak}", [cell for cell in cells if holds(cell)], aims)
+                yield from _goal(f"{name}: {peak}", [cell for cell in cells if holds(cell)], aims, cells)
         yield from _goal(f"all rows: {peak}", cells, (Aim("coverage", 0.93, 0.87), SILENT))
         for source in sorted({cell.project for cell in cells}):
             own = [cell for cell in cells if cell.project == source]
             if len(own) >= MANY_ROWS:
-                yield from _goal(f"{source}: {peak}", own, (Aim("coverage", 1.0, 0.80),))
+                yield from _goal(f"{source}: {peak}", own, (Aim("coverage", 1.0, 0.80),), cells)
 
 
-def _goal(name: str, cells: Sequence[Scored], aims: tuple[Aim, ...]) -> Iterator[Goal]:
+def _goal(name: str, cells: Sequence[Scored], aims: tuple[Aim, ...], everyones: Sequence[Scored] = ()) -> Iterator[Goal]:
     if cells:
-        yield Goal(name=name, cells=tuple(cells), aims=aims)
+        yield Goal(name=name, cells=tuple(cells), aims=aims, alone=kinds_of_one_source(cells, everyones))
+
+
+def kinds_of_one_source(cells: Sequence[Scored], everyones: Sequence[Scored]) -> tuple[str, ...]:
+    """The kinds of `cells` that none of `everyones` from another source has; none if the cells are of several sources."""
+    sources = {cell.project for cell in cells}
+    others = {cell.kind for cell in everyones if cell.project not in sources}
+    return tuple(sorted({cell.kind for cell in cells} - others)) if len(sources) == 1 and everyones else ()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.models.evaluation.metrics import AccuracySummary, Scored, summarise
@@ -30,6 +31,8 @@ class Miss:
     cells: tuple[Scored, ...]
     """All rows of the figure."""
     behind: tuple[Scored, ...]
+    alone: tuple[str, ...] = ()
+    """As in `Goal`."""
 
     @property
     def line(self) -> list[str]:
@@ -48,7 +51,8 @@ class Miss:
         count = summary.num_architectures
         rest = f"bars are wider than these rows need: {count} architecture{'s have' if count > 1 else ' has'} rows"
         if self.aim.figure != "coverage":
-            return rest
+            alone = f", and no source but this one has this peak of {', '.join(self.alone)}" if self.alone else ""
+            return rest + alone
         mean = percent(coverage_by_architecture(self.cells), 0)
         return f"{rest}, and averaged over architectures {mean} of an architecture's rows are inside"
 
@@ -76,10 +80,10 @@ def causes(cells: Iterable[Scored]) -> list[tuple[KnownCause | None, list[Scored
     return sorted(found.items(), key=lambda item: (item[0] is None, -len(item[1]), item[0].name if item[0] else ""))
 
 
-def misses(of: str, aims: Sequence[Aim], cells: Sequence[Scored]) -> list[Miss]:
-    """The targets that the figures of `cells` miss."""
-    summary = summarise(cells)
-    return [Miss(of=of, aim=aim, cells=tuple(cells), behind=aim.behind(cells)) for aim in aims if not aim.met(summary)]
+def misses(of: str, aims: Sequence[Aim], cells: Sequence[Scored], alone: tuple[str, ...] = ()) -> list[Miss]:
+    """The targets that the figures of `cells` miss. `alone`: as in `Goal`."""
+    summary, missed = summarise(cells), partial(Miss, of=of, cells=tuple(cells), alone=alone)
+    return [missed(aim=aim, behind=aim.behind(cells)) for aim in aims if not aim.met(summary)]
 
 
 def gpu_misses(evaluation: Evaluation, gpu: str) -> list[Miss]:
@@ -93,7 +97,7 @@ def gpu_misses(evaluation: Evaluation, gpu: str) -> list[Miss]:
 
 def goal_misses(evaluation: Evaluation) -> list[Miss]:
     """The missed goals over all GPU types."""
-    return [miss for goal in goals(evaluation) for miss in misses(goal.name, goal.aims, goal.cells)]
+    return [miss for goal in goals(evaluation) for miss in misses(goal.name, goal.aims, goal.cells, goal.alone)]
 
 
 def goal_lines(evaluation: Evaluation) -> list[list[str]]:

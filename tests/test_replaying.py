@@ -97,6 +97,45 @@ def test_an_output_needs_something_to_compare_with(capsys):
     assert "give against" in capsys.readouterr().err
 
 
+# -- several recordings ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def ranks(tmp_path):
+    """A folder of two recordings and a page that is none."""
+    for number, name in enumerate(("jaspersolt-snapshot-6720", "charan6924-snap-075d")):
+        (tmp_path / f"rank{number}.jsonl.gz").write_bytes((FOLDER / f"{name}.jsonl.gz").read_bytes())
+    (tmp_path / "README.md").write_text("two ranks")
+    return tmp_path
+
+
+@pytest.mark.parametrize("named", [lambda folder: [folder], lambda folder: sorted(folder.glob("rank*"))])
+def test_several_recordings_are_one_object_each(ranks, capsys, named):
+    assert run(*named(ranks), "--json") == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [Path(one["file"]).name for one in found] == ["rank0.jsonl.gz", "rank1.jsonl.gz"]
+    alone = [api.replay(ranks / f"rank{number}.jsonl.gz").to_mapping() for number in range(2)]
+    assert found == alone
+
+
+def test_a_damaged_one_among_several_does_not_end_the_others(ranks, capsys):
+    (ranks / "rank0.pickle").write_text("hello")
+    assert run(ranks, "--json") == 2
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [one.get("agrees") for one in found] == [True, None, True]
+    assert "damaged" in found[1]["error"]["message"]
+    assert run(ranks) == 2
+    assert "not replayed: " in capsys.readouterr().out
+
+
+def test_a_folder_without_recordings_and_a_comparison_with_several_are_refused(ranks, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    assert run(tmp_path / "empty") == 2
+    assert "has no recording" in capsys.readouterr().err
+    assert run(ranks, "--against", "llama-3.2-1b") == 2
+    assert "name one file" in capsys.readouterr().err
+
+
 # -- beside a prediction ------------------------------------------------------------------------------------------------
 
 

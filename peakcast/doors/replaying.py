@@ -1,15 +1,16 @@
-"""The implementation of `api.replay`: reads a recording, replays it in the simulated allocator, compares it with a
-prediction."""
+"""The implementation of `api.replay` and `api.replay_all`: reads recordings, replays them in the simulated allocator, and
+compares one with a prediction."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from peakcast.core.errors import RecordError
 from peakcast.doors.questions import Rank
-from peakcast.histories.files import read_histories
+from peakcast.histories.files import read_histories, recordings_of
 from peakcast.histories.history import History
 from peakcast.models.allocator.caching_allocator import SimulatedOutOfMemoryError
 from peakcast.models.allocator.history_replay import HistoryReplay, allocated_bytes, replay_history
@@ -60,6 +61,28 @@ class Replayed:
                 "phases": [_mapping(moment) for moment in self.beside.phases],
             }
         return mapping | ({"written": self.written} if self.written else {})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NotReplayed:
+    """A file, among several, that cannot be replayed, and why."""
+
+    file: str
+    error: RecordError
+
+    def to_mapping(self) -> dict[str, Any]:
+        """JSON values."""
+        error = self.error
+        return {"file": self.file, "error": {"parameter": error.parameter, "value": error.value, "message": error.message}}
+
+
+def all_replayed(files: Iterable[Path]) -> Iterator[Replayed | NotReplayed]:
+    """The replay of each recording in `files`, one after the other. Raises: RecordError if a folder of them has none."""
+    for file in [recording for path in files for recording in recordings_of(path)]:
+        try:
+            yield replayed(file, None, None, None, trace=False, module=None, output=None)
+        except RecordError as error:
+            yield NotReplayed(file=str(file), error=error)
 
 
 def replayed(

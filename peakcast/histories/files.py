@@ -1,4 +1,4 @@
-"""Reads a file of allocator histories; its content decides which of the known formats it is."""
+"""Finds and reads files of allocator histories. A file's content decides which of the known formats it is."""
 
 from __future__ import annotations
 
@@ -15,6 +15,25 @@ from peakcast.histories.published import published_history
 from peakcast.histories.snapshots import histories_of
 
 GZIP, PICKLE = b"\x1f\x8b", b"\x80"
+NAMES = ("*.pickle", "*.pkl", "*.jsonl")
+"""Names of the files of a folder that are taken for recordings; each may be packed with gzip."""
+
+
+def recordings_of(path: Path) -> list[Path]:
+    """`path` itself if it is a file; of a folder, the recordings in it by name, without those of folders inside it.
+
+    Raises: RecordError if a folder has none.
+    """
+    if not path.is_dir():
+        return [path]
+    patterns = [name + ending for name in NAMES for ending in ("", ".gz")]
+    found = sorted(file for pattern in patterns for file in path.glob(pattern) if file.is_file())
+    if not found:
+        raise RecordError(
+            f"{path} has no recording ({', '.join(NAMES)}, each also as .gz); name the file if it is called otherwise.",
+            value=str(path),
+        )
+    return found
 
 
 def read_histories(path: Path) -> list[History]:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from peakcast.answers.labels import phase_title
 from peakcast.core.units import GIB, MIB, format_gib
-from peakcast.doors.replaying import Replayed
+from peakcast.doors.replaying import NotReplayed, Replayed
 from peakcast.explaining.recording_comparison import UNKNOWN_PHASE, Moment, RecordingComparison, SizeRow
 from peakcast.models.allocator.history_replay import HistoryReplay
 from peakcast.printing.wrapping import WIDTH
@@ -25,6 +25,12 @@ def replayed_text(found: Replayed) -> str:
     parts += [comparison_text(found.beside)] if found.beside is not None else []
     parts += [f"Written: {found.written}"] if found.written else []
     return "\n\n".join(parts)
+
+
+def one_of_many_text(found: Replayed | NotReplayed) -> str:
+    """One file among several: its path, and what the replay says or why there is none."""
+    text = f"not replayed: {found.error.message}" if isinstance(found, NotReplayed) else replayed_text(found)
+    return f"{found.file}\n{textwrap.indent(text, '  ')}"
 
 
 def _replay(name: str, each: HistoryReplay) -> Iterator[str]:

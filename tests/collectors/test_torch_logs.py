@@ -3,6 +3,7 @@
 import json
 from collections import Counter
 
+import numpy as np
 import pytest
 
 from peakcast.catalog import gpu
@@ -22,6 +23,7 @@ from peakcast.measurements.store import datasets_folder
 from peakcast.models.baseline.baseline import baseline
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.scope.scope import out_of_scope
+from peakcast.timelines.timeline import Phase
 
 SOURCES = datasets_folder() / "published" / "sources"
 READ = {
@@ -115,9 +117,12 @@ def test_reserved_memory_of_eager_runs_is_answered(by_id, name):
     assert answered == pytest.approx(row.peak_reserved_bytes, rel=REPLAYED[name] / 100)
 
 
-def off(row):
-    """The bare ledger's allocated peak, and how far it is from the row's; nothing is fitted."""
-    return ledger(row.job, device=gpu(row.gpu)).peak().num_bytes / row.peak_allocated_bytes - 1
+def off(row, first_micro_batch=False):
+    """How far the bare ledger's allocated peak is from the row's; nothing is fitted."""
+    step = ledger(row.job, device=gpu(row.gpu))
+    again = np.nonzero((step.phases[1:] == Phase.FORWARD) & (step.phases[:-1] == Phase.BACKWARD))[0]
+    end = again[0] + 1 if first_micro_batch else None
+    return int(step.totals[:end].max()) / row.peak_allocated_bytes - 1
 
 
 def litgpt(by_id, wanted, *, quantized=False):
@@ -134,13 +139,15 @@ def test_one_adapter_of_a_joined_projection_is_met_on_one_gpu(by_id):
 
 
 def test_adapters_in_units_of_fsdp1_have_gradients_of_frozen_weights(by_id):
-    """Each run accumulates 64 or 32 micro-batches without a reduction: the whole network's gradients, which are not
-    trained, more than doubled it. The longest sample is in the first of them, so larger batches took a little less."""
+    """Each run accumulates micro-batches without a reduction: the whole network's gradients, which are not trained, more
+    than doubled it. The longest sample is in the first of them, when there are no gradients yet, and later ones are
+    shorter: equal lengths are an upper bound, and the first micro-batch's peak a lower one."""
     rows = litgpt(by_id, "GPUs, ")
     assert len(rows) == 10
-    assert all(-0.005 < off(row) < 0.045 for row in rows)
+    assert all(off(row) > 0 for row in rows)
+    assert all(-0.07 < off(row, first_micro_batch=True) < 0.005 for row in rows)
     alone = [row for row in rows if row.job.micro_batch_size == 1]
-    assert max(abs(off(row)) for row in alone) < 0.011
+    assert max(off(row) for row in alone) < 0.035
 
 
 def test_axolotl_keeps_the_dtype_of_what_fsdp2_shards(by_id):

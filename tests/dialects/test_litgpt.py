@@ -152,6 +152,11 @@ def test_one_matrix_makes_queries_keys_and_values_where_all_weights_train():
     assert full.framework_options["logits_chunks"] == 2 * 256 // 128
 
 
+def test_adapters_take_the_chunks_of_all_sequences_together():
+    adapted = read(checkpoint_dir="checkpoints/meta-llama/Llama-2-7b", **LORA).job
+    assert adapted.framework_options["logits_chunks"] == adapted.sequence_length // 128
+
+
 def test_what_sgd_keeps_and_copies():
     train = {"micro_batch_size": 1, "max_seq_length": 64}
     recipe = {"checkpoint_dir": "checkpoints/meta-llama/Llama-3.2-1B", "train": train}

@@ -49,9 +49,15 @@ def test_rows_without_errors_leave_a_share_of_the_prior() -> None:
     assert learned([terms()] * 1000, [0.0] * 1000).predict(terms()) >= LEAST
 
 
-def test_rows_that_were_mended_do_not_say_what_a_new_kind_costs() -> None:
-    spread = learned([terms(kind=1.0)] * 500, [0.0] * 500)
-    assert spread.coefficients_["kind"] == PRIORS[QUANTITY]["kind"] > 0
+def test_what_a_new_kind_costs_is_learned_from_rows_of_one() -> None:
+    """Rows that were mended leave a share of the prior; where no row is of a new kind, all of it stays."""
+    prior = PRIORS[QUANTITY]["kind"]
+    assert learned([terms()] * 500, [0.0] * 500).coefficients_["kind"] == pytest.approx(prior)
+    assert learned([terms(kind=1.0)] * 500, [0.0] * 500).coefficients_["kind"] == LEAST_SHARE * prior
+    random = np.random.default_rng(3)
+    rows = [terms(kind=float(index % 2)) for index in range(400)]
+    errors = [0.004 * (5 if row["kind"] else 1) * random.exponential() for row in rows]
+    assert learned(rows, errors).predict(terms(kind=1.0)) == pytest.approx(0.02, rel=0.15)
 
 
 def test_a_job_further_outside_is_expected_to_be_no_better() -> None:

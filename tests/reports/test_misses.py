@@ -11,7 +11,7 @@ import pytest
 
 from peakcast.models.evaluation.evaluation import Evaluation
 from peakcast.models.evaluation.metrics import Scored, summarise
-from peakcast.reports.aims import TARGETS, Aim, goals
+from peakcast.reports.aims import TARGETS, Aim, goals, kinds_of_one_source
 from peakcast.reports.known_causes import KnownCause, cause_of, known_causes
 from peakcast.reports.metrics import cells_of
 from peakcast.reports.misses import (
@@ -62,6 +62,16 @@ def test_bars_that_hold_too_often_lack_architectures_and_no_row(evaluation: Eval
         "architecture's rows are inside"
     )
     assert miss.line == ["these", "coverage", "100 %", "88–92 %", "–", why]
+
+
+def test_wide_bars_of_what_one_source_alone_measured_say_so(evaluation: Evaluation) -> None:
+    cell = cells_of(evaluation, "A100-80GB", "peak_allocated_bytes")[0]
+    own, other = replace(cell, source="one", kind="inference"), replace(cell, source="another", kind="full")
+    assert kinds_of_one_source([own], [own, other]) == ("inference",)
+    assert kinds_of_one_source([own], [own, replace(other, kind="inference")]) == ()
+    assert kinds_of_one_source([own, other], [own, other]) == ()
+    (miss,) = misses("these", (Aim("half-width", 1e-9),), [own], ("inference",))
+    assert miss.line[-1].endswith("and no source but this one has this peak of inference")
 
 
 def test_an_architecture_of_many_rows_says_no_more_about_the_next_than_one_of_few(evaluation: Evaluation) -> None:

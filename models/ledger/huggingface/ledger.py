@@ -22,7 +22,7 @@ from peakcast.models.ledger.huggingface.contexts import block_context, first_con
 from peakcast.models.ledger.huggingface.inputs import hold_inputs, hold_parts_of_inputs
 from peakcast.models.ledger.huggingface.micro_batch import run_micro_batch
 from peakcast.models.ledger.huggingface.model import hold_buffers, hold_tied_gradient
-from peakcast.models.ledger.huggingface.outputs import hold_outputs_of_before
+from peakcast.models.ledger.huggingface.outputs import hold_outputs_of_before, outputs_made
 from peakcast.models.ledger.huggingface.preference import as_trained, hold_reference
 from peakcast.models.ledger.huggingface.stored_parameters import stored_parameters, weights_job
 from peakcast.models.ledger.layouts import layout_of
@@ -137,7 +137,7 @@ def _micro_batches(timeline: Step, job: TrainingJob, context: HFContext, layout:
         layout.begin_micro_batch(timeline, first=micro_batch == 0, last=last)
         found = first_context(job, context) if first else context
         loss = run_micro_batch(timeline, job, found, keeps_gradients=micro_batch == 0 or sums, last=last)
-        loss_made = loss.forward_start + loss.template.num_forward
+        loss_made = outputs_made(job, loss)
         if step is None and micro_batch == 0:
             timeline.differs(partial(hold_outputs_of_before, job=job, context=context, start=start, loss_made=loss_made))
         else:
@@ -160,7 +160,7 @@ class _OneMicroBatch(NamedTuple):
     start: int
     """The instant at which the micro-batch begins."""
     loss_made: int
-    """The instant at which its loss exists."""
+    """The instant at which its outputs exist."""
 
 
 @lru_cache(maxsize=8)
@@ -171,7 +171,7 @@ def _one_micro_batch(job: TrainingJob, gpu: tuple[int, int] | None) -> _OneMicro
     hold_buffers(timeline, job)
     start = timeline.now
     loss = run_micro_batch(timeline, job, context, keeps_gradients=True, last=True)
-    return _OneMicroBatch(timeline, context, start, loss.forward_start + loss.template.num_forward)
+    return _OneMicroBatch(timeline, context, start, outputs_made(job, loss))
 
 
 @lru_cache(maxsize=1024)

@@ -33,6 +33,13 @@ def hold_outputs(timeline: Step, job: TrainingJob, context: HFContext, loss: Blo
         timeline.hold(name, Category.ACTIVATIONS, num_bytes, timeline.now, dies, "embedding")
 
 
+def outputs_made(job: TrainingJob, loss: BlockRun) -> int:
+    """The instant at which a micro-batch's outputs exist, and a loop's variable no longer refers to those of before: after
+    the loss, unless the loop computes it from what the network returns. `loss`: the run of its head."""
+    outside = conventions(job).get("loss_outside_network")
+    return loss.forward_start + (loss.template.loss_from if outside else loss.template.num_forward)
+
+
 def hold_outputs_of_before(
     timeline: Step, first: bool, *, job: TrainingJob, context: HFContext, start: int, loss_made: int
 ) -> None:

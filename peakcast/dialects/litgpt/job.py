@@ -79,6 +79,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
         notes.unsupported.append(
             "Weights that FSDP gathers in float32 for autocast (a mixed precision) are not modelled.", "precision", "more"
         )
+    rows = micro if finetuning.method == "full" else 1  # finetune/lora.py: chunks of 128 tokens of every sequence at once
     options: dict[str, Any] = {"autocast": True} if mixed and not several else {}
     if finetuning.method != "full" and (parts := adapted_of_qkv(_adapted(settings), architecture)) not in ("", "qkv"):
         options["adapted_of_qkv"] = parts
@@ -95,7 +96,7 @@ def from_litgpt(pasted: Pasted) -> Translation:
         activation_checkpointing=ActivationCheckpointing(mode="full") if checkpoints else ActivationCheckpointing(),
         compile=pretrains,
         parallelism=Parallelism(data_parallel_size=num_gpus, sharding="fsdp1" if several else "none"),
-        framework_options=FrozenMapping({"logits_chunks": -(-micro * length // LOSS_CHUNK), **options}),
+        framework_options=FrozenMapping({"logits_chunks": -(-rows * length // LOSS_CHUNK), **options}),
     )
     settings.note_left(IGNORED)
     return notes.finish(job)

@@ -164,7 +164,7 @@ def logits_bytes_kept_by_outputs(context: HFContext, *, widened: bool) -> int:
     `convert_outputs_to_fp32` has made them fp32 under autocast."""
     if context.kernels.fused_loss or context.loss.kind != "cross_entropy":
         return 0
-    wide = context.loss.logits_upcast in ("model", "model_unshifted") or (widened and context.precision.autocast)
+    wide = context.loss.logits_upcast in ("model", "model_unshifted", "wrapper") or (widened and context.precision.autocast)
     element = FP32 if wide else context.precision.compute_bytes
     size = context.architecture.vocab_size
     return context.rows * (context.group.part(size) if context.group.loss else size) * element

@@ -105,6 +105,7 @@ def _widened_with_shifted_labels(tape: Tape, logits: Tensor, context: HFContext,
 
 UPCASTS: dict[str, Callable[[Tape, Tensor, HFContext, int], LossInput]] = {
     "model": _widened_by_model,
+    "wrapper": _widened_by_model,
     "model_unshifted": _widened_by_model_alone,
     "none": _as_they_are,
     "none_shifted": _shifted_alone,
@@ -135,7 +136,7 @@ def _shifted_labels(tape: Tape, context: HFContext) -> list[Tensor]:
 
 
 def widened_by_model(tape: Tape, logits: Tensor, context: HFContext) -> Tensor:
-    """The fp32 logits that the model makes of its own; the same if they are fp32 already."""
+    """The fp32 logits that the model, or what wraps it, makes of its own; the same if they are fp32 already."""
     wide_bytes = logits.num_bytes // context.precision.compute_bytes * FP32
     return logits if logits.num_bytes == wide_bytes else logits_op(tape, logits, wide_bytes, "logits.to_float32")
 
