@@ -97,16 +97,11 @@ def loops_of(walk: Walk, number: int) -> tuple[Loop, ...]:
         labels, start = walk.labels[_stretch(walk, backward)], 0
         while start < len(labels):
             units = range(1, (len(labels) - start) // number + 1)
-            unit = next((one for one in units if _begins(labels, start, one) and _turns(labels[start:], one) == number), 0)
+            unit = next((one for one in units if _turns(labels[start:], one) == number), 0)
             if unit:
                 found.append(Loop(backward, start, unit))
             start += number * unit or 1
     return tuple(loop.among(KEPT - number, found) for loop in found)
-
-
-def _begins(labels: Sequence[str], start: int, unit: int) -> bool:
-    """Whether the label before `start` is not one of a turn that came before."""
-    return start == 0 or labels[start - 1] != labels[start - 1 + unit]
 
 
 def _turns(labels: Sequence[str], unit: int) -> int:

@@ -28,6 +28,8 @@ SHORTEST = 17
 Lengths = tuple[int, ...]
 CHUNKED: Lengths = (512, 608, 640, 768)
 """As LENGTHS, of a loss in chunks. The second ends within a chunk: else their number would just follow the length."""
+FAR_IN_CHUNKS = 8192
+"""The same of a loss in chunks, whose walks take longer the more chunks there are."""
 SHOWING = 1024
 """A length with so many chunks that nothing else runs as many times in a row."""
 CORNERS = ((0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 1))
@@ -95,6 +97,16 @@ class Recipe:
     def deep(self) -> Deep:
         """The network itself, in terms of the walk."""
         return deepened(self.walk, self.repeats, self.copies)
+
+    def of_depths(self, depths: tuple[int, int]) -> Recipe:
+        """The recipe of an encoder-decoder whose stacks have so many layers. Raises: ValueError if there is no such
+        network."""
+        runs, recorded_layers = self.repeats.runs if self.repeats else (), self.walk.num_layers // 2
+        more = [depth - recorded_layers for depth in depths]
+        two = self.walk.stacks == len(runs) == 2
+        if not two or any(one < 0 or one % run.unit for one, run in zip(more, runs, strict=True)):
+            raise ValueError(f"a walk of two stacks of {recorded_layers} layers has none of {depths}")
+        return replace(self, copies=tuple(one // run.unit for one, run in zip(more, runs, strict=True)))
 
     def of_depth(self, layers: int) -> Recipe:
         """The recipe of a network with so many layers, whose runs all have equally many more units. Raises: ValueError if
@@ -216,11 +228,12 @@ def _widened(recipe: Recipe, walked: Walked, most: int | None, nearer: Sequence[
     batch, alone = recipe.batches[0], recipe.batches[0] == recipe.batches[1]
     spans = [one for one in (recipe.lengths, recipe.targets) if one is not None]
     shortest, ends = [low for low, _ in spans], tuple(high for _, high in spans)
-    longest = max(*ends, min(FAR[1], FAR[1] if most is None else most))
+    reach = FAR[1] if walked.chunking is None else FAR_IN_CHUNKS
+    longest = max(*ends, min(reach, reach if most is None else most))
     uneven = [low + min(UNEVEN - LENGTHS[0], (high - low) // 2 | 1) for low, high in spans]
     # as many tokens at any length: some code depends on them
     both = (longest,) * len(spans)
-    far, many = ((batch if alone else FAR[0] * max(1, FAR[1] // one[0]), *one) for one in (both, ends))
+    far, many = ((batch if alone else FAR[0] * max(1, reach // one[0]), *one) for one in (both, ends))
 
     def told(point: WalkSizes) -> Sizes | None:
         """The sizes, if `point` and all that were walked before confirm them."""
