@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import numpy.typing as npt
 
 from peakcast.core.errors import CollectorError
 from peakcast.models.recipes.walk import (
@@ -348,12 +347,9 @@ def _visits(visits: Sequence[Visit], loops: Sequence[Loop], backward: bool, plac
 
 def _same(one: Walk, other: Walk) -> bool:
     """Whether two walks have the same operations and tensors, in whichever order these are listed."""
-    columns: list[npt.NDArray[np.int64]] = []
-    for walk in (one, other):
-        rows = np.vstack([walk.lives, walk.raw_bytes, walk.categories, walk.gradients])
-        columns.append(rows[:, np.lexsort(rows)])
+    ours, theirs = (np.vstack([walk.lives, walk.raw_bytes, walk.categories, walk.gradients]) for walk in (one, other))
     return (
         (one.labels, one.phases, one.visits) == (other.labels, other.phases, other.visits)
         and sorted(one.names) == sorted(other.names)
-        and np.array_equal(*columns)
+        and np.array_equal(ours[:, np.lexsort(ours)], theirs[:, np.lexsort(theirs)])
     )
