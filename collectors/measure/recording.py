@@ -103,6 +103,7 @@ class _Worker:
     """A process that answers each line of JSON with one line of JSON."""
 
     def __init__(self, python: str, environment: Mapping[str, str]) -> None:
+        self._python = python
         command = [python, "-P", "-m", "peakcast.collectors.tracing.walks"]
         # a file: a pipe that nobody reads would stop a library that warns at every walk
         self._said = tempfile.TemporaryFile("w+", encoding="utf-8")  # noqa: SIM115  # closed by `end`
@@ -158,7 +159,8 @@ class _Worker:
             )
         self._process.communicate()
         self._said.seek(0)
-        lines = self._said.read().strip().splitlines() or ["the recording process ended without a word."]
+        silent = f"python={self._python!r} ended without a word; give the path of an interpreter that has torch."
+        lines = self._said.read().strip().splitlines() or [silent]
         return str(lines[-1]).removeprefix("peakcast: ")
 
     def end(self) -> None:

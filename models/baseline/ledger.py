@@ -13,7 +13,8 @@ from peakcast.models.ledger.huggingface.ledger import huggingface_ledger
 from peakcast.models.ledger.recorded.covering import no_recipe
 from peakcast.models.recipes.baseline_choice import tracer
 from peakcast.models.recipes.lent import lent
-from peakcast.models.recipes.shelf import recipe_of, wants_recipe
+from peakcast.models.recipes.recordable import cannot_be_recorded
+from peakcast.models.recipes.shelf import recipe_of, wants_recipe, why_not
 from peakcast.timelines.timeline import Timeline
 
 HOPPER = (9, 0)
@@ -54,9 +55,10 @@ def _ledger(job: TrainingJob, device: Device | None, rank: int | None, step: Ste
         if lent() is not None:
             raise SpecError(f"this recipe does not answer that: {reason}.", parameter="recipe")
         if job.architecture.kind == "undescribed":
+            way = "" if cannot_be_recorded(job) or why_not(job) else " Make one with: peakcast record"
             raise SpecError(
                 f"model_type={job.architecture.model_type!r} of {job.architecture.name!r} is no family of the ledger, and "
-                f"{reason}.",
+                f"{reason}.{way}",
                 parameter="architecture",
                 value=job.architecture.name,
             )

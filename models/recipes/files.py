@@ -15,6 +15,7 @@ from peakcast.core.bounded import file_bytes
 from peakcast.core.errors import RecordError
 from peakcast.core.fields import FrozenMapping
 from peakcast.jobs.architecture import MOST_LAYERS
+from peakcast.models.recipes.chunked import KEPT, Chunking, ChunkRule, Loop, lengthened
 from peakcast.models.recipes.depth import Repeats, Run
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.sizes import BY_POINTS, Sizes
@@ -78,6 +79,7 @@ def to_mapping(recipe: Recipe) -> dict[str, Any]:
         "batches": list(recipe.batches),
         "lengths": list(recipe.lengths),
         **({"targets": list(recipe.targets)} if recipe.targets else {}),
+        **({"chunking": _of_chunking(recipe.chunking)} if recipe.chunking else {}),
         "even": recipe.even,
         "wrapped": walk.wrapped,
         "visits": [[[*map(one.__getattribute__, _VISIT)] for one in visits] for visits in walk.visits],
@@ -137,7 +139,9 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
     low, high = mapping["batches"]
     short, long = mapping["lengths"]
     targets = tuple(map(int, mapping["targets"])) if "targets" in mapping else None
-    if len(exponents[0]) != (2 if targets is None else 3) or (targets is not None and len(targets) != 2):
+    chunking = _chunking(mapping["chunking"], walk) if "chunking" in mapping else None
+    told = 2 + (targets is not None) + (chunking is not None)
+    if len(exponents[0]) != told or (targets is not None and len(targets) != 2):
         raise ValueError("its sizes are of other lengths than it says")
     versions = FrozenMapping({str(key): str(value) for key, value in mapping["versions"].items()})
     return Recipe(
@@ -150,7 +154,28 @@ def from_mapping(mapping: dict[str, Any]) -> Recipe:
         (targets[0], targets[1]) if targets else None,
         bool(mapping["even"]),
         versions,
+        chunking,
     )
+
+
+def _of_chunking(chunking: Chunking) -> list[Any]:
+    """[tokens of a chunk, whether sequences are cut, for each loop whether it is in backward, its start and unit]."""
+    rule, loops = chunking.rule, chunking.loops
+    return [rule.size, rule.by_length, [[loop.backward, loop.start, loop.unit] for loop in loops]]
+
+
+def _chunking(written: list[Any], walk: Walk) -> Chunking:
+    """What `_of_chunking` wrote of a recipe with this walk. Raises: ValueError if the walk has no such chunks."""
+    size, by_length, loops = written
+    found = Chunking(
+        ChunkRule(int(size), bool(by_length)),
+        tuple(Loop(bool(backward), int(start), int(unit)) for backward, start, unit in loops),
+    )
+    if found.rule.size < 1 or any(loop.unit < 1 or loop.start < 0 for loop in found.loops):
+        raise ValueError("its chunks have no tokens or operations")
+    if lengthened(walk, found.loops, KEPT + 1) is None:
+        raise ValueError("its chunks are not alike")
+    return found
 
 
 def _of_repeats(how: Repeats, copies: tuple[int, ...]) -> list[Any]:

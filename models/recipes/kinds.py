@@ -11,12 +11,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from peakcast.dialects.common.network_values import NETWORK
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.recipes.conditions import Conditions, conditions
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.walk import Ints, Walk
 from peakcast.models.recipes.widths import Widths
-from peakcast.networks.layer_count import with_layers
+from peakcast.networks.layer_count import OF_DECODER, depths, equally_deep, with_layers
 
 
 @dataclass(frozen=True)
@@ -46,8 +47,9 @@ class NetworkKind:
 
     def values(self, job: TrainingJob) -> list[int] | None:
         """The values of `widths.keys` in the job's network; None if the network is of another kind."""
+        job, decoder = self._equally_deep(job)
         order = self._layers_of(job.architecture.num_hidden_layers)
-        if order is None:
+        if order is None or self._layers_of(decoder) is None:
             return None
         asked = self._conditions(job.replace(architecture=with_layers(job.architecture, self.layers)))
         if any(asked.get(name) != asked.get(leader) for name, leader in self.same_as.items()):
@@ -60,12 +62,23 @@ class NetworkKind:
         deep = self._conditions(job)
         for name, short in self.conditions.items():
             of_layers = isinstance(short, list) and len(short) == self.layers < len(order)
-            if of_layers and deep.get(name) not in (short, [short[layer] for layer in order]):
+            even = decoder == job.architecture.num_hidden_layers
+            told = [short[layer] for layer in order] if of_layers and even else None
+            if of_layers and deep.get(name) not in (short, told):
                 return None
         return [int(value) for value in values if value is not None]
 
+    def _equally_deep(self, job: TrainingJob) -> tuple[TrainingJob, int]:
+        """(`job`, with a decoder as deep as its encoder if those of the recorded network are equally deep, the number of
+        layers of its decoder)."""
+        encoder, decoder = depths(job.architecture)
+        if encoder == decoder or any(NETWORK + name in self.conditions for name in OF_DECODER):
+            return job, encoder
+        return job.replace(architecture=equally_deep(job.architecture)), decoder
+
     def otherwise(self, job: TrainingJob) -> dict[str, object]:
         """What is fixed for networks of this kind and is another in `job`: name -> the recorded value (None: not given)."""
+        job, _ = self._equally_deep(job)
         asked = self._conditions(job.replace(architecture=with_layers(job.architecture, self.layers)))
         ours, theirs = self._fixed(self.conditions), self._fixed(asked)
         return {name: ours.get(name) for name in sorted({*ours, *theirs}) if ours.get(name) != theirs.get(name)}

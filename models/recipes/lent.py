@@ -25,7 +25,8 @@ class Lent:
         """The recipe that covers `job`; None if there is none."""
         if not self._covers(job):
             return None
-        return next((one for one in self.recipes if one.covers(*point_of(job))), None)
+        found = next((one for one in self.recipes if one.covers(*point_of(job))), None)
+        return None if found is None else found.at(*point_of(job))
 
     def why_not(self, job: TrainingJob) -> str:
         """Why none of the recipes covers `job`; "" if one does."""

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 
+from peakcast.core.errors import CollectorError
 from peakcast.core.fields import FrozenMapping
+from peakcast.models.recipes.chunked import KEPT, Chunking, ChunkRule, lengthened, loops_of
 from peakcast.models.recipes.depth import Deep, Repeats, deepened
 from peakcast.models.recipes.sizes import Sizes, through
 from peakcast.models.recipes.walk import Ints, Walk
@@ -22,7 +25,13 @@ FEWEST = 128
 number of tokens."""
 SHORTEST = 17
 """A length that few jobs fall below: if the operations are the same there, they are the same from there on."""
-Triple = tuple[int, int, int]
+Lengths = tuple[int, ...]
+CHUNKED: Lengths = (512, 608, 640, 768)
+"""As LENGTHS, of a loss in chunks. The second ends within a chunk: else their number would just follow the length."""
+FAR_IN_CHUNKS = 8192
+"""The same of a loss in chunks, whose walks take longer the more chunks there are."""
+SHOWING = 1024
+"""A length with so many chunks that nothing else runs as many times in a row."""
 CORNERS = ((0, 0), (1, 0), (2, 0), (0, 1), (0, 2), (1, 1))
 """Which of three lengths and of three targets' lengths are walked together: as few as there are terms of two lengths."""
 LARGEST_BATCH = 2**16
@@ -49,6 +58,8 @@ class Recipe:
     """Whether it covers only lengths that are multiples of `EVEN`."""
     versions: FrozenMapping = field(default_factory=FrozenMapping)
     """Releases of the libraries with which it was recorded."""
+    chunking: Chunking | None = None
+    """The chunks of its loss, if each length has another number of them; `sizes` depend on this number then."""
 
     def covers(self, batch: int, length: int, targets: int | None = None) -> bool:
         """Whether it covers a micro-batch of `batch` sequences of this length, with targets of another if given."""
@@ -57,7 +68,20 @@ class Recipe:
             return False
         spans = ((batch, self.batches), (length, self.lengths), (own, self.targets or self.lengths))
         inside = all(low <= one <= high for one, (low, high) in spans)
+        inside = inside and (self.chunking is None or self.chunking.covers(batch, length))
         return inside and not (self.even and (length % EVEN or own % EVEN))
+
+    def at(self, batch: int, length: int, targets: int | None = None) -> Recipe:
+        """The recipe for this point, with as many chunks as it has."""
+        if self.chunking is None:
+            return self
+        number = self.chunking.rule.number(batch, length)
+        made = lengthened(self.walk, self.chunking.loops, number)
+        if made is None:
+            raise ValueError("its chunks are not alike")
+        walk, entries = made
+        how = replace(self.repeats, moves=self.repeats.moves[entries]) if self.repeats else None
+        return replace(self, walk=walk, repeats=how, sizes=self.sizes.with_last(number).of(entries), chunking=None)
 
     def bytes_at(self, batch: int, length: int, targets: int | None = None) -> Ints:
         """Bytes of each tensor of the walk, not rounded. [num_entries]"""
@@ -73,6 +97,16 @@ class Recipe:
     def deep(self) -> Deep:
         """The network itself, in terms of the walk."""
         return deepened(self.walk, self.repeats, self.copies)
+
+    def of_depths(self, depths: tuple[int, int]) -> Recipe:
+        """The recipe of an encoder-decoder whose stacks have so many layers. Raises: ValueError if there is no such
+        network."""
+        runs, recorded_layers = self.repeats.runs if self.repeats else (), self.walk.num_layers // 2
+        more = [depth - recorded_layers for depth in depths]
+        two = self.walk.stacks == len(runs) == 2
+        if not two or any(one < 0 or one % run.unit for one, run in zip(more, runs, strict=True)):
+            raise ValueError(f"a walk of two stacks of {recorded_layers} layers has none of {depths}")
+        return replace(self, copies=tuple(one // run.unit for one, run in zip(more, runs, strict=True)))
 
     def of_depth(self, layers: int) -> Recipe:
         """The recipe of a network with so many layers, whose runs all have equally many more units. Raises: ValueError if
@@ -115,10 +149,11 @@ def recorded(
     images: int = 0,
     nearer: Sequence[WalkSizes] = (),
     told: Sequence[object] = (),
+    chunking: Chunking | None = None,
 ) -> Recipe:
     """The recipe of a network that covers `asked`; no sequence is longer than `most`, and each has `images` images. If the
     farthest point confirms nothing, the first point of `nearer` that does is the end of the range. `told`: what the
-    configuration says about each layer, which is equal for layers that repeat.
+    configuration says about each layer, which is equal for layers that repeat. `chunking`: the chunks of the walks.
 
     A walk of the whole network shows which layers repeat. The other walks are of a network with two of each, for a few
     small batches and lengths that run the same operations as the asked one. An uneven length and a far one confirm the
@@ -134,23 +169,26 @@ def recorded(
         asked, first = (*asked, asked[1]), (*first, first[1])
     of_images = images * (whole.image_tokens + 1)  # tokens of a sequence that images use
     told = told if len(told) * whole.stacks == whole.num_layers else ()
-    walked = Walked.of(record, whole, told, first, most)
+    walked = Walked.of(record, whole, told, first, most, chunking)
     if images and asked[0] > 1 and not walked.alike((batches[-1], *asked[1:])):  # each sequence's images add operations
         batches = asked[:1]
         walked = walked if asked == first else walked.only_at(asked)
-    for lengths in _lengths(asked, most, of_images):
+    for lengths in [[CHUNKED]] if chunking else _lengths(asked, most, of_images):
         solving = _points(batches, lengths)
         if walked.alike(asked) and walked.all_alike(solving):
-            sizes = through(walked.sizes(), solving)
+            sizes = walked.sizes_through(solving)
             if sizes is not None:
                 spans = [(min(*some, own), max(*some, own)) for some, own in zip(lengths, asked[1:], strict=True)]
                 recipe = _of_walks(walked, sizes, [(batches[0], max(asked[0], batches[-1])), *spans])
-                recipe = _widened(recipe, walked, most, nearer, SHORTEST + of_images)
+                short = SHORTEST + (chunking.rule.size * (KEPT - 1) if chunking else of_images)
+                recipe = _widened(recipe, walked, most, nearer, short)
                 if recipe.covers(*asked):  # not an uneven length that only even ones were confirmed beside
                     return recipe
     if not walked.alike(asked):
+        if chunking is not None:
+            raise CollectorError("its chunks are not alike.")
         return recorded_alone(record, asked)
-    alone = through({asked: walked[asked].raw_bytes}, [asked])
+    alone = walked.sizes_through([asked])
     assert alone is not None
     return _of_walks(walked, alone, [(number, number) for number in asked])
 
@@ -165,10 +203,23 @@ def recorded_alone(record: Record, asked: WalkSizes) -> Recipe:
     return Recipe(walk, None, (), sizes, batch, length, targets[0] if targets else None)
 
 
+def recorded_in_chunks(record: Record, asked: WalkSizes, most: int | None, rule: ChunkRule) -> Recipe:
+    """As `recorded`, of a network whose loss goes in chunks by `rule`; of the `asked` point alone where it has too few of
+    them, or they do not repeat."""
+    batch, length = min(asked[0], 2), SHOWING if most is None else min(SHOWING, most)
+    with suppress(CollectorError):
+        number = rule.number(batch, length)
+        chunking = Chunking(rule, loops_of(Shown().walk(record, (batch, length), 1), number))
+        if chunking.loops and chunking.covers(*asked):
+            return recorded(chunking.shortening(record), asked, most, chunking=chunking)
+    return recorded_alone(record, asked)
+
+
 def _of_walks(walked: Walked, sizes: Sizes, spans: Sequence[tuple[int, int]]) -> Recipe:
     """The recipe for ranges of micro-batches, lengths and, if they have their own, targets."""
     batches, lengths, *targets = spans
-    return Recipe(walked.walk, walked.how, walked.shown.copies, sizes, batches, lengths, targets[0] if targets else None)
+    recipe = Recipe(walked.walk, walked.how, walked.shown.copies, sizes, batches, lengths, targets[0] if targets else None)
+    return replace(recipe, chunking=walked.chunking)
 
 
 def _widened(recipe: Recipe, walked: Walked, most: int | None, nearer: Sequence[WalkSizes], short: int) -> Recipe:
@@ -177,11 +228,12 @@ def _widened(recipe: Recipe, walked: Walked, most: int | None, nearer: Sequence[
     batch, alone = recipe.batches[0], recipe.batches[0] == recipe.batches[1]
     spans = [one for one in (recipe.lengths, recipe.targets) if one is not None]
     shortest, ends = [low for low, _ in spans], tuple(high for _, high in spans)
-    longest = max(*ends, min(FAR[1], FAR[1] if most is None else most))
+    reach = FAR[1] if walked.chunking is None else FAR_IN_CHUNKS
+    longest = max(*ends, min(reach, reach if most is None else most))
     uneven = [low + min(UNEVEN - LENGTHS[0], (high - low) // 2 | 1) for low, high in spans]
     # as many tokens at any length: some code depends on them
     both = (longest,) * len(spans)
-    far, many = ((batch if alone else FAR[0] * max(1, FAR[1] // one[0]), *one) for one in (both, ends))
+    far, many = ((batch if alone else FAR[0] * max(1, reach // one[0]), *one) for one in (both, ends))
 
     def told(point: WalkSizes) -> Sizes | None:
         """The sizes, if `point` and all that were walked before confirm them."""
@@ -193,7 +245,7 @@ def _widened(recipe: Recipe, walked: Walked, most: int | None, nearer: Sequence[
         recipe = _ranging(replace(recipe, sizes=sizes), [(short, high) for high in ends])
     others = ((batch if alone else more, length) for more, length in nearer if recipe.lengths[1] <= length < longest)
     for corner in (far, *others, many):
-        if walked.alike(corner) and not recipe.sizes.wrong({corner: walked[corner].raw_bytes}).any():
+        if walked.alike(corner) and walked.confirms(recipe.sizes, corner):
             most_sequences = LARGEST_BATCH if corner in (far, many) else max(recipe.batches[1], corner[0])
             lows = [low for low, _ in (recipe.lengths, recipe.targets or recipe.lengths)]
             recipe = replace(recipe, batches=(batch, batch if alone else most_sequences))
@@ -206,11 +258,11 @@ def _ranging(recipe: Recipe, spans: Sequence[tuple[int, int]]) -> Recipe:
     return replace(recipe, lengths=spans[0], targets=spans[1] if recipe.targets is not None else None)
 
 
-def _lengths(asked: WalkSizes, most: int | None, of_images: int) -> list[list[Triple]]:
+def _lengths(asked: WalkSizes, most: int | None, of_images: int) -> list[list[Lengths]]:
     """Lengths through which polynomials may go, in the order in which they are tried: for what the network reads, and for
     targets if `asked` has those. `of_images`: tokens of images in each sequence."""
     room = -(-of_images // LENGTHS[0]) * LENGTHS[0]
-    small: Triple = (LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room)
+    small: Lengths = (LENGTHS[0] + room, LENGTHS[1] + room, LENGTHS[2] + room)
     if most is not None and small[2] > most >= FEWEST and not of_images:
         small = _fractions(most)
     own = asked[1:]
@@ -220,7 +272,7 @@ def _lengths(asked: WalkSizes, most: int | None, of_images: int) -> list[list[Tr
     return [*found, [_near(length) for length in own]]
 
 
-def _points(batches: Sequence[int], lengths: Sequence[Triple]) -> list[WalkSizes]:
+def _points(batches: Sequence[int], lengths: Sequence[Lengths]) -> list[WalkSizes]:
     """The points through which polynomials go."""
     own, *targets = lengths
     if not targets:
@@ -228,12 +280,12 @@ def _points(batches: Sequence[int], lengths: Sequence[Triple]) -> list[WalkSizes
     return [(batch, own[i], targets[0][j]) for batch in batches for i, j in CORNERS]
 
 
-def _fractions(length: int) -> Triple:
+def _fractions(length: int) -> Lengths:
     """A quarter, half and three quarters of `length`."""
     return length // 4 // EVEN * EVEN, length // 2 // EVEN * EVEN, length * 3 // 4 // EVEN * EVEN
 
 
-def _near(length: int) -> Triple:
+def _near(length: int) -> Lengths:
     """Three lengths up to `length`, close to each other and equally far from multiples of EVEN if they are long enough."""
     step = max(EVEN if length > 2 * EVEN else 1, length // 16 // EVEN * EVEN)
     return length - 2 * step, length - step, length

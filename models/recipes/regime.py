@@ -11,6 +11,7 @@ from peakcast.jobs.micro_batch import Batch
 from peakcast.jobs.parallelism import Parallelism
 from peakcast.jobs.spec import Finetuning, Optimizer, Precision, TrainingJob
 from peakcast.models.ledger.layouts import gathered_dtype
+from peakcast.models.recipes.chunked import ChunkRule
 
 
 def regime(job: TrainingJob) -> TrainingJob:
@@ -45,6 +46,17 @@ def point_of(job: TrainingJob) -> tuple[int, ...]:
     """The numbers of `job` that its recipe leaves open: micro-batch size, sequence length, that of targets if given."""
     targets = job.decoder_sequence_length
     return (job.micro_batch_size, job.sequence_length, *(() if targets is None else (targets,)))
+
+
+CHUNK = 128
+"""litgpt 0.5.13 utils.py `chunked_cross_entropy(chunk_size=128)` and finetune/lora.py `lm_head_chunk_size=128`."""
+
+
+def chunks_of_loss(job: TrainingJob) -> ChunkRule | None:
+    """How the loss of the job's loop goes in chunks of a fixed size, so that each length runs other operations; None if it
+    does not. With adapters LitGPT's logits are made in chunks of the sequence, else all of them are cut."""
+    own = own_network(job) is not None and library_of(job) == LITGPT
+    return ChunkRule(CHUNK, by_length=job.finetuning.method != "full") if own else None
 
 
 def used_adapter_dtype(job: TrainingJob) -> str:

@@ -69,8 +69,8 @@ def recipe_of(job: TrainingJob) -> Recipe | None:
 
 def _kept(job: TrainingJob) -> Recipe | None:
     """The recipe of `job` that was recorded here or comes with peakcast."""
-    own = (one for one in recipes_of(job) if one.covers(*point_of(job)))
-    return next(own, None) or shipped_recipe(job)
+    own = next((one for one in recipes_of(job) if one.covers(*point_of(job))), None)
+    return shipped_recipe(job) if own is None else own.at(*point_of(job))
 
 
 def recipes_of(job: TrainingJob) -> list[Recipe]:

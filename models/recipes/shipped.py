@@ -27,6 +27,7 @@ from peakcast.models.recipes.kinds import NetworkKind, with_values
 from peakcast.models.recipes.recipe import Recipe
 from peakcast.models.recipes.regime import point_of, regime
 from peakcast.models.recipes.widths import Widths
+from peakcast.networks.layer_count import depths
 
 FOLLOWING = (
     *("precision.gradients", "precision.optimizer_states"),
@@ -85,10 +86,12 @@ def _recipes_of(job: TrainingJob, path: Path) -> list[Recipe]:
         values = kind.values(job)
         if values is not None:
             recipe = _parsed(text)
-            more = recipe.walk.stacks * (job.architecture.num_hidden_layers - kind.layers)
+            encoder, decoder = depths(job.architecture)
+            more = recipe.walk.stacks * (encoder - kind.layers) if encoder == decoder else 0
             blocks = recipe.walk.num_layers + more
             try:
-                found.append(with_values(recipe, kind.widths, values, blocks if kind.unit else recipe.layers))
+                made = with_values(recipe, kind.widths, values, blocks if kind.unit else recipe.layers)
+                found.append(made if encoder == decoder else made.of_depths((encoder, decoder)))
             except ValueError:  # no network has these values
                 continue
     return found

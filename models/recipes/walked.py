@@ -9,7 +9,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from peakcast.core.errors import CollectorError
+from peakcast.models.recipes.chunked import Chunking
 from peakcast.models.recipes.depth import Repeats, Run, deepened, repeats, short_depth, thinned
+from peakcast.models.recipes.sizes import Sizes, through, through_chunks
 from peakcast.models.recipes.walk import Ints, Walk
 
 WalkSizes = tuple[int, ...]
@@ -56,9 +58,11 @@ def _sorted(columns: Ints) -> Ints:
 class Walked:
     """The walks of a network so far, by point. The operations of all are those of `walk`."""
 
-    def __init__(self, record: Record, shown: Shown, one: Walk, point: WalkSizes, most: int | None) -> None:
-        """`one`: the walk of a first step at `point`; `most`: no sequence is longer."""
-        self._record, self.shown, self._most = record, shown, most
+    def __init__(
+        self, record: Record, shown: Shown, one: Walk, point: WalkSizes, most: int | None, chunking: Chunking | None = None
+    ) -> None:
+        """`one`: the walk of a first step at `point`; `most`: no sequence is longer; `chunking`: the walks' chunks."""
+        self._record, self.shown, self._most, self.chunking = record, shown, most, chunking
         self.walk = shown.walk(record, point)
         self.how: Repeats | None = repeats(self.walk, shown.runs)
         if self.how is None and shown.runs:  # a later step does something else in layers that are alike in a first one
@@ -67,18 +71,26 @@ class Walked:
         self._walks = {point: self.walk}
 
     @classmethod
-    def of(cls, record: Record, whole: Walk, told: Sequence[object], point: WalkSizes, most: int | None) -> Walked:
+    def of(
+        cls,
+        record: Record,
+        whole: Walk,
+        told: Sequence[object],
+        point: WalkSizes,
+        most: int | None,
+        chunking: Chunking | None = None,
+    ) -> Walked:
         """The walk at `point`, of as few layers as show all that the network of the walk `whole` does."""
         for shown in _fewer_layers(whole, told):
             with suppress(CollectorError):  # the network has no fewer layers, or its code needs those that are skipped
                 one = shown.walk(record, point, 1)
                 if shown.stands_for(one, whole):
-                    return cls(record, shown, one, point, most)
-        return cls(record, Shown(), whole, point, most)
+                    return cls(record, shown, one, point, most, chunking)
+        return cls(record, Shown(), whole, point, most, chunking)
 
     def only_at(self, point: WalkSizes) -> Walked:
         """The same layers at `point` alone. Raises: CollectorError."""
-        return Walked(self._record, self.shown, self.shown.walk(self._record, point, 1), point, self._most)
+        return Walked(self._record, self.shown, self.shown.walk(self._record, point, 1), point, self._most, self.chunking)
 
     def alike(self, point: WalkSizes) -> bool:
         """Whether the same operations run at `point`, whose walk is then known."""
@@ -99,8 +111,22 @@ class Walked:
         return self._walks[point]
 
     def sizes(self) -> dict[WalkSizes, Ints]:
-        """The bytes of each tensor, by point."""
-        return {point: walk.raw_bytes for point, walk in self._walks.items()}
+        """The bytes of each tensor, by point, as sizes depend on it."""
+        return {self._told(point): walk.raw_bytes for point, walk in self._walks.items()}
+
+    def sizes_through(self, points: Sequence[WalkSizes]) -> Sizes | None:
+        """The sizes that follow from these points, if all others confirm them."""
+        solving = [self._told(point) for point in points]
+        samples = self.sizes() if len(points) > 1 else {solving[0]: self[points[0]].raw_bytes}
+        return (through if self.chunking is None or len(points) == 1 else through_chunks)(samples, solving)
+
+    def confirms(self, sizes: Sizes, point: WalkSizes) -> bool:
+        """Whether the walk of `point` has these sizes."""
+        return not sizes.wrong({self._told(point): self[point].raw_bytes}).any()
+
+    def _told(self, point: WalkSizes) -> WalkSizes:
+        """The numbers on which sizes depend at a point: the number of chunks too, if there are some."""
+        return point if self.chunking is None else (*point, self.chunking.rule.number(*point))
 
 
 def _fewer_layers(whole: Walk, told: Sequence[object]) -> list[Shown]:

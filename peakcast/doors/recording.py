@@ -18,7 +18,7 @@ from peakcast.core.errors import CollectorError, SpecError
 from peakcast.core.extras import need
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.versions import NEWEST, release
-from peakcast.dialects.common.own_networks import CHUNK_BY_LENGTH, TRANSFORMERS, library_of, own_network
+from peakcast.dialects.common.own_networks import TRANSFORMERS, library_of, own_network
 from peakcast.doors.recipe_files import RecipeFile, write
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.covering import no_recipe
@@ -211,8 +211,8 @@ def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
     Raises: CollectorError when the library there cannot run the job on fake tensors.
     """
     from peakcast.collectors.measure.recording import WalkRecorder
-    from peakcast.models.recipes.recipe import recorded, recorded_alone
-    from peakcast.models.recipes.regime import point_of, regime
+    from peakcast.models.recipes.recipe import recorded, recorded_in_chunks
+    from peakcast.models.recipes.regime import chunks_of_loss, point_of, regime
     from peakcast.models.recipes.walk import Walk
 
     with WalkRecorder(python) as recorder, recorder.of(regime(job)) as library:
@@ -222,8 +222,8 @@ def record_recipe(job: TrainingJob, python: str = sys.executable) -> Recipe:
         def record(*sample: Any) -> Walk:
             return Walk.read(library.walk(*sample))
 
-        alone = library_of(job) in CHUNK_BY_LENGTH
-        recipe = recorded_alone(record, asked) if alone else recorded(record, asked, most, images)
+        rule = chunks_of_loss(job)
+        recipe = recorded_in_chunks(record, asked, most, rule) if rule else recorded(record, asked, most, images)
     packages = LIBRARIES[library_of(job)]
     releases = {name: shelf.public(library.versions[name]) for name in packages if name in library.versions}
     recipe = replace(recipe, versions=FrozenMapping(releases))

@@ -119,7 +119,7 @@ def record_all(
     from peakcast.collectors.measure.recording import WalkRecorder
 
     if library not in (TRANSFORMERS, TORCHTUNE):
-        rule = f"must be {TRANSFORMERS} or {TORCHTUNE}: recipes of other libraries hold for one length"
+        rule = f"must be {TRANSFORMERS} or {TORCHTUNE}: those of other libraries are recorded when they are asked for"
         raise SpecError(f"library={library!r} {rule}.", parameter="library", value=library)
     if python == sys.executable:
         need("recording recipes", "torch", *(("transformers",) if library == TRANSFORMERS else ()))

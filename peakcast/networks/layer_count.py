@@ -15,6 +15,8 @@ COUNTS = (
     *("num_encoder_layers", "num_decoder_layers", "encoder_layers", "decoder_layers"),
 )
 """Names that configurations use for the number of layers."""
+OF_DECODER = ("num_decoder_layers", "decoder_layers")
+"""Those of them that are of the decoder of an encoder-decoder alone."""
 TOWERS = ("vision_config", "audio_config", "vq_config", "qformer_config", "vision_tower_config")
 """Parts of a configuration that have layers of their own."""
 
@@ -33,6 +35,21 @@ def with_layers(architecture: Architecture, layers: int) -> Architecture:
         layer_types=architecture.layer_types[:layers],
         full_attention_layers=None if everything is None else tuple(one for one in everything if one < layers),
     )
+
+
+def depths(architecture: Architecture) -> tuple[int, int]:
+    """The numbers of layers of both stacks of a network without a family, if it is an encoder-decoder; else twice the
+    number of all layers."""
+    config, encoder = json.loads(architecture.configuration or "{}"), architecture.num_hidden_layers
+    decoder = next((config[name] for name in OF_DECODER if isinstance(config.get(name), int)), encoder)
+    return encoder, decoder
+
+
+def equally_deep(architecture: Architecture) -> Architecture:
+    """The same encoder-decoder without a family, with a decoder as deep as its encoder."""
+    config = json.loads(architecture.configuration or "{}")
+    alike = {name: architecture.num_hidden_layers for name in OF_DECODER if name in config}
+    return replace(architecture, configuration=canonical_json({**config, **alike})) if alike else architecture
 
 
 def told_by_layer(architecture: Architecture) -> tuple[tuple[object, ...], ...]:

@@ -26,9 +26,6 @@ SIZES = (
 """What is kept of the description of transformers' network: sizes that the user is shown, and how many experts there
 are."""
 LITGPT, TORCHTUNE, TRANSFORMERS = "litgpt", "torchtune", "transformers"
-CHUNK_BY_LENGTH = (LITGPT,)
-"""Those whose loss goes in chunks of a fixed size: each number of tokens runs other operations (litgpt 0.5.13 utils.py
-chunked_cross_entropy)."""
 BUILDER = "builder"
 """The key of a configuration that names torchtune's function; its other keys are that function's arguments."""
 

@@ -13,6 +13,7 @@ import pytest
 from peakcast.core.errors import CollectorError, RecordError
 from peakcast.dialects.common.job_file import job_from_mapping
 from peakcast.jobs.spec import TrainingJob
+from peakcast.models.ledger.recorded.parameters import recorded_parameters
 from peakcast.models.recipes import shipped
 from peakcast.models.recipes.generalising import network_kind
 from peakcast.models.recipes.kinds import NetworkKind, with_values
@@ -165,6 +166,37 @@ def test_a_refusal_says_what_the_nearest_shipped_recipe_is_of(
     with for_tracing():
         asked = job_from_mapping({"architecture": CONFIG, "micro_batch_size": 2, "sequence_length": 512, **changes})
     assert shipped.nearest_shipped(asked) == expected
+
+
+def bart(encoder: int, decoder: int) -> TrainingJob:
+    network = {"model_type": "bart", "encoder_layers": encoder, "decoder_layers": decoder}
+    network |= {"d_model": 1024, "vocab_size": 50264}
+    network |= dict.fromkeys(("encoder_ffn_dim", "decoder_ffn_dim"), 4096)
+    network |= dict.fromkeys(("encoder_attention_heads", "decoder_attention_heads"), 16)
+    asked = {"micro_batch_size": 2, "sequence_length": 512, "activation_checkpointing": {"mode": "full"}}
+    return job_from_mapping({"architecture": network, **asked})
+
+
+def test_both_stacks_of_a_shipped_encoder_decoder_grow_by_themselves() -> None:
+    """DistilBART's twelve layers over six: those of BART, of which two layers of each stack were recorded as one that
+    repeats."""
+    width, inner = 1024, 4096
+
+    def numel(encoder: int, decoder: int) -> int:
+        recipe = shipped.shipped_recipe(bart(encoder, decoder))
+        assert recipe is not None
+        assert recipe.layers == encoder + decoder
+        return sum(tensor.numel for tensor in recorded_parameters(bart(encoder, decoder), recipe))
+
+    attention, norm = 4 * (width * width + width), 2 * width
+    feed_forward = 2 * width * inner + inner + width
+    assert numel(12, 6) - numel(11, 6) == attention + feed_forward + 2 * norm
+    assert numel(12, 7) - numel(12, 6) == 2 * attention + feed_forward + 3 * norm
+    assert numel(12, 12) - numel(12, 6) == 6 * (numel(12, 7) - numel(12, 6))
+
+
+def test_a_stack_with_fewer_layers_than_were_recorded_has_no_recipe() -> None:
+    assert shipped.shipped_recipe(bart(12, 4)) is None
 
 
 def test_another_regime_is_another_kind(known: tuple[NetworkKind, Recipe]) -> None:
