@@ -147,3 +147,17 @@ def test_ranks_share_what_fsdp2_shards_and_hold_what_ddp_copies(run_script):
 def test_a_checkpoint_by_its_name_is_its_shapes_alone(run_script):
     found = run_script("pretrained.py", "HuggingFaceTB/SmolLM2-135M")
     assert found.answer.composition["parameters"] == pytest.approx(2 * 134_515_008, rel=1e-3)
+
+
+def test_a_plain_script_does_not_wait_for_transformers(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(
+        "import sys, torch\n"
+        "weight = torch.nn.Parameter(torch.ones(1024, device='cuda'))\n"
+        "optimizer = torch.optim.SGD([weight])\n"
+        "for _ in range(4):\n"
+        "    weight.sum().backward()\n"
+        "    optimizer.step()\n"
+        "    assert 'transformers' not in sys.modules\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert peakcast.dryrun(["python", "train.py"], "H100-80GB").steps == 3
