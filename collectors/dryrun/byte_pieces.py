@@ -13,8 +13,8 @@ import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.noted import DIRECTLY, RunFindings, asker
+from peakcast.collectors.tracing.imports import when_imported
 
 PACKAGE = "sentencepiece"
 NUM_PIECES = 32_000

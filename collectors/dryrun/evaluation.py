@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.noted import RunFindings, where
 from peakcast.collectors.dryrun.repeated_forwards import RepeatedForwards
+from peakcast.collectors.tracing.imports import when_imported
 from peakcast.collectors.tracing.tracer import Tracer
 from peakcast.core.units import format_gib
 

@@ -137,8 +137,11 @@ def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:
     ours: Any = torch._C
     known = ours._get_accelerator
 
-    def accelerator_of_asker(*given: Any) -> Any:  # for FSDP's default mesh; other torch code gets the CPU build's answer
-        return torch.device("cuda") if _asker().startswith("torch.distributed.") else known(*given)
+    def accelerator_of_asker(*given: Any) -> Any:
+        """What libraries and FSDP's default mesh ask; other code of torch gets the CPU build's answer."""
+        asker = _asker()
+        for_itself = asker.partition(".")[0] == "torch" and not asker.startswith("torch.distributed.")
+        return known(*given) if for_itself else torch.device("cuda")
 
     ours._get_accelerator = accelerator_of_asker
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from peakcast.collectors.dryrun import checkpoints
 from peakcast.collectors.dryrun.checkpoints import header_of
-from peakcast.collectors.dryrun.imports import when_imported
 from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
 from peakcast.collectors.dryrun.quantized import quantize, quantizer_of
 from peakcast.collectors.dryrun.synthetic_rows import Rows
 from peakcast.collectors.stacks.parts import quantized_fakes
+from peakcast.collectors.tracing.imports import when_imported
 
 FEWEST_WORDS = 256
 """A tokenizer of the hub with fewer words was not really downloaded."""
@@ -26,6 +26,8 @@ HUB_KEYWORDS = {
 }
 """Arguments of `from_pretrained` about how a file is downloaded."""
 DTYPE_KEYWORDS = ("dtype", "torch_dtype")
+SPLIT_KEYWORDS = ("distributed_config", "tp_plan", "tp_size")
+"""Arguments of `from_pretrained` that split a network over the ranks."""
 _DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 
 
@@ -73,14 +75,38 @@ class Stand:
         network = cls._from_config(config, *arguments, dtype=dtype or torch.float32, **attention)
         network.eval()
         network.name_or_path = name
-        place = keywords.get("device_map")
+        place, mesh = keywords.get("device_map"), None
+        if any(keywords.get(key) is not None for key in SPLIT_KEYWORDS):
+            place, mesh = self._split(cls, network, keywords)
         if quantizer is not None:
             quantize(network, quantizer, self.notes)
         elif place is not None and place != "cpu":
             network.to("cuda")
-        if place is not None:
+        if place is not None and mesh is None:
             network.hf_device_map = {"": place if place == "cpu" else torch.cuda.current_device()}
         return network
+
+    def _split(self, cls: Any, network: Any, keywords: dict[str, Any]) -> tuple[Any, Any]:
+        """Split `network` over the ranks as transformers does before it loads weights; returns (the device on which it is
+        then, the mesh)."""
+        if not hasattr(cls, "maybe_distribute_model"):
+            self._say(
+                "the ranks were taken to hold the whole network each: how this release of transformers splits one "
+                f"({', '.join(key for key in SPLIT_KEYWORDS if keywords.get(key) is not None)}) is not followed."
+            )
+            return keywords.get("device_map"), None
+        from transformers.distributed import DistributedConfig
+
+        asked = keywords.get("distributed_config")
+        if asked is None:
+            asked = DistributedConfig(tp_plan=keywords.get("tp_plan"), tp_size=keywords.get("tp_size"))
+        asked, place, mesh = cls.prepare_distribute_model(
+            asked, device_mesh=keywords.get("device_mesh"), device_map=keywords.get("device_map")
+        )
+        cls.maybe_distribute_model(network, asked, mesh)
+        if mesh is not None:
+            network.tie_weights()  # as after loading; shards of tied weights are made one by one
+        return place, mesh
 
     def _in_configurations(self, module: Any) -> None:
         fetch = module.AutoConfig.from_pretrained.__func__

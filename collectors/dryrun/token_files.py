@@ -3,7 +3,7 @@ user.
 
 They have the format that the script expects. If the script contains the first number of llm.c's header, a file begins with
 this header of 256 numbers, as in llm.c and its descendants; else it has only tokens, as in nanoGPT, or a numpy array,
-words, or lines of JSON, depending on the file's name. If the script lists a folder that does not exist, files for training,
+words, or rows, depending on the file's name. If the script lists a folder that does not exist, files for training,
 validation and tests are made in it.
 """
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import builtins
 import contextlib
+import functools
 import glob
 import io
 import os
@@ -22,20 +23,22 @@ from typing import Any
 
 import numpy as np
 
-from peakcast.collectors.dryrun import json_rows
+from peakcast.collectors.dryrun import file_rows
 from peakcast.collectors.dryrun.file_overlay import Overlay
 from peakcast.collectors.dryrun.noted import DIRECTLY, ITS_MEANS, RunFindings, asker
+from peakcast.collectors.tracing.imports import when_imported
 
-TEXTS = (".txt", ".jsonl")
-SUFFIXES = (".bin", ".npy", *TEXTS)
+BINARY = (".bin", ".npy")
+SUFFIXES = (*BINARY, ".txt")
 LISTED = {".npy": (".npy", "np.load"), ".bin": (".bin", "memmap", "fromfile")}
 """Suffix of files in a folder that does not exist -> words in the text of scripts that read such files."""
 SPLITS = ("train", "val", "test")
 NUM_WORDS = 2**20
 NUM_FILES, NUM_TOKENS = 4, 2**24
 """Number of files made for each pattern of names, and number of tokens in each file."""
-BY_ITSELF = frozenset({"peakcast", "io", "codecs", "pathlib"})
-"""Packages through which a script opens its own texts. Other packages look for optional files, which must stay missing."""
+BY_ITSELF = frozenset({"peakcast", "io", "codecs", "pathlib", "pandas"})
+"""Packages through which a script opens its own texts and rows. Other packages look for optional files, which must stay
+missing."""
 HEADER_LENGTH = 256
 HEADERS: dict[int, tuple[int, type[np.generic]]] = {20240520: (1, np.uint16), 20240801: (7, np.uint32)}
 """First number of a header -> (second number, dtype of tokens). Source: llm.c, dev/data/data_common.py."""
@@ -48,7 +51,7 @@ NUM_BYTES = 256
 
 
 class TokenFiles:
-    """Makes the files that a script's own code opens; rows of JSON have `lengths` (the shortest, the longest)."""
+    """Makes the files that a script's own code opens; rows have `lengths` (the shortest, the longest)."""
 
     def __init__(self, overlay: Overlay, notes: RunFindings, lengths: Sequence[int]) -> None:
         self._overlay = overlay
@@ -79,6 +82,26 @@ class TokenFiles:
             return from_file(os.fspath(self._overlay.read(filename)), *arguments, **keywords)
 
         torch.from_file = read
+        when_imported("pandas", functools.partial(self._in_tables, names=("read_parquet", "read_json")))
+        when_imported("pyarrow.parquet", functools.partial(self._in_tables, names=("read_table",)))
+
+    def _in_tables(self, module: Any, names: Sequence[str]) -> None:
+        """Make functions of `module` that open a table without Python's `open` find what is made here."""
+
+        def reading(read: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(read)
+            def reads(*arguments: Any, **keywords: Any) -> Any:
+                path, *others = arguments or (None,)
+                if not isinstance(path, (str, os.PathLike)):
+                    return read(*arguments, **keywords)
+                if not os.path.exists(path):
+                    self._make_if_asked(path)
+                return read(self._overlay.read(path), *others, **keywords)
+
+            return reads
+
+        for name in names:
+            setattr(module, name, reading(getattr(module, name)))
 
     def _opening(self, open_file: Callable[..., Any]) -> Callable[..., Any]:
         def opened(file: Any, mode: str = "r", *arguments: Any, **keywords: Any) -> Any:
@@ -114,13 +137,13 @@ class TokenFiles:
     def _make_if_asked(self, path: Any) -> bool:
         """Make `path` if the script reads it as a token file. Returns whether the file was made."""
         kind = _kind(os.fsdecode(path)) if isinstance(path, (str, os.PathLike)) else ""
-        whose = asker(BY_ITSELF if kind in TEXTS else ITS_MEANS) if kind else None
+        whose = asker(ITS_MEANS if kind in BINARY else BY_ITSELF) if kind else None
         if whose is None:
             return False
         name = os.fspath(path)
         place = self._overlay.write(name, keeps=False)
-        if kind == ".jsonl":
-            Path(place).write_text(json_rows.lines(*self._lengths), encoding="utf-8")
+        if kind not in SUFFIXES:
+            file_rows.write(Path(place), kind, *self._lengths)
         else:
             _write(Path(place), kind, _text(whose))
         like = re.sub(r"\d+", "*", os.path.basename(name))
@@ -129,9 +152,9 @@ class TokenFiles:
         return True
 
     def _size(self, kind: str) -> str:
-        if kind == ".jsonl":
+        if kind not in SUFFIXES:
             lengths = " to ".join(f"{length:,}" for length in dict.fromkeys(self._lengths))
-            return f"{json_rows.NUM_LINES} lines of {lengths} words (--length), with the usual keys,"
+            return f"{file_rows.NUM_ROWS} rows of {lengths} words (--length), with the usual keys,"
         return f"{NUM_WORDS:,} words" if kind == ".txt" else f"{NUM_TOKENS:,} tokens"
 
 
@@ -139,7 +162,9 @@ _iglob, _path_glob = glob.iglob, pathlib.Path.glob
 
 
 def _kind(name: str) -> str:
-    """The suffix of a file of tokens or text, before the number of a part ("train.npy.0"); "" for other files."""
+    """The suffix of a file of tokens, text or rows, before the number of a part ("train.npy.0"); "" for other files."""
+    if file_rows.holds_rows(name):
+        return os.path.splitext(name)[1].lower()
     found = re.search(r"(\.\w+?)(\.\d+)?$", name)
     return found[1] if found is not None and found[1] in SUFFIXES else ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import _meta_registrations as shapes
 from torch.nested._internal import sdpa as jagged
 
 from peakcast.collectors.tracing.attention import of_jagged, scaled_dot_product_attention
+from peakcast.collectors.tracing.imports import when_imported
 from peakcast.collectors.tracing.known_values import value_of
 
 
@@ -58,10 +60,11 @@ def install(*, masks_of_batch: bool = False) -> None:
     torch.amp.GradScaler._maybe_opt_step = (  # type: ignore[method-assign]
         lambda self, optimizer, state, *arguments, **keywords: optimizer.step(*arguments, **keywords)
     )
-    try:
-        import transformers.masking_utils as masks
-    except ImportError:
-        return
+    when_imported("transformers.masking_utils", functools.partial(_without_masks, masks_of_batch=masks_of_batch))
+
+
+def _without_masks(masks: Any, *, masks_of_batch: bool) -> None:
+    """Prevent transformers from building a mask that it does not need."""
     compiling = torch.compiler.is_compiling  # inside what is compiled, transformers does not look at values either
     if hasattr(masks, "find_packed_sequence_indices") and not masks_of_batch:
         find = masks.find_packed_sequence_indices  # fake tensors without values look packed to it: a b·s·s mask

@@ -149,3 +149,30 @@ def test_ranks_share_what_fsdp2_shards_and_hold_what_ddp_copies(run_script):
 def test_a_checkpoint_by_its_name_is_its_shapes_alone(run_script):
     found = run_script("pretrained.py", "HuggingFaceTB/SmolLM2-135M")
     assert found.answer.composition["parameters"] == pytest.approx(2 * 134_515_008, rel=1e-3)
+
+
+def test_a_plain_script_does_not_wait_for_transformers(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(
+        "import sys, torch\n"
+        "weight = torch.nn.Parameter(torch.ones(1024, device='cuda'))\n"
+        "optimizer = torch.optim.SGD([weight])\n"
+        "for _ in range(4):\n"
+        "    weight.sum().backward()\n"
+        "    optimizer.step()\n"
+        "    assert 'transformers' not in sys.modules\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert peakcast.dryrun(["python", "train.py"], "H100-80GB").steps == 3
+
+
+@pytest.mark.slow
+def test_a_network_that_transformers_splits_as_it_loads_it(run_script):
+    """A third of each matrix and of the tied token table (134,515,008 parameters in bfloat16, 35,136 in norms), with
+    both moments."""
+    pytest.importorskip("transformers.distributed.tensor_parallel")
+    found = run_script("split.py", world_size=3)
+    weights = 2 * ((134_515_008 - 35_136) // 3 + 35_136)
+    held = found.answer.composition
+    assert held["parameters"] == pytest.approx(weights, rel=0.01)
+    assert held["optimizer_states"] == pytest.approx(2 * weights, rel=0.01)
+    assert "communication_buffers" not in held  # which copies of the whole network would have

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import sys
 
 import pytest
@@ -98,26 +99,91 @@ def test_tokens_are_those_of_gpt2_only_where_the_script_has_them(tmp_path):
         assert (len(tokens), tokens.max()) == (token_files.NUM_TOKENS, last)
 
 
-def test_lines_of_json_have_the_keys_of_training_data():
-    import json
+@pytest.mark.parametrize("suffix", [".jsonl", ".json", ".csv", ".tsv", ".parquet"])
+def test_rows_of_a_file_have_the_keys_of_training_data(suffix, tmp_path):
+    import pandas
 
-    from peakcast.collectors.dryrun import json_rows
+    from peakcast.collectors.dryrun import file_rows
 
-    rows = [json.loads(line) for line in json_rows.lines(10, 40).splitlines()]
-    assert len(rows) == json_rows.NUM_LINES
+    path = tmp_path / f"train{suffix}"
+    file_rows.write(path, suffix, 10, 40)
+    if suffix in (".csv", ".tsv"):
+        rows = pandas.read_csv(path, sep="\t" if suffix == ".tsv" else ",").to_dict("records")
+    elif suffix == ".parquet":
+        rows = pandas.read_parquet(path).to_dict("records")
+    else:
+        text = path.read_text()
+        rows = json.loads(text) if suffix == ".json" else [json.loads(line) for line in text.splitlines()]
+    assert len(rows) == file_rows.NUM_ROWS
     assert {len(row["text"].split()) for row in rows} <= set(range(10, 41))
     assert max(len(row["text"].split()) for row in rows) == 40
     longest = max(rows, key=lambda row: len(row["text"]))
     assert len((longest["prompt"] + " " + longest["completion"]).split()) == 40
+    assert longest["label"] == 0
+    if suffix in (".csv", ".tsv"):  # which have no lists
+        return
     assert [turn["role"] for turn in longest["messages"]] == ["user", "assistant"]
     assert [turn["from"] for turn in longest["conversations"]] == ["human", "gpt"]
 
 
-def test_parts_of_token_files_are_found_by_their_number():
+def test_files_of_tokens_and_rows_are_told_by_their_names():
     from peakcast.collectors.dryrun.token_files import _kind
 
-    names = ("train.bin", "a/train.npy.000", "x.jsonl", "y.txt", "model.bin.index.json", "weights.safetensors", "noend")
-    assert [_kind(name) for name in names] == [".bin", ".npy", ".jsonl", ".txt", "", "", ""]
+    kinds = {
+        "train.bin": ".bin",
+        "a/train.npy.000": ".npy",
+        "x.jsonl": ".jsonl",
+        "y.txt": ".txt",
+        "data/alpaca_data_cleaned.json": ".json",
+        "my_data/a.csv": ".csv",
+        "input/valid-00001.parquet": ".parquet",
+        "train.tsv": ".tsv",
+    }
+    others = ("model.bin.index.json", "weights.safetensors", "noend", "config.json", "train_config.json", "results.csv")
+    others += ("data/dataset_info.json", "trainer_state.json", "runs/eval_results.json", "latest.json")
+    assert {name: _kind(name) for name in (*kinds, *others)} == {**kinds, **dict.fromkeys(others, "")}
+
+
+ROWS_SCRIPT = """
+import csv, json
+import pandas
+import torch
+
+rows = pandas.read_csv("data/train.csv")["text"].tolist()
+rows += [row["instruction"] for row in json.load(open("alpaca_data.json"))]
+rows += pandas.read_parquet("data/part.parquet")["text"].tolist()
+with open("valid.csv", newline="") as file:
+    rows += [row["text"] for row in csv.DictReader(file)]
+rows += pandas.read_json("data/test.json")["text"].tolist()
+assert len(rows) == 5 * 512
+try:
+    json.load(open("train_config.json"))
+except FileNotFoundError:
+    pass
+else:
+    raise AssertionError("settings were made up")
+model = torch.nn.Embedding(1000, 64).cuda()
+optimizer = torch.optim.SGD(model.parameters())
+for step in range(4):
+    tokens = torch.tensor([[len(word) for word in row.split()] for row in rows[2 * step : 2 * step + 2]])
+    model(tokens.cuda()).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+def test_rows_that_are_not_here_are_made(tmp_path, monkeypatch):
+    import peakcast
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(ROWS_SCRIPT)
+    found = peakcast.dryrun([sys.executable, "train.py"], "H100-80GB", length=96)
+    assert (found.job.micro_batch_size, found.job.sequence_length) == (2, 96)
+    said = " ".join(finding.sentence for finding in found.answer.findings)
+    for name in ("train.csv", "alpaca_data.json", "part.parquet", "valid.csv", "test.json"):
+        assert f"{name} is not here" in said
+    assert [path.name for path in tmp_path.iterdir()] == ["train.py"]
 
 
 def test_a_reward_that_fails_on_made_up_texts_is_nothing():
