@@ -29,9 +29,9 @@ def install() -> None:
         triton_stub.install()
     try:
         from transformers.integrations import hub_kernels
-    except ImportError:  # releases before 4.57
+    except ImportError:  # the module is younger than the release
         return
-    logger: Any = hub_kernels.logger
+    logger: Any = getattr(hub_kernels, "logger", None)  # 4.57 has the module, but no such fallback yet
     if getattr(logger, "warning_once", None) is not None:
         logger.warning_once = _noticed
 

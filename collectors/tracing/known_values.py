@@ -170,7 +170,7 @@ _ALL_OF = {
 def value_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """The values of a tensor; None if they are not known."""
     if isinstance(tensor, FakeTensor):
-        if (found := getattr(tensor, "known_value", None)) is not None:
+        if (found := _kept_value(tensor)) is not None:
             return found
         if not _is_known(tensor):
             return None
@@ -199,10 +199,17 @@ def _are_known(func: Any, args: Any, kwargs: Any) -> bool:
 def _is_known(tensor: torch.Tensor) -> bool:
     if not isinstance(tensor, FakeTensor):
         return value_of(tensor) is not None
-    if getattr(tensor, "known_value", None) is not None:
+    if _kept_value(tensor) is not None:
         return True
     noted = getattr(tensor, "all_of", None)
     return noted is not None and noted[1] == _version(tensor) and tensor.numel() <= MOST_ELEMENTS
+
+
+def _kept_value(tensor: FakeTensor) -> torch.Tensor | None:
+    """The values that were kept with a tensor; None if there are none, or if the tensor has been given other memory since
+    (`parameter.data = ...`, as ZeRO-3 does when it gathers and releases a weight), which no operator shows."""
+    kept: torch.Tensor | None = getattr(tensor, "known_value", None)
+    return kept if kept is not None and kept.shape == tensor.shape else None
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -118,9 +118,12 @@ def prepare(job: TrainingJob, tracer: Any, rank: int = 0) -> contextlib.Abstract
 
 
 def reads_values(job: TrainingJob) -> bool:
-    """Whether the network reads values of small tensors while it is built or runs: the positions of images in a row, or
-    (torchtune 0.6.1 models/llama3_1/_position_embeddings.py `apply_scaling`) the frequencies of its rotary tables."""
-    return bool(job.images.per_sequence) or own_network(job) is not None
+    """Whether the network reads values of small tensors while it is built or runs: the positions of images in a row, the
+    tokens of each expert where experts run one after the other (transformers before 5, such as 4.57
+    models/qwen3_moe/modeling_qwen3_moe.py `Qwen3MoeSparseMoeBlock.forward`), or (torchtune 0.6.1
+    models/llama3_1/_position_embeddings.py `apply_scaling`) the frequencies of its rotary tables."""
+    routes = job.architecture.moe is not None and job.framework != "megatron"
+    return bool(job.images.per_sequence) or routes or own_network(job) is not None
 
 
 def _compiles_part(job: TrainingJob) -> bool:

@@ -183,6 +183,9 @@ class ExpertTraits:
     """The chosen experts' weights are divided by their sum."""
     clamps: bool
     """Experts clamp gate and up, which are interleaved, before they multiply them."""
+    viewed_before_5: bool
+    """In transformers before 5, too, all experts of a layer are one parameter, of which each expert reads a view; other
+    families' experts were Linears then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -157,7 +157,7 @@ def _experts(job: TrainingJob, convention: Mapping[str, Any]) -> Experts:
     return Experts(
         implementation=str(convention.get("experts_implementation", "grouped_mm")),
         ranks=expert_ranks(job),
-        fullest_load=int(convention.get("fullest_expert_load", 1)),
+        fullest_load=float(convention.get("fullest_expert_load", 1)),
     )
 
 

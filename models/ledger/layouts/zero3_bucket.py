@@ -28,6 +28,8 @@ class Zero3Bucket:
         self.ranks, self.size, self.copies = ranks, size, copies
         self.made_bytes, self.sent_bytes = made_bytes, sent_bytes
         self.content: list[Gradient] = []
+        self._filled = 0
+        """Elements of `content`."""
         self._at = -1
         self._taken_bytes = 0
         """Bytes of gradients that have been copied into the bucket at instant `_at`, or reduced in it, one after the
@@ -40,11 +42,12 @@ class Zero3Bucket:
 
     def overflows_with(self, gradient: Gradient) -> bool:
         """Whether the bucket has to be reduced before a gradient is added."""
-        return bool(self.content) and sum(one.elements for one in self.content) + gradient.elements > self.size
+        return bool(self.content) and self._filled + gradient.elements > self.size
 
     def add(self, gradient: Gradient) -> bool:
         """Add a gradient, at the instant that has begun. Returns whether it has been copied."""
         self.content.append(gradient)
+        self._filled += gradient.elements
         if copied := self.has_room_for(gradient):
             self._taken_bytes += gradient.elements * self.made_bytes
         return copied
@@ -75,3 +78,4 @@ class Zero3Bucket:
         if self._at == now:
             self._taken_bytes += sum(one.elements for one in self.outside()) * self.made_bytes
         self.content.clear()
+        self._filled = 0

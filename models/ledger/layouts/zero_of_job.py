@@ -69,6 +69,8 @@ def _zero3(
 ) -> Layout:
     """The layout of a job under ZeRO stage 3."""
     family = family_of(job.architecture)
+    if chosen.get("experts_implementation") == "loop" and not family.experts.viewed_before_5:
+        tensors = expert_by_expert(tensors)
     if modules is None:
         scored = job.loss.kind in REFERRING and conventions(job).get("preference_logits") != "whole"
         modules = Zero3Modules(

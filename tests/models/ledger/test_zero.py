@@ -9,7 +9,7 @@ import pytest
 from peakcast import catalog
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import power_of_two
-from peakcast.jobs.spec import Finetuning, Offload, Precision
+from peakcast.jobs.spec import Finetuning, Offload, Parallelism, Precision, TrainingJob
 from peakcast.models.baseline.host import host_bytes
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.contexts import block_context
@@ -97,6 +97,26 @@ def test_zero2_sends_the_gradient_of_every_tensor_through_its_bucket(job, monkey
     ledger(job("zero2", architecture=architecture, versions=FrozenMapping({"transformers": transformers})))
     assert len(set(sent)) == len(sent)
     assert sum(tensor.numel for tensor in sent) == num_parameters(architecture)
+
+
+def test_zero3_frees_experts_that_run_one_after_the_other_and_keeps_stacked_ones_until_backward():
+    # without reuse, a release frees what DeepSpeed's Linear reads; torch's grouped product has saved a view of all experts
+    def gathered(transformers):
+        found = replace(catalog.architecture("qwen3-30b-a3b"), num_hidden_layers=4, vocab_size=1024)
+        few = replace(found, moe=replace(found.moe, num_experts=8))
+        keeps_none = {"stage3_max_reuse_distance": 0, "stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0}
+        job = TrainingJob(
+            architecture=few,
+            framework="deepspeed",
+            sequence_length=128,
+            parallelism=Parallelism(data_parallel_size=8, zero_stage=3),
+            versions=FrozenMapping({"transformers": transformers}),
+            framework_options=FrozenMapping({**keeps_none, "reduce_bucket_size": 1000}),
+        )
+        return most(ledger(job), BUFFERS, Phase.LOSS), few.moe.num_experts * 3 * few.hidden_size * few.moe.moe_intermediate_size
+
+    (loop, experts), (stacked, _) = gathered("4.57.6"), gathered("5.17.0")
+    assert stacked - loop == 4 * experts * BF16  # of each layer
 
 
 def test_zero3_knows_an_order_from_its_second_time_until_another_module_comes():

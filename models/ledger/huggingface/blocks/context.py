@@ -102,7 +102,7 @@ class Experts:
     """In grouped matrix products ("grouped_mm"), one after the other ("loop"), or as torchtitan's module."""
     ranks: int = 1
     """Number of ranks with different experts."""
-    fullest_load: int = 1
+    fullest_load: float = 1
     """For experts that run one after the other: equal shares of the rows that the fullest expert takes; 1: all take one."""
 
 

@@ -189,13 +189,13 @@ def _looped_experts(build: BlockBuilder, x: Tensor, weights: Tensor, moe: Mixtur
     return output
 
 
-def rows_of_groups(tokens: int, moe: MixtureOfExperts, groups: int, fullest_load: int) -> list[int]:
+def rows_of_groups(tokens: int, moe: MixtureOfExperts, groups: int, fullest_load: float) -> list[int]:
     """The rows of `tokens` that each of `groups` equal groups of experts takes. The last expert takes `fullest_load` equal
     shares, at most every token; the others share the rest. It is the last because its backward comes first, when the saved
     tensors of all others are still allocated."""
     experts, routed = moe.num_experts, tokens * moe.num_experts_per_tok
     share = routed // experts
-    fullest = min(fullest_load * share, tokens)
+    fullest = min(int(fullest_load * share), tokens)
     ahead = (fullest - share) * experts // max(experts - 1, 1)  # more than any other expert
     equal = (routed - ahead) // groups
     return [equal] * (groups - 1) + [equal + ahead]
@@ -216,6 +216,7 @@ def _expert(experts: BlockBuilder, x: Tensor, weights: Tensor, output: Tensor, i
         "mlp.experts.index_add",
         [output, weighted],
         Output.view(output),
+        saves=[weighted],  # `expand_as(source)` in backward reads its shape only (torch tools/autograd/derivatives.yaml)
         gradients=[(output, None), (weighted, weighted.num_bytes)],
     )
 
