@@ -46,8 +46,8 @@ OWN_NETWORKS = Section("networks of a training library's own", (
             "what trains outside the layers is counted from transformers' network, but this library has a network of its "
             "own; ask with your command (`peakcast dryrun`)."),
     more("versions", trait("experts.viewed_before_5") & option("experts_implementation", "loop") & job.trains & ~job.adapts,
-         "in this release of transformers each expert of {architecture.name!r} reads a view of one parameter, whose gradient "
-         "is as large as all experts of a layer: a small network's backward needs 13 % more than is counted."),
+         "in this release of transformers each expert of {architecture.name!r} reads a view of one parameter, whose "
+         "gradient is as large as all experts of a layer: a small network's backward needs 13 % more than is counted."),
 ))
 
 TRACED_NETWORKS = Section("traces of networks", (

@@ -72,7 +72,7 @@ def test_older_releases_of_published_runs_on_one_gpu():
 
 @pytest.mark.parametrize(("num_gpus", "setups", "num_rows"), [(1, FUSED[:2], 8), (2, FUSED[2:], 4)])
 def test_the_fullest_expert_of_mixtral_takes_more_than_its_share_in_published_runs(num_gpus, setups, num_rows):
-    """With equal shares these rows are up to 0.4 % (one GPU) and 0.14 % (two) too low, with two shares 1.1 and 0.3 % too high."""
+    """With equal shares these rows are up to 0.4 % (one GPU) and 0.14 % (two) too low, with two 1.1 and 0.3 % too high."""
     found = errors("fms_history.csv", networks=("mixtral-8x7b",), setups=setups, releases=("4.45",), num_gpus=num_gpus)
     assert (len(found), found[0] < 2e-3) == (num_rows, True)
 

@@ -113,7 +113,8 @@ def test_zero3_frees_experts_that_run_one_after_the_other_and_keeps_stacked_ones
             versions=FrozenMapping({"transformers": transformers}),
             framework_options=FrozenMapping({**keeps_none, "reduce_bucket_size": 1000}),
         )
-        return most(ledger(job), BUFFERS, Phase.LOSS), few.moe.num_experts * 3 * few.hidden_size * few.moe.moe_intermediate_size
+        size = few.moe.num_experts * 3 * few.hidden_size * few.moe.moe_intermediate_size
+        return most(ledger(job), BUFFERS, Phase.LOSS), size
 
     (loop, experts), (stacked, _) = gathered("4.57.6"), gathered("5.17.0")
     assert stacked - loop == 4 * experts * BF16  # of each layer
