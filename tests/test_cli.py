@@ -277,8 +277,9 @@ def test_standard_input_is_answered_line_by_line(tmp_path: Path) -> None:
 
 
 OTHER_QUESTIONS = {cli.evaluate: api.check, cli.predict: api.predict_batch, cli.collect: api.collect_constants}
-OTHER_QUESTIONS[cli.record] = api.record_all
-"""What a command calls instead with --against, with --batch, with `constants` in the place of a grid, and with --all."""
+OTHER_QUESTIONS |= {cli.record: api.record_all, cli.replay: api.replay_all}
+"""What a command calls instead with --against, with --batch, with `constants` in the place of a grid, with --all, and with
+several files."""
 
 
 COMMANDS = [command.callback for command in cli.app.registered_commands if command.callback]

@@ -77,8 +77,8 @@ def refuse_what_does_not_fit(asked: Question, prediction: Prediction) -> None:
     from peakcast.answers.advised import counted_from
     from peakcast.explaining.advice import first_to_try
 
-    steps = first_to_try(asked.job, asked.device, prediction.rank)
-    advice = counted_from(steps, prediction.peak_allocated_bytes.point)
+    tried = first_to_try(asked.job, asked.device, prediction.rank)
+    advice = counted_from(tried, prediction.peak_allocated_bytes.point)
     steps = "; ".join(step.sentence.rstrip(".") for step in advice)
     first = f" First to try, together: {steps}: {format_gib(advice[-1].peak_bytes)} allocated then." if advice else ""
     raise DoesNotFitError(

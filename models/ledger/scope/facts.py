@@ -206,6 +206,7 @@ fused_lora = option("lora_kernel") & ~option("lora_kernel", "eager") & adapts
 ligers_loss = option("loss_kernel", "fused_linear") & ~option("loss_chunks")
 asks_loss_chunks = Fact(lambda job: job.framework_options.get("loss_chunks"), "framework_options.loss_chunks")
 torchtitans_experts = option("experts_implementation", "torchtitan")
+loops_over_experts = option("experts_implementation", "loop")
 
 inputs_are_leaves = (full_checkpointing & reentrant & (norms_after_layers | encoder)) | (
     norms_after_layers & adapts & checkpoints

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
-from peakcast.models.ledger.scope.fact import option, setting, trait
+from peakcast.models.ledger.scope.fact import setting, trait
 from peakcast.models.ledger.scope.table import Section, fails, more, nearly_more, unknown
 
 # fmt: off
@@ -45,9 +45,10 @@ OWN_NETWORKS = Section("networks of a training library's own", (
     unknown("finetuning", job.own_networks & job.trains_other_parts,
             "what trains outside the layers is counted from transformers' network, but this library has a network of its "
             "own; ask with your command (`peakcast dryrun`)."),
-    more("versions", trait("experts.viewed_before_5") & option("experts_implementation", "loop") & job.trains & ~job.adapts,
-         "in this release of transformers each expert of {architecture.name!r} reads a view of one parameter, whose "
-         "gradient is as large as all experts of a layer: a small network's backward needs 13 % more than is counted."),
+    nearly_more("versions", trait("experts.viewed_before_5") & job.loops_over_experts & job.trains & ~job.adapts,
+                "in this release of transformers each expert of {architecture.name!r} reads a view of one parameter, "
+                "whose gradient is as large as all experts of a layer: a small network's backward needs 13 % more than is "
+                "counted."),
 ))
 
 TRACED_NETWORKS = Section("traces of networks", (

@@ -93,7 +93,7 @@ ADAPTERS = Section("adapters", when=job.adapts, rows=(
          "adapters on the shared experts of {architecture.name!r} ({shared_expert_projections}) are not counted."),
     more("finetuning.targets",
          job.trains & job.experts & job.names_experts
-         & (trait("libraries.peft_adapts_experts") | option("experts_implementation", "loop")
+         & (trait("libraries.peft_adapts_experts") | job.loops_over_experts
             | option("quantized_experts")),
          "adapters on the experts of {architecture.name!r} are not counted."),
 ))
