@@ -45,10 +45,9 @@ OWN_NETWORKS = Section("networks of a training library's own", (
     unknown("finetuning", job.own_networks & job.trains_other_parts,
             "what trains outside the layers is counted from transformers' network, but this library has a network of its "
             "own; ask with your command (`peakcast dryrun`)."),
-    nearly_more("versions", trait("experts.viewed_before_5") & job.loops_over_experts & job.trains & ~job.adapts,
-                "in this release of transformers each expert of {architecture.name!r} reads a view of one parameter, "
-                "whose gradient is as large as all experts of a layer: a small network's backward needs 13 % more than is "
-                "counted."),
+    more("versions", trait("experts.viewed_before_5") & job.loops_over_experts & job.trains & ~job.adapts,
+         "in this release of transformers each expert of {architecture.name!r} reads a view of one parameter, whose "
+         "gradient is as large as all experts of a layer: a small network's backward needs 13 % more than is counted."),
 ))
 
 TRACED_NETWORKS = Section("traces of networks", (
