@@ -57,14 +57,22 @@ def megatron_job(
     moved = [key for key in MOVED if settings.switch(f"{section}{key}")]
     if moved:
         notes.assumptions.append(f"{' and '.join(moved)}: what leaves the GPU between phases is back during the update.")
+    written: dict[str, str] = {}
+    """By flag of Megatron: the key that gave it."""
     for key in settings.left():
         part, _, name = key.removeprefix(section).partition(".")
         if key.startswith(section) and part in OVERRIDDEN and name:
             flags[DDP.get(name, name)] = settings.raw(key)
+            written[DDP.get(name, name)] = key
         elif key.startswith(section) and DETAILS.fullmatch(key.removeprefix(section)):
             settings.given(key)
             notes.ignored.append(key)
-    flags |= _optimizer_flags(settings, section)
+    optim = f"{section.removesuffix('megatron.').removesuffix('engine.')}optim."
+    flags |= _optimizer_flags(settings, optim)
+    prefix = f"{optim}override_optimizer_config."
+    overriding = {key.removeprefix(prefix): key for key in settings.left() if key.startswith(prefix)}
+    flags |= {name: settings.raw(key) for name, key in overriding.items()}
+    written |= overriding
     flags = with_gradient_dtype(flags)
     if step["gradient_checkpointing"] and not flags.get("recompute_granularity"):
         notes.assumptions.append(
@@ -91,6 +99,8 @@ def megatron_job(
         flags = {key: value for key, value in flags.items() if not key.startswith("expert_")}
     versions, lora = pasted.versions.of("megatron"), "actor_rollout_ref.model.lora."
     job = notes.include(from_megatron(flags_of_yaml(flags, notes), num_gpus, {}, versions, network))
+    for names in (notes.ignored, notes.unknown):
+        names[:] = [written.get(name.replace("-", "_"), name) for name in names]
     if settings.integer(f"{lora}rank", 0, least=0):
         keys = BRIDGE._replace(rank="rank").under(lora)
         job = with_adapters(job, settings, keys, "megatron_bridge")
@@ -98,9 +108,8 @@ def megatron_job(
     return job
 
 
-def _optimizer_flags(settings: Settings, section: str) -> dict[str, Any]:
-    """Megatron's flags of the optimizer, from the section `optim` beside `section`."""
-    optim = f"{section.removesuffix('megatron.').removesuffix('engine.')}optim."
+def _optimizer_flags(settings: Settings, optim: str) -> dict[str, Any]:
+    """Megatron's flags of the optimizer, from the keys that begin with `optim`."""
     flags: dict[str, Any] = {"optimizer": settings.text(f"{optim}optimizer", "adam").lower()}
     narrow = settings.switch(f"{optim}use_precision_aware_optimizer")
     for key in NARROW_STATES:
@@ -109,5 +118,4 @@ def _optimizer_flags(settings: Settings, section: str) -> dict[str, Any]:
             flags[key] = value
     if narrow:
         flags["use_precision_aware_optimizer"] = True
-    prefix = f"{optim}override_optimizer_config."
-    return flags | {key.removeprefix(prefix): settings.raw(key) for key in settings.left() if key.startswith(prefix)}
+    return flags
