@@ -97,10 +97,13 @@ def megatron_job(
     }
     if network.moe is None:
         flags = {key: value for key, value in flags.items() if not key.startswith("expert_")}
+    else:  # Megatron's settings of experts count only beside their number
+        flags["num_experts"] = network.moe.num_experts
     versions, lora = pasted.versions.of("megatron"), "actor_rollout_ref.model.lora."
     job = notes.include(from_megatron(flags_of_yaml(flags, notes), num_gpus, {}, versions, network))
     for names in (notes.ignored, notes.unknown):
-        names[:] = [written.get(name.replace("-", "_"), name) for name in names]
+        told = (name for name in names if name != "num-experts")  # which is given here, not by the user
+        names[:] = [written.get(name.replace("-", "_"), name) for name in told]
     if settings.integer(f"{lora}rank", 0, least=0):
         keys = BRIDGE._replace(rank="rank").under(lora)
         job = with_adapters(job, settings, keys, "megatron_bridge")
