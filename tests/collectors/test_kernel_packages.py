@@ -37,6 +37,13 @@ def test_functions_that_fall_back_are_noticed(monkeypatch: pytest.MonkeyPatch) -
     assert kernel_packages.replaced == {"chunk_gated_delta_rule": "flash-linear-attention"}
 
 
+def test_a_release_whose_kernels_write_no_log_is_traced_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """transformers 4.57 has the module of kernels without a logger."""
+    monkeypatch.setattr(kernel_packages, "TRITON_KERNELS", ())
+    monkeypatch.delattr("transformers.integrations.hub_kernels.logger")
+    kernel_packages.install()
+
+
 @pytest.mark.parametrize(
     ("package", "code", "says"),
     [

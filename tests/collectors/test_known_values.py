@@ -26,6 +26,17 @@ def test_the_largest_of_known_numbers_are_those() -> None:
     assert value_of(chosen).tolist() == [7, 6, 5]
 
 
+def test_a_parameter_that_is_given_other_memory_has_no_known_values() -> None:
+    """As ZeRO-3 releases a weight; no operator shows it, and a norm's ones would be read with the shape of before."""
+    with KnownValuesMode(allow_non_fake_inputs=True):
+        weight = torch.arange(8.0)
+        assert value_of(weight).tolist() == list(range(8))
+        weight.data = torch.empty(0)
+        again = weight.view_as(weight)
+    assert value_of(weight) is None
+    assert again.shape == (0,)
+
+
 def test_what_is_too_large_to_keep_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(known_values, "MOST_ELEMENTS", 10)
     with KnownValuesMode(allow_non_fake_inputs=True):
