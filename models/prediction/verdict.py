@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from peakcast.answers.prediction import Fits, Interval, Limit
-from peakcast.core.findings import KINDS, Direction, Finding
+from peakcast.core.findings import KINDS, Direction, Finding, guessed
 from peakcast.core.units import GIB, format_gib
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.baseline.baseline import usable_bytes
@@ -73,8 +73,10 @@ def judge(intervals: Mapping[str, Interval], limits: Sequence[Limit], findings: 
 
 
 def leaves_out(findings: Iterable[Finding], direction: Direction) -> bool:
-    """Whether something of unknown size is left out that moves the peak in `direction`."""
-    return any(finding.uncounted and finding.direction == direction for finding in findings)
+    """Whether something of unknown size is left out that moves the peak in `direction`: of a network that is only guessed,
+    either way."""
+    found = tuple(findings)
+    return guessed(found) or any(finding.uncounted and finding.direction == direction for finding in found)
 
 
 def prevented(findings: Iterable[Finding]) -> bool:

@@ -133,7 +133,7 @@ class Prediction:
     @property
     def is_covered(self) -> bool:
         """Whether the ledger counts everything in the job."""
-        return not any(finding.code == "not_modelled" for finding in self.found)
+        return all(finding.code not in ("not_modelled", "network_guessed") for finding in self.found)
 
     def to_mapping(self) -> dict[str, Any]:
         """The answer as a JSON-able mapping (DESIGN section 5)."""

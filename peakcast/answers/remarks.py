@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from peakcast.answers.labels import OF_LIMIT, VERDICTS, WOULD_FAIL
 from peakcast.answers.prediction import Interval, Prediction
-from peakcast.core.findings import KINDS, Finding, ordered
+from peakcast.core.findings import KINDS, Finding, guessed, ordered
 from peakcast.core.units import GIB, format_gib
 
 NUM_SHOWN = 5
@@ -32,6 +32,8 @@ def verdict_reason(p: Prediction) -> str:
         return f"expect {expected}{what} a rank, where a usual node has {there} a GPU"
     if preventing(p):
         return f"if it ran, {expect}"
+    if guessed(p.findings):
+        return f"{expect} if it needs as much as a Llama of its sizes, which is a guess"
     if p.fits == "uncertain" and bar.upper_95 < p.limit.num_bytes:
         counted = all(finding.direction == "less" or not finding.uncounted for finding in p.findings)
         return f"{expect}, {'unless a warning below holds' if counted else 'and more for something that is not counted'}"

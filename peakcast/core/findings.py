@@ -41,6 +41,9 @@ KINDS = {
     "not_modelled": Kind(
         "the job has something that the ledger does not count or has never been compared for", 6, uncounted=True
     ),
+    "network_guessed": Kind(
+        "nothing here knows the network; the numbers are those of another one of its sizes", 6, uncounted=True
+    ),
     "nearly_modelled": Kind("the ledger differs from a trace of such jobs, by at most the share that is said", 6),
     "run_would_fail": Kind("a library refuses such a job; the answer is as if it ran", 6, prevents=True),
     "setting_ignored": Kind("a setting of the job that no ledger looks at, and that may matter", 1, uncounted=True),
@@ -80,7 +83,8 @@ KINDS = {
 OF_THE_CACHE = frozenset(("reserved_beyond_replay", "allocator_retries"))
 """Codes of findings about the allocator's cache, which do not affect allocated memory."""
 CAUSES = OF_THE_CACHE | {
-    "not_modelled", "nearly_modelled", "setting_ignored", "setting_not_modelled", "outside_estimated", "versions_not_given",
+    "not_modelled", "network_guessed", "nearly_modelled", "setting_ignored", "setting_not_modelled", "outside_estimated",
+    "versions_not_given",
 }  # fmt: skip
 """Codes of findings that name a cause of error. Other findings say that something was not measured, or how it was read."""
 
@@ -120,6 +124,11 @@ def sentences(findings: Iterable[Finding]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(finding.sentence for finding in findings))
 
 
+def guessed(findings: Iterable[Finding]) -> bool:
+    """Whether the numbers are those of another network, because the job's is not known."""
+    return any(finding.code == GUESSED[0] for finding in findings)
+
+
 def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
     """`findings` without repeated sentences, those that may change the answer most first.
 
@@ -133,6 +142,8 @@ def ordered(findings: Iterable[Finding]) -> tuple[Finding, ...]:
 
 Effect: TypeAlias = tuple[str, Direction]
 """The code of a finding, and its direction."""
+GUESSED: Effect = ("network_guessed", "either")
+"""The network is not known at all: bars are as wide as they can be."""
 UNKNOWN: Effect = ("not_modelled", "either")
 MORE: Effect = ("not_modelled", "more")
 LESS: Effect = ("not_modelled", "less")

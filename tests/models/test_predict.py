@@ -7,9 +7,22 @@ import pytest
 
 from peakcast import api, catalog
 from peakcast.answers.prediction import QUANTITIES, Interval, Limit
+from peakcast.answers.remarks import verdict_reason
 from peakcast.core.errors import SpecError
 from peakcast.core.fields import FrozenMapping
-from peakcast.core.findings import CAUSES, FAILS, KINDS, LESS, MORE, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Finding, found
+from peakcast.core.findings import (
+    CAUSES,
+    FAILS,
+    GUESSED,
+    KINDS,
+    LESS,
+    MORE,
+    NEARLY_LESS,
+    NEARLY_MORE,
+    UNKNOWN,
+    Finding,
+    found,
+)
 from peakcast.core.units import GIB, MIB, format_gib
 from peakcast.jobs.allocator_settings import Allocator
 from peakcast.jobs.architecture import MixtureOfExperts
@@ -110,6 +123,18 @@ def test_an_unmodelled_job_is_answered_with_wide_bars(fakes, calibration, monkey
         "direction": "either",
         "sentence": "mixtures are not modelled.",
     }
+
+
+def test_a_network_that_is_only_guessed_is_within_a_factor_of_two_and_never_surely_fits(fakes, calibration, monkeypatch):
+    guess = found("nothing knows this network", "architecture", effect=GUESSED)
+    monkeypatch.setattr("peakcast.models.prediction.predict.known_of", lambda job: (guess,))
+    answer = predict(fakes.job(), fakes.devices["H100-80GB"], 0, calibration, ledger=fakes.ledger)
+    bar = answer.peak_allocated_bytes
+    assert bar.upper == pytest.approx(2 * bar.point, abs=2)
+    assert bar.lower == pytest.approx(bar.point / 2, abs=2)
+    assert (bar.rests_on, answer.is_covered, answer.inside_calibrated_domain) == ("judgement", False, False)
+    assert (answer.peak_device_bytes.upper_95 < answer.limit.num_bytes, answer.fits) == (True, "uncertain")
+    assert verdict_reason(answer).endswith(" GiB if it needs as much as a Llama of its sizes, which is a guess")
 
 
 def test_what_reading_the_question_found_widens_the_bars(fakes, calibration):

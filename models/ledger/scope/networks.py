@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from peakcast.models.ledger.scope import facts as job
 from peakcast.models.ledger.scope.fact import setting, trait
-from peakcast.models.ledger.scope.table import Section, fails, more, nearly_more, unknown
+from peakcast.models.ledger.scope.table import Section, fails, guessed, more, nearly_more, unknown
 
 # fmt: off
 NETWORKS = Section("networks", (
@@ -15,13 +15,14 @@ NETWORKS = Section("networks", (
          "{architecture.name!r} has state-space layers: parameters, gradients and optimizer states are exact; of "
          "their mixers' activations, what mamba_ssm's kernels save is counted, but neither the kernels' temporaries nor "
          "what transformers computes where that package is missing (`peakcast explain --trace` shows that)."),
-    unknown("architecture", setting("architecture.kind", "undescribed"),
-            "model_type={architecture.model_type!r} is not known to the ledger; trace it (`peakcast explain --trace`)."),
+    guessed("architecture", setting("architecture.kind", "undescribed"),
+            "model_type={architecture.model_type!r} is not known to the ledger: these are the numbers of a Llama of its "
+            "sizes. `peakcast record` learns the network from the installed transformers, `--baseline trace` traces it."),
     unknown("architecture", ~setting("architecture.kind", "decoder", "encoder", "encoder_decoder"),
             "{architecture.name!r} is not a decoder-only transformer, BERT or T5 (kind={architecture.kind!r})."),
-    unknown("architecture", ~job.known_family,
+    guessed("architecture", ~job.known_family,
             "model_type={architecture.model_type!r} is not known to the ledger, and is counted as a Llama, whose keys "
-            "it has; trace it (`peakcast explain --trace`)."),
+            "it has. `peakcast record` learns the network from the installed transformers, `--baseline trace` traces it."),
     unknown("architecture", job.unmodelled_family, "{architecture.name!r}: {unmodelled}"),
     unknown("architecture", job.otherwise_than_four_hidden,
             "{architecture.name!r} has intermediate_size={architecture.intermediate_size}, but transformers makes MPT's "

@@ -6,7 +6,7 @@ from __future__ import annotations
 from functools import cache
 from itertools import chain
 
-from peakcast.core.findings import FAILS, UNKNOWN, Finding, sentences
+from peakcast.core.findings import FAILS, GUESSED, UNKNOWN, Finding, sentences
 from peakcast.dialects.common.own_networks import own_network
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.recorded.covering import (
@@ -87,4 +87,4 @@ def not_covered(job: TrainingJob) -> frozenset[ScopeLimit]:
     """All rows of the table that hold of `job` and say that a library refuses it, or that nothing is known; also those
     that do not become a finding because an earlier row of their section does."""
     rows = chain.from_iterable(section.holding(job) for section in sections(job.framework))
-    return frozenset(row for row in rows if row.effect in (FAILS, UNKNOWN))
+    return frozenset(row for row in rows if row.effect in (FAILS, GUESSED, UNKNOWN))

@@ -12,13 +12,25 @@ from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import Any
 
-from peakcast.core.findings import FAILS, LESS, MORE, NEARLY, NEARLY_LESS, NEARLY_MORE, UNKNOWN, Effect, Finding, found
+from peakcast.core.findings import (
+    FAILS,
+    GUESSED,
+    LESS,
+    MORE,
+    NEARLY,
+    NEARLY_LESS,
+    NEARLY_MORE,
+    UNKNOWN,
+    Effect,
+    Finding,
+    found,
+)
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.scope.fact import Fact, always
 from peakcast.models.ledger.scope.words import WORDS
 
 STATUS: Mapping[Effect, str] = {
-    FAILS: "fails", UNKNOWN: "unknown", MORE: "needs more", LESS: "needs less",
+    FAILS: "fails", GUESSED: "guessed", UNKNOWN: "unknown", MORE: "needs more", LESS: "needs less",
     NEARLY: "nearly", NEARLY_MORE: "nearly, needs more", NEARLY_LESS: "nearly, needs less",
 }  # fmt: skip
 """What documentation calls the effect of a limit."""
@@ -101,6 +113,8 @@ class _SentenceValues(dict[str, Any]):
 
 fails = partial(ScopeLimit, FAILS)
 """A library refuses such a job."""
+guessed = partial(ScopeLimit, GUESSED)
+"""The network is not known; the ledger has the numbers of another one."""
 unknown = partial(ScopeLimit, UNKNOWN)
 """Not counted, or compared with nothing; whether it needs more or less is not known."""
 more = partial(ScopeLimit, MORE)
