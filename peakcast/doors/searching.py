@@ -26,10 +26,10 @@ def ask(
     options: dict[str, Any],
 ) -> Found | Largest | Offers:
     """The answer to one search. Raises: SpecError."""
-    _refuse_unheard(find, num_gpus, global_batch_size)
     if find not in ASKED:
         hint = near_misses(find, ASKED) or "."
         raise SpecError(f"find={find!r} is not known{hint} Known: {', '.join(ASKED)}.", parameter="find", value=find)
+    _refuse_unheard(find, num_gpus, global_batch_size, job)
     if job.task != "train" and find not in (*MOST, "model"):
         raise SpecError(
             "task='inference' has no layouts to search; ask for the largest batch or prompt that fits, with find "
@@ -72,14 +72,25 @@ def _which_type(
     return compare(job, devices, prices, num_gpus, global_batch_size, options)
 
 
-def _refuse_unheard(find: str, num_gpus: int | None, global_batch_size: int | None) -> None:
-    """Refuse arguments that an inverse question ignores, because it uses the job's own layout."""
-    heard = {"plans": ("num_gpus", "global_batch_size"), "num_gpus": ("global_batch_size",)}.get(find, ())
-    for name, value in (("num_gpus", num_gpus), ("global_batch_size", global_batch_size)):
-        if value is not None and name not in heard:
-            way = (
-                "leave it out"
-                if find == "num_gpus"
-                else "say in the job how it is laid out, such as --data-parallel-size 8 --sharding fsdp2, and leave it out"
-            )
-            raise SpecError(f"{name}={value} is no part of find={find!r}; {way}.", parameter=name, value=value)
+def _refuse_unheard(find: str, num_gpus: int | None, global_batch_size: int | None, job: TrainingJob) -> None:
+    """Refuse arguments that an inverse question ignores: it keeps the job's own layout, or finds one itself."""
+    here = job.parallelism.world_size
+    if find == "num_gpus" and num_gpus is not None:
+        raise SpecError(
+            f"find='num_gpus' looks for the number of GPUs itself; leave num_gpus={num_gpus} out.",
+            parameter="num_gpus",
+            value=num_gpus,
+        )
+    if find not in ("plans", "num_gpus") and num_gpus not in (None, here):
+        raise SpecError(
+            f"find={find!r} keeps the job's own layout, of {here} GPU{'s' * (here > 1)}, and not num_gpus={num_gpus}; give "
+            f"the layout instead, such as --data-parallel-size {num_gpus} --sharding fsdp2.",
+            parameter="num_gpus",
+            value=num_gpus,
+        )
+    if find not in ("plans", "num_gpus") and global_batch_size is not None:
+        raise SpecError(
+            f"find={find!r} keeps the job's own batch, and not global_batch_size={global_batch_size}; leave it out.",
+            parameter="global_batch_size",
+            value=global_batch_size,
+        )

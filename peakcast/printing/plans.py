@@ -202,6 +202,9 @@ def largest_text(found: Largest) -> str:
         text += f" With {_number(found.beyond)} it {VERDICTS[found.beyond_fits or 'no']}."
     if found.limit is not None:
         text += f" The recipe holds up to {found.limit:,}: more is not asked."
+    network = found.plan.job.architecture
+    if found.asked == "sequence_length" and 0 < network.max_position_embeddings < int(found.value):
+        text += f" {network.name} is made for {network.max_position_embeddings:,} positions (max_position_embeddings)."
     if fewest:
         text += "\n\n" + "\n".join(_table([found.plan]))
     return text

@@ -5,6 +5,7 @@ import pytest
 from peakcast import api, catalog
 from peakcast.core.errors import SpecError
 from peakcast.dialects.common.job_file import job_from_mapping
+from peakcast.printing.plans import search_text
 from peakcast.searching.inverse import MOST, largest
 
 ADAPTERS = {"architecture": "llama-3.2-1b", "finetuning": {"method": "lora", "rank": 16}}
@@ -57,12 +58,17 @@ def test_what_a_search_cannot_read_widens_its_bars_and_is_said():
     assert (bar.point, bar.upper_95 > answer.upper_95) == (answer.point, True)
 
 
+def test_lengths_beyond_the_networks_positions_are_said():
+    found = api.search(ADAPTERS | {"architecture": "qwen2.5-0.5b"}, "H200", find="sequence_length", num_gpus=1)
+    assert search_text(found).endswith(" qwen2.5-0.5b is made for 32,768 positions (max_position_embeddings).")
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"find": "micro_batch_size", "num_gpus": 8}, "num_gpus=8 is no part of find='micro_batch_size'; say in the job"),
-        ({"find": "model", "global_batch_size": 8}, "global_batch_size=8 is no part"),
-        ({"find": "num_gpus", "num_gpus": 8}, "leave it out"),
+        ({"find": "micro_batch_size", "num_gpus": 8}, "keeps the job's own layout, of 1 GPU, and not num_gpus=8; give"),
+        ({"find": "model", "global_batch_size": 8}, "own batch, and not global_batch_size=8; leave it out"),
+        ({"find": "num_gpus", "num_gpus": 8}, "looks for the number of GPUs itself; leave num_gpus=8 out"),
         ({"num_gpus": 10**9}, "num_gpus=1000000000 must be from 1 to 1,048,576"),
     ],
 )
