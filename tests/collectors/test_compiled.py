@@ -167,7 +167,7 @@ def agree(found, traced):
     assert found.phase_peaks() == {phase: pytest.approx(size, rel=ONE_GPU_TOLERANCE) for phase, size in wanted.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_checkpointed_layer_is_recomputed_inside_what_is_compiled(traced):
     steady = traced(job(compile=True, **CHECKPOINTED))["steady"]
     attention = [label for label in steady.labels if label.startswith("_scaled_dot_product")]

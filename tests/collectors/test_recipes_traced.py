@@ -128,6 +128,7 @@ def small_llama(**tuning):
     return expand({"include": [{**asked, "micro_batch_size": 2, "sequence_length": 512}]})[0]
 
 
+@pytest.mark.whole
 def test_what_trains_outside_the_layers_of_a_known_family_is_counted_by_a_recipe(ledger_equals_trace) -> None:
     """Adapters on the lm_head, and the copy that peft trains of the token table."""
     job = small_llama(**TRAINED_ENDS)

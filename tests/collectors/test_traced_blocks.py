@@ -88,11 +88,20 @@ WITH_LIGER = {
 }  # fmt: skip
 
 
+WHOLE = frozenset((
+    "windows_on_some_layers", "softcap_in_eager", "expanded_heads", "softmax_in_its_own_dtype", "parallel_block",
+    "adapters_by_default", "autocast_over_narrow_weights", "autocast_over_narrow_weights_checkpointed", "reentrant",
+    "eager_checkpointed", "selective_every_second_layer", "selective_every_second_matmul", "selective_with_masks",
+    "encoder", "fp32_routing_weights", "tied_and_accumulating", "multi_query_falls_to_math", "activations_on_the_host",
+))  # fmt: skip
+"""Cells that are left to the whole lane, since others have nearly the same operators; `peakcast verify` traces them too."""
+
+
 def job(cell):
     return expand({"base": {"sequence_length": 640}, "include": [cell]})[0]
 
 
-@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.whole] * (name in WHOLE)) for name in CELLS])
 def test_the_ledger_equals_the_trace(ledger_equals_trace, name):
     """Within 0.1 % in every phase of the first and of a steady step."""
     ledger_equals_trace(job(CELLS[name]), rel=1e-3)

@@ -32,7 +32,10 @@ CELLS = {
 }
 
 
-@pytest.mark.parametrize("name", CELLS)
+QUICK = ("plain", "adapters, checkpointed")
+
+
+@pytest.mark.parametrize("name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.whole) for name in CELLS])
 def test_each_phase_peaks_as_high_as_the_trainers(traced, name):
     changes = dict(CELLS[name])
     options = changes.pop("options", {})

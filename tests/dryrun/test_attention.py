@@ -54,7 +54,7 @@ def test_padded_copies_are_made_of_odd_head_dims_and_of_masks_whose_rows_begin_b
     assert padded == [copies] * 3 + [gradients] * 3 + [mask]
 
 
-@pytest.mark.parametrize("flash", [True, False])
+@pytest.mark.parametrize("flash", [True, pytest.param(False, marks=pytest.mark.whole)])
 def test_a_compiled_graph_goes_on_through_attention(flash):
     """With `fullgraph=True` torch.compile refuses code that it has to interrupt."""
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
+
 import peakcast
 from peakcast.timelines.timeline import Category
 
 
+@pytest.mark.whole
 def test_compiled_code_may_ask_about_the_gpu():
     def train():
         import torch

@@ -30,6 +30,7 @@ trainer.fit(Network(), torch.utils.data.DataLoader(rows, batch_size=8, num_worke
 """
 
 
+@pytest.mark.whole
 def test_a_trainer_for_several_gpus_is_followed_as_one_of_its_ranks(tmp_path):
     """Lightning gives the loader another sampler for its ranks: batches keep their 8 rows of 512."""
     pytest.importorskip("lightning")

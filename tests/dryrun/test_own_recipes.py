@@ -28,6 +28,7 @@ def kept(run_script, tmp_path_factory):
     return path
 
 
+@pytest.mark.whole
 @pytest.mark.parametrize(("batch", "length"), [(4, 256), (7, 100), (1, 256), (32, 256)])
 def test_the_recipe_of_a_network_of_ones_own_answers_as_a_dry_run_of_that_batch(kept, run_script, batch, length):
     job = read_recipe_file(kept).job.replace(micro_batch_size=batch, sequence_length=length)
@@ -38,6 +39,7 @@ def test_the_recipe_of_a_network_of_ones_own_answers_as_a_dry_run_of_that_batch(
     assert ours.peak_allocated_bytes.baseline == pytest.approx(theirs.peak_allocated_bytes.baseline, abs=2**21)
 
 
+@pytest.mark.whole
 def test_few_layers_stand_for_all_and_no_length_is_beyond_the_script_s_positions(kept):
     for recipe in read_recipe_file(kept).recipes:
         assert recipe.walk.num_layers < recipe.layers == 6
@@ -61,6 +63,7 @@ def test_several_ranks_are_placed_on_the_walk_of_one(kept, tmp_path):
     assert ours.peak_allocated_bytes.baseline > alone.peak_allocated_bytes.baseline  # by DDP's buckets
 
 
+@pytest.mark.whole
 def test_it_is_searched(kept):
     found = peakcast.search(None, "T4", recipe=kept, find="micro_batch_size")
     assert found.value > 32

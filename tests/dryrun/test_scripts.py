@@ -105,8 +105,10 @@ def test_a_rank_that_is_sent_its_batches_reads_them_itself(run_script):
     ("words", "options"),
     [
         (("--fsdp",), {"outputs_dropped": True}),
-        (("--fsdp", "--keep", "--held"), {"fsdp_reshard_after_forward": False}),
-        (("--views",), {"outputs_dropped": True, "ddp_gradient_as_bucket_view": True}),
+        pytest.param(("--fsdp", "--keep", "--held"), {"fsdp_reshard_after_forward": False}, marks=pytest.mark.whole),
+        pytest.param(
+            ("--views",), {"outputs_dropped": True, "ddp_gradient_as_bucket_view": True}, marks=pytest.mark.whole
+        ),
     ],
 )
 def test_predict_expects_of_the_job_that_was_seen_what_the_script_needs(run_script, words, options):
@@ -165,7 +167,7 @@ def test_a_plain_script_does_not_wait_for_transformers(tmp_path, monkeypatch):
     assert peakcast.dryrun(["python", "train.py"], "H100-80GB").steps == 3
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_a_network_that_transformers_splits_as_it_loads_it(run_script):
     """A third of each matrix and of the tied token table (134,515,008 parameters in bfloat16, 35,136 in norms), with
     both moments."""

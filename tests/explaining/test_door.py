@@ -193,6 +193,7 @@ def test_a_module_of_ones_own_is_traced(own: Path) -> None:
     assert rows["0"].optimizer == matrices
 
 
+@pytest.mark.whole
 def test_a_step_may_ask_cuda_and_compile(own: Path) -> None:
     """One matrix and its gradient, each 4 MiB; compiled, GELU and tanh are one kernel."""
     found = peakcast.explain(module=f"{own}:asking_and_compiled")

@@ -147,7 +147,7 @@ def test_shallower_networks_bound_deep_ones_from_below():
         assert bound > (0.8 if otherwise else 0.9) * peak or 28 // layout.pipeline_parallel_size <= 6
 
 
-@pytest.mark.parametrize("architecture", ["llama-3.2-1b", "mixtral-8x7b"])
+@pytest.mark.parametrize("architecture", ["llama-3.2-1b", pytest.param("mixtral-8x7b", marks=pytest.mark.whole)])
 def test_what_lets_a_candidate_be_passed_over_is_below_its_peak(architecture):
     """What stands on its ranks, the same shards with sequence parallelism and no interleaving, a smaller micro-batch. Half
     the network's layers have the same layouts, but for the deepest pipelines."""
@@ -171,7 +171,7 @@ def test_what_lets_a_candidate_be_passed_over_is_below_its_peak(architecture):
 @pytest.mark.parametrize(
     ("name", "num_gpus", "batch", "top", "gpu"),
     [
-        ("megatron", 4, 16, 5, "A100-80GB"),
+        pytest.param("megatron", 4, 16, 5, "A100-80GB", marks=pytest.mark.whole),
         ("megatron", 4, 16, 5, "RTX4090"),  # where few fit
         ("deepspeed", 4, 8, 40, "A100-80GB"),  # fewer plans than are asked for
         ("torch", 4, 4, 4, "RTX4090"),
