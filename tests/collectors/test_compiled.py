@@ -126,7 +126,7 @@ def test_a_compiled_step_trains_the_same_and_a_trace_of_it_on_fake_tensors_is_wh
         assert fake["peaks"][phase] == real["peaks"][phase]
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_layers_compiled_one_by_one_are_one_graph_and_keep_what_is_counted_by_hand(traced):
     """Ten layers: were each compiled anew, Dynamo would give up at the ninth and run it uncompiled."""
     hidden, f, heads, kv_heads, tokens, layers = 256, 512, 4, 2, 512, 10
