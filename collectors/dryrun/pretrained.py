@@ -164,11 +164,10 @@ class Stand:
                 if Path(path).exists() or any(Path(file).exists() for file in files):
                     raise
                 self._say(f"the data of {files[0] if files else path} is not here: {self._rows} stood in (--length).")
+                if split is None or isinstance(split, dict):
+                    return self._rows.splits(module, split or SPLITS)
                 rows = self._rows.made(module)
-                if isinstance(split, (list, tuple)):
-                    return [rows for _ in split]
-                named = split if isinstance(split, dict) else SPLITS
-                return rows if isinstance(split, str) else module.DatasetDict(dict.fromkeys(named, rows))
+                return [rows for _ in split] if isinstance(split, (list, tuple)) else rows
 
         module.load_dataset = load_dataset
 
