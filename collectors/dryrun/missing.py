@@ -58,7 +58,7 @@ PIP_NAMES = {
 def hint(lines: Sequence[str]) -> str:
     """What is missing according to the last `lines` that a failed script printed, and the way out; "" if that is not
     known."""
-    looks = (_of_environment, _of_releases, _of_operators, _of_files, _of_network, _of_packages)
+    looks = (_of_networks, _of_environment, _of_releases, _of_operators, _of_files, _of_network, _of_packages)
     said = next(filter(None, (look(lines) for look in looks)), "")
     unsloth = UNSLOTH if any(IMPORTS_UNSLOTH.search(line) for line in lines) else ""
     return " ".join(filter(None, (said, unsloth)))
@@ -146,6 +146,20 @@ def _version_of(package: str, file: str) -> str:
     folder = next((parent for parent in Path(file).parents if parent.name in INSTALLED), None)
     found = sorted(folder.glob(f"{package}-*.dist-info")) if folder is not None else []
     return f" {found[0].name.removesuffix('.dist-info').partition('-')[2]}" if found else ""
+
+
+UNKNOWN_NETWORK = re.compile(r".*\bOSError: (?P<name>\S+) has no config\.json here nor on the hub")
+
+
+def _of_networks(lines: Sequence[str]) -> str:
+    """A network of whose shapes nothing is known."""
+    found = next((match for line in lines if (match := UNKNOWN_NETWORK.match(line.strip())) is not None), None)
+    if found is None:
+        return ""
+    return (
+        f"Put a folder {found['name']} with that config.json where the script is started, or have the script name a "
+        "network of the same shapes that is known: weights are not needed."
+    )
 
 
 def _of_packages(lines: Sequence[str]) -> str:

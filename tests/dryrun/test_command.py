@@ -243,6 +243,7 @@ def test_a_notebook_is_read_as_the_script_of_its_cells(tmp_path):
         ("train.py: error: unrecognized arguments: --gone no", "does not take --gone no: leave that out"),
         ("NotADirectoryError: The checkpoint directory does not exist: EleutherAI/pythia", "EleutherAI/pythia is not here"),
         ("FileNotFoundError: no 'a/b' for json.load(f)", "a/b is not here; put there a list of"),
+        ("OSError: a/b has no config.json here nor on the hub, and is not", "Put a folder a/b with that config.json"),
         ("NotADirectoryError: no tokenizer in /models/x", "/models/x is not here; put there a tokenizer's folder"),
     ],
 )
