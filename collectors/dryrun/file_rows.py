@@ -69,10 +69,15 @@ def write(path: Path, suffix: str, shortest: int, longest: int) -> None:
 
 
 def _row(length: int) -> dict[str, object]:
-    half = _words(length // 2)
-    turns = [{"role": role, "content": half, "from": other, "value": half} for role, other in ROLES]
+    half, turns = _words(length // 2), conversation(length)
     whole, halves = dict.fromkeys(WHOLE, _words(length)), dict.fromkeys(HALVES, half)
     return {**whole, **halves, "input": "", "label": 0, **dict.fromkeys(TURNS, turns)}
+
+
+def conversation(length: int) -> list[dict[str, str]]:
+    """A question and an answer of together `length` words."""
+    half = _words(length // 2)
+    return [{"role": role, "content": half, "from": other, "value": half} for role, other in ROLES]
 
 
 def _words(count: int) -> str:

@@ -3,6 +3,7 @@ or a minimal file."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
@@ -57,9 +58,8 @@ PIP_NAMES = {
 def hint(lines: Sequence[str]) -> str:
     """What is missing according to the last `lines` that a failed script printed, and the way out; "" if that is not
     known."""
-    said = next(
-        filter(None, (look(lines) for look in (_of_environment, _of_releases, _of_operators, _of_files, _of_network))), ""
-    )
+    looks = (_of_networks, _of_environment, _of_releases, _of_operators, _of_files, _of_network, _of_packages)
+    said = next(filter(None, (look(lines) for look in looks)), "")
     unsloth = UNSLOTH if any(IMPORTS_UNSLOTH.search(line) for line in lines) else ""
     return " ".join(filter(None, (said, unsloth)))
 
@@ -101,8 +101,11 @@ def _of_environment(lines: Sequence[str]) -> str:
 
 NAME_GONE = re.compile(r"ImportError: cannot import name '(?P<name>\w+)' from '(?P<module>[\w.]+)' \((?P<file>/.*)\)")
 ATTRIBUTE_GONE = re.compile(r"AttributeError: module '(?P<module>[\w.]+)' has no attribute '(?P<name>\w+)'")
+MEMBER_GONE = re.compile(r"(?P<module>\w+) of (?P<package>\w+ \S+) has no (?P<name>\w+)$")
 ARGUMENT_GONE = re.compile(r"TypeError: (?P<module>[\w.]+)\(\) got an unexpected keyword argument '(?P<name>\w+)'")
 FLAGS_GONE = re.compile(r".*(?:unrecognized arguments: |not used by the HfArgumentParser: )(?P<flags>.+)")
+STANDARD = os.path.join(os.path.dirname(os.__file__), "")
+"""The folder of Python's own library; packages are installed below it."""
 INSTALLED = ("site-packages", "dist-packages")
 ANOTHER_RELEASE = (
     "install the release that the script was written for, or dry-run it with the Python of an environment that has it "
@@ -121,6 +124,13 @@ def _of_releases(lines: Sequence[str]) -> str:
         package = found["module"].partition(".")[0]
         version = _version_of(package, found.groupdict().get("file") or "")
         return f"{package}{version} has no {found['name']} in {found['module']}: {ANOTHER_RELEASE}"
+    if (found := MEMBER_GONE.match(last)) is not None:
+        if found["package"].startswith("peakcast "):
+            return (
+                f"What stands in for it in a dry run has no {found['name']} ({found['module']} of {found['package']}): "
+                "please report that; until then, peakcast predict can be asked for the same training."
+            )
+        return f"{found['package']} has no {found['name']} in {found['module']}: {ANOTHER_RELEASE}"
     if (found := ARGUMENT_GONE.match(last)) is not None:
         taker = found["module"].removesuffix(".__init__")
         return f"{taker}, as it is installed, takes no argument {found['name']}: {ANOTHER_RELEASE}"
@@ -136,6 +146,43 @@ def _version_of(package: str, file: str) -> str:
     folder = next((parent for parent in Path(file).parents if parent.name in INSTALLED), None)
     found = sorted(folder.glob(f"{package}-*.dist-info")) if folder is not None else []
     return f" {found[0].name.removesuffix('.dist-info').partition('-')[2]}" if found else ""
+
+
+UNKNOWN_NETWORK = re.compile(r".*\bOSError: (?P<name>\S+) has no config\.json here nor on the hub")
+
+
+def _of_networks(lines: Sequence[str]) -> str:
+    """A network of whose shapes nothing is known."""
+    found = next((match for line in lines if (match := UNKNOWN_NETWORK.match(line.strip())) is not None), None)
+    if found is None:
+        return ""
+    return (
+        f"Put a folder {found['name']} with that config.json where the script is started, or have the script name a "
+        "network of the same shapes that is known: weights are not needed."
+    )
+
+
+def _of_packages(lines: Sequence[str]) -> str:
+    """The installed packages in which an error was raised of which nothing more is known."""
+    frames = [match["file"] for line in lines if (match := PLACE.search(line)) is not None]
+    frames = [file for file in frames if _raised_in_library(file) or not file.startswith(("<", STANDARD))]
+    if not frames or not _raised_in_library(frames[-1]):
+        return ""
+    packages = list(dict.fromkeys(named for file in reversed(frames) if (named := _package_of(file))))
+    called = f", called by {packages[1]}" if len(packages) > 1 else ""
+    return (
+        f"It was raised in {packages[0]}{called}. If the run has other releases, dry-run it with the Python of their "
+        "environment (peakcast dryrun ... -- /path/to/python ...); if these train on a GPU, what stands in for that is at "
+        "fault, and peakcast predict can be asked for the same training."
+    )
+
+
+def _package_of(file: str) -> str:
+    """The installed package that has `file`, with its version; "" if none has."""
+    parts = PurePosixPath(file).parts
+    at = next((number for number, part in enumerate(parts) if part in INSTALLED), len(parts))
+    name = PurePosixPath(parts[at + 1]).stem if at + 1 < len(parts) else ""
+    return f"{name}{_version_of(name, file)}" if name else ""
 
 
 NO_NETWORK = re.compile(r"\S*(URLError|ConnectionError|ConnectTimeout|MaxRetryError|ProxyError|gaierror)\b")

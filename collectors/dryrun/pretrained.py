@@ -13,6 +13,7 @@ from peakcast.collectors.dryrun.checkpoints import header_of
 from peakcast.collectors.dryrun.noted import RunFindings
 from peakcast.collectors.dryrun.outside import hub_as_the_user_has_it
 from peakcast.collectors.dryrun.quantized import quantize, quantizer_of
+from peakcast.collectors.dryrun.ranks import MESH_SIZES
 from peakcast.collectors.dryrun.synthetic_rows import Rows
 from peakcast.collectors.stacks.parts import quantized_fakes
 from peakcast.collectors.tracing.imports import when_imported
@@ -106,6 +107,8 @@ class Stand:
         cls.maybe_distribute_model(network, asked, mesh)
         if mesh is not None:
             network.tie_weights()  # as after loading; shards of tied weights are made one by one
+            if mesh.mesh_dim_names is None:  # transformers' own
+                MESH_SIZES["tp"] = mesh.size()
         return place, mesh
 
     def _in_configurations(self, module: Any) -> None:
@@ -164,11 +167,10 @@ class Stand:
                 if Path(path).exists() or any(Path(file).exists() for file in files):
                     raise
                 self._say(f"the data of {files[0] if files else path} is not here: {self._rows} stood in (--length).")
+                if split is None or isinstance(split, dict):
+                    return self._rows.splits(module, split or SPLITS)
                 rows = self._rows.made(module)
-                if isinstance(split, (list, tuple)):
-                    return [rows for _ in split]
-                named = split if isinstance(split, dict) else SPLITS
-                return rows if isinstance(split, str) else module.DatasetDict(dict.fromkeys(named, rows))
+                return [rows for _ in split] if isinstance(split, (list, tuple)) else rows
 
         module.load_dataset = load_dataset
 

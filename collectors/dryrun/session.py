@@ -6,8 +6,6 @@ import contextlib
 import json
 import os
 import sys
-import traceback
-import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -160,15 +158,9 @@ class Session:
 
     def failed(self, error: BaseException) -> None:
         """Report that the script has raised an error."""
-        from peakcast.collectors.dryrun.noted import OF_DRY_RUNS
+        from peakcast.collectors.dryrun.failures import report
 
-        report = traceback.TracebackException(type(error), error, _from_the_script(error.__traceback__))
-        cause: traceback.TracebackException | None = report
-        while cause is not None:
-            shown = [frame for frame in cause.stack if not frame.filename.startswith(OF_DRY_RUNS)]
-            cause.stack = traceback.StackSummary.from_list(shown)
-            cause = cause.__cause__ or cause.__context__
-        print("".join(report.format()), file=sys.stderr, end="")
+        print(report(error), file=sys.stderr, end="")
 
     def finish(self) -> NoReturn:
         """Write the answer and end the process, wherever the script is."""
@@ -212,14 +204,6 @@ class Session:
         written = self.answer_file.with_suffix(f".{os.getpid()}")
         written.write_text(json.dumps(answer), encoding="utf-8")
         written.replace(self.answer_file)
-
-
-def _from_the_script(raised: types.TracebackType | None) -> types.TracebackType | None:
-    """The traceback from the script's first frame on, without frames of the dry run."""
-    at = raised
-    while at is not None and at.tb_frame.f_globals.get("__name__", "").partition(".")[0] in ("peakcast", "runpy", ""):
-        at = at.tb_next
-    return at
 
 
 def end(code: int) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Synthetic rows for data that cannot be downloaded: text, and any other columns that the script reads."""
+"""Synthetic rows for data that cannot be downloaded: text, any other columns that the script reads, and any split."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from peakcast.collectors.dryrun.file_rows import TURNS, conversation
 from peakcast.collectors.dryrun.lengths import drawn
 
 NUM_ROWS = 512
@@ -19,7 +20,9 @@ PROMPTS = ("grpo", "rloo", "online_dpo")
 OWN = ("text", "prompt", "chosen", "rejected")
 """Columns that all rows have."""
 NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index")
-"""Columns with numbers, which are 0 in every row; others have text."""
+"""Columns with numbers, which are 0 in every row."""
+ANSWERS = {"text": ["word"], "answer_start": [0]}
+"""The answers to a question about a text, as SQuAD has them."""
 AROUND = 1
 """Number of tokens that a trainer adds around a prompt or an answer. They count, because TRL's reward trainer drops rows
 that are too long."""
@@ -36,10 +39,25 @@ class Rows:
         self._asked: list[str] = []
         """Columns of whose kind the script has asked."""
         self._prefers = False
+        self._splits: list[frozenset[str]] = []
+        """Names of the splits of what stands in for whole data sets."""
 
     def __str__(self) -> str:
         lengths = f"{self.longest:,}" if self.shortest == self.longest else f"{self.shortest:,} to {self.longest:,}"
         return f"{NUM_ROWS} rows of {lengths} words"
+
+    def splits(self, module: Any, names: Iterable[str]) -> Any:
+        """A `DatasetDict` with rows under `names`, and under every other name that it is asked for (`train_sft`)."""
+        rows, kind = self.made(module), module.DatasetDict
+        self._splits.append(frozenset(names))
+        kind.__missing__ = lambda found, name: self._split(found, name)
+        return kind(dict.fromkeys(names, rows))
+
+    def _split(self, found: Any, name: str) -> Any:
+        """The rows of a split that `found`, or what the script has made of it, does not have: those of another one."""
+        if frozenset(found) not in self._splits:
+            raise KeyError(name)
+        return next(iter(found.values()))
 
     def made(self, module: Any) -> Any:
         """A `Dataset` of `datasets`, whose functions add columns when they are asked for them."""
@@ -61,7 +79,9 @@ class Rows:
         lengths = drawn(self.shortest, self.longest, count)
         if self._prefers:  # a prompt and an answer, with the tokens that a trainer puts around them, are one sequence
             lengths = [max(1, length // 2 - AROUND) for length in lengths]
-        return [" ".join(["word"] * length) for length in lengths]
+        if column in TURNS:
+            return [conversation(length) for length in lengths]
+        return [ANSWERS] * count if column == "answers" else [" ".join(["word"] * length) for length in lengths]
 
     def _with(self, rows: Any, columns: Iterable[str]) -> Any:
         """`rows` with `columns` added; if one was missing, columns that the script never asked for are removed."""
@@ -88,6 +108,7 @@ class Rows:
     def _change(self, kind: Any) -> None:
         """Make functions that map rows, name a column or read one of a row find it."""
         apply, keep, read, self._remove = kind.map, kind.filter, kind.__getitem__, kind.remove_columns
+        shuffle = kind.shuffle
 
         def read_row(rows: Any, key: Any) -> Any:
             found = read(rows, key)
@@ -119,7 +140,11 @@ class Rows:
             self._say(f"rows that stood in were cut to {most:,}, the longest that a filter of the script lets pass.")
             return keep(apply(rows, lambda row: _cut(row, most)), function, *arguments, **keywords)
 
-        kind.map, kind.filter, kind.__getitem__ = mapped, filtered, read_row
+        def shuffled(rows: Any, *arguments: Any, buffer_size: int = 0, **keywords: Any) -> Any:
+            return shuffle(rows, *arguments, **keywords)  # a stream of rows has a buffer
+
+        kind.map, kind.filter, kind.__getitem__, kind.shuffle = mapped, filtered, read_row, shuffled
+        kind.set_epoch = lambda *_: None  # as a stream of rows has it
         for name in ("rename_column", "rename_columns", "remove_columns", "select_columns"):
             setattr(kind, name, asking(getattr(kind, name)))
 

@@ -27,6 +27,7 @@ from peakcast.models.prediction.device_scope import device_findings
 from peakcast.models.prediction.outside_findings import outside_estimated
 from peakcast.models.prediction.verdict import judge, leaves_out, limits, prevented
 from peakcast.models.prediction.version_findings import versions_matter
+from peakcast.models.recipes.baseline_choice import seen_run
 
 if TYPE_CHECKING:
     from peakcast.catalog import Device
@@ -143,8 +144,10 @@ def retries(base: Baseline) -> Finding | None:
 
 
 def known_of(job: TrainingJob) -> tuple[Finding, ...]:
-    """What is known of `job` before anything is computed: what is not covered, what is ignored, what would fail."""
+    """What is known of `job` before anything is computed: what is not covered, what is ignored, what would fail. A setting
+    that the ledger ignores changes nothing where the user's own run was seen."""
     from peakcast.models.ledger.scope.ignored import ignored_findings
     from peakcast.models.ledger.scope.scope import scope_findings
 
-    return (*scope_findings(job), *ignored_findings(job), *_beyond_positions(job), *reserved_findings(job))
+    ignored = () if seen_run() is not None else ignored_findings(job)
+    return (*scope_findings(job), *ignored, *_beyond_positions(job), *reserved_findings(job))

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from peakcast.collectors.dryrun.command import read_command
+from peakcast.collectors.dryrun.failures import report
 from peakcast.collectors.dryrun.missing import hint
 from peakcast.collectors.dryrun.script import exported_script
 from peakcast.core.errors import SpecError
@@ -242,6 +243,7 @@ def test_a_notebook_is_read_as_the_script_of_its_cells(tmp_path):
         ("train.py: error: unrecognized arguments: --gone no", "does not take --gone no: leave that out"),
         ("NotADirectoryError: The checkpoint directory does not exist: EleutherAI/pythia", "EleutherAI/pythia is not here"),
         ("FileNotFoundError: no 'a/b' for json.load(f)", "a/b is not here; put there a list of"),
+        ("OSError: a/b has no config.json here nor on the hub, and is not", "Put a folder a/b with that config.json"),
         ("NotADirectoryError: no tokenizer in /models/x", "/models/x is not here; put there a tokenizer's folder"),
     ],
 )
@@ -251,6 +253,37 @@ def test_another_release_or_folder_is_named(last, says):
 
 def test_a_name_that_the_script_s_own_module_lacks_is_its_own_error():
     assert hint(["ImportError: cannot import name 'gone' from 'utils' (/home/me/utils.py)"]) == ""
+
+
+def test_an_attribute_that_the_installed_release_lacks_is_named_with_its_package():
+    """Python 3.11 says of an enum only the name of what it lacks."""
+    import torch
+    from torch.distributed.fsdp import ShardingStrategy
+
+    def said(thing):
+        try:
+            thing.GONE  # noqa: B018
+        except AttributeError as error:
+            return hint(report(error).splitlines())
+
+    class Own:
+        pass
+
+    assert said(ShardingStrategy).startswith(f"torch {torch.__version__} has no GONE in ShardingStrategy: install the")
+    assert "(Board of peakcast" in hint(["AttributeError: x", "Board of peakcast 0.1.0 has no x"])
+    assert said(Own()) == ""
+
+
+def test_an_error_between_libraries_names_them():
+    own, library = (
+        '  File "train.py", line 7, in <module>',
+        '  File "/v/lib/python3.11/site-packages/{}/a.py", line 1, in f',
+    )
+    frames = [own, library.format("titan"), library.format("torch"), '  File "<string>", line 1, in g']
+    assert hint([*frames, "ValueError: x"]).startswith(
+        "It was raised in torch, called by titan. If the run has other releases"
+    )
+    assert hint([*frames, own, "ValueError: x"]) == ""
 
 
 def test_a_shell_script_sees_the_environment_and_counts_gpus(tmp_path, monkeypatch):

@@ -178,3 +178,4 @@ def test_a_network_that_transformers_splits_as_it_loads_it(run_script):
     assert held["parameters"] == pytest.approx(weights, rel=0.01)
     assert held["optimizer_states"] == pytest.approx(2 * weights, rel=0.01)
     assert "communication_buffers" not in held  # which copies of the whole network would have
+    assert (found.job.parallelism.tensor_parallel_size, found.job.parallelism.data_parallel_size) == (3, 1)

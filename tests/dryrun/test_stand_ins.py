@@ -260,7 +260,7 @@ class Table:
     def remove_columns(self, names):
         return type(self)([{name: row[name] for name in row if name not in names} for row in self.rows])
 
-    rename_column = rename_columns = select_columns = remove_columns
+    rename_column = rename_columns = select_columns = shuffle = remove_columns
 
 
 @pytest.mark.parametrize(
@@ -305,3 +305,18 @@ def test_rows_say_of_which_kind_a_column_is_and_then_have_it():
     assert mapped[0]["label"] == 0
     assert mapped[0]["pairs"] == " ".join(["word"] * 8)
     assert rows[1]["answer"] == " ".join(["word"] * 4)
+
+
+def test_any_split_has_rows_with_conversations_answers_and_the_form_of_a_stream():
+    pytest.importorskip("datasets.arrow_dataset")
+    import datasets
+
+    from peakcast.collectors.dryrun.synthetic_rows import NUM_ROWS, Rows
+
+    found = Rows(4, 4, print).splits(datasets, ("train", "test"))
+    mapped = found.map(lambda row: {"words": sum(len(turn["content"].split()) for turn in row["messages"])})
+    assert len(mapped["train_sft"]) == NUM_ROWS
+    assert mapped["test_gen"][0]["words"] == 4
+    assert found["train"].shuffle(seed=1, buffer_size=10)[0]["answers"]["answer_start"] == [0]
+    with pytest.raises(KeyError):
+        datasets.DatasetDict(mine=found["train"])["train"]  # the script's own

@@ -6,10 +6,11 @@ import pytest
 
 from peakcast.core.units import MIB
 from peakcast.jobs.allocator_settings import Allocator
+from peakcast.jobs.spec import Precision
 from peakcast.models.allocator.nearby_orders import MOST_LATER, NUM_ORDERS, nearby_orders
 from peakcast.models.allocator.replay import replay_run
 from peakcast.models.calibration.calibration import UNCALIBRATED
-from peakcast.models.prediction.predict import predict
+from peakcast.models.prediction.predict import known_of, predict
 from peakcast.models.recipes.baseline_choice import SeenRun, baseline_from
 from peakcast.timelines.timeline import Category, Entry, Phase, Timeline
 
@@ -73,3 +74,10 @@ def test_where_one_tensor_decides_the_bar_covers_both_ends_and_the_answer_says_s
     assert not any("exact order of requests" in said for said in (*nested.assumptions, *as_seen.assumptions))
     assert [as_seen.peak_reserved_bytes.point] == reserved([CHANCE])
     assert nested.peak_reserved_bytes.point == pytest.approx(340 * MIB)
+
+
+def test_a_setting_that_the_ledger_ignores_changes_nothing_where_the_run_was_seen(fakes):
+    job, trace = fakes.job(framework="torch", precision=Precision(gradients="float32")), {}
+    assert [finding.parameter for finding in known_of(job)] == ["precision.gradients"]
+    with baseline_from("trace", lambda *_: trace, SeenRun(NESTED[0], compiled=False)):
+        assert known_of(job) == ()
