@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import json
 import tomllib
 from importlib import resources
 from pathlib import Path
@@ -293,7 +294,7 @@ def test_only_the_packages_that_a_job_uses_are_asked_for() -> None:
 
 @pytest.fixture
 def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    found = {"torch": "2.7.1", "transformers": "4.45.2", "megatron_core": "0.13.1", "torchtitan": "0.2", "peft": "0.13"}
+    found = {"megatron_core": "0.13.1", "peft": "0.13", "torch": "2.7.1", "torchtitan": "0.2", "transformers": "4.45.2"}
     monkeypatch.setattr("peakcast.dialects.common.asked_versions.installed", lambda: dict(found))
     return found
 
@@ -301,7 +302,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
 def test_what_is_installed_holds_where_it_concerns_the_job(here: dict[str, str]) -> None:
     plain = api.read({"architecture": TINY}, here=True)
     assert plain.job.versions == {name: here[name] for name in ("torch", "transformers", "peft")}
-    assert plain.assumptions == ("Versions are those installed here: torch 2.7.1, transformers 4.45.2, peft 0.13.",)
+    assert plain.assumptions == ("Versions are those installed here: peft 0.13, torch 2.7.1, transformers 4.45.2.",)
     megatron = api.read({"architecture": TINY, "framework": "megatron"}, here=True).job
     assert megatron.versions == {"torch": "2.7.1", "megatron_core": "0.13.1"}
     titan = {"architecture": TINY, "framework": "torch", "versions": {"torchtitan": "main"}}
@@ -327,6 +328,17 @@ def test_a_configuration_is_read_as_its_version_has_it(tmp_path: Path) -> None:
     assert conventions(old)["logits_upcast"] == "none_shifted"  # GPT-2's own loss, which 4.46 took away
     assert (old.optimizer.implementation, new.optimizer.implementation) == ("foreach", "fused")
     assert (old.activation_checkpointing.use_reentrant, new.activation_checkpointing.use_reentrant) == (True, False)
+
+
+def test_a_job_has_the_defaults_of_the_versions_that_the_question_gives(tmp_path: Path) -> None:
+    """Not those of the newest release, which a job without versions of its own would have."""
+    job: dict[str, Any] = {"architecture": TINY, "activation_checkpointing": {"mode": "full"}}
+    (tmp_path / "job.json").write_text(json.dumps(job))
+    for form in (job, {"job": job}, tmp_path / "job.json"):
+        old, new = (api.read(form, versions={"transformers": version}).job for version in ("4.45.2", "5.1"))
+        assert (old.activation_checkpointing.use_reentrant, new.activation_checkpointing.use_reentrant) == (True, False)
+    said = {**job, "activation_checkpointing": {"mode": "full", "use_reentrant": False}}
+    assert not api.read(said, versions={"transformers": "4.45.2"}).job.activation_checkpointing.use_reentrant
 
 
 def test_versions_that_are_given_in_several_places_are_all_read():

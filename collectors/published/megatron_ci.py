@@ -71,6 +71,10 @@ FSDP_OF_TODAY = "2026-01-01"
 """Values of Megatron-FSDP before this day are of older code, which main ran while it was called 0.16: their first steps do
 not have optimizer states yet, all later ones do (convention `fsdp_reduces_each_gradient`)."""
 
+OVERLAPPED_LAYERS_ARE_RELEASED = "2025-11-13"
+"""Day on which pull request 2236 was opened, after which layers that overlap no longer keep their parts' inputs and outputs.
+Main was called 0.16, and release 0.16.0 has it (convention `overlapped_layers_are_released`)."""
+
 ONE_NODE = {("GB200", "_1node"): 4}
 """(GPU type, end of a case's name) -> number of GPUs, for cases whose recipe does not say it. All 27 others with such names
 have this number, and `allocated_bytes_after_step` fits it."""
@@ -184,6 +188,8 @@ def _as_of_its_day(translation: Translation, day: str) -> Translation:
         then["predicted_logits_outlive_loss"] = day < PREDICTIONS_END_WITH_LOSS
     if job.framework_options.get("use_megatron_fsdp"):
         then["fsdp_reduces_each_gradient"] = day >= FSDP_OF_TODAY
+    if job.framework_options.get("overlap_moe_expert_parallel_comm"):
+        then["overlapped_layers_are_released"] = day >= OVERLAPPED_LAYERS_ARE_RELEASED
     held = conventions(job)
     options = {name: value for name, value in then.items() if held[name] != value}
     if not options:

@@ -205,7 +205,7 @@ def traits(job: TrainingJob) -> dict[str, str]:
     offloads = [name for name in ("parameters", "optimizer", "activations") if getattr(job.offload, name)]
     return {
         "framework": job.framework,
-        "layout": layout_name(job.parallelism),
+        "layout": layout_name(job),
         "task": job.task,
         "feed_forward": feed_forward_of(job),
         "attention_structure": "latent" if job.architecture.mla else "heads",

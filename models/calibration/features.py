@@ -17,6 +17,7 @@ from peakcast.jobs.lengths import lengths_change
 from peakcast.jobs.spec import Parallelism, TrainingJob
 from peakcast.models.baseline.baseline import Baseline
 from peakcast.models.baseline.reserved_findings import reserved_findings
+from peakcast.models.calibration.grouping import gathers_weights
 from peakcast.timelines.timeline import Category, Phase
 
 if TYPE_CHECKING:
@@ -57,7 +58,7 @@ FEATURES: dict[str, str] = {
     "log2_expert_parallel": "log2 of expert_parallel_size",
     "num_parallel_axes": "axes with more than one rank: communicators and streams",
     "sequence_parallel": "activations are split along the sequence",
-    "sharded": "parameters are sharded (FSDP or ZeRO 3): gathers on streams of their own",
+    "sharded": "parameters are sharded (FSDP, ZeRO 3, Megatron-FSDP): gathers on streams of their own",
     "distributed_optimizer": "optimizer states are sharded (any ZeRO stage or FSDP)",
     "accumulates": "more than one micro-batch per optimizer step",
     **{f"attention_{name}": f"attention={name}: its kernels' own temporaries" for name in _ATTENTIONS},
@@ -114,9 +115,8 @@ def sizes(job: TrainingJob, allocated_bytes: int) -> dict[str, float]:
 
 def kinds(job: TrainingJob) -> dict[str, float]:
     """The features that say what kind of run a job is, independent of its sizes: 0 or 1."""
-    layout = job.parallelism
     return {
-        "sharded": float(layout.sharding in ("fsdp1", "fsdp2", "hsdp") or layout.zero_stage == 3),
+        "sharded": float(gathers_weights(job)),
         "compile": float(job.compile),
         "generates": float(job.task == "inference" and (job.inference.new_tokens or 0) > 1),
         "beyond_replay": float(bool(reserved_findings(job))),

@@ -4,7 +4,7 @@ bar."""
 from __future__ import annotations
 
 from peakcast.core.units import GIB
-from peakcast.jobs.spec import Parallelism, TrainingJob
+from peakcast.jobs.spec import TrainingJob
 
 EXPERTS = "/experts"
 """The end of the name of a `residual_group` of networks with experts."""
@@ -28,12 +28,25 @@ def architecture_shape(job: TrainingJob) -> str:
     return f"{a.model_type}/{a.hidden_size}x{a.num_hidden_layers}/{a.num_attention_heads}{experts}"
 
 
-def layout_name(parallelism: Parallelism) -> str:
+def gathers_weights(job: TrainingJob) -> bool:
+    """Whether a rank keeps a part of the weights and gathers them for use, on streams and in pools of their own: FSDP, ZeRO-3,
+    Megatron-FSDP."""
+    p = job.parallelism
+    return p.sharding in ("fsdp1", "fsdp2", "hsdp") or p.zero_stage == 3 or _megatron_fsdp(job)
+
+
+def _megatron_fsdp(job: TrainingJob) -> bool:
+    """Whether Megatron-FSDP shards the job, which is an option of Megatron-LM beside its distributed optimizer."""
+    return bool(job.framework_options.get("use_megatron_fsdp"))
+
+
+def layout_name(job: TrainingJob) -> str:
     """The layout by its parts, such as `single`, `fsdp2`, `tp+pp` or `ddp+tp+sp`; sizes do not matter."""
-    p = parallelism
+    p = job.parallelism
     parts = {
+        "megatron_fsdp": _megatron_fsdp(job),
         p.sharding: p.sharding != "none",
-        f"zero{p.zero_stage}": p.zero_stage > 0,
+        f"zero{p.zero_stage}": p.zero_stage > 0 and not _megatron_fsdp(job),
         "ddp": p.data_parallel_size > 1 and p.sharding == "none" and p.zero_stage == 0,
         "tp": p.tensor_parallel_size > 1,
         "sp": p.sequence_parallel and p.tensor_parallel_size > 1,
@@ -47,7 +60,7 @@ def layout_name(parallelism: Parallelism) -> str:
 def residual_group(job: TrainingJob) -> str:
     """The group whose median the residual may learn: framework, layout, and whether there are experts, whose leftovers in
     the cache are of another order of magnitude."""
-    return f"{job.framework}/{layout_name(job.parallelism)}" + (EXPERTS if job.architecture.moe else "")
+    return f"{job.framework}/{layout_name(job)}" + (EXPERTS if job.architecture.moe else "")
 
 
 def layout_of_group(group: str) -> str:

@@ -193,7 +193,7 @@ def _sample(row: Measurement, device: Device, base: Baseline) -> Sample:
         baseline=base,
         features=features(row.job, device, base, published=row.provenance == "published"),
         architecture=architecture_shape(row.job),
-        layout=layout_name(row.job.parallelism),
+        layout=layout_name(row.job),
         groups=bar_groups(row.job),
     )
 

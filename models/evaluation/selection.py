@@ -45,7 +45,7 @@ class Point:
 def point(job: TrainingJob, device: Device) -> Point:
     """The point of a job on a GPU type."""
     row = features(job, device, baseline(job, device))
-    return Point(architecture_shape(job), layout_name(job.parallelism), tuple(row[name] for name in FEATURES))
+    return Point(architecture_shape(job), layout_name(job), tuple(row[name] for name in FEATURES))
 
 
 def point_of(sample: Sample) -> Point:

@@ -123,7 +123,7 @@ def _read(job: object, options: ReadOptions) -> Translation:
         if form in FORMS:
             return _translate(form, value, options)
     if pasted is None or (not options and "architecture" in pasted.values and not foreign(pasted.values, {}, "")):
-        return read_job(values)  # type: ignore[arg-type]
+        return read_job(values, options.versions)  # type: ignore[arg-type]
     return translated(pasted, options)
 
 

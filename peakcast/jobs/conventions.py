@@ -170,7 +170,8 @@ def unmodelled_versions(job: TrainingJob) -> list[Finding]:
             "version_not_modelled",
             f"versions.{package}",
             "either",
-            f"versions.{package}={version!r} has no conventions of its own here; those of {job.framework} are assumed.",
+            f"versions.{package}={version!r} has no conventions of its own here; those of {job.framework} are assumed"
+            f"{near_misses(package, known) or '.'}",
         )
         for package, version in job.versions.items()
         if package not in known

@@ -14,6 +14,7 @@ from peakcast.core.fields import FrozenMapping, build
 from peakcast.core.findings import Finding
 from peakcast.core.versions import check_versions
 from peakcast.dialects.common import hub, text
+from peakcast.dialects.common.asked_versions import NO_VERSIONS, AskedVersions
 from peakcast.dialects.common.foreign import foreign
 from peakcast.dialects.common.litgpt_targets import PROJECTIONS, litgpt_targets
 from peakcast.dialects.common.pasted import Pasted
@@ -101,7 +102,7 @@ def _with_stage_layers(values: dict[str, Any]) -> dict[str, Any]:
 def from_job(pasted: Pasted) -> Translation:
     """The job of a job file, with the same signature as the readers of other dialects. Raises: SpecError."""
     changed = {} if pasted.model is None else {"architecture": pasted.model}
-    read = read_job({**pasted.values, **changed})
+    read = read_job({**pasted.values, **changed}, pasted.versions)
     job = read.job
     if pasted.num_gpus is not None and pasted.num_gpus != job.parallelism.world_size:
         raise SpecError(
@@ -148,11 +149,11 @@ def note_network(value: object, notes: Notes) -> None:
         notes.unsupported.append(f"{key} of the network's configuration is not modelled.", key.partition("=")[0])
 
 
-def read_job(mapping: Mapping[str, Any]) -> Translation:
-    """The job of `job_from_mapping`, with notes on keys of its network's configuration that are left out. Raises:
-    SpecError."""
+def read_job(mapping: Mapping[str, Any], asked: AskedVersions = NO_VERSIONS) -> Translation:
+    """The job of `job_from_mapping`, with notes on keys of its network's configuration that are left out. `asked`: the
+    versions that the question gives, whose defaults the job has where it says nothing. Raises: SpecError."""
     notes = Notes()
-    job = job_from_mapping(mapping)
+    job = job_from_mapping(_of_versions(mapping, asked))
     note_network(mapping["architecture"], notes)
     read = notes.finish(job)
     if "sequence_length" in mapping or job.sequence_length == DEFAULT_LENGTH:
@@ -162,6 +163,14 @@ def read_job(mapping: Mapping[str, Any]) -> Translation:
         f"{job.architecture.name!r} has no more positions."
     )
     return replace(read, findings=(*read.findings, Finding("default_changed", "sequence_length", "either", sentence)))
+
+
+def _of_versions(mapping: Mapping[str, Any], asked: AskedVersions) -> Mapping[str, Any]:
+    """`mapping` with the versions of `asked` beside its own; one that is refused for another reason stays as it is."""
+    if not asked or not isinstance(mapping, Mapping):
+        return mapping
+    framework, own = mapping.get("framework", TrainingJob.framework), mapping.get("versions") or {}
+    return {**mapping, "versions": asked.of(framework, check_versions(own))} if isinstance(framework, str) else mapping
 
 
 def _file_named(name: str) -> Path | None:

@@ -30,7 +30,7 @@ def legacy_versions(settings: Settings, versions: dict[str, Any]) -> dict[str, A
     notes = settings.notes
     if "megatron_core" not in versions and "ngc_pytorch" not in versions:
         notes.assumptions.append(
-            f"Assumed megatron-core {LAST_LEGACY_RELEASE}, with which legacy models were usual; give "
+            f"megatron-core {LAST_LEGACY_RELEASE} is assumed, with which legacy models were usual; give "
             "versions.megatron_core if yours differs."
         )
         versions = {**versions, "megatron_core": LAST_LEGACY_RELEASE}

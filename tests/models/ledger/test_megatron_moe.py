@@ -24,7 +24,7 @@ from peakcast.models.ledger.megatron.context import layer_context
 from peakcast.models.ledger.megatron.ledger import megatron_ledger
 from peakcast.models.ledger.megatron.parameters import Parameter
 from peakcast.models.ledger.megatron.share import rank_share
-from peakcast.models.ledger.scope.scope import out_of_scope
+from peakcast.models.ledger.scope.scope import out_of_scope, scope_findings
 from peakcast.models.ledger.tape.tape import Tape
 from peakcast.models.ledger.tape.template import Template
 from peakcast.timelines.timeline import Category, Phase, Timeline
@@ -359,6 +359,16 @@ def test_scope_of_mixtures():
     full = make(1, **engine, mtp_num_layers=1, recompute_granularity="full", recompute_method="uniform",
                 recompute_num_layers=1)  # fmt: skip
     assert "Full recomputation" in out_of_scope(full)
+
+
+@pytest.mark.parametrize(("version", "said"), [("0.15.3", True), ("0.16.0", False), ("0.18.0", False)])
+def test_overlapped_layers_of_old_releases_keep_more_than_is_counted(version: str, said: bool):
+    """Pull request 2236 of Megatron-LM, between releases 0.15 and 0.16, lets go of what a layer's parts hand to each other."""
+    engine = {**SMALL, "transformer_impl": "transformer_engine", "overlap_moe_expert_parallel_comm": True}
+    job = make(8, **{**engine, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1})
+    found = scope_findings(job.replace(versions=FrozenMapping({"megatron_core": version})))
+    overlap = [f for f in found if f.parameter == "framework_options.overlap_moe_expert_parallel_comm"]
+    assert [(f.code, f.direction) for f in overlap] == [("nearly_modelled", "more")] * said
 
 
 @pytest.mark.parametrize(("version", "blocks"), [("0.16.1", 2), ("0.18.0", 1)])
