@@ -72,8 +72,8 @@ FSDP_OF_TODAY = "2026-01-01"
 not have optimizer states yet, all later ones do (convention `fsdp_reduces_each_gradient`)."""
 
 OVERLAPPED_LAYERS_ARE_RELEASED = "2025-11-13"
-"""Day on which pull request 2236 was opened, after which layers that overlap no longer keep their parts' inputs and outputs.
-Main was called 0.16, and release 0.16.0 has it (convention `overlapped_layers_are_released`)."""
+"""Day on which pull request 2236 was opened, after which layers that overlap no longer keep their parts' inputs and
+outputs. Main was called 0.16, and release 0.16.0 has it (convention `overlapped_layers_are_released`)."""
 
 ONE_NODE = {("GB200", "_1node"): 4}
 """(GPU type, end of a case's name) -> number of GPUs, for cases whose recipe does not say it. All 27 others with such names

@@ -29,8 +29,8 @@ def architecture_shape(job: TrainingJob) -> str:
 
 
 def gathers_weights(job: TrainingJob) -> bool:
-    """Whether a rank keeps a part of the weights and gathers them for use, on streams and in pools of their own: FSDP, ZeRO-3,
-    Megatron-FSDP."""
+    """Whether a rank keeps a part of the weights and gathers them for use, on streams and in pools of their own: FSDP,
+    ZeRO-3, Megatron-FSDP."""
     p = job.parallelism
     return p.sharding in ("fsdp1", "fsdp2", "hsdp") or p.zero_stage == 3 or _megatron_fsdp(job)
 

@@ -208,9 +208,9 @@ _EXPERTS = Section("latent attention, multi-token prediction and experts", (
          "at once."),
     nearly_more("framework_options.overlap_moe_expert_parallel_comm",
                 megatron.overlaps & ~option("overlapped_layers_are_released"),
-                "Before megatron-core 0.16 overlap-moe-expert-parallel-comm keeps what a layer's parts hand to each other, and "
-                "its gradients, until the micro-batch's backward ends, which is not counted. The one published run of such code "
-                "has 10 % more."),
+                "Before megatron-core 0.16 overlap-moe-expert-parallel-comm keeps what a layer's parts hand to each other, "
+                "and its gradients, until the micro-batch's backward ends, which is not counted. The one published run of "
+                "such code has 10 % more."),
     nearly_more("framework_options.overlap_moe_expert_parallel_comm", megatron.overlaps & job.predicts_further_tokens,
                 "With overlap-moe-expert-parallel-comm, a layer that predicts a further token runs backward beside the "
                 "forward of another micro-batch's first layer. Its trace has 2 % more; with several such layers, which are "

@@ -363,7 +363,7 @@ def test_scope_of_mixtures():
 
 @pytest.mark.parametrize(("version", "said"), [("0.15.3", True), ("0.16.0", False), ("0.18.0", False)])
 def test_overlapped_layers_of_old_releases_keep_more_than_is_counted(version: str, said: bool):
-    """Pull request 2236 of Megatron-LM, between releases 0.15 and 0.16, lets go of what a layer's parts hand to each other."""
+    """Pull request 2236 of Megatron-LM, between 0.15 and 0.16, lets go of what a layer's parts hand to each other."""
     engine = {**SMALL, "transformer_impl": "transformer_engine", "overlap_moe_expert_parallel_comm": True}
     job = make(8, **{**engine, "expert_model_parallel_size": 4, "expert_tensor_parallel_size": 1})
     found = scope_findings(job.replace(versions=FrozenMapping({"megatron_core": version})))
