@@ -51,7 +51,7 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         yield folder
 
 
-LONGEST = ("of several micro-batches", "with another optimizer step")
+LONGEST = ("of several micro-batches", "with another optimizer step", "uneven and longer than recorded")
 """Cells whose traces take longest."""
 
 

@@ -27,7 +27,7 @@ def made(timeline: Timeline) -> list[int]:
     return timeline.num_bytes[order][timeline.born[order] > 0].tolist()
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_every_phase_peaks_as_recorded(found):
     """To the byte: 65.4 GiB of tensors, kernels' memory among them; 0.13 GiB more are rests of blocks."""
     assert [moment.phase for moment in found.phases] == ["forward", "loss", "backward", "optimizer_step"]
@@ -40,7 +40,7 @@ def test_every_phase_peaks_as_recorded(found):
     assert found.peak.recorded_bytes == 70_370_929_664
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_event_by_event(found):
     """Of 5,002 recorded allocations 5,001 are in the trace, in the recorded order, those of kernels included. The other one
     is inside a kernel. The trace has 450 more, 449 of them sums of gradients: while a mode is on, autograd adds into a new
@@ -56,7 +56,7 @@ def test_event_by_event(found):
     assert traced_sums - recorded_sums == 449
 
 
-@pytest.mark.slow
+@pytest.mark.whole
 def test_memory_that_no_tensor_has(found):
     """65 sums over tokens of norms' gradients, one sort of the embedding's indices: as many bytes of each, in backward."""
     hidden = []

@@ -31,6 +31,7 @@ def test_compiled_code_may_ask_about_the_gpu():
     assert 132 * 1024 * 4 in set(found.timelines["run"].num_bytes)
 
 
+@pytest.mark.whole
 def test_modes_that_time_kernels_or_record_graphs_compile_as_others_do():
     def train():
         import torch

@@ -132,7 +132,6 @@ def test_it_works_with_the_keyboard_alone(page):
     answered(page, "opt-125m on ")
 
 
-@AT_BOTH_WIDTHS
 def test_every_control_has_a_label_and_a_visible_focus(page):
     """By Chromium's accessibility tree, which is what a screen reader is given."""
     tree = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
