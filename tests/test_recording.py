@@ -137,3 +137,8 @@ def test_a_batch_does_not_pass_the_baseline_by(capsys: pytest.CaptureFixture[str
     with pytest.raises(SpecError, match="--baseline is of a single question; leave it out with --batch"):
         cli.app(["predict", "--batch", "questions.jsonl", "--baseline", "recipe"], standalone_mode=False)
     assert capsys.readouterr().out == ""
+
+
+def test_the_ledger_has_no_numbers_for_a_network_that_no_file_describes() -> None:
+    with pytest.raises(SpecError, match=r"baseline='ledger' has no numbers for model_type='minimax_m2', .* use 'recipe'"):
+        api.predict({"architecture": UNKNOWN}, "H100-80GB", baseline="ledger")

@@ -46,7 +46,7 @@ def bar_of(
     """
     open_questions = tuple(findings)
     if guessed(open_questions):
-        # six such guesses were 13 to 23 % off, a seventh, of a network with experts, by a factor of 4.5
+        # a judgement: how the network differs from the one that is counted in its place is not known
         return LogBar(WIDEST, WIDEST, "judgement")
     unmodelled = any(finding.severity >= OUT_OF_SCOPE_SEVERITY for finding in open_questions)
     far = severity(finding for finding in open_questions if finding.severity < OUT_OF_SCOPE_SEVERITY)

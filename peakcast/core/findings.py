@@ -42,7 +42,7 @@ KINDS = {
         "the job has something that the ledger does not count or has never been compared for", 6, uncounted=True
     ),
     "network_guessed": Kind(
-        "nothing here knows the network; the numbers are those of another one of its sizes", 6, uncounted=True
+        "the ledger does not know the network's family; the numbers are those of a Llama of its sizes", 6, uncounted=True
     ),
     "nearly_modelled": Kind("the ledger differs from a trace of such jobs, by at most the share that is said", 6),
     "run_would_fail": Kind("a library refuses such a job; the answer is as if it ran", 6, prevents=True),

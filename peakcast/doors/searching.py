@@ -73,24 +73,19 @@ def _which_type(
 
 
 def _refuse_unheard(find: str, num_gpus: int | None, global_batch_size: int | None, job: TrainingJob) -> None:
-    """Refuse arguments that an inverse question ignores: it keeps the job's own layout, or finds one itself."""
+    """Refuse arguments that an inverse question ignores: it keeps the job's own layout and batch, or finds them itself."""
     here = job.parallelism.world_size
     if find == "num_gpus" and num_gpus is not None:
-        raise SpecError(
-            f"find='num_gpus' looks for the number of GPUs itself; leave num_gpus={num_gpus} out.",
-            parameter="num_gpus",
-            value=num_gpus,
-        )
-    if find not in ("plans", "num_gpus") and num_gpus not in (None, here):
-        raise SpecError(
+        sentence = f"find='num_gpus' looks for the number of GPUs itself; leave num_gpus={num_gpus} out."
+        raise SpecError(sentence, parameter="num_gpus", value=num_gpus)
+    if find in ("plans", "num_gpus"):
+        return
+    if num_gpus not in (None, here):
+        sentence = (
             f"find={find!r} keeps the job's own layout, of {here} GPU{'s' * (here > 1)}, and not num_gpus={num_gpus}; give "
-            f"the layout instead, such as --data-parallel-size {num_gpus} --sharding fsdp2.",
-            parameter="num_gpus",
-            value=num_gpus,
+            f"the layout instead, such as --data-parallel-size {num_gpus} --sharding fsdp2."
         )
-    if find not in ("plans", "num_gpus") and global_batch_size is not None:
-        raise SpecError(
-            f"find={find!r} keeps the job's own batch, and not global_batch_size={global_batch_size}; leave it out.",
-            parameter="global_batch_size",
-            value=global_batch_size,
-        )
+        raise SpecError(sentence, parameter="num_gpus", value=num_gpus)
+    if global_batch_size is not None:
+        sentence = f"find={find!r} keeps the job's own batch, and not global_batch_size={global_batch_size}; leave it out."
+        raise SpecError(sentence, parameter="global_batch_size", value=global_batch_size)

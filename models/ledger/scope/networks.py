@@ -15,9 +15,9 @@ NETWORKS = Section("networks", (
          "{architecture.name!r} has state-space layers: parameters, gradients and optimizer states are exact; of "
          "their mixers' activations, what mamba_ssm's kernels save is counted, but neither the kernels' temporaries nor "
          "what transformers computes where that package is missing (`peakcast explain --trace` shows that)."),
-    guessed("architecture", setting("architecture.kind", "undescribed"),
-            "model_type={architecture.model_type!r} is not known to the ledger: these are the numbers of a Llama of its "
-            "sizes. `peakcast record` learns the network from the installed transformers, `--baseline trace` traces it."),
+    unknown("architecture", setting("architecture.kind", "undescribed"),
+            "model_type={architecture.model_type!r} is not known to the ledger. `peakcast record` learns the network from "
+            "the installed transformers, `--baseline trace` traces it."),
     unknown("architecture", ~setting("architecture.kind", "decoder", "encoder", "encoder_decoder"),
             "{architecture.name!r} is not a decoder-only transformer, BERT or T5 (kind={architecture.kind!r})."),
     guessed("architecture", ~job.known_family,
