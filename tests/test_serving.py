@@ -124,7 +124,7 @@ def running(command, environment, folder, port, path):
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log, start_new_session=True)
     try:
-        for _ in range(600):
+        for _ in range(1800):  # a busy machine takes a minute to import MLflow
             try:
                 with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=5):
                     break

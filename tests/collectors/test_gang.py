@@ -111,7 +111,13 @@ def test_each_rank_hands_back_a_row_and_the_cell_is_not_run_again(tmp_path, seve
 @pytest.mark.parametrize(
     ("does", "feigned", "timeout_seconds", "reason"),
     [
-        ("os.kill(os.getpid(), signal.SIGKILL)", False, 120, "rank 1 ended with exit code -9; the others of 2 were ended"),
+        pytest.param(
+            "os.kill(os.getpid(), signal.SIGKILL)",
+            False,
+            120,
+            "rank 1 ended with exit code -9; the others of 2 were ended",
+            marks=pytest.mark.whole,
+        ),
         ("raise CollectorError('this rank cannot.')", True, 120, "rank 1 of 2: this rank cannot."),
         pytest.param("time.sleep(600)", False, 15, "no answer within 15 s", marks=pytest.mark.whole),
     ],

@@ -86,7 +86,12 @@ with_engine = pytest.mark.skipif(
     reason="Transformer Engine is not installed (pip install --no-deps transformer_engine)",
 )
 CELLS |= ENGINE_CELLS
-NAMES = [pytest.param(name, marks=[with_engine] if name in ENGINE_CELLS else []) for name in CELLS]
+LONGEST = ("bf16 gradients", "core attention recomputed", "fp32 softmax")
+"""The grid `agreement-megatron` has them as well."""
+NAMES = [
+    pytest.param(name, marks=[with_engine] * (name in ENGINE_CELLS) + [pytest.mark.whole] * (name in LONGEST))
+    for name in CELLS
+]
 
 
 @installed

@@ -99,8 +99,8 @@ def test_a_place_in_the_ring_equals_its_trace_phase_by_phase(ledger_equals_trace
             assert closed_form.peak(phase).num_bytes == pytest.approx(trace.peak(phase).num_bytes, rel=1e-3), phase
 
 
-LONGEST = ("zero_bubble_checkpointed", "gpipe_with_ddp_and_split")
-"""Zero_bubble and 1f1b_checkpointed have the parts of the first; the grid `agreement` has pipelines like the second."""
+LONGEST = ("zero_bubble_checkpointed", "zero_bubble", "gpipe_with_ddp_and_split", "all_three")
+"""Schedules and layouts that the grid `agreement` has as well, or whose parts the other pipelines have."""
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.whole] * (name in LONGEST)) for name in PIPELINES])

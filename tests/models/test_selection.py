@@ -103,6 +103,7 @@ def test_an_unknown_selection_is_named(tmp_path):
         api.collect(jobs, tmp_path / "x.jsonl", trace=True, select="best")
 
 
+@pytest.mark.whole  # what it is made of has tests of its own, above and in test_campaign.py
 def test_a_collection_takes_the_most_telling_cell_first(tmp_path, few_rows, monkeypatch):
     monkeypatch.setenv("PEAKCAST_DATASETS", str(few_rows))
     # the published rows have Mistral and Llama shapes; a network of another width tells more than one more of theirs

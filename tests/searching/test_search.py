@@ -174,7 +174,7 @@ def test_what_lets_a_candidate_be_passed_over_is_below_its_peak(architecture):
         pytest.param("megatron", 4, 16, 5, "A100-80GB", marks=pytest.mark.whole),
         ("megatron", 4, 16, 5, "RTX4090"),  # where few fit
         ("deepspeed", 4, 8, 40, "A100-80GB"),  # fewer plans than are asked for
-        ("torch", 4, 4, 4, "RTX4090"),
+        pytest.param("torch", 4, 4, 4, "RTX4090", marks=pytest.mark.whole),
     ],
 )
 def test_a_search_finds_what_predicting_every_candidate_does(name, num_gpus, batch, top, gpu):
