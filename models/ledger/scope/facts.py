@@ -271,6 +271,13 @@ def gradients_stay(job: TrainingJob) -> bool:
 
 
 @fact
+def softmax_keeps_input(job: TrainingJob) -> bool:
+    """Whether torch's softmax saves its input as well as its result (pytorch/pytorch issue 49600; since 1.11 it keeps the
+    input's dtype only)."""
+    return job.task == "train" and torch_release(job.versions) < (1, 11)
+
+
+@fact
 def times_kernels_on_copies(job: TrainingJob) -> bool:
     """Whether Inductor copies on the GPU what a kernel overwrites, to time its variants in a first step."""
     return job.compile and torch_release(job.versions) < COPIES_ON_THE_HOST

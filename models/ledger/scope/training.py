@@ -107,6 +107,9 @@ SETTINGS = Section("settings of one rank", (
     nearly_more("task", job.generates & differs("generation in float32") & job.computes_float32,
                 "generation with BLOOM in float32: not all attention scores are counted that a variable of its code keeps "
                 "until the output is added; up to 0.7 % below its trace."),
+    more("versions.torch", job.softmax_keeps_input & job.eager,
+         "before torch 1.11 softmax saves its input too, and zero_grad fills gradients with zeros instead of freeing them: "
+         "neither the scores of each layer's attention nor, during forward, the gradients are counted."),
     more("versions.torch", job.gradients_stay,
          "before torch 2.0 zero_grad fills gradients with zeros instead of freeing them (set_to_none=False): during "
          "forward they are not counted."),

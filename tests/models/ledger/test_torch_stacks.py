@@ -264,6 +264,12 @@ def test_gradients_that_torch_kept_are_said():
     assert ["zero_grad fills gradients" in sentence for sentence in said] == [True, False]
 
 
+def test_scores_that_torch_kept_are_said():
+    asked = [("1.10", "eager"), ("1.10", "sdpa"), ("1.11", "eager")]
+    said = [out_of_scope(job(versions=FrozenMapping({"torch": torch}), attention=how)) for torch, how in asked]
+    assert ["softmax saves its input too" in sentence for sentence in said] == [True, False, False]
+
+
 def test_runs_of_mid_2024_are_told_that_they_reserved_more():
     def finding(torch: str, *, expandable: bool = False) -> str:
         versions = FrozenMapping({"torchtitan": "0.0.2", "torch": torch})
