@@ -72,9 +72,10 @@ def test_reasons_that_only_widen_the_bars_are_left_to_the_details(run: Run) -> N
     flags = ("--framework", "torch", "--sharding", "hsdp", "--data-parallel-size", "4", "--set", "compile=true")
     text = " ".join(run("predict", *SMALL, *GPU, *flags).out.split())
     assert "no measured run" not in text
+    assert "no run measured" not in text
     assert "related runs" in text or "judgement" in text
     whole = " ".join(run("predict", *SMALL, *GPU, *flags, "--details").out.split())
-    assert "no measured run has layout=hsdp" in whole
+    assert "no run measured on H100-80GB has layout=hsdp" in whole
     assert "First to try: not known, since the ledger does not cover this job in full." in whole
 
 

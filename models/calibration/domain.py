@@ -129,8 +129,13 @@ class Domain:
         for name, value in traits(job).items():
             if value not in self.traits.get(name, ()) and (job.task == "train" or name not in _OF_TRAINING):
                 code = "kind_not_measured" if name in _KINDS else "setting_not_measured"
-                sentence = f"no measured run has {name}={value}; the bars are widened."
+                sentence = f"{self._no_run} has {name}={value}; the bars are widened."
                 yield Finding(code, _PARAMETERS.get(name, name), "either", sentence)
+
+    @property
+    def _no_run(self) -> str:
+        """The subject of a sentence about what no row has: if the rows are of one GPU type, others may have it."""
+        return f"no run measured on {self.gpus[0]}" if len(self.gpus) == 1 else "no measured run"
 
     def _sizes_outside(self, row: Mapping[str, float]) -> Iterator[Finding]:
         """Sizes that are further than MARGIN outside the rows' range."""
