@@ -33,13 +33,13 @@ NETWORKS = Section("networks", (
 OWN_NETWORKS = Section("networks of a training library's own", (
     fails("finetuning.quantization", job.litgpt & job.quantized & job.replicated,
           "LitGPT refuses quantized weights on several GPUs; use one."),
-    nearly_more("architecture", job.litgpt & ~setting("architecture.normalization", "rmsnorm"),
-                "LitGPT's own {architecture.name!r} is counted as transformers' network of that name: published "
-                "runs of four such networks took up to 5 % more."),
     unknown("finetuning.method", job.litgpt & job.adapts,
             "LitGPT's own {architecture.name!r} with adapters is counted as transformers' network of that name: "
             "published peaks are from 3 % below to 7 % above such answers on one GPU, and 1 to 15 % below on several, "
             "where micro-batches after the first had shorter samples; ask with your command (`peakcast dryrun`)."),
+    nearly_more("architecture", job.litgpt & ~setting("architecture.normalization", "rmsnorm"),
+                "LitGPT's own {architecture.name!r} is counted as transformers' network of that name: published "
+                "runs of four such networks took up to 5 % more."),
     nearly_more("architecture", job.litgpt & ~job.adapts,
                 "LitGPT's own {architecture.name!r} is counted as transformers' network of that name: published "
                 "runs of full finetuning of two networks took 2 and 3 % more."),
