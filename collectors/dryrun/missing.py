@@ -54,6 +54,8 @@ PIP_NAMES = {
     "google": "protobuf",
 }
 """What pip calls packages that are imported by another name."""
+KERNELS = ("flash_attn", "flash_attn_interface", "kernels", "triton")
+"""Packages that stand in with a part of their modules (`collectors/dryrun/kernel_packages.py`)."""
 
 
 def hint(lines: Sequence[str]) -> str:
@@ -85,6 +87,11 @@ def _of_environment(lines: Sequence[str]) -> str:
             return (
                 f"{name} is a compiled extension of another package: build that where the script runs, or have the script "
                 "go the way that it has without it; a dry run replaces it only where torch.utils.cpp_extension builds it."
+            )
+        if name != found["name"] and name not in (*PIP_NAMES, *KERNELS):  # Python names the first part that is missing
+            return (
+                f"{name} is there, without {found['name']}: {ANOTHER_RELEASE} A module of the script's own is found from "
+                "the folder in which it is started."
             )
         package = PIP_NAMES.get(name, name.replace("_", "-"))
         return (

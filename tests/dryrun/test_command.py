@@ -73,6 +73,7 @@ def test_two_dashes_after_a_launchers_script_are_the_launchers():
     ("lines", "sentence"),
     [
         (["ModuleNotFoundError: No module named 'yaml'"], "pip install pyyaml"),
+        (["ModuleNotFoundError: No module named 'ao.nf4'"], "ao is there, without ao.nf4: install the release that the"),
         (["RuntimeError: Failed to import it because of:", "No module named 'flash_attn.ops'"], "pip install flash-attn"),
         (['  data = os.environ["DATA_DIR"]', "KeyError: 'DATA_DIR'"], "put DATA_DIR=... before the command"),
         (["EOFError: EOF when reading a line"], "reads from standard input"),
