@@ -34,8 +34,8 @@ NAMES = {
     "RTX5090": "NVIDIA GeForce RTX 5090",
     "RTX-PRO-6000": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
 }
-"""Name of a GPU type in the catalog -> CUDA's name, which scripts compare (accelerate, transformers: "RTX 40"), where that is
-not "NVIDIA " and the same."""
+"""Name of a GPU type in the catalog -> CUDA's name, where that is not "NVIDIA " and the same. Scripts compare it, and
+accelerate does ("RTX 40")."""
 NCCL_VERSION = (2, 27, 5)
 """Of the CUDA builds of torch 2.9; scripts compare it with the first that has bfloat16."""
 COMPILING = "torch._dynamo.variables."
