@@ -60,6 +60,9 @@ class ScriptMode(KnownValuesMode):
         """Shape of the largest batch of whole numbers that came to the GPU: the tokens of networks without modules."""
         self._sizes = FakeTensorMode()
         self._jagged = itertools.count()
+        self._on_fake_weights = False
+        """Whether an operator runs on a fake tensor of the CPU, such as a weight: what it makes on the way is fake as
+        well."""
 
     def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The result of `func`."""
@@ -79,12 +82,16 @@ class ScriptMode(KnownValuesMode):
             whole_numbers = not (args[0].is_floating_point() or args[0].dtype is torch.bool)
             if args[0].ndim > 1 and whole_numbers and args[0].device != self.device:
                 self.batch = max(self.batch, tuple(args[0].shape), key=math.prod) if self.batch else tuple(args[0].shape)
+        outer = self._on_fake_weights
+        self._on_fake_weights = outer or any(isinstance(one, FakeTensor) and one.device == CPU for one in args)
         try:
             result = super().dispatch(func, types, args, kwargs)
         except DataDependentOutputException:
             return self._value(func, args)
         except DynamicOutputShapeException:
             return self._sample(func, args, kwargs)
+        finally:
+            self._on_fake_weights = outer
         collective_values.follow(func, args, kwargs, result)
         if label(func) in ("aten.sum.default", "aten.count_nonzero.default") and _is_mask(args[0]):
             result.counted = args[0].numel()
@@ -144,7 +151,7 @@ class ScriptMode(KnownValuesMode):
                 return False
         if func is aten._to_copy.default or tensors:
             return not any(isinstance(leaf, torch.device) and leaf.type != "cpu" for leaf in args)
-        return self._makes_little(func, args, kwargs)
+        return not self._on_fake_weights and self._makes_little(func, args, kwargs)
 
     def _makes_little(self, func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
         """Whether `func` makes, from no other tensor, one that is small enough to be real."""

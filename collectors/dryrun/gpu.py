@@ -15,12 +15,27 @@ from peakcast.collectors.dryrun.peaks import Peaks
 from peakcast.collectors.tracing import fake_cuda, fake_streams, inductor
 
 NAMES = {
-    "A100": "NVIDIA A100-SXM4-80GB",
-    "H100": "NVIDIA H100 80GB HBM3",
-    "H200": "NVIDIA H200",
-    "B200": "NVIDIA B200",
+    "A100-40GB": "NVIDIA A100-SXM4-40GB",
+    "A100-80GB": "NVIDIA A100-SXM4-80GB",
+    "A800-80GB": "NVIDIA A800-SXM4-80GB",
+    "H100-80GB": "NVIDIA H100 80GB HBM3",
+    "H100-PCIe-80GB": "NVIDIA H100 PCIe",
+    "H100-NVL-94GB": "NVIDIA H100 NVL",
+    "H800-80GB": "NVIDIA H800",
+    "H20-96GB": "NVIDIA H20",
+    "GH200-96GB": "NVIDIA GH200 480GB",
+    "T4": "Tesla T4",
+    "V100-16GB": "Tesla V100-SXM2-16GB",
+    "V100-32GB": "Tesla V100-SXM2-32GB",
+    "A6000": "NVIDIA RTX A6000",
+    "RTX6000-Ada": "NVIDIA RTX 6000 Ada Generation",
+    "RTX3090": "NVIDIA GeForce RTX 3090",
+    "RTX4090": "NVIDIA GeForce RTX 4090",
+    "RTX5090": "NVIDIA GeForce RTX 5090",
+    "RTX-PRO-6000": "NVIDIA RTX PRO 6000 Blackwell Server Edition",
 }
-"""Prefix of a GPU type's name in the catalog -> CUDA's name, for types whose name scripts compare."""
+"""Name of a GPU type in the catalog -> CUDA's name, where that is not "NVIDIA " and the same. Scripts compare it, and
+accelerate does ("RTX 40")."""
 NCCL_VERSION = (2, 27, 5)
 """Of the CUDA builds of torch 2.9; scripts compare it with the first that has bfloat16."""
 COMPILING = "torch._dynamo.variables."
@@ -118,7 +133,7 @@ def _answer(device: Device, gpus_per_node: int, own: torch.device) -> None:
 
 def name_of(device: Device) -> str:
     """CUDA's name of `device`."""
-    return next((full for short, full in NAMES.items() if device.name.startswith(short)), f"NVIDIA {device.name}")
+    return NAMES.get(device.name, f"NVIDIA {device.name}")
 
 
 def _answer_for_accelerators(gpus_per_node: int, own: torch.device) -> None:

@@ -3,6 +3,7 @@ or a minimal file."""
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Sequence
@@ -53,6 +54,8 @@ PIP_NAMES = {
     "google": "protobuf",
 }
 """What pip calls packages that are imported by another name."""
+KERNELS = ("flash_attn", "flash_attn_interface", "kernels", "triton")
+"""Packages that stand in with a part of their modules (`collectors/dryrun/kernel_packages.py`)."""
 
 
 def hint(lines: Sequence[str]) -> str:
@@ -84,6 +87,11 @@ def _of_environment(lines: Sequence[str]) -> str:
             return (
                 f"{name} is a compiled extension of another package: build that where the script runs, or have the script "
                 "go the way that it has without it; a dry run replaces it only where torch.utils.cpp_extension builds it."
+            )
+        if name != found["name"] and name not in (*PIP_NAMES, *KERNELS):  # Python names the first part that is missing
+            return (
+                f"{name} is there, without {found['name']}: {ANOTHER_RELEASE} A module of the script's own is found from "
+                "the folder in which it is started."
             )
         package = PIP_NAMES.get(name, name.replace("_", "-"))
         return (
@@ -163,17 +171,23 @@ def _of_networks(lines: Sequence[str]) -> str:
 
 
 def _of_packages(lines: Sequence[str]) -> str:
-    """The installed packages in which an error was raised of which nothing more is known."""
-    frames = [match["file"] for line in lines if (match := PLACE.search(line)) is not None]
-    frames = [file for file in frames if _raised_in_library(file) or not file.startswith(("<", STANDARD))]
-    if not frames or not _raised_in_library(frames[-1]):
+    """The installed packages in which an error was raised of which nothing more is known; "" if one of them refuses what
+    the script asked for, by a rule of its own, which its message says. What torch refuses may be due to fake tensors."""
+    found = ((PLACE.search(line), after) for line, after in itertools.pairwise(lines))
+    places = [(place["file"], after) for place, after in found if place is not None]
+    places = [(file, after) for file, after in places if _raised_in_library(file) or not file.startswith(("<", STANDARD))]
+    if not places or not _raised_in_library(places[-1][0]):
+        return ""
+    frames, refuses = [file for file, _ in places], places[-1][1].strip().startswith("raise ")
+    if refuses and _package_of(frames[-1]).partition(" ")[0] != "torch":
         return ""
     packages = list(dict.fromkeys(named for file in reversed(frames) if (named := _package_of(file))))
-    called = f", called by {packages[1]}" if len(packages) > 1 else ""
+    stands_in = "what stands in for that is at fault, and peakcast predict can be asked for the same training."
+    if len(packages) == 1:
+        return f"It was raised in {packages[0]}, as the script calls it: if that trains on a GPU, {stands_in}"
     return (
-        f"It was raised in {packages[0]}{called}. If the run has other releases, dry-run it with the Python of their "
-        "environment (peakcast dryrun ... -- /path/to/python ...); if these train on a GPU, what stands in for that is at "
-        "fault, and peakcast predict can be asked for the same training."
+        f"It was raised in {packages[0]}, called by {packages[1]}. If the run has other releases, dry-run it with the "
+        f"Python of their environment (peakcast dryrun ... -- /path/to/python ...); if these train on a GPU, {stands_in}"
     )
 
 

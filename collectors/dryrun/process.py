@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -34,6 +35,8 @@ MOST_LINES = 12
 LAST_BYTES = 2**16
 """Number of last bytes of the log in which these lines are searched."""
 POLL_SECONDS = 0.05
+STOPS = (signal.SIGTERM, signal.SIGHUP)
+"""Signals that ask a process to stop."""
 LOG, ANSWER = "output.txt", "answer.json"
 """Files in a dry run's folder: the script's output, and the result."""
 
@@ -128,6 +131,7 @@ def started(
     log.touch()
     path.write_text(json.dumps(question), encoding="utf-8")
     with ExitStack() as around:
+        around.enter_context(_stopped_in_order())
         process: Process
         if function is not None:
             process = warm.Copy(path)
@@ -162,6 +166,25 @@ def _start(words: list[str], environment: Mapping[str, str], log: Path) -> Proce
             )
         except OSError as error:
             raise CollectorError(f"{words[0]!r} cannot be started: {error.strerror}.", parameter="command") from error
+
+
+@contextmanager
+def _stopped_in_order() -> Iterator[None]:
+    """A context in which a request to stop (`timeout`, a batch system, a closed terminal) ends this process as Ctrl-C
+    would: with all that it has started, and without its temporary folder. A handler of the caller's own stays."""
+    in_main = threading.current_thread() is threading.main_thread()
+    own = [one for one in STOPS if in_main and signal.getsignal(one) == signal.SIG_DFL]
+
+    def stop(number: int, _: object) -> None:
+        raise SystemExit(128 + number)
+
+    for one in own:
+        signal.signal(one, stop)
+    try:
+        yield
+    finally:
+        for one in own:
+            signal.signal(one, signal.SIG_DFL)
 
 
 @contextmanager

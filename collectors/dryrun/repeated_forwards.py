@@ -53,7 +53,7 @@ class RepeatedForwards:
         """For each number of the output: place of a number of the inputs -> by how much it was more in every forward, and
         None -> what it was in every forward."""
         self._num_inputs = self._num_seen = self._largest = 0
-        network.forward = self
+        vars(network)["forward"] = self  # wrappers (Lightning's Fabric) hand what is set to the network in them
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         if not self._evaluates():
@@ -111,9 +111,9 @@ class RepeatedForwards:
         """Give the network its own forward back, unless something else has taken its place."""
         if self._network.__dict__.get("forward") is self:
             if self._own is None:
-                del self._network.forward
+                del vars(self._network)["forward"]
             else:
-                self._network.forward = self._own
+                vars(self._network)["forward"] = self._own
 
 
 def _by_rule(place: int | None, more: int, given: Sequence[int]) -> int:

@@ -9,24 +9,23 @@ import sys
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from peakcast.collectors.dryrun.file_rows import TURNS, conversation
+from peakcast.collectors.dryrun.column_kinds import IMAGES, LANGUAGE, TRANSLATION, is_listed, kind, values
 from peakcast.collectors.dryrun.lengths import drawn
 
 NUM_ROWS = 512
 PREFERENCE = ("dpo", "reward", "kto", "orpo", "cpo")
 """Trainers of TRL that learn from two answers to a prompt."""
-PROMPTS = ("grpo", "rloo", "online_dpo")
+PROMPTS = ("grpo", "rloo", "online_dpo", "distillation")
 """Trainers of TRL that generate what they learn from."""
 OWN = ("text", "prompt", "chosen", "rejected")
 """Columns that all rows have."""
-NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index")
-"""Columns with numbers, which are 0 in every row."""
-ANSWERS = {"text": ["word"], "answer_start": [0]}
-"""The answers to a question about a text, as SQuAD has them."""
 AROUND = 1
 """Number of tokens that a trainer adds around a prompt or an answer. They count, because TRL's reward trainer drops rows
 that are too long."""
 MOST_COLUMNS = 16
+MADE_UP = "rows of peakcast"
+"""Description of data sets that are made up, which everything that is made of them keeps; the script's own stay as they
+are."""
 
 
 class Rows:
@@ -39,6 +38,8 @@ class Rows:
         self._asked: list[str] = []
         """Columns of whose kind the script has asked."""
         self._prefers = False
+        self._languages: list[str] = []
+        """Languages of the translations that the script has asked for."""
         self._splits: list[frozenset[str]] = []
         """Names of the splits of what stands in for whole data sets."""
 
@@ -57,6 +58,7 @@ class Rows:
         """The rows of a split that `found`, or what the script has made of it, does not have: those of another one."""
         if frozenset(found) not in self._splits:
             raise KeyError(name)
+        self._say(f"which splits the data has is not known: rows like those of the others stood in for {name!r}.")
         return next(iter(found.values()))
 
     def made(self, module: Any) -> Any:
@@ -66,7 +68,8 @@ class Rows:
             self._give_features(module)
         self._prefers = _is_loaded(PREFERENCE)
         columns = ("prompt", "chosen", "rejected") if self._prefers else ("prompt",) if _is_loaded(PROMPTS) else ("text",)
-        return module.Dataset.from_dict({name: self._values(name, NUM_ROWS) for name in columns})
+        made_up = module.DatasetInfo(description=MADE_UP)
+        return module.Dataset.from_dict({name: self._values(name, NUM_ROWS) for name in columns}, info=made_up)
 
     @functools.lru_cache(MOST_COLUMNS)  # noqa: B019
     def values(self, column: str) -> list[Any]:
@@ -74,45 +77,69 @@ class Rows:
         return self._values(column, NUM_ROWS)
 
     def _values(self, column: str, count: int) -> list[Any]:
-        if column in NUMBERS:
-            return [0] * count
         lengths = drawn(self.shortest, self.longest, count)
         if self._prefers:  # a prompt and an answer, with the tokens that a trainer puts around them, are one sequence
             lengths = [max(1, length // 2 - AROUND) for length in lengths]
-        if column in TURNS:
-            return [conversation(length) for length in lengths]
-        return [ANSWERS] * count if column == "answers" else [" ".join(["word"] * length) for length in lengths]
+        return values(column, lengths, self._languages or ("en",))
 
     def _with(self, rows: Any, columns: Iterable[str]) -> Any:
-        """`rows` with `columns` added; if one was missing, columns that the script never asked for are removed."""
-        asked = list(columns)
-        missing = [column for column in asked if column not in rows.column_names]
-        unasked = [column for column in OWN if column in rows.column_names and column not in asked]
+        """`rows`, if they are made up, with `columns` added; if one was missing, columns that the script never asked for
+        are removed."""
+        if not _is_made_up(rows):
+            return rows
+        asked, there = list(columns), list(rows.column_names)
+        missing = [column for column in dict.fromkeys(asked) if column not in there]
+        unasked = [column for column in OWN if column in there and column not in asked]
         for column in missing:
             rows = rows.add_column(column, self._values(column, len(rows)))
+            if column in IMAGES:
+                rows = rows.cast_column(column, self._kind(column))
         return self._remove(rows, unasked) if missing and unasked else rows
 
+    def _with_absent(self, rows: Any, column: Any) -> Any:
+        """`rows` with the `column` that a function which maps them has not found; None if that is not what it lacks."""
+        if not isinstance(column, str) or not _is_made_up(rows):
+            return None
+        if TRANSLATION in rows.column_names and LANGUAGE.fullmatch(column) and column not in self._languages:
+            self._languages.append(column)
+            return self._with(self._remove(rows, TRANSLATION), [TRANSLATION])
+        return None if column in list(rows.column_names) else self._with(rows, [column])
+
     def _give_features(self, module: Any) -> None:
-        """Make rows answer of which kind any column is: labels are of two classes, others are text. The column is added
-        when rows are mapped."""
-        kind, asked = module.Dataset, self._asked
-        features: property = kind.features
+        """Make rows answer of which kind any column is, and that they have words, tags and translations. The column is
+        added when rows are mapped."""
+        rows_kind, asked = module.Dataset, self._asked
+        features: property = rows_kind.features
+        columns: property = rows_kind.column_names
+        self._kind = functools.partial(kind, module)
 
         class Known(module.Features):  # type: ignore[misc,name-defined]
             def __missing__(self, name: str) -> Any:
                 asked.append(name)
-                return module.ClassLabel(names=["0", "1"]) if name in NUMBERS else module.Value("string")
+                return kind(module, name)
 
-        kind.features = property(lambda rows: Known(features.fget(rows) or {}))  # type: ignore[misc]
+        class Columns(list[str]):
+            def __contains__(self, name: object) -> bool:
+                if isinstance(name, str) and is_listed(name) and name not in self[:]:
+                    asked.append(name)
+                    self.append(name)
+                return super().__contains__(name)
+
+        def known(rows: Any) -> Any:
+            found = features.fget(rows)  # type: ignore[misc]
+            return Known(found or {}) if _is_made_up(rows) else found
+
+        def named(rows: Any) -> list[str]:
+            found = columns.fget(rows)  # type: ignore[misc]
+            return Columns(found) if _is_made_up(rows) else found
+
+        rows_kind.features, rows_kind.column_names = property(known), property(named)
 
     def _change(self, kind: Any) -> None:
-        """Make functions that map rows, name a column or read one of a row find it."""
-        apply, keep, read, self._remove = kind.map, kind.filter, kind.__getitem__, kind.remove_columns
+        """Make functions that map rows, name a column or read one of a row find it, where rows are made up."""
+        self._change_reading(kind)
+        apply, keep, self._remove = kind.map, kind.filter, kind.remove_columns
         shuffle = kind.shuffle
-
-        def read_row(rows: Any, key: Any) -> Any:
-            found = read(rows, key)
-            return _Row(found, self, key) if isinstance(found, dict) and isinstance(key, int) else found
 
         def mapped(rows: Any, *arguments: Any, **keywords: Any) -> Any:
             rows = self._with(rows, (*_names(keywords.get("remove_columns")), *self._asked))
@@ -120,10 +147,10 @@ class Rows:
                 try:
                     return apply(rows, *arguments, **keywords)
                 except KeyError as error:
-                    column = error.args[0] if error.args else None
-                    if not isinstance(column, str) or column in rows.column_names:
+                    found = self._with_absent(rows, error.args[0] if error.args else None)
+                    if found is None:
                         raise
-                    rows = self._with(rows, [column, *_names(keywords.get("remove_columns"))])
+                    rows = self._with(found, _names(keywords.get("remove_columns")))
             return apply(rows, *arguments, **keywords)
 
         def asking(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,7 +162,7 @@ class Rows:
 
         def filtered(rows: Any, function: Any = None, *arguments: Any, **keywords: Any) -> Any:
             left = keep(rows, function, *arguments, **keywords)
-            if len(left) or not len(rows) or (most := _longest_kept(rows[0], function)) is None:
+            if len(left) or not (len(rows) and _is_made_up(rows)) or (most := _longest_kept(rows[0], function)) is None:
                 return left
             self._say(f"rows that stood in were cut to {most:,}, the longest that a filter of the script lets pass.")
             return keep(apply(rows, lambda row: _cut(row, most)), function, *arguments, **keywords)
@@ -143,20 +170,46 @@ class Rows:
         def shuffled(rows: Any, *arguments: Any, buffer_size: int = 0, **keywords: Any) -> Any:
             return shuffle(rows, *arguments, **keywords)  # a stream of rows has a buffer
 
-        kind.map, kind.filter, kind.__getitem__, kind.shuffle = mapped, filtered, read_row, shuffled
+        kind.map, kind.filter, kind.shuffle = mapped, filtered, shuffled
         kind.set_epoch = lambda *_: None  # as a stream of rows has it
         for name in ("rename_column", "rename_columns", "remove_columns", "select_columns"):
             setattr(kind, name, asking(getattr(kind, name)))
 
+    def _change_reading(self, kind: Any) -> None:
+        """Make every way to read rows give rows in which any column is found."""
+        read, read_several, iterate = kind.__getitem__, kind.__getitems__, kind.__iter__
+
+        def read_rows(rows: Any, key: Any) -> Any:
+            if not _is_made_up(rows):
+                return read(rows, key)
+            if isinstance(key, str):
+                return read(self._with(rows, [key]), key)
+            found = read(rows, key)
+            return _Row(found, self, key) if isinstance(found, dict) and isinstance(key, int) else found
+
+        def read_batch(rows: Any, keys: list[int]) -> list[Any]:
+            return [rows[int(key)] for key in keys] if _is_made_up(rows) else read_several(rows, keys)
+
+        def read_each(rows: Any) -> Any:
+            if not _is_made_up(rows):
+                return iterate(rows)
+            each = enumerate(iterate(rows))
+            return (_Row(row, self, number) if isinstance(row, dict) else row for number, row in each)
+
+        kind.__getitem__, kind.__getitems__, kind.__iter__ = read_rows, read_batch, read_each
+
 
 class _Row(dict[str, Any]):
-    """A row, the `number`th, with every column that is read of it."""
+    """A row, the `number`th of `rows`, with every column that is read of it. A copy that a library makes of it, as of any
+    mapping, has the columns that were there."""
 
-    def __init__(self, found: Mapping[str, Any], rows: Rows, number: int) -> None:
+    def __init__(self, found: Any = (), rows: Rows | None = None, number: int = 0) -> None:
         super().__init__(found)
-        self._rows, self._number = rows, number
+        self._rows, self._number = rows, number % NUM_ROWS
 
     def __missing__(self, column: str) -> Any:
+        if self._rows is None:
+            raise KeyError(column)
         return self._rows.values(column)[self._number]
 
 
@@ -175,6 +228,10 @@ def _longest_kept(row: Mapping[str, Any], function: Any) -> int | None:
         lengths = range(1, max(len(value) for value in row.values() if isinstance(value, (str, list))))
         return bisect.bisect_left(lengths, True, key=lambda length: not keeps(length)) or None
     return None
+
+
+def _is_made_up(rows: Any) -> bool:
+    return MADE_UP in (rows.info.description or "")
 
 
 def _is_loaded(trainers: Iterable[str]) -> bool:

@@ -20,6 +20,8 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_iter, tree_map_only, tree_unflatten
 
+from peakcast.collectors.tracing.cache_keys import add_arguments
+
 MOST_ELEMENTS = 2**21
 """Most elements of a tensor whose values are kept; more than the tokens of the largest batch that is recorded."""
 _WITHOUT_VALUES = (
@@ -105,6 +107,14 @@ class KnownValuesMode(FakeTensorMode):  # type: ignore[misc]
             if (number := _ALL_OF.get(label(func))) is not None and isinstance(result, FakeTensor):
                 result.all_of = number, _version(result)
         return result
+
+    def _prep_args_for_hash(self, result: list[Any], args: Any, *rest: Any) -> None:
+        """Append what `args` say to the key under which an operator's result is kept."""
+        prepare = super()._prep_args_for_hash
+        if type(args) in (list, tuple):
+            add_arguments(self, result, args, lambda *some: prepare(*some, *rest))
+        else:
+            prepare(result, args, *rest)
 
     def _reads_a_guess(self) -> None:
         """Called when a value is read that follows from indices of unknown numbers; for subclasses."""

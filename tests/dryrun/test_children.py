@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 
 import pytest
@@ -81,3 +83,13 @@ def test_a_shell_script_that_trains_nothing_is_refused(tmp_path):
 def test_what_runs_a_command_is_left_out(train):
     command = read_command(["nohup", "env", "RATE=1", sys.executable, train])
     assert (command.script, command.environment) == (train, ("RATE=1",))
+
+
+def test_a_request_to_stop_ends_in_order():
+    from peakcast.collectors.dryrun.process import STOPS, _stopped_in_order
+
+    for number in STOPS:
+        with pytest.raises(SystemExit) as stopped, _stopped_in_order():
+            os.kill(os.getpid(), number)
+        assert stopped.value.code == 128 + number
+        assert signal.getsignal(number) == signal.SIG_DFL

@@ -73,6 +73,7 @@ def test_two_dashes_after_a_launchers_script_are_the_launchers():
     ("lines", "sentence"),
     [
         (["ModuleNotFoundError: No module named 'yaml'"], "pip install pyyaml"),
+        (["ModuleNotFoundError: No module named 'ao.nf4'"], "ao is there, without ao.nf4: install the release that the"),
         (["RuntimeError: Failed to import it because of:", "No module named 'flash_attn.ops'"], "pip install flash-attn"),
         (['  data = os.environ["DATA_DIR"]', "KeyError: 'DATA_DIR'"], "put DATA_DIR=... before the command"),
         (["EOFError: EOF when reading a line"], "reads from standard input"),
@@ -284,6 +285,17 @@ def test_an_error_between_libraries_names_them():
         "It was raised in torch, called by titan. If the run has other releases"
     )
     assert hint([*frames, own, "ValueError: x"]) == ""
+    assert hint([own, library.format("torch"), "    linear(x)", "RuntimeError: x"]).startswith(
+        "It was raised in torch, as the script calls it: if that trains on a GPU"
+    )
+
+
+def test_what_a_library_refuses_by_its_own_rule_is_the_script_s_own_fault():
+    library = '  File "/v/lib/python3.11/site-packages/{}/a.py", line 1, in f'
+    cases = (("peft", "    raise ValueError(", True), ("peft", "    x[1]", False), ("torch", "    raise A(", False))
+    for package, line, own in cases:
+        lines = [library.format("trl"), "    f()", library.format(package), line, "ValueError: no such module"]
+        assert (hint(lines) == "") is own
 
 
 def test_a_shell_script_sees_the_environment_and_counts_gpus(tmp_path, monkeypatch):

@@ -118,6 +118,16 @@ def test_what_cannot_come_along_is_said(tmp_path):
             peakcast.dryrun(train, "A100-80GB")
 
 
+@pytest.mark.parametrize(
+    ("gpu", "name"), [("A100-40GB", "NVIDIA A100-SXM4-40GB"), ("RTX4090", "NVIDIA GeForce RTX 4090"), ("L4", "NVIDIA L4")]
+)
+def test_gpus_have_the_names_that_scripts_compare(gpu, name):
+    from peakcast.collectors.dryrun.gpu import NAMES, name_of
+
+    assert name_of(peakcast.catalog.gpu(gpu)) == name
+    assert {peakcast.catalog.gpu(one).name for one in NAMES} == set(NAMES)
+
+
 def test_queries_of_the_gpu_are_answered_as_the_chosen_one_would():
     import torch
 

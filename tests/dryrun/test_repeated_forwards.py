@@ -93,3 +93,24 @@ def test_inputs_that_a_forward_changes_are_always_run(decoder):
     for _ in range(30):
         decoder(tokens(4, 1), Held())
     assert len(decoder.lengths) == 30
+
+
+def test_a_wrapper_that_hands_on_what_is_set_keeps_its_network_s_forward():
+    """As Lightning's Fabric does: what took the wrapper's place was set in the network as well, and called itself."""
+
+    class Wrapper(torch.nn.Module):
+        def __init__(self, network):
+            super().__init__()
+            self.network = network
+
+        def __setattr__(self, name, value):
+            if name == "forward":
+                setattr(self.network, name, value)
+            super().__setattr__(name, value)
+
+        def forward(self, given):
+            return self.network(given)
+
+    wrapper = Wrapper(torch.nn.Linear(8, 4))
+    RepeatedForwards(wrapper, lambda: True, lambda: None)
+    assert wrapper(torch.ones(2, 8)).shape == (2, 4)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -241,6 +243,8 @@ def test_a_tokenizer_that_stands_in_cuts_pairs_of_long_texts():
 class Table:
     """As much of `datasets.Dataset` as rows that stand in need."""
 
+    info = SimpleNamespace(description="rows of peakcast")
+
     def __init__(self, rows):
         self.rows = rows
         self.column_names = list(rows[0]) if rows else []
@@ -250,6 +254,12 @@ class Table:
 
     def __getitem__(self, index):
         return self.rows[index]
+
+    def __getitems__(self, indices):
+        return [self.rows[index] for index in indices]
+
+    def __iter__(self):
+        return iter(self.rows)
 
     def map(self, function, **keywords):
         return type(self)([{**row, **function(row)} for row in self.rows])
@@ -320,3 +330,42 @@ def test_any_split_has_rows_with_conversations_answers_and_the_form_of_a_stream(
     assert found["train"].shuffle(seed=1, buffer_size=10)[0]["answers"]["answer_start"] == [0]
     with pytest.raises(KeyError):
         datasets.DatasetDict(mine=found["train"])["train"]  # the script's own
+
+
+def test_words_tags_translations_and_images_are_of_their_kind():
+    pytest.importorskip("datasets.arrow_dataset")
+    import datasets
+
+    from peakcast.collectors.dryrun.synthetic_rows import Rows
+
+    said = []
+    found = Rows(4, 4, said.append).splits(datasets, ("train",))
+    rows = found["train"]
+    assert {name for name in ("tokens", "ner_tags", "labels") if name in rows.column_names} == {"tokens", "ner_tags"}
+    assert isinstance(rows.features["ner_tags"].feature, datasets.ClassLabel)
+    tagged = rows.map(lambda some: {"labels": some["ner_tags"]}, batched=True, remove_columns=rows.column_names)
+    assert tagged[0]["labels"] == [0] * 4
+    assert rows[0]["tokens"] == ["word"] * 4
+
+    def pairs(some):
+        return {"pairs": [(one["de"], one["en"]) for one in some["translation"]]}
+
+    assert len(rows.map(pairs, batched=True)[0]["pairs"]) == 2
+    assert rows.map(lambda row: {"side": row["image"].size[0]})[0]["side"] == 256
+    assert [row["prompt"] for row in rows.__getitems__([0, 1])] == ["word word word word"] * 2
+    found["validation_matched"]
+    assert [sentence.rpartition(" ")[2] for sentence in said] == ["'validation_matched'."]
+
+
+def test_the_own_rows_of_a_script_get_no_columns():
+    pytest.importorskip("datasets.arrow_dataset")
+    import datasets
+
+    from peakcast.collectors.dryrun.synthetic_rows import Rows
+
+    Rows(4, 4, print).made(datasets)
+    own = datasets.Dataset.from_dict({"text": ["mine"]})
+    mapped = functools.partial(own.map, lambda row: {"length": len(row["prompt"])})
+    for read in (mapped, lambda: own[0]["prompt"], lambda: own["prompt"][0]):
+        with pytest.raises((KeyError, ValueError)):
+            read()

@@ -243,3 +243,23 @@ def test_a_context_parallel_job_has_the_length_of_the_whole_sequence():
     job = peakcast.dryrun(train, "A100-80GB", rank=1, world_size=4).job
     assert (job.parallelism.data_parallel_size, job.parallelism.context_parallel_size) == (2, 2)
     assert (job.micro_batch_size, job.sequence_length) == (BATCH, LENGTH)
+
+
+def test_small_weights_on_the_cpu_stay_fake_in_another_dtype():
+    """As accelerate converts them before FSDP2 shards them; their converted data was real, and no operator took it."""
+
+    def train():
+        import torch
+
+        norm = torch.nn.LayerNorm(64, dtype=torch.bfloat16)
+        for weight in norm.parameters():
+            weight.data = weight.data.to(torch.float32)
+        norm.load_state_dict(norm.state_dict())
+        norm.cuda()
+        optimizer = torch.optim.SGD(norm.parameters())
+        for _ in range(3):
+            norm(torch.randn(2, 64, device="cuda")).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    assert peakcast.dryrun(train, "H100-80GB").job.precision.parameters == "float32"

@@ -1,0 +1,77 @@
+"""What the columns of synthetic rows hold, by their names: text, numbers, words with tags, translations, images."""
+
+from __future__ import annotations
+
+import functools
+import io
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from peakcast.collectors.dryrun.file_rows import TURNS, conversation
+
+NUMBERS = ("label", "labels", "target", "score", "idx", "id", "index", "fine_label", "coarse_label")
+"""Columns with numbers, which are 0 in every row."""
+ANSWERS = {"text": ["word"], "answer_start": [0]}
+"""The answers to a question about a text, as SQuAD has them."""
+WORDS = ("tokens", "words")
+"""Columns with a text that is split into words, as datasets of token classification have it."""
+TAGS = re.compile(r"\w+_tags|tags")
+"""Columns with a number for each word: ner_tags, pos_tags, chunk_tags."""
+INDICES = ("input_ids", "attention_mask")
+"""Columns of a text that has been tokenized; 1 is a token of every tokenizer."""
+TRANSLATION = "translation"
+"""The column with a text in several languages, as WMT's datasets have it."""
+LANGUAGE = re.compile(r"[a-z]{2,3}([-_][A-Za-z]{2,4})?")
+IMAGES = ("image", "img", "pixel_values")
+IMAGE_SIDE = 256
+"""Pixels of an image's sides; what prepares images for a network resizes them."""
+
+
+def is_listed(name: str) -> bool:
+    """Whether scripts ask for a column of this name only if they train on data of that kind: words, tags, translations."""
+    return name in (*WORDS, TRANSLATION) or TAGS.fullmatch(name) is not None
+
+
+def values(name: str, lengths: Sequence[int], languages: Sequence[str] = ()) -> list[Any]:
+    """The values of column `name` in rows of `lengths` words; `languages`: those of a translation."""
+    if name in NUMBERS:
+        return [0] * len(lengths)
+    if name == "answers":
+        return [ANSWERS] * len(lengths)
+    if name in IMAGES:
+        return [{"bytes": _image(), "path": None}] * len(lengths)
+    return [_value(name, length, languages) for length in lengths]
+
+
+def _value(name: str, length: int, languages: Sequence[str]) -> Any:
+    if name in TURNS:
+        return conversation(length)
+    if name in WORDS:
+        return ["word"] * length
+    if name in INDICES:
+        return [1] * length
+    if TAGS.fullmatch(name):
+        return [0] * length
+    text = " ".join(["word"] * length)
+    return dict.fromkeys(languages, text) if name == TRANSLATION else text
+
+
+def kind(module: Any, name: str) -> Any:
+    """The kind of column `name`, in the words of `module`, which is `datasets`. Labels and tags are of two classes."""
+    if name in NUMBERS:
+        return module.ClassLabel(names=["0", "1"])
+    if TAGS.fullmatch(name):
+        return module.Sequence(module.ClassLabel(names=["0", "1"]))
+    if name in WORDS:
+        return module.Sequence(module.Value("string"))
+    return module.Image() if name in IMAGES else module.Value("string")
+
+
+@functools.cache
+def _image() -> bytes:
+    from PIL import Image
+
+    file = io.BytesIO()
+    Image.new("RGB", (IMAGE_SIDE, IMAGE_SIDE)).save(file, "PNG")
+    return file.getvalue()
