@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.recognise import dialect_of
 from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
+from peakcast.jobs.conventions import conventions
 
 
 def test_dpo_in_full_keeps_a_reference_unless_its_log_probabilities_were_made_before():
@@ -76,6 +78,31 @@ def test_what_trl_takes_by_itself_is_taken_and_said():
     assert plain.job.activation_checkpointing.mode == "none"
     assert trl.job.activation_checkpointing.mode == "full"
     assert any("gradient_checkpointing is not given; the default of trl" in sentence for sentence in trl.assumptions)
+
+
+@pytest.mark.parametrize(
+    ("versions", "checkpoints", "autocasts"),
+    [
+        ({}, "full", True),
+        ({"trl": "0.22.1"}, "full", True),
+        ({"trl": "0.21.0"}, "none", True),
+        ({"trl": "0.18.2"}, "none", False),
+        ({"transformers": "4.53.2"}, "none", True),
+        ({"transformers": "4.46.0"}, "none", False),
+    ],
+)
+def test_defaults_of_trl_are_those_of_its_release(versions, checkpoints, autocasts):
+    values = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 1, "max_length": 64}
+    job = translation_of(values, ReadOptions(versions=asked_versions(versions))).job
+    assert job.activation_checkpointing.mode == checkpoints
+    assert conventions(job)["autocast"] is autocasts
+
+
+@pytest.mark.parametrize("name", ["max_seq_len", "seq_length", "cutoff_len"])
+def test_a_script_may_name_the_length_otherwise(name):
+    values = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 1, "packing": True, name: 96}
+    translation = translation_of(values, ReadOptions(dialect="trl"))
+    assert (translation.job.sequence_length, translation.unknown) == (96, ())
 
 
 def test_fsdp_1_takes_its_strategy_from_the_newer_key_too():

@@ -31,7 +31,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 PRECISION = ("parameters", "compute", "gradients", "optimizer_states", "main_parameters")
 PARTS = {
     "llamafactory/ds_z3_config.json", "lmflow/ds_config_zero2.json", "axolotl/zero3_bf16.json",
-    "accelerate/fsdp_offload.yaml",
+    "accelerate/fsdp_offload.yaml", "peft_sft/fsdp_config_qlora.yaml",
 }  # fmt: skip
 """What says too little by itself (test_recorded_parts.py), or stands beside another."""
 
@@ -63,7 +63,7 @@ def test_the_job_is_what_a_reader_finds(example):
 def test_it_is_recognised_by_what_it_contains(example):
     file, expected, _ = example
     assert dialect_of(opened(file).values) == expected["dialect"]
-    lone = file.name not in ("dpo_lora.sh", "fsdp_qlora.sh")  # their text alone names other files
+    lone = file.name not in ("dpo_lora.sh", "fsdp_qlora.sh", "qlora_fsdp.sh")  # their text alone names other files
     text = opened(file.read_text(encoding="utf-8") if lone else file)
     assert dialect_of(text.values) == expected["dialect"]
 

@@ -17,6 +17,7 @@ from peakcast.dialects.common.translation import AlternativeReading, Notes, Sett
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import METHODS, method_of_program, with_method
+from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
 from peakcast.dialects.huggingface.whose_trainer import EXAMPLE_SCRIPT, OF_EXAMPLES, SCORING_SCRIPTS, Whose, whose_trainer
 
 PARTS = ("training", "hf_config", "peft", "deepspeed", "accelerate")
@@ -53,10 +54,6 @@ _SCRIPT = re.compile(
 memory."""
 _OF_IMAGES = re.compile(r"mm_\w+|image_\w+|\w*mm_mlp_adapter|group_by_modality_length|version")
 """Keys of LLaVA's scripts beside `vision_tower`."""
-_TRL_DEFAULTS = {"gradient_checkpointing": True, "bf16": True}
-"""Defaults of trl's configurations that differ from TrainingArguments: trl 0.24.0 and 1.16.0, SFTConfig and DPOConfig."""
-_INIT = ("dtype", "torch_dtype", "attn_implementation")
-"""Keys of model_init_kwargs that affect memory."""
 TRL = Whose(True, True, "read as TRL's, as asked")
 TRANSFORMERS = Whose(False, True, "read as transformers' own, as asked")
 ASK_WHOSE = "Say which by --dialect trl or --dialect transformers."
@@ -152,7 +149,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     if whose.rests_on:
         notes.assumptions.append(f"the training arguments are {whose.rests_on}.")
     if whose.trl:
-        _take_trl_defaults(training, notes)
+        take_trl_defaults(training, pasted.versions.of("huggingface"), notes)
     else:
         _take_examples_defaults(pasted, training, notes)
     if whose.trl and not {"dtype", "torch_dtype"} & set(training) and "hf_config" not in parts:
@@ -333,21 +330,6 @@ def _adapter(
             mapping[name] = value
             notes.assumptions.append(f"{name} of the adapter is not given; the default of trl is {value}.")
     return mapping, quantization
-
-
-def _take_trl_defaults(training: dict[str, Any], notes: Notes) -> None:
-    """Fill in trl's defaults, with a note."""
-    for key, value in _TRL_DEFAULTS.items():
-        if key not in training and not (key == "bf16" and training.get("fp16")):
-            training[key] = value
-            notes.assumptions.append(f"{key} is not given; the default of trl (since 0.24 at the latest) is {value}.")
-    inner = training.pop("model_init_kwargs", None)
-    if isinstance(inner, Mapping):
-        for key, value in inner.items():
-            if key in _INIT and value is not None:
-                training.setdefault(key, value)
-            elif key not in _INIT:
-                notes.ignored.append(f"model_init_kwargs.{key}")
 
 
 def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Notes) -> None:
