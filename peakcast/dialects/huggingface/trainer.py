@@ -57,6 +57,9 @@ _OF_IMAGES = re.compile(r"mm_\w+|image_\w+|\w*mm_mlp_adapter|group_by_modality_l
 TRL = Whose(True, True, "read as TRL's, as asked")
 TRANSFORMERS = Whose(False, True, "read as transformers' own, as asked")
 ASK_WHOSE = "Say which by --dialect trl or --dialect transformers."
+METHOD_BY_NAME = re.compile(r"(?!no_|disable_).*(lora|peft|low_rank|[48]_?bit(?!_optim|_adam)|quant)\w*", re.IGNORECASE)
+"""Keys which by their names say that adapters train, or that weights are quantised."""
+SAY_METHOD = "Say which by --method lora --lora-rank 16 (or yours), or by --method full."
 ASK_METHOD = "Say which by the launch script that names its program, such as dpo.py or orpo.py."
 _OF_METHOD = {
     "grpo": ("num_generations", "use_vllm"),
@@ -135,6 +138,11 @@ def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Transla
     if whose.trl and not pasted.program and {key for key in _OF_METHOD["dpo"] if key in given} == {"beta"}:
         name = "a run of ORPO or CPO, which keep no reference, by beta"
         likely.append((name, replace(pasted, program="orpo.py"), parts, whose, ASK_METHOD))
+    for key in read.unknown:
+        if METHOD_BY_NAME.fullmatch(key) and given.get(key) not in (None, False, "False", "false", "", 0):
+            adapters = {**parts, "training": {**given, "use_peft": True}}
+            likely.append((f"a run that trains adapters, as {key} may say", pasted, adapters, whose, SAY_METHOD))
+            break
     others = []
     for name, asked, inner, theirs, way_out in likely:
         with contextlib.suppress(SpecError):
