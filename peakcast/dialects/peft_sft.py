@@ -36,7 +36,8 @@ def from_peft_sft(pasted: Pasted) -> Translation:
     if read["use_peft"]:
         training = {**DEFAULTS, **training}
     if settings.switch("use_unsloth"):
-        notes.unsupported.append("Unsloth (use_unsloth) is not read from this program; transformers is assumed.", "use_unsloth")
+        sentence = "Unsloth (use_unsloth) is not read from this program; transformers is assumed."
+        notes.unsupported.append(sentence, "use_unsloth")
     training.pop("use_unsloth", None)
     storage = str(training.pop("bnb_4bit_quant_storage_dtype", "uint8"))
     training["torch_dtype"] = storage if read["load_in_4bit"] and "float" in storage else "float32"

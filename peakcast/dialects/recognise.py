@@ -44,7 +44,10 @@ DIALECTS: dict[str, Dialect] = {
     ),
     "peft_sft": Dialect(
         "a command of peft's examples/sft",
-        ("model_name_or_path use_peft_lora|use_4bit_quantization|use_8bit_quantization|use_nested_quant|chat_template_format",),
+        (
+            "model_name_or_path use_peft_lora|use_4bit_quantization|use_8bit_quantization|use_nested_quant"
+            "|chat_template_format",
+        ),
         "peft_sft:from_peft_sft",
     ),
     "open_instruct": Dialect(

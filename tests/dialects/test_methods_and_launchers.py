@@ -112,3 +112,27 @@ def test_fsdp_1_takes_its_strategy_from_the_newer_key_too():
         "fsdp_config": {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"},
     }
     assert translation_of(values, ReadOptions(model="gpt2")).job.framework_options["fsdp_reshard_after_forward"] is False
+
+
+def test_a_key_that_by_its_name_asks_for_adapters_gives_a_second_reading():
+    """LongLoRA's supervised-fine-tune.py has low_rank_training, which nothing here reads."""
+    values = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 1, "model_max_length": 64}
+    plain, asked = translation_of(values), translation_of({**values, "low_rank_training": True})
+    off = translation_of({**values, "low_rank_training": False})
+    assert [reading.job.finetuning.method for reading in asked.others] == ["lora"]
+    assert asked.unknown == off.unknown == ("low_rank_training",)
+    assert not off.others or off.others == plain.others
+
+
+SWIFT_BY_ACCELERATE = """accelerate launch --num_processes 2 --use_fsdp --fsdp_sharding_strategy FULL_SHARD \\
+    --fsdp_offload_params true swift/cli/sft.py --model Qwen/Qwen2.5-7B-Instruct --train_type lora \\
+    --per_device_train_batch_size 1 --max_length 2048 --quant_bits 4 --lora_rank 8
+"""
+"""Of ms-swift's examples/train/fsdp_qlora/train.sh (77bd5bc6), whose file says the same to accelerate."""
+
+
+def test_ms_swift_has_the_launchers_sharding_and_ranks():
+    translation = translation_of(SWIFT_BY_ACCELERATE, ReadOptions(versions=asked_versions({"transformers": "4.46"})))
+    job = translation.job
+    assert (job.parallelism.sharding, job.parallelism.data_parallel_size, job.offload.parameters) == ("fsdp1", 2, True)
+    assert not any("float32, twice" in warning for warning in translation.warnings)

@@ -38,7 +38,7 @@ def take_trl_defaults(training: dict[str, Any], versions: Mapping[str, Any], not
             training[key] = default.value
             notes.assumptions.append(f"{key} is not given; the default of trl (since {since}) is {default.value}.")
         else:
-            notes.assumptions.append(f"{key} is not given; trl before {since} leaves it to transformers, whose default is off.")
+            notes.assumptions.append(f"{key} is not given; trl before {since} leaves it to transformers, which has it off.")
     inner = training.pop("model_init_kwargs", None)
     if isinstance(inner, Mapping):
         for key, value in inner.items():

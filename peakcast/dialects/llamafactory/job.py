@@ -84,7 +84,8 @@ IGNORED = words("""
     dataloader_num_workers dataloader_pin_memory dataset dataset_dir ddp_find_unused_parameters ddp_timeout
     default_system disable_shuffling disable_version_check do_eval do_predict do_train dpo_label_smoothing
     early_stopping_steps enable_thinking eval_dataset eval_num_beams eval_on_each_dataset eval_on_start eval_steps
-    eval_strategy evaluation_strategy export_device export_dir export_legacy_format export_quantization_bit export_quantization_dataset
+    evaluation_strategy
+    eval_strategy export_device export_dir export_legacy_format export_quantization_bit export_quantization_dataset
     export_size fp8_backend fp8_enable_fsdp_float8_all_gather freeze_extra_modules freeze_trainable_layers
     freeze_trainable_modules galore_layerwise
     galore_proj_type galore_rank galore_scale galore_target galore_update_interval group_by_length hf_hub_token
