@@ -33,8 +33,9 @@ _ADAPTER = {
     "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target_modules": "target_modules",
     "lora_modules_to_save": "modules_to_save", "lora_task_type": "task_type", "use_rslora": "use_rslora",
     "use_dora": "use_dora", "lora_target_parameters": "target_parameters",
+    "lora_rank": "r", "trainable": "target_modules",
 }  # fmt: skip
-"""trl's ModelConfig (0.13-0.24) -> peft's LoraConfig."""
+"""trl's ModelConfig (0.13-0.24) -> peft's LoraConfig; the last two are Chinese-LLaMA-Alpaca's and its successors'."""
 _ADAPTER_DEFAULTS = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
 """Defaults of trl's ModelConfig that differ from peft's."""
 _SWITCHES = ("use_peft", "use_lora", "lora_enable", "use_qlora", "q_lora")
@@ -131,7 +132,7 @@ def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Transla
     likely = []
     if not whose.sure:
         likely.append(("a run of TRL's trainers, with their defaults", pasted, parts, TRL, ASK_WHOSE))
-    if not whose.sure and {"lora_r", "lora_alpha"} & set(given):
+    if not whose.sure and {"lora_r", "lora_alpha", "lora_rank"} & set(given):
         adapters = {**parts, "training": {**given, "use_peft": True}}
         name, way_out = "a run that trains adapters, as its lora_ keys say", "Say which by use_peft: true or false."
         likely.append((name, pasted, adapters, whose, way_out))
@@ -301,7 +302,7 @@ def _adapter(
     """(the LoRA settings, or None for full fine-tuning; the quantization of the base model)."""
     settings = Settings(training, notes, "trl")
     asked = [key for key in _SWITCHES if settings.switch(key)]
-    asked += [program] * ("lora" in program and not {"use_peft", "use_lora", "lora_enable"} & set(training))
+    asked += [program] * (bool(re.search("lora|peft", program)) and not {"use_peft", "use_lora", "lora_enable"} & set(training))
     wanted = bool(asked)
     mapping = {name: training[key] for key, name in _ADAPTER.items() if training.get(key) is not None}
     quantization: dict[str, Any] = {}

@@ -175,7 +175,8 @@ def _refuse_what_trains_nothing(settings: Settings) -> None:
 
 
 def _batch(settings: Settings, training: dict[str, Any]) -> None:
-    training["max_length"] = settings.integer("cutoff_len", 2048, assume=True)
+    blocks = settings.integer("block_size")  # of scripts with the same keys of adapters, such as run_clm_pt_with_peft.py
+    training["max_length"] = blocks or settings.integer("cutoff_len", 2048, assume=True)
     training["neat_packing"] = settings.switch("neat_packing")
     training["packing"] = settings.switch("packing") or training["neat_packing"]
 
