@@ -136,3 +136,30 @@ def test_ms_swift_has_the_launchers_sharding_and_ranks():
     job = translation.job
     assert (job.parallelism.sharding, job.parallelism.data_parallel_size, job.offload.parameters) == ("fsdp1", 2, True)
     assert not any("float32, twice" in warning for warning in translation.warnings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#!/bin/bash\nNPROC_PER_NODE=8 swift sft --model Qwen/Qwen2.5-3B-Instruct --train_type lora --max_length 65536 "
+        "--per_device_train_batch_size 4 --sequence_parallel_size 8 --padding_free true --attn_impl flash_attn\n",
+        "model_name_or_path: Qwen/Qwen2.5-3B-Instruct\nstage: sft\nfinetuning_type: lora\ncutoff_len: 65536\n"
+        "per_device_train_batch_size: 4\nsequence_parallel_size: 8\n",
+    ],
+)
+def test_ranks_that_share_a_sequence_have_their_part_of_it(text):
+    """ms-swift's examples/train/sequence_parallel (27754799) trains 65,536 tokens on 8 × 40 GiB; 489 were counted."""
+    translation = translation_of(text, ReadOptions(num_gpus=8))
+    assert (translation.job.sequence_length, translation.job.parallelism.data_parallel_size) == (8192, 8)
+    assert any("8,192 of 65,536 tokens" in sentence for sentence in translation.unsupported)
+    assert "sequence_parallel_size" not in translation.unknown
+
+
+def test_scripts_named_after_peft_train_adapters():
+    """Of Chinese-LLaMA-Alpaca-2's scripts/training/run_pt.sh (74b70101)."""
+    text = (
+        "torchrun --nproc_per_node 1 run_clm_pt_with_peft.py --model_name_or_path gpt2 --do_train --fp16 "
+        "--per_device_train_batch_size 1 --block_size 512 --output_dir o --lora_rank 64 --trainable c_attn\n"
+    )
+    jobs = [translation_of(text, ReadOptions(dialect=dialect)).job for dialect in ("training", None)]
+    assert [(job.finetuning.method, job.finetuning.rank, job.sequence_length) for job in jobs] == [("lora", 64, 512)] * 2

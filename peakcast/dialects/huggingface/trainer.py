@@ -301,8 +301,7 @@ def _adapter(
 ) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
     """(the LoRA settings, or None for full fine-tuning; the quantization of the base model)."""
     settings = Settings(training, notes, "trl")
-    asked = [key for key in _SWITCHES if settings.switch(key)]
-    asked += [program] * (bool(re.search("lora|peft", program)) and not {"use_peft", "use_lora", "lora_enable"} & set(training))
+    asked = _asked_for_adapters(settings, set(training), program)
     wanted = bool(asked)
     mapping = {name: training[key] for key, name in _ADAPTER.items() if training.get(key) is not None}
     quantization: dict[str, Any] = {}
@@ -339,6 +338,13 @@ def _adapter(
             mapping[name] = value
             notes.assumptions.append(f"{name} of the adapter is not given; the default of trl is {value}.")
     return mapping, quantization
+
+
+def _asked_for_adapters(settings: Settings, given: set[str], program: str) -> list[str]:
+    """The switches that ask for adapters, or the program, if its name does and no switch is given."""
+    asked = [key for key in _SWITCHES if settings.switch(key)]
+    named = re.search("lora|peft", program) and not {"use_peft", "use_lora", "lora_enable"} & given
+    return [*asked, program] if named else asked
 
 
 def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Notes) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 from peakcast.dialects.common.foreign import SERVED
 from peakcast.dialects.common.frozen_parts import frozen_parts, with_frozen_parts
+from peakcast.dialects.common.mesh import with_shared_sequences
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import (
     Notes,
@@ -61,7 +62,6 @@ UNSUPPORTED = {
     "fp8": "FP8 training", "upcast_layernorm": "norms in float32",
     "upcast_lmhead_output": "logits in float32",
     "resize_vocab": "a resized vocabulary", "add_tokens": "added tokens", "loraplus_lr_ratio": "LoRA+",
-    "sequence_parallel_size": "sequence parallelism over GPUs", "cp_size": "sequence parallelism over GPUs",
     "use_cce": "cut cross entropy",
     "tensor_model_parallel_size": "Megatron's tensor parallelism", "sequence_parallel": "Megatron's sequence parallelism",
     "pipeline_model_parallel_size": "Megatron's pipeline parallelism", "recompute_granularity": "Megatron's recomputation",
@@ -157,7 +157,8 @@ def from_llamafactory(pasted: Pasted) -> Translation:
             "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
         )
     who = f"LLaMA-Factory (train/{stage}/trainer.py)"
-    return notes.finish(with_method(notes.include(translation), stage, "stage", notes, whole_logits=who))
+    job = with_shared_sequences(notes.include(translation), settings, "sequence_parallel_size", "cp_size")
+    return notes.finish(with_method(job, stage, "stage", notes, whole_logits=who))
 
 
 def _refuse_what_trains_nothing(settings: Settings) -> None:
@@ -331,7 +332,7 @@ def _note_optimizer(settings: Settings, training: dict[str, Any], key: str) -> N
 
 def _rest(settings: Settings) -> None:
     note_unsupported(settings, UNSUPPORTED)
-    for key in ("gradient_checkpointing", "lora_target"):
+    for key in ("gradient_checkpointing", "lora_target", "sequence_parallel_size", "cp_size"):
         settings.given(key)
     for key in settings.left():
         (settings.notes.ignored if key in IGNORED else settings.notes.unknown).append(key)

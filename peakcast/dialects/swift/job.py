@@ -14,6 +14,7 @@ from typing import Any
 
 from peakcast.dialects.common.frozen_parts import frozen_parts, with_frozen_parts
 from peakcast.dialects.common.generation import generation_of
+from peakcast.dialects.common.mesh import with_shared_sequences
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, refuse_teacher
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_beside
@@ -41,7 +42,7 @@ ADAPTER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "boft": {"boft_block_size": 4}, "fourierft": {"n_frequency": 2000},
 }  # fmt: skip
 UNSUPPORTED = {
-    "sequence_parallel_size": "sequence parallelism over GPUs", "deepspeed_autotp_size": "DeepSpeed's tensor parallelism",
+    "deepspeed_autotp_size": "DeepSpeed's tensor parallelism",
     "zero_hpz_partition_size": "ZeRO++", "lorap_lr_ratio": "LoRA+", "use_galore": "GaLore",
     "galore_quantization": "Q-GaLore",
     "lisa_activated_layers": "LISA", "freeze_parameters": "frozen weights", "freeze_parameters_regex": "frozen weights",
@@ -109,7 +110,11 @@ def from_swift(pasted: Pasted) -> Translation:
             notes.unsupported.append(f"{what} ({key}) is not modelled.", key, "more")
     _task(settings, training)
     _say_logits(settings, method)
+    if pasted.env.get("CELOSS_PARALLEL_SIZE"):
+        sentence = "ms-swift's loss on chunks of tokens (CELOSS_PARALLEL_SIZE) is not modelled; whole logits are counted."
+        notes.unsupported.append(sentence, "CELOSS_PARALLEL_SIZE", "less")
     frozen = frozen_parts(settings, FREEZING)
+    settings.given("sequence_parallel_size")
     for key in settings.left():  # the Trainer's keys; its reader notes unknown ones
         if OWN.fullmatch(key):
             notes.ignored.append(key)
@@ -125,6 +130,7 @@ def from_swift(pasted: Pasted) -> Translation:
         versions=pasted.versions.of("huggingface"),
     )
     job = with_frozen_parts(notes.include(translation), frozen, settings, FREEZING)
+    job = with_shared_sequences(job, settings, "sequence_parallel_size")
     who = "ms-swift (rlhf_trainers)" if method not in ("sft", "pt") else ""
     return notes.finish(with_method(job, method, "rlhf_type", notes, generation=generation, whole_logits=who))
 

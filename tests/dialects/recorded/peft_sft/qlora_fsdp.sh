@@ -1,4 +1,4 @@
-accelerate launch --config_file "configs/fsdp_config_qlora.yaml"  train.py \
+accelerate launch train.py \
 --seed 100 \
 --model_name_or_path "meta-llama/Llama-2-70b-hf" \
 --dataset_name "smangrul/ultrachat-10k-chatml" \
