@@ -163,3 +163,14 @@ def test_scripts_named_after_peft_train_adapters():
     )
     jobs = [translation_of(text, ReadOptions(dialect=dialect)).job for dialect in ("training", None)]
     assert [(job.finetuning.method, job.finetuning.rank, job.sequence_length) for job in jobs] == [("lora", 64, 512)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("MixtralSparseMoeBlock", True), ("MixtralDecoderLayer", False), ("GPT2Block", False)]
+)
+def test_units_of_fsdp_that_are_parts_of_layers_are_told_of(name, told):
+    """Axolotl's examples/mistral/mixtral-qlora-fsdp.yml (0ef1f011) wraps the experts alone."""
+    shards = {"fsdp_transformer_layer_cls_to_wrap": name, "fsdp_sharding_strategy": "FULL_SHARD"}
+    values = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": shards}
+    translation = translation_of(values, ReadOptions(model="gpt2"))
+    assert any("parts of layers" in sentence for sentence in translation.unsupported) is told

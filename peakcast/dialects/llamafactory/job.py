@@ -15,6 +15,8 @@ from peakcast.dialects.common.frozen_parts import frozen_parts, with_frozen_part
 from peakcast.dialects.common.mesh import with_shared_sequences
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import (
+    FALSE,
+    TRUE,
     Notes,
     Settings,
     Translation,
@@ -289,7 +291,8 @@ def _adapter(settings: Settings, training: dict[str, Any], own: dict[str, Any]) 
 
 def _memory(settings: Settings, training: dict[str, Any]) -> None:
     """Attention, checkpointing, the loss, and the optimizer."""
-    word = settings.one_of("flash_attn", "auto", ATTENTION)
+    given = settings.text("flash_attn", "auto").lower()  # a switch before LLaMA-Factory 0.7
+    word = "fa2" if given in TRUE else "auto" if given in FALSE else settings.one_of("flash_attn", "auto", ATTENTION)
     training["attn_implementation"] = ATTENTION[word]
     if word == "auto":
         settings.notes.assumptions.append("flash_attn=auto is treated as PyTorch's sdpa.")
