@@ -24,6 +24,7 @@ from peakcast.models.calibration.grouping import bar_groups
 from peakcast.models.prediction.assumptions import assumptions
 from peakcast.models.prediction.combining import combine
 from peakcast.models.prediction.device_scope import device_findings
+from peakcast.models.prediction.loss_chunks import with_loss_chunks
 from peakcast.models.prediction.outside_findings import outside_estimated
 from peakcast.models.prediction.verdict import judge, leaves_out, limits, prevented
 from peakcast.models.prediction.version_findings import versions_matter
@@ -50,6 +51,7 @@ def predict(
     """
     if calibration is None:
         calibration = calibration_for(device)
+    job = with_loss_chunks(job, device, rank, ledger)
     base = baseline(job, device, rank, ledger=ledger)
     row = features(job, device, base)
     known = (*findings, *known_of(job), *device_findings(job, device))

@@ -42,6 +42,14 @@ DIALECTS: dict[str, Dialect] = {
     "qlora": Dialect(
         "a command of QLoRA's own", ("model_name_or_path source_max_len|target_max_len|mmlu_split",), "qlora:from_qlora"
     ),
+    "peft_sft": Dialect(
+        "a command of peft's examples/sft",
+        (
+            "model_name_or_path use_peft_lora|use_4bit_quantization|use_8bit_quantization|use_nested_quant"
+            "|chat_template_format",
+        ),
+        "peft_sft:from_peft_sft",
+    ),
     "open_instruct": Dialect(
         "an open-instruct configuration",
         ("model_name_or_path dataset_mixer_list|mixer_list|use_slow_tokenizer|with_tracking|reduce_loss|use_qlora",),

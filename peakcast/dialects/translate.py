@@ -44,7 +44,7 @@ def translated(pasted: Pasted, options: ReadOptions = NOTHING) -> Translation:
     notes.assumptions += pasted.remarks
     pasted = replace(
         pasted,
-        companions={**companions(options.files), **pasted.companions},
+        companions={**companions(options.files), **{name: values for name, values in pasted.companions.items() if values}},
         num_gpus=pasted.num_gpus if options.num_gpus is None else options.num_gpus,
         model=options.model or pasted.model,
         versions=options.versions,

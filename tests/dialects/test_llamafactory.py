@@ -11,6 +11,7 @@ from peakcast.core.errors import SpecError
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Translation
 from peakcast.dialects.translate import ReadOptions, translated
+from peakcast.doors.questions import translation_of
 
 
 def read(model: str = "meta-llama/Meta-Llama-3-8B-Instruct", **values: Any) -> Translation:
@@ -173,3 +174,12 @@ def test_a_file_that_trains_nothing_is_refused_with_how_to_ask_for_generation(va
 def test_experts_on_the_cpu_are_refused():
     with pytest.raises(SpecError, match="use_kt=True computes the experts on the CPU"):
         read(use_kt=True)
+
+
+def test_flash_attn_was_a_switch():
+    """As the command of hiyouga/LLaMA-Factory issue 3259 has it, of April 2024: `--bf16 --flash_attn`."""
+    text = (
+        "#!/bin/bash\ndeepspeed --num_gpus 8 src/train_bash.py --stage sft --finetuning_type full --cutoff_len 32768 "
+        "--model_name_or_path gpt2 --template qwen --per_device_train_batch_size 1 --output_dir o --bf16 --flash_attn\n"
+    )
+    assert translation_of(text).job.attention == "flash_attention_2"

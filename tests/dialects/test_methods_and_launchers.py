@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from peakcast.dialects.common.asked_versions import asked_versions
 from peakcast.dialects.recognise import dialect_of
 from peakcast.dialects.translate import ReadOptions
 from peakcast.doors.questions import translation_of
+from peakcast.jobs.conventions import conventions
 
 
 def test_dpo_in_full_keeps_a_reference_unless_its_log_probabilities_were_made_before():
@@ -78,6 +80,31 @@ def test_what_trl_takes_by_itself_is_taken_and_said():
     assert any("gradient_checkpointing is not given; the default of trl" in sentence for sentence in trl.assumptions)
 
 
+@pytest.mark.parametrize(
+    ("versions", "checkpoints", "autocasts"),
+    [
+        ({}, "full", True),
+        ({"trl": "0.22.1"}, "full", True),
+        ({"trl": "0.21.0"}, "none", True),
+        ({"trl": "0.18.2"}, "none", False),
+        ({"transformers": "4.53.2"}, "none", True),
+        ({"transformers": "4.46.0"}, "none", False),
+    ],
+)
+def test_defaults_of_trl_are_those_of_its_release(versions, checkpoints, autocasts):
+    values = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 1, "max_length": 64}
+    job = translation_of(values, ReadOptions(versions=asked_versions(versions))).job
+    assert job.activation_checkpointing.mode == checkpoints
+    assert conventions(job)["autocast"] is autocasts
+
+
+@pytest.mark.parametrize("name", ["max_seq_len", "seq_length", "cutoff_len"])
+def test_a_script_may_name_the_length_otherwise(name):
+    values = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 1, "packing": True, name: 96}
+    translation = translation_of(values, ReadOptions(dialect="trl"))
+    assert (translation.job.sequence_length, translation.unknown) == (96, ())
+
+
 def test_fsdp_1_takes_its_strategy_from_the_newer_key_too():
     values = {
         "distributed_type": "FSDP",
@@ -85,3 +112,65 @@ def test_fsdp_1_takes_its_strategy_from_the_newer_key_too():
         "fsdp_config": {"fsdp_reshard_after_forward": "SHARD_GRAD_OP"},
     }
     assert translation_of(values, ReadOptions(model="gpt2")).job.framework_options["fsdp_reshard_after_forward"] is False
+
+
+def test_a_key_that_by_its_name_asks_for_adapters_gives_a_second_reading():
+    """LongLoRA's supervised-fine-tune.py has low_rank_training, which nothing here reads."""
+    values = {"model_name_or_path": "gpt2", "output_dir": "o", "per_device_train_batch_size": 1, "model_max_length": 64}
+    plain, asked = translation_of(values), translation_of({**values, "low_rank_training": True})
+    off = translation_of({**values, "low_rank_training": False})
+    assert [reading.job.finetuning.method for reading in asked.others] == ["lora"]
+    assert asked.unknown == off.unknown == ("low_rank_training",)
+    assert not off.others or off.others == plain.others
+
+
+SWIFT_BY_ACCELERATE = """accelerate launch --num_processes 2 --use_fsdp --fsdp_sharding_strategy FULL_SHARD \\
+    --fsdp_offload_params true swift/cli/sft.py --model Qwen/Qwen2.5-7B-Instruct --train_type lora \\
+    --per_device_train_batch_size 1 --max_length 2048 --quant_bits 4 --lora_rank 8
+"""
+"""Of ms-swift's examples/train/fsdp_qlora/train.sh (77bd5bc6), whose file says the same to accelerate."""
+
+
+def test_ms_swift_has_the_launchers_sharding_and_ranks():
+    translation = translation_of(SWIFT_BY_ACCELERATE, ReadOptions(versions=asked_versions({"transformers": "4.46"})))
+    job = translation.job
+    assert (job.parallelism.sharding, job.parallelism.data_parallel_size, job.offload.parameters) == ("fsdp1", 2, True)
+    assert not any("float32, twice" in warning for warning in translation.warnings)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#!/bin/bash\nNPROC_PER_NODE=8 swift sft --model Qwen/Qwen2.5-3B-Instruct --train_type lora --max_length 65536 "
+        "--per_device_train_batch_size 4 --sequence_parallel_size 8 --padding_free true --attn_impl flash_attn\n",
+        "model_name_or_path: Qwen/Qwen2.5-3B-Instruct\nstage: sft\nfinetuning_type: lora\ncutoff_len: 65536\n"
+        "per_device_train_batch_size: 4\nsequence_parallel_size: 8\n",
+    ],
+)
+def test_ranks_that_share_a_sequence_have_their_part_of_it(text):
+    """ms-swift's examples/train/sequence_parallel (27754799) trains 65,536 tokens on 8 × 40 GiB; 489 were counted."""
+    translation = translation_of(text, ReadOptions(num_gpus=8))
+    assert (translation.job.sequence_length, translation.job.parallelism.data_parallel_size) == (8192, 8)
+    assert any("8,192 of 65,536 tokens" in sentence for sentence in translation.unsupported)
+    assert "sequence_parallel_size" not in translation.unknown
+
+
+def test_scripts_named_after_peft_train_adapters():
+    """Of Chinese-LLaMA-Alpaca-2's scripts/training/run_pt.sh (74b70101)."""
+    text = (
+        "torchrun --nproc_per_node 1 run_clm_pt_with_peft.py --model_name_or_path gpt2 --do_train --fp16 "
+        "--per_device_train_batch_size 1 --block_size 512 --output_dir o --lora_rank 64 --trainable c_attn\n"
+    )
+    jobs = [translation_of(text, ReadOptions(dialect=dialect)).job for dialect in ("training", None)]
+    assert [(job.finetuning.method, job.finetuning.rank, job.sequence_length) for job in jobs] == [("lora", 64, 512)] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "told"), [("MixtralSparseMoeBlock", True), ("MixtralDecoderLayer", False), ("GPT2Block", False)]
+)
+def test_units_of_fsdp_that_are_parts_of_layers_are_told_of(name, told):
+    """Axolotl's examples/mistral/mixtral-qlora-fsdp.yml (0ef1f011) wraps the experts alone."""
+    shards = {"fsdp_transformer_layer_cls_to_wrap": name, "fsdp_sharding_strategy": "FULL_SHARD"}
+    values = {"distributed_type": "FSDP", "num_processes": 2, "fsdp_config": shards}
+    translation = translation_of(values, ReadOptions(model="gpt2"))
+    assert any("parts of layers" in sentence for sentence in translation.unsupported) is told

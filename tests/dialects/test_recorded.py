@@ -31,7 +31,7 @@ EXPECTED: dict[str, dict[str, Any]] = {
 PRECISION = ("parameters", "compute", "gradients", "optimizer_states", "main_parameters")
 PARTS = {
     "llamafactory/ds_z3_config.json", "lmflow/ds_config_zero2.json", "axolotl/zero3_bf16.json",
-    "accelerate/fsdp_offload.yaml",
+    "accelerate/fsdp_offload.yaml", "peft_sft/fsdp_config_qlora.yaml",
 }  # fmt: skip
 """What says too little by itself (test_recorded_parts.py), or stands beside another."""
 

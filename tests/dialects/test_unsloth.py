@@ -33,3 +33,10 @@ def test_unsloths_notebook_arguments_are_its_kernels_and_checkpoints_on_the_host
 def test_unsloths_checkpoints_stay_where_they_are_small_or_not_asked_for(peft, training, mode, offloaded):
     job = from_huggingface("llama-3.2-1b", training, peft, versions={"unsloth": "2025.11.4"}).job
     assert (job.activation_checkpointing.mode, job.offload.activations) == (mode, offloaded)
+
+
+def test_importing_unsloth_sets_the_allocator():
+    arguments = {"max_length": 2048, "per_device_train_batch_size": 1, "use_gradient_checkpointing": "unsloth"}
+    translation = from_huggingface("llama-3.1-8b", arguments, {"r": 16})
+    assert translation.job.allocator.expandable_segments
+    assert translation.job.allocator.divisions[0] == 256

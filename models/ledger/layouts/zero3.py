@@ -41,6 +41,8 @@ class Zero3Settings(ZeroSettings):
     overlaps: bool
     """Whether weights are gathered, and gradients reduced, on streams of their own."""
     offloads_parameters: bool
+    reassigns: bool
+    """As in `Zero3Engine`."""
     transposes: bool
     """Whether the network's matrices are stored transposed, so that a product reads a view (`transposes_weight`)."""
 
@@ -54,7 +56,7 @@ class Zero3(Partitions):
         self._whole = whole
         """Tensors that belong to a parameter but are none themselves, such as the constants of quantised weights. Each rank
         has all of them."""
-        self.packs = settings.packs
+        self.packs, self.reassigns = settings.packs, settings.reassigns
         self._gathers, self._reduces = (GATHERING, REDUCING) if settings.overlaps else (0, 0)
         self.offloads_parameters = settings.offloads_parameters
         self._modules = modules
@@ -160,6 +162,7 @@ class Zero3(Partitions):
             ranks=self.ranks,
             sizes=self.buckets,
             packs=self.packs,
+            reassigns=self.reassigns,
             stream=self._gathers,
             from_host=self.offloads_parameters,
         )

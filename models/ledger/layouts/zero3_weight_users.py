@@ -42,7 +42,8 @@ class WeightUsers:
             self._kept.difference_update(mine)
         if turn.direction is PassDirection.RECOMPUTATION:
             self._packed.update(t for t in mine if self.engine.packs and t.trains)
-            self._gathered_by_recomputation |= {t: None for t in mine if not t.trains}
+            if self.engine.reassigns:
+                self._gathered_by_recomputation |= {t: None for t in mine if not t.trains}
         elif mine or turn.part is TurnPart.ENDS:
             self._packed.difference_update(mine)
             if self.engine.packs:

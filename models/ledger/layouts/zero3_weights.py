@@ -30,6 +30,9 @@ class Zero3Engine:
     """The stream on which it allocates. The computing stream still uses a released weight (`free_param`: `record_stream`),
     so its block would have to wait; that is not counted. DeepSpeed waits for gathers and reductions only, so nothing in a
     forward says how far ahead the CPU is: at its end, all its weights may be missing from the cache, or none."""
+    reassigns: bool = True
+    """Whether frozen weights that a recomputation gathers are released by the module whose backward is running, instead of
+    by the modules that are recomputed (`ds_recompute_parameters`, since DeepSpeed 0.19.3)."""
     from_host: bool = False
     """Whether the ranks' parts are in host memory. On one rank a weight is its own part, so only then is there a copy to
     make (`NoGatherCoalescedHandle`)."""

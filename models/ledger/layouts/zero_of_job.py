@@ -89,6 +89,7 @@ def _zero3(
         packs=not job.activation_checkpointing.use_reentrant,
         overlaps=_overlaps(chosen, 3),
         offloads_parameters=job.offload.parameters,
+        reassigns=bool(chosen["reassigns_recomputed_weights"]),
         transposes=family.linear.transposes_weight,
     )
     return Zero3(tensors, settings, modules)

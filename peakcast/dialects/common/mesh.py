@@ -102,3 +102,20 @@ def of_training(job: TrainingJob, mesh: Mapping[str, object], notes: Notes) -> T
     for key in settings.left():
         (notes.ignored if key in IGNORED else notes.unknown).append(settings.spell(key))
     return job
+
+
+def with_shared_sequences(job: TrainingJob, settings: Settings, *keys: str) -> TrainingJob:
+    """`job` with a rank's part of its sequences, if one of `keys` says by how many ranks each sequence is shared (Ulysses,
+    ring attention). They exchange heads or keys for the attention alone, so what a layer keeps is divided by their number;
+    the weights stay divided over all ranks of the run. Raises: SpecError."""
+    key, ranks = next(((key, ranks) for key in keys if (ranks := settings.integer(key, 1) or 1) > 1), ("", 1))
+    if ranks == 1:
+        return job
+    part = -(-job.sequence_length // ranks)
+    settings.notes.unsupported.append(
+        f"Ranks that share a sequence ({settings.spell(key)}={ranks}) are not modelled: each is counted with its part, "
+        f"{part:,} of {job.sequence_length:,} tokens, without what the exchange for attention holds.",
+        settings.spell(key),
+        "more",
+    )
+    return job.replace(sequence_length=part)

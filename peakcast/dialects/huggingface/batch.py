@@ -13,6 +13,8 @@ STRATEGIES = ("bfd", "bfd_split", "bfd-requeue", "ffd", "wrapped")
 trainer/sft_trainer.py: `padding_free or packing and packing_strategy == "bfd"`)."""
 
 
+OF_SCRIPTS = ("max_seq_len", "seq_length", "sequence_length", "seq_len", "cutoff_len", "max_len")
+"""Names of the length in scripts around the trainers; the first is also what argparse takes for max_seq_length."""
 LENGTHS_CHANGE = (
     "batches are as long as their own longest sample: where lengths changed, published runs of ms-swift reserved up to "
     "2.5 times what equal lengths need (the allocated peak is that of the longest). batch.shortest_sequence of a job "
@@ -23,7 +25,7 @@ LENGTHS_CHANGE = (
 
 def sequence_length(training: Settings, notes: Notes) -> int:
     """Tokens of the longest sequence, or of a packed one."""
-    names = ("max_length", "max_seq_length", "model_max_length", "block_size")
+    names = ("max_length", "max_seq_length", "model_max_length", "block_size", *OF_SCRIPTS)
     key = next((name for name in names if training.given(name)), None)
     padded = not (training.switch("packing") or training.switch("padding_free"))
     if padded and key != "block_size":  # run_clm.py cuts the data into blocks

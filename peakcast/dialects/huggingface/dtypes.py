@@ -35,7 +35,8 @@ def weights_dtype(model: Mapping[str, Any], name: str, training: Settings, notes
         notes.assumptions.append(f"torch_dtype is not given; {name}'s weights are loaded in float32, as they are stored.")
         return "float32"
     notes.assumptions.append("torch_dtype is not given; the weights are treated as loaded in bfloat16.")
-    if model or not is_modern:  # a config.json has the dtype of newer checkpoints
+    stored = training.switch("loads_stored_dtype")  # of projects that never take transformers 4's default
+    if not stored and (model or not is_modern):  # a config.json has the dtype of newer checkpoints
         source = "torch_dtype nor the configuration says" if model else "torch_dtype nor dtype is given, which say"
         notes.warnings.append(
             f"neither {source} the weights' dtype: transformers 4 loads them in float32, twice what is counted.",

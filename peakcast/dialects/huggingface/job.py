@@ -30,7 +30,7 @@ from peakcast.dialects.huggingface.dtypes import finetuning_of, half_dtype, prec
 from peakcast.dialects.huggingface.parallelism import fsdp_settings, fsdp_version, layout_and_offload
 from peakcast.dialects.huggingface.post_training import SCORING, with_scores
 from peakcast.dialects.huggingface.quantization import quantization_of
-from peakcast.dialects.huggingface.unsloth import NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
+from peakcast.dialects.huggingface.unsloth import ALLOCATOR, NEWEST_UNSLOTH, in_words_of_the_trainer, is_unsloths, offloads
 from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import check_framework_options, conventions
 from peakcast.jobs.spec import (
@@ -120,6 +120,9 @@ def from_huggingface(
     run = _Run(config, model, architecture, training, adapter, engine, shards, num_gpus, versions, notes, widens)
     options: dict[str, Any] = {}
     job = _job(run, options)
+    if unsloths:
+        job = job.replace(allocator=ALLOCATOR)
+        notes.assumptions.append("importing Unsloth sets the allocator: expandable_segments and roundup_power2_divisions.")
     if unsloths and not offloads(training, job.num_tokens, architecture.hidden_size):
         job = job.replace(offload=replace(job.offload, activations=False))
     job = _with_options(job, options, notes)

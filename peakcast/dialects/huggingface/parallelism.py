@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -24,6 +25,10 @@ PLAIN: dict[str, Any] = {
     "round_robin_gradients": False, "elastic_checkpoint": False,
 }  # fmt: skip
 """Details with DeepSpeed's default value, which need no note."""
+
+
+PART_OF_LAYER = re.compile(r"(MLP|Mlp|Attention|Experts?|Moe\w*Block|MoE|Linear)$")
+"""Names of classes that are parts of a transformer layer."""
 
 
 def fsdp_settings(fsdp: Mapping[str, Any] | str | None, training: Settings, notes: Notes) -> Settings | None:
@@ -51,7 +56,22 @@ def fsdp_settings(fsdp: Mapping[str, Any] | str | None, training: Settings, note
         elif word not in ("auto_wrap", "true"):
             known = ", ".join((*keys.SHARDING, "offload", "auto_wrap"))
             raise SpecError(f"fsdp={word!r} must be among {known}.", parameter="fsdp", value=word)
+    _note_units(merged, notes)
     return Settings(merged, notes, "accelerate")
+
+
+def _note_units(merged: Mapping[str, Any], notes: Notes) -> None:
+    """Note classes to wrap that are parts of layers: FSDP's units are then these, and the root has all else."""
+    for key in ("fsdp_transformer_layer_cls_to_wrap", "transformer_layer_cls_to_wrap"):
+        given = merged.get(key) or ()
+        names = given if isinstance(given, (list, tuple)) else str(given).split(",")
+        if parts := [name for each in names if PART_OF_LAYER.search(name := str(each).strip())]:
+            notes.unsupported.append(
+                f"FSDP's units are counted as whole layers; with {key}={', '.join(parts)} they are parts of layers, and "
+                "the rest of the network is one unit, which is gathered throughout.",
+                key,
+                "more",
+            )
 
 
 def fsdp_version(shards: Settings) -> int:

@@ -17,6 +17,7 @@ from peakcast.dialects.common.translation import AlternativeReading, Notes, Sett
 from peakcast.dialects.huggingface.accelerate import Launcher, launcher_of, refuse_twice
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import METHODS, method_of_program, with_method
+from peakcast.dialects.huggingface.trl_defaults import take_trl_defaults
 from peakcast.dialects.huggingface.whose_trainer import EXAMPLE_SCRIPT, OF_EXAMPLES, SCORING_SCRIPTS, Whose, whose_trainer
 
 PARTS = ("training", "hf_config", "peft", "deepspeed", "accelerate")
@@ -32,8 +33,9 @@ _ADAPTER = {
     "lora_r": "r", "lora_alpha": "lora_alpha", "lora_dropout": "lora_dropout", "lora_target_modules": "target_modules",
     "lora_modules_to_save": "modules_to_save", "lora_task_type": "task_type", "use_rslora": "use_rslora",
     "use_dora": "use_dora", "lora_target_parameters": "target_parameters",
+    "lora_rank": "r", "trainable": "target_modules",
 }  # fmt: skip
-"""trl's ModelConfig (0.13-0.24) -> peft's LoraConfig."""
+"""trl's ModelConfig (0.13-0.24) -> peft's LoraConfig; the last two are Chinese-LLaMA-Alpaca's and its successors'."""
 _ADAPTER_DEFAULTS = {"r": 16, "lora_alpha": 32, "lora_dropout": 0.05}
 """Defaults of trl's ModelConfig that differ from peft's."""
 _SWITCHES = ("use_peft", "use_lora", "lora_enable", "use_qlora", "q_lora")
@@ -53,13 +55,12 @@ _SCRIPT = re.compile(
 memory."""
 _OF_IMAGES = re.compile(r"mm_\w+|image_\w+|\w*mm_mlp_adapter|group_by_modality_length|version")
 """Keys of LLaVA's scripts beside `vision_tower`."""
-_TRL_DEFAULTS = {"gradient_checkpointing": True, "bf16": True}
-"""Defaults of trl's configurations that differ from TrainingArguments: trl 0.24.0 and 1.16.0, SFTConfig and DPOConfig."""
-_INIT = ("dtype", "torch_dtype", "attn_implementation")
-"""Keys of model_init_kwargs that affect memory."""
 TRL = Whose(True, True, "read as TRL's, as asked")
 TRANSFORMERS = Whose(False, True, "read as transformers' own, as asked")
 ASK_WHOSE = "Say which by --dialect trl or --dialect transformers."
+METHOD_BY_NAME = re.compile(r"(?!no_|disable_).*(lora|peft|low_rank|[48]_?bit(?!_optim|_adam)|quant)\w*", re.IGNORECASE)
+"""Keys which by their names say that adapters train, or that weights are quantised."""
+SAY_METHOD = "Say which by --method lora --lora-rank 16 (or yours), or by --method full."
 ASK_METHOD = "Say which by the launch script that names its program, such as dpo.py or orpo.py."
 _OF_METHOD = {
     "grpo": ("num_generations", "use_vllm"),
@@ -131,13 +132,18 @@ def from_parts(pasted: Pasted, role: str, whose: Whose | None = None) -> Transla
     likely = []
     if not whose.sure:
         likely.append(("a run of TRL's trainers, with their defaults", pasted, parts, TRL, ASK_WHOSE))
-    if not whose.sure and {"lora_r", "lora_alpha"} & set(given):
+    if not whose.sure and {"lora_r", "lora_alpha", "lora_rank"} & set(given):
         adapters = {**parts, "training": {**given, "use_peft": True}}
         name, way_out = "a run that trains adapters, as its lora_ keys say", "Say which by use_peft: true or false."
         likely.append((name, pasted, adapters, whose, way_out))
     if whose.trl and not pasted.program and {key for key in _OF_METHOD["dpo"] if key in given} == {"beta"}:
         name = "a run of ORPO or CPO, which keep no reference, by beta"
         likely.append((name, replace(pasted, program="orpo.py"), parts, whose, ASK_METHOD))
+    for key in read.unknown:
+        if METHOD_BY_NAME.fullmatch(key) and given.get(key) not in (None, False, "False", "false", "", 0):
+            adapters = {**parts, "training": {**given, "use_peft": True}}
+            likely.append((f"a run that trains adapters, as {key} may say", pasted, adapters, whose, SAY_METHOD))
+            break
     others = []
     for name, asked, inner, theirs, way_out in likely:
         with contextlib.suppress(SpecError):
@@ -152,7 +158,7 @@ def _of_parts(pasted: Pasted, parts: Mapping[str, Mapping[str, Any]], whose: Who
     if whose.rests_on:
         notes.assumptions.append(f"the training arguments are {whose.rests_on}.")
     if whose.trl:
-        _take_trl_defaults(training, notes)
+        take_trl_defaults(training, pasted.versions.of("huggingface"), notes)
     else:
         _take_examples_defaults(pasted, training, notes)
     if whose.trl and not {"dtype", "torch_dtype"} & set(training) and "hf_config" not in parts:
@@ -295,8 +301,7 @@ def _adapter(
 ) -> tuple[Mapping[str, Any] | None, dict[str, Any]]:
     """(the LoRA settings, or None for full fine-tuning; the quantization of the base model)."""
     settings = Settings(training, notes, "trl")
-    asked = [key for key in _SWITCHES if settings.switch(key)]
-    asked += [program] * ("lora" in program and not {"use_peft", "use_lora", "lora_enable"} & set(training))
+    asked = _asked_for_adapters(settings, set(training), program)
     wanted = bool(asked)
     mapping = {name: training[key] for key, name in _ADAPTER.items() if training.get(key) is not None}
     quantization: dict[str, Any] = {}
@@ -335,19 +340,11 @@ def _adapter(
     return mapping, quantization
 
 
-def _take_trl_defaults(training: dict[str, Any], notes: Notes) -> None:
-    """Fill in trl's defaults, with a note."""
-    for key, value in _TRL_DEFAULTS.items():
-        if key not in training and not (key == "bf16" and training.get("fp16")):
-            training[key] = value
-            notes.assumptions.append(f"{key} is not given; the default of trl (since 0.24 at the latest) is {value}.")
-    inner = training.pop("model_init_kwargs", None)
-    if isinstance(inner, Mapping):
-        for key, value in inner.items():
-            if key in _INIT and value is not None:
-                training.setdefault(key, value)
-            elif key not in _INIT:
-                notes.ignored.append(f"model_init_kwargs.{key}")
+def _asked_for_adapters(settings: Settings, given: set[str], program: str) -> list[str]:
+    """The switches that ask for adapters, or the program, if its name does and no switch is given."""
+    asked = [key for key in _SWITCHES if settings.switch(key)]
+    named = re.search("lora|peft", program) and not {"use_peft", "use_lora", "lora_enable"} & given
+    return [*asked, program] if named else asked
 
 
 def _take_examples_defaults(pasted: Pasted, training: dict[str, Any], notes: Notes) -> None:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from peakcast.dialects.common.translation import Settings
+from peakcast.jobs.allocator_settings import Allocator
 
 NEWEST_UNSLOTH = "2025.11.4"
 """The release whose conventions are used if none is named."""
@@ -17,6 +18,8 @@ CHECKPOINTING = ("gradient_checkpointing", "use_gradient_checkpointing")
 LEAST_OFFLOADED_BYTES = 2 * 2**20
 """Hidden states larger than this are offloaded (MINIMUM_SIZE): at width 4096 and 16 bits, from 257 tokens on."""
 HALF = 2
+ALLOCATOR = Allocator(expandable_segments=True, roundup_power2_divisions="[32:256,64:128,256:64,>:32]")
+"""PYTORCH_CUDA_ALLOC_CONF as importing Unsloth sets it (unsloth 2025.7 and unsloth_zoo 2025.11 `__init__.py`)."""
 
 
 def is_unsloths(versions: Mapping[str, str] | None, *arguments: Mapping[str, Any] | None) -> bool:

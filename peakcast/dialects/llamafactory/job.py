@@ -12,8 +12,11 @@ from typing import Any
 
 from peakcast.dialects.common.foreign import SERVED
 from peakcast.dialects.common.frozen_parts import frozen_parts, with_frozen_parts
+from peakcast.dialects.common.mesh import with_shared_sequences
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import (
+    FALSE,
+    TRUE,
     Notes,
     Settings,
     Translation,
@@ -61,7 +64,6 @@ UNSUPPORTED = {
     "fp8": "FP8 training", "upcast_layernorm": "norms in float32",
     "upcast_lmhead_output": "logits in float32",
     "resize_vocab": "a resized vocabulary", "add_tokens": "added tokens", "loraplus_lr_ratio": "LoRA+",
-    "sequence_parallel_size": "sequence parallelism over GPUs", "cp_size": "sequence parallelism over GPUs",
     "use_cce": "cut cross entropy",
     "tensor_model_parallel_size": "Megatron's tensor parallelism", "sequence_parallel": "Megatron's sequence parallelism",
     "pipeline_model_parallel_size": "Megatron's pipeline parallelism", "recompute_granularity": "Megatron's recomputation",
@@ -84,6 +86,7 @@ IGNORED = words("""
     dataloader_num_workers dataloader_pin_memory dataset dataset_dir ddp_find_unused_parameters ddp_timeout
     default_system disable_shuffling disable_version_check do_eval do_predict do_train dpo_label_smoothing
     early_stopping_steps enable_thinking eval_dataset eval_num_beams eval_on_each_dataset eval_on_start eval_steps
+    evaluation_strategy
     eval_strategy export_device export_dir export_legacy_format export_quantization_bit export_quantization_dataset
     export_size fp8_backend fp8_enable_fsdp_float8_all_gather freeze_extra_modules freeze_trainable_layers
     freeze_trainable_modules galore_layerwise
@@ -156,7 +159,8 @@ def from_llamafactory(pasted: Pasted) -> Translation:
             "stage", "is not modelled: LLaMA-Factory's value head computes logits too; TRL's reward modelling is"
         )
     who = f"LLaMA-Factory (train/{stage}/trainer.py)"
-    return notes.finish(with_method(notes.include(translation), stage, "stage", notes, whole_logits=who))
+    job = with_shared_sequences(notes.include(translation), settings, "sequence_parallel_size", "cp_size")
+    return notes.finish(with_method(job, stage, "stage", notes, whole_logits=who))
 
 
 def _refuse_what_trains_nothing(settings: Settings) -> None:
@@ -174,7 +178,8 @@ def _refuse_what_trains_nothing(settings: Settings) -> None:
 
 
 def _batch(settings: Settings, training: dict[str, Any]) -> None:
-    training["max_length"] = settings.integer("cutoff_len", 2048, assume=True)
+    blocks = settings.integer("block_size")  # of scripts with the same keys of adapters, such as run_clm_pt_with_peft.py
+    training["max_length"] = blocks or settings.integer("cutoff_len", 2048, assume=True)
     training["neat_packing"] = settings.switch("neat_packing")
     training["packing"] = settings.switch("packing") or training["neat_packing"]
 
@@ -286,7 +291,8 @@ def _adapter(settings: Settings, training: dict[str, Any], own: dict[str, Any]) 
 
 def _memory(settings: Settings, training: dict[str, Any]) -> None:
     """Attention, checkpointing, the loss, and the optimizer."""
-    word = settings.one_of("flash_attn", "auto", ATTENTION)
+    given = settings.text("flash_attn", "auto").lower()  # a switch before LLaMA-Factory 0.7
+    word = "fa2" if given in TRUE else "auto" if given in FALSE else settings.one_of("flash_attn", "auto", ATTENTION)
     training["attn_implementation"] = ATTENTION[word]
     if word == "auto":
         settings.notes.assumptions.append("flash_attn=auto is treated as PyTorch's sdpa.")
@@ -329,7 +335,7 @@ def _note_optimizer(settings: Settings, training: dict[str, Any], key: str) -> N
 
 def _rest(settings: Settings) -> None:
     note_unsupported(settings, UNSUPPORTED)
-    for key in ("gradient_checkpointing", "lora_target"):
+    for key in ("gradient_checkpointing", "lora_target", "sequence_parallel_size", "cp_size"):
         settings.given(key)
     for key in settings.left():
         (settings.notes.ignored if key in IGNORED else settings.notes.unknown).append(key)

@@ -14,8 +14,10 @@ from typing import Any
 
 from peakcast.dialects.common.frozen_parts import frozen_parts, with_frozen_parts
 from peakcast.dialects.common.generation import generation_of
+from peakcast.dialects.common.mesh import with_shared_sequences
 from peakcast.dialects.common.pasted import Pasted
 from peakcast.dialects.common.translation import Notes, Settings, Translation, note_unsupported, refuse_teacher
+from peakcast.dialects.huggingface.accelerate import Launcher, launcher_beside
 from peakcast.dialects.huggingface.job import from_huggingface
 from peakcast.dialects.huggingface.post_training import with_method
 
@@ -40,7 +42,7 @@ ADAPTER_DEFAULTS: Mapping[str, Mapping[str, Any]] = {
     "boft": {"boft_block_size": 4}, "fourierft": {"n_frequency": 2000},
 }  # fmt: skip
 UNSUPPORTED = {
-    "sequence_parallel_size": "sequence parallelism over GPUs", "deepspeed_autotp_size": "DeepSpeed's tensor parallelism",
+    "deepspeed_autotp_size": "DeepSpeed's tensor parallelism",
     "zero_hpz_partition_size": "ZeRO++", "lorap_lr_ratio": "LoRA+", "use_galore": "GaLore",
     "galore_quantization": "Q-GaLore",
     "lisa_activated_layers": "LISA", "freeze_parameters": "frozen weights", "freeze_parameters_regex": "frozen weights",
@@ -94,7 +96,8 @@ def from_swift(pasted: Pasted) -> Translation:
     settings.given("model")
     refuse_teacher(settings, "teacher_model", "teacher_model_server")
     method = _method(settings, pasted.program)
-    num_gpus = _gpus(settings, pasted)
+    launcher = launcher_beside(pasted, notes)  # `accelerate launch swift/cli/sft.py`
+    num_gpus = _gpus(settings, pasted, launcher)
     training = _training(settings, pasted, num_gpus)
     adapter = _adapter(settings, training)
     generation = None
@@ -107,7 +110,11 @@ def from_swift(pasted: Pasted) -> Translation:
             notes.unsupported.append(f"{what} ({key}) is not modelled.", key, "more")
     _task(settings, training)
     _say_logits(settings, method)
+    if pasted.env.get("CELOSS_PARALLEL_SIZE"):
+        sentence = "ms-swift's loss on chunks of tokens (CELOSS_PARALLEL_SIZE) is not modelled; whole logits are counted."
+        notes.unsupported.append(sentence, "CELOSS_PARALLEL_SIZE", "less")
     frozen = frozen_parts(settings, FREEZING)
+    settings.given("sequence_parallel_size")
     for key in settings.left():  # the Trainer's keys; its reader notes unknown ones
         if OWN.fullmatch(key):
             notes.ignored.append(key)
@@ -117,12 +124,13 @@ def from_swift(pasted: Pasted) -> Translation:
         model,
         training,
         adapter,
-        training.pop("deepspeed", None),
-        None,
+        training.pop("deepspeed", launcher.deepspeed),
+        launcher.fsdp,
         num_gpus,
         versions=pasted.versions.of("huggingface"),
     )
     job = with_frozen_parts(notes.include(translation), frozen, settings, FREEZING)
+    job = with_shared_sequences(job, settings, "sequence_parallel_size")
     who = "ms-swift (rlhf_trainers)" if method not in ("sft", "pt") else ""
     return notes.finish(with_method(job, method, "rlhf_type", notes, generation=generation, whole_logits=who))
 
@@ -149,13 +157,15 @@ def _method(settings: Settings, program: str) -> str:
     return "sft" if program.endswith((" sft", " pt")) else kind
 
 
-def _gpus(settings: Settings, pasted: Pasted) -> int:
-    """Number of processes that the launcher starts: `NPROC_PER_NODE` × `NNODES`; without the first, a single process uses
-    all visible GPUs."""
+def _gpus(settings: Settings, pasted: Pasted, launcher: Launcher) -> int:
+    """Number of processes that `accelerate launch` starts, or ms-swift's own launcher: `NPROC_PER_NODE` × `NNODES`; without
+    the first, a single process uses all visible GPUs."""
     env = {**pasted.env, **{key: str(value) for key, value in (pasted.values.get("ENV") or {}).items()}}
     seen = len(env.get("CUDA_VISIBLE_DEVICES", "0").split(","))
     if pasted.num_gpus is not None:
         return pasted.num_gpus
+    if launcher.num_gpus is not None:
+        return launcher.num_gpus
     sizes = [str(settings.raw(name.lower()) or env.get(name, "")) for name in ("NPROC_PER_NODE", "NNODES")]
     if not sizes[0].isdecimal():
         if seen > 1:
@@ -197,7 +207,7 @@ def _training(settings: Settings, pasted: Pasted, num_gpus: int) -> dict[str, An
                 "more",
             )
     dtype = settings.text("torch_dtype", settings.text("dtype"))
-    training |= {"torch_dtype": dtype} if dtype else {}
+    training |= {"torch_dtype": dtype} if dtype else {"loads_stored_dtype": True}  # model/utils get_default_torch_dtype
     given = [settings.raw(key) is not None for key in ("bf16", "fp16")]
     if any(given):
         training |= {key: settings.switch(key) for key in ("bf16", "fp16") if settings.raw(key) is not None}

@@ -9,7 +9,7 @@ import pytest
 from peakcast import catalog
 from peakcast.core.fields import FrozenMapping
 from peakcast.core.units import power_of_two
-from peakcast.jobs.spec import Finetuning, Offload, Parallelism, Precision, TrainingJob
+from peakcast.jobs.spec import ActivationCheckpointing, Finetuning, Offload, Parallelism, Precision, TrainingJob
 from peakcast.models.baseline.host import host_bytes
 from peakcast.models.baseline.ledger import ledger
 from peakcast.models.ledger.huggingface.contexts import block_context
@@ -151,6 +151,21 @@ def test_zero3_keeps_what_a_checkpoint_has_packed_and_gathers_it_again():
             step.moment("", Phase.BACKWARD)
         held = (step.timeline().totals // 512).tolist()
         assert [held[1], held[2] - 1, held[3]] == expected  # 1: `first`, gathered while it is used
+
+
+def test_zero3_before_deepspeed_0_19_3_releases_the_frozen_weights_that_a_reentrant_checkpoint_gathers(job):
+    """ds_recompute_parameters is of 0.19.3: since then they stay until the whole network's backward has ended."""
+    lora = Finetuning(method="lora", rank=4)
+    names = ("param_persistence_threshold", "max_reuse_distance", "prefetch_bucket_size")
+    sizes = FrozenMapping({f"stage3_{name}": 0 for name in names})
+    full = ActivationCheckpointing(mode="full", use_reentrant=True)
+    asked = job("zero3", finetuning=lora, activation_checkpointing=full, framework_options=sizes)
+    older, newer = (
+        ledger(asked.replace(versions=FrozenMapping({"deepspeed": version})), step="steady")
+        for version in ("0.19.2", "0.19.3")
+    )
+    last = int((newer.phases == Phase.BACKWARD).nonzero()[0][-1])
+    assert newer.composition(last)[BUFFERS] - older.composition(last)[BUFFERS] == 2 * LAYER * BF16
 
 
 def test_zero3_adapters_are_fp32_and_frozen_weights_keep_their_inputs_with_its_linears(job):
