@@ -304,13 +304,12 @@ def usable_bytes(job: TrainingJob, device: Device) -> int:
 
 
 def _generation_peaks(steady: Timeline) -> dict[str, int]:
-    """Peaks of the parts of a generation, by the first word of their labels; none where they are not labelled."""
-    found = {}
-    for part in ("prefill", "decode"):
-        inside = np.array([label.startswith(f"{part} ") for label in steady.labels], dtype=bool)
-        if inside.any():
-            found[part] = int(steady.totals[: len(inside)][inside].max())
-    return found
+    """Peaks of prefill and of decoding; none if the timeline does not tell them apart."""
+    begun = steady.decoding_from
+    if begun is None:
+        return {}
+    parts = {"prefill": steady.totals[:begun], "decode": steady.totals[begun:]}
+    return {part: int(totals.max()) for part, totals in parts.items() if len(totals)}
 
 
 def _between_steps(steady: Timeline) -> int:

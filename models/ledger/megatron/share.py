@@ -146,5 +146,11 @@ def activations_share(share: RankShare) -> RankShare:
     if share.convention.get("use_megatron_fsdp"):
         return share
     if job.architecture.moe is None and (layout.data_parallel_size > 1 or layout.zero_stage):
-        job = job.replace(parallelism=replace(layout, data_parallel_size=1, zero_stage=0), allocator=Allocator())
+        job = _without_data_parallelism(job)
     return _stage_share(job, share.device, share.stage, share.place)
+
+
+@lru_cache(maxsize=1024)
+def _without_data_parallelism(job: TrainingJob) -> TrainingJob:
+    alone = replace(job.parallelism, data_parallel_size=1, zero_stage=0)
+    return job.replace(parallelism=alone, allocator=Allocator())
