@@ -18,6 +18,7 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables, hands_on_itself
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, kinds_of_masks
+from peakcast.models.ledger.layouts.gradients import lm_head_gradients
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.networks.families import family_of
@@ -88,11 +89,9 @@ def hold_tied_gradient(timeline: Step, loss: BlockRun, dies: int) -> None:
     """Hold the lm_head's part of a tied table's gradient until `dies`: it waits for the embedding's, and the sum of both is
     added to the existing `.grad`."""
     template = loss.template
-    for index in np.flatnonzero(template.weight_gradient):
-        if template.names[index] == "lm_head.weight.grad" and loss.backward_start is not None:
-            born = loss.backward_start + int(template.dies[index])
-            size = int(template.num_bytes[index])
-            timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, dies, "head")
+    for index in lm_head_gradients(template) if loss.backward_start is not None else ():
+        born, size = loss.backward_start + int(template.dies[index]), int(template.num_bytes[index])
+        timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, dies, "head")
 
 
 def hold_for_tied_product(timeline: Step, loss: BlockRun, context: HFContext) -> None:
@@ -241,7 +240,7 @@ def last_rotations(layers: Sequence[HFContext], runs: Mapping[int, BlockRun], en
         return dies
     if one.backward.saves_on_cpu or family.rotary.tables_per_layer:  # the host, or every layer, has copies
         return [ended] * len(dies)
-    if not any("rotary" in label for label in runs[0].template.backward_labels):  # the first layer's need no gradient
+    if Mark.ROTATION not in runs[0].template.backward_marks:  # the first layer's queries and keys need no gradient
         kinds = attends_to_everything(layers[0].architecture)
         after = runs.get(kinds.index(kinds[0], 1) if kinds[0] in kinds[1:] else len(kinds))
         dies[0] = (after.backward_start or 0) + after.template.num_backward if after else ended

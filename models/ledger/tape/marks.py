@@ -24,6 +24,8 @@ class Mark(Enum):
     """Generation takes the last position's hidden states."""
     NEXT_TOKEN_LOGITS = auto()
     """Generation makes the logits from which the next token is chosen."""
+    ROTATION = auto()
+    """A layer rotates its queries and keys."""
     KEY_CACHE = auto()
     VALUE_CACHE = auto()
     """A layer updates its cache."""

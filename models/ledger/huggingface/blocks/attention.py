@@ -14,6 +14,7 @@ from peakcast.models.ledger.huggingface.blocks.joined_lora import joined_project
 from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
 from peakcast.models.ledger.huggingface.blocks.tensor_parallel import gather_sequence
 from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Output, Tape, Tensor
 from peakcast.networks.families import family_of
 from peakcast.networks.rotary import rotated_width
@@ -44,7 +45,8 @@ def self_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     variables = [x, q, k] if family.rotary.inline else [x]
     variables += [fused] if family.attention.names_fused_projection else []
     if architecture.position_embedding == "rope" and context.layer.rotates:
-        q, k, parts = _rotary(build, q, k)
+        with tape.marked(Mark.ROTATION):
+            q, k, parts = _rotary(build, q, k)
         variables += parts if family.rotary.inline else []
     if context.cache.does:
         k, v = update_cache(build, k, v)

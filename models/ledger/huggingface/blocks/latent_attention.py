@@ -10,6 +10,7 @@ from peakcast.models.ledger.huggingface.blocks.attention_kernels import attentio
 from peakcast.models.ledger.huggingface.blocks.builder import BlockBuilder
 from peakcast.models.ledger.huggingface.blocks.kv_cache import update_cache
 from peakcast.models.ledger.tape import primitives as ops
+from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.tape import Tape, Tensor
 from peakcast.networks.families import family_of
 
@@ -34,10 +35,11 @@ def latent_attention(build: BlockBuilder, x: Tensor) -> Tensor:
     compressed = build.projection(x, width, mla.kv_lora_rank + rotated, "self_attn.kv_a_proj_with_mqa", bias)
     latent, k_rot = tape.split(compressed, [rows * mla.kv_lora_rank * size, rows * rotated * size], "self_attn.kv_split")
     latent = build.norm(latent, mla.kv_lora_rank, "self_attn.kv_a_layernorm")
-    if family_of(architecture).rotary.complex:
-        q_rot, k_rot = _rotate_complex(tape, q_rot, k_rot, FP32 // size)
-    else:
-        q_rot, k_rot = _rotate_pairs(tape, q_rot, "self_attn.rotary_q"), _rotate_pairs(tape, k_rot, "self_attn.rotary_k")
+    with tape.marked(Mark.ROTATION):
+        if family_of(architecture).rotary.complex:
+            q_rot, k_rot = _rotate_complex(tape, q_rot, k_rot, FP32 // size)
+        else:
+            q_rot, k_rot = (_rotate_pairs(tape, x, f"self_attn.rotary_{n}") for x, n in ((q_rot, "q"), (k_rot, "k")))
     tokens, expand = rows, build
     if context.cache.does and context.cache.latent:  # compressed: earlier tokens are expanded again with the new
         latent, k_rot = update_cache(build, latent, k_rot)
