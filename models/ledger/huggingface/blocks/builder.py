@@ -260,10 +260,19 @@ class BlockBuilder:
 
     def _norm(self, x: Tensor, width: int, name: str, rows: int, *, fused: bool) -> Tensor:
         """`norm`, without its argument's lifetime."""
-        context, kind = self.context, self.context.architecture.normalization
-        family = family_of(context.architecture)
-        narrow = x.num_bytes
-        if kind == "rmsnorm" and context.kernels.norm and fused:
+        context = self.context
+        if context.architecture.normalization == "rmsnorm":
+            return self._rms_norm(x, width, name, rows, fused=fused and context.kernels.norm)
+        if family_of(context.architecture).norm.written_in_python:
+            element = x.num_bytes // (rows * width)
+            trains = context.norms_train
+            return ops.python_layer_norm(self.tape, x, rows, width, name, element_bytes=element, trainable=trains)
+        return self._layer_norm(x, width, name, rows)
+
+    def _rms_norm(self, x: Tensor, width: int, name: str, rows: int, *, fused: bool) -> Tensor:
+        """RMSNorm, in one kernel if `fused`, else as the family's Python code computes it."""
+        context, family = self.context, family_of(self.context.architecture)
+        if fused:
             return ops.fused_rms_norm(
                 self.tape,
                 x,
@@ -274,28 +283,27 @@ class BlockBuilder:
                 trainable=context.norms_train,
                 in_place=context.architecture.norm_placement == "pre",
             )
-        if kind == "rmsnorm":
-            return ops.python_rms_norm(
-                self.tape,
-                x,
-                rows,
-                width,
-                name,
-                element_bytes=x.num_bytes // (rows * width),
-                weight_bytes=context.precision.norm_weight_bytes,
-                trainable=context.norms_train,
-                weight_in_fp32=family.norm.weight_in_float32 or context.kernels.wide_norm,
-                of_input=family.norm.multiplies_input,
-                names_product=family.norm.names_product,
-            )
-        if family.norm.written_in_python:
-            return ops.python_layer_norm(
-                self.tape, x, rows, width, name, element_bytes=narrow // (rows * width), trainable=context.norms_train
-            )
+        return ops.python_rms_norm(
+            self.tape,
+            x,
+            rows,
+            width,
+            name,
+            element_bytes=x.num_bytes // (rows * width),
+            weight_bytes=context.precision.norm_weight_bytes,
+            trainable=context.norms_train,
+            weight_in_fp32=family.norm.weight_in_float32 or context.kernels.wide_norm,
+            of_input=family.norm.multiplies_input,
+            names_product=family.norm.names_product,
+        )
+
+    def _layer_norm(self, x: Tensor, width: int, name: str, rows: int) -> Tensor:
+        """torch's LayerNorm, whose input is converted if autocast or the family's code does so."""
+        context, kind, narrow = self.context, self.context.architecture.normalization, x.num_bytes
         compute = rows * width * context.precision.compute_bytes
-        if family.norm.without_autocast and context.precision.autocast:
+        if family_of(context.architecture).norm.without_autocast and context.precision.autocast:
             x = ops.cast(self.tape, x, compute, f"{name}.to_compute_dtype") if x.num_bytes > compute else x
-        elif (self.context.native_norm_in_float32 or kind == "nonparametric") and x.num_bytes < rows * width * FP32:
+        elif (context.native_norm_in_float32 or kind == "nonparametric") and x.num_bytes < rows * width * FP32:
             x = ops.cast(self.tape, x, rows * width * FP32, f"{name}.to_float32")
         output = ops.layer_norm(
             self.tape,
