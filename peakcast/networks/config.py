@@ -107,7 +107,7 @@ def read_hf_config(config: Mapping[str, Any], name: str | None = None) -> tuple[
         values |= _latent_attention(_read(reads.mla, seen), values)
     if multimodal:
         values["kind"] = "multimodal"
-    if multimodal or not known:  # kept for code that knows more than its keys
+    if multimodal or not known:  # recipes are recorded from it
         values["configuration"] = kept_configuration(config)
     return Architecture(name=str(called), model_type=str(model_type), **values), unread(seen, known=known)
 

@@ -89,7 +89,9 @@ def hold_tied_gradient(timeline: Step, loss: BlockRun, dies: int) -> None:
     """Hold the lm_head's part of a tied table's gradient until `dies`: it waits for the embedding's, and the sum of both is
     added to the existing `.grad`."""
     template = loss.template
-    for index in lm_head_gradients(template) if loss.backward_start is not None else ():
+    if loss.backward_start is None:
+        return
+    for index in lm_head_gradients(template):
         born, size = loss.backward_start + int(template.dies[index]), int(template.num_bytes[index])
         timeline.hold("lm_head.weight.grad", Category.TEMPORARIES, size, born, dies, "head")
 

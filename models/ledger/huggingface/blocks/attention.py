@@ -134,7 +134,7 @@ def _rotary(build: BlockBuilder, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor, 
     kind = family.rotary.products if element != FP32 else "narrow"
     # the tables have the embeddings' dtype; wide ones widen q and k, which stay wide until attention
     tables_wide = kind == "promoted" or (kind == "narrow" and build.context.precision.weight_bytes > element)
-    arguments, narrow, parts = [q, k], [q.num_bytes, k.num_bytes], []
+    arguments, narrow, parts = [q, k], [q.num_bytes, k.num_bytes], list[Tensor]()
     wide = [build.context.rows * width * FP32 for width in (architecture.query_size, architecture.key_value_size)]
     if kind == "cast":
         q = ops.cast(tape, q, wide[0], "self_attn.rotary_q.to_float32")

@@ -89,7 +89,7 @@ def _scaled_scores(
     scores = ops.matmul(tape, q_used, k_used, elements * size, "self_attn.scores")
     named = [scores, q_used, k_used, v] if eager.joins_heads_first else [q, k, v]
     if not eager.joins_heads_first:  # BLOOM's `baddbmm` scales by itself
-        scores = ops.scale(tape, scores, "self_attn.scaling", where_it_stands=eager.scales_in_place)
+        scores = ops.scale(tape, scores, "self_attn.scaling", in_place=eager.scales_in_place)
     if eager.softcap:
         scores = ops.scale(tape, scores, "self_attn.softcap.divide")
         scores = ops.scale(tape, ops.unary_of_result(tape, scores, "self_attn.softcap.tanh"), "self_attn.softcap.multiply")

@@ -217,8 +217,8 @@ def _full_mask(tape: Tape, context: MegatronContext) -> Tensor:
     Source: Transformer Engine 2.8 `pytorch/attention/dot_product_attention/utils.py` `get_full_mask`.
     """
     pairs = context.sequence * (context.key_sequence or context.sequence)
-    handed = context.padding or not (context.runs.makes_mask or context.source_sequence)
-    samples = context.batch if handed else 1
+    has_masks = context.padding or not (context.runs.makes_mask or context.source_sequence)
+    samples = context.batch if has_masks else 1
     bounds, compared = (INT64 * samples, samples) if context.padding else (INT32, 1)
 
     def made(name: str, size: int, reads: Sequence[Tensor] = (), passing: int = 0) -> Tensor:
