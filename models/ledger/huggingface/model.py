@@ -18,7 +18,7 @@ from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables, hands_on_itself
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
 from peakcast.models.ledger.huggingface.blocks.traits import kinds_of_layers, kinds_of_masks
-from peakcast.models.ledger.layouts.gradients import lm_head_gradients
+from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients
 from peakcast.models.ledger.tape.marks import Mark
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.networks.families import family_of

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 
 from peakcast.core.units import MIB
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
-from peakcast.models.ledger.layouts.gradients import lm_head_gradients
+from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients
 from peakcast.models.ledger.layouts.module_tree import LM_HEAD, BlockKind, block_of
 from peakcast.models.ledger.layouts.pipeline import Turn
 from peakcast.models.ledger.tape.step import BlockRun, Step

@@ -14,7 +14,7 @@ import numpy as np
 
 from peakcast.core.units import round_up
 from peakcast.models.ledger.layouts.base import Layout, StoredTensor
-from peakcast.models.ledger.layouts.gradients import larger_than_their_bias
+from peakcast.models.ledger.layouts.gradient_tensors import larger_than_their_bias
 from peakcast.models.ledger.optimizers.rule import TrainedTensor
 from peakcast.models.ledger.tape.step import BlockRun, Step
 from peakcast.models.ledger.tape.template import Template

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.gradients import lm_head_gradients, tensors_of_gradients
+from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients, tensors_of_gradients
 from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of
 from peakcast.models.ledger.layouts.zero import BUFFERS, REDUCING, Partitions, ZeroSettings, made_at
 from peakcast.models.ledger.layouts.zero12_bucket import Arrival, Zero12Bucket

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from peakcast.models.ledger.layouts.base import StoredTensor
-from peakcast.models.ledger.layouts.gradients import lm_head_gradients
+from peakcast.models.ledger.layouts.gradient_tensors import lm_head_gradients
 from peakcast.models.ledger.layouts.module_tree import BlockKind, block_of, path_of
 from peakcast.models.ledger.layouts.zero import (
     BUFFERS,

@@ -13,7 +13,7 @@ from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import ActivationCheckpointing, TrainingJob
 from peakcast.models.ledger.layouts.pipeline import Chunk, pipeline_rank, place_in_stage, stage_chunks
 from peakcast.models.ledger.megatron.blocks.context import MegatronContext
-from peakcast.models.ledger.megatron.context import layer_context, part_context, target_context
+from peakcast.models.ledger.megatron.contexts import layer_context, part_context, target_context
 
 
 @dataclass(frozen=True, slots=True, eq=False)
