@@ -85,8 +85,8 @@ class SearchWorkers:
             return list(self._pool.map(_ask, [function] * len(items), items, chunksize=chunk))
         except BrokenProcessPool:
             raise LostError(
-                f"one of the {self.processes} processes of the search was ended from outside, perhaps for the memory that "
-                "it had; ask again with fewer (processes=1)."
+                f"one of the {self.processes} processes of the search was killed, perhaps because the machine ran out of "
+                "memory; ask again with fewer (processes=1)."
             ) from None
 
 
