@@ -13,7 +13,6 @@ from peakcast.jobs.architecture import Architecture
 from peakcast.jobs.conventions import conventions
 from peakcast.jobs.spec import TrainingJob
 from peakcast.models.ledger.huggingface.blocks.attention_kernels import flex_block_mask_bytes
-from peakcast.models.ledger.huggingface.blocks.builder import CAST
 from peakcast.models.ledger.huggingface.blocks.context import HFContext
 from peakcast.models.ledger.huggingface.blocks.embedding import embedding_variables, hands_on_itself
 from peakcast.models.ledger.huggingface.blocks.hybrid import layer_template
@@ -219,7 +218,7 @@ def hold_cast_weights(timeline: Step, runs: Iterable[BlockRun], *, owned: bool) 
     for run in runs:
         template, born = run.template, run.forward_start + run.template.num_forward
         kept = template.dies_backward if owned else np.zeros_like(template.dies_backward)
-        casts = np.array([name.endswith(CAST) for name in template.names], dtype=bool)
+        casts = ~template.born_backward & np.isin(template.born, template.forward_marks.get(Mark.CACHED_CAST, ()))
         size = int(template.num_bytes[casts & ~kept].sum())
         timeline.hold("autocast_cache", Category.TEMPORARIES, size, born, timeline.now, run.module)
 

@@ -5,6 +5,7 @@ Source: peft 0.13-0.21 `tuners/lora/{layer,bnb}.py`, bitsandbytes 0.43 `nn/modul
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 from peakcast.core.units import FP32
@@ -30,8 +31,6 @@ from peakcast.networks.families import family_of
 
 NOT_ADAPTED = ("lm_head", "mlp.gate")
 """What "all-linear" leaves out: the head, and a router, which is not an nn.Linear in transformers 5."""
-CAST = ".weight_cast"
-"""Suffix of the name of a weight's narrow copy that autocast caches."""
 LORA_CHAIN = ("lora", "qlora", "lora_fa")
 """Methods whose forward is written out operation by operation."""
 ADAPTERS = (".lora_A", ".lora_B")
@@ -219,12 +218,10 @@ class BlockBuilder:
         graph saves it. Arguments are cast from right to left, so in backward the input's gradient is widened first."""
         tape, name, rows = self.tape, layer.name, self.rows
         numel = layer.in_features * layer.out_features * self.num_matrices
-        weight = tape.operation(
-            f"{name}{CAST if cached else '.weight_copy'}",
-            [],
-            numel * compute,
-            weight_gradients=[WeightGradient(f"{name}.weight.grad", numel * layer.element_bytes)] if layer.trains else [],
-        )
+        gradients = [WeightGradient(f"{name}.weight.grad", numel * layer.element_bytes)] if layer.trains else []
+        with tape.marked(Mark.CACHED_CAST) if cached else nullcontext():
+            copied = f"{name}.{'weight_cast' if cached else 'weight_copy'}"
+            weight = tape.operation(copied, [], numel * compute, weight_gradients=gradients)
         if cached:
             self.variables.append(weight)
         narrow = self._input_cast(x, layer, compute)
